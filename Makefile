@@ -1,0 +1,84 @@
+# Every target does the set-up it needs, in .venv; nothing has to be installed by hand but Python >= 3.10 and a C++
+# compiler. `make help` lists the targets.
+#
+#   VENV=path       another environment than .venv
+#   FLEX_MODEL_...  see setup.py and flex_model/_load.py
+
+.NOTPARALLEL:
+
+PYTHON3 ?= python3
+VENV ?= .venv
+PYTHON := $(abspath $(VENV))/bin/python
+# New when the requirements or the Python are: then the environment is brought up to date.
+STAMP := $(VENV)/flex_model-$(shell (cat requirements/*.txt; $(PYTHON3) --version) | cksum | cut -d' ' -f1)
+
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+export OMP_NUM_THREADS := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PYTHON
+
+CPP = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+NVCC := $(shell PATH="$${CUDA_HOME:-/usr/local/cuda}/bin:$$PATH" command -v nvcc)
+
+.PHONY: help venv build demo test check bench lint clean parity
+.PHONY: check-build check-symbols check-sdist check-sanitizers check-slow
+
+help:  ## list the targets
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
+
+venv: $(STAMP)  ## .venv with everything that building, testing and linting take
+
+$(STAMP):
+	@.ci/make_venv "$(PYTHON3)" "$(VENV)"
+	@touch $@
+
+build: venv  ## the compiled parts, in place; rebuilds what changed
+	@.ci/quiet build $(PYTHON) setup.py build_ext --inplace
+
+demo: build  ## two processes find the induction heads of a sharded model
+	torchrun --nproc-per-node 2 examples/induction_heads.py
+
+test: build  ## the tests, those of several ranks included, but for the slow ones
+	pytest -q
+
+parity: build  ## the parity table: every framework, mesh and hook kind against the unsharded model
+	pytest -q -m "slow or not slow" tests/parity
+
+bench: build  ## the benchmarks, each checked and timed against its baseline in one run
+	@for file in benchmarks/bench_*.py; do echo "== $$file" && $(PYTHON) $$file || exit 1; done
+
+lint: venv  ## format, lint and types
+	ruff check --quiet .
+	ruff format --check --quiet .
+	clang-format --dry-run -Werror $(CPP)
+	mypy
+
+check: lint check-build check-symbols check-sdist check-sanitizers check-slow  ## all that CI runs before the tests
+	@echo "== check: passed"
+
+check-build: build  ## a build without CUDA in a folder of its own; with CUDA where nvcc is
+	@.ci/quiet build-cpu env FLEX_MODEL_CUDA=0 $(PYTHON) setup.py build --build-base build/cpu --build-lib build/cpu/lib
+	cd build/cpu/lib && FLEX_MODEL_REQUIRE=cpu $(PYTHON) $(CURDIR)/.ci/smoke.py $(CURDIR)/build/cpu/lib
+ifneq ($(NVCC),)
+	@.ci/quiet build-cuda env FLEX_MODEL_CUDA=1 $(PYTHON) setup.py build_ext --inplace
+	FLEX_MODEL_REQUIRE=cuda $(PYTHON) .ci/smoke.py $(CURDIR)
+else
+	@echo "no nvcc: the CUDA build is left out"
+endif
+
+check-symbols: build  ## the binaries depend on torch's stable C functions only
+	$(PYTHON) .ci/check_symbols.py flex_model/*.so
+
+check-sdist: build  ## sdist -> install in a fresh environment -> import from elsewhere
+	@.ci/check_sdist
+
+check-sanitizers: venv  ## engine and op tests under the address and undefined-behaviour sanitizers
+	@.ci/check_sanitizers
+
+check-slow: build  ## the slow tests
+	pytest -q -m slow
+
+clean:  ## remove what was built; .venv stays
+	rm -rf build dist *.egg-info flex_model/*.so flex_model/_build_config.json
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,285 @@
+// Where the bytes of each rank's shard lie in the full tensor: strided boxes, and the copy that
+// follows them. Header-only and free of Python and torch: _C plans with it, _ops copies with it on
+// CPU, _cuda reads the same plan.
+//
+//   shard  what one rank holds, contiguous
+//   full   the unsharded tensor, contiguous
+//
+// All offsets, strides and counts of bytes are in bytes.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace flex_model {
+
+// One loop of a strided copy: `count` steps, each moving on by these strides.
+struct Level {
+  int64_t count;
+  int64_t full_stride;
+  int64_t shard_stride;
+};
+
+// A part of one rank's shard: runs of `run_bytes` contiguous bytes on both sides, repeated by the
+// levels (outermost first).
+struct Box {
+  int64_t rank;
+  int64_t full_offset;
+  int64_t shard_offset;
+  int64_t run_bytes;
+  std::vector<Level> levels;
+};
+
+// Bytes that a copy along `box` moves; the largest int64 if that does not hold them.
+inline int64_t num_bytes(const Box& box) {
+  int64_t bytes = box.run_bytes;
+  bool overflow = false;
+  for (const Level& level : box.levels) {
+    if (level.count == 0) return 0;
+    overflow = __builtin_mul_overflow(bytes, level.count, &bytes) || overflow;
+  }
+  return overflow ? std::numeric_limits<int64_t>::max() : bytes;
+}
+
+// A plan as ops receive it (`int[]`):
+//   num_ranks, full_bytes, shard_bytes[num_ranks], num_boxes,
+//   then per box: rank, full_offset, shard_offset, run_bytes, num_levels, (count, full_stride,
+//   shard_stride) * num_levels
+struct Boxes {
+  int64_t full_bytes = 0;
+  std::vector<int64_t> shard_bytes;  // per rank
+  std::vector<Box> boxes;            // in rank order
+
+  std::vector<int64_t> encode() const {
+    std::vector<int64_t> code{static_cast<int64_t>(shard_bytes.size()), full_bytes};
+    code.insert(code.end(), shard_bytes.begin(), shard_bytes.end());
+    code.push_back(static_cast<int64_t>(boxes.size()));
+    for (const Box& box : boxes) {
+      code.insert(code.end(), {box.rank, box.full_offset, box.shard_offset, box.run_bytes,
+                               static_cast<int64_t>(box.levels.size())});
+      for (const Level& level : box.levels) {
+        code.insert(code.end(), {level.count, level.full_stride, level.shard_stride});
+      }
+    }
+    return code;
+  }
+
+  // std::invalid_argument if the code is cut short, too long, or points outside of the buffers it
+  // describes.
+  static Boxes decode(const int64_t* code, int64_t size) {
+    int64_t at = 0;
+    const auto next = [&] {
+      if (at >= size) throw std::invalid_argument("gather plan: the encoded plan is cut short");
+      return code[at++];
+    };
+    const auto next_size = [&](const char* what) {
+      const int64_t value = next();
+      if (value < 0) throw std::invalid_argument(std::string("gather plan: negative ") + what);
+      return value;
+    };
+    Boxes plan;
+    const int64_t num_ranks = next_size("number of ranks");
+    plan.full_bytes = next_size("size");
+    for (int64_t rank = 0; rank < num_ranks; ++rank) plan.shard_bytes.push_back(next_size("size"));
+    const int64_t num_boxes = next_size("number of boxes");
+    for (int64_t i = 0; i < num_boxes; ++i) {
+      Box box;
+      box.rank = next_size("rank");
+      box.full_offset = next_size("offset");
+      box.shard_offset = next_size("offset");
+      box.run_bytes = next_size("run");
+      const int64_t num_levels = next_size("number of levels");
+      for (int64_t l = 0; l < num_levels; ++l) {
+        Level level;
+        level.count = next_size("count");
+        level.full_stride = next_size("stride");
+        level.shard_stride = next_size("stride");
+        box.levels.push_back(level);
+      }
+      plan.check(box);
+      plan.boxes.push_back(std::move(box));
+    }
+    if (at != size) throw std::invalid_argument("gather plan: the encoded plan is too long");
+    return plan;
+  }
+
+  // std::invalid_argument if a copy along `box` would leave its buffers.
+  void check(const Box& box) const {
+    if (box.rank >= static_cast<int64_t>(shard_bytes.size())) {
+      throw std::invalid_argument("gather plan: a box names a rank that the plan does not have");
+    }
+    int64_t full_end = box.full_offset, shard_end = box.shard_offset;
+    bool overflow = __builtin_add_overflow(full_end, box.run_bytes, &full_end) ||
+                    __builtin_add_overflow(shard_end, box.run_bytes, &shard_end);
+    for (const Level& level : box.levels) {
+      if (level.count == 0) return;  // nothing is copied
+      int64_t full_step, shard_step;
+      overflow = overflow ||
+                 __builtin_mul_overflow(level.count - 1, level.full_stride, &full_step) ||
+                 __builtin_mul_overflow(level.count - 1, level.shard_stride, &shard_step) ||
+                 __builtin_add_overflow(full_end, full_step, &full_end) ||
+                 __builtin_add_overflow(shard_end, shard_step, &shard_end);
+    }
+    if (overflow || full_end > full_bytes || shard_end > shard_bytes[box.rank]) {
+      throw std::invalid_argument("gather plan: a box leaves its buffer");
+    }
+    if (num_bytes(box) > shard_bytes[box.rank]) {
+      throw std::invalid_argument("gather plan: a box copies more bytes than its shard has");
+    }
+  }
+};
+
+namespace detail {
+
+// Copies of a few bytes, where a call of memcpy costs more than the copy.
+template <int64_t kBytes>
+struct Word {
+  char bytes[kBytes];
+};
+
+// Runs one after the other. `Copy` moves one run; it is a type, so that the loop is compiled for
+// each kind of run.
+template <typename Copy>
+void copy_runs(Copy copy, int64_t count, char* to, int64_t to_stride, const char* from,
+               int64_t from_stride) {
+  for (int64_t i = 0; i < count; ++i, to += to_stride, from += from_stride) copy(to, from);
+}
+
+template <int64_t kBytes>
+struct CopyExactly {
+  void operator()(char* to, const char* from) const { std::memcpy(to, from, kBytes); }
+};
+
+// From kBytes to twice that: the first and the last kBytes, which may overlap.
+template <int64_t kBytes>
+struct CopyTwice {
+  int64_t bytes;
+  void operator()(char* to, const char* from) const {
+    Word<kBytes> first, last;
+    std::memcpy(&first, from, kBytes);
+    std::memcpy(&last, from + bytes - kBytes, kBytes);
+    std::memcpy(to, &first, kBytes);
+    std::memcpy(to + bytes - kBytes, &last, kBytes);
+  }
+};
+
+struct CopyAny {
+  int64_t bytes;
+  void operator()(char* to, const char* from) const { std::memcpy(to, from, bytes); }
+};
+
+// The innermost level.
+inline void copy_level(int64_t bytes, int64_t count, char* to, int64_t to_stride, const char* from,
+                       int64_t from_stride) {
+  const auto run = [&](auto copy) { copy_runs(copy, count, to, to_stride, from, from_stride); };
+  switch (bytes) {
+    case 1: return run(CopyExactly<1>{});
+    case 2: return run(CopyExactly<2>{});
+    case 4: return run(CopyExactly<4>{});
+    case 8: return run(CopyExactly<8>{});
+    case 16: return run(CopyExactly<16>{});
+    case 32: return run(CopyExactly<32>{});
+    case 64: return run(CopyExactly<64>{});
+  }
+  if (bytes > 128 || bytes == 3) return run(CopyAny{bytes});
+  if (bytes > 64) return run(CopyTwice<64>{bytes});
+  if (bytes > 32) return run(CopyTwice<32>{bytes});
+  if (bytes > 16) return run(CopyTwice<16>{bytes});
+  if (bytes > 8) return run(CopyTwice<8>{bytes});
+  return run(CopyTwice<4>{bytes});
+}
+
+// The levels from `level` to the innermost, of which the first makes only its steps `begin` to
+// `end`.
+template <bool kToFull>
+void copy_levels(const Level* level, const Level* innermost, int64_t begin, int64_t end,
+                 int64_t run_bytes, char* full, char* shard) {
+  full += begin * level->full_stride;
+  shard += begin * level->shard_stride;
+  if (level == innermost) {
+    if (kToFull) {
+      copy_level(run_bytes, end - begin, full, level->full_stride, shard, level->shard_stride);
+    } else {
+      copy_level(run_bytes, end - begin, shard, level->shard_stride, full, level->full_stride);
+    }
+    return;
+  }
+  for (int64_t i = begin; i < end; ++i) {
+    copy_levels<kToFull>(level + 1, innermost, 0, level[1].count, run_bytes, full, shard);
+    full += level->full_stride;
+    shard += level->shard_stride;
+  }
+}
+
+// Steps `begin` to `end` of the outermost level of a box; a single run counts as one step.
+template <bool kToFull>
+void copy_steps(const Box& box, int64_t begin, int64_t end, char* full, char* shard) {
+  if (num_bytes(box) == 0) return;
+  const Level one_run{1, 0, 0};
+  const Level* first = box.levels.empty() ? &one_run : box.levels.data();
+  const Level* innermost = box.levels.empty() ? &one_run : &box.levels.back();
+  copy_levels<kToFull>(first, innermost, begin, end, box.run_bytes, full + box.full_offset,
+                       shard + box.shard_offset);
+}
+
+inline int64_t num_steps(const Box& box) { return box.levels.empty() ? 1 : box.levels[0].count; }
+
+// Whether two boxes go through the full tensor in the same steps, so that their runs lie between
+// each other's.
+inline bool interleave(const Box& a, const Box& b) {
+  return !a.levels.empty() && !b.levels.empty() && a.levels[0].count == b.levels[0].count &&
+         a.levels[0].full_stride == b.levels[0].full_stride;
+}
+
+// Box after box would walk over the full tensor once for each of them; boxes that interleave are
+// copied in turns instead, each time as much as stays in the first-level cache.
+template <bool kToFull, typename Shard>
+void copy_boxes(const std::vector<Box>& boxes, const std::vector<Shard*>& shards, char* full) {
+  constexpr int64_t kTurnBytes = 16 << 10;
+  for (size_t first = 0, next; first < boxes.size(); first = next) {
+    next = first + 1;
+    while (next < boxes.size() && interleave(boxes[first], boxes[next])) ++next;
+    const int64_t steps = num_steps(boxes[first]);
+    const int64_t stride = boxes[first].levels.empty() ? 0 : boxes[first].levels[0].full_stride;
+    const int64_t turn =
+        next == first + 1 ? steps : std::max<int64_t>(1, kTurnBytes / std::max<int64_t>(1, stride));
+    for (int64_t begin = 0; begin < steps; begin += turn) {
+      const int64_t end = std::min(begin + turn, steps);
+      for (size_t i = first; i < next; ++i) {
+        char* shard = const_cast<char*>(shards[boxes[i].rank]);
+        if (shard != nullptr) copy_steps<kToFull>(boxes[i], begin, end, full, shard);
+      }
+    }
+  }
+}
+
+}  // namespace detail
+
+// Copies one box from its rank's shard into the full tensor.
+inline void assemble_box(const Box& box, const char* shard, char* full) {
+  detail::copy_steps<true>(box, 0, detail::num_steps(box), full, const_cast<char*>(shard));
+}
+
+// Copies one box out of the full tensor into its rank's shard: the inverse of assemble_box.
+inline void split_box(const Box& box, const char* full, char* shard) {
+  detail::copy_steps<false>(box, 0, detail::num_steps(box), const_cast<char*>(full), shard);
+}
+
+// The same for many boxes, faster than one by one. `shards[rank]` is a rank's shard; null leaves
+// its boxes out.
+inline void assemble_boxes(const std::vector<Box>& boxes, const std::vector<const char*>& shards,
+                           char* full) {
+  detail::copy_boxes<true>(boxes, shards, full);
+}
+
+inline void split_boxes(const std::vector<Box>& boxes, const char* full,
+                        const std::vector<char*>& shards) {
+  detail::copy_boxes<false>(boxes, shards, const_cast<char*>(full));
+}
+
+}  // namespace flex_model

@@ -1,0 +1,206 @@
+#include "pytree/registry.h"
+
+#include <structmember.h>
+
+#include <memory>
+#include <string>
+#include <unordered_map>
+
+namespace flex_model {
+
+PyTypeObject* leaf_type = nullptr;
+
+namespace {
+
+// Never destroyed: the interpreter is gone before static destructors run.
+struct Registry {
+  std::unordered_map<PyTypeObject*, std::unique_ptr<ContainerType>> types;
+  py::object describe;
+  py::object torch_registry;
+  PyObject* flatten_fn = PyUnicode_InternFromString("flatten_fn");
+  PyObject* unflatten_fn = PyUnicode_InternFromString("unflatten_fn");
+  PyTypeObject* defaultdict = import_type("defaultdict");
+  // What `class` statements give every class: a type without it has C state that we cannot copy.
+  destructor class_dealloc = import_type("UserDict")->tp_dealloc;
+
+  static PyTypeObject* import_type(const char* name) {
+    return reinterpret_cast<PyTypeObject*>(
+        py::object(py::module_::import("collections").attr(name)).release().ptr());
+  }
+};
+
+Registry& registry() {
+  static Registry* registry = new Registry();
+  return *registry;
+}
+
+// `address` is the dead type's, as an int: nothing here keeps a type alive.
+PyObject* forget_type(PyObject* address, PyObject*) {
+  const auto found = registry().types.find(static_cast<PyTypeObject*>(PyLong_AsVoidPtr(address)));
+  if (found != registry().types.end()) {
+    const auto entry = std::move(found->second);
+    registry().types.erase(found);  // before the entry dies: that may run any code
+  }
+  Py_RETURN_NONE;
+}
+
+PyMethodDef forget_type_definition = {"forget_type", forget_type, METH_O, nullptr};
+
+void add_slot(PyObject* descriptor, std::vector<Slot>* slots) {
+  const PyMemberDef* member = reinterpret_cast<PyMemberDescrObject*>(descriptor)->d_member;
+  if (member->type != T_OBJECT_EX && member->type != T_OBJECT) return;
+  slots->push_back({steal(PyUnicode_InternFromString(member->name)), member->offset});
+}
+
+bool is_struct_sequence(PyTypeObject* type) {
+  return type->tp_base == &PyTuple_Type && type->tp_dealloc != registry().class_dealloc &&
+         type->tp_dict != nullptr && PyDict_GetItemString(type->tp_dict, "n_sequence_fields") &&
+         PyDict_GetItemString(type->tp_dict, "n_unnamed_fields");
+}
+
+// Follows the chain of layouts down to a built-in type that we know how to make and fill. False if
+// there is a class with other C state on the way.
+bool find_storage(PyTypeObject* type, ContainerType* entry) {
+  if (is_struct_sequence(type)) return entry->storage = Storage::kStructSequence, true;
+  for (; type->tp_dealloc == registry().class_dealloc; type = type->tp_base) {
+    PyObject *name, *value;
+    for (Py_ssize_t at = 0; PyDict_Next(type->tp_dict, &at, &name, &value);) {
+      if (Py_TYPE(value) == &PyMemberDescr_Type) add_slot(value, &entry->slots);
+    }
+  }
+  if (type == registry().defaultdict) {
+    add_slot(PyDict_GetItemString(type->tp_dict, "default_factory"), &entry->slots);
+    type = &PyDict_Type;
+  }
+  if (type == &PyTuple_Type) entry->storage = Storage::kTuple;
+  if (type == &PyList_Type) entry->storage = Storage::kList;
+  if (type == &PyDict_Type) entry->storage = Storage::kDict;
+  if (type == &PyODict_Type) entry->storage = Storage::kOrderedDict;
+  return entry->storage != Storage::kNone || type == &PyBaseObject_Type;
+}
+
+bool describe(PyTypeObject* type, ContainerType* entry) {
+  const py::object described =
+      steal(PyObject_CallOneArg(registry().describe.ptr(), reinterpret_cast<PyObject*>(type)));
+  if (!described) return false;
+  if (!described.is_none()) {
+    PyObject* attributes = PyTuple_GET_ITEM(described.ptr(), 0);
+    if (attributes != Py_None) entry->attributes = borrow(attributes);
+    entry->is_before_torch = PyTuple_GET_ITEM(described.ptr(), 1) == Py_True;
+  }
+  entry->has_dict = type->tp_dictoffset != 0;
+  entry->is_structural =
+      find_storage(type, entry) && (entry->storage != Storage::kNone || entry->attributes);
+  return true;
+}
+
+}  // namespace
+
+ContainerType* container_type(PyTypeObject* type) {
+  auto& types = registry().types;
+  const auto found = types.find(type);
+  if (found != types.end()) return found->second.get();
+
+  auto entry = std::make_unique<ContainerType>();
+  if (!describe(type, entry.get())) return nullptr;
+  const py::object address = steal(PyLong_FromVoidPtr(type));
+  if (!address) return nullptr;
+  const py::object forget = steal(PyCFunction_New(&forget_type_definition, address.ptr()));
+  if (!forget) return nullptr;
+  entry->weakref = steal(PyWeakref_NewRef(reinterpret_cast<PyObject*>(type), forget.ptr()));
+  if (!entry->weakref) return nullptr;
+  return types.try_emplace(type, std::move(entry)).first->second.get();
+}
+
+bool classify(PyObject* object, Classified* result) {
+  PyTypeObject* type = Py_TYPE(object);
+  if (PyType_IsSubtype(type, leaf_type)) return result->kind = Kind::kLeaf, true;
+  const ContainerType* entry = container_type(type);
+  if (entry == nullptr) return false;
+  result->type = entry;
+  if (entry->is_leaf) return result->kind = Kind::kLeaf, true;
+  if (entry->flatten) {
+    result->kind = Kind::kRegistered;
+    result->flatten = entry->flatten;
+    result->unflatten = entry->unflatten;
+    return true;
+  }
+  if (!entry->is_before_torch) {
+    PyObject* node = PyDict_GetItemWithError(registry().torch_registry.ptr(),
+                                             reinterpret_cast<PyObject*>(type));  // borrowed
+    if (node == nullptr && PyErr_Occurred()) return false;
+    if (node != nullptr) {
+      const py::object alive = borrow(node);
+      result->kind = Kind::kRegistered;
+      result->is_torch = true;
+      result->flatten = steal(PyObject_GetAttr(node, registry().flatten_fn));
+      result->unflatten = steal(PyObject_GetAttr(node, registry().unflatten_fn));
+      return result->flatten && result->unflatten;
+    }
+  }
+  result->kind = entry->is_structural ? Kind::kStructural : Kind::kConstant;
+  return true;
+}
+
+bool is_ready() {
+  if (leaf_type != nullptr) return true;
+  return static_cast<bool>(steal(PyImport_ImportModule("flex_model.pytree")));  // sets it
+}
+
+void set_leaf_type(py::type type) {  // never freed, so leaf_type cannot dangle
+  leaf_type = reinterpret_cast<PyTypeObject*>(type.release().ptr());
+}
+
+void set_type_sources(py::function describe, py::dict torch_registry) {
+  registry().describe = std::move(describe);
+  registry().torch_registry = std::move(torch_registry);
+}
+
+namespace {
+
+ContainerType& entry_of(const py::type& type) {
+  if (!is_ready()) throw py::error_already_set();
+  ContainerType* entry = container_type(reinterpret_cast<PyTypeObject*>(type.ptr()));
+  if (entry == nullptr) throw py::error_already_set();
+  return *entry;
+}
+
+std::string name_of(const py::type& type) {
+  return reinterpret_cast<PyTypeObject*>(type.ptr())->tp_name;
+}
+
+}  // namespace
+
+void register_container(py::type type, py::function flatten, py::function unflatten) {
+  ContainerType& entry = entry_of(type);
+  if (entry.flatten || entry.is_leaf) {
+    throw py::value_error("register: " + name_of(type) +
+                          " is already registered; call flex_model.pytree.unregister first");
+  }
+  entry.flatten = std::move(flatten);
+  entry.unflatten = std::move(unflatten);
+}
+
+void unregister_container(py::type type) {
+  ContainerType& entry = entry_of(type);
+  if (!entry.flatten && !entry.is_leaf) {
+    throw py::value_error(
+        "unregister: " + name_of(type) +
+        " is not registered; expected a type given to flex_model.pytree.register");
+  }
+  entry.is_leaf = false;
+  const py::object flatten = std::move(entry.flatten), unflatten = std::move(entry.unflatten);
+}
+
+void register_leaf(py::type type) {
+  ContainerType& entry = entry_of(type);
+  if (entry.flatten) {
+    throw py::value_error("register: " + name_of(type) +
+                          " is already registered; call flex_model.pytree.unregister first");
+  }
+  entry.is_leaf = true;
+}
+
+size_t num_known_types() { return registry().types.size(); }
+
+}  // namespace flex_model

@@ -1,0 +1,25 @@
+"""See and edit the full, unsharded activations, gradients and parameters of a model that runs sharded."""
+
+from flex_model._load import build_info, load
+
+load()
+
+from flex_model import pytree  # noqa: E402
+
+from flex_model.dummy import DummyModule  # noqa: E402
+from flex_model.errors import HookError, HookMismatchError, TraceError  # noqa: E402
+from flex_model.hooks.function import HookFunction  # noqa: E402
+from flex_model.model import FlexModel  # noqa: E402
+
+__version__ = "1.0.0"
+
+__all__ = [
+    "DummyModule",
+    "FlexModel",
+    "HookError",
+    "HookFunction",
+    "HookMismatchError",
+    "TraceError",
+    "build_info",
+    "pytree",
+]

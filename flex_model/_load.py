@@ -1,0 +1,145 @@
+"""Loads the compiled parts of flex_model and tells what was built and loaded.
+
+`_C` and `_ops` must load. `_cuda` is optional: it is loaded where torch has CUDA and the build made
+it, with a GPU or without. ``FLEX_MODEL_REQUIRE=cuda`` makes its absence an error; ``cpu``, the
+default, says that it may be absent.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FOLDER = Path(__file__).parent
+REQUIRE = ("cpu", "cuda")
+
+_loaded: dict[str, str] = {}  # name -> "loaded", or why not
+
+
+class BuildInfo(dict[str, Any]):
+    """What was built and what was loaded; prints as a table.
+
+    Keys:
+        flex_model, python, torch, torch_cuda, gpu: The versions in use; whether there is a GPU.
+        built: Facts of the build (versions, archs, extensions); empty if they were not recorded.
+        loaded: `_C`, `_ops` and `_cuda`, each ``"loaded"`` or the reason why it is not.
+    """
+
+    def __str__(self) -> str:
+        lines = []
+        for name, value in self.items():
+            if isinstance(value, dict):
+                lines += [f"{name}:"] + [f"  {key:14} {_text(item)}" for key, item in value.items()]
+            else:
+                lines.append(f"{name:16} {_text(value)}")
+        return "\n".join(lines)
+
+
+def build_info() -> BuildInfo:
+    """Versions in use, what was built, and what was loaded and why not. Local."""
+    built = built_facts()
+    return BuildInfo(
+        flex_model=built.get("flex_model", "unknown"),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        torch_cuda=torch.version.cuda,
+        gpu=torch.cuda.is_available(),
+        built=built,
+        loaded=dict(_loaded),
+    )
+
+
+def load() -> None:
+    """Load `_C`, `_ops` and `_cuda`; ImportError, of one line, if one that must load does not."""
+    require = os.environ.get("FLEX_MODEL_REQUIRE", "cpu")
+    if require not in REQUIRE:
+        raise ValueError(f"FLEX_MODEL_REQUIRE must be one of {', '.join(REQUIRE)}, got {require!r}")
+    if "_ops" not in _loaded:
+        _load_engine()
+        _load_ops()
+    if "_cuda" not in _loaded:
+        _loaded["_cuda"] = _load_cuda()
+    if require == "cuda" and _loaded["_cuda"] != "loaded":
+        raise ImportError(
+            "flex_model: FLEX_MODEL_REQUIRE=cuda, but flex_model._cuda is not loaded: "
+            + _loaded["_cuda"]
+        )
+
+
+def built_facts() -> dict[str, Any]:
+    """What setup.py recorded."""
+    try:
+        return json.loads((FOLDER / "_build_config.json").read_text())
+    except FileNotFoundError:
+        return {}
+
+
+def _load_engine() -> None:
+    try:
+        importlib.import_module("flex_model._C")
+    except ImportError as error:
+        raise ImportError(explain("_C", error)) from None
+    _loaded["_C"] = "loaded"
+
+
+def _load_ops() -> None:
+    path = _find("_ops")
+    if path is None:
+        raise ImportError(explain("_ops", "it is not built"))
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        raise ImportError(explain("_ops", error)) from None
+    from flex_model import _ops_fake
+
+    _ops_fake.register()
+    _loaded["_ops"] = "loaded"
+
+
+def _load_cuda() -> str:
+    """``"loaded"``, or why not."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} has no CUDA"
+    path = _find("_cuda")
+    if path is None:
+        reason = built_facts().get("why_no_cuda")
+        return f"it is not built: {reason or 'run `make build` where nvcc is'}"
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        return explain("_cuda", error)
+    return "loaded"
+
+
+def _find(name: str) -> Path | None:
+    # Not a glob: a name of another Python or platform must not be taken.
+    path = FOLDER / f"{name}.abi3.so"
+    return path if path.exists() else None
+
+
+def explain(name: str, error: object) -> str:
+    """One line: which binary, against which torch it was built, what is missing, what to do."""
+    text = " ".join(str(error).split())
+    symbol = re.search(r"undefined symbol: (\S+)", text)
+    if symbol:
+        text = f"missing symbol {symbol[1]}"
+    elif f"No module named 'flex_model.{name}'" in text:
+        text = "it is not built for this Python"
+    built = built_facts()
+    against = f"torch {built['torch']}, Python {built['python']}" if built else "an unknown torch"
+    return (
+        f"flex_model.{name} cannot be loaded: {text} (installed: torch {torch.__version__}, Python "
+        f"{platform.python_version()}; built against {against}). Run `make build`, or install "
+        "flex-model again; torch must be >= 2.11"
+    )
+
+
+def _text(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

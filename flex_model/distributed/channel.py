@@ -1,0 +1,296 @@
+"""The one place through which every transfer of a wrapped model goes.
+
+A transfer is: agree (64 bytes of every rank, compared before any payload moves), then the payload along a GatherPlan.
+Waiting is polling with our own deadline, so that Ctrl-C, a peer's error and a late rank are seen; after a wait that
+failed the private groups are unusable and say so, while the user's own groups are untouched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flex_model._C import GatherPlan
+from flex_model.distributed import groups
+from flex_model.distributed.header import ERROR, FAILED, OK, Header
+from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.transports import gloo
+from flex_model.errors import HookError, HookMismatchError
+
+_TEXT_BYTES = 2048
+_SPIN = 50  # polls that only yield the processor, before the first sleep
+_MAX_PAUSE_S = 0.002
+_LOOK_AROUND_S = 0.1  # between looks at the store for a peer's error
+_GRACE_S = 10.0  # how long a rank whose model failed waits to tell the others
+
+
+class Channel:
+    """Transfers among the ranks of one pipeline stage of a wrap (the ``grid`` of its mesh).
+
+    All methods but ``close`` are collective over the grid, or over the ranks of ``axes`` where they take them.
+
+    Args:
+        mesh: The ranks.
+        timeout_s: Deadline of one wait, in seconds.
+    """
+
+    def __init__(self, mesh: Mesh, timeout_s: float) -> None:
+        self.mesh = mesh
+        self.timeout_s = timeout_s
+        self.sequence = 0
+        self.where = "nothing yet"
+        self.num_payloads = 0  # payload collectives so far
+        self._error: tuple[int, str, BaseException | None] = (OK, "", None)
+        self._groups: dict[tuple[str, ...], groups.PrivateGroup] = {}
+        if not self.is_local:
+            self._group(("dp", "tp"))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether there is no other rank to talk to."""
+        return len(self.mesh.grid) == 1
+
+    def _group(self, axes: tuple[str, ...]) -> groups.PrivateGroup:
+        places = self.mesh.members(axes)
+        key = ("dp", "tp") if len(places) == len(self.mesh.grid) else axes
+        if key not in self._groups:
+            ranks = tuple(self.mesh.grid[place] for place in places)
+            self._groups[key] = groups.acquire(ranks, self.timeout_s)
+        return self._groups[key]
+
+    def close(self) -> None:
+        """Give the private groups back. Local."""
+        for group in self._groups.values():
+            groups.release(group)
+        self._groups.clear()
+
+    # Errors of this rank, told with the next header.
+
+    @property
+    def has_error(self) -> bool:
+        return self._error[0] != OK
+
+    def set_error(self, text: str, cause: BaseException, state: int = ERROR) -> None:
+        """Remember an error of this rank; all ranks raise it at the next exchange. The first one counts."""
+        if not self.has_error or state == FAILED:
+            self._error = (state, text, cause)
+
+    def clear_error(self) -> None:
+        self._error = (OK, "", None)
+
+    # Agreement.
+
+    def agree(self, header: Header, where: str) -> list[Header]:
+        """Exchange headers and compare them; the headers of all ranks of the grid, in its order.
+
+        Args:
+            where: What this rank is doing, for messages: ``"forward of 'layers.0' (hook 3)"``.
+
+        Raises:
+            HookError: a rank has an error to tell, is missing, or died. Raised on every rank.
+            HookMismatchError: ranks do different things, or tensors of another dtype or number of dims.
+        """
+        self.sequence += 1
+        self.where = where
+        header = replace(header, sequence=self.sequence, state=self._error[0])
+        words = self._exchange_words(header.pack())
+        try:
+            headers = [Header.unpack(row) for row in words]
+        except ValueError as error:
+            raise self._break(f"{where}: {error}") from None
+        if any(other.state != OK for other in headers):
+            raise self._agreed_error(headers, where)
+        for other in headers:
+            if (other.kind, other.site, other.sequence) != (header.kind, header.site, header.sequence):
+                raise self.mismatch(where, "are at different places")
+            if other.dtype != header.dtype:
+                raise self.mismatch(f"{where} with {header.dtype}", "have different dtypes")
+        if any(other.is_wide for other in headers):
+            headers = self._exchange_wide_shapes(header, headers)
+        if any(len(other.shape) != len(header.shape) for other in headers):
+            raise self.mismatch(f"{where} with shape {header.shape}", "have tensors of different numbers of dims")
+        return headers
+
+    def _exchange_words(self, words: Sequence[int]) -> list[list[int]]:
+        return self.exchange(torch.tensor(words, dtype=torch.int64)).tolist()
+
+    def exchange(self, tensor: Tensor) -> Tensor:
+        """``(num_ranks, *shape)`` of a CPU tensor that has the same shape and dtype on every rank."""
+        if self.is_local:
+            return tensor.unsqueeze(0)
+        return gloo.all_gather_fixed(self._usable(("dp", "tp")), tensor, self._wait)
+
+    def exchange_text(self, text: str) -> list[str]:
+        """A text of every rank, cut at 2 KiB."""
+        data = text.encode()[:_TEXT_BYTES]
+        row = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+        row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in self.exchange(row)]
+
+    def _exchange_wide_shapes(self, header: Header, headers: list[Header]) -> list[Header]:
+        row = torch.full((65,), -1, dtype=torch.int64)
+        row[0] = len(header.shape)
+        row[1 : 1 + len(header.shape)] = torch.tensor(header.shape, dtype=torch.int64)
+        rows = self.exchange(row).tolist()
+        return [replace(other, shape=tuple(row[1 : 1 + row[0]])) for other, row in zip(headers, rows)]
+
+    def _agreed_error(self, headers: list[Header], where: str) -> HookError:
+        state, text, cause = self._error
+        texts = self.exchange_text(text)
+        self.clear_error()
+        failed = [
+            f"rank {rank}: {texts[rank]}" for rank, other in enumerate(headers) if other.state != OK
+        ]
+        error = HookError("; ".join(failed) + ("" if state != OK else f" (this rank was at: {where})"))
+        error.__cause__ = cause
+        return agreed(error)
+
+    def mismatch(self, description: str, what: str) -> HookMismatchError:
+        """What to raise, on every rank alike, when an exchange showed that ranks differ. Collective."""
+        texts = self.exchange_text(description)
+        self.clear_error()
+        listed = "; ".join(f"rank {rank} is at {text}" for rank, text in enumerate(texts))
+        return agreed(
+            HookMismatchError(
+                f"ranks {what}: {listed}. Every rank must register the same hooks in the same order and run the same model"
+            )
+        )
+
+    def tell_failure(self, text: str, cause: BaseException, kind: str) -> None:
+        """Tell the others that the model itself failed on this rank; bounded, and silent about its own troubles."""
+        if self.is_local or any(group.broken for group in self._groups.values()):
+            return
+        self.set_error(text, cause, FAILED)
+        timeout_s, self.timeout_s = self.timeout_s, min(self.timeout_s, _GRACE_S)
+        try:
+            with contextlib.suppress(HookError):
+                self.agree(Header(kind), f"{kind} after a failure")
+        finally:
+            self.timeout_s = timeout_s
+            self.clear_error()
+
+    # Payload. Every method is collective over the ranks of `axes`, and follows an `agree`.
+
+    def all_gather(self, axes: tuple[str, ...], shard: Tensor, plan: GatherPlan) -> Tensor:
+        """The full tensor on every rank."""
+        self.num_payloads += 1
+        return gloo.all_gather(self._usable(axes), shard, plan, self._wait)
+
+    def gather_to_first(self, axes: tuple[str, ...], shard: Tensor, plan: GatherPlan) -> Tensor | None:
+        """The full tensor on the first rank along ``axes``, None elsewhere."""
+        self.num_payloads += 1
+        return gloo.gather_to_first(self._usable(axes), shard, plan, self._wait)
+
+    def gather_bytes_to_first(self, data: Tensor, sizes: list[int]) -> tuple[Tensor, list[int]] | None:
+        """On rank 0 of the grid: the bytes of all ranks, and where each rank's begin; None elsewhere."""
+        self.num_payloads += 1
+        return gloo.gather_bytes_to_first(self._usable(("dp", "tp")), data, sizes, self._wait)
+
+    def scatter_from_first(self, axes: tuple[str, ...], full: Tensor | None, like: Tensor, plan: GatherPlan) -> Tensor:
+        """This rank's shard of the first rank's ``full``."""
+        self.num_payloads += 1
+        return gloo.scatter_from_first(self._usable(axes), full, like, plan, self._wait)
+
+    def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
+        """The tensor of rank 0 of the grid on every rank."""
+        self.num_payloads += 1
+        return gloo.broadcast(self._usable(("dp", "tp")), tensor, like, self._wait)
+
+    def all_reduce_sum(self, axes: tuple[str, ...], tensor: Tensor) -> Tensor:
+        """The sum over the ranks along ``axes``, on every rank."""
+        self.num_payloads += 1
+        return gloo.all_reduce_sum(self._usable(axes), tensor, self._wait)
+
+    # Waiting.
+
+    def _usable(self, axes: tuple[str, ...]) -> groups.PrivateGroup:
+        group = self._group(axes)
+        for other in self._groups.values():
+            if other.broken:
+                raise HookError(
+                    f"this wrap can't be used any more, because an earlier wait failed: {other.broken} Call restore() "
+                    "and wrap the model again on every rank; your own process groups still work"
+                )
+        return group
+
+    def _wait(self, works: list) -> None:
+        start = time.monotonic()
+        look_at = start + _LOOK_AROUND_S
+        polls, pause_s = 0, 5e-5
+        try:
+            while not all(work.is_completed() for work in works):
+                polls += 1
+                if polls < _SPIN:
+                    time.sleep(0)
+                    continue
+                time.sleep(pause_s)
+                pause_s = min(pause_s * 1.5, _MAX_PAUSE_S)
+                now = time.monotonic()
+                if now > look_at:
+                    self._look_around(now - start)
+                    look_at = now + _LOOK_AROUND_S
+        except BaseException as error:
+            if not isinstance(error, HookError):  # Ctrl-C, for one: the others must not wait for this rank
+                self._break(f"rank {self.mesh.place} left while it waited at {self.where}: {type(error).__name__}.")
+            raise
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            reason = f"the connection to another rank was lost at {self.where}: a rank ended or died."
+            raise self._break(reason) from error
+
+    def _look_around(self, waited_s: float) -> None:
+        """Tell where this rank waits, and see whether a peer gave up or the deadline has passed."""
+        group = self._groups[("dp", "tp")]
+        position = json.dumps([self.sequence, self.where])
+        group.store.set(f"at/{group.rank}", position)
+        if group.store.check(["broken"]):
+            raise self._break(group.store.get("broken").decode())
+        if waited_s < self.timeout_s:
+            return
+        absent = []
+        for rank in range(group.size):
+            if rank == group.rank:
+                continue
+            sequence, where = -1, "not seen at any exchange that had to wait"
+            if group.store.check([f"at/{rank}"]):
+                sequence, where = json.loads(group.store.get(f"at/{rank}"))
+            if sequence != self.sequence:
+                absent.append(f"rank {rank} (global rank {group.ranks[rank]}; last seen waiting at: {where})")
+        raise self._break(
+            f"rank {group.rank} waited {self.timeout_s:g} s at {self.where}; missing: {', '.join(absent) or 'none'}."
+        )
+
+    def _break(self, reason: str) -> HookError:
+        """Give the private groups up, tell the others, and return what to raise."""
+        for group in self._groups.values():
+            if group.broken is None:
+                group.broken = reason
+                with contextlib.suppress(RuntimeError):  # the store may have died with its host
+                    if not group.store.check(["broken"]):
+                        group.store.set("broken", reason)
+                group.backend.abort()
+        self.clear_error()
+        return agreed(HookError(f"{reason} This wrap can't be used any more; your own process groups are untouched"))
+
+
+def agreed(error):
+    """Mark an error that every rank raises at the same place: nobody needs to be told of it again."""
+    error.is_agreed = True
+    return error
+
+
+def is_agreed(error: BaseException | None) -> bool:
+    """Whether all ranks know of this error, here or anywhere in its chain."""
+    while error is not None:
+        if getattr(error, "is_agreed", False):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

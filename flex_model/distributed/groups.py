@@ -1,0 +1,103 @@
+"""Private process groups: ours alone, so that the user's are never mixed with, aborted or destroyed.
+
+Wraps over the same ranks share a group; the last ``release`` frees it. The groups are made without torch's registry:
+only their members take part, and a name is never used twice, so a freed group leaves nothing behind to collide with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from flex_model.errors import HookError
+
+# Never the backend's deadline: we poll with our own. The backend's only bounds what is left behind.
+_BACKEND_TIMEOUT = timedelta(hours=1)
+
+_groups: dict[tuple[tuple[int, ...], int], PrivateGroup] = {}
+_acquired: Counter[tuple[int, ...]] = Counter()  # how often, by ranks: the same on all members
+
+
+@dataclass
+class PrivateGroup:
+    """A gloo group over ``ranks`` (global), and a store that its members share."""
+
+    ranks: tuple[int, ...]
+    rank: int
+    backend: dist.ProcessGroupGloo
+    store: dist.Store
+    number: int
+    num_users: int = 0
+    broken: str | None = None  # why it can't be used any more
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+def acquire(ranks: tuple[int, ...], timeout_s: float) -> PrivateGroup:
+    """The shared private group of these global ranks. Collective over them when it is made first.
+
+    Raises:
+        HookError: some of the ranks did not come within ``timeout_s`` seconds; the message names them.
+    """
+    _acquired[ranks] += 1
+    number = _acquired[ranks]
+    name = hashlib.sha1(repr(ranks).encode()).hexdigest()[:16]
+    store = dist.PrefixStore(f"flex_model/{name}", dist.distributed_c10d._get_default_store())
+    me = ranks.index(dist.get_rank())
+    # Wrappers are collected at different times on different ranks, so what one rank still has another may have freed.
+    held = max((n for r, n in _groups if r == ranks and _groups[r, n].broken is None), default=0)
+    offers = _meet(store, ranks, me, number, held, timeout_s)
+    if held and set(offers) == {held}:
+        group = _groups[ranks, held]
+    else:
+        store = dist.PrefixStore(str(number), store)
+        backend = dist.ProcessGroupGloo(store, me, len(ranks), _BACKEND_TIMEOUT)
+        group = _groups[ranks, number] = PrivateGroup(ranks, me, backend, store, number)
+    group.num_users += 1
+    return group
+
+
+def _meet(store: dist.Store, ranks: tuple[int, ...], me: int, number: int, held: int, timeout_s: float) -> list[int]:
+    """What each member offers to share (0: nothing). Gloo alone would wait in silence for who does not come."""
+
+    def key(number: int, rank: int) -> str:
+        return f"meeting/{number}/{rank}"
+
+    store.set(key(number, me), str(held))
+    offers = {me: held}
+    deadline = time.monotonic() + timeout_s
+    pause_s = 0.001
+    while len(offers) < len(ranks):
+        for rank in range(len(ranks)):
+            if rank not in offers and store.check([key(number, rank)]):
+                offers[rank] = int(store.get(key(number, rank)))
+        missing = [ranks[rank] for rank in range(len(ranks)) if rank not in offers]
+        if missing and time.monotonic() > deadline:
+            raise HookError(
+                f"connecting the ranks {list(ranks)} of a model: global ranks {missing} did not come within "
+                f"{timeout_s:g} s; every rank of the model must wrap it, and make the same calls in the same order"
+            )
+        if missing:
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 2, 0.05)
+    store.delete_key(key(number - 1, me))  # all have left that meeting, since they are at this one
+    return [offers[rank] for rank in range(len(ranks))]
+
+
+def release(group: PrivateGroup) -> None:
+    """Give the group back; freed when nobody uses it. Local."""
+    group.num_users -= 1
+    if group.num_users <= 0:
+        _groups.pop((group.ranks, group.number), None)
+
+
+def num_groups() -> int:
+    """How many private groups this process holds."""
+    return len(_groups)

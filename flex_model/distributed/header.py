@@ -1,0 +1,118 @@
+"""The 64 bytes that every rank tells the others before a transfer, and at the end of a run.
+
+Layout, eight little-endian int64 words:
+
+====  =====================================================================
+0     magic 16 bits, state 4, kind 8, dtype 8, ndim 4, flags 4, micro-batch 16 (from high to low, 4 bits unused)
+1     sequence number of the exchange in this wrap
+2     site: hash of kind, module name, tensor index and hook number
+3     random seed of the run (rank 0's counts)
+4-7   up to eight sizes, 32 bits each
+====  =====================================================================
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+NUM_WORDS = 8
+MAX_DIMS = 8
+_MAGIC = 0x464D  # fits 15 bits, so that word 0 stays positive
+
+OK, ERROR, FAILED = 0, 1, 2  # fine; an editing function or hook failed here; the model's own forward failed here
+
+DTYPES = sorted(
+    {value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=lambda dtype: str(dtype)
+)
+_CODE_OF_DTYPE = {dtype: code for code, dtype in enumerate(DTYPES)}
+
+KINDS = (
+    "registered hooks",
+    "forward",
+    "forward_pre",
+    "full_backward",
+    "full_backward_pre",
+    "tensor",
+    "gradient of an edit",
+    "result of an edit on rank 0",
+    "end of the run",
+    "end of the backward",
+    "parameter",
+    "trainable module",
+)
+_CODE_OF_KIND = {kind: code for code, kind in enumerate(KINDS)}
+
+
+def site_hash(*parts: object) -> int:
+    """63 bits that stand for a site in headers."""
+    digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a rank is about to do."""
+
+    kind: str
+    site: int = 0
+    state: int = OK
+    sequence: int = 0
+    seed: int = 0
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()
+    flags: int = 0
+    microbatch: int = 0
+
+    WIDE: ClassVar[int] = 1  # the sizes don't fit: they are exchanged apart
+    PROBE: ClassVar[int] = 2  # this rank does not know the layout of the site yet
+    CONSUMED: ClassVar[int] = 4  # an edit drew random numbers
+
+    def pack(self) -> list[int]:
+        dtype = 255 if self.dtype is None else _CODE_OF_DTYPE[self.dtype]
+        fits = len(self.shape) <= MAX_DIMS and all(size < 2**31 for size in self.shape)
+        shape = self.shape if fits else ()
+        flags = self.flags if fits else self.flags | Header.WIDE
+        first = _MAGIC
+        for value, bits in (
+            (self.state, 4),
+            (_CODE_OF_KIND[self.kind], 8),
+            (dtype, 8),
+            (len(shape), 4),
+            (flags, 4),
+            (self.microbatch, 16),
+        ):
+            first = first << bits | value
+        sizes = list(shape) + [0] * (MAX_DIMS - len(shape))
+        words = [sizes[i] << 32 | sizes[i + 1] for i in range(0, MAX_DIMS, 2)]
+        return [first, self.sequence, self.site, self.seed, *words]
+
+    @staticmethod
+    def unpack(words: list[int]) -> Header:
+        first = words[0]
+        values = []
+        for bits in (16, 4, 4, 8, 8, 4):
+            values.append(first & (1 << bits) - 1)
+            first >>= bits
+        if first != _MAGIC:
+            raise ValueError(f"not a header of flex_model: first word {words[0]:#x}; do all ranks run the same version?")
+        microbatch, flags, ndim, dtype, kind, state = values
+        sizes = [half for word in words[4:] for half in (word >> 32, word & 0xFFFFFFFF)]
+        return Header(
+            kind=KINDS[kind],
+            site=words[2],
+            state=state,
+            sequence=words[1],
+            seed=words[3],
+            dtype=None if dtype == 255 else DTYPES[dtype],
+            shape=tuple(sizes[:ndim]),
+            flags=flags,
+            microbatch=microbatch,
+        )
+
+    @property
+    def is_wide(self) -> bool:
+        return bool(self.flags & Header.WIDE)

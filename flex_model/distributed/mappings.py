@@ -1,0 +1,240 @@
+"""Release 0.1.0's collective functions: along one axis of a ParallelState, with gradients.
+
+The gradients are those of `gather`: what was gathered is edited alike on every rank, so gather's
+backward is a slice and scatter's an all-gather; along dp, where the loss is the mean over ranks,
+they also multiply and divide by dp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from flex_model.distributed import gather
+from flex_model.distributed.channel import agreed
+from flex_model.distributed.header import Header, site_hash
+from flex_model.distributed.layout import Shard, ShardLayout
+from flex_model.distributed.state import ParallelState
+
+_NEEDS_GRADIENT = (
+    8  # a flag that headers leave free: the tensor is in an autograd graph on this rank
+)
+
+
+def unity(tensor: Tensor, fmps: ParallelState) -> Tensor:
+    """The tensor itself. Local."""
+    return tensor
+
+
+def all_gather_tensor_parallel(tensor: Tensor, dim: int, fmps: ParallelState) -> Tensor:
+    """The tensor-parallel ranks' tensors, put together along ``dim``; the same on every rank.
+
+    Example::
+
+        full = all_gather_tensor_parallel(shard, -1, fmps)
+        shard = scatter_tensor_parallel(edit(full), -1, fmps)
+
+    Shapes:
+        tensor: ``(..., n_rank, ...)``, n_rank at ``dim``; it may differ from rank to rank.
+        returns: ``(..., sum of n_rank, ...)``, a copy also where there is one rank only.
+
+    Collective over the tensor-parallel ranks. Its backward is a slice, local. Any dtype, on CPU or
+    CUDA.
+
+    Raises:
+        TypeError, IndexError: not a dense tensor; ``dim`` out of range.
+        ValueError: the ranks' tensors differ in size along other dims too; on every rank.
+        HookMismatchError: the ranks differ in dtype, number of dims, ``dim`` or in what they call;
+            on every rank.
+        HookError: a rank did not come in time; the message names it.
+    """
+    return _all_gather(tensor, dim, fmps, "tp", "all_gather_tensor_parallel")
+
+
+def all_gather_data_parallel(tensor: Tensor, dim: int, fmps: ParallelState) -> Tensor:
+    """As ``all_gather_tensor_parallel``, over data-parallel ranks; backward multiplies by dp."""
+    return _all_gather(tensor, dim, fmps, "dp", "all_gather_data_parallel")
+
+
+def scatter_tensor_parallel(
+    tensor: Tensor, dim: int, fmps: ParallelState, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """This rank's part along ``dim`` of a tensor that all tensor-parallel ranks hold.
+
+    Shapes:
+        tensor: ``(..., n, ...)``, n at ``dim``, the same on every rank.
+        returns: ``(..., sizes[rank], ...)``, contiguous; ``tensor`` itself where there is one rank.
+
+    Args:
+        sizes: The ranks' sizes along ``dim``. Without them they are those of the last
+            ``all_gather_tensor_parallel`` to this size along ``dim``, so that a scatter undoes its
+            gather; else as ``torch.chunk``, the last ranks less.
+
+    Local, but its backward is an all-gather, collective over the tensor-parallel ranks; then so is
+    the first call, which connects them.
+
+    Raises:
+        TypeError, IndexError: not a dense tensor; ``dim`` out of range.
+        ValueError: ``sizes`` that do not add up.
+    """
+    return _scatter(tensor, dim, fmps, sizes, "tp", "scatter_tensor_parallel")
+
+
+def scatter_data_parallel(
+    tensor: Tensor, dim: int, fmps: ParallelState, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """As ``scatter_tensor_parallel``, over the data-parallel ranks; its backward divides by dp."""
+    return _scatter(tensor, dim, fmps, sizes, "dp", "scatter_data_parallel")
+
+
+def broadcast_tensor_parallel(tensor: Tensor, fmps: ParallelState) -> Tensor:
+    """The tensor of the first tensor-parallel rank, on every one of them.
+
+    As in 0.1.0 the values are written into ``tensor``, which is returned; only where autograd
+    records it, on any rank, a new tensor is returned and ``tensor`` stays. Then the first rank gets
+    the gradient of what it gave, and the others zero: all ranks use the values alike, so each has
+    the whole gradient.
+
+    Shapes:
+        tensor: the same shape and dtype on every rank.
+
+    Collective over the tensor-parallel ranks.
+
+    Raises:
+        TypeError: not a dense tensor.
+        HookMismatchError: the ranks differ in shape or dtype, or in what they call; on every rank.
+        HookError: a rank did not come in time; the message names it.
+    """
+    return _broadcast(tensor, fmps, "tp", "broadcast_tensor_parallel")
+
+
+def broadcast_data_parallel(tensor: Tensor, fmps: ParallelState) -> Tensor:
+    """As ``broadcast_tensor_parallel``, over the data-parallel ranks.
+
+    The first rank gets the sum of the ranks' gradients, which DDP's or FSDP's average then makes
+    that of the mean loss; so its backward is collective too.
+    """
+    return _broadcast(tensor, fmps, "dp", "broadcast_data_parallel")
+
+
+def _all_gather(tensor: Tensor, dim: int, fmps: ParallelState, axis: str, name: str) -> Tensor:
+    dim = _check_dim(tensor, dim, name)
+    channel = fmps.channel(axis)
+    if channel.is_local:
+        return tensor.clone()
+    agree = _agreement(fmps, axis, f"{name} along dim {dim}")
+    shapes = [header.shape for header in agree(tensor)]
+    try:
+        move = gather.Move.of(channel, _split_along(axis, dim), shapes, tensor.dtype)
+    except ValueError as error:
+        raise agreed(
+            ValueError(f"{name} along dim {dim}: {error}; only that dim may differ")
+        ) from None
+    fmps.remember_sizes(axis, dim, [shape[dim] for shape in shapes])
+    return gather.gather(tensor, move, agree)
+
+
+def _scatter(
+    tensor: Tensor, dim: int, fmps: ParallelState, sizes: Sequence[int] | None, axis: str, name: str
+) -> Tensor:
+    dim = _check_dim(tensor, dim, name)
+    ranks, total = fmps.axis_ranks(axis), tensor.shape[dim]
+    parts = fmps.sizes(axis, dim, total) if sizes is None else list(sizes)
+    if len(parts) != len(ranks) or sum(parts) != total or min(parts) < 0:
+        raise ValueError(
+            f"{name}: sizes must be {len(ranks)} sizes that add up to the {total} of dim {dim} of "
+            f"{tuple(tensor.shape)}, got {parts}"
+        )
+    if len(ranks) == 1:
+        return tensor
+    if not (torch.is_grad_enabled() and tensor.requires_grad):
+        rank = fmps.mesh.coordinates[axis]
+        part = tensor.narrow(dim, sum(parts[:rank]), parts[rank])
+        return part.clone(memory_format=torch.contiguous_format)
+    shapes = [(*tensor.shape[:dim], part, *tensor.shape[dim + 1 :]) for part in parts]
+    channel = fmps.channel(axis)
+    move = gather.Move.of(channel, _split_along(axis, dim), shapes, tensor.dtype)
+    return gather.scatter(
+        tensor, move, _agreement(fmps, axis, f"backward of {name} along dim {dim}")
+    )
+
+
+def _broadcast(tensor: Tensor, fmps: ParallelState, axis: str, name: str) -> Tensor:
+    check_tensor(tensor, name)
+    channel = fmps.channel(axis)
+    if channel.is_local:
+        return tensor
+    shape = tuple(tensor.shape)
+    needs_gradient = torch.is_grad_enabled() and tensor.requires_grad
+    headers = _agreement(fmps, axis, name)(tensor, _NEEDS_GRADIENT if needs_gradient else 0)
+    if any(header.shape != headers[0].shape for header in headers):
+        raise channel.mismatch(f"{name} with shape {shape}", "have tensors of different shapes")
+    if any(header.flags & _NEEDS_GRADIENT for header in headers) and torch.is_grad_enabled():
+        if not needs_gradient:  # in the graph all the same: the backward may be collective
+            tensor = tensor.detach().requires_grad_()
+        return _Broadcast.apply(
+            tensor, channel, axis, _agreement(fmps, axis, f"backward of {name}")
+        )
+    with torch.no_grad():
+        received = channel.broadcast(tensor.detach(), tensor.detach())
+        if channel.mesh.rank > 0:
+            tensor.copy_(received)
+    return tensor
+
+
+class _Broadcast(Function):
+    @staticmethod
+    def forward(ctx, tensor, channel, axis, agree):
+        ctx.channel, ctx.axis, ctx.agree = channel, axis, agree
+        received = channel.broadcast(tensor, tensor)
+        return received.clone() if channel.mesh.rank == 0 else received
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.axis == "dp":
+            ctx.agree(grad)
+            grad = ctx.channel.all_reduce_sum(("dp",), grad)
+        return (grad if ctx.channel.mesh.rank == 0 else torch.zeros_like(grad)), None, None, None
+
+
+def _split_along(axis: str, dim: int) -> ShardLayout:
+    return ShardLayout(dp=Shard(dim)) if axis == "dp" else ShardLayout(tp=Shard(dim))
+
+
+def _agreement(fmps: ParallelState, axis: str, what: str) -> Callable[..., list[Header]]:
+    """A function that exchanges headers about a tensor.
+
+    A graph that holds it keeps ``fmps`` alive, and so its connections.
+    """
+
+    def agree(tensor: Tensor, flags: int = 0) -> list[Header]:
+        shape = tuple(tensor.shape)
+        header = Header(
+            "forward", site=site_hash(what), dtype=tensor.dtype, shape=shape, flags=flags
+        )
+        return fmps.channel(axis).agree(header, f"{what} of a tensor of shape {shape}")
+
+    return agree
+
+
+def check_tensor(tensor: object, name: str) -> None:
+    if (
+        not isinstance(tensor, Tensor)
+        or tensor.layout != torch.strided
+        or hasattr(tensor, "to_local")
+    ):
+        hint = "; pass its .to_local()" if hasattr(tensor, "to_local") else ""
+        raise TypeError(f"{name}: expected a dense torch.Tensor, got {type(tensor).__name__}{hint}")
+
+
+def _check_dim(tensor: Tensor, dim: int, name: str) -> int:
+    check_tensor(tensor, name)
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise IndexError(
+            f"{name}: dim {dim} is out of range for a tensor of shape {tuple(tensor.shape)}; pass "
+            f"a dim in [{-tensor.dim()}, {tensor.dim() - 1}]"
+        )
+    return dim % tensor.dim()

@@ -1,0 +1,161 @@
+"""The ranks of one wrapped model on the axes pp, dp and tp."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+# Names that device meshes give to their dims, and our axis for each.
+AXIS_OF_DIM = {
+    "pp": "pp",
+    "pipeline": "pp",
+    "dp": "dp",
+    "data": "dp",
+    "ddp": "dp",
+    "fsdp": "dp",
+    "hsdp": "dp",
+    "replicate": "dp",
+    "shard": "dp",
+    "dp_replicate": "dp",
+    "dp_shard": "dp",
+    "tp": "tp",
+    "tensor": "tp",
+    "model": "tp",
+}
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this process stands among the ranks of one wrap.
+
+    Example::
+
+        mesh = Mesh.from_sizes(tp_size=2, dp_size=2)      # 4 processes
+        mesh.grid                                         # (0, 1, 2, 3): global ranks of this stage, tp fastest
+        mesh.members(("tp",))                             # [2, 3] on the second data-parallel rank: places in `grid`
+
+    Attributes:
+        ranks: Global ranks in the order (pp, dp, tp), tp fastest.
+        rank: This process's place in ``ranks``; "rank 0" of a wrap is place 0.
+    """
+
+    ranks: tuple[int, ...] = (0,)
+    rank: int = 0
+    pp_size: int = 1
+    dp_size: int = 1
+    tp_size: int = 1
+
+    @staticmethod
+    def from_sizes(
+        tp_size: int = 1,
+        pp_size: int = 1,
+        dp_size: int = 1,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> Mesh:
+        """Lay the ranks of ``process_group`` (default: the world) out as (pp, dp, tp). Local; no collective.
+
+        Raises:
+            ValueError: a size is below 1, or the sizes do not multiply to the number of ranks.
+        """
+        ranks = group_ranks(process_group)
+        for name, size in (("tensor", tp_size), ("pipeline", pp_size), ("data", dp_size)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}_parallel_size must be an int of at least 1, got {size!r}")
+        if tp_size * pp_size * dp_size != len(ranks):
+            raise ValueError(
+                f"tensor_parallel_size ({tp_size}) x pipeline_parallel_size ({pp_size}) x data_parallel_size "
+                f"({dp_size}) = {tp_size * pp_size * dp_size}, but the process group has {len(ranks)} "
+                f"rank{'s' * (len(ranks) > 1)}; give sizes that multiply to {len(ranks)}, or a process_group or "
+                "device_mesh of the ranks that hold the model"
+            )
+        return Mesh._of(ranks, pp_size, dp_size, tp_size)
+
+    @staticmethod
+    def from_device_mesh(device_mesh: dist.DeviceMesh) -> Mesh:
+        """Take the axes from a ``DeviceMesh`` whose dims are named (``tp``, ``dp``, ``pp``, ``fsdp``, ...). Local."""
+        names = device_mesh.mesh_dim_names
+        if names is None:
+            raise ValueError(
+                "device_mesh must have named dims, so that tensor- and data-parallel axes can be told apart; "
+                'make it with init_device_mesh(..., mesh_dim_names=("dp", "tp"))'
+            )
+        axes = []
+        for name in names:
+            axis = AXIS_OF_DIM.get(name.lower())
+            if axis is None:
+                raise ValueError(
+                    f"device_mesh dim {name!r} is not a known axis; name the dims after {sorted(AXIS_OF_DIM)}"
+                )
+            axes.append(axis)
+        order = sorted(range(len(axes)), key=lambda i: (("pp", "dp", "tp").index(axes[i]), i))
+        table = device_mesh.mesh.permute(order)
+        sizes = {
+            axis: math.prod(n for i, n in zip(order, table.shape) if axes[i] == axis)
+            for axis in ("pp", "dp", "tp")
+        }
+        ranks = tuple(int(rank) for rank in table.flatten())
+        return Mesh._of(ranks, sizes["pp"], sizes["dp"], sizes["tp"])
+
+    @staticmethod
+    def _of(ranks: tuple[int, ...], pp_size: int, dp_size: int, tp_size: int) -> Mesh:
+        me = dist.get_rank() if is_distributed() else 0
+        if me not in ranks:
+            raise ValueError(f"global rank {me} is not one of the ranks of this model, {list(ranks)}")
+        return Mesh(ranks, ranks.index(me), pp_size, dp_size, tp_size)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """This rank's place on each axis."""
+        stage, place = divmod(self.rank, self.dp_size * self.tp_size)
+        return {"pp": stage, "dp": place // self.tp_size, "tp": place % self.tp_size}
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Global ranks of this pipeline stage, in the order (dp, tp), tp fastest."""
+        size = self.dp_size * self.tp_size
+        start = self.coordinates["pp"] * size
+        return self.ranks[start : start + size]
+
+    @property
+    def place(self) -> int:
+        """This rank's place in ``grid``."""
+        return self.rank % (self.dp_size * self.tp_size)
+
+    def members(self, axes: tuple[str, ...], place: int | None = None) -> list[int]:
+        """Places in ``grid`` of the ranks that differ from ``place`` (default: this rank) along ``axes`` only."""
+        dp, tp = divmod(self.place if place is None else place, self.tp_size)
+        rows = range(self.dp_size) if "dp" in axes else [dp]
+        columns = range(self.tp_size) if "tp" in axes else [tp]
+        return [row * self.tp_size + column for row in rows for column in columns]
+
+    def describe(self) -> str:
+        """``pp 1 x dp 2 x tp 2``, for messages."""
+        return f"pp {self.pp_size} x dp {self.dp_size} x tp {self.tp_size}"
+
+
+def is_distributed() -> bool:
+    """Whether this process is one of several that torch.distributed knows of."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def group_ranks(process_group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """Global ranks of a process group; ``(0,)`` where torch.distributed is not initialised."""
+    if not is_distributed():
+        if process_group is not None:
+            raise ValueError(
+                "a process_group was given, but torch.distributed is not initialised; call init_process_group first"
+            )
+        return (0,)
+    if process_group is None:
+        return tuple(range(dist.get_world_size()))
+    if process_group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "this rank is not a member of the process_group given; wrap the model on the group's ranks only"
+        )
+    return tuple(dist.get_process_group_ranks(process_group))

@@ -1,0 +1,236 @@
+"""Release 0.1.0's functions between the stages of a pipeline: send, receive, collect on stage 0."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flex_model.distributed.channel import Channel, agreed
+from flex_model.distributed.header import DTYPES, Header, site_hash
+from flex_model.distributed.mappings import check_tensor
+from flex_model.distributed.state import ParallelState
+from flex_model.distributed.transports import gloo
+from flex_model.errors import HookError
+from flex_model.outputs import owned_copy
+
+_DTYPE_OF_NAME = {str(dtype): dtype for dtype in DTYPES}
+
+
+def batch_isend_irecv_pipeline_parallel(
+    fmps: ParallelState,
+    recv_tensors: Sequence[Tensor],
+    recv_from_ranks: Sequence[int],
+    send_tensors: Sequence[Tensor],
+    send_to_ranks: Sequence[int],
+) -> None:
+    """Send and receive between stages of one pipeline; returns when all is done.
+
+    Example::
+
+        stage, last = fmps.get_pipeline_parallel_rank(), fmps.get_pipeline_parallel_world_size() - 1
+        receive = [torch.empty(4)] if stage > 0 else []
+        send = [hidden] if stage < last else []
+        batch_isend_irecv_pipeline_parallel(
+            fmps, receive, [stage - 1] * len(receive), send, [stage + 1] * len(send)
+        )
+
+    Args:
+        recv_tensors: Written in place; shape and dtype as they are sent. Between two stages the
+            order counts.
+        recv_from_ranks, send_to_ranks: Stages (places in the pipeline group), one for each tensor;
+            a stage may send to itself.
+
+    Point to point: only the stages that are named take part (with NCCL the first call needs all of
+    them). It goes through the torch group of the pipeline and waits as torch does, with the group's
+    own deadline. Not differentiable.
+
+    Raises:
+        ValueError: lists of different lengths, a stage out of range, sends to itself that it does
+            not receive.
+        TypeError: not a dense tensor.
+    """
+    name = "batch_isend_irecv_pipeline_parallel"
+    me = fmps.get_pipeline_parallel_rank()
+    receive = _check_pairs(fmps, "recv", recv_tensors, recv_from_ranks, name)
+    send = _check_pairs(fmps, "send", send_tensors, send_to_ranks, name)
+    kept = [tensor for tensor, stage in receive if stage == me]
+    own = [tensor for tensor, stage in send if stage == me]
+    if [(tensor.shape, tensor.dtype) for tensor in own] != [(t.shape, t.dtype) for t in kept]:
+        raise ValueError(
+            f"{name}: stage {me} sends itself {[tuple(tensor.shape) for tensor in own]} and "
+            f"receives {[tuple(tensor.shape) for tensor in kept]} from itself; name each of them "
+            "in both lists, with one shape and dtype"
+        )
+    with torch.no_grad():
+        for source, target in zip([tensor.clone() for tensor in own], kept, strict=True):
+            target.copy_(source)
+        _point_to_point(
+            fmps.torch_group("pp"),
+            [(tensor, stage) for tensor, stage in receive if stage != me and tensor.numel()],
+            [(tensor, stage) for tensor, stage in send if stage != me and tensor.numel()],
+        )
+
+
+def _check_pairs(
+    fmps: ParallelState, what: str, tensors: Sequence[Tensor], stages: Sequence[int], name: str
+) -> list[tuple[Tensor, int]]:
+    if len(tensors) != len(stages):
+        raise ValueError(
+            f"{name}: {len(tensors)} {what} tensors, but {len(stages)} ranks; give a rank for each"
+        )
+    last = fmps.get_pipeline_parallel_world_size() - 1
+    for tensor, stage in zip(tensors, stages, strict=True):
+        check_tensor(tensor, name)
+        if not 0 <= stage <= last:
+            raise ValueError(
+                f"{name}: {what} rank {stage} is out of range; ranks are stages of the pipeline, "
+                f"0 to {last}"
+            )
+    return list(zip(tensors, stages, strict=True))
+
+
+def _point_to_point(
+    group: dist.ProcessGroup | None,
+    receive: list[tuple[Tensor, int]],
+    send: list[tuple[Tensor, int]],
+) -> None:
+    """As bytes, which every backend can send, whatever the dtype."""
+    operations, buffers = [], []
+    for tensor, stage in receive:
+        buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=_carrier(group, tensor))
+        buffers.append((buffer, tensor))
+        data = buffer.reshape(-1).view(torch.uint8)
+        operations.append(dist.P2POp(dist.irecv, data, group=group, group_peer=stage))
+    for tensor, stage in send:
+        data = tensor.detach().resolve_conj().resolve_neg().to(_carrier(group, tensor)).contiguous()
+        operations.append(
+            dist.P2POp(
+                dist.isend, data.reshape(-1).view(torch.uint8), group=group, group_peer=stage
+            )
+        )
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
+    for buffer, tensor in buffers:
+        tensor.copy_(buffer)
+
+
+def _carrier(group: dist.ProcessGroup | None, tensor: Tensor) -> torch.device:
+    """The device from which the group's backend can send this tensor."""
+    backends = dict(
+        entry.split(":") for entry in dist.get_backend_config(group).split(",") if ":" in entry
+    )
+    backend = backends.get(tensor.device.type)
+    if backend is None:  # NCCL alone, and a tensor on the CPU
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if backend == "gloo" else tensor.device
+
+
+def gather_pipeline_parallel_tensor_dicts(
+    fmps: ParallelState, tensor_dict: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The tensors of all stages of a pipeline, on its first stage.
+
+    Example::
+
+        collected = gather_pipeline_parallel_tensor_dicts(fmps, {f"stage{stage}": hidden})
+        collected                      # stage 0: {"stage0": ..., "stage1": ...}, the others: {}
+
+    Args:
+        tensor_dict: Tensors by name; names are of one stage only. Any dtype and shape.
+
+    Returns:
+        On stage 0 the tensors of all stages, in the order of the stages: copies, on the CPU.
+            Elsewhere ``{}``. Each
+        (tp, dp) place has its own pipeline, and so its own stage 0.
+
+    Collective over the stages of the pipeline. Names, dtypes and shapes travel as JSON; nothing is
+    unpickled.
+
+    Raises:
+        ValueError: two stages have a tensor of the same name; on every rank, naming both.
+        HookError: a stage gave something else than a dict of tensors (its own cause is a
+            TypeError), or did not come in time.
+    """
+    name = "gather_pipeline_parallel_tensor_dicts"
+    channel = fmps.channel("pp")
+    metadata = b"[]"
+    tensors: list[Tensor] = []
+    try:
+        tensors, metadata = _describe(tensor_dict, name)
+    except TypeError as error:
+        if channel.is_local:
+            raise HookError(str(error)) from error
+        channel.set_error(str(error), error)  # the other stages are told
+    if channel.is_local:
+        return {key: owned_copy(tensor) for key, tensor in tensor_dict.items()}
+    data = (
+        torch.cat([gloo.as_bytes(tensor) for tensor in tensors])
+        if tensors
+        else torch.empty(0, dtype=torch.uint8)
+    )
+    where = f"{name} of {len(tensors)} tensors"
+    header = Header(
+        "forward", site=site_hash(name), dtype=torch.uint8, shape=(len(metadata), data.numel())
+    )
+    sizes = [other.shape for other in channel.agree(header, where)]
+    described = _exchange_metadata(channel, metadata, [length for length, _ in sizes])
+    _check_names(described, name)
+    payload = [num_bytes for _, num_bytes in sizes]
+    received = channel.gather_bytes_to_first(data, payload) if any(payload) else (data, payload)
+    if received is None or channel.mesh.rank > 0:
+        return {}
+    return _rebuild(received[0], [entry for entries in described for entry in entries])
+
+
+def _describe(tensor_dict: dict[str, Tensor], name: str) -> tuple[list[Tensor], bytes]:
+    if not isinstance(tensor_dict, dict):
+        raise TypeError(f"{name}: expected a dict of tensors, got {type(tensor_dict).__name__}")
+    for key, tensor in tensor_dict.items():
+        if not isinstance(key, str):
+            raise TypeError(f"{name}: expected names of type str, got {key!r}")
+        check_tensor(tensor, f"{name}, {key!r}")
+    entries = [(key, str(tensor.dtype), list(tensor.shape)) for key, tensor in tensor_dict.items()]
+    return list(tensor_dict.values()), json.dumps(entries).encode()
+
+
+def _exchange_metadata(channel: Channel, metadata: bytes, lengths: list[int]) -> list[list[Any]]:
+    row = torch.zeros(max(lengths), dtype=torch.uint8)
+    row[: len(metadata)] = torch.frombuffer(bytearray(metadata), dtype=torch.uint8)
+    rows = channel.exchange(row)
+    return [
+        json.loads(row[:length].numpy().tobytes())
+        for row, length in zip(rows, lengths, strict=True)
+    ]
+
+
+def _check_names(described: list[list[Any]], name: str) -> None:
+    stages: dict[str, list[int]] = {}
+    for stage, entries in enumerate(described):
+        for key, _, _ in entries:
+            stages.setdefault(key, []).append(stage)
+    twice = [f"{key!r} on the stages {where}" for key, where in stages.items() if len(where) > 1]
+    if twice:
+        raise agreed(
+            ValueError(
+                f"{name}: several stages have tensors of the same name: {'; '.join(twice)}; rename "
+                "them"
+            )
+        )
+
+
+def _rebuild(data: Tensor, entries: list[Any]) -> dict[str, Tensor]:
+    tensors, start = {}, 0
+    for key, dtype_name, shape in entries:
+        tensor = torch.empty(
+            shape, dtype=_DTYPE_OF_NAME[dtype_name]
+        )  # its own memory, aligned for its dtype
+        flat = tensor.reshape(-1).view(torch.uint8)
+        flat.copy_(data[start : start + flat.numel()])
+        start += flat.numel()
+        tensors[key] = tensor
+    return tensors

@@ -1,0 +1,293 @@
+"""Release 0.1.0's parallel state: this rank's place on the axes tp, pp, dp, and its neighbours."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flex_model.distributed.channel import Channel
+from flex_model.distributed.mesh import Mesh, is_distributed
+
+logger = logging.getLogger(__name__)
+
+_AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
+
+
+class ParallelState:
+    """Where this process stands on the axes (pp, dp, tp), tp fastest; what 0.1.0's functions take
+    as ``fmps``.
+
+    Example::
+
+        fmps = initialize_distributed_state(model, 2, 1, 2)     # 4 processes: tp 2, pp 1, dp 2
+        fmps.get_tensor_parallel_rank()                         # 0, 1, 0, 1
+        dist.all_reduce(total, group=fmps.get_data_parallel_group())
+
+    ``local`` counts inside the ranks of this state, ``subset`` is 0.1.0's word for the same ranks
+    by their global number.
+    All getters are local, but for the four that return a process group: these make it when first
+    asked, with all its members. The connections that the functions of ``flex_model.distributed``
+    use are other ones, of our own; they are made when first used and given back with the state.
+
+    Args:
+        mesh: The ranks and the sizes of the axes.
+        process_group: The group that the ranks were taken from, if any.
+        timeout_s: How long one wait for other ranks may take, in seconds.
+    """
+
+    def __init__(
+        self, mesh: Mesh, process_group: dist.ProcessGroup | None = None, timeout_s: float = 60.0
+    ) -> None:
+        self.mesh = mesh
+        self._process_group = process_group
+        self._timeout_s = timeout_s
+        self._channels: dict[str, Channel] = {}
+        self._sizes: dict[tuple[str, int, int], list[int]] = {}
+        weakref.finalize(self, _close, self._channels).atexit = False
+
+    def __repr__(self) -> str:
+        mesh = self.mesh
+        return f"ParallelState({mesh.describe()}, ranks={list(mesh.ranks)}, rank={mesh.rank})"
+
+    # 0.1.0's getters.
+
+    def get_local_rank(self) -> int:
+        """This process's place among the ranks of this state."""
+        return self.mesh.rank
+
+    def get_local_world_size(self) -> int:
+        """How many ranks this state has."""
+        return self.mesh.num_ranks
+
+    def get_subset_rank(self) -> int:
+        """This process's global rank."""
+        return self.mesh.ranks[self.mesh.rank]
+
+    def get_subset_world_size(self) -> int:
+        """How many ranks this state has."""
+        return self.mesh.num_ranks
+
+    def get_subset_process_group(self) -> dist.ProcessGroup | None:
+        """The group of all ranks of this state. See ``get_tensor_parallel_group``."""
+        return self._torch_group(self.mesh.ranks, "all ranks")
+
+    def get_tensor_parallel_group(self) -> dist.ProcessGroup | None:
+        """The group of this rank's tensor-parallel neighbours, for functions of
+        ``torch.distributed``.
+
+        None where torch.distributed is not initialised. Collective over the members when it is
+        first asked for; then it is kept, one for each set of ranks, until
+        ``destroy_process_group``. Its backend is that of the world.
+
+        Raises:
+            ValueError: the ranks are not in ascending order, which is the order of all of torch's
+                groups.
+        """
+        return self.torch_group("tp")
+
+    def get_pipeline_parallel_group(self) -> dist.ProcessGroup | None:
+        """The group of the stages of this rank's pipeline. See ``get_tensor_parallel_group``."""
+        return self.torch_group("pp")
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        """The group of this rank's data-parallel neighbours. See ``get_tensor_parallel_group``."""
+        return self.torch_group("dp")
+
+    def get_tensor_parallel_rank(self) -> int:
+        """This process's place on the axis tp."""
+        return self.mesh.coordinates["tp"]
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """This process's pipeline stage."""
+        return self.mesh.coordinates["pp"]
+
+    def get_data_parallel_rank(self) -> int:
+        """This process's place on the axis dp."""
+        return self.mesh.coordinates["dp"]
+
+    def get_tensor_parallel_world_size(self) -> int:
+        """Size of the axis tp."""
+        return self.mesh.tp_size
+
+    def get_pipeline_parallel_world_size(self) -> int:
+        """Number of pipeline stages."""
+        return self.mesh.pp_size
+
+    def get_data_parallel_world_size(self) -> int:
+        """Size of the axis dp."""
+        return self.mesh.dp_size
+
+    # What the functions of this package use.
+
+    def axis_ranks(self, axis: str) -> tuple[int, ...]:
+        """Global ranks along this rank's "tp", "pp" or "dp" axis, in the order of the axis."""
+        mesh = self.mesh
+        if axis == "pp":
+            return mesh.ranks[mesh.place :: len(mesh.grid)]
+        return tuple(mesh.grid[place] for place in mesh.members((axis,)))
+
+    def torch_group(self, axis: str) -> dist.ProcessGroup | None:
+        """The torch group of an axis. See ``get_tensor_parallel_group``."""
+        return self._torch_group(self.axis_ranks(axis), f"{_AXES[axis]}-parallel ranks")
+
+    def _torch_group(self, ranks: tuple[int, ...], what: str) -> dist.ProcessGroup | None:
+        if not is_distributed():
+            return None
+        if list(ranks) != sorted(ranks):
+            raise ValueError(
+                f"{what} {list(ranks)}: torch.distributed numbers the members of every group in "
+                "ascending order, so a group of these would give them other places than they have "
+                "here; lay the ranks of the model out in ascending order"
+            )
+        given = self._process_group
+        if given is not None and tuple(dist.get_process_group_ranks(given)) == ranks:
+            return given
+        return _torch_group(ranks, self._timeout_s)
+
+    def channel(self, axis: str) -> Channel:
+        """Transfers along "tp", "pp" or "dp", or over the "grid" of a stage.
+
+        Collective over their ranks when it is new.
+        """
+        if axis not in self._channels:
+            mesh = self.mesh
+            if axis != "grid":
+                ranks = self.axis_ranks(axis)
+                # only dp counts as dp: the gradients of the other axes are not averaged
+                size = "dp_size" if axis == "dp" else "tp_size"
+                mesh = Mesh(ranks, mesh.coordinates[axis], **{size: len(ranks)})
+            self._channels[axis] = Channel(mesh, self._timeout_s)
+        return self._channels[axis]
+
+    def remember_sizes(self, axis: str, dim: int, sizes: list[int]) -> None:
+        """Keep how much each rank gave to a gather, for the scatter that undoes it."""
+        key = (axis, dim, sum(sizes))
+        if sizes == even_sizes(sum(sizes), len(sizes)):
+            self._sizes.pop(key, None)
+        else:
+            self._sizes[key] = sizes
+
+    def sizes(self, axis: str, dim: int, total: int) -> list[int]:
+        """How a dim of ``total`` is split: as in the last gather to it, else as ``torch.chunk``."""
+        return self._sizes.get((axis, dim, total)) or even_sizes(total, len(self.axis_ranks(axis)))
+
+
+def even_sizes(total: int, num_ranks: int) -> list[int]:
+    """Parts as ``torch.chunk`` and DTensor make them: of one size, the last ranks' less, or 0."""
+    part = -(-total // num_ranks)
+    return [max(0, min(part, total - rank * part)) for rank in range(num_ranks)]
+
+
+def initialize_distributed_state(
+    module: nn.Module,
+    tensor_parallel_size: int,
+    pipeline_parallel_size: int,
+    data_parallel_size: int,
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    timeout: float = 60.0,
+) -> ParallelState:
+    """Lay the ranks of ``process_group`` (default: the world) out as (pp, dp, tp), tp fastest.
+
+    Example::
+
+        fmps = initialize_distributed_state(model, 1, 1, 1)      # one process needs no torchrun
+        full = all_gather_tensor_parallel(shard, -1, fmps)
+
+    If torch.distributed is not initialised, but a launcher (torchrun) has started several processes
+    and the sizes ask for them, it is initialised here, as 0.1.0 did, with torch's default backends
+    (gloo on CPU, NCCL on CUDA).
+
+    Args:
+        module: The model. It is not touched; several models have several states, which share their
+            connections.
+        timeout: How long one wait for other ranks may take, in seconds.
+
+    Collective over the ranks of each pipeline if ``pipeline_parallel_size`` > 1 (their torch group
+    is made), else local.
+
+    Raises:
+        TypeError: ``module`` is not an ``nn.Module``.
+        ValueError: the sizes do not multiply to the number of ranks; this rank is not one of them.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"initialize_distributed_state: expected an nn.Module, got {type(module).__name__}"
+        )
+    sizes = (tensor_parallel_size, pipeline_parallel_size, data_parallel_size)
+    if sizes != (1, 1, 1):
+        initialize_from_launcher()
+    mesh = Mesh.from_sizes(*sizes, process_group)
+    state = ParallelState(mesh, process_group, timeout)
+    if mesh.pp_size > 1:  # sends have two ends: they could not make a group of all stages
+        state.torch_group("pp")
+    logger.debug("%s", state)
+    return state
+
+
+def initialize_from_launcher() -> None:
+    """Initialise torch.distributed where a launcher started several processes, if nobody has."""
+    started = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    if (
+        dist.is_available()
+        and not dist.is_initialized()
+        and started
+        and int(os.environ["WORLD_SIZE"]) > 1
+    ):
+        dist.init_process_group()
+
+
+def _close(channels: dict[str, Channel]) -> None:
+    for channel in channels.values():
+        channel.close()
+    channels.clear()
+
+
+_torch_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_torch_world: dist.ProcessGroup | None = None
+
+
+def _torch_group(ranks: tuple[int, ...], timeout_s: float) -> dist.ProcessGroup:
+    """The torch group of ascending global ranks, made once. Collective over them when it is new."""
+    global _torch_world
+    world = dist.group.WORLD
+    assert world is not None  # the caller has seen that torch.distributed is initialised
+    if world is not _torch_world:  # destroyed and initialised again: the old groups went with it
+        _torch_groups.clear()
+        _torch_world = world
+    if len(ranks) == dist.get_world_size():
+        return world
+    if ranks not in _torch_groups:
+        logger.debug("new torch group of the global ranks %s", ranks)
+        _torch_groups[ranks] = _new_torch_group(ranks, timeout_s)
+    return _torch_groups[ranks]
+
+
+def _new_torch_group(ranks: tuple[int, ...], timeout_s: float) -> dist.ProcessGroup:
+    """``new_group`` among the members alone: other ranks may belong to another model, or to none.
+
+    torch makes the name of such a group of its ranks and of how many groups this process has, and
+    ranks that come with different names wait for each other for ever. So the members tell each
+    other how many they have, and those who are behind make up for it with groups of their own
+    alone, for the moment.
+    Source: https://github.com/pytorch/pytorch/pull/189073.
+    """
+    mine = len(dist.distributed_c10d._world.pg_names)
+    channel = Channel(Mesh(ranks, ranks.index(dist.get_rank()), tp_size=len(ranks)), timeout_s)
+    try:
+        most = int(channel.exchange(torch.tensor([mine])).max())
+    finally:
+        channel.close()
+    alone = [
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        for _ in range(most - mine)
+    ]
+    group = dist.new_group(list(ranks), use_local_synchronization=True)
+    for other in alone:
+        dist.destroy_process_group(other)
+    return group

@@ -1,0 +1,266 @@
+"""Release 0.1.0's strategies: how to gather and scatter, where to keep copies, how to run edits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flex_model.distributed import gather, inference
+from flex_model.distributed.header import Header, site_hash
+from flex_model.distributed.state import ParallelState
+from flex_model.outputs import owned_copy
+
+Shape = Sequence[int | None] | None
+
+
+class BaseRoutingStrategy:
+    """How a tensor gets from shards to full (the prologue) and back (the epilogue).
+
+    Example::
+
+        routing = ActivationTensorAllToAllRoutingStrategy
+        strategy = routing.initialize(fmps, shard, (None, None, 4096))
+        shard = strategy.execute_epilogue(edit(strategy.execute_prologue(shard)))
+    """
+
+    def __init__(
+        self, prologue_fn: Callable[[Tensor], Tensor], epilogue_fn: Callable[[Tensor], Tensor]
+    ) -> None:
+        self.prologue_fn = prologue_fn
+        self.epilogue_fn = epilogue_fn
+
+    @classmethod
+    def initialize(
+        cls, fmps: ParallelState, tensor: Tensor | None, expected_shape: Shape
+    ) -> BaseRoutingStrategy:
+        """Make the strategy of one site. Subclasses say how."""
+        raise NotImplementedError(
+            f"{cls.__name__} does not say how to route; use one of its subclasses"
+        )
+
+    def execute_prologue(self, tensor: Tensor) -> Tensor:
+        """The full tensor of this rank's shard."""
+        return self.prologue_fn(tensor)
+
+    def execute_epilogue(self, tensor: Tensor) -> Tensor:
+        """This rank's shard of a full tensor."""
+        return self.epilogue_fn(tensor)
+
+
+class ParameterTensorParallelRoutingStrategy(BaseRoutingStrategy):
+    """Parameters: gathered over the tensor-parallel ranks; data-parallel ranks have the same."""
+
+    @classmethod
+    def initialize(
+        cls, fmps: ParallelState, tensor: Tensor | None, expected_shape: Shape
+    ) -> BaseRoutingStrategy:
+        """As ``ActivationTensorAllToAllRoutingStrategy``, over the tensor-parallel ranks."""
+        route = _Route(fmps, "tp", tensor, expected_shape, batch_on_dp=False)
+        return cls(route.gather, route.scatter)
+
+
+class ActivationTensorAllToAllRoutingStrategy(BaseRoutingStrategy):
+    """Activations: gathered over tp and dp in one transfer; dim 0 is the batch."""
+
+    @classmethod
+    def initialize(
+        cls, fmps: ParallelState, tensor: Tensor | None, expected_shape: Shape
+    ) -> BaseRoutingStrategy:
+        """Route as each tensor needs it that comes; nothing is fixed by the first one. Local.
+
+        Args:
+            tensor: An example, for the check of ``expected_shape``'s number of dims; or None.
+            expected_shape: The full shape, None for sizes that are not sharded over tp or not
+                known. Without any, a tensor must be the same on all tensor-parallel ranks.
+
+        The prologue is collective over the ranks of the stage, the epilogue is local and undoes the
+        latest prologue, and its backward is collective. Gradients: as those of
+        ``all_gather_tensor_parallel`` and its kind.
+
+        Raises:
+            TypeError, ValueError: an ``expected_shape`` that is none, or that contradicts what the
+                ranks hold (in the prologue, on every rank); an epilogue without a prologue, or of
+                another shape.
+        """
+        route = _Route(fmps, "grid", tensor, expected_shape, batch_on_dp=True)
+        return cls(route.gather, route.scatter)
+
+
+class _Route:
+    """The way of one site's tensors, planned anew for each."""
+
+    def __init__(
+        self,
+        fmps: ParallelState,
+        axis: str,
+        example: Tensor | None,
+        expected_shape: Shape,
+        batch_on_dp: bool,
+    ) -> None:
+        self._fmps, self._axis, self._batch_on_dp = fmps, axis, batch_on_dp
+        self._expected = inference.check_expected_shape(expected_shape)
+        self._site = f"routing of {'an activation' if batch_on_dp else 'a parameter'}"
+        self._move: gather.Move | None = None
+        self._full_shape: tuple[int, ...] | None = None
+        if (
+            example is not None
+            and self._expected is not None
+            and len(self._expected) != example.dim()
+        ):
+            raise ValueError(
+                f"{self._site}: expected_shape {self._expected} has {len(self._expected)} dims, "
+                f"the tensor has {example.dim()}: {tuple(example.shape)}"
+            )
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        if tensor is None:  # as a gradient may be
+            return tensor
+        channel = self._fmps.channel(self._axis)
+        shapes = [tuple(tensor.shape)]
+        if not channel.is_local:
+            shapes = [header.shape for header in self._agree(tensor)]
+        layout = inference.settle(
+            channel, self._site, tensor, shapes, self._expected, None, batch_on_dp=self._batch_on_dp
+        )
+        if channel.is_local:
+            self._move, self._full_shape = None, shapes[0]
+            return tensor
+        self._move = gather.Move.of(channel, layout, shapes, tensor.dtype)
+        self._full_shape = self._move.full_shape
+        return gather.gather(tensor, self._move, self._agree)
+
+    def scatter(self, tensor: Tensor) -> Tensor:
+        if tensor is None:
+            return tensor
+        if self._full_shape is None:
+            raise ValueError(
+                f"{self._site}: an epilogue undoes a prologue, and there was none; call "
+                "execute_prologue first"
+            )
+        if tuple(tensor.shape) != self._full_shape:
+            raise ValueError(
+                f"{self._site}: the epilogue expected a tensor of shape {self._full_shape}, as its "
+                f"prologue gave, got {tuple(tensor.shape)}; an edit must keep the shape"
+            )
+        return tensor if self._move is None else gather.scatter(tensor, self._move, self._agree)
+
+    def _agree(self, tensor: Tensor) -> list[Header]:
+        shape = tuple(tensor.shape)
+        header = Header("forward", site=site_hash(self._site), dtype=tensor.dtype, shape=shape)
+        return self._fmps.channel(self._axis).agree(header, f"{self._site} of shape {shape}")
+
+
+class BaseOffloadStrategy:
+    """Where copies of tensors are kept: ``output_ptr[name]``, a list in the order of the calls.
+
+    Example::
+
+        strategy = CPUPagedMemoryOffloadStrategy.initialize("layers.0", records)
+        strategy.execute(activation)                 # records["layers.0"][-1]: an owned copy
+
+    The copy is complete when ``execute`` returns. Local.
+    """
+
+    def __init__(self, offload_fn: Callable[[Tensor], Any]) -> None:
+        self.offload_fn = offload_fn
+
+    @classmethod
+    def initialize(cls, name: str, output_ptr: dict[str, list[Tensor]]) -> BaseOffloadStrategy:
+        """Keep copies in ``output_ptr[name]``."""
+
+        def keep(tensor: Tensor) -> None:
+            output_ptr.setdefault(name, []).append(cls.copy(tensor))
+
+        return cls(keep)
+
+    @staticmethod
+    def copy(tensor: Tensor) -> Tensor:
+        """The copy that is kept. Subclasses say how it is made."""
+        raise NotImplementedError(
+            "BaseOffloadStrategy does not say how to copy; use one of its subclasses"
+        )
+
+    def execute(self, tensor: Tensor) -> None:
+        """Keep a copy of ``tensor`` as it is now."""
+        self.offload_fn(tensor)
+
+
+class NullMemoryOffloadStrategy(BaseOffloadStrategy):
+    """Keep nothing."""
+
+    @classmethod
+    def initialize(cls, name: str, output_ptr: dict[str, list[Tensor]]) -> BaseOffloadStrategy:
+        """``output_ptr`` stays as it is."""
+        return cls(lambda tensor: None)
+
+
+class CPUPinnedMemoryOffloadStrategy(BaseOffloadStrategy):
+    """Copies in page-locked memory of the CPU, ready for fast copies to a GPU.
+
+    Without a GPU, in ordinary memory.
+    """
+
+    @staticmethod
+    def copy(tensor: Tensor) -> Tensor:
+        if not torch.cuda.is_available():
+            return owned_copy(tensor)
+        with torch.inference_mode(False), torch.no_grad():
+            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            return pinned.copy_(tensor)
+
+
+class CPUPagedMemoryOffloadStrategy(BaseOffloadStrategy):
+    """Copies in ordinary memory of the CPU."""
+
+    @staticmethod
+    def copy(tensor: Tensor) -> Tensor:
+        return owned_copy(tensor)
+
+
+class GPUMemoryOffloadStrategy(BaseOffloadStrategy):
+    """Copies on the tensor's own device."""
+
+    @staticmethod
+    def copy(tensor: Tensor) -> Tensor:
+        with torch.inference_mode(False):
+            return tensor.detach().clone()
+
+
+class BaseFunctionStrategy:
+    """How an editing function is run.
+
+    Example::
+
+        strategy = NonValidatedFunctionStrategy.initialize(edit)
+        edited = strategy.execute(module, full, save_ctx, modules)
+    """
+
+    def __init__(self, user_func: Callable[..., Any]) -> None:
+        self.user_func = user_func
+
+    @classmethod
+    def initialize(cls, user_func: Callable[..., Any]) -> BaseFunctionStrategy:
+        """Make the strategy of one function. Subclasses say how."""
+        raise NotImplementedError(
+            f"{cls.__name__} does not say how to run a function; use one of its subclasses"
+        )
+
+    def execute(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns for these arguments."""
+        return self.user_func(*args, **kwargs)
+
+
+class NonValidatedFunctionStrategy(BaseFunctionStrategy):
+    """Run the function as it is, on every rank."""
+
+    @classmethod
+    def initialize(cls, user_func: Callable[..., Any]) -> BaseFunctionStrategy:
+        """TypeError if ``user_func`` can't be called. Local."""
+        if not callable(user_func):
+            raise TypeError(
+                f"NonValidatedFunctionStrategy: expected a function, got {type(user_func).__name__}"
+            )
+        return cls(user_func)

@@ -1,0 +1,1 @@
+"""How bytes travel between ranks. ``Channel`` chooses; nothing else calls a transport."""

@@ -1,0 +1,43 @@
+"""The errors of flex_model, and the wording that they share.
+
+``HookError`` and its kind are about what happened while a model ran; wrong arguments stay ``ValueError``, ``TypeError``
+and ``IndexError``, raised where the argument was given.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class HookError(RuntimeError):
+    """An editing function raised or returned something invalid, or a rank failed, while hooks were active.
+
+    Raised on every rank alike; on the rank where it began, ``__cause__`` is the original exception.
+    """
+
+
+class HookMismatchError(HookError):
+    """Ranks disagree: other hooks, another order, other shapes or dtypes. The message names ranks, site and values."""
+
+
+class TraceError(RuntimeError):
+    """A model could not be traced, or the traced graph does not compute what the model computes."""
+
+
+def nearest(name: str, names: Iterable[str], what: str = "name") -> str:
+    """A sentence that names the entries of ``names`` most like ``name``, or all of a short list."""
+    names = list(dict.fromkeys(names))
+    if not names:
+        return f"there is no {what} to choose from"
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    if not close:
+        last = name.rsplit(".", 1)[-1]
+        close = [other for other in names if last and last in other][:3]
+    if not close and len(names) > 8:
+        return f"none of the {len(names)} {what}s is like it; they begin with {_listed(names[:3])}"
+    return f"nearest {what}s: {_listed(close or names)}"
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(repr(name) for name in names)

@@ -1,0 +1,1 @@
+"""Hook functions, their groups, and what happens when one runs."""

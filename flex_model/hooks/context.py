@@ -1,0 +1,101 @@
+"""What belongs to one run of a model: one call, or everything inside one ``active()``."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from argparse import Namespace
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from flex_model.outputs import PendingRecord
+
+
+@dataclass(eq=False, slots=True)
+class RunContext:
+    """Made when a run begins; the graph of its forward holds it, so backward and recomputation find it again.
+
+    Attributes:
+        num_active: How many hooks it chose, of any kind.
+        direct_depth: For a run begun by a direct call of the wrapped module: how deep in such calls it is.
+        seed: Random seed of the run, rank 0's; None until an edit needs it.
+        consumed: Whether an edit drew random numbers.
+        calls: By registration index: how often its editing function was called.
+        random_calls: By registration index: fingerprint of the input -> call number, for calls that drew random numbers.
+        parameters: Full parameters that editing functions asked for, for the time of the run.
+        outer_error: The exception that was being handled when a direct call began; another one at its end is its own.
+        first_node, last_node: Numbers of autograd's nodes made during the run: from the first, to before the last.
+        backward_task: The backward pass at whose end its records will be delivered; -1 if none goes on.
+    """
+
+    num_active: int = 0
+    direct_depth: int = 0
+    seed: int | None = None
+    consumed: bool = False
+    calls: dict[int, int] = field(default_factory=dict)
+    random_calls: dict[int, dict[int, int]] = field(default_factory=dict)
+    pending: list[PendingRecord] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    outer_error: BaseException | None = None
+    first_node: int = 0
+    last_node: int = 2**63
+    backward_task: int = -1
+
+    def holds(self, node: object) -> bool:
+        """Whether an autograd node was made during this run."""
+        number = node._sequence_nr()  # type: ignore[attr-defined]
+        return self.first_node <= number < self.last_node
+
+
+def next_sequence() -> int:
+    """The number that autograd gives to the next node made in this thread."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def seed_of_state() -> int:
+    """A seed from torch's CPU generator, without drawing from it: ``torch.manual_seed`` governs it."""
+    state = torch.default_generator.get_state()
+    return int(torch.ops.flex_model.fingerprint(state)[0]) & (2**63 - 1)
+
+
+def seed_of_call(run_seed: int, site: int, call: int) -> int:
+    digest = hashlib.blake2b(f"{run_seed} {site} {call}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class RandomState:
+    """Torch's generators (CPU, and the CUDA device of a tensor), seeded for one edit and put back after it."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.consumed = False
+        self._seed = seed
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[device.index])
+
+    def __enter__(self) -> RandomState:
+        self._states = [generator.get_state() for generator in self._generators]
+        for generator in self._generators:
+            generator.manual_seed(self._seed)
+        self._seeded = [generator.get_state() for generator in self._generators]
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for generator, state, seeded in zip(self._generators, self._states, self._seeded):
+            self.consumed |= not torch.equal(generator.get_state(), seeded)
+            generator.set_state(state)
+
+
+def advance_generator() -> None:
+    """Move torch's CPU generator on by one draw, so that the next run's edits draw other numbers."""
+    torch.empty((), dtype=torch.int64).random_()
+
+
+def throw_away(save_ctx: Namespace) -> Namespace:
+    """A copy of ``save_ctx`` for a recomputed edit: it has run before, and what it adds must not be added twice."""
+    containers = (list, dict, set)
+    return Namespace(
+        **{name: copy.copy(value) if type(value) in containers else value for name, value in vars(save_ctx).items()}
+    )

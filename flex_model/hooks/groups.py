@@ -1,0 +1,153 @@
+"""Named sets of hooks. Every registered hook is in "all"."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from flex_model._C import Hook
+from flex_model.errors import nearest
+from flex_model.hooks.function import HookFunction
+from flex_model.hooks.registration import Registration
+
+ALL = "all"
+
+Members = Sequence[HookFunction] | HookFunction | str | re.Pattern
+
+
+class HookGroups:
+    """Which hook is in which group. The dispatcher keeps the sets; here they have names."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, int] = {ALL: 0}
+        self._next_id = 1
+        self._registrations: dict[HookFunction, Registration] = {}
+
+    def __contains__(self, group: str) -> bool:
+        return group in self._ids
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._ids)
+
+    @property
+    def registrations(self) -> list[Registration]:
+        return list(self._registrations.values())
+
+    def add(self, registration: Registration, groups: Iterable[str] = ()) -> None:
+        self._registrations[registration.hook_function] = registration
+        for group in (ALL, *groups):
+            registration.hook.tag(self._make(group))
+
+    def discard(self, registration: Registration) -> None:
+        self._registrations.pop(registration.hook_function, None)
+        self._drop_empty()
+
+    def _make(self, group: str) -> int:
+        if group not in self._ids:
+            self._ids[group] = self._next_id
+            self._next_id += 1
+        return self._ids[group]
+
+    def _drop_empty(self) -> None:
+        hooks = [registration.hook for registration in self._registrations.values()]
+        for group, number in list(self._ids.items()):
+            if group != ALL and not any(hook.has(number) for hook in hooks):
+                del self._ids[group]
+
+    def ids(self, groups: str | Iterable[str], strict: bool = True) -> list[int]:
+        """Numbers of groups. ValueError for an unknown one, with the nearest names; left out if not ``strict``."""
+        return [self._id(group) for group in as_names(groups) if strict or group in self._ids]
+
+    def _id(self, group: str) -> int:
+        if group not in self._ids:
+            raise ValueError(f"there is no hook group {group!r}; {nearest(group, self._ids, 'group')}")
+        return self._ids[group]
+
+    def of(self, hook_function: HookFunction) -> set[str]:
+        """Names of a hook's groups. ValueError if it is not registered here."""
+        hook = self._hook(hook_function)
+        return {group for group, number in self._ids.items() if hook.has(number)}
+
+    def _hook(self, hook_function: HookFunction) -> Hook:
+        if hook_function not in self._registrations:
+            raise ValueError(f"{hook_function!r} is not registered with this FlexModel; register it first")
+        return self._registrations[hook_function].hook
+
+    def members(self, group: str) -> list[HookFunction]:
+        """The hooks of a group, in the order of their registration."""
+        number = self._id(group)
+        return [function for function, registration in self._registrations.items() if registration.hook.has(number)]
+
+    def update(self, members: Members, group: str) -> list[HookFunction]:
+        """Put registered hooks into a group, new or not; returns them."""
+        check_name(group)
+        functions = self._select(members)
+        for function in functions:
+            self._registrations[function].hook.tag(self._make(group))
+        return functions
+
+    def remove(self, members: Members, group: str) -> list[HookFunction]:
+        """Take hooks out of a group; returns those that were in it."""
+        if group == ALL:
+            raise ValueError('remove_hook_groups: every registered hook is in "all"; remove the hook itself by its handle')
+        number = self._id(group)
+        functions = [f for f in self._select(members) if self._registrations[f].hook.has(number)]
+        if not functions:
+            raise ValueError(f"remove_hook_groups: none of the hooks given is in group {group!r}")
+        for function in functions:
+            self._registrations[function].hook.untag(number)
+        self._drop_empty()
+        return functions
+
+    def _select(self, members: Members) -> list[HookFunction]:
+        if isinstance(members, HookFunction):
+            members = [members]
+        if isinstance(members, (str, re.Pattern)):
+            names = [function.module_name for function in self._registrations]
+            functions = [f for f in self._registrations if matches(members, f.module_name)]
+            if not functions:
+                raise ValueError(
+                    f"no registered hook's module name matches {pattern_text(members)}; "
+                    f"{nearest(pattern_text(members), names, 'hooked module')}"
+                )
+            return functions
+        if not isinstance(members, Iterable):
+            raise TypeError(
+                "expected a HookFunction, a list of them, a str or a compiled regex, got " + type(members).__name__
+            )
+        functions = list(members)
+        for function in functions:
+            if not isinstance(function, HookFunction):
+                raise TypeError(f"expected HookFunctions, got a {type(function).__name__}")
+            self._hook(function)
+        return functions
+
+
+def as_names(groups: str | Iterable[str]) -> list[str]:
+    """One name or several, as a list. TypeError for anything else."""
+    if isinstance(groups, str):
+        return [groups]
+    if not isinstance(groups, Iterable):
+        raise TypeError(f"groups must be a str or a list of str, got {type(groups).__name__}")
+    names = list(groups)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"groups must be a str or a list of str, got {name!r} in it")
+    return names
+
+
+def check_name(group: object) -> None:
+    if not isinstance(group, str):
+        raise TypeError(f"a group name must be a str, got {type(group).__name__}")
+    if not group:
+        raise ValueError("a group name must not be empty")
+
+
+def matches(pattern: str | re.Pattern, name: str) -> bool:
+    """A substring, or a regex that is found somewhere in the name."""
+    return pattern in name if isinstance(pattern, str) else pattern.search(name) is not None
+
+
+def pattern_text(pattern: str | re.Pattern) -> str:
+    return repr(pattern) if isinstance(pattern, str) else f"regex {pattern.pattern!r}"

@@ -1,0 +1,76 @@
+"""A HookFunction that is registered: at which site, in which groups, with which layouts found so far."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from flex_model._C import Hook
+from flex_model.distributed.header import site_hash
+from flex_model.hooks.function import HookFunction
+
+
+@dataclass(eq=False)
+class Registration:
+    """One HookFunction at one site.
+
+    Attributes:
+        index: Counts registrations of the wrap: the same on every rank that registers the same hooks.
+        hook: The dispatcher's view of it (groups, activity).
+        moves: Plans by what all ranks hold: ``(shapes, dtype, ...) -> Move``.
+    """
+
+    hook_function: HookFunction
+    kind: str
+    index: int
+    module: weakref.ref[nn.Module] | None
+    hook: Hook = field(init=False)
+    moves: dict[Any, Any] = field(default_factory=dict)
+    site: int = field(init=False)
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        function = self.hook_function
+        self.name = function.module_name
+        self.site = site_hash(self.kind, function.module_name, function.unpack_idx, self.index)
+
+    @property
+    def edits(self) -> bool:
+        return self.hook_function.editing_function is not None
+
+    @property
+    def batch_on_dp(self) -> bool:
+        """Whether dim 0 is the batch, of which data-parallel ranks hold different rows."""
+        return self.kind != "tensor"
+
+    def describe(self) -> str:
+        """For messages: ``forward hook on 'layers.0.mlp'``."""
+        kind = "parameter-gradient" if self.kind == "tensor" else self.kind.replace("_", "-")
+        which = f", tensor {self.hook_function.unpack_idx}" if self.hook_function.unpack_idx else ""
+        return f"{kind} hook on {self.name!r}{which}"
+
+
+class HookHandle:
+    """Returned by the ``register_*`` methods; ``remove()`` takes the hook off, as often as one likes.
+
+    Also a context manager that removes the hook at its end.
+    """
+
+    def __init__(self, remove, hook_function: HookFunction) -> None:
+        self._remove = remove
+        self.hook_function = hook_function
+
+    def remove(self) -> None:
+        """Take the hook off the model; it can be registered again. Local: call it on every rank."""
+        if self._remove is not None:
+            remove, self._remove = self._remove, None
+            remove()
+
+    def __enter__(self) -> HookHandle:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove()

@@ -1,0 +1,232 @@
+"""The torch hooks of one module or parameter, put there only while one of our hooks is active.
+
+Backward values are caught by an identity node of our own at the module's edge. ``register_full_backward_hook`` would
+refuse modules whose input or output is changed in place, and fires at the wrong time under split backward passes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from flex_model import _C
+
+if TYPE_CHECKING:
+    from flex_model.hooks.core import HookCore
+    from flex_model.hooks.registration import Registration
+
+_Handler = Callable[[Tensor | None], Tensor | None]
+
+
+class _Edge(Function):
+    """Identity; its backward hands the gradient to ``handler`` and passes on what comes back.
+
+    The result is no view for autograd, so a following in-place operation works as on the tensor itself. Where the tensor
+    lives on beside it (``passes_through``: a module that returns its input), it stays a view, and such an operation raises.
+    """
+
+    @staticmethod
+    def forward(ctx, tensor, handler, passes_through):
+        ctx.handler = handler
+        ctx.set_materialize_grads(False)
+        return tensor if passes_through else tensor.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.handler(grad), None, None
+
+
+class ModuleSite:
+    """The hooks of one module: a dispatcher site per kind, and at most one torch hook before and one after its forward."""
+
+    def __init__(self, core: HookCore, module: nn.Module) -> None:
+        self._core = core
+        self._module = weakref.ref(module)
+        self._handles: dict[str, Any] = {}
+        self._entered: list[list[tuple[Tensor, Tensor, int]]] = []  # per call under way: inputs with an edge
+        self.sites: dict[str, _C.Site] = {}
+
+    def site(self, kind: str) -> _C.Site:
+        if kind not in self.sites:
+            self.sites[kind] = self._core.dispatcher.add_site(self._module)
+        return self.sites[kind]
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(site.hooks for site in self.sites.values())
+
+    def _is_active(self, kind: str) -> bool:
+        return kind in self.sites and self.sites[kind].is_active
+
+    def install(self) -> None:
+        """Put on or take off torch hooks, to fit what is active now."""
+        module = self._module()
+        if module is None:
+            return
+        wanted: dict[str, Any] = {}
+        inputs = self._is_active("full_backward")
+        if inputs or self._is_active("forward_pre"):
+            wanted["pre+" if inputs else "pre"] = self._pre_hook(inputs)
+        outputs = self._is_active("full_backward_pre")
+        if inputs or outputs:
+            wanted[f"post+{inputs:d}{outputs:d}"] = self._edges_hook(inputs, outputs)
+        elif self._is_active("forward"):
+            wanted["post"] = self._forward_hook()
+        for name in [name for name in self._handles if name not in wanted]:
+            self._handles.pop(name).remove()
+        for name, hook in wanted.items():
+            if name in self._handles:
+                continue
+            if name.startswith("pre"):
+                self._handles[name] = module.register_forward_pre_hook(hook, with_kwargs=True)
+            else:
+                self._handles[name] = module.register_forward_hook(hook, with_kwargs=name != "post")
+
+    def remove(self) -> None:
+        """Take everything off."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+        for site in self.sites.values():
+            self._core.dispatcher.remove_site(site)
+
+    def _forward_hook(self):
+        call = self.site("forward").call
+
+        def hook(module, args, output):
+            return call(module, output)
+
+        return hook
+
+    def _pre_hook(self, with_edges: bool):
+        call = self.site("forward_pre").call
+
+        def hook(module, args, kwargs):
+            return call(module, (args, kwargs))
+
+        def hook_with_edges(module, args, kwargs):
+            tree = call(module, (args, kwargs))
+            if module is self._module():
+                tree = self._put_input_edges(module, tree)
+            return tree
+
+        return hook_with_edges if with_edges else hook
+
+    def _edges_hook(self, inputs: bool, outputs: bool):
+        call = self.site("forward").call
+
+        def hook(module, args, kwargs, output):
+            if module is not self._module():
+                return output
+            if inputs:
+                self._follow_inputs()
+            output = call(module, output)
+            if outputs:
+                output = self._put_output_edges(module, output, (args, kwargs))
+            return output
+
+        return hook
+
+    def _put_input_edges(self, module: nn.Module, tree: Any) -> Any:
+        entered: list[tuple[Tensor, Tensor, int]] = []
+        self._entered.append(entered)
+        if not torch.is_grad_enabled():
+            return tree
+        for index, registrations in self._by_tensor("full_backward"):
+            leaf = self._core.leaf(registrations[0], tree, index)
+            if leaf is None or not leaf.requires_grad:
+                continue
+            edge = _Edge.apply(leaf, self._core.backward_handler(registrations, module), False)
+            entered.append((leaf, edge, edge._version))
+            tree = _C.replace_leaf(tree, index, edge)
+        return tree
+
+    def _follow_inputs(self) -> None:
+        """Where the module changed its input in place, the caller's tensor gets the history that goes with its new values."""
+        for leaf, edge, version in self._entered.pop() if self._entered else ():
+            if edge._version != version:
+                with torch.autograd._unsafe_preserve_version_counter(leaf):  # its values do not change here
+                    leaf.copy_(edge)
+
+    def _put_output_edges(self, module: nn.Module, output: Any, inputs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return output
+        given = None
+        for index, registrations in self._by_tensor("full_backward_pre"):
+            leaf = self._core.leaf(registrations[0], output, index)
+            if leaf is None or not leaf.requires_grad:
+                continue
+            if given is None:
+                given = {id(tensor) for tensor in _C.flatten(inputs)[0]}
+            handler = self._core.backward_handler(registrations, module)
+            edge = _Edge.apply(leaf, handler, id(leaf) in given)
+            output = _C.replace_leaf(output, index, edge)
+        return output
+
+    def _by_tensor(self, kind: str) -> list[tuple[int, list[Registration]]]:
+        """Active registrations by the tensor that they are about; the order of registration is kept within one."""
+        groups: dict[int, list[Registration]] = {}
+        for registration in self.sites[kind].active:
+            groups.setdefault(registration.hook_function.unpack_idx, []).append(registration)
+        return list(groups.items())
+
+    def forget_calls(self) -> None:
+        """Drop what calls that ended in an exception left behind."""
+        self._entered.clear()
+
+
+class ParameterSite:
+    """The gradient hooks of one parameter."""
+
+    def __init__(self, core: HookCore, name: str, parameter: nn.Parameter, after_accumulation: bool) -> None:
+        self._core = core
+        self._parameter = weakref.ref(parameter)
+        self._after_accumulation = after_accumulation
+        self._handle: Any = None
+        self.name = name
+        self.site = core.parameter_dispatcher.add_site(None)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.site.hooks
+
+    def install(self) -> None:
+        """Put on or take off the torch hook, to fit what is active now."""
+        parameter = self._parameter()
+        if not self.site.is_active or parameter is None:
+            if self._handle is not None:
+                self._handle.remove()
+                self._handle = None
+        elif self._handle is None:
+            if self._after_accumulation:
+                self._handle = parameter.register_post_accumulate_grad_hook(self._accumulated_hook())
+            else:
+                self._handle = parameter.register_hook(self._hook())
+
+    def _hook(self):
+        core, site = self._core, self.site
+
+        def hook(grad):
+            return core.run_parameter_hooks(site.active, grad)
+
+        return hook
+
+    def _accumulated_hook(self):
+        core, site = self._core, self.site
+
+        def hook(parameter):
+            parameter.grad = core.run_parameter_hooks(site.active, parameter.grad)
+
+        return hook
+
+    def remove(self) -> None:
+        """Take everything off."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        self._core.parameter_dispatcher.remove_site(self.site)

@@ -1,0 +1,92 @@
+"""FSDP1, FSDP2 and DDP: who owns a parameter, and how to read it in full."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from torch import nn
+
+from flex_model import names
+
+
+def _fsdp1_class() -> type | None:
+    module = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    return getattr(module, "FullyShardedDataParallel", None)
+
+
+def _fsdp2_class() -> type | None:
+    module = sys.modules.get("torch.distributed.fsdp")
+    return getattr(module, "FSDPModule", None)
+
+
+def is_fsdp1(module: nn.Module) -> bool:
+    """Whether it is a ``FullyShardedDataParallel`` (FSDP1) wrapper."""
+    cls = _fsdp1_class()
+    return cls is not None and isinstance(module, cls)
+
+
+def is_fsdp2(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` (FSDP2) was applied to it."""
+    cls = _fsdp2_class()
+    return cls is not None and isinstance(module, cls)
+
+
+def data_parallel_group(root: nn.Module) -> dist.ProcessGroup | None:
+    """The process group of the DDP or FSDP1 wrapper at the root, or of the first one below; None without one."""
+    for module in root.modules():
+        if type(module).__name__ == "DistributedDataParallel" or is_fsdp1(module):
+            return module.process_group
+    return None
+
+
+def wrapper_of_parameter(root: nn.Module, name: str) -> nn.Module | None:
+    """The FSDP1 wrapper that owns the parameter of this (clean or wrapped) name; None if there is none."""
+    if _fsdp1_class() is None or not any(is_fsdp1(module) for module in root.modules()):
+        return None
+    target = name.replace("_fsdp_wrapped_module.", "")
+    best: tuple[int, nn.Module] | None = None
+    for module_name, module in root.named_modules():
+        if not is_fsdp1(module):
+            continue
+        prefix = names.clean(root, module_name)
+        if (not prefix or target.startswith(prefix + ".")) and (best is None or len(prefix) >= best[0]):
+            best = (len(prefix), module)
+    return None if best is None else best[1]
+
+
+@contextlib.contextmanager
+def summoned(wrapper: nn.Module, writeback: bool) -> Iterator[None]:
+    """FSDP1's parameters of this wrapper in full, inside. Collective over its group."""
+    cls = _fsdp1_class()
+    assert cls is not None
+    with cls.summon_full_params(wrapper, recurse=False, writeback=writeback):
+        yield
+
+
+def sharded_parameter(root: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter as FSDP2 keeps it between forwards.
+
+    After a forward without backward the root stays unsharded, so its parameters are replaced for the while.
+    """
+    owner = owner_fsdp2(root, name)
+    if owner is None or hasattr(parameter, "placements"):
+        return parameter
+    owner.reshard()
+    return names.find_parameter(root, name)[2]
+
+
+def owner_fsdp2(root: nn.Module, name: str) -> nn.Module | None:
+    """The module with ``fully_shard`` that manages the parameter of this name; None if there is none."""
+    if _fsdp2_class() is None:
+        return None
+    full_name = names.find_parameter(root, name)[0]
+    owner = root if is_fsdp2(root) else None
+    module = root
+    for part in full_name.split(".")[:-1]:
+        module = module.get_submodule(part)
+        if is_fsdp2(module):
+            owner = module
+    return owner

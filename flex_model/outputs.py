@@ -1,0 +1,164 @@
+"""Collected activations: owned CPU copies in the user's ``output_ptr``, on rank 0 or on all ranks.
+
+A hook that edits has the full tensor at hand, and its record is made at once. One that only looks keeps this rank's
+shard, and all such shards of a run travel together when the run ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flex_model.distributed.channel import Channel
+from flex_model.distributed.gather import Move
+from flex_model.distributed.header import DTYPES, Header, site_hash
+from flex_model.distributed.layout import Shape, ShardLayout
+from flex_model.distributed.transports import gloo
+
+if TYPE_CHECKING:
+    from flex_model.hooks.registration import Registration
+
+_MAX_DIMS = 64  # torch's own limit
+
+
+@dataclass(eq=False)
+class PendingRecord:
+    """A shard that waits for the end of its run."""
+
+    registration: Registration
+    shard: Tensor  # an owned copy
+    known: ShardLayout | None  # what the tensor itself told of its layout
+    slot: tuple[list[Any], int] | None  # where the record goes; None on ranks that keep none
+
+
+def owned_copy(tensor: Tensor) -> Tensor:
+    """A CPU copy that nothing else can change: never an alias, never an inference tensor."""
+    with torch.inference_mode(False):
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        return tensor.clone() if tensor.device.type == "cpu" else tensor.to("cpu")
+
+
+class Records:
+    """The user's ``output_ptr`` and who writes to it."""
+
+    def __init__(self, output_ptr: dict[str, list[Tensor]], channel: Channel, output_ranks: str) -> None:
+        self.output_ptr = output_ptr
+        self.on_all_ranks = output_ranks == "all"
+        self.keeps = self.on_all_ranks or channel.mesh.rank == 0
+        self._channel = channel
+
+    def now(self, registration: Registration, full: Tensor) -> None:
+        """Record a full tensor that this rank holds."""
+        if self.keeps:
+            self._list(registration).append(owned_copy(full))
+
+    def later(self, context, registration: Registration, shard: Tensor, known: ShardLayout | None) -> None:
+        """Keep this rank's shard until the run ends. The place in the list is taken now: records are in call order."""
+        slot = None
+        if self.keeps:
+            records = self._list(registration)
+            records.append(None)
+            slot = (records, len(records) - 1)
+        context.pending.append(PendingRecord(registration, owned_copy(shard), known, slot))
+
+    def _list(self, registration: Registration) -> list[Any]:
+        return self.output_ptr.setdefault(registration.hook_function.record_name, [])
+
+    def forget(self, context) -> None:
+        """Drop what waits, and the places it had: the run failed."""
+        for record in reversed(context.pending):
+            if record.slot is not None:
+                records, index = record.slot
+                if index < len(records) and records[index] is None:
+                    del records[index]
+        context.pending.clear()
+
+    def join(self, context, kind: str, resolve) -> bool:
+        """Deliver what waits. Collective over the grid, after one status exchange; True if a rank drew random numbers.
+
+        Args:
+            kind: ``"end of the run"`` or ``"end of the backward"``.
+            resolve: ``(registration, shapes, dtype, known, shard) -> Move``: collective where the layout is new.
+        """
+        pending, context.pending = context.pending, []
+        names = [record.registration.describe() for record in pending]
+        listed = "; ".join(names[:8]) + (f"; and {len(names) - 8} more" if len(names) > 8 else "")
+        header = Header(
+            kind,
+            site=site_hash(*(record.registration.site for record in pending)),
+            flags=Header.CONSUMED if context.consumed else 0,
+        )
+        headers = self._channel.agree(header, f"{kind}, with {len(pending)} records to deliver ({listed or 'none'})")
+        if pending:
+            moves = self._agree_on_moves(pending, resolve)
+            if self.on_all_ranks:
+                self._deliver_to_all(pending, moves)
+            else:
+                self._deliver_to_first(pending, moves)
+        return any(other.flags & Header.CONSUMED for other in headers)
+
+    def _agree_on_moves(self, pending: list[PendingRecord], resolve) -> list[Move]:
+        rows = torch.zeros(len(pending), 2 + _MAX_DIMS, dtype=torch.int64)
+        for row, record in zip(rows, pending):
+            shape = record.shard.shape
+            row[0], row[1] = DTYPES.index(record.shard.dtype), len(shape)
+            row[2 : 2 + len(shape)] = torch.tensor(shape, dtype=torch.int64)
+        table = self._channel.exchange(rows).tolist()
+        moves = []
+        for i, record in enumerate(pending):
+            told = [(DTYPES[rank[i][0]], tuple(rank[i][2 : 2 + rank[i][1]])) for rank in table]
+            if len({(dtype, len(shape)) for dtype, shape in told}) > 1:
+                own = told[self._channel.mesh.place]
+                raise self._channel.mismatch(
+                    f"{record.registration.describe()} with {own[0]} of shape {own[1]}",
+                    "have different tensors",
+                )
+            shapes: list[Shape] = [shape for _, shape in told]
+            moves.append(resolve(record.registration, shapes, record.shard.dtype, record.known, record.shard))
+        return moves
+
+    def _deliver_to_all(self, pending: list[PendingRecord], moves: list[Move]) -> None:
+        for record, move in zip(pending, moves):
+            self._fill(record, move.all_gather(record.shard))
+
+    def _deliver_to_first(self, pending: list[PendingRecord], moves: list[Move]) -> None:
+        """All records' shards in one message a rank; ranks whose parts rank 0 does not need send nothing."""
+        mesh = self._channel.mesh
+        sizes = [0] * len(mesh.grid)
+        starts = []  # per record: the place in the grid of each rank of its plan, and its bytes before this record
+        for move in moves:
+            places = mesh.members(move.axes, place=0) if move.axes else []
+            starts.append([(place, sizes[place]) for place in places])
+            for rank, place in enumerate(places):
+                sizes[place] += move.plan.shard_bytes[rank]
+        mine = [
+            gloo.as_bytes(record.shard)
+            for record, move in zip(pending, moves)
+            if move.axes and mesh.place in mesh.members(move.axes, place=0)
+        ]
+        received: tuple[Tensor, list[int]] | None = (torch.empty(0, dtype=torch.uint8), [0] * len(sizes))
+        if any(sizes):
+            data = torch.cat(mine) if mine else torch.empty(0, dtype=torch.uint8)
+            received = self._channel.gather_bytes_to_first(data, sizes)
+        for record, move, placed in zip(pending, moves, starts):
+            if record.slot is None:
+                continue
+            if not placed:
+                self._fill(record, record.shard)
+            elif received is not None:
+                gathered, offsets = received
+                self._fill(
+                    record,
+                    gloo.assemble(
+                        gathered, [offsets[place] + start for place, start in placed], move.plan, record.shard.dtype
+                    ),
+                )
+
+    @staticmethod
+    def _fill(record: PendingRecord, full: Tensor) -> None:
+        if record.slot is not None:
+            records, index = record.slot
+            records[index] = full

@@ -1,0 +1,159 @@
+"""Module output <-> tensors: flatten, unflatten, find or replace one tensor, register a container.
+
+Example::
+
+    from flex_model import pytree
+
+    leaves, spec = pytree.flatten(model(**batch))  # any output: tuple, dict, ModelOutput, cache...
+    output = pytree.unflatten([leaf * 2 for leaf in leaves], spec)
+
+    hidden = pytree.leaf_at(output, 0)  # tensors are counted depth first
+    output = pytree.replace_leaf(output, 0, hidden + 1)  # all else is the very same object
+
+Leaves are tensors, with all subclasses of ``torch.Tensor``. Containers are
+
+- tuple, list, dict, OrderedDict, defaultdict (in insertion order), named tuples,
+  ``torch.return_types``, and other subclasses of tuple, list and dict;
+- dataclasses (their fields), UserDict and UserList (their data);
+- Hugging Face's model outputs, and caches (their public attributes, counters left out);
+- types registered with :func:`register`, then types registered with ``torch.utils._pytree``.
+
+A container is rebuilt with its own type, and what is not a child (other attributes, slots, the
+default factory) is carried over. Its ``__new__``, ``__init__``, ``__post_init__`` and setters do
+not run, unless the type is registered. A subclass of a registered type does not inherit the
+registration, as the unflatten function would return the base: it is taken by its structure.
+Everything else is a constant, kept by identity.
+
+The walk sees a snapshot of each container: user code that changes one meanwhile does not change
+the walk. Types are remembered weakly; a registration holds until :func:`unregister`.
+
+The order of lookup is in ``csrc/engine/pytree/registry.h``.
+"""
+
+import dataclasses
+import inspect
+from collections import OrderedDict, UserDict, UserList, defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.utils._pytree
+
+from flex_model import _C
+from flex_model._C import TreeSpec, flatten, leaf_at, num_leaves, replace_leaf, unflatten
+
+__all__ = [
+    "TreeSpec",
+    "flatten",
+    "leaf_at",
+    "num_leaves",
+    "register",
+    "replace_leaf",
+    "unflatten",
+    "unregister",
+]
+
+BUILT_IN = (tuple, list, dict, type(None), bool, int, float, str)
+
+
+def register(
+    type: type,
+    flatten: Callable[[Any], tuple[Iterable[Any], Any]],
+    unflatten: Callable[[list[Any], Any], Any],
+) -> None:
+    """Open instances of exactly this type with these functions.
+
+    Goes before everything else, a registration with ``torch.utils._pytree`` included.
+
+    Example::
+
+        pytree.register(
+            Box,
+            flatten=lambda box: ((box.tensor, box.extras), box.name),
+            unflatten=lambda children, name: Box(*children, name=name),
+        )
+
+    Args:
+        type: A class; not a subclass of ``torch.Tensor``, nor a type of literals (list, int...).
+        flatten: Returns ``(children, context)``. Children may be containers; the context is
+            kept, and compared with ``==`` when specs are.
+        unflatten: Takes a list of children, in the same order, and the context.
+
+    Raises:
+        TypeError: Not a class, or not functions.
+        ValueError: Registered before, or a type that cannot be.
+    """
+    _check_type("register", type)
+    for role, function in (("flatten", flatten), ("unflatten", unflatten)):
+        if not callable(function):
+            raise TypeError(
+                f"register: {role} must be a function, got {function!r}; "
+                "pass register(type, flatten, unflatten)"
+            )
+    _C.register_container(type, flatten, unflatten)
+
+
+def unregister(type: type) -> None:
+    """Forget what :func:`register` was given for a type. Specs made before still work.
+
+    Example::
+
+        pytree.unregister(Box)
+
+    Raises:
+        TypeError: Not a class.
+        ValueError: Not registered.
+    """
+    if not inspect.isclass(type):
+        raise TypeError(f"unregister: expected a class, got {type!r}; pass the registered type")
+    _C.unregister(type)
+
+
+def _check_type(operation: str, type: type) -> None:
+    if not inspect.isclass(type):
+        raise TypeError(f"{operation}: expected a class, got {type!r}; pass the container's type")
+    if type in BUILT_IN or issubclass(type, torch.Tensor):
+        kind = "a leaf" if issubclass(type, torch.Tensor) else "built in"
+        raise ValueError(
+            f"{operation}: {type.__name__} is {kind} and cannot be registered; "
+            "expected a container's type, register a subclass of your own"
+        )
+
+
+def _describe(type: type) -> tuple[Any, bool] | None:
+    """Say which attributes of a type hold children, and if that goes before torch's registration.
+
+    The attributes are a tuple of names, or a function of the object that returns one; those that
+    an object lacks are skipped. The items of tuples, lists and dicts are children anyway. Libraries
+    are known by the names of their classes, so that none of them is imported.
+    """
+    if type in (OrderedDict, defaultdict):
+        return None, True
+    bases = type.__mro__
+    names = [base.__name__ for base in bases if _is_from(base, "transformers", "diffusers")]
+    if "ModelOutput" in names or "BaseOutput" in names:
+        return None, True  # a dict whose attributes are in step; torch's would run __post_init__
+    if any(name.endswith(("Cache", "CacheLayer", "CacheLayerMixin")) for name in names):
+        return _cache_attributes, True
+    if any(isinstance(vars(base).get("__dataclass_fields__"), dict) for base in bases):
+        return tuple(field.name for field in dataclasses.fields(type)), False
+    if issubclass(type, (UserDict, UserList)):
+        return ("data",), False
+    return None
+
+
+def _is_from(type: type, *packages: str) -> bool:
+    return str(type.__module__).partition(".")[0] in packages
+
+
+def _cache_attributes(cache: Any) -> tuple[str, ...]:
+    """What a Hugging Face cache or one of its layers keeps, but for its counters of tokens."""
+    return tuple(
+        name
+        for name in vars(cache)
+        if not name.startswith("_") and not name.endswith("cumulative_length")
+    )
+
+
+_C.set_type_sources(_describe, getattr(torch.utils._pytree, "SUPPORTED_NODES", {}))
+_C.set_leaf_type(torch.Tensor)

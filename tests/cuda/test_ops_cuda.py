@@ -1,0 +1,150 @@
+"""torch.ops.flex_model on CUDA gives the CPU's bytes. Needs a GPU."""
+
+import itertools
+
+import pytest
+import torch
+
+import flex_model
+from flex_model._C import GatherPlan
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+ops = torch.ops.flex_model
+
+DTYPES = [torch.bool, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.complex128]
+
+
+def random_tensor(sizes, dtype):
+    """Random bits; for bool, random truth."""
+    count = torch.Size(sizes).numel() * dtype.itemsize
+    high = 2 if dtype == torch.bool else 256
+    return torch.randint(0, high, (count,), dtype=torch.uint8).view(dtype).reshape(sizes)
+
+
+def as_bytes(tensor):
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def grid_plan(sizes, cuts, itemsize):
+    """Rank r holds the r-th block of a tensor cut at ``cuts[dim]``."""
+    edges = [[0, *cut, size] for cut, size in zip(cuts, sizes, strict=True)]
+    blocks = list(itertools.product(*(list(itertools.pairwise(edge)) for edge in edges)))
+    shards = [[stop - start for start, stop in block] for block in blocks]
+    pieces = [
+        (rank, [start for start, _ in block], [0] * len(sizes), shards[rank])
+        for rank, block in enumerate(blocks)
+    ]
+    return GatherPlan(list(sizes), shards, pieces, itemsize)
+
+
+def check(full, cuts, gap=0):
+    plan = grid_plan(full.shape, cuts, full.itemsize)
+    offsets = [sum(plan.shard_bytes[:rank]) + gap * rank for rank in range(len(plan.shard_bytes))]
+    total = sum(plan.shard_bytes) + gap * len(offsets)
+    on_gpu = full.cuda()
+
+    packed = ops.pack(on_gpu, plan.code, offsets, total)
+    assert packed.is_cuda
+    assert torch.equal(packed.cpu(), ops.pack(full, plan.code, offsets, total))
+    rebuilt = ops.assemble(packed, offsets, plan.code, list(full.shape), full.dtype)
+    assert (rebuilt.device, rebuilt.dtype, rebuilt.shape) == (on_gpu.device, full.dtype, full.shape)
+    assert torch.equal(as_bytes(rebuilt), as_bytes(full))
+    for rank, sizes in enumerate(plan.shard_sizes):
+        shard = ops.split(on_gpu, plan.code, rank, sizes)
+        assert torch.equal(as_bytes(shard), as_bytes(ops.split(full, plan.code, rank, sizes)))
+
+
+def test_the_library_is_loaded():
+    assert flex_model.build_info()["loaded"]["_cuda"] == "loaded"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_every_dim_and_dtype(dtype, dim):
+    sizes = (6, 10, 64)
+    check(random_tensor(sizes, dtype), [[n // 2] if d == dim else [] for d, n in enumerate(sizes)])
+
+
+@pytest.mark.parametrize("run", [1, 2, 3, 4, 7, 8, 12, 16, 24, 48, 100, 1000, 4096])
+@pytest.mark.parametrize("gap", [0, 1, 16])
+def test_every_width_of_chunk(run, gap):
+    check(random_tensor((333, 2 * run), torch.uint8), [[], [run]], gap)
+
+
+def test_uneven_blocks_over_three_dims():
+    check(random_tensor((70, 33, 129), torch.bfloat16), [[1, 40], [16], [5, 64, 100]])
+
+
+def test_more_boxes_than_one_launch_holds():
+    check(random_tensor((8, 300), torch.float32), [[], list(range(1, 300))])
+
+
+def test_empty_tensors_and_shards():
+    check(random_tensor((4, 0), torch.float32), [[2], []])
+    check(random_tensor((4, 6), torch.float32), [[], [0, 3, 3]])
+
+
+def test_a_large_tensor():
+    check(random_tensor((4096, 5000), torch.float32), [[], [1250, 2500, 3750]])
+
+
+def test_runs_on_the_current_stream():
+    """Work queued before on the same stream is seen, without a synchronization."""
+    full = torch.zeros(2048, 2048, device="cuda")
+    plan = grid_plan(full.shape, [[], [1024]], 4)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        full.fill_(3)
+        shard = ops.split(full, plan.code, 1, [2048, 1024])
+    stream.synchronize()
+    assert bool((shard == 3).all())
+
+
+def test_runs_in_a_cuda_graph():
+    full = torch.zeros(64, 64, device="cuda")
+    plan = grid_plan(full.shape, [[], [32]], 4)
+    ops.split(full, plan.code, 1, [64, 32])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        shard = ops.split(full, plan.code, 1, [64, 32])
+    full.fill_(5)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert bool((shard == 5).all())
+
+
+def test_works_on_the_device_of_its_input():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    full = random_tensor((16, 16), torch.float32)
+    plan = grid_plan(full.shape, [[], [8]], 4)
+    shard = ops.split(full.to("cuda:1"), plan.code, 1, [16, 8])
+    assert shard.device == torch.device("cuda:1")
+    assert torch.equal(shard.cpu(), ops.split(full, plan.code, 1, [16, 8]))
+
+
+def test_opcheck():
+    full = torch.randn(4, 6, device="cuda")
+    plan = grid_plan((4, 6), [[], [3]], 4)
+    packed = ops.pack(full, plan.code, [0, 48], 96)
+    arguments = (packed, [0, 48], plan.code, [4, 6], torch.float32)
+    torch.library.opcheck(ops.assemble.default, arguments)
+    torch.library.opcheck(ops.split.default, (full, plan.code, 1, [4, 3]))
+    torch.library.opcheck(ops.pack.default, (full, plan.code, [0, 48], 96))
+
+
+def test_wrong_calls_are_refused():
+    full = torch.zeros(6, 4, device="cuda").t()
+    plan = grid_plan((4, 6), [[], [3]], 4)
+    with pytest.raises(RuntimeError, match=r"split: `full` must be contiguous"):
+        ops.split(full, plan.code, 0, [4, 3])
+
+
+def test_fingerprint_is_not_on_cuda():
+    with pytest.raises(NotImplementedError, match="flex_model::fingerprint"):
+        ops.fingerprint(torch.zeros(3, device="cuda"))

@@ -1,0 +1,225 @@
+"""The parity table: one cell is {parallelism} x {hook kind} x {site} x {edit}.
+
+In each cell a model runs twice in the same process: unsharded under torch's own hooks (the
+oracle), and sharded under FlexModel. What the hook saw, the output, every gradient and the
+gradients of the trainable module must be equal.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import models
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing import assert_close
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from flex_model import FlexModel, HookFunction
+
+KINDS = ("forward", "forward_pre", "full_backward", "full_backward_pre", "parameter")
+
+SITES = {
+    "forward": ("inp", "fc1", "act", "fc2"),
+    "forward_pre": ("fc1", "act", "fc2"),
+    "full_backward": ("fc1", "act", "fc2"),
+    "full_backward_pre": ("fc1", "act", "fc2"),
+    "parameter": ("inp.weight", "fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"),
+}
+
+# Where tensor parallelism leaves a rank with a part of the tensor's last dim, or of a parameter, as
+# a plain tensor: the library is told the full shape there, and nowhere else.
+SPLIT = {
+    "forward": ("fc1", "act"),
+    "forward_pre": ("act", "fc2"),
+    "full_backward": ("act", "fc2"),
+    "full_backward_pre": ("fc1", "act"),
+    "parameter": ("fc1.weight", "fc1.bias", "fc2.weight"),
+}
+
+
+# ---- Edits: what a user writes ------------------------------------------------------------------
+
+
+def elementwise(module, full, save_ctx, modules):
+    return (full * 2).tanh()
+
+
+def mixing_features(module, full, save_ctx, modules):
+    """A dense product over the last dim, the one that tensor parallelism splits."""
+    width = full.shape[-1]
+    return full + 0.5 * full @ models.random(width, width, seed=3).to(full.dtype)
+
+
+def mixing_rows(module, full, save_ctx, modules):
+    """A dense product over the first dim, the one that data parallelism splits."""
+    rows = full.shape[0]
+    mix = models.random(rows, rows, seed=4).to(full.dtype)
+    return full - 0.5 * (mix @ full.reshape(rows, -1)).reshape(full.shape)
+
+
+def in_place(module, full, save_ctx, modules):
+    """As in torch's own hooks, what is done to the tensor counts without being returned."""
+    full.mul_(1.5)
+    full[..., 0] = 0
+
+
+def in_place_and_return(module, full, save_ctx, modules):
+    return full.add_(0.5)
+
+
+def trainable(module, full, save_ctx, modules):
+    return full + modules["probe"](full)
+
+
+EDITS = {
+    "read": None,
+    "elementwise": elementwise,
+    "mixing features": mixing_features,
+    "mixing rows": mixing_rows,
+    "in place": in_place,
+    "in place and return": in_place_and_return,
+    "trainable": trainable,
+}
+
+
+# ---- The two runs of a cell ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One hook, and what its editing function does. ``expected_shape`` is for by-hand shards."""
+
+    kind: str
+    site: str
+    edit: Callable | None = None
+    leaf: int = 0
+    expected_shape: tuple | None = None
+    probe_width: int | None = None
+
+    @property
+    def probe(self):
+        """A fresh trainable module, the same each time; None for an edit that uses none."""
+        width = self.probe_width
+        return width and models.seeded(nn.Linear, width, width, seed=5).double()
+
+
+@dataclass
+class Run:
+    """All that must be equal."""
+
+    output: torch.Tensor | None = None
+    records: list = field(default_factory=list)
+    gradients: dict = field(default_factory=dict)
+    probe_gradients: dict = field(default_factory=dict)
+
+
+def mean_loss(output):
+    return output.sin().mean()
+
+
+def unsharded_run(model, batch, cell, loss=mean_loss):
+    """The oracle: torch's own hook on the unsharded model."""
+    run = Run()
+    modules = nn.ModuleDict({"probe": cell.probe} if cell.probe_width else {})
+    model.zero_grad()
+    with torch_hook(model, cell, modules, run.records):
+        run.output = model(batch)
+        loss(run.output).backward()
+    run.gradients = {name: p.grad for name, p in model.named_parameters()}
+    run.probe_gradients = {name: p.grad for name, p in modules.named_parameters()}
+    return run
+
+
+@contextmanager
+def torch_hook(model, cell, modules, records):
+    def run_hook(module, tree):
+        leaves, spec = tree_flatten(tree)
+        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)][cell.leaf]
+        records.append(leaves[at].detach().clone())
+        if cell.edit is not None:
+            given = leaves[at].clone()
+            edited = cell.edit(module, given, Namespace(), modules)
+            leaves[at] = given if edited is None else edited
+        return tree_unflatten(leaves, spec)
+
+    if cell.kind == "parameter":
+        handle = model.get_parameter(cell.site).register_hook(lambda grad: run_hook(None, grad))
+    else:
+        module = model.get_submodule(cell.site)
+        register = getattr(module, f"register_{cell.kind}_hook")
+        if cell.kind == "forward":
+            handle = register(lambda module, args, output: run_hook(module, output))
+        elif cell.kind == "forward_pre":
+            hook = lambda module, args, kwargs: run_hook(module, (args, kwargs))  # noqa: E731
+            handle = register(hook, with_kwargs=True)
+        else:
+            handle = register(lambda module, grads, *_: run_hook(module, grads))
+    yield
+    handle.remove()
+
+
+def sharded_run(parallelism, model, batch, cell, loss=mean_loss, **settings):
+    """The same under FlexModel on this rank's shards; gradients come back in full. Collective."""
+    run, records = Run(), {}
+    sharded = parallelism.shard(model)
+    hook_function = HookFunction(cell.site, cell.expected_shape, cell.edit, cell.leaf)
+    with FlexModel(sharded, records, **parallelism.sizes, **settings) as flex:
+        if cell.probe_width:
+            flex.register_trainable_module("probe", cell.probe)
+        register(flex, cell.kind, hook_function)
+        run.output = flex(parallelism.my_rows(batch))
+        loss(run.output).backward()
+        run.probe_gradients = {
+            name: p.grad for name, p in flex.trainable_modules.named_parameters()
+        }
+    run.records = records.get(cell.site, [])
+    run.gradients = parallelism.full_gradients(model, sharded)
+    return run
+
+
+def register(flex, kind, hook_function):
+    name = "register_hook" if kind == "parameter" else f"register_{kind}_hook"
+    return getattr(flex, name)(hook_function)
+
+
+def table_cell(parallelism, model, batch, kind, site, edit_name):
+    """The cell of the MLP's table, with what must be told: full shape and width of the probe."""
+    full = unsharded_run(model, batch, Cell(kind, site)).records[0]
+    shape = None
+    if site in SPLIT[kind] and kind == "parameter" and parallelism.by_hand:
+        shape = tuple(full.shape)
+    elif site in SPLIT[kind] and kind != "parameter" and parallelism.tp > 1:
+        shape = (None, full.shape[1])
+    width = full.shape[-1] if edit_name == "trainable" else None
+    return Cell(kind, site, EDITS[edit_name], expected_shape=shape, probe_width=width)
+
+
+def differences(parallelism, model, batch, cell, loss=mean_loss, **settings):
+    """Run one cell both ways; return what differs on this rank, as lines of text.
+
+    ``loss`` is what this rank computes on its rows: the mean, or with its weight.
+    """
+    expected = unsharded_run(model, batch, cell)
+    got = sharded_run(parallelism, model, batch, cell, loss, **settings)
+    return list(compare(parallelism, expected, got, cell))
+
+
+def compare(parallelism, expected, got, cell):
+    """Yield a line for each thing that is not equal. No collective: ranks may differ here."""
+    on_rank_0 = not dist.is_initialized() or dist.get_rank() == 0
+    pairs = {
+        "records": (got.records, expected.records if on_rank_0 else []),
+        "output": (got.output, parallelism.my_rows(expected.output)),
+        "gradients": (got.gradients, expected.gradients),
+        "the trainable module's gradients": (got.probe_gradients, expected.probe_gradients),
+    }
+    for name, (ours, oracle) in pairs.items():
+        try:
+            assert_close(ours, oracle)
+        except (AssertionError, RuntimeError) as error:  # RuntimeError: a DTensor
+            edit = cell.edit and cell.edit.__name__
+            text = " ".join(str(error).split())
+            yield f"{cell.kind} hook on {cell.site!r}, edit {edit}: {name}: {text}"

@@ -1,0 +1,128 @@
+"""Several models on one world: sub-groups of ranks, and different meshes side by side."""
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from cells import mixing_features
+from torch.testing import assert_close
+
+from flex_model import FlexModel, HookFunction
+
+BATCH = models.random(4, 6)
+
+
+def run(model, site="fc1", batch=BATCH):
+    """The unsharded oracle with the mixing edit at one site."""
+    seen = []
+
+    def hook(module, args, output):
+        seen.append(output)
+        return mixing_features(module, output, None, None)
+
+    handle = model.get_submodule(site).register_forward_hook(hook)
+    with torch.no_grad():
+        output = model(batch)
+    handle.remove()
+    return output, seen
+
+
+@pytest.mark.ranks(4)
+def test_two_models_on_two_halves_of_the_world():
+    """Each half runs as often as it likes; rank 0 of a wrap is rank 0 of its own group."""
+    half = models.mesh(2, 2)["tp"].get_group()
+    which = dist.get_rank() // 2
+    model = models.mlp(hidden=8 + which)
+    records = {}
+    flex = FlexModel(
+        models.tensor_parallel(model, half),
+        records,
+        tensor_parallel_size=2,
+        process_group=half,
+    )
+    flex.register_forward_hook(HookFunction("fc1", (None, 8 + which), mixing_features))
+    expected, seen = run(model)
+    for _ in range(1 + 3 * which):
+        with torch.no_grad():
+            assert_close(flex(BATCH), expected)
+    assert_close(records.get("fc1", []), seen if half.rank() == 0 else [])
+    flex.restore()
+
+
+@pytest.mark.ranks(4)
+def test_models_with_different_meshes_on_one_world():
+    model = models.mlp()
+    expected, seen = run(model)
+    wraps = []
+    for name in ("tp", "tp x dp", "tp"):
+        parallelism, records = models.FOUR_RANKS[name], {}
+        flex = FlexModel(parallelism.shard(model), records, **parallelism.sizes)
+        flex.register_forward_hook(HookFunction("fc1", (None, 8), mixing_features))
+        wraps.append((parallelism, flex, records))
+    for _ in range(2):
+        for parallelism, flex, records in wraps:
+            with torch.no_grad():
+                assert_close(flex(parallelism.my_rows(BATCH)), parallelism.my_rows(expected))
+            assert_close(records.get("fc1", []), seen if dist.get_rank() == 0 else [])
+    wraps[0][1].restore()
+    parallelism, flex, records = wraps[1]
+    with torch.no_grad():
+        assert_close(flex(parallelism.my_rows(BATCH)), parallelism.my_rows(expected))
+
+
+@pytest.mark.ranks(4)
+def test_a_model_of_one_rank_in_a_larger_world():
+    alone = dist.new_subgroups(1)[0]
+    model, records = models.mlp(), {}
+    expected, seen = run(model)
+    flex = FlexModel(model, records, process_group=alone)
+    flex.register_forward_hook(HookFunction("fc1", editing_function=mixing_features))
+    if dist.get_rank() == 3:  # nobody waits for the others
+        with torch.no_grad():
+            assert_close(flex(BATCH), expected)
+        assert_close(records["fc1"], seen)
+
+
+@pytest.mark.ranks(4)
+def test_a_device_mesh_says_which_ranks_are_which():
+    """Here tp is the slow axis, so sizes alone would pair the wrong ranks."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    model, records = models.mlp(), {}
+    expected, seen = run(model)
+    flex = FlexModel(
+        models.tensor_parallel(model, mesh["tp"].get_group()), records, device_mesh=mesh
+    )
+    assert (flex.tp_size, flex.dp_size) == (2, 2)
+    flex.register_forward_hook(HookFunction("fc1", (None, 8), mixing_features))
+    group = mesh["dp"].get_group()
+    with torch.no_grad():
+        output = flex(models.my_part(BATCH, 0, group))
+    assert_close(output, models.my_part(expected, 0, group))
+    assert_close(records.get("fc1", []), seen if dist.get_rank() == 0 else [])
+
+
+@pytest.mark.ranks(2)
+def test_the_sizes_of_a_dtensor_model_are_found():
+    parallelism = models.TWO_RANKS["dtensor"]
+    flex = FlexModel(parallelism.shard(models.mlp()))
+    assert (flex.tp_size, flex.pp_size, flex.dp_size) == (2, 1, 1)
+
+
+@pytest.mark.ranks(2)
+def test_dtensor_sites_need_no_expected_shape():
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    plan = {"fc1": ColwiseParallel(use_local_output=False), "fc2": RowwiseParallel()}
+    model = models.mlp()
+    sharded = parallelize_module(models.mlp(), models.mesh(1, 2)["tp"], plan)
+    for site in ("fc1", "act"):
+        expected, seen = run(model, site)
+        records = {}
+        with FlexModel(sharded, records, tensor_parallel_size=2) as flex, torch.no_grad():
+            flex.register_forward_hook(HookFunction(site, editing_function=mixing_features))
+            assert_close(flex(BATCH), expected)
+        assert_close(records.get(site, []), seen if dist.get_rank() == 0 else [])

@@ -1,0 +1,65 @@
+"""Every hook kind, site and edit, on every way to run the MLP on one and many ranks."""
+
+import models
+import pytest
+from cells import EDITS, KINDS, SITES, differences, table_cell
+
+
+def check_all_cells(parallelism, kind, hidden=8, rows=4):
+    wrong = []
+    for site in SITES[kind]:
+        for edit in EDITS:
+            model, batch = models.mlp(hidden=hidden), models.random(rows, 6)
+            cell = table_cell(parallelism, model, batch, kind, site, edit)
+            try:
+                wrong += differences(parallelism, model, batch, cell)
+            except (NotImplementedError, ValueError) as error:
+                # A parameter's averaged gradient, or an error that names it; never a local one.
+                if not (kind == "parameter" and parallelism.dp > 1 and site in str(error)):
+                    raise
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_process_equals_torch_hooks(kind):
+    check_all_cells(models.ONE_RANK, kind)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", models.TWO_RANKS)
+def test_two_ranks_equal_one(name, kind):
+    check_all_cells(models.TWO_RANKS[name], kind)
+
+
+def slow_if(condition, value):
+    return pytest.param(value, marks=pytest.mark.slow) if condition else value
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "name", [slow_if(name not in ("tp", "tp x dp"), name) for name in models.FOUR_RANKS]
+)
+def test_four_ranks_equal_one(name, kind):
+    check_all_cells(models.FOUR_RANKS[name], kind)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_seven_columns_on_two_ranks_equal_one(kind):
+    check_all_cells(models.TWO_RANKS["tp"], kind, hidden=7)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_seven_columns_on_four_ranks_equal_one(kind):
+    check_all_cells(models.FOUR_RANKS["tp"], kind, hidden=7)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_uneven_rows_and_columns_equal_one(kind):
+    check_all_cells(models.FOUR_RANKS["tp x dp"], kind, hidden=7)

@@ -1,0 +1,194 @@
+"""The compiled dispatcher alone: which hooks of a site run, and the records that it makes by itself."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from flex_model import _C
+
+
+class Calls:
+    """Stands for the Python half: keeps what it is called with and adds one."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, registration, module, tree):
+        self.seen.append(registration)
+        return tree + 1
+
+
+def make(records=None, graph_task=lambda: -1):
+    calls = Calls()
+    records = {} if records is None else records
+    dispatcher = _C.Dispatcher(records, calls, torch.Tensor, graph_task)
+    dispatcher.activate([0], False)
+    dispatcher.in_run = True
+    return dispatcher, calls, records
+
+
+def add(site, name, groups=(0,), records_here=False, unpack_idx=0):
+    hook = _C.Hook(name, unpack_idx, name, records_here)
+    for group in groups:
+        hook.tag(group)
+    site.add(hook)
+    return hook
+
+
+def test_active_hooks_run_in_the_order_of_registration_each_on_the_result_of_the_last():
+    dispatcher, calls, _ = make()
+    module = nn.Identity()
+    site = dispatcher.add_site(weakref.ref(module))
+    for name in ("a", "b", "c"):
+        add(site, name)
+    dispatcher.activate([0], False)
+    assert site.call(module, torch.zeros(1)).item() == 3
+    assert calls.seen == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "complement", "expected"),
+    [
+        ([0], False, ["a", "b", "c"]),
+        ([1], False, ["a", "b"]),
+        ([1, 200], False, ["a", "b", "c"]),
+        ([200], False, ["c"]),
+        ([1], True, ["c"]),
+        ([0], True, []),
+        ([], False, []),
+        ([], True, ["a", "b", "c"]),
+    ],
+)
+def test_groups_are_sets(groups, complement, expected):
+    dispatcher, calls, _ = make()
+    module = nn.Identity()
+    site = dispatcher.add_site(weakref.ref(module))
+    add(site, "a", (0, 1))
+    add(site, "b", (0, 1))
+    add(site, "c", (0, 200))
+    dispatcher.activate(groups, complement)
+    site.call(module, torch.zeros(1))
+    assert calls.seen == expected
+    assert site.active == expected
+    assert site.is_active == bool(expected)
+
+
+def test_activate_tells_which_sites_woke_up_or_fell_asleep():
+    dispatcher, _, _ = make()
+    sites = [dispatcher.add_site(None) for _ in range(3)]
+    add(sites[0], "a", (0, 1))
+    add(sites[1], "b", (0, 2))
+    assert dispatcher.activate([0], False) == sites[:2]
+    assert dispatcher.activate([1], False) == [sites[1]]
+    assert dispatcher.activate([1], False) == []
+
+
+def test_records_are_owned_copies_in_call_order():
+    dispatcher, calls, records = make()
+    module = nn.Identity()
+    site = dispatcher.add_site(weakref.ref(module))
+    add(site, "a", records_here=True)
+    dispatcher.activate([0], False)
+    x = torch.ones(2, requires_grad=True) * 1
+    assert site.call(module, x) is x
+    x.detach().zero_()
+    site.call(module, x)
+    assert [record.tolist() for record in records["a"]] == [[1, 1], [0, 0]]
+    assert not records["a"][0].requires_grad
+    assert calls.seen == []
+    dispatcher.clear_records()
+    assert records == {}
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [nn.Parameter(torch.zeros(1)), torch.zeros(1, device="meta"), torch.zeros(1).as_subclass(type("T", (torch.Tensor,), {}))],
+    ids=["parameter", "meta", "subclass"],
+)
+def test_what_is_no_plain_cpu_tensor_goes_to_python(tree):
+    dispatcher, calls, _ = make()
+    module = nn.Identity()
+    site = dispatcher.add_site(weakref.ref(module))
+    add(site, "a", records_here=True)
+    dispatcher.activate([0], False)
+    site.call(module, tree)
+    assert calls.seen == ["a"]
+
+
+def test_outside_of_runs_in_backward_and_for_missing_tensors_python_decides():
+    dispatcher, calls, _ = make()
+    module = nn.Identity()
+    site = dispatcher.add_site(weakref.ref(module))
+    add(site, "a", records_here=True, unpack_idx=1)
+    dispatcher.activate([0], False)
+    site.call(module, torch.zeros(1))
+    dispatcher.in_run = False
+    site.call(module, torch.zeros(1))
+    assert calls.seen == ["a", "a"]
+
+    dispatcher, calls, records = make(graph_task=lambda: 7)
+    site = dispatcher.add_site(weakref.ref(module))
+    add(site, "a", records_here=True)
+    dispatcher.activate([0], False)
+    site.call(module, torch.zeros(1))
+    assert calls.seen == ["a"] and records == {}
+
+
+def test_a_copied_module_does_not_call_the_hooks_of_the_original():
+    dispatcher, calls, _ = make()
+    module = nn.Identity()
+    site = dispatcher.add_site(weakref.ref(module))
+    add(site, "a")
+    dispatcher.activate([0], False)
+    call = site.call
+    module.register_forward_hook(lambda m, args, output: call(m, output))
+    twin = copy.deepcopy(module)
+    twin(torch.zeros(1))
+    assert calls.seen == []
+    module(torch.zeros(1))
+    assert calls.seen == ["a"]
+
+
+def test_errors_of_hooks_come_through():
+    def fail(registration, module, tree):
+        raise KeyError("boom")
+
+    dispatcher = _C.Dispatcher({}, fail, torch.Tensor, lambda: -1)
+    site = dispatcher.add_site(None)
+    add(site, "a")
+    dispatcher.activate([0], False)
+    with pytest.raises(KeyError, match="boom"):
+        site.call(None, torch.zeros(1))
+
+
+def test_a_hook_may_close_the_dispatcher_that_runs_it():
+    dispatcher = None
+
+    def close(registration, module, tree):
+        dispatcher.close()
+        return tree
+
+    dispatcher = _C.Dispatcher({}, close, torch.Tensor, lambda: -1)
+    site = dispatcher.add_site(None)
+    add(site, "a")
+    add(site, "b")
+    dispatcher.activate([0], False)
+    x = torch.zeros(1)
+    assert site.call(None, x) is x
+    assert not site.is_active
+
+
+def test_a_closed_dispatcher_lets_go_of_its_callback():
+    dispatcher, calls, _ = make()
+    call = dispatcher.add_site(None).call
+    alive = weakref.ref(calls)
+    dispatcher.close()
+    del calls
+    gc.collect()
+    assert alive() is None
+    x = torch.zeros(1)
+    assert call(None, x) is x

@@ -1,0 +1,410 @@
+"""What a user can get wrong: an error at once, on every rank, that says what to do.
+
+Messages are pinned by their key words: the operation, what was expected, what was got.
+"""
+
+import time
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flex_model import FlexModel, HookFunction
+from flex_model.errors import HookError, HookMismatchError, TraceError
+
+BATCH = models.random(4, 6)
+
+
+def wrapped(*hooks):
+    flex = FlexModel(models.mlp())
+    for hook in hooks:
+        flex.register_forward_hook(hook)
+    return flex
+
+
+def test_the_kinds_of_errors():
+    assert issubclass(HookError, RuntimeError)
+    assert issubclass(HookMismatchError, HookError)
+    assert issubclass(TraceError, Exception)
+
+
+# ---- Wrong names ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_an_unknown_module_is_named_with_the_nearest(kind):
+    register = getattr(wrapped(), f"register_{kind}_hook")
+    with pytest.raises(ValueError, match=r"(?s)'cf1'.*'fc1'"):
+        register(HookFunction("cf1"))
+
+
+def test_an_unknown_parameter_is_named_with_the_nearest():
+    with pytest.raises(ValueError, match=r"(?s)'fc1.wieght'.*'fc1.weight'"):
+        wrapped().register_hook(HookFunction("fc1.wieght"))
+    with pytest.raises(ValueError, match=r"(?s)'fc1.wieght'.*'fc1.weight'"):
+        wrapped().get_module_parameter("fc1.wieght")
+    with pytest.raises(ValueError, match=r"(?s)'fc1.wieght'.*'fc1.weight'"):
+        wrapped().set_module_parameter("fc1.wieght", torch.zeros(8, 6))
+    with pytest.raises(ValueError, match=r"(?s)'fc1.wieght'.*'fc1.weight'"):
+        wrapped().get_module_gradient("fc1.wieght")
+    with pytest.raises(ValueError, match=r"(?s)'out.wieght'.*'out.weight'"):
+        wrapped(HookFunction("fc1", parameters=("out.wieght",)))
+
+
+def test_an_unknown_group_is_named_with_the_nearest():
+    flex = wrapped(HookFunction("fc1"))
+    flex.update_hook_groups("fc1", "attention")
+    for use in (
+        lambda: flex(BATCH, groups=["atention"]),
+        lambda: flex(BATCH, groups="atention"),
+        lambda: flex.active(["atention"]).__enter__(),
+        lambda: flex.get_group_hook_functions("atention"),
+        lambda: flex.remove_hook_groups("fc1", "atention"),
+    ):
+        with pytest.raises(ValueError, match=r"(?s)'atention'.*'attention'"):
+            use()
+    flex(BATCH, groups=["attention"])
+
+
+@pytest.mark.parametrize("hook_type", ["forward", "full_backward"])
+def test_a_pattern_that_matches_nothing_is_named_with_the_nearest(hook_type):
+    flex = wrapped()
+    with pytest.raises(ValueError, match=r"(?s)'cf1'.*'fc1'"):
+        flex.create_hook_group("g", "cf1", hook_type=hook_type)
+    flex = wrapped(HookFunction("fc1"))
+    with pytest.raises(ValueError, match=r"(?s)'cf1'.*'fc1'"):
+        flex.update_hook_groups("cf1", "g")
+
+
+def test_a_module_type_that_matches_nothing():
+    with pytest.raises(ValueError, match="Conv2d"):
+        wrapped().create_hook_group("g", nn.Conv2d)
+
+
+def test_an_unknown_hook_type_is_named():
+    with pytest.raises(ValueError, match=r"(?s)full_backward_pre.*sideways"):
+        wrapped().create_hook_group("g", "fc1", hook_type="sideways")
+
+
+def test_the_group_all_cannot_be_left():
+    hook = HookFunction("fc1")
+    flex = wrapped(hook)
+    with pytest.raises(ValueError, match="all"):
+        flex.remove_hook_groups(hook, "all")
+    assert set(flex.get_hook_function_groups(hook)) == {"all"}
+
+
+def test_leaving_a_group_one_is_not_in():
+    first, second = HookFunction("fc1"), HookFunction("fc2")
+    flex = wrapped(first, second)
+    flex.update_hook_groups(first, "g")
+    with pytest.raises(ValueError, match=r"'g'"):
+        flex.remove_hook_groups(second, "g")
+
+
+def test_a_hook_that_was_never_registered_has_no_groups():
+    with pytest.raises(ValueError, match=r"fc1"):
+        wrapped().get_hook_function_groups(HookFunction("fc1"))
+
+
+def test_two_kinds_of_hooks_cannot_write_one_name():
+    flex = wrapped(HookFunction("fc1"))
+    for kind in ("forward_pre", "full_backward", "full_backward_pre"):
+        with pytest.raises(ValueError, match=r"(?s)fc1.*output_name"):
+            getattr(flex, f"register_{kind}_hook")(HookFunction("fc1"))
+    with pytest.raises(ValueError, match="output_name"):
+        flex.create_hook_group("g", "fc", hook_type="full_backward")
+    flex.register_full_backward_hook(HookFunction("fc1", output_name="fc1.grad"))
+
+
+def test_what_is_not_a_hook_function_is_refused():
+    with pytest.raises(TypeError, match="HookFunction"):
+        wrapped().register_forward_hook(lambda module, args, output: None)
+
+
+def test_what_is_not_a_module_is_refused():
+    with pytest.raises(TypeError, match=r"nn.Module"):
+        FlexModel("model")
+
+
+@pytest.mark.parametrize(
+    "setting", [{"edit_on": "rank1"}, {"output_ranks": "some"}], ids=lambda s: next(iter(s))
+)
+def test_unknown_settings_are_named(setting):
+    ((name, value),) = setting.items()
+    with pytest.raises(ValueError, match=rf"(?s){name}.*{value}"):
+        FlexModel(models.mlp(), **setting)
+
+
+# ---- Sizes and shapes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"tensor_parallel_size": 2}, {"data_parallel_size": 3}, {"pipeline_parallel_size": 0}]
+)
+def test_sizes_that_do_not_multiply_to_one_process(sizes):
+    with pytest.raises(ValueError, match="size"):
+        FlexModel(models.mlp(), **sizes)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("tp", "dp"), [(2, 2), (4, 1), (1, 3)])
+def test_sizes_that_do_not_multiply_to_the_world(tp, dp):
+    with pytest.raises(ValueError, match=rf"(?s){tp}.*{dp}.*2"):
+        FlexModel(models.mlp(), {}, tensor_parallel_size=tp, data_parallel_size=dp)
+
+
+@pytest.mark.parametrize("shape", [(None, 16), (None, 4), (5, 8), (None, 8, None), (8,)])
+def test_a_contradicted_expected_shape_names_the_site(shape):
+    flex = wrapped(HookFunction("fc1", shape))
+    with pytest.raises(ValueError, match=r"(?s)fc1") as error:
+        flex(BATCH)
+    assert "expected_shape" in str(error.value)
+    assert "(4, 8)" in str(error.value)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("site", "shape"),
+    [
+        ("fc1", (None, 12)),
+        ("fc1", (None, 4)),
+        ("fc1", (None, None, 8)),
+        ("fc2", (None, 12)),
+        ("fc2", (8, None)),
+    ],
+)
+def test_a_contradicted_expected_shape_names_the_site_on_every_rank(site, shape):
+    """fc1 gives half of 8 columns; fc2 is replicated, so no dim of it can be larger."""
+    parallelism = models.TWO_RANKS["tp"]
+    flex = FlexModel(parallelism.shard(models.mlp()), tensor_parallel_size=2)
+    handle = flex.register_forward_hook(HookFunction(site, shape))
+    with pytest.raises(ValueError, match=rf"(?s){site}.*expected_shape|expected_shape.*{site}"):
+        flex(BATCH)
+    handle.remove()
+    flex.register_forward_hook(HookFunction("fc1", (None, 8)))
+    flex(BATCH)
+
+
+@pytest.mark.parametrize("index", [1, 7])
+def test_an_unpack_idx_out_of_range_names_the_site_and_what_there_is(index):
+    flex = wrapped(HookFunction("fc1", unpack_idx=index))
+    with pytest.raises((IndexError, HookError), match=rf"(?s)fc1.*unpack_idx {index}.*1 tensor"):
+        flex(BATCH)
+
+
+def test_an_unpack_idx_below_zero():
+    with pytest.raises(ValueError, match=r"unpack_idx.*-2"):
+        HookFunction("fc1", unpack_idx=-2)
+
+
+class Tensorless(nn.Module):
+    def forward(self, x):
+        return {"text": "no tensor here", "number": 3}
+
+
+@pytest.mark.parametrize("edit", [None, lambda module, full, save_ctx, modules: full])
+def test_an_output_without_tensors_names_the_site(edit):
+    flex = FlexModel(nn.ModuleDict({"silent": Tensorless()}))
+    flex.register_forward_hook(HookFunction("silent", editing_function=edit))
+    with pytest.raises((HookError, ValueError), match=r"(?s)silent"), flex.active():
+        flex.module["silent"](BATCH)
+
+
+@pytest.mark.ranks(2)
+def test_an_output_without_tensors_on_one_rank_is_an_error_on_both():
+    class Fickle(nn.Module):
+        def forward(self, x):
+            return x if dist.get_rank() == 0 else None
+
+    flex = FlexModel(nn.Sequential(Fickle()), tensor_parallel_size=2, timeout=5)
+    flex.register_forward_hook(HookFunction("0"))
+    start = time.monotonic()
+    with pytest.raises((HookError, ValueError), match="0"):
+        flex(BATCH)
+    assert time.monotonic() - start < 4
+
+
+# ---- What an editing function returns ------------------------------------------------------------
+
+# What is returned, and the words for what was expected and what was got.
+BAD_RETURNS = {
+    "shape": (lambda full: full[:, :3], "shape (4, 8)", "shape (4, 3)"),
+    "more dims": (lambda full: full[None], "shape (4, 8)", "shape (1, 4, 8)"),
+    "transposed": (lambda full: full.T, "shape (4, 8)", "shape (8, 4)"),
+    "scalar": (lambda full: full.sum(), "shape (4, 8)", "shape ()"),
+    "dtype": (lambda full: full.float(), "float64", "float32"),
+    "device": (lambda full: full.to("meta"), "cpu", "meta"),
+    "number": (lambda full: 3.0, "Tensor", "float"),
+    "tuple": (lambda full: (full,), "Tensor", "tuple"),
+    "array": (lambda full: full.detach().numpy(), "Tensor", "ndarray"),
+    "text": (lambda full: "text", "Tensor", "str"),
+}
+
+
+def bad_edit(name):
+    def my_edit(module, full, save_ctx, modules):
+        return BAD_RETURNS[name][0](full)
+
+    return my_edit
+
+
+def check_message(error, name):
+    _, expected, got = BAD_RETURNS[name]
+    for word in ("my_edit", "'fc1'", expected, got):
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize("name", BAD_RETURNS)
+def test_a_bad_return_names_hook_module_expected_and_got(name):
+    flex = FlexModel(models.mlp())
+    handle = flex.register_forward_hook(HookFunction("fc1", editing_function=bad_edit(name)))
+    with pytest.raises(HookError) as error:
+        flex(BATCH)
+    check_message(error, name)
+    handle.remove()
+    assert torch.equal(flex(BATCH), models.mlp()(BATCH))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("edit_on", ["all", "rank0"])
+@pytest.mark.parametrize("name", BAD_RETURNS)
+def test_a_bad_return_is_an_error_on_every_rank(name, edit_on):
+    parallelism = models.TWO_RANKS["tp"]
+    flex = FlexModel(parallelism.shard(models.mlp()), tensor_parallel_size=2, edit_on=edit_on)
+    hook = HookFunction("fc1", (None, 8), bad_edit(name))
+    handle = flex.register_forward_hook(hook)
+    with pytest.raises(HookError) as error:
+        flex(BATCH)
+    check_message(error, name)
+    handle.remove()
+    flex(BATCH)
+
+
+# ---- An editing function that raises -------------------------------------------------------------
+
+
+def failing_edit(when):
+    def my_edit(module, full, save_ctx, modules):
+        if when():
+            raise ArithmeticError("the edit went wrong")
+        return full * 2
+
+    return my_edit
+
+
+def test_an_exception_in_an_edit_is_the_cause_of_a_hook_error():
+    fails = [True]
+    flex = FlexModel(models.mlp())
+    edit = failing_edit(lambda: fails[0])
+    flex.register_forward_hook(HookFunction("fc1", editing_function=edit))
+    with pytest.raises(HookError, match=r"(?s)fc1.*went wrong|went wrong.*fc1") as error:
+        flex(BATCH)
+    assert isinstance(error.value.__cause__, ArithmeticError)
+    fails[0] = False
+    flex(BATCH)
+
+
+KINDS = ["forward", "forward_pre", "full_backward", "full_backward_pre"]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exception_on_one_rank_is_an_error_on_all_within_two_seconds(kind, bad_rank):
+    """The other rank is in the model's own collectives by then; the next run works."""
+    fails = [True]
+    parallelism = models.TWO_RANKS["tp"]
+    flex = FlexModel(parallelism.shard(models.mlp()), tensor_parallel_size=2)
+    edit = failing_edit(lambda: fails[0] and dist.get_rank() == bad_rank)
+    site = "act" if kind != "forward_pre" else "fc2"
+    getattr(flex, f"register_{kind}_hook")(HookFunction(site, (None, 8), edit))
+    start = time.monotonic()
+    with pytest.raises(HookError, match=r"went wrong") as error:
+        flex(BATCH).sum().backward()
+    assert time.monotonic() - start < 2
+    assert f"rank {bad_rank}" in str(error.value)
+    assert site in str(error.value)
+    if dist.get_rank() == bad_rank:
+        assert isinstance(error.value.__cause__, ArithmeticError)
+
+    fails[0] = False
+    flex.zero_grad()
+    flex(BATCH).sum().backward()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_an_exception_at_a_replicated_site_is_an_error_on_all(bad_rank):
+    fails = [True]
+    parallelism = models.TWO_RANKS["tp"]
+    flex = FlexModel(parallelism.shard(models.mlp()), tensor_parallel_size=2)
+    edit = failing_edit(lambda: fails[0] and dist.get_rank() == bad_rank)
+    flex.register_forward_hook(HookFunction("out", editing_function=edit))
+    with pytest.raises(HookError, match=r"went wrong"):
+        flex(BATCH)
+    fails[0] = False
+    flex(BATCH)
+
+
+@pytest.mark.ranks(4)
+def test_an_exception_on_one_of_four_ranks_is_an_error_on_all():
+    fails = [True]
+    parallelism = models.FOUR_RANKS["tp x dp"]
+    flex = FlexModel(parallelism.shard(models.mlp()), **parallelism.sizes)
+    edit = failing_edit(lambda: fails[0] and dist.get_rank() == 2)
+    flex.register_forward_hook(HookFunction("fc1", (None, 8), edit))
+    start = time.monotonic()
+    with pytest.raises(HookError, match=r"went wrong"):
+        flex(parallelism.my_rows(BATCH))
+    assert time.monotonic() - start < 2
+    fails[0] = False
+    flex(parallelism.my_rows(BATCH))
+
+
+@pytest.mark.ranks(2)
+def test_a_caught_exception_leaves_no_wrong_record():
+    """The loop goes on after an error: every later record belongs to its own batch."""
+    step, records = [0], {}
+    parallelism = models.TWO_RANKS["tp"]
+    flex = FlexModel(parallelism.shard(models.mlp()), records, tensor_parallel_size=2)
+    edit = failing_edit(lambda: step[0] % 3 == 1 and dist.get_rank() == step[0] % 2)
+    flex.register_forward_hook(HookFunction("fc1", (None, 8), edit))
+    flex.register_forward_hook(HookFunction("act", (None, 8)))
+    oracle = models.mlp()
+    for step[0] in range(12):
+        batch = BATCH + step[0]
+        if step[0] % 3 == 1:
+            with pytest.raises(HookError):
+                flex(batch)
+            continue
+        flex(batch)
+        if dist.get_rank() == 0:
+            (record,) = records["fc1"]
+            torch.testing.assert_close(record, oracle.fc1(oracle.inp(batch)).detach())
+            assert len(records["act"]) == 1
+
+
+@pytest.mark.ranks(2)
+def test_hooks_that_differ_between_ranks_are_named():
+    parallelism = models.TWO_RANKS["tp"]
+    flex = FlexModel(parallelism.shard(models.mlp()), tensor_parallel_size=2, timeout=5)
+    site = ("fc1", "act")[dist.get_rank()]
+    flex.register_forward_hook(HookFunction(site, (None, 8)))
+    with pytest.raises(HookMismatchError, match=r"(?s)fc1.*act|act.*fc1"):
+        flex(BATCH)
+
+
+@pytest.mark.ranks(2)
+def test_an_exception_of_the_model_itself_keeps_its_type():
+    class Picky(nn.Module):
+        def forward(self, x):
+            raise KeyError("mine")
+
+    flex = FlexModel(nn.Sequential(nn.Identity(), Picky()), tensor_parallel_size=2, timeout=5)
+    flex.register_forward_hook(HookFunction("0"))
+    for _ in range(2):
+        with pytest.raises(KeyError, match="mine"):
+            flex(BATCH)

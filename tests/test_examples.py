@@ -1,0 +1,106 @@
+"""The examples run as a user runs them, and say that they are equal to the unsharded model."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+def run(tmp_path, script: str, *args: str, num_processes: int = 1) -> str:
+    """Run an example in a folder of its own and return what it printed."""
+    launcher = [sys.executable]
+    if num_processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone"]
+        launcher += ["--nproc-per-node", str(num_processes)]
+    # torchrun's own variables, where pytest itself runs under it, are not for the example.
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        and not name.startswith("TORCHELASTIC")
+    }
+    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    finished = subprocess.run(
+        [*launcher, str(EXAMPLES / script), *args],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout
+
+
+def second_copy_losses(output: str) -> dict[str, float]:
+    """The column "loss" of the table that induction_heads.py prints."""
+    rows = [line.split("│")[1:-1] for line in output.splitlines() if line.startswith("│")]
+    return {row[0].strip(): float(row[4]) for row in rows}
+
+
+def check_induction_heads(output: str, tmp_path: Path) -> None:
+    assert output.splitlines()[-1] == "all activations equal to the unsharded model"
+    assert (tmp_path / "heads.png").read_bytes().startswith(b"\x89PNG")
+    losses = second_copy_losses(output)
+    # The model copies; without its best induction head it does so clearly worse.
+    assert losses["clean"] < 1.0
+    increase = losses["best head zeroed"] - losses["clean"]
+    assert increase > 0.3
+    assert increase > 3 * abs(losses["control head zeroed"] - losses["clean"])
+
+
+def test_induction_heads_on_one_process(tmp_path):
+    pytest.importorskip("transformers")
+    output = run(tmp_path, "induction_heads.py", "--out", "heads.png", "--batch", "8")
+    check_induction_heads(output, tmp_path)
+
+
+@pytest.mark.slow
+def test_induction_heads_on_two_processes(tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")  # transformers loads no model in shards without it
+    output = run(tmp_path, "induction_heads.py", "--out", "heads.png", num_processes=2)
+    check_induction_heads(output, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_steering_changes_the_text(tmp_path, num_processes):
+    pytest.importorskip("transformers")
+    if num_processes > 1:
+        pytest.importorskip("accelerate")
+    output = run(tmp_path, "steering_generate.py", num_processes=num_processes)
+    assert output.splitlines()[-1] == "the same tokens as the unsharded model"
+    text = dict(line.split(maxsplit=1) for line in output.splitlines())
+    assert text["before"] == text["before"].lower()
+    assert text["steered"] == text["steered"].upper()
+
+
+@pytest.mark.slow
+def test_fsdp2(tmp_path):
+    pytest.importorskip("transformers")
+    output = run(tmp_path, "fsdp2.py", num_processes=2)
+    assert output.splitlines()[-1] == "equal to the unsharded model"
+
+
+@pytest.mark.slow
+def test_training_script_saves_a_model_that_loads(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    output = run(tmp_path, "train_induction_model.py", "--steps", "3", "--out", "model")
+    assert "induction score" in output
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert model.config.vocab_size == len(tokenizer) == 240
+
+
+@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_no_path_of_a_machine(script):
+    assert not any(folder in script.read_text() for folder in ("/work", "/root", "/home", "/tmp"))

@@ -1,0 +1,710 @@
+"""HookFunction, the five kinds of hooks, groups, save_ctx, records and names."""
+
+import re
+from collections import namedtuple
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing import assert_close
+
+from flex_model import FlexModel, HookFunction
+
+BATCH = models.random(4, 6)
+SITES = ("inp", "fc1", "act", "fc2", "out")
+
+
+def plus_one(module, full, save_ctx, modules):
+    return full + 1
+
+
+def negate(module, full, save_ctx, modules):
+    return -full
+
+
+def wrap(*sites, edit=None, **settings):
+    """A wrapped MLP with a forward hook on each site, and its records."""
+    records = {}
+    flex = FlexModel(models.mlp(), records, **settings)
+    for site in sites:
+        flex.register_forward_hook(HookFunction(site, editing_function=edit))
+    return flex, records
+
+
+def lengths(records):
+    return {name: len(values) for name, values in records.items() if values}
+
+
+# ---- HookFunction ----------------------------------------------------------------------------
+
+
+def test_a_hook_function_keeps_what_it_was_given():
+    hook = HookFunction("fc1", (None, 8), plus_one, 1)
+    assert hook.module_name == "fc1"
+    assert tuple(hook.expected_shape) == (None, 8)
+    assert hook.unpack_idx == 1
+    assert hook.editing_function is plus_one
+
+
+def test_the_function_gets_module_tensor_context_and_modules():
+    got = []
+    flex, _ = wrap("fc1", edit=lambda *args: got.append(args))
+    flex.register_trainable_module("probe", nn.Linear(1, 1))
+    flex(BATCH)
+    ((module, full, save_ctx, modules),) = got
+    assert module is flex.module.fc1
+    assert type(full) is torch.Tensor
+    assert full.shape == (4, 8)
+    assert save_ctx is flex.save_ctx
+    assert modules["probe"] is flex.trainable_modules["probe"]
+
+
+def test_a_hook_function_can_be_used_again():
+    hook = HookFunction("fc1", editing_function=plus_one)
+    for _ in range(2):
+        records = {}
+        with FlexModel(models.mlp(), records) as flex:
+            handle = flex.register_forward_hook(hook)
+            flex(BATCH)
+            handle.remove()
+            flex.register_forward_hook(hook)
+            flex(BATCH)
+            assert len(records["fc1"]) == 1
+
+
+def test_a_removed_hook_does_not_run():
+    ran = []
+    records = {}
+    flex = FlexModel(models.mlp(), records)
+    edit = lambda *args: ran.append(1)  # noqa: E731
+    handle = flex.register_forward_hook(HookFunction("fc1", editing_function=edit))
+    handle.remove()
+    flex(BATCH)
+    assert ran == []
+    assert not records.get("fc1")
+
+
+def test_hooks_on_one_module_run_in_the_order_of_registration():
+    records = {}
+    flex = FlexModel(models.mlp(), records)
+    for name, edit in (("first", plus_one), ("second", negate), ("third", None)):
+        hook = HookFunction("fc1", editing_function=edit, output_name=name)
+        flex.register_forward_hook(hook)
+    flex(BATCH)
+    (first,) = records["first"]
+    assert_close(records["second"], [first + 1])
+    assert_close(records["third"], [-(first + 1)])
+
+
+def test_returning_none_or_the_tensor_itself_changes_nothing():
+    expected = models.mlp()(BATCH)
+    for edit in (lambda *args: None, lambda module, full, save_ctx, modules: full):
+        flex, _ = wrap("fc1", edit=edit)
+        assert torch.equal(flex(BATCH), expected)
+
+
+def check_the_modules_own_output_goes_on(edit, **sizes):
+    made, taken = [], []
+
+    class Make(nn.Module):
+        def forward(self, x):
+            made.append(x + 1)
+            return made[-1]
+
+    class Take(nn.Module):
+        def forward(self, x):
+            taken.append(x)
+            return x
+
+    with FlexModel(nn.Sequential(Make(), Take()), {}, **sizes) as flex:
+        flex.register_forward_hook(HookFunction("0", editing_function=edit))
+        flex(torch.arange(3.0))
+    assert taken[0] is made[0]
+
+
+UNEDITED = {
+    "no function": None,
+    "returns None": lambda *args: None,
+    "returns the tensor": lambda module, full, save_ctx, modules: full,
+}
+
+
+@pytest.mark.parametrize("name", UNEDITED)
+def test_without_an_edit_the_modules_own_output_goes_on(name):
+    check_the_modules_own_output_goes_on(UNEDITED[name])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", UNEDITED)
+def test_without_an_edit_the_modules_own_output_goes_on_on_two_ranks(name):
+    check_the_modules_own_output_goes_on(UNEDITED[name], tensor_parallel_size=2)
+
+
+def test_an_edit_in_place_counts_with_and_without_grad():
+    def zero_first(module, full, save_ctx, modules):
+        full[:, 0] = 0
+
+    model = models.mlp()
+    handle = model.fc1.register_forward_hook(
+        lambda module, args, output: torch.cat([torch.zeros(4, 1), output[:, 1:]], 1)
+    )
+    expected = model(BATCH)
+    handle.remove()
+    flex, records = wrap("fc1", edit=zero_first)
+    assert_close(flex(BATCH), expected)
+    assert records["fc1"][0][:, 0].all()  # the record is as it was before
+    with torch.no_grad():
+        assert_close(flex(BATCH), expected.detach())
+    with torch.inference_mode():
+        assert_close(flex(BATCH).clone(), expected.detach())
+
+
+def test_a_module_that_runs_twice_is_hooked_twice():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.step = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.step(self.step(x))
+
+    model, records = Twice(), {}
+    x = torch.ones(3)
+    flex = FlexModel(model, records)
+    flex.register_forward_hook(HookFunction("step", editing_function=plus_one))
+    result = flex(x)
+    first = model.step.weight @ x + model.step.bias
+    second = model.step.weight @ (first + 1) + model.step.bias
+    assert_close(records["step"], [first, second])
+    assert_close(result, second + 1)
+
+
+def test_named_parameters_are_given_in_full():
+    seen = []
+
+    def edit(module, full, save_ctx, modules):
+        seen.append(hook.parameters["out.weight"])
+        return full @ hook.parameters["out.weight"].T @ hook.parameters["out.weight"]
+
+    flex = FlexModel(models.mlp())
+    hook = HookFunction("inp", editing_function=edit, parameters=("out.weight",))
+    flex.register_forward_hook(hook)
+    flex(BATCH)
+    assert_close(seen, [flex.module.out.weight.detach()])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["dtensor", "fsdp2", "ddp"])
+def test_named_parameters_are_given_in_full_on_two_ranks(name):
+    """A logit lens: the weight of another layer, which is a shard here."""
+    weight, seen = "fc2.weight", []
+    parallelism = models.TWO_RANKS[name]
+
+    def edit(module, full, save_ctx, modules):
+        seen.append(hook.parameters[weight].clone())
+        return full + full @ hook.parameters[weight] @ hook.parameters[weight].T
+
+    model = models.mlp()
+    flex = FlexModel(parallelism.shard(model), **parallelism.sizes)
+    hook = HookFunction("inp", editing_function=edit, parameters=[weight])
+    flex.register_forward_hook(hook)
+    with torch.no_grad():
+        result = flex(parallelism.my_rows(BATCH))
+    full_weight = model.fc2.weight.detach()
+    assert_close(seen, [full_weight])
+    model.inp.register_forward_hook(lambda m, a, out: out + out @ full_weight @ full_weight.T)
+    with torch.no_grad():
+        assert_close(result, parallelism.my_rows(model(BATCH)))
+
+
+# ---- Names ---------------------------------------------------------------------------------------
+
+
+def test_the_root_module_can_be_hooked():
+    flex, records = wrap("", edit=plus_one)
+    expected = models.mlp()(BATCH)
+    assert_close(flex(BATCH), expected + 1)
+    assert_close(records[""], [expected.detach()])
+
+
+def test_named_children_and_list_entries_can_be_hooked():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential()
+            self.body.add_module("first", nn.Linear(2, 2))
+            self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+        def forward(self, x):
+            return self.layers[1](self.layers[0](self.body(x)))
+
+    records = {}
+    flex = FlexModel(Model(), records)
+    for name in ("body.first", "layers.0", "layers.1"):
+        flex.register_forward_hook(HookFunction(name))
+    flex(torch.ones(2))
+    assert lengths(records) == {"body.first": 1, "layers.0": 1, "layers.1": 1}
+
+
+@pytest.mark.ranks(2)
+def test_wrapped_and_clean_names_are_both_accepted():
+    parallelism = models.TWO_RANKS["ddp"]
+    records = {}
+    flex = FlexModel(parallelism.shard(models.mlp()), records, data_parallel_size=2)
+    for name in ("fc1", "module.act"):
+        flex.register_forward_hook(HookFunction(name))
+    flex(parallelism.my_rows(BATCH))
+    if dist.get_rank() == 0:
+        assert lengths(records) == {"fc1": 1, "module.act": 1}
+    assert "module.fc1" in flex.wrapped_module_names
+
+
+@pytest.mark.ranks(2)
+def test_clean_names_under_fsdp1():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = models.mlp()
+    model.fc1 = FullyShardedDataParallel(model.fc1, device_id=torch.device("cpu"))
+    sharded = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    records = {}
+    flex = FlexModel(sharded, records, data_parallel_size=2)
+    flex.register_forward_hook(HookFunction("fc1", editing_function=negate))
+    flex.register_forward_hook(HookFunction("_fsdp_wrapped_module.fc2"))
+    result = flex(BATCH.chunk(2)[dist.get_rank()])
+    oracle = models.mlp()
+    oracle.fc1.register_forward_hook(lambda module, args, output: -output)
+    assert_close(result, oracle(BATCH).chunk(2)[dist.get_rank()])
+    if dist.get_rank() == 0:
+        assert_close(records["fc1"], [oracle.fc1.forward(oracle.inp(BATCH)).detach()])
+        assert lengths(records) == {"fc1": 1, "_fsdp_wrapped_module.fc2": 1}
+
+
+# ---- What a site gives ---------------------------------------------------------------------------
+
+
+class Keywords(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = self.Inner()
+
+    def forward(self, x):
+        return self.inner(x, 3, y=(x + 1, None), z=x + 2)
+
+    class Inner(nn.Module):
+        def forward(self, x, number, y, z):
+            return x + 10 * y[0] + 100 * z
+
+
+def test_pre_hooks_count_positional_then_keyword_arguments():
+    x = torch.zeros(2)
+    for index, expected in enumerate([1.0, 10.0, 100.0]):
+        records = {}
+        with FlexModel(Keywords(), records) as flex:
+            hook = HookFunction("inner", None, plus_one, index)
+            flex.register_forward_pre_hook(hook)
+            assert_close(flex(x), Keywords()(x) + expected)
+        assert_close(records["inner"], [x + index])
+
+
+def test_unpack_idx_counts_tensors_depth_first():
+    Point = namedtuple("Point", "a b")
+
+    class Nest(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.site = nn.Identity()
+
+        def forward(self, x):
+            return self.site({"z": [x, (x + 1, None)], "text": "t", "a": Point(x + 2, 5)})
+
+    x = torch.zeros(2)
+    for index in range(3):
+        records = {}
+        with FlexModel(Nest(), records) as flex:
+            hook = HookFunction("site", editing_function=negate, unpack_idx=index)
+            flex.register_forward_hook(hook)
+            result = flex(x)
+        assert_close(records["site"], [x + index])
+        tensors = [result["z"][0], result["z"][1][0], result["a"].a]
+        assert_close(tensors, [(-1 if i == index else 1) * (x + i) for i in range(3)])
+        assert result["z"][1][1] is None
+        assert result["text"] == "t"
+        assert type(result["a"]) is Point
+        assert result["a"].b == 5
+
+
+def test_a_backward_hook_that_meets_none_passes_it_on():
+    """The input of the first layer needs no gradient."""
+    flex, records = wrap()
+    flex.register_full_backward_hook(HookFunction("inp", editing_function=plus_one))
+    flex(BATCH).sum().backward()
+    assert not records.get("inp")
+    assert flex.module.inp.weight.grad is not None
+
+
+def test_a_backward_hook_survives_an_in_place_successor():
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 3))
+    x = torch.ones(2, 3)
+    model(x).sum().backward()
+    expected = model[0].weight.grad.clone()
+    model.zero_grad()
+    records = {}
+    flex = FlexModel(model, records)
+    flex.register_full_backward_hook(HookFunction("2"))
+    flex.register_full_backward_pre_hook(HookFunction("0"))
+    flex(x).sum().backward()
+    assert_close(model[0].weight.grad, expected)
+    assert lengths(records) == {"0": 1, "2": 1}
+
+
+# ---- Records -------------------------------------------------------------------------------------
+
+
+def test_records_are_owned_cpu_copies_without_grad():
+    flex, records = wrap("fc1")
+    result = flex(BATCH)
+    (record,) = records["fc1"]
+    assert record.device.type == "cpu"
+    assert not record.requires_grad
+    assert result.requires_grad
+    with torch.inference_mode():
+        flex(BATCH)
+    assert not records["fc1"][0].is_inference()
+
+
+def test_a_later_change_in_place_does_not_touch_the_record():
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True)).double()
+    records = {}
+    flex = FlexModel(model, records)
+    flex.register_forward_hook(HookFunction("0"))
+    flex(BATCH)
+    assert_close(records["0"], [model[0](BATCH).detach()])
+
+
+@pytest.mark.parametrize("sizes", [{}])
+def test_each_forward_begins_the_lists_afresh(sizes):
+    flex, records = wrap("fc1", "act", **sizes)
+    flex(BATCH)
+    flex(2 * BATCH)
+    assert lengths(records) == {"fc1": 1, "act": 1}
+    oracle = models.mlp()
+    assert_close(records["fc1"], [oracle.fc1(oracle.inp(2 * BATCH)).detach()])
+
+
+def test_a_direct_call_of_the_wrapped_module_records_afresh():
+    flex, records = wrap("fc1")
+    flex(BATCH)
+    flex.module(2 * BATCH)
+    oracle = models.mlp()
+    assert_close(records["fc1"], [oracle.fc1(oracle.inp(2 * BATCH)).detach()])
+
+
+def test_calls_inside_active_append():
+    flex, records = wrap("fc1")
+    flex(BATCH)
+    with flex.active():
+        flex.module(BATCH)
+        flex(BATCH)
+        flex.module(BATCH)
+    assert lengths(records) == {"fc1": 3}
+    with flex.active():
+        flex.module(BATCH)
+    assert lengths(records) == {"fc1": 1}
+
+
+def test_calls_inside_a_method_of_the_model_append():
+    class Model(models.MLP):
+        def three_times(self, x):
+            return [self(x) for _ in range(3)]
+
+    records = {}
+    flex = FlexModel(Model(), records)
+    flex.register_forward_hook(HookFunction("fc1"))
+    for _ in range(2):
+        flex.three_times(torch.ones(2, 6))
+        assert lengths(records) == {"fc1": 3}
+
+
+def test_hooks_of_inactive_groups_keep_their_records():
+    flex, records = wrap("fc1", "act")
+    flex.update_hook_groups("fc1", "ours")
+    flex(BATCH)
+    before = records["act"][0]
+    flex(2 * BATCH, groups=["ours"])
+    assert records["act"][0] is before
+    assert len(records["act"]) == 1
+    assert lengths(records) == {"fc1": 1, "act": 1}
+
+
+def test_the_lists_of_backward_hooks_begin_afresh_too():
+    flex, records = wrap()
+    flex.register_full_backward_hook(HookFunction("fc1"))
+    for _ in range(3):
+        flex(BATCH).sum().backward()
+        assert lengths(records) == {"fc1": 1}
+
+
+def test_a_failed_forward_leaves_records_and_the_next_begins_afresh():
+    class Picky(nn.Module):
+        def forward(self, x):
+            if x.sum() > 0:
+                raise ArithmeticError("too much")
+            return x
+
+    records = {}
+    flex = FlexModel(nn.Sequential(nn.Identity(), Picky()), records)
+    flex.register_forward_hook(HookFunction("0"))
+    with pytest.raises(ArithmeticError, match="too much"):
+        flex(torch.ones(2))
+    assert_close(records["0"], [torch.ones(2)])
+    flex(-torch.ones(2))
+    assert_close(records["0"], [-torch.ones(2)])
+
+
+def test_output_name_keeps_two_kinds_apart():
+    flex, records = wrap("fc1")
+    flex.register_full_backward_hook(HookFunction("fc1", output_name="fc1.grad"))
+    flex(BATCH).sum().backward()
+    assert records["fc1"][0].shape == (4, 8)
+    assert records["fc1.grad"][0].shape == (4, 6)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("output_ranks", ["rank0", "all"])
+def test_records_are_on_rank_0_or_on_all(output_ranks):
+    parallelism = models.TWO_RANKS["tp"]
+    model, records = models.mlp(), {}
+    expected = model.fc1(model.inp(BATCH)).detach()
+    flex = FlexModel(
+        parallelism.shard(model), records, tensor_parallel_size=2, output_ranks=output_ranks
+    )
+    flex.register_forward_hook(HookFunction("fc1", (None, 8)))
+    flex.register_forward_hook(HookFunction("fc2"))
+    flex(BATCH)
+    if output_ranks == "all" or dist.get_rank() == 0:
+        assert_close(records["fc1"], [expected])
+        assert lengths(records) == {"fc1": 1, "fc2": 1}
+    else:
+        assert lengths(records) == {}
+
+
+@pytest.mark.ranks(2)
+def test_records_are_complete_when_forward_and_backward_return():
+    parallelism = models.TWO_RANKS["tp"]
+    records = {}
+    flex = FlexModel(parallelism.shard(models.mlp()), records, tensor_parallel_size=2)
+    flex.register_forward_hook(HookFunction("fc1", (None, 8)))
+    flex.register_full_backward_hook(HookFunction("fc2", (None, 8)))
+    for _ in range(3):
+        output = flex(BATCH)
+        assert lengths(records) == ({"fc1": 1} if dist.get_rank() == 0 else {})
+        output.sum().backward()
+        assert lengths(records) == ({"fc1": 1, "fc2": 1} if dist.get_rank() == 0 else {})
+
+
+# ---- save_ctx ------------------------------------------------------------------------------------
+
+
+def test_save_ctx_goes_from_hook_to_hook_and_run_to_run():
+    def save(module, full, save_ctx, modules):
+        save_ctx.saved = full.detach()
+        save_ctx.calls = getattr(save_ctx, "calls", 0) + 1
+
+    def use(module, full, save_ctx, modules):
+        return full + save_ctx.saved
+
+    flex = FlexModel(models.mlp())
+    flex.register_forward_hook(HookFunction("fc1", editing_function=save))
+    flex.register_forward_hook(HookFunction("act", editing_function=use))
+    oracle = models.mlp()
+    oracle.act.register_forward_hook(lambda module, args, output: output + args[0])
+    for calls in (1, 2):
+        assert_close(flex(BATCH), oracle(BATCH))
+        assert flex.save_ctx.calls == calls
+    assert flex.save_ctx.saved.shape == (4, 8)
+
+
+@pytest.mark.ranks(2)
+def test_save_ctx_holds_full_tensors_on_every_rank():
+    def save(module, full, save_ctx, modules):
+        save_ctx.saved = full.detach()
+
+    parallelism = models.TWO_RANKS["tp"]
+    flex = FlexModel(parallelism.shard(models.mlp()), tensor_parallel_size=2)
+    flex.register_forward_hook(HookFunction("fc1", (None, 8), save))
+    flex(BATCH)
+    oracle = models.mlp()
+    assert_close(flex.save_ctx.saved, oracle.fc1(oracle.inp(BATCH)).detach())
+
+
+# ---- Groups --------------------------------------------------------------------------------------
+
+
+def grouped():
+    """Hooks on four sites: two in group a, two in b, one of them in both, one in none but all."""
+    flex, records = wrap("inp", "fc1", "act", "fc2")
+    flex.update_hook_groups("inp", "a")
+    flex.update_hook_groups("fc1", "a")
+    flex.update_hook_groups("fc1", "b")
+    flex.update_hook_groups("act", "b")
+    return flex, records
+
+
+GROUPS = [
+    ({}, "inp fc1 act fc2"),
+    ({"groups": "all"}, "inp fc1 act fc2"),
+    ({"groups": "a"}, "inp fc1"),
+    ({"groups": ["a"]}, "inp fc1"),
+    ({"groups": ["a", "b"]}, "inp fc1 act"),
+    ({"groups": ["a"], "complement": True}, "act fc2"),
+    ({"groups": ["a", "b"], "complement": True}, "fc2"),
+    ({"groups": "all", "complement": True}, ""),
+    ({"groups": ()}, ""),
+    ({"groups": [], "complement": True}, "inp fc1 act fc2"),
+]
+
+
+@pytest.mark.parametrize(("choice", "expected"), GROUPS)
+def test_groups_choose_the_hooks_of_a_run(choice, expected):
+    flex, records = grouped()
+    flex(BATCH, **choice)
+    assert lengths(records) == dict.fromkeys(expected.split(), 1)
+    records.clear()
+    with flex.active(**choice):
+        flex.module(BATCH)
+    assert lengths(records) == dict.fromkeys(expected.split(), 1)
+
+
+def test_groups_can_be_switched_as_often_as_one_likes():
+    flex, records = grouped()
+    for _ in range(5):
+        for choice, expected in GROUPS:
+            records.clear()
+            flex(BATCH, **choice)
+            assert lengths(records) == dict.fromkeys(expected.split(), 1)
+
+
+def test_after_a_run_the_former_choice_is_back():
+    flex, records = grouped()
+    flex(BATCH, groups=["a"])
+    records.clear()
+    flex.module(BATCH)
+    assert len(lengths(records)) == 4
+    with flex.active(["b"]):
+        flex(BATCH, groups=["a"])
+        records.clear()
+        flex.module(BATCH)
+        assert lengths(records) == {"fc1": 1, "act": 1}
+
+
+def test_after_a_failed_run_the_former_choice_is_back():
+    flex, records = grouped()
+    with pytest.raises(RuntimeError):
+        flex(BATCH[:, :3], groups=["a"])
+    records.clear()
+    flex(BATCH)
+    assert len(lengths(records)) == 4
+
+
+def test_groups_follow_the_graph_into_its_backward():
+    flex, records = wrap()
+    hooks = {"a": HookFunction("fc1"), "b": HookFunction("fc2"), "none": HookFunction("act")}
+    for group, hook in hooks.items():
+        flex.register_full_backward_hook(hook)
+        if group != "none":
+            flex.update_hook_groups(hook, group)
+    first = flex(BATCH, groups=["a"])
+    second = flex(BATCH, groups=["b"])
+    third = flex(BATCH)
+    records.clear()
+    second.sum().backward()
+    assert lengths(records) == {"fc2": 1}
+    records.clear()
+    first.sum().backward()
+    assert lengths(records) == {"fc1": 1}
+    records.clear()
+    third.sum().backward()
+    assert lengths(records) == {"fc1": 1, "fc2": 1, "act": 1}
+
+
+def test_no_backward_hook_runs_for_a_graph_without_groups():
+    flex, records = wrap()
+    flex.register_full_backward_hook(HookFunction("fc1"))
+    flex.register_hook(HookFunction("fc1.weight"))
+    flex(BATCH, groups=()).sum().backward()
+    assert lengths(records) == {}
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["fc", re.compile(r"^fc\d$"), nn.Linear],
+    ids=["substring", "regex", "type"],
+)
+def test_create_hook_group_by(pattern):
+    flex, records = wrap("act")
+    flex.create_hook_group("mine", pattern, None, negate, 0)
+    names = {"fc1", "fc2"} | ({"inp", "out"} if pattern is nn.Linear else set())
+    members = flex.get_group_hook_functions("mine")
+    assert {hook.module_name for hook in members} == names
+    assert len(members) == len(names)
+    flex(BATCH, groups=["mine"])
+    assert lengths(records) == dict.fromkeys(names, 1)
+    for hook in members:
+        assert set(flex.get_hook_function_groups(hook)) == {"all", "mine"}
+    assert len(flex.get_group_hook_functions("all")) == len(names) + 1
+
+
+def test_create_hook_group_of_another_kind():
+    flex, records = wrap("fc1", "fc2")
+    flex.create_hook_group("gradients", "fc", hook_type="full_backward", output_name="{name}.grad")
+    flex(BATCH).sum().backward()
+    assert lengths(records) == dict.fromkeys(["fc1", "fc2", "fc1.grad", "fc2.grad"], 1)
+
+
+def test_hooks_join_and_leave_groups_by_list_hook_or_substring():
+    flex = FlexModel(models.mlp())
+    hooks = {site: HookFunction(site) for site in SITES}
+    for hook in hooks.values():
+        flex.register_forward_hook(hook)
+
+    def members(group):
+        return {hook.module_name for hook in flex.get_group_hook_functions(group)}
+
+    flex.update_hook_groups([hooks["inp"], hooks["out"]], "g")
+    assert members("g") == {"inp", "out"}
+    flex.update_hook_groups(hooks["act"], "g")
+    flex.update_hook_groups("fc", "g")
+    assert members("g") == set(SITES)
+    flex.remove_hook_groups("fc", "g")
+    flex.remove_hook_groups(hooks["act"], "g")
+    assert members("g") == {"inp", "out"}
+    flex.remove_hook_groups([hooks["inp"]], "g")
+    assert members("g") == {"out"}
+    assert set(flex.get_hook_function_groups(hooks["out"])) == {"all", "g"}
+    assert set(flex.get_hook_function_groups(hooks["inp"])) == {"all"}
+    assert members("all") == set(SITES)
+
+
+@pytest.mark.ranks(2)
+def test_groups_on_two_ranks():
+    parallelism = models.TWO_RANKS["tp"]
+    records = {}
+    flex = FlexModel(parallelism.shard(models.mlp()), records, tensor_parallel_size=2)
+    flex.create_hook_group("wide", "fc1", (None, 8), negate, 0)
+    flex.create_hook_group("narrow", "fc2", None, negate, 0)
+    oracle = models.mlp()
+    both = ["fc1", "fc2"]
+    for groups, sites in [(["wide"], ["fc1"]), ((), []), (["narrow"], ["fc2"]), ("all", both)]:
+        handles = [
+            oracle.get_submodule(site).register_forward_hook(lambda module, args, output: -output)
+            for site in sites
+        ]
+        expected = oracle(BATCH)
+        for handle in handles:
+            handle.remove()
+        records.clear()
+        result = flex(BATCH, groups=groups)
+        assert_close(result, expected)
+        assert lengths(records) == (dict.fromkeys(sites, 1) if dist.get_rank() == 0 else {})

@@ -1,0 +1,192 @@
+"""GatherPlan and ShardLayout: where bytes go, checked against torch's own slicing. No ranks are needed."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flex_model._C import GatherPlan
+from flex_model.distributed import inference
+from flex_model.distributed.layout import Replicate, Shard, ShardLayout
+from flex_model.distributed.mesh import Mesh
+
+
+def parts(total: int, count: int, draw) -> list[int]:
+    """``count`` sizes that add up to ``total``, zeros included."""
+    cuts = sorted(draw(st.integers(0, total)) for _ in range(count - 1))
+    return [b - a for a, b in zip([0, *cuts], [*cuts, total])]
+
+
+@st.composite
+def cases(draw):
+    """A full shape, a layout over dp x tp, and the sizes of the parts."""
+    shape = [draw(st.integers(0, 5)) for _ in range(draw(st.integers(1, 4)))]
+    dims = range(len(shape))
+    dp_size, tp_size = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    dp = Shard(draw(st.sampled_from(dims)))
+    tp = Shard(draw(st.sampled_from(dims)))
+    dp_parts = parts(shape[dp.dim], dp_size, draw)
+    if dp.dim == tp.dim:
+        tp_parts = [parts(n, tp_size, draw) for n in dp_parts]
+    else:
+        tp_parts = [parts(shape[tp.dim], tp_size, draw)] * dp_size
+    return shape, ShardLayout(dp, tp), dp_parts, tp_parts
+
+
+def cut(full, layout, dp_parts, tp_parts):
+    """The shards, by torch's own split, in the order (dp, tp)."""
+    rows = full.split(dp_parts, layout.dp.dim)
+    return [shard for row, sizes in zip(rows, tp_parts) for shard in row.split(sizes, layout.tp.dim)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases(), st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.complex128]))
+def test_plan_assembles_what_torch_splits_and_splits_it_back(case, dtype):
+    shape, layout, dp_parts, tp_parts = case
+    full = torch.randint(0, 255, (*shape, dtype.itemsize), dtype=torch.uint8)
+    shards = [shard.contiguous() for shard in cut(full, layout, dp_parts, tp_parts)]
+    shapes = [tuple(shard.shape[:-1]) for shard in shards]
+    sizes = len(dp_parts), len(tp_parts[0])
+
+    assert layout.full_shape(shapes, *sizes) == tuple(shape)
+    plan = layout.plan(shapes, *sizes, dtype.itemsize)
+    assert plan.assemble([shard.numpy() for shard in shards]) == full.numpy().tobytes()
+    for rank, shard in enumerate(shards):
+        assert plan.split(full.numpy(), rank) == shard.numpy().tobytes()
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_ops_follow_the_plan(case):
+    shape, layout, dp_parts, tp_parts = case
+    full = torch.randn(shape)
+    shards = [shard.contiguous() for shard in cut(full, layout, dp_parts, tp_parts)]
+    plan = layout.plan([tuple(shard.shape) for shard in shards], len(dp_parts), len(tp_parts[0]), 4)
+    data = [shard.reshape(-1).view(torch.uint8) for shard in shards]
+    offsets = [sum(part.numel() for part in data[:rank]) for rank in range(len(data))]
+    assembled = torch.ops.flex_model.assemble(torch.cat(data), offsets, plan.code, shape, torch.float32)
+    assert torch.equal(assembled, full)
+    for rank, shard in enumerate(shards):
+        assert torch.equal(torch.ops.flex_model.split(full, plan.code, rank, list(shard.shape)), shard)
+
+
+def test_a_shard_on_dim_0_is_one_run():
+    plan = ShardLayout(tp=Shard(0)).plan([(2, 3, 4), (5, 3, 4)], 1, 2, element_bytes=4)
+    assert plan.num_boxes == 2
+    num_ranks, full_bytes, *rest = plan.code
+    assert (num_ranks, full_bytes, rest[:3]) == (2, 336, [96, 240, 2])
+    assert rest[3:] == [0, 0, 0, 96, 0, 1, 96, 0, 240, 0]  # rank, offsets, run, no levels
+
+
+def test_a_shard_on_the_last_dim_is_one_level_of_runs():
+    plan = ShardLayout(tp=Shard(2)).plan([(2, 3, 4), (2, 3, 1)], 1, 2, element_bytes=2)
+    boxes = plan.code[5:]
+    assert boxes == [0, 0, 0, 8, 1, 6, 10, 8, 1, 8, 0, 2, 1, 6, 10, 2]
+
+
+@pytest.mark.parametrize(
+    ("full", "shards", "pieces", "message"),
+    [
+        ([4], [[2], [2]], [(0, [0], [0], [2]), (1, [1], [0], [2])], "pieces of ranks 0 and 1 overlap"),
+        ([5], [[2], [2]], [(0, [0], [0], [2]), (1, [2], [0], [2])], "hold 4 of the 5 elements"),
+        ([4], [[2], [2]], [(0, [0], [0], [2]), (1, [3], [0], [2])], "leaves its shard"),
+        ([2], [[2], [1]], [(0, [0], [0], [2])], "rank 1 has elements that go nowhere"),
+        ([2], [[2]], [(1, [0], [0], [2])], "rank 1 is not one of 1 ranks"),
+        ([2**40, 2**40], [[1, 1]], [], "more elements than 64 bits can count"),
+        ([-1], [[1]], [], "negative size"),
+    ],
+)
+def test_plan_refuses_pieces_that_do_not_tile(full, shards, pieces, message):
+    with pytest.raises(ValueError, match=message):
+        GatherPlan(full, shards, pieces, 1)
+
+
+def test_plan_refuses_buffers_of_another_size():
+    plan = ShardLayout(tp=Shard(0)).plan([(2,), (2,)], 1, 2, element_bytes=1)
+    with pytest.raises(ValueError, match="a shard must have 2 bytes, got 3"):
+        plan.assemble([b"ab", b"abc"])
+    with pytest.raises(ValueError, match="as many as ranks"):
+        plan.assemble([b"ab"])
+    with pytest.raises(IndexError, match="no such rank"):
+        plan.split(b"abcd", 2)
+
+
+def test_layout_refuses_sizes_that_do_not_fit_it():
+    with pytest.raises(ValueError, match=r"ranks hold \[3, 4\] along dim 0"):
+        ShardLayout(tp=Shard(1)).full_shape([(3, 2), (4, 2)], 1, 2)
+
+
+TP2 = Mesh((0, 1), 0, tp_size=2)
+DP2 = Mesh((0, 1), 0, dp_size=2)
+GRID = Mesh((0, 1, 2, 3), 0, dp_size=2, tp_size=2)
+
+
+def settle(shapes, mesh, expected, values=(1, 2, 3, 4), telling=True, **kwargs):
+    fingerprints = [(values[rank], telling) for rank in range(len(shapes))]
+    return inference.resolve("hook on 'fc'", shapes, mesh, expected, None, lambda: fingerprints, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "mesh", "expected", "values", "layout"),
+    [
+        ([(4, 3), (4, 3)], TP2, (None, 6), (1, 2), ShardLayout(tp=Shard(1))),
+        ([(4, 4), (4, 3)], TP2, (None, 7), (1, 2), ShardLayout(tp=Shard(1))),
+        ([(4, 3), (4, 3)], TP2, (8, None), (1, 2), ShardLayout(tp=Shard(0))),
+        ([(4, 3), (4, 3)], TP2, None, (1, 1), ShardLayout()),
+        ([(4, 3), (4, 3)], TP2, (4, 3), (1, 1), ShardLayout()),
+        ([(4, 3), (4, 3)], DP2, None, (1, 1), ShardLayout(dp=Shard(0))),
+        ([(3, 3), (1, 3)], DP2, (None, 3), (1, 1), ShardLayout(dp=Shard(0))),
+        ([(3, 3), (1, 3)], DP2, (4, 3), (1, 1), ShardLayout(dp=Shard(0))),
+        ([(4, 3), (4, 3)], DP2, (4, 3), (1, 1), ShardLayout()),
+        ([(4, 3)] * 4, GRID, (None, 6), (1, 2, 3, 4), ShardLayout(dp=Shard(0), tp=Shard(1))),
+        ([(4, 3)] * 4, GRID, (8, 6), (1, 2, 3, 4), ShardLayout(dp=Shard(0), tp=Shard(1))),
+        ([(4, 3)] * 4, GRID, (16, 3), (1, 2, 3, 4), ShardLayout(dp=Shard(0), tp=Shard(0))),
+        ([(4, 3)] * 4, GRID, None, (1, 1, 3, 3), ShardLayout(dp=Shard(0))),
+    ],
+)
+def test_layout_from_sizes_and_values(shapes, mesh, expected, values, layout):
+    assert settle(shapes, mesh, expected, values) == layout
+
+
+@pytest.mark.parametrize(
+    ("shapes", "mesh", "expected", "values", "telling", "message"),
+    [
+        ([(4, 3), (4, 3)], TP2, (None, 7), (1, 2), True, r"says 7 along dim 1, but the ranks hold \[3\] there"),
+        ([(4, 3), (4, 3)], TP2, (None, 6, 1), (1, 2), True, "has 3 dims, the tensor has 2"),
+        ([(4, 3), (4, 3)], TP2, (8, 6), (1, 2), True, "both dim 0 and dim 1 are sharded"),
+        ([(4, 3), (4, 3)], TP2, None, (1, 2), True, "hold different values"),
+        ([(4, 3), (4, 3)], TP2, (4, None), (1, 2), True, "hold different values"),
+        ([(4, 3), (4, 3)], TP2, (None, 6), (1, 1), True, "the tensor is replicated"),
+        ([(4, 3), (4, 3)], TP2, None, (1, 1), False, "one constant value"),
+        ([(4, 3), (4, 2)], TP2, None, (1, 2), True, r"ranks hold \[3, 2\] along dim 1"),
+        ([(4, 3), (4, 2)], DP2, None, (1, 2), True, r"ranks hold \[3, 2\] along dim 1"),
+    ],
+)
+def test_contradictions_are_errors_that_name_the_site(shapes, mesh, expected, values, telling, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        settle(shapes, mesh, expected, values, telling)
+    assert "hook on 'fc'" in str(caught.value)
+
+
+def test_constant_values_are_believed_where_the_shape_is_given():
+    assert settle([(4, 3), (4, 3)], TP2, (None, 6), (1, 1), telling=False) == ShardLayout(tp=Shard(1))
+    assert settle([(4, 3), (4, 3)], TP2, (None, 3), (1, 1), telling=False) == ShardLayout()
+
+
+def test_parameters_are_not_batches():
+    assert settle([(4, 3), (4, 3)], DP2, None, batch_on_dp=False) == ShardLayout(dp=Replicate())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axes", "members"),
+    [(GRID, ("tp",), [0, 1]), (GRID, ("dp",), [0, 2]), (GRID, ("dp", "tp"), [0, 1, 2, 3]), (GRID, (), [0])],
+)
+def test_members_of_axes(mesh, axes, members):
+    assert mesh.members(axes) == members
+
+
+def test_mesh_order_is_pp_dp_tp_with_tp_fastest():
+    mesh = Mesh(tuple(range(8)), 5, pp_size=2, dp_size=2, tp_size=2)
+    assert mesh.coordinates == {"pp": 1, "dp": 0, "tp": 1}
+    assert mesh.grid == (4, 5, 6, 7)
+    assert mesh.members(("dp",)) == [1, 3]

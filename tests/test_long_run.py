@@ -1,0 +1,131 @@
+"""Nothing grows: memory, file descriptors, threads, torch hooks, process groups."""
+
+import ctypes
+import gc
+import threading
+
+import models
+import psutil
+import pytest
+import torch
+from torch import nn
+from torch.distributed.distributed_c10d import _world
+
+from flex_model import FlexModel, HookFunction
+
+SITES = 50
+MIB = 1 << 20
+
+
+def chain():
+    return nn.Sequential(*(nn.Identity() for _ in range(SITES)))
+
+
+def hooks_on(module):
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return sum(len(getattr(child, name)) for child in module.modules() for name in names)
+
+
+def resources(module):
+    """What must not grow in a long run, and what may grow a little: objects, resident bytes."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    process = psutil.Process()
+    counts = {
+        "file descriptors": process.num_fds(),
+        "threads": process.num_threads(),
+        "Python threads": threading.active_count(),
+        "process groups": len(_world.pg_map),
+        "torch hooks": hooks_on(module),
+    }
+    return counts, len(gc.get_objects()), process.memory_info().rss
+
+
+def check_no_growth(module, step, warm_up, steps):
+    for _ in range(warm_up):
+        step()
+    counts, objects, resident_bytes = resources(module)
+    for _ in range(steps):
+        step()
+    counts_after, objects_after, resident_bytes_after = resources(module)
+    grown = {name: count for name, count in counts_after.items() if count > counts[name]}
+    assert not grown, f"{grown} after {steps} steps, from {counts}"
+    assert objects_after - objects < 2 * steps, "Python objects are kept alive"
+    assert resident_bytes_after - resident_bytes <= 4 * MIB
+
+
+def ten_thousand_calls(edit, **sizes):
+    model = chain()
+    flex = FlexModel(model, {}, **sizes)
+    for i in range(SITES):
+        flex.register_forward_hook(HookFunction(str(i), editing_function=edit))
+    x = torch.arange(1024.0)  # 10,000 copies of it would be 40 MiB
+
+    def step():
+        with torch.no_grad():
+            flex(x)
+
+    check_no_growth(model, step, 70, 10_000 // SITES)
+    flex.restore()
+
+
+EDITS = {
+    "read": None,
+    "edit": lambda module, full, save_ctx, modules: full + 1,
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_ten_thousand_hook_calls(edit):
+    ten_thousand_calls(EDITS[edit])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("edit", ["read", pytest.param("edit", marks=pytest.mark.slow)])
+def test_ten_thousand_hook_calls_on_two_ranks(edit):
+    ten_thousand_calls(EDITS[edit], tensor_parallel_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(4, timeout=300)
+@pytest.mark.parametrize("edit", EDITS)
+def test_ten_thousand_hook_calls_on_four_ranks(edit):
+    ten_thousand_calls(EDITS[edit], tensor_parallel_size=2, data_parallel_size=2)
+
+
+def wrap_train_restore(model, parallelism, batch):
+    flex = FlexModel(model, {}, **parallelism.sizes)
+    flex.register_trainable_module("probe", nn.Linear(8, 8).double())
+    edit = lambda module, full, save_ctx, modules: modules["probe"](full)  # noqa: E731
+    shape = (None, 8) if parallelism.by_hand else None
+    flex.register_forward_hook(HookFunction("fc1", shape, edit))
+    flex.register_full_backward_hook(HookFunction("fc2", shape))
+    flex.register_hook(HookFunction("out.bias"))
+    flex(batch).sin().mean().backward()
+    flex.restore()
+
+
+def fifty_wraps(parallelism):
+    model = parallelism.shard(models.mlp())
+    batch = parallelism.my_rows(models.random(4, 6))
+
+    def step():
+        wrap_train_restore(model, parallelism, batch)
+
+    check_no_growth(model, step, 20, 50)
+
+
+def test_fifty_wraps():
+    fifty_wraps(models.ONE_RANK)
+
+
+@pytest.mark.ranks(2)
+def test_fifty_wraps_on_two_ranks():
+    fifty_wraps(models.TWO_RANKS["tp"])
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(4, timeout=300)
+def test_fifty_wraps_on_four_ranks():
+    model = models.FOUR_RANKS["tp"]
+    fifty_wraps(model)

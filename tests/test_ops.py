@@ -1,0 +1,399 @@
+"""torch.ops.flex_model on the CPU: bytes are moved exactly, wrong calls say what to do."""
+
+import itertools
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flex_model  # noqa: F401  (loads the ops)
+from flex_model._C import GatherPlan
+
+ops = torch.ops.flex_model
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int16,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
+
+
+def random_tensor(sizes, dtype=torch.float32):
+    """Random bits; for bool, random truth."""
+    count = torch.Size(sizes).numel() * dtype.itemsize
+    high = 2 if dtype == torch.bool else 256
+    return torch.randint(0, high, (count,), dtype=torch.uint8).view(dtype).reshape(sizes)
+
+
+def as_bytes(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def blocks(sizes, cuts):
+    """Slices of the blocks that ``cuts[dim]``, sorted positions, cut a tensor into; by rank."""
+    edges = [[0, *cut, size] for cut, size in zip(cuts, sizes, strict=True)]
+    ranges = [[slice(a, b) for a, b in itertools.pairwise(edge)] for edge in edges]
+    return list(itertools.product(*ranges))
+
+
+def plan_of(sizes, slices, itemsize):
+    """A plan in which rank r holds the block ``slices[r]``."""
+    starts = [[part.start for part in block] for block in slices]
+    shards = [[part.stop - part.start for part in block] for block in slices]
+    zero = [0] * len(sizes)
+    pieces = [(rank, starts[rank], zero, shards[rank]) for rank in range(len(slices))]
+    return GatherPlan(list(sizes), shards, pieces, itemsize)
+
+
+def gather_buffer(shards, gap=0):
+    """Shards in one buffer, ``gap`` bytes apart, and their offsets."""
+    offsets, parts, at = [], [], 0
+    for shard in shards:
+        offsets.append(at)
+        parts += [as_bytes(shard), torch.full((gap,), 255, dtype=torch.uint8)]
+        at += shard.nbytes + gap
+    return torch.cat(parts), offsets
+
+
+def check_plan(full, slices):
+    plan = plan_of(full.shape, slices, full.itemsize)
+    shards = [full[block] for block in slices]
+    gathered, offsets = gather_buffer(shards)
+    rebuilt = ops.assemble(gathered, offsets, plan.code, list(full.shape), full.dtype)
+    assert rebuilt.dtype == full.dtype
+    assert rebuilt.shape == full.shape
+    assert torch.equal(as_bytes(rebuilt), as_bytes(full))
+    for rank, shard in enumerate(shards):
+        part = ops.split(full, plan.code, rank, list(shard.shape))
+        assert part.dtype == full.dtype
+        assert part.shape == shard.shape
+        assert part.is_contiguous()
+        assert torch.equal(as_bytes(part), as_bytes(shard))
+    assert torch.equal(ops.pack(full, plan.code, offsets, gathered.numel()), gathered)
+
+
+@pytest.fixture
+def case():
+    """A (4, 6) tensor in two shards of columns: full, plan, gathered buffer, offsets."""
+    full = random_tensor((4, 6))
+    slices = blocks((4, 6), ([], [3]))
+    plan = plan_of((4, 6), slices, 4)
+    return full, plan, *gather_buffer([full[block] for block in slices])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_bytes_are_moved_exactly(dtype, dim):
+    sizes = (4, 6, 10)
+    cuts = [[size // 2] if d == dim else [] for d, size in enumerate(sizes)]
+    check_plan(random_tensor(sizes, dtype), blocks(sizes, cuts))
+
+
+@pytest.mark.parametrize("run", [*range(1, 40), 63, 64, 65, 127, 128, 129, 1000])
+def test_every_length_of_run(run):
+    full = random_tensor((37, 2 * run + 3), torch.uint8)
+    check_plan(full, blocks(full.shape, ([], [run, 2 * run])))
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_grid_of_blocks(data):
+    sizes = data.draw(st.lists(st.integers(0, 9), max_size=4))
+    positions = [st.lists(st.integers(0, size), max_size=2).map(sorted) for size in sizes]
+    dtype = data.draw(
+        st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.complex128])
+    )
+    check_plan(random_tensor(sizes, dtype), blocks(sizes, data.draw(st.tuples(*positions))))
+
+
+def test_large_interleaved_blocks():
+    full = random_tensor((3, 700, 1200))
+    check_plan(full, blocks(full.shape, ([], [200], [7, 600, 1193])))
+
+
+def test_a_shard_of_several_pieces():
+    """Interleaved columns, as fused projections have: rank r holds columns r, r + 2, r + 4."""
+    full = random_tensor((5, 6))
+    pieces = [(column % 2, [0, column], [0, column // 2], [5, 1]) for column in range(6)]
+    plan = GatherPlan([5, 6], [[5, 3], [5, 3]], pieces, 4)
+    shards = [full[:, rank::2] for rank in range(2)]
+    gathered, offsets = gather_buffer(shards)
+    assert torch.equal(
+        as_bytes(ops.assemble(gathered, offsets, plan.code, [5, 6], full.dtype)), as_bytes(full)
+    )
+    for rank in range(2):
+        assert torch.equal(
+            as_bytes(ops.split(full, plan.code, rank, [5, 3])), as_bytes(shards[rank])
+        )
+
+
+def test_gaps_between_shards_are_skipped_and_packed_as_zeros(case):
+    full, plan, *_ = case
+    gathered, offsets = gather_buffer([full[:, :3], full[:, 3:]], gap=5)
+    assert torch.equal(
+        as_bytes(ops.assemble(gathered, offsets, plan.code, [4, 6], full.dtype)), as_bytes(full)
+    )
+    packed = ops.pack(full, plan.code, offsets, gathered.numel())
+    gathered[gathered.numel() - 5 :] = 0
+    gathered[48:53] = 0
+    assert torch.equal(packed, gathered)
+
+
+def test_an_absent_rank_without_a_shard_is_fine():
+    plan = GatherPlan([2], [[2], [0]], [(0, [0], [0], [2])], 4)
+    full = random_tensor((2,))
+    assert torch.equal(
+        as_bytes(ops.assemble(as_bytes(full), [0, -1], plan.code, [2], full.dtype)), as_bytes(full)
+    )
+    assert torch.equal(ops.pack(full, plan.code, [0, -1], 8), as_bytes(full))
+
+
+def test_a_scalar():
+    check_plan(random_tensor(()), [()])
+
+
+def test_a_conjugated_tensor_is_resolved_first():
+    full = torch.randn(4, 6, dtype=torch.complex64)
+    plan = plan_of((4, 6), blocks((4, 6), ([], [3])), 8)
+    assert torch.equal(ops.split(full.conj(), plan.code, 1, [4, 3]), full[:, 3:].conj())
+
+
+# ---- wrong calls ----
+
+
+GATHERED = torch.zeros(192, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"gathered": GATHERED[::2]},
+            r"assemble: `gathered` must be contiguous, got .* \(96,\); call \.contiguous",
+        ),
+        ({"gathered": GATHERED[:96].view(torch.int32)}, r"`gathered` must be a 1-D uint8 buffer"),
+        ({"gathered": GATHERED.view(2, 96)}, r"1-D uint8 buffer, got 2 dims of 1-byte elements"),
+        ({"offsets": [0]}, r"`offsets` must have one entry for each of the plan's 2 ranks, got 1"),
+        ({"offsets": [0, -1]}, r"needs the shard of rank 1, whose offset is -1"),
+        ({"offsets": [0, -2]}, r"rank 1 \(48 bytes at offset -2\) must lie inside"),
+        ({"offsets": [0, 49]}, r"rank 1 \(48 bytes at offset 49\) must lie inside .* 96 bytes"),
+        ({"sizes": [4, 5]}, r"`sizes` must have 96 bytes by the plan, got 80 of sizes \(4, 5\)"),
+        ({"dtype": torch.float64}, r"`sizes` must have 96 bytes by the plan, got 192"),
+    ],
+)
+def test_assemble_refuses(case, change, message):
+    _, plan, gathered, offsets = case
+    arguments = {"gathered": gathered, "offsets": offsets, "plan": plan.code}
+    arguments |= {"sizes": [4, 6], "dtype": torch.float32}
+    with pytest.raises(RuntimeError, match=message):
+        ops.assemble(**(arguments | change))
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            [],
+            "assemble: gather plan: the encoded plan is cut short; pass the `code` of a GatherPlan",
+        ),
+        ([1, 8, 8, 1, 0, 0, 0, 8], "cut short"),
+        ([1, 8, 8, 1, 0, 0, 0, 8, 0, 0], "the encoded plan is too long"),
+        ([1, 8, 8, 0], "the plan fills 0 of the 8 bytes of the full tensor"),
+        ([1, 8, 8, 1, 0, 4, 0, 8, 0], "a box leaves its buffer"),
+        ([1, 8, 8, 1, 1, 0, 0, 8, 0], "a box names a rank that the plan does not have"),
+        ([1, 8, 8, 1, 0, 0, 0, 8, 1, 9, 0, 0], "a box copies more bytes than its shard has"),
+        ([1, 8, 8, 1, 0, 0, 0, 8, 1, 2**62, 0, 0], "a box copies more bytes than its shard has"),
+        ([1, 8, 8, 1, 0, 0, 0, 8, 1, 2**62, 2**62, 0], "a box leaves its buffer"),
+        ([1, 8, 8, 1, 0, 0, 0, -8, 0], "negative run"),
+    ],
+)
+def test_assemble_refuses_what_is_no_plan(code, message):
+    gathered = torch.zeros(8, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match=message):
+        ops.assemble(gathered, [0], code, [2], torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"full": torch.zeros(6, 4).t()},
+            r"split: `full` must be contiguous, got a strided tensor of sizes \(4, 6\)",
+        ),
+        (
+            {"full": torch.zeros(4, 7)},
+            r"split: `full` must have 96 bytes by the plan, got 112 of sizes \(4, 7\)",
+        ),
+        ({"rank": 2}, r"split: rank must be in \[0, 1\] for this plan, got 2"),
+        ({"rank": -1}, r"split: rank must be in \[0, 1\] for this plan, got -1"),
+        ({"sizes": [4, 2]}, r"split: `sizes` must have 48 bytes by the plan, got 32"),
+        ({"plan": [2, 96, 48, 48, 0]}, r"split: the plan fills 0 of the 48 bytes of the shard"),
+    ],
+)
+def test_split_refuses(case, change, message):
+    full, plan, *_ = case
+    arguments = {"full": full, "plan": plan.code, "rank": 0, "sizes": [4, 3]}
+    with pytest.raises(RuntimeError, match=message):
+        ops.split(**(arguments | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"full": torch.zeros(6, 4).t()}, r"pack: `full` must be contiguous"),
+        ({"total": 95}, r"pack: the shard of rank 1 .* must lie inside the buffer of 95 bytes"),
+        ({"total": -1}, r"pack: `total` must be a number of bytes, got -1"),
+        (
+            {"offsets": [0, 47]},
+            r"pack: the shard of rank 1 .* must lie inside|shards of ranks 0 and 1 overlap",
+        ),
+        (
+            {"offsets": [0, 40], "total": 100},
+            r"pack: the shards of ranks 0 and 1 overlap in the buffer",
+        ),
+        ({"offsets": [-1, 0]}, r"pack: the plan needs the shard of rank 0, whose offset is -1"),
+    ],
+)
+def test_pack_refuses(case, change, message):
+    full, plan, _, offsets = case
+    arguments = {"full": full, "plan": plan.code, "offsets": offsets, "total": 96}
+    with pytest.raises(RuntimeError, match=message):
+        ops.pack(**(arguments | change))
+
+
+def test_no_code_reaches_beyond_its_buffers(case):
+    """Any change of one number of a plan is harmless: an error, or another valid plan."""
+    full, plan, gathered, offsets = case
+    refused = 0
+    for i, value in itertools.product(
+        range(len(plan.code)), [-1, 0, 1, 2, 7, 12, 13, 48, 97, 2**31, 2**62]
+    ):
+        code = list(plan.code)
+        code[i] = value
+        for call in [
+            lambda code: ops.assemble(gathered, offsets, code, [4, 6], torch.float32),
+            lambda code: ops.split(full, code, 1, [4, 3]),
+            lambda code: ops.pack(full, code, offsets, 96),
+        ]:
+            try:
+                call(code)
+            except RuntimeError:
+                refused += 1
+    assert refused > 100
+
+
+# ---- fingerprint ----
+
+
+def fingerprint(tensor):
+    value, constant = ops.fingerprint(tensor).tolist()
+    return value, bool(constant)
+
+
+def test_equal_bytes_have_equal_fingerprints():
+    tensor = random_tensor((7, 11))
+    assert fingerprint(tensor) == fingerprint(tensor.clone())
+    assert fingerprint(tensor) == fingerprint(tensor.view(torch.int32).reshape(-1))
+
+
+def test_every_bit_and_the_order_count():
+    bits = torch.zeros(200, dtype=torch.uint8)
+    seen = {fingerprint(bits)[0]}
+    for byte, bit in itertools.product(range(200), range(8)):
+        changed = bits.clone()
+        changed[byte] = 1 << bit
+        seen.add(fingerprint(changed)[0])
+    assert len(seen) == 1 + 200 * 8
+    words = torch.arange(64)
+    for i, j in itertools.combinations(range(64), 2):
+        swapped = words.clone()
+        swapped[[i, j]] = words[[j, i]]
+        seen.add(fingerprint(swapped)[0])
+    assert len(seen) == 1 + 200 * 8 + 64 * 63 // 2
+
+
+def test_lengths_count():
+    values = {fingerprint(torch.zeros(size, dtype=torch.uint8))[0] for size in range(300)}
+    assert len(values) == 300
+
+
+def test_values_spread_over_all_bits():
+    values = [fingerprint(torch.tensor([i]))[0] & (2**64 - 1) for i in range(4000)]
+    for bit in range(64):
+        assert 0.45 < sum(value >> bit & 1 for value in values) / len(values) < 0.55
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+def test_a_constant_is_recognised(dtype):
+    element = random_tensor((1,), dtype)
+    tensor = element.expand(100).contiguous()
+    assert fingerprint(tensor)[1]
+    changed = tensor.view(torch.uint8).clone()
+    changed[-1] ^= 1
+    assert not fingerprint(changed.view(dtype))[1]
+
+
+def test_constants_are_compared_by_bits():
+    assert not fingerprint(torch.tensor([0.0, -0.0]))[1]
+    assert fingerprint(torch.tensor([float("nan")]).expand(3).contiguous())[1]
+    assert fingerprint(torch.empty(0, 3))[1]
+    assert fingerprint(torch.tensor(2.0))[1]
+    assert not fingerprint(torch.tensor([1, 2, 1, 2], dtype=torch.uint8))[1]
+    assert fingerprint(torch.tensor([1, 2, 1, 2], dtype=torch.uint8).view(torch.int16))[1]
+
+
+def test_fingerprint_refuses_strided_tensors():
+    with pytest.raises(RuntimeError, match=r"fingerprint: `tensor` must be contiguous"):
+        ops.fingerprint(torch.zeros(4, 6).t())
+
+
+# ---- torch ----
+
+
+def test_opcheck(case):
+    full, plan, gathered, offsets = case
+    for op, arguments in [
+        (ops.assemble, (gathered, offsets, plan.code, [4, 6], torch.float32)),
+        (ops.split, (full, plan.code, 1, [4, 3])),
+        (ops.pack, (full, plan.code, offsets, 100)),
+        (ops.fingerprint, (full,)),
+    ]:
+        torch.library.opcheck(op.default, arguments)
+
+
+def test_fake_kernels_give_sizes_and_dtypes(case):
+    _, plan, _, offsets = case
+    gathered = torch.empty(96, dtype=torch.uint8, device="meta")
+    full = ops.assemble(gathered, offsets, plan.code, [4, 6], torch.bfloat16)
+    assert (full.shape, full.dtype, full.device.type) == ((4, 6), torch.bfloat16, "meta")
+    assert ops.split(full, plan.code, 0, [4, 3]).shape == (4, 3)
+    assert ops.pack(full, plan.code, offsets, 96).dtype == torch.uint8
+    assert ops.fingerprint(full).device.type == "cpu"
+
+
+def test_index_maths_of_the_cuda_kernel(tmp_path):
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    root = Path(__file__).parents[1]
+    program = tmp_path / "box_copy_on_cpu"
+    source = root / "tests" / "cuda" / "box_copy_on_cpu.cpp"
+    subprocess.run(
+        [compiler, "-std=c++17", "-O1", f"-I{root / 'csrc'}", source, "-o", program], check=True
+    )
+    result = subprocess.run([program], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout

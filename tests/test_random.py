@@ -1,0 +1,168 @@
+"""Random edits: every rank and every sharding draws the same, and recomputation draws it again."""
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from flex_model import FlexModel, HookFunction
+
+BATCH = models.random(4, 6)
+
+
+def add_noise(module, full, save_ctx, modules):
+    noise = torch.randn_like(full)
+    save_ctx.noises = [*getattr(save_ctx, "noises", ()), noise]
+    return full + noise
+
+
+def noisy(parallelism, *sites, **settings):
+    flex = FlexModel(parallelism.shard(models.mlp()), **parallelism.sizes, **settings)
+    for site in sites:
+        shape = (None, 8) if parallelism.by_hand and site in ("fc1", "act") else None
+        flex.register_forward_hook(HookFunction(site, shape, add_noise))
+    return flex
+
+
+def draw(flex, parallelism, seed=0):
+    """The noises of one run, and the output."""
+    torch.manual_seed(seed)
+    flex.save_ctx.noises = []
+    output = flex(parallelism.my_rows(BATCH))
+    return flex.save_ctx.noises, output
+
+
+def test_the_torch_seed_governs_the_noise():
+    flex = noisy(models.ONE_RANK, "fc1", "act")
+    first, output = draw(flex, models.ONE_RANK)
+    second, again = draw(flex, models.ONE_RANK)
+    other, _ = draw(flex, models.ONE_RANK, seed=1)
+    assert_close(first, second, rtol=0, atol=0)
+    assert torch.equal(output, again)
+    assert not torch.equal(first[0], other[0])
+
+
+def test_hooks_calls_and_runs_draw_different_noise():
+    flex = noisy(models.ONE_RANK, "fc1", "act")
+    torch.manual_seed(0)
+    with flex.active():
+        flex(BATCH)
+        flex(BATCH)
+    flex(BATCH)
+    noises = flex.save_ctx.noises
+    assert len(noises) == 6
+    for i, noise in enumerate(noises):
+        assert not any(torch.equal(noise, other) for other in noises[:i])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["tp", "dtensor", "dp"])
+def test_every_sharding_draws_the_same_as_one_process(name):
+    parallelism = models.TWO_RANKS[name]
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    sites = ("inp", "fc1", "act", "fc2")
+    if name == "dtensor":
+        sites = ("inp", "fc2")
+    flex = noisy(parallelism, *sites)
+    oracle = noisy(models.ONE_RANK, *sites, process_group=alone)
+    for seed in (0, 3):
+        noises, output = draw(flex, parallelism, seed)
+        expected, full_output = draw(oracle, models.ONE_RANK, seed)
+        assert_close(noises, expected, rtol=0, atol=0)
+        assert_close(output, parallelism.my_rows(full_output))
+
+
+@pytest.mark.ranks(2)
+def test_ranks_with_other_seeds_draw_what_rank_0_draws():
+    parallelism = models.TWO_RANKS["tp"]
+    flex = noisy(parallelism, "fc1", "fc2")
+    torch.manual_seed(dist.get_rank())
+    flex(BATCH)
+    for noise in flex.save_ctx.noises:
+        both = [torch.empty_like(noise) for _ in range(2)]
+        dist.all_gather(both, noise.contiguous())
+        assert torch.equal(*both)
+
+
+@pytest.mark.ranks(2)
+def test_each_ranks_own_random_state_is_its_own():
+    """Dropout of the model draws on, per rank: the edit's seed is not left behind."""
+    parallelism = models.TWO_RANKS["tp"]
+    torch.manual_seed(10 + dist.get_rank())
+    noisy(parallelism, "fc1")(BATCH)
+    drawn = torch.rand(8)
+    both = [torch.empty(8) for _ in range(2)]
+    dist.all_gather(both, drawn)
+    assert not torch.equal(*both)
+
+
+# ---- Activation checkpointing -------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    """Two MLPs, the second of which is recomputed in backward."""
+
+    columns, rows = ("a.fc1", "b.fc1"), ("a.fc2", "b.fc2")
+
+    def __init__(self, recompute=None):
+        super().__init__()
+        self.a, self.b = models.MLP(), models.MLP()
+        self.a.out = nn.Identity()
+        self.recompute = recompute
+
+    def forward(self, x):
+        x = self.a(x)
+        if self.recompute is None:
+            return self.b(x)
+        return checkpoint(self.b, x, use_reentrant=self.recompute == "reentrant")
+
+
+def noisy_run(parallelism, recompute):
+    model = models.seeded(Checkpointed, recompute).double()
+    records, calls = {}, []
+
+    def edit(module, full, save_ctx, modules):
+        calls.append(1)
+        save_ctx.calls = getattr(save_ctx, "calls", 0) + 1
+        return full * torch.randn_like(full) + modules["probe"](full)
+
+    with FlexModel(parallelism.shard(model), records, **parallelism.sizes) as flex:
+        flex.register_trainable_module("probe", models.seeded(nn.Linear, 8, 8).double())
+        for site in ("b.fc1", "b.act"):
+            shape = (None, 8) if parallelism.by_hand else None
+            flex.register_forward_hook(HookFunction(site, shape, edit))
+        flex.register_full_backward_hook(HookFunction("b.fc2", shape))
+        torch.manual_seed(4)
+        output = flex(parallelism.my_rows(BATCH))
+        output.sin().mean().backward()
+        gradients = {
+            **parallelism.full_gradients(model, flex.module),
+            **{f"probe {n}": p.grad for n, p in flex.trainable_modules.named_parameters()},
+        }
+    return output, gradients, records, flex.save_ctx.calls, len(calls)
+
+
+def check_recomputation(parallelism, recompute):
+    output, gradients, records, saved_calls, calls = noisy_run(parallelism, recompute)
+    expected, oracle, oracle_records, _, _ = noisy_run(parallelism, None)
+    assert_close(output, expected, rtol=0, atol=0)
+    assert_close(gradients, oracle, rtol=1e-12, atol=1e-12)
+    assert_close(records, oracle_records, rtol=0, atol=0)
+    assert all(len(record) == 1 for record in records.values())
+    assert saved_calls == 2, "a recomputed edit gets a copy of save_ctx that is thrown away"
+    assert calls > 2, "nothing was recomputed"
+
+
+@pytest.mark.parametrize("recompute", ["reentrant", "not reentrant"])
+def test_recomputation_replays_the_edit(recompute):
+    check_recomputation(models.ONE_RANK, recompute)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recompute", ["reentrant", "not reentrant"])
+@pytest.mark.parametrize("name", ["tp", "dp"])
+def test_recomputation_replays_the_edit_on_two_ranks(name, recompute):
+    check_recomputation(models.TWO_RANKS[name], recompute)
