@@ -36,7 +36,7 @@ build: venv  ## the compiled parts, in place; rebuilds what changed
 	@.ci/quiet build $(PYTHON) setup.py build_ext --inplace
 
 demo: build  ## two processes find the induction heads of a sharded model
-	torchrun --nproc-per-node 2 examples/induction_heads.py
+	torchrun --standalone --nproc-per-node 2 examples/induction_heads.py
 
 test: build  ## the tests, those of several ranks included, but for the slow ones
 	pytest -q

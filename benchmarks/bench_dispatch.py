@@ -2,8 +2,8 @@
 
     python benchmarks/bench_dispatch.py [--json FILE] [--original PATH_OF_FLEX_MODEL_0.1.0]
 
-A chain of 64 Identity modules, input (1, 16, 64), under ``no_grad``; every case runs interleaved with the others, and
-what is recorded is compared with the bare hooks' records in the same run.
+A chain of 64 Identity modules, input (1, 16, 64), under ``no_grad``; every case runs interleaved
+with the others, and what is recorded is compared with the bare hooks' records in the same run.
 
 Columns:
     case      what runs
@@ -14,7 +14,8 @@ Columns:
     hooks     torch hooks found on the model's modules
     wrong     records that differ from the input
 
-``--original`` measures release 0.1.0 too, in a process of its own, against the same bare hook measured there.
+``--original`` measures release 0.1.0 too, in a process of its own, against the same bare hook
+measured there.
 """
 
 from __future__ import annotations
@@ -50,11 +51,16 @@ def bare_hooks(model: nn.Module, records: dict) -> None:
 
 
 def num_torch_hooks(model: nn.Module) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules())
+    return sum(
+        len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks)
+        for m in model.modules()
+    )
 
 
 def measure(cases: dict, repeats: int, inner: int) -> dict[str, list[float]]:
-    """Seconds per call, by case: the cases take turns, so that drift of the machine meets all of them."""
+    """Seconds per call, by case: the cases take turns, so that drift of the machine meets all of
+    them.
+    """
     times: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(repeats):
         for name, run in cases.items():
@@ -88,11 +94,24 @@ def bench(repeats: int, inner: int) -> list[dict]:
     from flex_model import FlexModel, HookFunction
 
     x = torch.randn(1, 16, 64)
-    models = {name: chain() for name in ("bare", "wrapper", "wrapper, no group", "bare hooks", "hooks", "one bare", "one")}
+    models = {
+        name: chain()
+        for name in (
+            "bare",
+            "wrapper",
+            "wrapper, no group",
+            "bare hooks",
+            "hooks",
+            "one bare",
+            "one",
+        )
+    }
     records: dict[str, dict] = {name: {} for name in ("bare hooks", "hooks", "one bare", "one")}
     bare_hooks(models["bare hooks"], records["bare hooks"])
     one_bare = models["one bare"][31]
-    one_bare.register_forward_hook(lambda m, a, o: records["one bare"].__setitem__("31", [o.detach().clone()]))
+    one_bare.register_forward_hook(
+        lambda m, a, o: records["one bare"].__setitem__("31", [o.detach().clone()])
+    )
 
     wrapper = FlexModel(models["wrapper"])
     hooked = FlexModel(models["hooks"], records["hooks"])
@@ -130,7 +149,12 @@ def bench_original(repeats: int, inner: int) -> list[dict]:
     """Release 0.1.0, which must be importable; it needs a process group of its own."""
     import torch.distributed as dist
 
-    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+    for key, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+    }.items():
         os.environ.setdefault(key, value)
     os.environ.setdefault("MASTER_PORT", "29511")
     dist.init_process_group("gloo")
@@ -169,7 +193,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=60)
     parser.add_argument("--inner", type=int, default=20, help="forwards per timing")
     parser.add_argument("--json", help="also write the rows to this file")
-    parser.add_argument("--original", metavar="PATH", help="folder that holds release 0.1.0's flex_model")
+    parser.add_argument(
+        "--original", metavar="PATH", help="folder that holds release 0.1.0's flex_model"
+    )
     parser.add_argument("--only-original", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -179,13 +205,27 @@ def main() -> None:
         os._exit(0)
     rows = bench(args.repeats, args.inner)
     if args.original:
-        command = [sys.executable, __file__, "--only-original", "--repeats", str(args.repeats), "--inner", str(args.inner)]
+        command = [
+            sys.executable,
+            __file__,
+            "--only-original",
+            "--repeats",
+            str(args.repeats),
+            "--inner",
+            str(args.inner),
+        ]
         done = subprocess.run(
-            command, env={**os.environ, "PYTHONPATH": args.original}, capture_output=True, text=True, check=False
+            command,
+            env={**os.environ, "PYTHONPATH": args.original},
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode:
             sys.exit(f"release 0.1.0 did not run:\n{done.stderr}")
-        rows += [row for row in json.loads(done.stdout.splitlines()[-1]) if row["case"] != "bare hooks"]
+        rows += [
+            row for row in json.loads(done.stdout.splitlines()[-1]) if row["case"] != "bare hooks"
+        ]
     report(rows)
     if args.json:
         with open(args.json, "w") as file:

@@ -1,4 +1,4 @@
-"""Train the small Llama that the examples use: about five minutes on one CPU core.
+"""Train the small Llama that the examples use: five to ten minutes on one CPU core.
 
     python examples/train_induction_model.py --out examples/induction_model
 

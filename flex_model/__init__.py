@@ -1,15 +1,16 @@
-"""See and edit the full, unsharded activations, gradients and parameters of a model that runs sharded."""
+"""See and edit the full, unsharded activations, gradients and parameters of a model that runs
+sharded.
+"""
 
 from flex_model._load import build_info, load
 
 load()
 
-from flex_model import pytree  # noqa: E402
-
-from flex_model.dummy import DummyModule  # noqa: E402
-from flex_model.errors import HookError, HookMismatchError, TraceError  # noqa: E402
-from flex_model.hooks.function import HookFunction  # noqa: E402
-from flex_model.model import FlexModel  # noqa: E402
+from flex_model import pytree
+from flex_model.dummy import DummyModule
+from flex_model.errors import HookError, HookMismatchError, TraceError
+from flex_model.hooks.function import HookFunction
+from flex_model.model import FlexModel
 
 __version__ = "1.0.0"
 

@@ -1,4 +1,6 @@
-"""Release 0.1.0's import path: ``from flex_model.core import FlexModel, HookFunction, DummyModule``."""
+"""Release 0.1.0's import path: ``from flex_model.core import FlexModel, HookFunction,
+DummyModule``.
+"""
 
 from flex_model.dummy import DummyModule
 from flex_model.hooks.function import HookFunction

@@ -1,7 +1,7 @@
 """The errors of flex_model, and the wording that they share.
 
-``HookError`` and its kind are about what happened while a model ran; wrong arguments stay ``ValueError``, ``TypeError``
-and ``IndexError``, raised where the argument was given.
+``HookError`` and its kind are about what happened while a model ran; wrong arguments stay
+``ValueError``, ``TypeError`` and ``IndexError``, raised where the argument was given.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from collections.abc import Iterable
 
 
 class HookError(RuntimeError):
-    """An editing function raised or returned something invalid, or a rank failed, while hooks were active.
+    """An editing function raised or returned something invalid, or a rank failed, while hooks were
+    active.
 
     Raised on every rank alike; on the rank where it began, ``__cause__`` is the original exception.
     """
 
 
 class HookMismatchError(HookError):
-    """Ranks disagree: other hooks, another order, other shapes or dtypes. The message names ranks, site and values."""
+    """Ranks disagree: other hooks, another order, other shapes or dtypes. The message names ranks,
+    site and values.
+    """
 
 
 class TraceError(RuntimeError):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flex_model.distributed.mesh import Mesh, is_distributed
+from flex_model.distributed.state import ParallelState, initialize_from_launcher
 from flex_model.errors import nearest
 from flex_model.hooks.core import EVERYTHING, HookCore
 from flex_model.hooks.function import KINDS, EditingFunction, HookFunction
@@ -32,26 +33,31 @@ class FlexModel(nn.Module):
 
         activations = {}
         with FlexModel(model, activations, tensor_parallel_size=2) as flex:
-            flex.register_forward_hook(HookFunction("layers.3.mlp", editing_function=lambda m, x, ctx, mods: x * 0.5))
-            logits = flex(tokens)                       # rank 0: activations["layers.3.mlp"][0] is the full tensor
+            flex.register_forward_hook(HookFunction("layers.3.mlp", editing_function=lambda m, x,
+            ctx, mods: x * 0.5)) logits = flex(tokens)                       # rank 0:
+                activations["layers.3.mlp"][0] is the full tensor
 
-    The same script runs on one process (no ``torchrun`` needed) and on many, and gives the same numbers. Every rank
-    makes the same calls in the same order.
+    The same script runs on one process (no ``torchrun`` needed) and on many, and gives the same
+    numbers. Every rank makes the same calls in the same order.
 
     Args:
-        module: Any ``nn.Module``. It is not changed, and hooked only while a hook of an active group is there.
-        output_ptr: Dict that records are put into: ``name -> [tensor, ...]`` in call order, CPU copies of the full
-            tensors as they were before the edit, on rank 0 (see ``output_ranks``). Complete when the forward (or
-            backward) returns. Every run starts the lists of its hooks afresh.
-        tensor_parallel_size, pipeline_parallel_size, data_parallel_size: They multiply to the number of ranks, in the
-            order (pp, dp, tp), tp fastest. All left at 1, they are taken from the model's own mesh, if it has one.
+        module: Any ``nn.Module``. It is not changed, and hooked only while a hook of an active
+            group is there.
+        output_ptr: Dict that records are put into: ``name -> [tensor, ...]`` in call order, CPU
+            copies of the full tensors as they were before the edit, on rank 0 (see
+            ``output_ranks``). Complete when the forward (or backward) returns. Every run starts the
+            lists of its hooks afresh.
+        tensor_parallel_size, pipeline_parallel_size, data_parallel_size: They multiply to the
+            number of ranks, in the order (pp, dp, tp), tp fastest. All left at 1, they are taken
+            from the model's own mesh, if it has one.
         process_group: The ranks that hold the model (default: the world).
         device_mesh: A ``DeviceMesh`` with named dims, instead of sizes.
-        edit_on: ``"all"``: every rank runs the editing functions, on the same values with the same random state.
-            ``"rank0"``: only rank 0 does, and its result is sent to the others; trainable modules then have gradients on
-            rank 0 only (``sync_trainable_modules``).
+        edit_on: ``"all"``: every rank runs the editing functions, on the same values with the same
+            random state. ``"rank0"``: only rank 0 does, and its result is sent to the others;
+            trainable modules then have gradients on rank 0 only (``sync_trainable_modules``).
         output_ranks: ``"rank0"`` or ``"all"``: who keeps records.
-        timeout: Seconds that one wait for other ranks may take before it is an error that names the missing rank.
+        timeout: Seconds that one wait for other ranks may take before it is an error that names the
+            missing rank.
 
     Attributes:
         module: The wrapped model.
@@ -62,10 +68,13 @@ class FlexModel(nn.Module):
         tp_size, pp_size, dp_size: Sizes of the axes.
 
     Raises:
-        ValueError: sizes that do not multiply to the number of ranks, or contradict the model's own mesh.
+        ValueError: sizes that do not multiply to the number of ranks, or contradict the model's own
+            mesh.
 
-    Collective over the ranks of the model: the constructor, running the model while hooks are active, everything about
-    parameters, ``register_trainable_module`` and ``sync_trainable_modules``. All else is local, to be called alike on every rank.
+    Collective over the ranks of the model: the constructor, running the model while hooks are
+        active, everything about
+    parameters, ``register_trainable_module`` and ``sync_trainable_modules``. All else is local, to
+    be called alike on every rank.
     """
 
     def __init__(
@@ -88,13 +97,15 @@ class FlexModel(nn.Module):
         mesh = _find_mesh(module, sizes, process_group, device_mesh)
         if mesh.pp_size > 1:
             raise ValueError(
-                f"pipeline_parallel_size is {mesh.pp_size}, but a module alone does not say when its stages run; wrap the "
+                f"pipeline_parallel_size is {mesh.pp_size}, but a module alone does not say when "
+                "its stages run; wrap the "
                 "pipeline's schedule: FlexModel(schedule, output_ptr, ...)"
             )
         self.__dict__["module"] = module  # found before nn.Module's slower look-up
         self._modules["module"] = module
         self.trainable_modules = nn.ModuleDict()
         self.mesh = mesh
+        self.process_group = process_group
         core = HookCore(
             module,
             mesh,
@@ -130,9 +141,16 @@ class FlexModel(nn.Module):
     def dp_size(self) -> int:
         return self.mesh.dp_size
 
+    @functools.cached_property
+    def fmps(self) -> ParallelState:
+        """This rank's place on the axes and its process groups, in release 0.1.0's words. Local."""
+        return ParallelState(self.mesh, self.process_group, self._core.channel.timeout_s)
+
     @property
     def hook_functions(self) -> dict[str, HookFunction]:
-        """Registered hooks by module name; further ones of a module by ``name:kind``, then ``name:kind:number``."""
+        """Registered hooks by module name; further ones of a module by ``name:kind``, then
+        ``name:kind:number``.
+        """
         functions: dict[str, HookFunction] = {}
         for registration in self._core.groups.registrations:
             for key in (
@@ -147,13 +165,31 @@ class FlexModel(nn.Module):
 
     # Running.
 
-    def __call__(self, *args: Any, groups: str | Iterable[str] = "all", complement: bool = False, **kwargs: Any) -> Any:
-        if not self._core.num_active and groups == "all" and not complement and self._compiled_call_impl is None:
+    def __call__(
+        self,
+        *args: Any,
+        groups: str | Iterable[str] = "all",
+        complement: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        if (
+            not self._core.num_active
+            and groups == "all"
+            and not complement
+            and self._compiled_call_impl is None
+        ):
             return self.module(*args, **kwargs)
         return super().__call__(*args, groups=groups, complement=complement, **kwargs)
 
-    def forward(self, *args: Any, groups: str | Iterable[str] = "all", complement: bool = False, **kwargs: Any) -> Any:
-        """Run the wrapped model with the hooks of ``groups``; with ``complement``, with those in none of them.
+    def forward(
+        self,
+        *args: Any,
+        groups: str | Iterable[str] = "all",
+        complement: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the wrapped model with the hooks of ``groups``; with ``complement``, with those in
+        none of them.
 
         Example::
 
@@ -161,8 +197,9 @@ class FlexModel(nn.Module):
             flex(tokens, groups=())                       # no hook at all
             flex(tokens, groups="probe", complement=True) # all others
 
-        The choice holds for this call and the backward of its graph. Inside ``active()`` a call without ``groups`` keeps
-        that choice. Collective over the ranks of the model while hooks are active.
+        The choice holds for this call and the backward of its graph. Inside ``active()`` a call
+        without ``groups`` keeps that choice. Collective over the ranks of the model while hooks are
+        active.
 
         Raises:
             ValueError: an unknown group; the message has the nearest names.
@@ -170,7 +207,9 @@ class FlexModel(nn.Module):
             HookMismatchError: ranks differ in hooks, shapes or dtypes.
         """
         core = self._core
-        choice = EVERYTHING if groups == "all" and not complement else core.choice(groups, complement)
+        choice = (
+            EVERYTHING if groups == "all" and not complement else core.choice(groups, complement)
+        )
         if core.run is not None or core.in_backward():
             with core.chosen(choice):
                 return self.module(*args, **kwargs)
@@ -184,8 +223,11 @@ class FlexModel(nn.Module):
         return result
 
     @contextlib.contextmanager
-    def active(self, groups: str | Iterable[str] = "all", complement: bool = False) -> Iterator[FlexModel]:
-        """One run made of any calls inside: ``generate``, a trainer's step, several forwards; their records append.
+    def active(
+        self, groups: str | Iterable[str] = "all", complement: bool = False
+    ) -> Iterator[FlexModel]:
+        """One run made of any calls inside: ``generate``, a trainer's step, several forwards; their
+        records append.
 
         Example::
 
@@ -216,7 +258,8 @@ class FlexModel(nn.Module):
             module = self.__dict__.get("module")
             if module is None or not hasattr(module, name):
                 raise AttributeError(
-                    f"neither FlexModel nor the wrapped {type(module).__name__} has an attribute {name!r}"
+                    f"neither FlexModel nor the wrapped {type(module).__name__} has an attribute "
+                    f"{name!r}"
                 ) from None
         value = getattr(module, name)
         if isinstance(value, types.MethodType) and value.__self__ is module:
@@ -224,7 +267,9 @@ class FlexModel(nn.Module):
         return value
 
     def _as_run(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of the wrapped model, called through the wrapper, is one run, begun when it first runs the model."""
+        """A method of the wrapped model, called through the wrapper, is one run, begun when it
+        first runs the model.
+        """
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -235,27 +280,38 @@ class FlexModel(nn.Module):
 
     # Hooks.
 
-    def register_forward_hook(self, hook_function: HookFunction) -> HookHandle:
+    def register_forward_hook(  # type: ignore[override]
+        self, hook_function: HookFunction
+    ) -> HookHandle:
         """See or edit a module's output. Returns a handle with ``remove()``.
 
         Raises:
-            ValueError: an unknown module (the message has the nearest names), a hook that is registered already, or one
-                whose records would go where those of another kind of hook go.
+            ValueError: an unknown module (the message has the nearest names), a hook that is
+                registered already, or one whose records would go where those of another kind of
+                hook go.
         """
         return self._register(hook_function, "forward")
 
-    def register_forward_pre_hook(self, hook_function: HookFunction) -> HookHandle:
-        """See or edit a module's input. ``unpack_idx`` counts positional, then keyword arguments. As ``register_forward_hook``."""
+    def register_forward_pre_hook(  # type: ignore[override]
+        self, hook_function: HookFunction
+    ) -> HookHandle:
+        """See or edit a module's input. ``unpack_idx`` counts positional, then keyword arguments.
+        As ``register_forward_hook``.
+        """
         return self._register(hook_function, "forward_pre")
 
-    def register_full_backward_hook(self, hook_function: HookFunction) -> HookHandle:
+    def register_full_backward_hook(  # type: ignore[override]
+        self, hook_function: HookFunction
+    ) -> HookHandle:
         """See or edit the gradient of a module's input. As ``register_forward_hook``.
 
         Along data-parallel ranks the values are those of the mean loss over ranks.
         """
         return self._register(hook_function, "full_backward")
 
-    def register_full_backward_pre_hook(self, hook_function: HookFunction) -> HookHandle:
+    def register_full_backward_pre_hook(  # type: ignore[override]
+        self, hook_function: HookFunction
+    ) -> HookHandle:
         """See or edit the gradient of a module's output. As ``register_full_backward_hook``."""
         return self._register(hook_function, "full_backward_pre")
 
@@ -265,11 +321,14 @@ class FlexModel(nn.Module):
         ``module_name`` is the parameter's name; the editing function's ``current_module`` is None.
 
         Raises:
-            ValueError: an unknown parameter, one that needs no gradient, or one whose full averaged gradient can't be had.
+            ValueError: an unknown parameter, one that needs no gradient, or one whose full averaged
+                gradient can't be had.
         """
         return self._register(hook_function, "tensor")
 
-    def _register(self, hook_function: HookFunction, kind: str, groups: Iterable[str] = ()) -> HookHandle:
+    def _register(
+        self, hook_function: HookFunction, kind: str, groups: Iterable[str] = ()
+    ) -> HookHandle:
         if not isinstance(hook_function, HookFunction):
             raise TypeError(f"expected a HookFunction, got {type(hook_function).__name__}")
         self._check_open()
@@ -280,18 +339,25 @@ class FlexModel(nn.Module):
             parameter, after = self._hookable_parameter(hook_function.module_name)
             registration = core.register(hook_function, kind, parameter, groups, after)
         else:
-            registration = core.register(hook_function, kind, find_module(self.module, hook_function.module_name), groups)
+            registration = core.register(
+                hook_function, kind, find_module(self.module, hook_function.module_name), groups
+            )
         return HookHandle(functools.partial(core.unregister, registration), hook_function)
 
     def _hookable_parameter(self, name: str) -> tuple[nn.Parameter, bool]:
         if fsdp.wrapper_of_parameter(self.module, name) is not None:
             raise ValueError(
-                f"register_hook: parameter {name!r} belongs to a FullyShardedDataParallel (FSDP1) module, which gives "
-                "hooks a local, flattened gradient; use torch.distributed.fsdp.fully_shard, or hook the module's gradients"
+                f"register_hook: parameter {name!r} belongs to a FullyShardedDataParallel (FSDP1) "
+                "module, which gives "
+                "hooks a local, flattened gradient; use torch.distributed.fsdp.fully_shard, or "
+                "hook the module's gradients"
             )
         _, _, parameter = find_parameter(self.module, name)
         if not parameter.requires_grad:
-            raise ValueError(f"register_hook: parameter {name!r} does not require a gradient; call requires_grad_(True) first")
+            raise ValueError(
+                f"register_hook: parameter {name!r} does not require a gradient; call "
+                "requires_grad_(True) first"
+            )
         after = fsdp.owner_fsdp2(self.module, name) is not None
         return fsdp.sharded_parameter(self.module, name, parameter), after
 
@@ -307,17 +373,20 @@ class FlexModel(nn.Module):
         output_name: str | None = None,
         parameters: Iterable[str] = (),
     ) -> list[HookFunction]:
-        """Register one like HookFunction at every module that matches, all in group ``group_name``; returns them.
+        """Register one like HookFunction at every module that matches, all in group ``group_name``;
+        returns them.
 
         Example::
 
             flex.create_hook_group("mlps", "mlp", editing_function=halve)
             flex.create_hook_group("norms", re.compile(r"layers\\.[02]\\..*norm"))
-            flex.create_hook_group("grads", nn.Linear, hook_type="full_backward", output_name="{name}.grad")
+            flex.create_hook_group("grads", nn.Linear, hook_type="full_backward",
+            output_name="{name}.grad")
 
         Args:
-            group_constructor: A substring of module names (of parameter names for ``hook_type="tensor"``), a compiled
-                regex that is searched in them, or a module type.
+            group_constructor: A substring of module names (of parameter names for
+                ``hook_type="tensor"``), a compiled regex that is searched in them, or a module
+                type.
             hook_type: "forward", "forward_pre", "full_backward", "full_backward_pre" or "tensor".
             output_name: Template of the records' names; ``{name}`` is the module's.
 
@@ -327,7 +396,9 @@ class FlexModel(nn.Module):
         """
         check_name(group_name)
         if hook_type not in KINDS:
-            raise ValueError(f"create_hook_group: hook_type must be one of {KINDS}, got {hook_type!r}")
+            raise ValueError(
+                f"create_hook_group: hook_type must be one of {KINDS}, got {hook_type!r}"
+            )
         handles: list[HookHandle] = []
         try:
             for name in self._matching(group_constructor, hook_type):
@@ -336,7 +407,9 @@ class FlexModel(nn.Module):
                     expected_shape,
                     editing_function,
                     unpack_idx,
-                    output_name=None if output_name is None else output_name.replace("{name}", name),
+                    output_name=None
+                    if output_name is None
+                    else output_name.replace("{name}", name),
                     parameters=parameters,
                 )
                 handles.append(self._register(function, hook_type, [group_name]))
@@ -352,32 +425,52 @@ class FlexModel(nn.Module):
         else:
             names = self.wrapped_module_names
         if isinstance(constructor, type) and hook_type != "tensor":
-            found = [name for name, module in self.module.named_modules() if name and isinstance(module, constructor)]
+            found = [
+                name
+                for name, module in self.module.named_modules()
+                if name and isinstance(module, constructor)
+            ]
             text = constructor.__name__
             names = sorted({type(module).__name__ for module in self.module.modules()})
         elif isinstance(constructor, (str, re.Pattern)):
             found = [
-                name for name in names if matches(constructor, name) or matches(constructor, clean(self.module, name))
+                name
+                for name in names
+                if matches(constructor, name) or matches(constructor, clean(self.module, name))
             ]
             text = pattern_text(constructor)
         else:
             raise TypeError(
-                "create_hook_group: group_constructor must be a str, a compiled regex or a module type, got "
+                "create_hook_group: group_constructor must be a str, a compiled regex or a module "
+                "type, got "
                 f"{constructor!r}"
             )
         if not found:
-            what = "parameter" if hook_type == "tensor" else "module type" if isinstance(constructor, type) else "module"
-            raise ValueError(f"create_hook_group: {text} matches no {what}; {nearest(text.strip(chr(39)), names, what)}")
+            what = (
+                "parameter"
+                if hook_type == "tensor"
+                else "module type"
+                if isinstance(constructor, type)
+                else "module"
+            )
+            raise ValueError(
+                f"create_hook_group: {text} matches no {what}; "
+                f"{nearest(text.strip(chr(39)), names, what)}"
+            )
         return found
 
     def update_hook_groups(self, group_constructor: Members, group_name: str) -> list[HookFunction]:
-        """Put registered hooks into a group: a HookFunction, a list of them, or a substring or regex of their names."""
+        """Put registered hooks into a group: a HookFunction, a list of them, or a substring or
+        regex of their names.
+        """
         functions = self._core.groups.update(group_constructor, group_name)
         self._core.refresh()
         return functions
 
     def remove_hook_groups(self, group_constructor: Members, group_name: str) -> list[HookFunction]:
-        """Take hooks out of a group. As ``update_hook_groups``; nothing can leave "all" (ValueError)."""
+        """Take hooks out of a group. As ``update_hook_groups``; nothing can leave "all"
+        (ValueError).
+        """
         functions = self._core.groups.remove(group_constructor, group_name)
         self._core.refresh()
         return functions
@@ -392,25 +485,32 @@ class FlexModel(nn.Module):
 
     # Parameters and trainable modules.
 
-    def get_module_parameter(self, parameter_name: str, expected_shape: Sequence[int | None] | None = None) -> Tensor:
-        """The full parameter, detached, on the CPU, on every rank. Collective over the ranks of the model.
+    def get_module_parameter(
+        self, parameter_name: str, expected_shape: Sequence[int | None] | None = None
+    ) -> Tensor:
+        """The full parameter, detached, on the CPU, on every rank. Collective over the ranks of the
+        model.
 
         Args:
-            expected_shape: Of the full parameter, where shards are plain tensors that do not say how they are split.
+            expected_shape: Of the full parameter, where shards are plain tensors that do not say
+                how they are split.
 
         Raises:
-            ValueError: an unknown name (the message has the nearest), or a layout that is not known.
+            ValueError: an unknown name (the message has the nearest), or a layout that is not
+                known.
         """
         self._check_open()
         return self._parameters_in_full.get(parameter_name, expected_shape)
 
     def set_module_parameter(self, parameter_name: str, full: Tensor) -> None:
-        """Write a full value, the same on every rank, into the parameter's shards. Collective, as ``get_module_parameter``.
+        """Write a full value, the same on every rank, into the parameter's shards. Collective, as
+        ``get_module_parameter``.
 
         ``full`` is cast to the parameter's dtype, as ``load_state_dict`` does.
 
         Raises:
-            ValueError: an unknown name, a shape that the parameter does not have, or values that differ between ranks.
+            ValueError: an unknown name, a shape that the parameter does not have, or values that
+                differ between ranks.
         """
         self._check_open()
         self._parameters_in_full.set(parameter_name, full)
@@ -418,30 +518,42 @@ class FlexModel(nn.Module):
     def get_module_gradient(
         self, parameter_name: str, expected_shape: Sequence[int | None] | None = None
     ) -> Tensor | None:
-        """The full ``.grad`` of a parameter, on the CPU, on every rank; None without one. Collective."""
+        """The full ``.grad`` of a parameter, on the CPU, on every rank; None without one.
+        Collective.
+        """
         self._check_open()
         return self._parameters_in_full.gradient(parameter_name, expected_shape)
 
     def register_trainable_module(self, name: str, module: nn.Module) -> None:
-        """Make a module known to editing functions, as ``modules[name]``. Collective: rank 0's values are sent to all."""
+        """Make a module known to editing functions, as ``modules[name]``. Collective: rank 0's
+        values are sent to all.
+        """
         if not isinstance(module, nn.Module):
-            raise TypeError(f"register_trainable_module: expected an nn.Module, got {type(module).__name__}")
+            raise TypeError(
+                f"register_trainable_module: expected an nn.Module, got {type(module).__name__}"
+            )
         self._check_open()
         send_from_rank_0(self._core.channel, name, module)
         self.trainable_modules[name] = module
 
     def sync_trainable_modules(self) -> None:
-        """Send rank 0's trainable modules to all ranks, after a step with ``edit_on="rank0"``. Collective."""
+        """Send rank 0's trainable modules to all ranks, after a step with ``edit_on="rank0"``.
+        Collective.
+        """
         self._check_open()
         send_from_rank_0(self._core.channel, "all trainable modules", self.trainable_modules)
 
     def wrapped_module_requires_grad(self, requires_grad: bool = True) -> FlexModel:
-        """Turn gradients of the wrapped model's parameters on or off; those of trainable modules stay."""
+        """Turn gradients of the wrapped model's parameters on or off; those of trainable modules
+        stay.
+        """
         self.module.requires_grad_(requires_grad)
         return self
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The wrapped model's; those of trainable modules are ``trainable_modules.parameters()``."""
+        """The wrapped model's; those of trainable modules are
+        ``trainable_modules.parameters()``.
+        """
         return self.module.parameters(recurse)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -481,7 +593,10 @@ class FlexModel(nn.Module):
     # The end.
 
     def restore(self) -> nn.Module:
-        """Take all hooks off and return the wrapped model as it was; frees what the wrapper made. As often as one likes."""
+        """Take all hooks off and return the wrapped model as it was; frees what the wrapper made.
+        As often as one likes.
+        """
+        self.__dict__.pop("fmps", None)  # with its connections
         self._finalizer()
         return self.module
 
@@ -492,17 +607,24 @@ class FlexModel(nn.Module):
         self.restore()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlexModel:
-        raise TypeError("a FlexModel can't be copied, since it stands for ranks of a run; copy flex.module and wrap the copy")
+        raise TypeError(
+            "a FlexModel can't be copied, since it stands for ranks of a run; copy flex.module "
+            "and wrap the copy"
+        )
 
     def __reduce__(self) -> Any:
-        raise TypeError("a FlexModel can't be pickled; save flex.state_dict(), or flex.module after restore()")
+        raise TypeError(
+            "a FlexModel can't be pickled; save flex.state_dict(), or flex.module after restore()"
+        )
 
     def _check_open(self) -> None:
         if self._core.is_closed:
             raise RuntimeError("this FlexModel was restored; wrap the model again")
 
 
-def _check_arguments(module: object, output_ptr: object, edit_on: str, output_ranks: str, timeout: object) -> None:
+def _check_arguments(
+    module: object, output_ptr: object, edit_on: str, output_ranks: str, timeout: object
+) -> None:
     if isinstance(module, FlexModel):
         raise TypeError("the module is a FlexModel already; wrap its .module")
     if not isinstance(module, nn.Module):
@@ -516,7 +638,9 @@ def _check_arguments(module: object, output_ptr: object, edit_on: str, output_ra
         ("output_ranks", output_ranks, ("rank0", "all")),
     ):
         if value not in choices:
-            raise ValueError(f"FlexModel: {name} must be {choices[0]!r} or {choices[1]!r}, got {value!r}")
+            raise ValueError(
+                f"FlexModel: {name} must be {choices[0]!r} or {choices[1]!r}, got {value!r}"
+            )
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
         raise ValueError(f"FlexModel: timeout must be a number of seconds above 0, got {timeout!r}")
 
@@ -532,18 +656,26 @@ def _find_mesh(
         mesh = Mesh.from_device_mesh(device_mesh)
         given = (mesh.tp_size, mesh.pp_size, mesh.dp_size)
         if sizes != (1, 1, 1) and sizes != given:
-            raise ValueError(f"FlexModel: sizes (tp, pp, dp) = {sizes} contradict the device_mesh, which has {given}")
+            raise ValueError(
+                f"FlexModel: sizes (tp, pp, dp) = {sizes} contradict the device_mesh, which has "
+                f"{given}"
+            )
         return mesh
+    if sizes != (1, 1, 1):
+        initialize_from_launcher()
     own = model_mesh.find(module) if is_distributed() else None
     if own is not None and own.num_ranks == 1:
         own = None
     if sizes == (1, 1, 1) and own is not None:
         return own
     mesh = Mesh.from_sizes(*sizes, process_group)
-    if own is not None and own.ranks == mesh.ranks and own.pp_size == mesh.pp_size == 1:
-        if (own.dp_size, own.tp_size) != (mesh.dp_size, mesh.tp_size):
-            raise ValueError(
-                f"FlexModel: sizes say {mesh.describe()}, but the model itself is sharded as {own.describe()}; leave "
-                "the sizes out, or give those of the model"
-            )
+    if (
+        own is not None
+        and (own.ranks, own.pp_size) == (mesh.ranks, mesh.pp_size)
+        and (own.dp_size, own.tp_size) != (mesh.dp_size, mesh.tp_size)
+    ):
+        raise ValueError(
+            f"FlexModel: sizes say {mesh.describe()}, but the model itself is sharded as "
+            f"{own.describe()}; leave the sizes out, or give those of the model"
+        )
     return mesh

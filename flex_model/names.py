@@ -14,11 +14,14 @@ _WRAPPER_CLASSES = {"DistributedDataParallel", "DataParallel"}  # keep it under 
 def clean(module: nn.Module, name: str) -> str:
     """``name`` (of a module or parameter under ``module``) without the names that wrappers put in.
 
-    ``module.layers.0`` under DDP is ``layers.0``; ``layers.0._fsdp_wrapped_module.fc`` is ``layers.0.fc``.
+    ``module.layers.0`` under DDP is ``layers.0``; ``layers.0._fsdp_wrapped_module.fc`` is
+    ``layers.0.fc``.
     """
     parts = []
     for part in name.split(".") if name else []:
-        is_wrapper = part in _WRAPPED_CHILDREN or (part == "module" and type(module).__name__ in _WRAPPER_CLASSES)
+        is_wrapper = part in _WRAPPED_CHILDREN or (
+            part == "module" and type(module).__name__ in _WRAPPER_CLASSES
+        )
         if not is_wrapper:
             parts.append(part)
         module = getattr(module, "_modules", {}).get(part) or module
@@ -40,27 +43,32 @@ def find_module(root: nn.Module, name: str) -> nn.Module:
         return root.get_submodule(name)
     except AttributeError:
         pass
-    cleaned = {}
+    cleaned: dict[str, nn.Module] = {}
     for full_name, module in root.named_modules(remove_duplicate=False):
         cleaned.setdefault(clean(root, full_name), module)
     if name in cleaned:
         return cleaned[name]
     raise ValueError(
-        f"{type(root).__name__} has no module {name!r}; {nearest(name, list(cleaned)[1:] or cleaned, 'module')}"
+        f"{type(root).__name__} has no module {name!r}; "
+        f"{nearest(name, list(cleaned)[1:] or cleaned, 'module')}"
     )
 
 
 def find_parameter(root: nn.Module, name: str) -> tuple[str, nn.Module, nn.Parameter]:
-    """A parameter by its name, wrapped or clean: the name as it is, the module that owns it, and the parameter.
+    """A parameter by its name, wrapped or clean: the name as it is, the module that owns it, and
+    the parameter.
 
     Raises:
         ValueError: there is none; the message has the nearest names.
     """
-    cleaned = {}
+    cleaned: dict[str, tuple[str, nn.Parameter]] = {}
     for full_name, parameter in root.named_parameters(remove_duplicate=False):
         cleaned.setdefault(full_name, (full_name, parameter))
         cleaned.setdefault(clean(root, full_name), (full_name, parameter))
     if name not in cleaned:
-        raise ValueError(f"{type(root).__name__} has no parameter {name!r}; {nearest(name, cleaned, 'parameter')}")
+        raise ValueError(
+            f"{type(root).__name__} has no parameter {name!r}; "
+            f"{nearest(name, cleaned, 'parameter')}"
+        )
     full_name, parameter = cleaned[name]
     return full_name, root.get_submodule(full_name.rpartition(".")[0]), parameter

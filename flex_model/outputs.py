@@ -1,7 +1,7 @@
 """Collected activations: owned CPU copies in the user's ``output_ptr``, on rank 0 or on all ranks.
 
-A hook that edits has the full tensor at hand, and its record is made at once. One that only looks keeps this rank's
-shard, and all such shards of a run travel together when the run ends.
+A hook that edits has the full tensor at hand, and its record is made at once. One that only looks
+keeps this rank's shard, and all such shards of a run travel together when the run ends.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def owned_copy(tensor: Tensor) -> Tensor:
 class Records:
     """The user's ``output_ptr`` and who writes to it."""
 
-    def __init__(self, output_ptr: dict[str, list[Tensor]], channel: Channel, output_ranks: str) -> None:
+    def __init__(
+        self, output_ptr: dict[str, list[Tensor]], channel: Channel, output_ranks: str
+    ) -> None:
         self.output_ptr = output_ptr
         self.on_all_ranks = output_ranks == "all"
         self.keeps = self.on_all_ranks or channel.mesh.rank == 0
@@ -55,8 +57,12 @@ class Records:
         if self.keeps:
             self._list(registration).append(owned_copy(full))
 
-    def later(self, context, registration: Registration, shard: Tensor, known: ShardLayout | None) -> None:
-        """Keep this rank's shard until the run ends. The place in the list is taken now: records are in call order."""
+    def later(
+        self, context, registration: Registration, shard: Tensor, known: ShardLayout | None
+    ) -> None:
+        """Keep this rank's shard until the run ends. The place in the list is taken now: records
+        are in call order.
+        """
         slot = None
         if self.keeps:
             records = self._list(registration)
@@ -77,11 +83,13 @@ class Records:
         context.pending.clear()
 
     def join(self, context, kind: str, resolve) -> bool:
-        """Deliver what waits. Collective over the grid, after one status exchange; True if a rank drew random numbers.
+        """Deliver what waits. Collective over the grid, after one status exchange; True if a rank
+        drew random numbers.
 
         Args:
             kind: ``"end of the run"`` or ``"end of the backward"``.
-            resolve: ``(registration, shapes, dtype, known, shard) -> Move``: collective where the layout is new.
+            resolve: ``(registration, shapes, dtype, known, shard) -> Move``: collective where the
+                layout is new.
         """
         pending, context.pending = context.pending, []
         names = [record.registration.describe() for record in pending]
@@ -91,7 +99,9 @@ class Records:
             site=site_hash(*(record.registration.site for record in pending)),
             flags=Header.CONSUMED if context.consumed else 0,
         )
-        headers = self._channel.agree(header, f"{kind}, with {len(pending)} records to deliver ({listed or 'none'})")
+        headers = self._channel.agree(
+            header, f"{kind}, with {len(pending)} records to deliver ({listed or 'none'})"
+        )
         if pending:
             moves = self._agree_on_moves(pending, resolve)
             if self.on_all_ranks:
@@ -117,7 +127,9 @@ class Records:
                     "have different tensors",
                 )
             shapes: list[Shape] = [shape for _, shape in told]
-            moves.append(resolve(record.registration, shapes, record.shard.dtype, record.known, record.shard))
+            moves.append(
+                resolve(record.registration, shapes, record.shard.dtype, record.known, record.shard)
+            )
         return moves
 
     def _deliver_to_all(self, pending: list[PendingRecord], moves: list[Move]) -> None:
@@ -125,10 +137,13 @@ class Records:
             self._fill(record, move.all_gather(record.shard))
 
     def _deliver_to_first(self, pending: list[PendingRecord], moves: list[Move]) -> None:
-        """All records' shards in one message a rank; ranks whose parts rank 0 does not need send nothing."""
+        """All records' shards in one message a rank; ranks whose parts rank 0 does not need send
+        nothing.
+        """
         mesh = self._channel.mesh
         sizes = [0] * len(mesh.grid)
-        starts = []  # per record: the place in the grid of each rank of its plan, and its bytes before this record
+        # Per record: the place in the grid of each rank of its plan, and its bytes before this one.
+        starts = []
         for move in moves:
             places = mesh.members(move.axes, place=0) if move.axes else []
             starts.append([(place, sizes[place]) for place in places])
@@ -139,7 +154,10 @@ class Records:
             for record, move in zip(pending, moves)
             if move.axes and mesh.place in mesh.members(move.axes, place=0)
         ]
-        received: tuple[Tensor, list[int]] | None = (torch.empty(0, dtype=torch.uint8), [0] * len(sizes))
+        received: tuple[Tensor, list[int]] | None = (
+            torch.empty(0, dtype=torch.uint8),
+            [0] * len(sizes),
+        )
         if any(sizes):
             data = torch.cat(mine) if mine else torch.empty(0, dtype=torch.uint8)
             received = self._channel.gather_bytes_to_first(data, sizes)
@@ -153,7 +171,10 @@ class Records:
                 self._fill(
                     record,
                     gloo.assemble(
-                        gathered, [offsets[place] + start for place, start in placed], move.plan, record.shard.dtype
+                        gathered,
+                        [offsets[place] + start for place, start in placed],
+                        move.plan,
+                        record.shard.dtype,
                     ),
                 )
 

@@ -1,4 +1,6 @@
-"""Parameters and their gradients in full, whatever holds the shards, and full values written back to the shards."""
+"""Parameters and their gradients in full, whatever holds the shards, and full values written back
+to the shards.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from flex_model.outputs import owned_copy
 
 
 class Parameters:
-    """Full parameters of one wrapped model. All methods are collective over the ranks of the wrap's stage."""
+    """Full parameters of one wrapped model. All methods are collective over the ranks of the wrap's
+    stage.
+    """
 
     def __init__(self, root: nn.Module, channel: Channel) -> None:
         self._root = root
@@ -30,11 +34,16 @@ class Parameters:
         with self._found(name) as (parameter, _):
             return self._full(name, parameter, expected_shape)
 
-    def gradient(self, name: str, expected_shape: Sequence[int | None] | None = None) -> Tensor | None:
-        """The full gradient as ``.grad`` has it, on the CPU, on every rank; None where there is none."""
+    def gradient(
+        self, name: str, expected_shape: Sequence[int | None] | None = None
+    ) -> Tensor | None:
+        """The full gradient as ``.grad`` has it, on the CPU, on every rank; None where there is
+        none.
+        """
         if fsdp.wrapper_of_parameter(self._root, name) is not None:
             raise ValueError(
-                f"get_module_gradient: parameter {name!r} belongs to a FullyShardedDataParallel (FSDP1) module, whose "
+                f"get_module_gradient: parameter {name!r} belongs to a FullyShardedDataParallel "
+                "(FSDP1) module, whose "
                 "gradients are flattened; use torch.distributed.fsdp.fully_shard, or "
                 "FullyShardedDataParallel.summon_full_params(..., with_grads=True)"
             )
@@ -44,15 +53,22 @@ class Parameters:
             return self._full(f"{name}.grad", parameter.grad, expected_shape)
 
     def set(self, name: str, full: Tensor) -> None:
-        """Write each rank's shard of ``full`` into the parameter; its shape tells how plain shards are split."""
+        """Write each rank's shard of ``full`` into the parameter; its shape tells how plain shards
+        are split.
+        """
         if not isinstance(full, Tensor):
-            raise TypeError(f"set_module_parameter: expected a full torch.Tensor for {name!r}, got {type(full).__name__}")
+            raise TypeError(
+                f"set_module_parameter: expected a full torch.Tensor for {name!r}, got "
+                f"{type(full).__name__}"
+            )
         with self._found(name, writeback=True) as (parameter, _), torch.no_grad():
-            local, move = self._move(name, parameter, full.shape)
+            plain = not (self._channel.is_local or dtensor.is_dtensor(parameter))
+            local, move = self._move(name, parameter, full.shape if plain else None)
             shape = tuple(local.shape) if move is None else move.full_shape
             if tuple(full.shape) != shape:
                 raise ValueError(
-                    f"set_module_parameter: {name!r} has the full shape {shape}, got {tuple(full.shape)}"
+                    f"set_module_parameter: {name!r} has the full shape {shape}, got "
+                    f"{tuple(full.shape)}"
                 )
             full = full.detach().to(local.dtype)
             self._check_equal(name, full)
@@ -65,11 +81,14 @@ class Parameters:
         if any(value != values[0] for value in values):
             differ = [rank for rank, value in enumerate(values) if value != values[0]]
             raise ValueError(
-                f"set_module_parameter: ranks {differ} were given other values for {name!r} than rank 0; "
+                f"set_module_parameter: ranks {differ} were given other values for {name!r} than "
+                "rank 0; "
                 "give the same full tensor on every rank"
             )
 
-    def _full(self, name: str, tensor: Tensor, expected_shape: Sequence[int | None] | None) -> Tensor:
+    def _full(
+        self, name: str, tensor: Tensor, expected_shape: Sequence[int | None] | None
+    ) -> Tensor:
         with torch.no_grad():
             local, move = self._move(name, tensor, expected_shape)
             return owned_copy(local if move is None else move.all_gather(local))
@@ -89,14 +108,20 @@ class Parameters:
         shapes = [tuple(local.shape)]
         if not self._channel.is_local:
             header = Header("parameter", site=site_hash(name), dtype=local.dtype, shape=shapes[0])
-            shapes = [other.shape for other in self._channel.agree(header, f"the full value of {site}")]
-        layout = inference.settle(self._channel, site, local, shapes, expected, known, batch_on_dp=False)
+            shapes = [
+                other.shape for other in self._channel.agree(header, f"the full value of {site}")
+            ]
+        layout = inference.settle(
+            self._channel, site, local, shapes, expected, known, batch_on_dp=False
+        )
         if self._channel.is_local:
             return local, None
         return local, Move.of(self._channel, layout, shapes, local.dtype)
 
     @contextlib.contextmanager
-    def _found(self, name: str, writeback: bool = False) -> Iterator[tuple[nn.Parameter, nn.Module]]:
+    def _found(
+        self, name: str, writeback: bool = False
+    ) -> Iterator[tuple[nn.Parameter, nn.Module]]:
         """The parameter, made readable: FSDP1's are gathered, offloaded ones are fetched."""
         wrapper = fsdp.wrapper_of_parameter(self._root, name)
         if wrapper is not None:
@@ -108,7 +133,8 @@ class Parameters:
         parameter = fsdp.sharded_parameter(self._root, name, parameter)
         if parameter.is_meta:
             raise ValueError(
-                f"parameter {name!r} is on the meta device: its weights are not loaded; load or dispatch the model first"
+                f"parameter {name!r} is on the meta device: its weights are not loaded; load or "
+                "dispatch the model first"
             )
         yield parameter, module
 
@@ -121,11 +147,17 @@ def send_from_rank_0(channel: Channel, name: str, module: nn.Module) -> None:
     """
     if channel.is_local:
         return
-    tensors = [(key, value) for key, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)]
+    tensors = [
+        (key, value)
+        for key, value in module.state_dict(keep_vars=True).items()
+        if isinstance(value, Tensor)
+    ]
     described = ", ".join(f"{key} {tuple(value.shape)} {value.dtype}" for key, value in tensors)
     digest = site_hash(name, described)
-    channel.agree(Header("trainable module", site=digest), f"register_trainable_module({name!r}) with {described or 'no tensors'}")
+    channel.agree(
+        Header("trainable module", site=digest),
+        f"register_trainable_module({name!r}) with {described or 'no tensors'}",
+    )
     with torch.no_grad():
         for _, value in tensors:
             value.copy_(channel.broadcast(value.detach(), value.detach()))
-

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 import torch.distributed as dist
+
 from rank_pool import GRACE_S, RankPool, Skipped, seed_everything
 
 TIMEOUT_S = 60

@@ -97,10 +97,9 @@ def test_required_cuda_is_an_error_where_it_is_not_loaded(unloaded, monkeypatch)
     _load.load()
 
 
-@pytest.mark.parametrize("require", ["cpu", "cuda"])
-def test_what_is_required_is_checked_at_import(require):
-    done = python("-c", "import flex_model", FLEX_MODEL_REQUIRE=require)
-    loaded = require == "cpu" or flex_model.build_info()["loaded"]["_cuda"] == "loaded"
+def test_what_is_required_is_checked_at_import():
+    done = python("-c", "import flex_model", FLEX_MODEL_REQUIRE="cuda")
+    loaded = flex_model.build_info()["loaded"]["_cuda"] == "loaded"
     assert (done.returncode == 0) == loaded, done.stderr
     if not loaded:
         assert "FLEX_MODEL_REQUIRE=cuda, but" in done.stderr
@@ -113,13 +112,10 @@ def test_an_unknown_requirement_is_an_error(monkeypatch):
 
 
 def test_import_needs_no_framework():
-    """Neither where transformers and friends are hidden, nor where they are."""
     hidden = ["transformers", "fairscale", "megatron", "accelerate", "safetensors", "matplotlib"]
     hide = f"import sys; sys.modules.update(dict.fromkeys({hidden}))"  # None is an ImportError
     done = python("-c", f"{hide}; import flex_model; print('ok')")
     assert done.stdout == "ok\n", done.stderr
-    done = python("-c", "import sys, flex_model; print('transformers' in sys.modules)")
-    assert done.stdout == "False\n", done.stderr
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""The compiled dispatcher alone: which hooks of a site run, and the records that it makes by itself."""
+"""The compiled dispatcher alone: which hooks of a site run, and the records that it makes by
+itself.
+"""
 
 import copy
 import gc
@@ -106,7 +108,11 @@ def test_records_are_owned_copies_in_call_order():
 
 @pytest.mark.parametrize(
     "tree",
-    [nn.Parameter(torch.zeros(1)), torch.zeros(1, device="meta"), torch.zeros(1).as_subclass(type("T", (torch.Tensor,), {}))],
+    [
+        nn.Parameter(torch.zeros(1)),
+        torch.zeros(1, device="meta"),
+        torch.zeros(1).as_subclass(type("T", (torch.Tensor,), {})),
+    ],
     ids=["parameter", "meta", "subclass"],
 )
 def test_what_is_no_plain_cpu_tensor_goes_to_python(tree):

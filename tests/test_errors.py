@@ -5,12 +5,12 @@ Messages are pinned by their key words: the operation, what was expected, what w
 
 import time
 
-import models
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import models
 from flex_model import FlexModel, HookFunction
 from flex_model.errors import HookError, HookMismatchError, TraceError
 
@@ -395,6 +395,95 @@ def test_hooks_that_differ_between_ranks_are_named():
     flex.register_forward_hook(HookFunction(site, (None, 8)))
     with pytest.raises(HookMismatchError, match=r"(?s)fc1.*act|act.*fc1"):
         flex(BATCH)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("edits", [False, True])
+def test_hooks_that_run_in_another_order_are_an_error(edits):
+    double = lambda module, full, save_ctx, modules: full * 2  # noqa: E731
+
+    class Crossed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Identity(), nn.Identity()
+
+        def forward(self, x):
+            if dist.get_rank() == 0:
+                return self.second(self.first(x))
+            return self.first(self.second(x))
+
+    flex = FlexModel(Crossed(), tensor_parallel_size=2, timeout=5)
+    for site in ("first", "second"):
+        flex.register_forward_hook(HookFunction(site, editing_function=double if edits else None))
+    with pytest.raises(HookMismatchError, match=r"(?s)first.*second|second.*first"):
+        flex(BATCH)
+
+
+OTHER_TENSORS = {
+    "shape": (BATCH[:3], r"(?s)\(4, 6\).*\(3, 6\)|\(3, 6\).*\(4, 6\)"),
+    "dims": (BATCH[0], r"(?s)\(4, 6\).*\(6,\)|\(6,\).*\(4, 6\)"),
+    "dtype": (BATCH.float(), r"(?s)float64.*float32|float32.*float64"),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("edits", [False, True])
+@pytest.mark.parametrize("what", OTHER_TENSORS)
+def test_tensors_that_do_not_fit_together_are_an_error_that_shows_both(what, edits):
+    double = lambda module, full, save_ctx, modules: full * 2  # noqa: E731
+    flex = FlexModel(nn.Sequential(nn.Identity()), tensor_parallel_size=2, timeout=5)
+    flex.register_forward_hook(HookFunction("0", editing_function=double if edits else None))
+    other, words = OTHER_TENSORS[what]
+    with pytest.raises((HookMismatchError, ValueError), match=words):
+        flex(BATCH if dist.get_rank() == 0 else other)
+    flex(BATCH)
+
+
+@pytest.mark.ranks(2)
+def test_a_late_rank_is_named_and_the_users_groups_go_on():
+    """After that the wrapper raises on every rank alike, and restore() does not wait."""
+    double = lambda module, full, save_ctx, modules: full * 2  # noqa: E731
+    flex = FlexModel(nn.Sequential(nn.Identity()), tensor_parallel_size=2, timeout=2)
+    flex.register_forward_hook(HookFunction("0", editing_function=double))
+    flex(BATCH)
+    start = time.monotonic()
+    if dist.get_rank() == 0:
+        with pytest.raises(HookError, match="rank 1"):
+            flex(BATCH)
+        assert 1.5 < time.monotonic() - start < 4
+    else:
+        time.sleep(5)
+    for _ in range(2):
+        with pytest.raises(HookError):
+            flex(BATCH)
+    start = time.monotonic()
+    flex.restore()
+    del flex
+    assert time.monotonic() - start < 2
+    dist.barrier()
+    with FlexModel(nn.Sequential(nn.Identity()), tensor_parallel_size=2) as again:
+        again.register_forward_hook(HookFunction("0", editing_function=double))
+        assert torch.equal(again(BATCH), 2 * BATCH)
+
+
+@pytest.mark.ranks(2)
+def test_an_exception_of_the_model_on_one_rank_is_a_hook_error_on_the_other():
+    fails = [True]
+
+    class Picky(nn.Module):
+        def forward(self, x):
+            if fails[0] and dist.get_rank() == 1:
+                raise KeyError("mine")
+            return x
+
+    flex = FlexModel(nn.Sequential(nn.Identity(), Picky()), tensor_parallel_size=2, timeout=5)
+    flex.register_forward_hook(HookFunction("0"))
+    start = time.monotonic()
+    with pytest.raises(KeyError if dist.get_rank() == 1 else HookError, match="mine"):
+        flex(BATCH)
+    assert time.monotonic() - start < 2
+    fails[0] = False
+    flex(BATCH)
 
 
 @pytest.mark.ranks(2)

@@ -3,13 +3,13 @@
 import re
 from collections import namedtuple
 
-import models
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.testing import assert_close
 
+import models
 from flex_model import FlexModel, HookFunction
 
 BATCH = models.random(4, 6)
@@ -159,6 +159,21 @@ def test_an_edit_in_place_counts_with_and_without_grad():
         assert_close(flex(BATCH), expected.detach())
     with torch.inference_mode():
         assert_close(flex(BATCH).clone(), expected.detach())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["tp", "dp"])
+def test_an_edit_in_place_in_inference_mode_on_two_ranks(name):
+    def double(module, full, save_ctx, modules):
+        full.mul_(2)
+
+    parallelism = models.TWO_RANKS[name]
+    oracle = models.mlp()
+    oracle.fc1.register_forward_hook(lambda module, args, output: output * 2)
+    flex = FlexModel(parallelism.shard(models.mlp()), **parallelism.sizes)
+    flex.register_forward_hook(HookFunction("fc1", (None, 8), double))
+    with torch.inference_mode():
+        assert_close(flex(parallelism.my_rows(BATCH)), parallelism.my_rows(oracle(BATCH)))
 
 
 def test_a_module_that_runs_twice_is_hooked_twice():

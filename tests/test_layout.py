@@ -1,4 +1,6 @@
-"""GatherPlan and ShardLayout: where bytes go, checked against torch's own slicing. No ranks are needed."""
+"""GatherPlan and ShardLayout: where bytes go, checked against torch's own slicing. No ranks are
+needed.
+"""
 
 import pytest
 import torch
@@ -36,7 +38,9 @@ def cases(draw):
 def cut(full, layout, dp_parts, tp_parts):
     """The shards, by torch's own split, in the order (dp, tp)."""
     rows = full.split(dp_parts, layout.dp.dim)
-    return [shard for row, sizes in zip(rows, tp_parts) for shard in row.split(sizes, layout.tp.dim)]
+    return [
+        shard for row, sizes in zip(rows, tp_parts) for shard in row.split(sizes, layout.tp.dim)
+    ]
 
 
 @settings(max_examples=300, deadline=None)
@@ -64,10 +68,14 @@ def test_ops_follow_the_plan(case):
     plan = layout.plan([tuple(shard.shape) for shard in shards], len(dp_parts), len(tp_parts[0]), 4)
     data = [shard.reshape(-1).view(torch.uint8) for shard in shards]
     offsets = [sum(part.numel() for part in data[:rank]) for rank in range(len(data))]
-    assembled = torch.ops.flex_model.assemble(torch.cat(data), offsets, plan.code, shape, torch.float32)
+    assembled = torch.ops.flex_model.assemble(
+        torch.cat(data), offsets, plan.code, shape, torch.float32
+    )
     assert torch.equal(assembled, full)
     for rank, shard in enumerate(shards):
-        assert torch.equal(torch.ops.flex_model.split(full, plan.code, rank, list(shard.shape)), shard)
+        assert torch.equal(
+            torch.ops.flex_model.split(full, plan.code, rank, list(shard.shape)), shard
+        )
 
 
 def test_a_shard_on_dim_0_is_one_run():
@@ -87,7 +95,12 @@ def test_a_shard_on_the_last_dim_is_one_level_of_runs():
 @pytest.mark.parametrize(
     ("full", "shards", "pieces", "message"),
     [
-        ([4], [[2], [2]], [(0, [0], [0], [2]), (1, [1], [0], [2])], "pieces of ranks 0 and 1 overlap"),
+        (
+            [4],
+            [[2], [2]],
+            [(0, [0], [0], [2]), (1, [1], [0], [2])],
+            "pieces of ranks 0 and 1 overlap",
+        ),
         ([5], [[2], [2]], [(0, [0], [0], [2]), (1, [2], [0], [2])], "hold 4 of the 5 elements"),
         ([4], [[2], [2]], [(0, [0], [0], [2]), (1, [3], [0], [2])], "leaves its shard"),
         ([2], [[2], [1]], [(0, [0], [0], [2])], "rank 1 has elements that go nowhere"),
@@ -123,7 +136,9 @@ GRID = Mesh((0, 1, 2, 3), 0, dp_size=2, tp_size=2)
 
 def settle(shapes, mesh, expected, values=(1, 2, 3, 4), telling=True, **kwargs):
     fingerprints = [(values[rank], telling) for rank in range(len(shapes))]
-    return inference.resolve("hook on 'fc'", shapes, mesh, expected, None, lambda: fingerprints, **kwargs)
+    return inference.resolve(
+        "hook on 'fc'", shapes, mesh, expected, None, lambda: fingerprints, **kwargs
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,7 +166,14 @@ def test_layout_from_sizes_and_values(shapes, mesh, expected, values, layout):
 @pytest.mark.parametrize(
     ("shapes", "mesh", "expected", "values", "telling", "message"),
     [
-        ([(4, 3), (4, 3)], TP2, (None, 7), (1, 2), True, r"says 7 along dim 1, but the ranks hold \[3\] there"),
+        (
+            [(4, 3), (4, 3)],
+            TP2,
+            (None, 7),
+            (1, 2),
+            True,
+            r"says 7 along dim 1, but the ranks hold \[3\] there",
+        ),
         ([(4, 3), (4, 3)], TP2, (None, 6, 1), (1, 2), True, "has 3 dims, the tensor has 2"),
         ([(4, 3), (4, 3)], TP2, (8, 6), (1, 2), True, "both dim 0 and dim 1 are sharded"),
         ([(4, 3), (4, 3)], TP2, None, (1, 2), True, "hold different values"),
@@ -162,14 +184,18 @@ def test_layout_from_sizes_and_values(shapes, mesh, expected, values, layout):
         ([(4, 3), (4, 2)], DP2, None, (1, 2), True, r"ranks hold \[3, 2\] along dim 1"),
     ],
 )
-def test_contradictions_are_errors_that_name_the_site(shapes, mesh, expected, values, telling, message):
+def test_contradictions_are_errors_that_name_the_site(
+    shapes, mesh, expected, values, telling, message
+):
     with pytest.raises(ValueError, match=message) as caught:
         settle(shapes, mesh, expected, values, telling)
     assert "hook on 'fc'" in str(caught.value)
 
 
 def test_constant_values_are_believed_where_the_shape_is_given():
-    assert settle([(4, 3), (4, 3)], TP2, (None, 6), (1, 1), telling=False) == ShardLayout(tp=Shard(1))
+    assert settle([(4, 3), (4, 3)], TP2, (None, 6), (1, 1), telling=False) == ShardLayout(
+        tp=Shard(1)
+    )
     assert settle([(4, 3), (4, 3)], TP2, (None, 3), (1, 1), telling=False) == ShardLayout()
 
 
@@ -179,7 +205,12 @@ def test_parameters_are_not_batches():
 
 @pytest.mark.parametrize(
     ("mesh", "axes", "members"),
-    [(GRID, ("tp",), [0, 1]), (GRID, ("dp",), [0, 2]), (GRID, ("dp", "tp"), [0, 1, 2, 3]), (GRID, (), [0])],
+    [
+        (GRID, ("tp",), [0, 1]),
+        (GRID, ("dp",), [0, 2]),
+        (GRID, ("dp", "tp"), [0, 1, 2, 3]),
+        (GRID, (), [0]),
+    ],
 )
 def test_members_of_axes(mesh, axes, members):
     assert mesh.members(axes) == members

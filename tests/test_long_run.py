@@ -4,13 +4,13 @@ import ctypes
 import gc
 import threading
 
-import models
 import psutil
 import pytest
 import torch
 from torch import nn
 from torch.distributed.distributed_c10d import _world
 
+import models
 from flex_model import FlexModel, HookFunction
 
 SITES = 50

@@ -3,13 +3,13 @@
 import gc
 from argparse import Namespace
 
-import models
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.testing import assert_close
 
+import models
 from flex_model import DummyModule, FlexModel, HookFunction
 
 BATCH = models.random(4, 6)

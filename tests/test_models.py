@@ -1,8 +1,9 @@
 """The test models themselves: sharded without the library, they equal their unsharded twins."""
 
-import models
 import pytest
 from torch.testing import assert_close
+
+import models
 
 
 def check(parallelism, model, batch):

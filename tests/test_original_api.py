@@ -15,7 +15,6 @@ import textwrap
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
-import models
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import flex_model.distributed as fm_dist
+import models
 from flex_model import HookError, HookMismatchError
 from flex_model.distributed import groups
 from flex_model.utils import setup_logger
@@ -71,7 +71,7 @@ def test_the_names_are_not_imported_before_they_are_used():
         import sys
         import flex_model
         import flex_model.distributed as fm_dist
-        names = ("mappings", "strategies", "state")
+        names = ("mappings", "strategies", "stages")
         loaded = [f"flex_model.distributed.{name}" in sys.modules for name in names]
         fm_dist.unity
         print(*loaded, "flex_model.distributed.mappings" in sys.modules)

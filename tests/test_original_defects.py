@@ -22,13 +22,13 @@ import subprocess
 import sys
 import textwrap
 
-import models
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.testing import assert_close
 
+import models
 from flex_model import FlexModel, HookFunction
 
 BATCH = models.random(4, 6)

@@ -1,11 +1,11 @@
 """Full parameters and gradients by name, read and written, on every parallelism."""
 
-import models
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
+import models
 from flex_model import FlexModel
 
 BATCH = models.random(4, 6)

@@ -1,6 +1,5 @@
 """Random edits: every rank and every sharding draws the same, and recomputation draws it again."""
 
-import models
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +7,7 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
+import models
 from flex_model import FlexModel, HookFunction
 
 BATCH = models.random(4, 6)
@@ -166,3 +166,35 @@ def test_recomputation_replays_the_edit(recompute):
 @pytest.mark.parametrize("name", ["tp", "dp"])
 def test_recomputation_replays_the_edit_on_two_ranks(name, recompute):
     check_recomputation(models.TWO_RANKS[name], recompute)
+
+
+@pytest.mark.parametrize("recompute", ["reentrant", "not reentrant"])
+def test_recomputation_runs_the_groups_of_its_forward(recompute):
+    """In backward the choice of groups is "all" again, but the graph was made with one of two."""
+    gradients = []
+    for how in (recompute, None):
+        flex = FlexModel(models.seeded(Checkpointed, how).double())
+        for site, edit in (("b.fc1", torch.tanh), ("b.act", torch.sin)):
+            hook = HookFunction(site, None, lambda m, full, ctx, ms, edit=edit: 3 * edit(full))
+            flex.register_forward_hook(hook)
+            flex.update_hook_groups(hook, site)
+        flex(BATCH, groups=["b.fc1"]).sin().mean().backward()
+        gradients.append({name: p.grad for name, p in flex.named_parameters()})
+    assert_close(*gradients)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recompute", ["reentrant", "not reentrant"])
+def test_the_first_of_two_forwards_is_recomputed_with_its_own_noise(recompute):
+    gradients = []
+    for how in (recompute, None):
+        model = models.seeded(Checkpointed, how).double()
+        flex = FlexModel(models.TWO_RANKS["tp"].shard(model), tensor_parallel_size=2)
+        flex.register_forward_hook(HookFunction("b.fc1", (None, 8), add_noise))
+        torch.manual_seed(4)
+        first, second = flex(BATCH), flex(2 * BATCH)
+        first.sin().mean().backward()
+        second.cos().mean().backward()
+        gradients.append({name: p.grad for name, p in flex.named_parameters()})
+        flex.restore()
+    assert_close(*gradients)

@@ -1,8 +1,10 @@
 """The one place through which every transfer of a wrapped model goes.
 
-A transfer is: agree (64 bytes of every rank, compared before any payload moves), then the payload along a GatherPlan.
-Waiting is polling with our own deadline, so that Ctrl-C, a peer's error and a late rank are seen; after a wait that
-failed the private groups are unusable and say so, while the user's own groups are untouched.
+A transfer is: agree (64 bytes of every rank, compared before any payload moves), then the payload
+    along a GatherPlan.
+Waiting is polling with our own deadline, so that Ctrl-C, a peer's error and a late rank are seen;
+after a wait that failed the private groups are unusable and say so, while the user's own groups are
+untouched.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ _GRACE_S = 10.0  # how long a rank whose model failed waits to tell the others
 class Channel:
     """Transfers among the ranks of one pipeline stage of a wrap (the ``grid`` of its mesh).
 
-    All methods but ``close`` are collective over the grid, or over the ranks of ``axes`` where they take them.
+    All methods but ``close`` are collective over the grid, or over the ranks of ``axes`` where they
+    take them.
 
     Args:
         mesh: The ranks.
@@ -77,7 +80,9 @@ class Channel:
         return self._error[0] != OK
 
     def set_error(self, text: str, cause: BaseException, state: int = ERROR) -> None:
-        """Remember an error of this rank; all ranks raise it at the next exchange. The first one counts."""
+        """Remember an error of this rank; all ranks raise it at the next exchange. The first one
+        counts.
+        """
         if not self.has_error or state == FAILED:
             self._error = (state, text, cause)
 
@@ -94,7 +99,8 @@ class Channel:
 
         Raises:
             HookError: a rank has an error to tell, is missing, or died. Raised on every rank.
-            HookMismatchError: ranks do different things, or tensors of another dtype or number of dims.
+            HookMismatchError: ranks do different things, or tensors of another dtype or number of
+                dims.
         """
         self.sequence += 1
         self.where = where
@@ -107,21 +113,29 @@ class Channel:
         if any(other.state != OK for other in headers):
             raise self._agreed_error(headers, where)
         for other in headers:
-            if (other.kind, other.site, other.sequence) != (header.kind, header.site, header.sequence):
+            if (other.kind, other.site, other.sequence) != (
+                header.kind,
+                header.site,
+                header.sequence,
+            ):
                 raise self.mismatch(where, "are at different places")
             if other.dtype != header.dtype:
                 raise self.mismatch(f"{where} with {header.dtype}", "have different dtypes")
         if any(other.is_wide for other in headers):
             headers = self._exchange_wide_shapes(header, headers)
         if any(len(other.shape) != len(header.shape) for other in headers):
-            raise self.mismatch(f"{where} with shape {header.shape}", "have tensors of different numbers of dims")
+            raise self.mismatch(
+                f"{where} with shape {header.shape}", "have tensors of different numbers of dims"
+            )
         return headers
 
     def _exchange_words(self, words: Sequence[int]) -> list[list[int]]:
         return self.exchange(torch.tensor(words, dtype=torch.int64)).tolist()
 
     def exchange(self, tensor: Tensor) -> Tensor:
-        """``(num_ranks, *shape)`` of a CPU tensor that has the same shape and dtype on every rank."""
+        """``(num_ranks, *shape)`` of a CPU tensor that has the same shape and dtype on every
+        rank.
+        """
         if self.is_local:
             return tensor.unsqueeze(0)
         return gloo.all_gather_fixed(self._usable(("dp", "tp")), tensor, self._wait)
@@ -131,14 +145,18 @@ class Channel:
         data = text.encode()[:_TEXT_BYTES]
         row = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
         row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
-        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in self.exchange(row)]
+        return [
+            bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in self.exchange(row)
+        ]
 
     def _exchange_wide_shapes(self, header: Header, headers: list[Header]) -> list[Header]:
         row = torch.full((65,), -1, dtype=torch.int64)
         row[0] = len(header.shape)
         row[1 : 1 + len(header.shape)] = torch.tensor(header.shape, dtype=torch.int64)
         rows = self.exchange(row).tolist()
-        return [replace(other, shape=tuple(row[1 : 1 + row[0]])) for other, row in zip(headers, rows)]
+        return [
+            replace(other, shape=tuple(row[1 : 1 + row[0]])) for other, row in zip(headers, rows)
+        ]
 
     def _agreed_error(self, headers: list[Header], where: str) -> HookError:
         state, text, cause = self._error
@@ -147,23 +165,30 @@ class Channel:
         failed = [
             f"rank {rank}: {texts[rank]}" for rank, other in enumerate(headers) if other.state != OK
         ]
-        error = HookError("; ".join(failed) + ("" if state != OK else f" (this rank was at: {where})"))
+        error = HookError(
+            "; ".join(failed) + ("" if state != OK else f" (this rank was at: {where})")
+        )
         error.__cause__ = cause
         return agreed(error)
 
     def mismatch(self, description: str, what: str) -> HookMismatchError:
-        """What to raise, on every rank alike, when an exchange showed that ranks differ. Collective."""
+        """What to raise, on every rank alike, when an exchange showed that ranks differ.
+        Collective.
+        """
         texts = self.exchange_text(description)
         self.clear_error()
         listed = "; ".join(f"rank {rank} is at {text}" for rank, text in enumerate(texts))
         return agreed(
             HookMismatchError(
-                f"ranks {what}: {listed}. Every rank must register the same hooks in the same order and run the same model"
+                f"ranks {what}: {listed}. Every rank must register the same hooks in the same "
+                "order and run the same model"
             )
         )
 
     def tell_failure(self, text: str, cause: BaseException, kind: str) -> None:
-        """Tell the others that the model itself failed on this rank; bounded, and silent about its own troubles."""
+        """Tell the others that the model itself failed on this rank; bounded, and silent about its
+        own troubles.
+        """
         if self.is_local or any(group.broken for group in self._groups.values()):
             return
         self.set_error(text, cause, FAILED)
@@ -182,17 +207,25 @@ class Channel:
         self.num_payloads += 1
         return gloo.all_gather(self._usable(axes), shard, plan, self._wait)
 
-    def gather_to_first(self, axes: tuple[str, ...], shard: Tensor, plan: GatherPlan) -> Tensor | None:
+    def gather_to_first(
+        self, axes: tuple[str, ...], shard: Tensor, plan: GatherPlan
+    ) -> Tensor | None:
         """The full tensor on the first rank along ``axes``, None elsewhere."""
         self.num_payloads += 1
         return gloo.gather_to_first(self._usable(axes), shard, plan, self._wait)
 
-    def gather_bytes_to_first(self, data: Tensor, sizes: list[int]) -> tuple[Tensor, list[int]] | None:
-        """On rank 0 of the grid: the bytes of all ranks, and where each rank's begin; None elsewhere."""
+    def gather_bytes_to_first(
+        self, data: Tensor, sizes: list[int]
+    ) -> tuple[Tensor, list[int]] | None:
+        """On rank 0 of the grid: the bytes of all ranks, and where each rank's begin; None
+        elsewhere.
+        """
         self.num_payloads += 1
         return gloo.gather_bytes_to_first(self._usable(("dp", "tp")), data, sizes, self._wait)
 
-    def scatter_from_first(self, axes: tuple[str, ...], full: Tensor | None, like: Tensor, plan: GatherPlan) -> Tensor:
+    def scatter_from_first(
+        self, axes: tuple[str, ...], full: Tensor | None, like: Tensor, plan: GatherPlan
+    ) -> Tensor:
         """This rank's shard of the first rank's ``full``."""
         self.num_payloads += 1
         return gloo.scatter_from_first(self._usable(axes), full, like, plan, self._wait)
@@ -214,7 +247,8 @@ class Channel:
         for other in self._groups.values():
             if other.broken:
                 raise HookError(
-                    f"this wrap can't be used any more, because an earlier wait failed: {other.broken} Call restore() "
+                    "this wrap can't be used any more, because an earlier wait failed: "
+                    f"{other.broken} Call restore() "
                     "and wrap the model again on every rank; your own process groups still work"
                 )
         return group
@@ -236,14 +270,21 @@ class Channel:
                     self._look_around(now - start)
                     look_at = now + _LOOK_AROUND_S
         except BaseException as error:
-            if not isinstance(error, HookError):  # Ctrl-C, for one: the others must not wait for this rank
-                self._break(f"rank {self.mesh.place} left while it waited at {self.where}: {type(error).__name__}.")
+            if not isinstance(
+                error, HookError
+            ):  # Ctrl-C, for one: the others must not wait for this rank
+                self._break(
+                    f"rank {self.mesh.place} left while it waited at {self.where}: "
+                    f"{type(error).__name__}."
+                )
             raise
         try:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            reason = f"the connection to another rank was lost at {self.where}: a rank ended or died."
+            reason = (
+                f"the connection to another rank was lost at {self.where}: a rank ended or died."
+            )
             raise self._break(reason) from error
 
     def _look_around(self, waited_s: float) -> None:
@@ -263,9 +304,12 @@ class Channel:
             if group.store.check([f"at/{rank}"]):
                 sequence, where = json.loads(group.store.get(f"at/{rank}"))
             if sequence != self.sequence:
-                absent.append(f"rank {rank} (global rank {group.ranks[rank]}; last seen waiting at: {where})")
+                absent.append(
+                    f"rank {rank} (global rank {group.ranks[rank]}; last seen waiting at: {where})"
+                )
         raise self._break(
-            f"rank {group.rank} waited {self.timeout_s:g} s at {self.where}; missing: {', '.join(absent) or 'none'}."
+            f"rank {group.rank} waited {self.timeout_s:g} s at {self.where}; missing: "
+            f"{', '.join(absent) or 'none'}."
         )
 
     def _break(self, reason: str) -> HookError:
@@ -278,11 +322,17 @@ class Channel:
                         group.store.set("broken", reason)
                 group.backend.abort()
         self.clear_error()
-        return agreed(HookError(f"{reason} This wrap can't be used any more; your own process groups are untouched"))
+        return agreed(
+            HookError(
+                f"{reason} This wrap can't be used any more; your own process groups are untouched"
+            )
+        )
 
 
 def agreed(error):
-    """Mark an error that every rank raises at the same place: nobody needs to be told of it again."""
+    """Mark an error that every rank raises at the same place: nobody needs to be told of it
+    again.
+    """
     error.is_agreed = True
     return error
 

@@ -1,11 +1,14 @@
 """Shards to the full tensor and back, with gradients.
 
-The edit of a gathered tensor runs on every rank, on the same values, so its gradient is the same on every rank:
-gather's backward is a slice, scatter's backward an all-gather. Along dp the loss is the mean over ranks, which DDP and
-FSDP average to afterwards: there scatter's backward divides by dp and gather's multiplies by it. With an edit on rank 0
+The edit of a gathered tensor runs on every rank, on the same values, so its gradient is the same on
+every rank: gather's backward is a slice, scatter's backward an all-gather. Along dp the loss is the
+    mean over ranks, which DDP and
+FSDP average to afterwards: there scatter's backward divides by dp and gather's multiplies by it.
+    With an edit on rank 0
 only, gather's backward is a scatter from rank 0, and scatter's a gather to it.
 
-Source: the conjugate pairs f and g of Megatron-LM (Shoeybi et al. 2019, section 3), here in their "replicated" form.
+Source: the conjugate pairs f and g of Megatron-LM (Shoeybi et al. 2019, section 3), here in their
+    "replicated" form.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from flex_model._C import GatherPlan
 from flex_model.distributed.channel import Channel
@@ -27,7 +31,8 @@ AgreeOnGradient = Callable[[Tensor], object]  # collective: exchange headers bef
 
 @dataclass(frozen=True)
 class Move:
-    """One tensor's way between shards and full, planned: what a hook's call, and its backward, need.
+    """One tensor's way between shards and full, planned: what a hook's call, and its backward,
+    need.
 
     Attributes:
         axes: Along which ranks hold different parts.
@@ -55,7 +60,9 @@ class Move:
         return Move(channel, axes, plan, places.index(mesh.place), full_shape, dp_size)
 
     def all_gather(self, shard: Tensor) -> Tensor:
-        """The full tensor on every rank. Collective along ``axes``; a copy where nothing is sharded."""
+        """The full tensor on every rank. Collective along ``axes``; a copy where nothing is
+        sharded.
+        """
         if not self.axes:
             return shard.detach().clone(memory_format=torch.contiguous_format)
         return self.channel.all_gather(self.axes, shard, self.plan)
@@ -71,7 +78,9 @@ class Move:
 
     @property
     def covers_grid(self) -> bool:
-        """Whether every rank of the grid holds its own part, so that rank 0 can hand each its own."""
+        """Whether every rank of the grid holds its own part, so that rank 0 can hand each its
+        own.
+        """
         return len(self.plan.shard_sizes) == len(self.channel.mesh.grid)
 
     @property
@@ -83,7 +92,11 @@ class Move:
     def gather_to_first(self, shard: Tensor) -> Tensor | None:
         """The full tensor on rank 0 of the grid, None elsewhere."""
         if not self.axes:
-            return shard.detach().clone(memory_format=torch.contiguous_format) if self.channel.mesh.place == 0 else None
+            return (
+                shard.detach().clone(memory_format=torch.contiguous_format)
+                if self.channel.mesh.place == 0
+                else None
+            )
         if not self.rank_0_gathers:
             return None
         return self.channel.gather_to_first(self.axes, shard, self.plan)
@@ -93,7 +106,9 @@ class Move:
         if self.covers_grid and self.axes:
             return self.channel.scatter_from_first(self.axes, full, like, self.plan)
         like_full = like.new_empty(self.full_shape)
-        return self.slice(self.channel.broadcast(None if full is None else full.detach().contiguous(), like_full))
+        return self.slice(
+            self.channel.broadcast(None if full is None else full.detach().contiguous(), like_full)
+        )
 
 
 class _Gather(Function):
@@ -103,6 +118,7 @@ class _Gather(Function):
         return move.all_gather(shard)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         shard = ctx.move.slice(grad)
         return (shard * ctx.move.grad_scale if ctx.move.grad_scale > 1 else shard), None, None
@@ -115,6 +131,7 @@ class _Scatter(Function):
         return move.slice(full) if move.axes else full.detach().clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         if not ctx.move.axes:
             return grad, None, None
@@ -132,6 +149,7 @@ class _GatherToFirst(Function):
         return shard.new_empty(0) if full is None else full
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         move = ctx.move
         ctx.agree(ctx.like)
@@ -143,12 +161,16 @@ class _GatherToFirst(Function):
 class _ScatterFromFirst(Function):
     @staticmethod
     def forward(ctx, full, gathered, move, agree, like):
-        # `gathered` is here for the graph alone: it makes every rank run the gather's backward, used by the edit or not
+        # `gathered` is here for the graph alone: it makes every rank run the gather's backward,
+        # used by the edit or not
         ctx.move, ctx.agree = move, agree
         ctx.size = full.shape
-        return move.scatter_from_first(full.detach() if move.channel.mesh.place == 0 else None, like)
+        return move.scatter_from_first(
+            full.detach() if move.channel.mesh.place == 0 else None, like
+        )
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         move = ctx.move
         ctx.agree(grad)
@@ -161,7 +183,9 @@ class _ScatterFromFirst(Function):
 
 
 class _MeanGradientOverDp(Function):
-    """Identity whose gradient is averaged over dp: an edit of a tensor that dp ranks share sees every rank's loss."""
+    """Identity whose gradient is averaged over dp: an edit of a tensor that dp ranks share sees
+    every rank's loss.
+    """
 
     @staticmethod
     def forward(ctx, full, move, agree):
@@ -169,6 +193,7 @@ class _MeanGradientOverDp(Function):
         return full.detach().clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         channel = ctx.move.channel
         ctx.agree(grad)
@@ -181,7 +206,9 @@ def gather(shard: Tensor, move: Move, agree: AgreeOnGradient) -> Tensor:
 
 
 def scatter(full: Tensor, move: Move, agree: AgreeOnGradient) -> Tensor:
-    """This rank's shard of an edit that every rank has made, in the graph. Local; its backward is collective."""
+    """This rank's shard of an edit that every rank has made, in the graph. Local; its backward is
+    collective.
+    """
     mesh = move.channel.mesh
     if mesh.dp_size > 1 and "dp" not in move.axes and full.requires_grad:
         full = _MeanGradientOverDp.apply(full, move, agree)
@@ -194,9 +221,16 @@ def gather_to_first(shard: Tensor, move: Move, agree: AgreeOnGradient) -> Tensor
 
 
 def scatter_from_first(
-    full: Tensor | None, gathered: Tensor, move: Move, agree: AgreeOnGradient, like: Tensor, requires_grad: bool
+    full: Tensor | None,
+    gathered: Tensor,
+    move: Move,
+    agree: AgreeOnGradient,
+    like: Tensor,
+    requires_grad: bool,
 ) -> Tensor:
-    """This rank's shard of rank 0's edit, in the graph where rank 0's edit is (``requires_grad``). Collective."""
+    """This rank's shard of rank 0's edit, in the graph where rank 0's edit is (``requires_grad``).
+    Collective.
+    """
     if not requires_grad:
         return move.scatter_from_first(full, like)
     if full is None:

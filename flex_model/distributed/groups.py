@@ -1,7 +1,9 @@
-"""Private process groups: ours alone, so that the user's are never mixed with, aborted or destroyed.
+"""Private process groups: ours alone, so that the user's are never mixed with, aborted or
+destroyed.
 
-Wraps over the same ranks share a group; the last ``release`` frees it. The groups are made without torch's registry:
-only their members take part, and a name is never used twice, so a freed group leaves nothing behind to collide with.
+Wraps over the same ranks share a group; the last ``release`` frees it. The groups are made without
+torch's registry: only their members take part, and a name is never used twice, so a freed group
+leaves nothing behind to collide with.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -29,9 +32,10 @@ class PrivateGroup:
 
     ranks: tuple[int, ...]
     rank: int
-    backend: dist.ProcessGroupGloo
+    backend: Any  # a ProcessGroupGloo, whose methods torch's stubs leave out
     store: dist.Store
     number: int
+    world: dist.ProcessGroup | None  # torch.distributed may be destroyed and initialised again
     num_users: int = 0
     broken: str | None = None  # why it can't be used any more
 
@@ -44,28 +48,43 @@ def acquire(ranks: tuple[int, ...], timeout_s: float) -> PrivateGroup:
     """The shared private group of these global ranks. Collective over them when it is made first.
 
     Raises:
-        HookError: some of the ranks did not come within ``timeout_s`` seconds; the message names them.
+        HookError: some of the ranks did not come within ``timeout_s`` seconds; the message names
+            them.
     """
     _acquired[ranks] += 1
     number = _acquired[ranks]
     name = hashlib.sha1(repr(ranks).encode()).hexdigest()[:16]
     store = dist.PrefixStore(f"flex_model/{name}", dist.distributed_c10d._get_default_store())
     me = ranks.index(dist.get_rank())
-    # Wrappers are collected at different times on different ranks, so what one rank still has another may have freed.
-    held = max((n for r, n in _groups if r == ranks and _groups[r, n].broken is None), default=0)
+    # Wrappers are collected at different times on different ranks, so what one rank still has
+    # another may have freed.
+    held = max(
+        (
+            group.number
+            for group in _groups.values()
+            if group.ranks == ranks and group.broken is None and group.world is dist.group.WORLD
+        ),
+        default=0,
+    )
     offers = _meet(store, ranks, me, number, held, timeout_s)
     if held and set(offers) == {held}:
         group = _groups[ranks, held]
     else:
         store = dist.PrefixStore(str(number), store)
         backend = dist.ProcessGroupGloo(store, me, len(ranks), _BACKEND_TIMEOUT)
-        group = _groups[ranks, number] = PrivateGroup(ranks, me, backend, store, number)
+        group = _groups[ranks, number] = PrivateGroup(
+            ranks, me, backend, store, number, dist.group.WORLD
+        )
     group.num_users += 1
     return group
 
 
-def _meet(store: dist.Store, ranks: tuple[int, ...], me: int, number: int, held: int, timeout_s: float) -> list[int]:
-    """What each member offers to share (0: nothing). Gloo alone would wait in silence for who does not come."""
+def _meet(
+    store: dist.Store, ranks: tuple[int, ...], me: int, number: int, held: int, timeout_s: float
+) -> list[int]:
+    """What each member offers to share (0: nothing). Gloo alone would wait in silence for who does
+    not come.
+    """
 
     def key(number: int, rank: int) -> str:
         return f"meeting/{number}/{rank}"
@@ -81,8 +100,10 @@ def _meet(store: dist.Store, ranks: tuple[int, ...], me: int, number: int, held:
         missing = [ranks[rank] for rank in range(len(ranks)) if rank not in offers]
         if missing and time.monotonic() > deadline:
             raise HookError(
-                f"connecting the ranks {list(ranks)} of a model: global ranks {missing} did not come within "
-                f"{timeout_s:g} s; every rank of the model must wrap it, and make the same calls in the same order"
+                f"connecting the ranks {list(ranks)} of a model: global ranks {missing} did not "
+                "come within "
+                f"{timeout_s:g} s; every rank of the model must wrap it, and make the same calls "
+                "in the same order"
             )
         if missing:
             time.sleep(pause_s)

@@ -3,8 +3,8 @@
 Layout, eight little-endian int64 words:
 
 ====  =====================================================================
-0     magic 16 bits, state 4, kind 8, dtype 8, ndim 4, flags 4, micro-batch 16 (from high to low, 4 bits unused)
-1     sequence number of the exchange in this wrap
+0     magic 16 bits, state 4, kind 8, dtype 8, ndim 4, flags 4, micro-batch 16 (from high to low, 4
+bits unused) 1     sequence number of the exchange in this wrap
 2     site: hash of kind, module name, tensor index and hook number
 3     random seed of the run (rank 0's counts)
 4-7   up to eight sizes, 32 bits each
@@ -23,10 +23,15 @@ NUM_WORDS = 8
 MAX_DIMS = 8
 _MAGIC = 0x464D  # fits 15 bits, so that word 0 stays positive
 
-OK, ERROR, FAILED = 0, 1, 2  # fine; an editing function or hook failed here; the model's own forward failed here
+OK, ERROR, FAILED = (
+    0,
+    1,
+    2,
+)  # fine; an editing function or hook failed here; the model's own forward failed here
 
 DTYPES = sorted(
-    {value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=lambda dtype: str(dtype)
+    {value for value in vars(torch).values() if isinstance(value, torch.dtype)},
+    key=lambda dtype: str(dtype),
 )
 _CODE_OF_DTYPE = {dtype: code for code, dtype in enumerate(DTYPES)}
 
@@ -68,8 +73,8 @@ class Header:
     microbatch: int = 0
 
     WIDE: ClassVar[int] = 1  # the sizes don't fit: they are exchanged apart
-    PROBE: ClassVar[int] = 2  # this rank does not know the layout of the site yet
-    CONSUMED: ClassVar[int] = 4  # an edit drew random numbers
+    CONSUMED: ClassVar[int] = 2  # an edit drew random numbers
+    NEEDS_GRADIENT: ClassVar[int] = 4  # autograd records the transfer here
 
     def pack(self) -> list[int]:
         dtype = 255 if self.dtype is None else _CODE_OF_DTYPE[self.dtype]
@@ -98,7 +103,10 @@ class Header:
             values.append(first & (1 << bits) - 1)
             first >>= bits
         if first != _MAGIC:
-            raise ValueError(f"not a header of flex_model: first word {words[0]:#x}; do all ranks run the same version?")
+            raise ValueError(
+                f"not a header of flex_model: first word {words[0]:#x}; do all ranks run the same "
+                "version?"
+            )
         microbatch, flags, ndim, dtype, kind, state = values
         sizes = [half for word in words[4:] for half in (word >> 32, word & 0xFFFFFFFF)]
         return Header(

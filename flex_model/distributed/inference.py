@@ -1,42 +1,53 @@
-"""Which layout a site has: from DTensor placements, a probe of the values, and ``expected_shape``; they must agree.
+"""Which layout a site has: from DTensor placements, a probe of the values, and ``expected_shape``;
+they must agree.
 
-On the dp axis dim 0 is the batch, so ranks hold different rows unless a source says otherwise. On the tp axis a tensor
-is replicated only if the ranks' bytes are seen to be equal, and sharded only if ``expected_shape`` or DTensor says so.
+On the dp axis dim 0 is the batch, so ranks hold different rows unless a source says otherwise. On
+the tp axis a tensor is replicated only if the ranks' bytes are seen to be equal, and sharded only
+if ``expected_shape`` or DTensor says so.
 What is neither is an error: a shard is never handed over as the full tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flex_model.distributed.channel import Channel, agreed
-from flex_model.distributed.layout import Placement, Replicate, Shard, ShardLayout, Shape
+from flex_model.distributed.layout import Placement, Replicate, Shape, Shard, ShardLayout
 from flex_model.distributed.mesh import Mesh
 
 ExpectedShape = tuple[int | None, ...] | None
 
-# Per rank of the grid: a hash of the bytes this rank holds, and whether they show anything (not constant, not empty).
+# Per rank of the grid: a hash of the bytes this rank holds, and whether they show anything (not
+# constant, not empty).
 Fingerprints = Sequence[tuple[int, bool]]
 
 
-def check_expected_shape(expected_shape: object) -> ExpectedShape:
+def check_expected_shape(expected_shape: Any) -> ExpectedShape:
     """``expected_shape`` as a tuple. TypeError or ValueError if it is not one of ints and None."""
     if expected_shape is None:
         return None
     try:
-        sizes = tuple(expected_shape)  # type: ignore[arg-type]
+        sizes: tuple[Any, ...] = tuple(expected_shape)
     except TypeError:
         raise TypeError(
-            f"expected_shape must be a tuple of ints and None, got {expected_shape!r}; example: (None, None, 4096)"
+            f"expected_shape must be a tuple of ints and None, got {expected_shape!r}; example: "
+            "(None, None, 4096)"
         ) from None
     for size in sizes:
         if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
-            raise TypeError(f"expected_shape must hold ints and None, got {size!r} in {sizes}; example: (None, None, 4096)")
+            raise TypeError(
+                f"expected_shape must hold ints and None, got {size!r} in {sizes}; example: "
+                "(None, None, 4096)"
+            )
         if size is not None and size < 0:
-            raise ValueError(f"expected_shape {sizes} has a negative size; write None for a size that is not known")
+            raise ValueError(
+                f"expected_shape {sizes} has a negative size; write None for a size that is not "
+                "known"
+            )
     return sizes
 
 
@@ -49,10 +60,15 @@ def settle(
     known: ShardLayout | None,
     batch_on_dp: bool,
 ) -> ShardLayout:
-    """``resolve`` for this rank's ``shard``; collective where the values must be probed. All ranks raise alike."""
+    """``resolve`` for this rank's ``shard``; collective where the values must be probed. All ranks
+    raise alike.
+    """
 
     def probe() -> Fingerprints:
-        return [(value, not constant) for value, constant in channel.exchange(fingerprint(shard)).tolist()]
+        return [
+            (value, not constant)
+            for value, constant in channel.exchange(fingerprint(shard)).tolist()
+        ]
 
     try:
         return resolve(site, shapes, channel.mesh, expected_shape, known, probe, batch_on_dp)
@@ -79,26 +95,32 @@ def resolve(
 
     Args:
         site: For messages.
-        known: The layout that the tensor itself tells (DTensor), if any; its dp placement may be a default.
+        known: The layout that the tensor itself tells (DTensor), if any; its dp placement may be a
+            default.
         probe: Exchanges fingerprints of the values; collective over the grid, called at most once.
-        batch_on_dp: Whether dim 0 is the batch, of which dp ranks hold different rows (not so for parameters).
+        batch_on_dp: Whether dim 0 is the batch, of which dp ranks hold different rows (not so for
+            parameters).
 
     Raises:
-        ValueError: the sources contradict each other, or none of them settles the layout. The same on every rank,
-            since it depends on nothing but what all ranks were told.
+        ValueError: the sources contradict each other, or none of them settles the layout. The same
+            on every rank, since it depends on nothing but what all ranks were told.
     """
     if expected_shape is not None and len(expected_shape) != len(shapes[0]):
         raise ValueError(
-            f"{site}: expected_shape {expected_shape} has {len(expected_shape)} dims, the tensor has "
+            f"{site}: expected_shape {expected_shape} has {len(expected_shape)} dims, the tensor "
+            "has "
             f"{len(shapes[0])}: local shapes {_unique(shapes)}"
         )
-    layout = known if known is not None else _from_sizes(site, shapes, mesh, expected_shape, batch_on_dp)
+    layout = (
+        known if known is not None else _from_sizes(site, shapes, mesh, expected_shape, batch_on_dp)
+    )
     full_shape = _full_shape(site, layout, shapes, mesh)
     if expected_shape is not None and any(
         size is not None and size != full for size, full in zip(expected_shape, full_shape)
     ):
         raise ValueError(
-            f"{site}: expected_shape {expected_shape} contradicts {layout.source}: the full tensor has shape "
+            f"{site}: expected_shape {expected_shape} contradicts {layout.source}: the full "
+            "tensor has shape "
             f"{full_shape} (layout {layout}, local shapes {_unique(shapes)})"
         )
     if known is None and mesh.tp_size > 1:
@@ -109,7 +131,9 @@ def resolve(
 def _from_sizes(
     site: str, shapes: Sequence[Shape], mesh: Mesh, expected_shape: ExpectedShape, batch_on_dp: bool
 ) -> ShardLayout:
-    """Read the split off the sizes: where the ranks' sizes add up to the expected one, that dim is sharded."""
+    """Read the split off the sizes: where the ranks' sizes add up to the expected one, that dim is
+    sharded.
+    """
     ndim = len(shapes[0])
     expected = expected_shape if expected_shape is not None else (None,) * ndim
     batch_on_dp = batch_on_dp and mesh.dp_size > 1 and ndim > 0
@@ -118,7 +142,10 @@ def _from_sizes(
     for dim, size in enumerate(expected):
         if size is None:
             continue
-        table = [[shapes[i * mesh.tp_size + j][dim] for j in range(mesh.tp_size)] for i in range(mesh.dp_size)]
+        table = [
+            [shapes[i * mesh.tp_size + j][dim] for j in range(mesh.tp_size)]
+            for i in range(mesh.dp_size)
+        ]
         by_dp = {sum(column) for column in zip(*table)} if dim == 0 and batch_on_dp else set()
         by_tp = {sum(row) for row in table} if mesh.tp_size > 1 else set()
         local = {n for row in table for n in row}
@@ -135,11 +162,13 @@ def _from_sizes(
             tp = _shard_tp(site, tp, dim, expected)
             continue
         raise ValueError(
-            f"{site}: expected_shape {expected_shape} says {size} along dim {dim}, but the ranks hold "
+            f"{site}: expected_shape {expected_shape} says {size} along dim {dim}, but the ranks "
+            "hold "
             f"{sorted(local)} there"
             + (f", together {sorted(by_dp)} over data-parallel ranks" if by_dp else "")
             + (f", together {sorted(by_tp)} over tensor-parallel ranks" if by_tp else "")
-            + f" (local shapes {_unique(shapes)}, {mesh.describe()}); give the size of the full tensor there, or None"
+            + f" (local shapes {_unique(shapes)}, {mesh.describe()}); give the size of the full "
+            "tensor there, or None"
         )
     source = "expected_shape" if expected_shape is not None else "the local sizes"
     return ShardLayout(dp, tp, source=source)
@@ -148,7 +177,8 @@ def _from_sizes(
 def _shard_tp(site: str, tp: Placement, dim: int, expected: tuple[int | None, ...]) -> Placement:
     if isinstance(tp, Shard):
         raise ValueError(
-            f"{site}: by expected_shape {expected} both dim {tp.dim} and dim {dim} are sharded over the tensor-parallel "
+            f"{site}: by expected_shape {expected} both dim {tp.dim} and dim {dim} are sharded "
+            "over the tensor-parallel "
             "ranks, but one axis can shard one dim only; write None for dims that are not sharded"
         )
     return Shard(dim)
@@ -159,7 +189,8 @@ def _full_shape(site: str, layout: ShardLayout, shapes: Sequence[Shape], mesh: M
         return layout.full_shape(shapes, mesh.dp_size, mesh.tp_size)
     except ValueError as error:
         raise ValueError(
-            f"{site}: {error}. Give the full sizes in expected_shape where the ranks hold different sizes"
+            f"{site}: {error}. Give the full sizes in expected_shape where the ranks hold "
+            "different sizes"
         ) from None
 
 
@@ -171,26 +202,32 @@ def _check_values(
     expected_shape: ExpectedShape,
     fingerprints: Fingerprints,
 ) -> None:
-    """Replicated must mean equal bytes, sharded must not, along tp. Constant values show nothing either way."""
+    """Replicated must mean equal bytes, sharded must not, along tp. Constant values show nothing
+    either way.
+    """
     rows = [fingerprints[i * mesh.tp_size : (i + 1) * mesh.tp_size] for i in range(mesh.dp_size)]
     equal = all(len({value for value, _ in row}) == 1 for row in rows)
     telling = any(tells for row in rows for _, tells in row)
     if isinstance(layout.tp, Shard):
         if equal and telling:
             raise ValueError(
-                f"{site}: expected_shape {expected_shape} makes dim {layout.tp.dim} sharded over {mesh.tp_size} "
-                f"tensor-parallel ranks, but all of them hold the same values of shape {_unique(shapes)}: the tensor "
+                f"{site}: expected_shape {expected_shape} makes dim {layout.tp.dim} sharded over "
+                f"{mesh.tp_size} "
+                "tensor-parallel ranks, but all of them hold the same values of shape "
+                f"{_unique(shapes)}: the tensor "
                 "is replicated; give its own size, or None"
             )
     elif not equal:
         raise ValueError(
-            f"{site}: the tensor-parallel ranks hold different values of shape {_unique(shapes)}, so each has a shard "
+            f"{site}: the tensor-parallel ranks hold different values of shape {_unique(shapes)}, "
+            "so each has a shard "
             f"or a partial sum, and which is not known; give the full sizes in expected_shape"
             + (f" (it is {expected_shape} now)" if expected_shape is not None else "")
         )
     elif not telling and expected_shape is None and any(0 not in shape for shape in shapes):
         raise ValueError(
-            f"{site}: all ranks hold one constant value of shape {_unique(shapes)}, which does not show whether the "
+            f"{site}: all ranks hold one constant value of shape {_unique(shapes)}, which does "
+            "not show whether the "
             "tensor is sharded; give the full sizes in expected_shape"
         )
 

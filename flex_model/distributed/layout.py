@@ -20,7 +20,9 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Shard:
-    """The ranks of the axis hold consecutive parts along ``dim`` (never negative), evenly or not."""
+    """The ranks of the axis hold consecutive parts along ``dim`` (never negative), evenly or
+    not.
+    """
 
     dim: int
 
@@ -50,11 +52,11 @@ class ShardLayout:
         layout.full_shape(shapes, 2, 2)       # (4, 5, 16)
         layout.plan(shapes, 2, 2, element_bytes=4)
 
-    Where both axes shard one dim, the ranks' parts lie in the order (dp, tp), tp fastest; with ``tp_first`` (FSDP2 over a
-    tensor-parallel model) in the order (tp, dp).
+    Where both axes shard one dim, the ranks' parts lie in the order (dp, tp), tp fastest; with
+    ``tp_first`` (FSDP2 over a tensor-parallel model) in the order (tp, dp).
 
-    The names are those of ``torch.distributed.tensor``; unlike its ``Shard``, the sizes of the parts are whatever the
-    ranks hold.
+    The names are those of ``torch.distributed.tensor``; unlike its ``Shard``, the sizes of the
+    parts are whatever the ranks hold.
     """
 
     dp: Placement = Replicate()
@@ -68,26 +70,37 @@ class ShardLayout:
         return tuple(axis for axis in ("dp", "tp") if isinstance(getattr(self, axis), Shard))
 
     def full_shape(self, shapes: Sequence[Shape], dp_size: int, tp_size: int) -> Shape:
-        """Shape of the full tensor, from the local shapes of the ranks in the order (dp, tp). Local."""
+        """Shape of the full tensor, from the local shapes of the ranks in the order (dp, tp).
+        Local.
+        """
         return self._place(shapes, dp_size, tp_size)[0]
 
-    def plan(self, shapes: Sequence[Shape], dp_size: int, tp_size: int, element_bytes: int) -> GatherPlan:
+    def plan(
+        self, shapes: Sequence[Shape], dp_size: int, tp_size: int, element_bytes: int
+    ) -> GatherPlan:
         """The copy of all shards into the full tensor.
 
-        ``shapes`` are of the ranks that hold *different* parts, in the order (dp, tp): along an axis that does not
-        shard, the size to give is 1.
+        ``shapes`` are of the ranks that hold *different* parts, in the order (dp, tp): along an
+        axis that does not shard, the size to give is 1.
         """
         full_shape, starts = self._place(shapes, dp_size, tp_size)
         pieces = [
             (rank, list(start), [0] * len(start), list(shape))
             for rank, (start, shape) in enumerate(zip(starts, shapes))
         ]
-        return GatherPlan(list(full_shape), [list(shape) for shape in shapes], pieces, element_bytes)
+        return GatherPlan(
+            list(full_shape), [list(shape) for shape in shapes], pieces, element_bytes
+        )
 
-    def _place(self, shapes: Sequence[Shape], dp_size: int, tp_size: int) -> tuple[Shape, list[Shape]]:
+    def _place(
+        self, shapes: Sequence[Shape], dp_size: int, tp_size: int
+    ) -> tuple[Shape, list[Shape]]:
         """The full shape, and where each rank's shard starts in it."""
         if len(shapes) != dp_size * tp_size:
-            raise ValueError(f"a layout over dp {dp_size} x tp {tp_size} needs {dp_size * tp_size} shapes, got {len(shapes)}")
+            raise ValueError(
+                f"a layout over dp {dp_size} x tp {tp_size} needs {dp_size * tp_size} shapes, got "
+                f"{len(shapes)}"
+            )
         ndim = len(shapes[0])
         full, starts = [], [[0] * ndim for _ in shapes]
         for dim in range(ndim):
@@ -99,7 +112,8 @@ class ShardLayout:
             for rank, place in enumerate(places):
                 if extent.setdefault(place, sizes[rank]) != sizes[rank]:
                     raise ValueError(
-                        f"ranks hold {sizes} along dim {dim} (shapes {[tuple(s) for s in shapes]}, in the order "
+                        f"ranks hold {sizes} along dim {dim} (shapes "
+                        f"{[tuple(s) for s in shapes]}, in the order "
                         f"dp {dp_size} x tp {tp_size}), which does not fit the layout {self}"
                     )
             start = 0

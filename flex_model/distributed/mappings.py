@@ -19,10 +19,6 @@ from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.layout import Shard, ShardLayout
 from flex_model.distributed.state import ParallelState
 
-_NEEDS_GRADIENT = (
-    8  # a flag that headers leave free: the tensor is in an autograd graph on this rank
-)
-
 
 def unity(tensor: Tensor, fmps: ParallelState) -> Tensor:
     """The tensor itself. Local."""
@@ -169,10 +165,10 @@ def _broadcast(tensor: Tensor, fmps: ParallelState, axis: str, name: str) -> Ten
         return tensor
     shape = tuple(tensor.shape)
     needs_gradient = torch.is_grad_enabled() and tensor.requires_grad
-    headers = _agreement(fmps, axis, name)(tensor, _NEEDS_GRADIENT if needs_gradient else 0)
+    headers = _agreement(fmps, axis, name)(tensor, Header.NEEDS_GRADIENT if needs_gradient else 0)
     if any(header.shape != headers[0].shape for header in headers):
         raise channel.mismatch(f"{name} with shape {shape}", "have tensors of different shapes")
-    if any(header.flags & _NEEDS_GRADIENT for header in headers) and torch.is_grad_enabled():
+    if any(header.flags & Header.NEEDS_GRADIENT for header in headers) and torch.is_grad_enabled():
         if not needs_gradient:  # in the graph all the same: the backward may be collective
             tensor = tensor.detach().requires_grad_()
         return _Broadcast.apply(

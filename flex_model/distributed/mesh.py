@@ -33,8 +33,9 @@ class Mesh:
     Example::
 
         mesh = Mesh.from_sizes(tp_size=2, dp_size=2)      # 4 processes
-        mesh.grid                                         # (0, 1, 2, 3): global ranks of this stage, tp fastest
-        mesh.members(("tp",))                             # [2, 3] on the second data-parallel rank: places in `grid`
+        mesh.grid                                         # (0, 1, 2, 3): global ranks of this
+        stage, tp fastest mesh.members(("tp",))                             # [2, 3] on the second
+        data-parallel rank: places in `grid`
 
     Attributes:
         ranks: Global ranks in the order (pp, dp, tp), tp fastest.
@@ -54,7 +55,8 @@ class Mesh:
         dp_size: int = 1,
         process_group: dist.ProcessGroup | None = None,
     ) -> Mesh:
-        """Lay the ranks of ``process_group`` (default: the world) out as (pp, dp, tp). Local; no collective.
+        """Lay the ranks of ``process_group`` (default: the world) out as (pp, dp, tp). Local; no
+        collective.
 
         Raises:
             ValueError: a size is below 1, or the sizes do not multiply to the number of ranks.
@@ -65,20 +67,26 @@ class Mesh:
                 raise ValueError(f"{name}_parallel_size must be an int of at least 1, got {size!r}")
         if tp_size * pp_size * dp_size != len(ranks):
             raise ValueError(
-                f"tensor_parallel_size ({tp_size}) x pipeline_parallel_size ({pp_size}) x data_parallel_size "
-                f"({dp_size}) = {tp_size * pp_size * dp_size}, but the process group has {len(ranks)} "
-                f"rank{'s' * (len(ranks) > 1)}; give sizes that multiply to {len(ranks)}, or a process_group or "
+                f"tensor_parallel_size ({tp_size}) x pipeline_parallel_size ({pp_size}) x "
+                "data_parallel_size "
+                f"({dp_size}) = {tp_size * pp_size * dp_size}, but the process group has "
+                f"{len(ranks)} "
+                f"rank{'s' * (len(ranks) > 1)}; give sizes that multiply to {len(ranks)}, or a "
+                "process_group or "
                 "device_mesh of the ranks that hold the model"
             )
         return Mesh._of(ranks, pp_size, dp_size, tp_size)
 
     @staticmethod
     def from_device_mesh(device_mesh: dist.DeviceMesh) -> Mesh:
-        """Take the axes from a ``DeviceMesh`` whose dims are named (``tp``, ``dp``, ``pp``, ``fsdp``, ...). Local."""
+        """Take the axes from a ``DeviceMesh`` whose dims are named (``tp``, ``dp``, ``pp``,
+        ``fsdp``, ...). Local.
+        """
         names = device_mesh.mesh_dim_names
         if names is None:
             raise ValueError(
-                "device_mesh must have named dims, so that tensor- and data-parallel axes can be told apart; "
+                "device_mesh must have named dims, so that tensor- and data-parallel axes can be "
+                "told apart; "
                 'make it with init_device_mesh(..., mesh_dim_names=("dp", "tp"))'
             )
         axes = []
@@ -86,7 +94,8 @@ class Mesh:
             axis = AXIS_OF_DIM.get(name.lower())
             if axis is None:
                 raise ValueError(
-                    f"device_mesh dim {name!r} is not a known axis; name the dims after {sorted(AXIS_OF_DIM)}"
+                    f"device_mesh dim {name!r} is not a known axis; name the dims after "
+                    f"{sorted(AXIS_OF_DIM)}"
                 )
             axes.append(axis)
         order = sorted(range(len(axes)), key=lambda i: (("pp", "dp", "tp").index(axes[i]), i))
@@ -102,7 +111,9 @@ class Mesh:
     def _of(ranks: tuple[int, ...], pp_size: int, dp_size: int, tp_size: int) -> Mesh:
         me = dist.get_rank() if is_distributed() else 0
         if me not in ranks:
-            raise ValueError(f"global rank {me} is not one of the ranks of this model, {list(ranks)}")
+            raise ValueError(
+                f"global rank {me} is not one of the ranks of this model, {list(ranks)}"
+            )
         return Mesh(ranks, ranks.index(me), pp_size, dp_size, tp_size)
 
     @property
@@ -128,7 +139,9 @@ class Mesh:
         return self.rank % (self.dp_size * self.tp_size)
 
     def members(self, axes: tuple[str, ...], place: int | None = None) -> list[int]:
-        """Places in ``grid`` of the ranks that differ from ``place`` (default: this rank) along ``axes`` only."""
+        """Places in ``grid`` of the ranks that differ from ``place`` (default: this rank) along
+        ``axes`` only.
+        """
         dp, tp = divmod(self.place if place is None else place, self.tp_size)
         rows = range(self.dp_size) if "dp" in axes else [dp]
         columns = range(self.tp_size) if "tp" in axes else [tp]
@@ -149,13 +162,15 @@ def group_ranks(process_group: dist.ProcessGroup | None) -> tuple[int, ...]:
     if not is_distributed():
         if process_group is not None:
             raise ValueError(
-                "a process_group was given, but torch.distributed is not initialised; call init_process_group first"
+                "a process_group was given, but torch.distributed is not initialised; call "
+                "init_process_group first"
             )
         return (0,)
     if process_group is None:
         return tuple(range(dist.get_world_size()))
     if process_group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
-            "this rank is not a member of the process_group given; wrap the model on the group's ranks only"
+            "this rank is not a member of the process_group given; wrap the model on the group's "
+            "ranks only"
         )
     return tuple(dist.get_process_group_ranks(process_group))

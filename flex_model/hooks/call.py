@@ -1,6 +1,7 @@
 """One call of one hook: the full tensor is gathered, recorded, edited, and its shards go back.
 
-Two or more ranks: the call begins with an exchange of headers, so ranks that disagree find out before any payload.
+Two or more ranks: the call begins with an exchange of headers, so ranks that disagree find out
+    before any payload.
 A hook without editing function keeps a copy of its shard for the end of the run, and nobody waits.
 """
 
@@ -37,7 +38,9 @@ _CHANGED, _REQUIRES_GRAD = 1, 2  # what rank 0 tells of its edit, in Header.micr
 
 
 class HookCaller:
-    """Runs hooks on this rank's tensors. All methods are collective over the ranks of the wrap's stage."""
+    """Runs hooks on this rank's tensors. All methods are collective over the ranks of the wrap's
+    stage.
+    """
 
     def __init__(
         self,
@@ -58,7 +61,12 @@ class HookCaller:
     # The three kinds of values.
 
     def activation(
-        self, registration: Registration, module: nn.Module, leaf: Tensor, context: RunContext, replay: bool
+        self,
+        registration: Registration,
+        module: nn.Module,
+        leaf: Tensor,
+        context: RunContext,
+        replay: bool,
     ) -> Tensor:
         """A forward or forward-pre hook on one tensor; the tensor that the model goes on with."""
         check_movable(registration, leaf)
@@ -69,8 +77,12 @@ class HookCaller:
         edited = self._edit(registration, module, leaf, context, replay=replay)
         return leaf if edited is None else edited
 
-    def gradient(self, registration: Registration, module: nn.Module, grad: Tensor, context: RunContext) -> Tensor:
-        """A backward hook on one gradient. Along dp its values are those of the mean loss over ranks."""
+    def gradient(
+        self, registration: Registration, module: nn.Module, grad: Tensor, context: RunContext
+    ) -> Tensor:
+        """A backward hook on one gradient. Along dp its values are those of the mean loss over
+        ranks.
+        """
         check_movable(registration, grad)
         grad = dtensor.without_partial(grad) if dtensor.is_dtensor(grad) else grad
         scale = self._channel.mesh.dp_size
@@ -83,7 +95,9 @@ class HookCaller:
             return grad
         return edited * scale if scale > 1 else edited
 
-    def parameter_gradient(self, registration: Registration, grad: Tensor, context: RunContext) -> Tensor:
+    def parameter_gradient(
+        self, registration: Registration, grad: Tensor, context: RunContext
+    ) -> Tensor:
         """A hook on a parameter's gradient: averaged over dp, in full; the average goes on."""
         check_movable(registration, grad)
         if dtensor.is_dtensor(grad):
@@ -127,7 +141,9 @@ class HookCaller:
         expected = registration.hook_function.expected_shape
         if expected is not None:
             shapes = [tuple(leaf.shape)]
-            inference.settle(self._channel, registration.describe(), leaf, shapes, expected, None, True)
+            inference.settle(
+                self._channel, registration.describe(), leaf, shapes, expected, None, True
+            )
 
     # Editing.
 
@@ -154,7 +170,12 @@ class HookCaller:
         return shard
 
     def _edit_alone(
-        self, registration: Registration, module: nn.Module | None, leaf: Tensor, context: RunContext, replay: bool
+        self,
+        registration: Registration,
+        module: nn.Module | None,
+        leaf: Tensor,
+        context: RunContext,
+        replay: bool,
     ) -> Tensor | None:
         self._check_alone(registration, leaf)
         if not replay:
@@ -162,7 +183,8 @@ class HookCaller:
         if context.seed is None:
             context.seed = seed_of_state()
         edited = self._call(registration, module, _handed(leaf), leaf, context, replay)
-        # a copy, as shards are: the model may change it in place, and the user may keep what was returned
+        # a copy, as shards are: the model may change it in place, and the user may keep what was
+        # returned
         return None if edited is None else edited.clone()
 
     def _edit_together(
@@ -186,7 +208,9 @@ class HookCaller:
                 self._records.now(registration, full)
             edited = self._call(registration, module, full, leaf, context, replay)
             return None if edited is None else gather.scatter(edited, move, agree_on_gradient)
-        return self._edit_on_first(registration, module, leaf, move, agree_on_gradient, context, replay)
+        return self._edit_on_first(
+            registration, module, leaf, move, agree_on_gradient, context, replay
+        )
 
     def _edit_on_first(
         self,
@@ -215,7 +239,9 @@ class HookCaller:
                 channel.set_error(f"{type(error).__name__}: {error}", error)
         told = 0
         if edited is not None:
-            told = _CHANGED | (_REQUIRES_GRAD if edited.requires_grad and torch.is_grad_enabled() else 0)
+            told = _CHANGED | (
+                _REQUIRES_GRAD if edited.requires_grad and torch.is_grad_enabled() else 0
+            )
         headers = channel.agree(
             Header("result of an edit on rank 0", site=registration.site, microbatch=told),
             f"the result of the edit of {registration.describe()}",
@@ -224,17 +250,29 @@ class HookCaller:
         if not told & _CHANGED:
             return None
         requires_grad = bool(told & _REQUIRES_GRAD) and torch.is_grad_enabled()
-        return gather.scatter_from_first(edited, gathered, move, agree_on_gradient, leaf, requires_grad)
+        return gather.scatter_from_first(
+            edited, gathered, move, agree_on_gradient, leaf, requires_grad
+        )
 
     def _agree(
-        self, registration: Registration, tensor: Tensor, kind: str, context: RunContext | None = None
+        self,
+        registration: Registration,
+        tensor: Tensor,
+        kind: str,
+        context: RunContext | None = None,
     ) -> list[Shape]:
         """Exchange headers; the local shapes of all ranks."""
         seed = 0
         if context is not None:
             seed = seed_of_state() if context.seed is None else context.seed
-        header = Header(kind, site=registration.site, seed=seed, dtype=tensor.dtype, shape=tuple(tensor.shape))
-        where = f"the gradient of the edit of {registration.describe()}" if kind == "gradient of an edit" else registration.describe()
+        header = Header(
+            kind, site=registration.site, seed=seed, dtype=tensor.dtype, shape=tuple(tensor.shape)
+        )
+        where = (
+            f"the gradient of the edit of {registration.describe()}"
+            if kind == "gradient of an edit"
+            else registration.describe()
+        )
         headers = self._channel.agree(header, where)
         if context is not None and context.seed is None:
             context.seed = headers[0].seed
@@ -254,7 +292,9 @@ class HookCaller:
         known: ShardLayout | None,
         shard: Tensor,
     ) -> Move:
-        """The plan for what all ranks hold, cached; probes the values where the layout is new. Collective then."""
+        """The plan for what all ranks hold, cached; probes the values where the layout is new.
+        Collective then.
+        """
         key = (tuple(shapes), dtype, known)
         move = registration.moves.get(key)
         if move is None:
@@ -269,7 +309,9 @@ class HookCaller:
             )
             move = Move.of(self._channel, layout, list(shapes), dtype)
             while len(registration.moves) >= _REMEMBERED_MOVES:
-                del registration.moves[next(iter(registration.moves))]  # the oldest: the same one on every rank
+                del registration.moves[
+                    next(iter(registration.moves))
+                ]  # the oldest: the same one on every rank
             registration.moves[key] = move
         return move
 
@@ -284,20 +326,27 @@ class HookCaller:
         context: RunContext,
         replay: bool,
     ) -> Tensor | None:
-        """Run the editing function on the full tensor; what it made of it, or None if nothing changed."""
+        """Run the editing function on the full tensor; what it made of it, or None if nothing
+        changed.
+        """
         function = registration.hook_function
+        assert function.editing_function is not None
         call = self._call_number(registration, leaf, context, replay)
         save_ctx = throw_away(self._save_ctx) if replay else self._save_ctx
         version = full._version
         shape, dtype, device = full.shape, full.dtype, full.device
         function.parameters = self._parameters(function, context, full.device)
         try:
-            with RandomState(seed_of_call(context.seed or 0, registration.site, call), full.device) as random:
+            with RandomState(
+                seed_of_call(context.seed or 0, registration.site, call), full.device
+            ) as random:
                 result = function.editing_function(module, full, save_ctx, self._modules)
         finally:
             function.parameters = {}
         if random.consumed and not replay:
-            context.consumed = True  # a reentrant checkpoint runs its forward without grad, so that says nothing
+            context.consumed = (
+                True  # a reentrant checkpoint runs its forward without grad, so that says nothing
+            )
             context.random_calls.setdefault(registration.index, {})[_fingerprint(leaf)] = call
         if result is None or result is full:
             result = full
@@ -307,15 +356,20 @@ class HookCaller:
         return result
 
     @staticmethod
-    def _call_number(registration: Registration, leaf: Tensor, context: RunContext, replay: bool) -> int:
+    def _call_number(
+        registration: Registration, leaf: Tensor, context: RunContext, replay: bool
+    ) -> int:
         if not replay:
             number = context.calls.get(registration.index, 0)
             context.calls[registration.index] = number + 1
             return number
-        # A recomputed call gets the number that it had: told apart by what it was given, where there were several.
+        # A recomputed call gets the number that it had: told apart by what it was given, where
+        # there were several.
         return context.random_calls.get(registration.index, {}).get(_fingerprint(leaf), 0)
 
-    def _parameters(self, function: Any, context: RunContext, device: torch.device) -> dict[str, Tensor]:
+    def _parameters(
+        self, function: Any, context: RunContext, device: torch.device
+    ) -> dict[str, Tensor]:
         parameters = {}
         for name in function.parameter_names:
             if name not in context.parameters:
@@ -325,7 +379,9 @@ class HookCaller:
 
 
 def _handed(leaf: Tensor) -> Tensor:
-    """A copy, in the graph, for the function to edit in place; never an inference tensor, so that its version counts."""
+    """A copy, in the graph, for the function to edit in place; never an inference tensor, so that
+    its version counts.
+    """
     if leaf.is_inference():
         with torch.inference_mode(False):
             return leaf.clone()
@@ -339,28 +395,42 @@ def _fingerprint(tensor: Tensor) -> int:
 def check_movable(registration: Registration, leaf: Tensor) -> None:
     """TypeError for tensors that are not plain strided ones."""
     if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested:
-        kind = "quantized" if leaf.is_quantized else "nested" if leaf.is_nested else str(leaf.layout)
+        kind = (
+            "quantized" if leaf.is_quantized else "nested" if leaf.is_nested else str(leaf.layout)
+        )
         raise TypeError(
-            f"{registration.describe()}: the tensor is {kind}, and only dense strided tensors can be gathered; hook a "
+            f"{registration.describe()}: the tensor is {kind}, and only dense strided tensors can "
+            "be gathered; hook a "
             "module whose tensor is dense"
         )
 
 
 def check_result(
-    registration: Registration, result: object, shape: torch.Size, dtype: torch.dtype, device: torch.device
+    registration: Registration,
+    result: object,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     """TypeError or ValueError if what an editing function returned can't go on in the model."""
     name = registration.describe()
     function = registration.hook_function.editing_function
     what = f"{name}: the editing function {getattr(function, '__qualname__', function)!r}"
     if not isinstance(result, Tensor):
-        raise TypeError(f"{what} returned a {type(result).__name__}; expected a torch.Tensor of shape {tuple(shape)}, or None")
+        raise TypeError(
+            f"{what} returned a {type(result).__name__}; expected a torch.Tensor of shape "
+            f"{tuple(shape)}, or None"
+        )
     if dtensor.is_dtensor(result):
-        raise TypeError(f"{what} returned a DTensor; expected a plain full torch.Tensor of shape {tuple(shape)}")
+        raise TypeError(
+            f"{what} returned a DTensor; expected a plain full torch.Tensor of shape {tuple(shape)}"
+        )
     for attribute, expected, got in (
         ("shape", tuple(shape), tuple(result.shape)),
         ("dtype", dtype, result.dtype),
         ("device", device, result.device),
     ):
         if expected != got:
-            raise ValueError(f"{what} returned a tensor of {attribute} {got}; expected {attribute} {expected}")
+            raise ValueError(
+                f"{what} returned a tensor of {attribute} {got}; expected {attribute} {expected}"
+            )

@@ -15,19 +15,25 @@ from flex_model.outputs import PendingRecord
 
 @dataclass(eq=False, slots=True)
 class RunContext:
-    """Made when a run begins; the graph of its forward holds it, so backward and recomputation find it again.
+    """Made when a run begins; the graph of its forward holds it, so backward and recomputation find
+    it again.
 
     Attributes:
         num_active: How many hooks it chose, of any kind.
-        direct_depth: For a run begun by a direct call of the wrapped module: how deep in such calls it is.
+        direct_depth: For a run begun by a direct call of the wrapped module: how deep in such calls
+            it is.
         seed: Random seed of the run, rank 0's; None until an edit needs it.
         consumed: Whether an edit drew random numbers.
         calls: By registration index: how often its editing function was called.
-        random_calls: By registration index: fingerprint of the input -> call number, for calls that drew random numbers.
+        random_calls: By registration index: fingerprint of the input -> call number, for calls that
+            drew random numbers.
         parameters: Full parameters that editing functions asked for, for the time of the run.
-        outer_error: The exception that was being handled when a direct call began; another one at its end is its own.
-        first_node, last_node: Numbers of autograd's nodes made during the run: from the first, to before the last.
-        backward_task: The backward pass at whose end its records will be delivered; -1 if none goes on.
+        outer_error: The exception that was being handled when a direct call began; another one at
+            its end is its own.
+        first_node, last_node: Numbers of autograd's nodes made during the run: from the first, to
+            before the last.
+        backward_task: The backward pass at whose end its records will be delivered; -1 if none goes
+            on.
     """
 
     num_active: int = 0
@@ -55,7 +61,9 @@ def next_sequence() -> int:
 
 
 def seed_of_state() -> int:
-    """A seed from torch's CPU generator, without drawing from it: ``torch.manual_seed`` governs it."""
+    """A seed from torch's CPU generator, without drawing from it: ``torch.manual_seed`` governs
+    it.
+    """
     state = torch.default_generator.get_state()
     return int(torch.ops.flex_model.fingerprint(state)[0]) & (2**63 - 1)
 
@@ -66,7 +74,9 @@ def seed_of_call(run_seed: int, site: int, call: int) -> int:
 
 
 class RandomState:
-    """Torch's generators (CPU, and the CUDA device of a tensor), seeded for one edit and put back after it."""
+    """Torch's generators (CPU, and the CUDA device of a tensor), seeded for one edit and put back
+    after it.
+    """
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.consumed = False
@@ -89,13 +99,20 @@ class RandomState:
 
 
 def advance_generator() -> None:
-    """Move torch's CPU generator on by one draw, so that the next run's edits draw other numbers."""
+    """Move torch's CPU generator on by one draw, so that the next run's edits draw other
+    numbers.
+    """
     torch.empty((), dtype=torch.int64).random_()
 
 
 def throw_away(save_ctx: Namespace) -> Namespace:
-    """A copy of ``save_ctx`` for a recomputed edit: it has run before, and what it adds must not be added twice."""
+    """A copy of ``save_ctx`` for a recomputed edit: it has run before, and what it adds must not be
+    added twice.
+    """
     containers = (list, dict, set)
     return Namespace(
-        **{name: copy.copy(value) if type(value) in containers else value for name, value in vars(save_ctx).items()}
+        **{
+            name: copy.copy(value) if type(value) in containers else value
+            for name, value in vars(save_ctx).items()
+        }
     )

@@ -1,6 +1,8 @@
-"""The hook core of one wrapped model: which hooks there are, when a run begins and ends, what runs in between.
+"""The hook core of one wrapped model: which hooks there are, when a run begins and ends, what runs
+in between.
 
-It never refers to the FlexModel, so that dropping the last reference to that takes all hooks off the model.
+It never refers to the FlexModel, so that dropping the last reference to that takes all hooks off
+the model.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ EVERYTHING: Choice = ((ALL,), False)
 
 
 class HookCore:
-    """See the module. ``module`` is the wrapped model; all else is shared with the FlexModel that made it."""
+    """See the module. ``module`` is the wrapped model; all else is shared with the FlexModel that
+    made it.
+    """
 
     def __init__(
         self,
@@ -62,14 +66,23 @@ class HookCore:
         self.channel = Channel(mesh, timeout_s)
         self.records = Records(output_ptr, self.channel, output_ranks)
         self.groups = HookGroups()
-        self.full_parameter: Callable[[str], Tensor] = lambda name: torch.empty(0)  # set by FlexModel
+        self.full_parameter: Callable[[str], Tensor] = lambda name: torch.empty(
+            0
+        )  # set by FlexModel
         self.caller = HookCaller(
-            self.channel, self.records, save_ctx, modules, edit_on, lambda name: self.full_parameter(name)
+            self.channel,
+            self.records,
+            save_ctx,
+            modules,
+            edit_on,
+            lambda name: self.full_parameter(name),
         )
         self.save_ctx, self.modules = save_ctx, modules
         make = (output_ptr, self._run_hook, torch.Tensor, torch._C._current_graph_task_id)
         self.dispatcher = _C.Dispatcher(*make)
-        self.parameter_dispatcher = _C.Dispatcher(*make)  # keeps the choice of the last run: gradients come after it
+        self.parameter_dispatcher = _C.Dispatcher(
+            *make
+        )  # keeps the choice of the last run: gradients come after it
         self.run: RunContext | None = None
         self.num_active = 0
         self._sites: dict[int, ModuleSite] = {}
@@ -98,7 +111,8 @@ class HookCore:
         assert kind in KINDS
         if function._registration is not None:
             raise ValueError(
-                f"{function!r} is registered already; remove it first (handle.remove()), or make another HookFunction"
+                f"{function!r} is registered already; remove it first (handle.remove()), or make "
+                "another HookFunction"
             )
         self._check_record_name(function, kind)
         module_ref = weakref.ref(target) if isinstance(target, nn.Module) else None
@@ -116,7 +130,9 @@ class HookCore:
         else:
             parameter_site = self._parameter_sites.get(id(target))
             if parameter_site is None:
-                parameter_site = ParameterSite(self, function.module_name, target, after_accumulation)
+                parameter_site = ParameterSite(
+                    self, function.module_name, target, after_accumulation
+                )
                 self._parameter_sites[id(target)] = parameter_site
             parameter_site.site.add(registration.hook)
         self.groups.add(registration, groups)
@@ -126,7 +142,9 @@ class HookCore:
         return registration
 
     def _records_in_dispatcher(self, registration: Registration) -> bool:
-        """Whether the compiled dispatcher can serve it alone: one rank, nothing to edit, nothing to check."""
+        """Whether the compiled dispatcher can serve it alone: one rank, nothing to edit, nothing to
+        check.
+        """
         function = registration.hook_function
         return (
             self.channel.is_local
@@ -141,7 +159,8 @@ class HookCore:
             if other.hook_function.record_name == function.record_name and other.kind != kind:
                 raise ValueError(
                     f"a {kind} hook on {function.module_name!r} would write its records to "
-                    f"output_ptr[{function.record_name!r}], as the {other.describe()} does; give one of them an "
+                    f"output_ptr[{function.record_name!r}], as the {other.describe()} does; give "
+                    "one of them an "
                     "output_name"
                 )
 
@@ -153,20 +172,24 @@ class HookCore:
         function._registration = None
         function.save_ctx = function.modules = None
         self.groups.discard(registration)
-        for sites in (self._sites, self._parameter_sites):
-            for key, place in list(sites.items()):
-                for site in [place.site] if isinstance(place, ParameterSite) else place.sites.values():
+        tables: list[dict[int, Any]] = [self._sites, self._parameter_sites]
+        for table in tables:
+            for key, place in list(table.items()):
+                for site in place.all_sites:
                     site.remove(registration.hook)
                     site.refresh()
-                if place.is_empty:
+                if not any(site.hooks for site in place.all_sites):
                     place.remove()
-                    del sites[key]
-        del registration.hook  # it holds the registration, and no garbage collector would see the cycle
+                    del table[key]
+        # It holds the registration, and no garbage collector would see the cycle.
+        del registration.hook
         if not self.is_closed:
             self._activate(self._choice, self._parameter_choice)
 
     def _activate(self, choice: Choice, parameter_choice: Choice) -> None:
-        """Choose groups: torch hooks come and go with them. A parameter's gradient comes after the run that chose."""
+        """Choose groups: torch hooks come and go with them. A parameter's gradient comes after the
+        run that chose.
+        """
         for dispatcher, sites, (groups, complement) in (
             (self.dispatcher, self._sites, choice),
             (self.parameter_dispatcher, self._parameter_sites, parameter_choice),
@@ -176,8 +199,8 @@ class HookCore:
                 site.install()
         self._choice, self._parameter_choice = choice, parameter_choice
         self.num_active = sum(
-            len(site.active) for place in self._sites.values() for site in place.sites.values()
-        ) + sum(len(place.site.active) for place in self._parameter_sites.values())
+            len(site.active) for place in self._places() for site in place.all_sites
+        )
         self._install_root()
 
     def _install_root(self) -> None:
@@ -209,11 +232,15 @@ class HookCore:
                 error = sys.exc_info()[1]
                 core.end(run, None if error is run.outer_error else error)
 
-        # `begin` before all other hooks of the root, `end` after them: a hook on the root itself is inside
+        # `begin` before all other hooks of the root, `end` after them: a hook on the root itself is
+        # inside
         self._root_handles = [
             self.module.register_forward_pre_hook(begin, prepend=True),
             self.module.register_forward_hook(end, always_call=True),
         ]
+
+    def _places(self) -> list[ModuleSite | ParameterSite]:
+        return [*self._sites.values(), *self._parameter_sites.values()]
 
     # Runs.
 
@@ -224,7 +251,9 @@ class HookCore:
         return names, bool(complement)
 
     def begin(self, choice: Choice, direct: bool = False) -> RunContext:
-        """Start an outermost run: choose hooks, agree on them where they are new, start their lists afresh."""
+        """Start an outermost run: choose hooks, agree on them where they are new, start their lists
+        afresh.
+        """
         if not choice == self._choice == self._parameter_choice:
             self._activate(choice, choice)
         run = RunContext(self.num_active, int(direct), first_node=next_sequence())
@@ -249,11 +278,15 @@ class HookCore:
         if digest == self._agreed_hooks:
             return
         names = "; ".join(registration.describe() for registration in registrations)
-        self.channel.agree(Header("registered hooks", site=digest), f"the start of a run with these hooks: {names}")
+        self.channel.agree(
+            Header("registered hooks", site=digest), f"the start of a run with these hooks: {names}"
+        )
         self._agreed_hooks = digest
 
     def end(self, run: RunContext, error: BaseException | None) -> None:
-        """Finish an outermost run: deliver its records, tell and hear of errors. Collective where hooks were active."""
+        """Finish an outermost run: deliver its records, tell and hear of errors. Collective where
+        hooks were active.
+        """
         if self.run is not run:
             return
         try:
@@ -282,10 +315,17 @@ class HookCore:
         self.records.forget(run)
         for site in self._sites.values():
             site.forget_calls()
-        if self.channel.is_local or not run.num_active or is_agreed(error) or not isinstance(error, Exception):
+        if (
+            self.channel.is_local
+            or not run.num_active
+            or is_agreed(error)
+            or not isinstance(error, Exception)
+        ):
             return
         self.channel.tell_failure(
-            f"the model's own forward failed: {type(error).__name__}: {error}", error, "end of the run"
+            f"the model's own forward failed: {type(error).__name__}: {error}",
+            error,
+            "end of the run",
         )
 
     def _join(self, run: RunContext, kind: str) -> None:
@@ -355,23 +395,33 @@ class HookCore:
                 self.end(run, failure)
         return self._run_in(run, registration, module, tree)
 
-    def _run_in(self, run: RunContext, registration: Registration, module: nn.Module, tree: Any) -> Any:
+    def _run_in(
+        self, run: RunContext, registration: Registration, module: nn.Module, tree: Any
+    ) -> Any:
         try:
             self._check_thread(registration)
-            leaf = self.leaf(registration, tree, registration.hook_function.unpack_idx, required=True)
+            leaf = registration.leaf(tree)
             result = self.caller.activation(registration, module, leaf, run, replay=False)
         except Exception as error:
-            self._hook_failed(registration, error)
+            self.hook_failed(registration, error)
             return tree
-        return tree if result is leaf else _C.replace_leaf(tree, registration.hook_function.unpack_idx, result)
+        return (
+            tree
+            if result is leaf
+            else _C.replace_leaf(tree, registration.hook_function.unpack_idx, result)
+        )
 
     def _replay(self, registration: Registration, module: nn.Module, tree: Any) -> Any:
-        """The model is computed once more during backward (activation checkpointing): the same edit, and no record."""
+        """The model is computed once more during backward (activation checkpointing): the same
+        edit, and no record.
+        """
         if not registration.edits:
             return tree
         index = registration.hook_function.unpack_idx
-        leaf = self.leaf(registration, tree, index, required=True)
-        result = self.caller.activation(registration, module, leaf, self._run_of_backward(), replay=True)
+        leaf = registration.leaf(tree)
+        result = self.caller.activation(
+            registration, module, leaf, self._run_of_backward(), replay=True
+        )
         return tree if result is leaf else _C.replace_leaf(tree, index, result)
 
     def _run_of_backward(self) -> RunContext:
@@ -383,34 +433,21 @@ class HookCore:
         return self._runs[-1] if self._runs else RunContext()
 
     def _check_thread(self, registration: Registration) -> None:
-        if self._thread is not None and self._thread != threading.get_ident() and self.run is not None:
+        if (
+            self._thread is not None
+            and self._thread != threading.get_ident()
+            and self.run is not None
+        ):
             raise HookError(
-                f"{registration.describe()}: called from a second thread while a run of this FlexModel goes on in another; "
+                f"{registration.describe()}: called from a second thread while a run of this "
+                "FlexModel goes on in another; "
                 "run the model from one thread at a time, or wrap it once per thread"
             )
 
-    def leaf(self, registration: Registration, tree: Any, index: int, required: bool = False) -> Tensor | None:
-        """The tensor a hook is about; without one: None, or HookError if ``required``."""
-        try:
-            return _C.leaf_at(tree, index)
-        except IndexError:
-            if not required:
-                return None
-        count = _C.num_leaves(tree)
-        what = "input" if registration.kind == "forward_pre" else "output"
-        held = tree if what == "output" else (tree[0], tree[1])
-        if count == 0:
-            raise HookError(
-                f"{registration.describe()}: expected a tensor in the module's {what}, got none ({_brief(held)}); hook another "
-                "module, or register the container's type with flex_model.pytree.register"
-            )
-        raise HookError(
-            f"{registration.describe()}: unpack_idx {index} is out of range, the module's {what} holds {count} "
-            f"tensor{'s' * (count > 1)}; give an unpack_idx from 0 to {count - 1}"
-        )
-
-    def _hook_failed(self, registration: Registration, error: Exception) -> None:
-        """An error of one hook. One rank: raise it. Several: go on as if unedited, all raise at the next exchange."""
+    def hook_failed(self, registration: Registration, error: Exception) -> None:
+        """An error of one hook. One rank: raise it. Several: go on as if unedited, all raise at the
+        next exchange.
+        """
         if is_agreed(error):
             raise error
         text = str(error) if isinstance(error, HookError) else f"{type(error).__name__}: {error}"
@@ -424,7 +461,13 @@ class HookCore:
 
     def backward_handler(self, registrations: Sequence[Registration], module: nn.Module):
         """What an edge at the module calls with a gradient."""
-        run = self.run if self.run is not None else self._run_of_backward() if _in_backward() else self._lone_run()
+        run = (
+            self.run
+            if self.run is not None
+            else self._run_of_backward()
+            if _in_backward()
+            else self._lone_run()
+        )
         module_ref = weakref.ref(module)
 
         def handler(grad: Tensor | None) -> Tensor | None:
@@ -436,7 +479,7 @@ class HookCore:
                 try:
                     grad = self.caller.gradient(registration, module, grad, run)
                 except Exception as error:
-                    self._hook_failed(registration, error)
+                    self.hook_failed(registration, error)
             return grad
 
         return handler
@@ -450,13 +493,15 @@ class HookCore:
         """The hooks on a parameter's gradient; the gradient that goes on."""
         if self.is_closed:
             return grad
-        run = self.run if self.run is not None else self._runs[-1] if self._runs else self._lone_run()
+        run = (
+            self.run if self.run is not None else self._runs[-1] if self._runs else self._lone_run()
+        )
         self._expect_end_of_backward(run)
         for registration in registrations:
             try:
                 grad = self.caller.parameter_gradient(registration, grad, run)
             except Exception as error:
-                self._hook_failed(registration, error)
+                self.hook_failed(registration, error)
         return grad
 
     def _expect_end_of_backward(self, run: RunContext) -> None:
@@ -489,7 +534,7 @@ class HookCore:
         self.is_closed = True
         for registration in self.groups.registrations:
             self.unregister(registration)
-        for place in [*self._sites.values(), *self._parameter_sites.values()]:
+        for place in self._places():
             place.remove()
         self._sites.clear()
         self._parameter_sites.clear()
@@ -504,9 +549,3 @@ class HookCore:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _brief(tree: Any) -> str:
-    text = f"a {type(tree).__name__}: {tree!r}"
-    return text if len(text) < 120 else text[:117] + "..."
-

@@ -31,24 +31,28 @@ class HookFunction:
         flex.register_forward_hook(HookFunction("model.layers.3.mlp", editing_function=halve))
 
     Args:
-        module_name: The module, as ``named_modules`` of the wrapped model says it, with or without the names that DDP,
-            FSDP and their like put in between; ``""`` is the model itself. A parameter's name for ``register_hook``.
-        expected_shape: Shape of the full tensor; None for sizes that are not known or not sharded. Needed only where
-            the layout of a sharded plain tensor can't be inferred; given, it is checked. Under data parallelism dim 0
-            is the global batch.
-        editing_function: ``(current_module, inputs, save_ctx, modules) -> Tensor | None``. ``inputs`` is the full
-            tensor, a plain ``torch.Tensor``, the same on every rank. It may be edited in place, returned, or replaced
-            by a tensor of its shape, dtype and device; None means "what was done in place, if anything". Changes are
-            seen by the tensor's version counter: writes through ``.data`` or ``.numpy()`` are not seen. The function runs
-            as single-threaded code on every rank (or on rank 0, ``edit_on="rank0"``), with the same random state, and
-            must call no collective. ``current_module`` is None for parameters' gradients; its weights may be shards:
-            name those that are needed in ``parameters``.
-        unpack_idx: Which tensor: they are counted depth first through tuples, lists, dicts, named tuples,
-            dataclasses, model outputs and registered types; for pre-hooks through the positional, then the keyword
-            arguments; for backward hooks through the tensors of the forward whose gradients are meant.
+        module_name: The module, as ``named_modules`` of the wrapped model says it, with or without
+            the names that DDP, FSDP and their like put in between; ``""`` is the model itself. A
+            parameter's name for ``register_hook``.
+        expected_shape: Shape of the full tensor; None for sizes that are not known or not sharded.
+            Needed only where the layout of a sharded plain tensor can't be inferred; given, it is
+            checked. Under data parallelism dim 0 is the global batch.
+        editing_function: ``(current_module, inputs, save_ctx, modules) -> Tensor | None``.
+            ``inputs`` is the full tensor, a plain ``torch.Tensor``, the same on every rank. It may
+            be edited in place, returned, or replaced by a tensor of its shape, dtype and device;
+            None means "what was done in place, if anything". Changes are seen by the tensor's
+            version counter: writes through ``.data`` or ``.numpy()`` are not seen. The function
+                runs as single-threaded code on every rank (or on rank 0, ``edit_on="rank0"``), with
+                the same random state, and
+            must call no collective. ``current_module`` is None for parameters' gradients; its
+            weights may be shards: name those that are needed in ``parameters``.
+        unpack_idx: Which tensor: they are counted depth first through tuples, lists, dicts, named
+            tuples, dataclasses, model outputs and registered types; for pre-hooks through the
+            positional, then the keyword arguments; for backward hooks through the tensors of the
+            forward whose gradients are meant.
         output_name: Key of the record in ``output_ptr`` (default: ``module_name``).
-        parameters: Names of parameters of the wrapped model that the function needs in full; they are in
-            ``hook_function.parameters[name]`` while it runs, detached.
+        parameters: Names of parameters of the wrapped model that the function needs in full; they
+            are in ``hook_function.parameters[name]`` while it runs, detached.
 
     Attributes:
         save_ctx, modules: Those of the FlexModel it is registered with; None before.
@@ -68,10 +72,13 @@ class HookFunction:
         parameters: Iterable[str] = (),
     ) -> None:
         if not isinstance(module_name, str):
-            raise TypeError(f"HookFunction: module_name must be a str, got {type(module_name).__name__}")
+            raise TypeError(
+                f"HookFunction: module_name must be a str, got {type(module_name).__name__}"
+            )
         if editing_function is not None and not callable(editing_function):
             raise TypeError(
-                f"HookFunction: editing_function must be callable or None, got {type(editing_function).__name__}"
+                "HookFunction: editing_function must be callable or None, got "
+                f"{type(editing_function).__name__}"
             )
         if unpack_idx is None:
             unpack_idx = 0
@@ -80,7 +87,9 @@ class HookFunction:
         if unpack_idx < 0:
             raise ValueError(f"HookFunction: unpack_idx counts from 0, got {unpack_idx}")
         if output_name is not None and not isinstance(output_name, str):
-            raise TypeError(f"HookFunction: output_name must be a str or None, got {type(output_name).__name__}")
+            raise TypeError(
+                f"HookFunction: output_name must be a str or None, got {type(output_name).__name__}"
+            )
         self.module_name = module_name
         self.expected_shape = check_expected_shape(expected_shape)
         self.editing_function = editing_function

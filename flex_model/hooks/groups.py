@@ -56,12 +56,16 @@ class HookGroups:
                 del self._ids[group]
 
     def ids(self, groups: str | Iterable[str], strict: bool = True) -> list[int]:
-        """Numbers of groups. ValueError for an unknown one, with the nearest names; left out if not ``strict``."""
+        """Numbers of groups. ValueError for an unknown one, with the nearest names; left out if not
+        ``strict``.
+        """
         return [self._id(group) for group in as_names(groups) if strict or group in self._ids]
 
     def _id(self, group: str) -> int:
         if group not in self._ids:
-            raise ValueError(f"there is no hook group {group!r}; {nearest(group, self._ids, 'group')}")
+            raise ValueError(
+                f"there is no hook group {group!r}; {nearest(group, self._ids, 'group')}"
+            )
         return self._ids[group]
 
     def of(self, hook_function: HookFunction) -> set[str]:
@@ -71,13 +75,19 @@ class HookGroups:
 
     def _hook(self, hook_function: HookFunction) -> Hook:
         if hook_function not in self._registrations:
-            raise ValueError(f"{hook_function!r} is not registered with this FlexModel; register it first")
+            raise ValueError(
+                f"{hook_function!r} is not registered with this FlexModel; register it first"
+            )
         return self._registrations[hook_function].hook
 
     def members(self, group: str) -> list[HookFunction]:
         """The hooks of a group, in the order of their registration."""
         number = self._id(group)
-        return [function for function, registration in self._registrations.items() if registration.hook.has(number)]
+        return [
+            function
+            for function, registration in self._registrations.items()
+            if registration.hook.has(number)
+        ]
 
     def update(self, members: Members, group: str) -> list[HookFunction]:
         """Put registered hooks into a group, new or not; returns them."""
@@ -90,7 +100,10 @@ class HookGroups:
     def remove(self, members: Members, group: str) -> list[HookFunction]:
         """Take hooks out of a group; returns those that were in it."""
         if group == ALL:
-            raise ValueError('remove_hook_groups: every registered hook is in "all"; remove the hook itself by its handle')
+            raise ValueError(
+                'remove_hook_groups: every registered hook is in "all"; remove the hook itself '
+                "by its handle"
+            )
         number = self._id(group)
         functions = [f for f in self._select(members) if self._registrations[f].hook.has(number)]
         if not functions:
@@ -114,7 +127,8 @@ class HookGroups:
             return functions
         if not isinstance(members, Iterable):
             raise TypeError(
-                "expected a HookFunction, a list of them, a str or a compiled regex, got " + type(members).__name__
+                "expected a HookFunction, a list of them, a str or a compiled regex, got "
+                + type(members).__name__
             )
         functions = list(members)
         for function in functions:

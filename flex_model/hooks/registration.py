@@ -1,4 +1,6 @@
-"""A HookFunction that is registered: at which site, in which groups, with which layouts found so far."""
+"""A HookFunction that is registered: at which site, in which groups, with which layouts found so
+far.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,11 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from flex_model._C import Hook
+from flex_model import _C
 from flex_model.distributed.header import site_hash
+from flex_model.errors import HookError
 from flex_model.hooks.function import HookFunction
 
 
@@ -18,7 +21,8 @@ class Registration:
     """One HookFunction at one site.
 
     Attributes:
-        index: Counts registrations of the wrap: the same on every rank that registers the same hooks.
+        index: Counts registrations of the wrap: the same on every rank that registers the same
+            hooks.
         hook: The dispatcher's view of it (groups, activity).
         moves: Plans by what all ranks hold: ``(shapes, dtype, ...) -> Move``.
     """
@@ -27,7 +31,7 @@ class Registration:
     kind: str
     index: int
     module: weakref.ref[nn.Module] | None
-    hook: Hook = field(init=False)
+    hook: _C.Hook = field(init=False)
     moves: dict[Any, Any] = field(default_factory=dict)
     site: int = field(init=False)
     name: str = field(init=False)
@@ -46,6 +50,29 @@ class Registration:
         """Whether dim 0 is the batch, of which data-parallel ranks hold different rows."""
         return self.kind != "tensor"
 
+    def leaf(self, tree: Any) -> Tensor:
+        """The tensor that the hook is about.
+
+        Raises:
+            HookError: there is none, or fewer than ``unpack_idx`` counts to.
+        """
+        index = self.hook_function.unpack_idx
+        try:
+            return _C.leaf_at(tree, index)
+        except IndexError:
+            count = _C.num_leaves(tree)
+        what = "input" if self.kind in ("forward_pre", "full_backward") else "output"
+        if count == 0:
+            raise HookError(
+                f"{self.describe()}: expected a tensor in the module's {what}, got none "
+                f"({_brief(tree)}); hook another module, or register the container's type with "
+                "flex_model.pytree.register"
+            )
+        raise HookError(
+            f"{self.describe()}: unpack_idx {index} is out of range, the module's {what} holds "
+            f"{count} tensor{'s' * (count > 1)}; give an unpack_idx from 0 to {count - 1}"
+        )
+
     def describe(self) -> str:
         """For messages: ``forward hook on 'layers.0.mlp'``."""
         kind = "parameter-gradient" if self.kind == "tensor" else self.kind.replace("_", "-")
@@ -54,7 +81,8 @@ class Registration:
 
 
 class HookHandle:
-    """Returned by the ``register_*`` methods; ``remove()`` takes the hook off, as often as one likes.
+    """Returned by the ``register_*`` methods; ``remove()`` takes the hook off, as often as one
+    likes.
 
     Also a context manager that removes the hook at its end.
     """
@@ -74,3 +102,8 @@ class HookHandle:
 
     def __exit__(self, *exc_info: object) -> None:
         self.remove()
+
+
+def _brief(tree: Any) -> str:
+    text = f"a {type(tree).__name__}: {tree!r}"
+    return text if len(text) < 120 else text[:117] + "..."

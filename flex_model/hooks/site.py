@@ -1,7 +1,8 @@
 """The torch hooks of one module or parameter, put there only while one of our hooks is active.
 
-Backward values are caught by an identity node of our own at the module's edge. ``register_full_backward_hook`` would
-refuse modules whose input or output is changed in place, and fires at the wrong time under split backward passes.
+Backward values are caught by an identity node of our own at the module's edge.
+``register_full_backward_hook`` would refuse modules whose input or output is changed in place, and
+fires at the wrong time under split backward passes.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ _Handler = Callable[[Tensor | None], Tensor | None]
 class _Edge(Function):
     """Identity; its backward hands the gradient to ``handler`` and passes on what comes back.
 
-    The result is no view for autograd, so a following in-place operation works as on the tensor itself. Where the tensor
-    lives on beside it (``passes_through``: a module that returns its input), it stays a view, and such an operation raises.
+    The result is no view for autograd, so a following in-place operation works as on the tensor
+    itself. Where the tensor lives on beside it (``passes_through``: a module that returns its
+    input), it stays a view, and such an operation raises.
     """
 
     @staticmethod
@@ -42,13 +44,17 @@ class _Edge(Function):
 
 
 class ModuleSite:
-    """The hooks of one module: a dispatcher site per kind, and at most one torch hook before and one after its forward."""
+    """The hooks of one module: a dispatcher site per kind, and at most one torch hook before and
+    one after its forward.
+    """
 
     def __init__(self, core: HookCore, module: nn.Module) -> None:
         self._core = core
         self._module = weakref.ref(module)
         self._handles: dict[str, Any] = {}
-        self._entered: list[list[tuple[Tensor, Tensor, int]]] = []  # per call under way: inputs with an edge
+        self._entered: list[
+            list[tuple[Tensor, Tensor, int]]
+        ] = []  # per call under way: inputs with an edge
         self.sites: dict[str, _C.Site] = {}
 
     def site(self, kind: str) -> _C.Site:
@@ -57,11 +63,15 @@ class ModuleSite:
         return self.sites[kind]
 
     @property
-    def is_empty(self) -> bool:
-        return not any(site.hooks for site in self.sites.values())
+    def all_sites(self) -> list[_C.Site]:
+        return list(self.sites.values())
 
     def _is_active(self, kind: str) -> bool:
         return kind in self.sites and self.sites[kind].is_active
+
+    def _is_ours(self, module: nn.Module) -> bool:
+        """Not so for a copy of the module: it was copied with its torch hooks."""
+        return module is self._module()
 
     def install(self) -> None:
         """Put on or take off torch hooks, to fit what is active now."""
@@ -109,9 +119,9 @@ class ModuleSite:
         def hook(module, args, kwargs):
             return call(module, (args, kwargs))
 
-        def hook_with_edges(module, args, kwargs):
+        def hook_with_edges(module, args, kwargs) -> Any:
             tree = call(module, (args, kwargs))
-            if module is self._module():
+            if self._is_ours(module):
                 tree = self._put_input_edges(module, tree)
             return tree
 
@@ -121,7 +131,7 @@ class ModuleSite:
         call = self.site("forward").call
 
         def hook(module, args, kwargs, output):
-            if module is not self._module():
+            if not self._is_ours(module):
                 return output
             if inputs:
                 self._follow_inputs()
@@ -138,7 +148,7 @@ class ModuleSite:
         if not torch.is_grad_enabled():
             return tree
         for index, registrations in self._by_tensor("full_backward"):
-            leaf = self._core.leaf(registrations[0], tree, index)
+            leaf = self._leaf(registrations[0], tree)
             if leaf is None or not leaf.requires_grad:
                 continue
             edge = _Edge.apply(leaf, self._core.backward_handler(registrations, module), False)
@@ -147,10 +157,14 @@ class ModuleSite:
         return tree
 
     def _follow_inputs(self) -> None:
-        """Where the module changed its input in place, the caller's tensor gets the history that goes with its new values."""
+        """Where the module changed its input in place, the caller's tensor gets the history that
+        goes with its new values.
+        """
         for leaf, edge, version in self._entered.pop() if self._entered else ():
             if edge._version != version:
-                with torch.autograd._unsafe_preserve_version_counter(leaf):  # its values do not change here
+                with torch.autograd._unsafe_preserve_version_counter(
+                    leaf
+                ):  # its values do not change here
                     leaf.copy_(edge)
 
     def _put_output_edges(self, module: nn.Module, output: Any, inputs: Any) -> Any:
@@ -158,7 +172,7 @@ class ModuleSite:
             return output
         given = None
         for index, registrations in self._by_tensor("full_backward_pre"):
-            leaf = self._core.leaf(registrations[0], output, index)
+            leaf = self._leaf(registrations[0], output)
             if leaf is None or not leaf.requires_grad:
                 continue
             if given is None:
@@ -168,8 +182,17 @@ class ModuleSite:
             output = _C.replace_leaf(output, index, edge)
         return output
 
+    def _leaf(self, registration: Registration, tree: Any) -> Tensor | None:
+        try:
+            return registration.leaf(tree)
+        except Exception as error:
+            self._core.hook_failed(registration, error)
+            return None
+
     def _by_tensor(self, kind: str) -> list[tuple[int, list[Registration]]]:
-        """Active registrations by the tensor that they are about; the order of registration is kept within one."""
+        """Active registrations by the tensor that they are about; the order of registration is kept
+        within one.
+        """
         groups: dict[int, list[Registration]] = {}
         for registration in self.sites[kind].active:
             groups.setdefault(registration.hook_function.unpack_idx, []).append(registration)
@@ -183,7 +206,9 @@ class ModuleSite:
 class ParameterSite:
     """The gradient hooks of one parameter."""
 
-    def __init__(self, core: HookCore, name: str, parameter: nn.Parameter, after_accumulation: bool) -> None:
+    def __init__(
+        self, core: HookCore, name: str, parameter: nn.Parameter, after_accumulation: bool
+    ) -> None:
         self._core = core
         self._parameter = weakref.ref(parameter)
         self._after_accumulation = after_accumulation
@@ -192,8 +217,8 @@ class ParameterSite:
         self.site = core.parameter_dispatcher.add_site(None)
 
     @property
-    def is_empty(self) -> bool:
-        return not self.site.hooks
+    def all_sites(self) -> list[_C.Site]:
+        return [self.site]
 
     def install(self) -> None:
         """Put on or take off the torch hook, to fit what is active now."""
@@ -204,7 +229,9 @@ class ParameterSite:
                 self._handle = None
         elif self._handle is None:
             if self._after_accumulation:
-                self._handle = parameter.register_post_accumulate_grad_hook(self._accumulated_hook())
+                self._handle = parameter.register_post_accumulate_grad_hook(
+                    self._accumulated_hook()
+                )
             else:
                 self._handle = parameter.register_hook(self._hook())
 

@@ -1,4 +1,6 @@
-"""DTensor and AsyncCollectiveTensor: how they are split, and their way to plain tensors and back."""
+"""DTensor and AsyncCollectiveTensor: how they are split, and their way to plain tensors and
+back.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from flex_model.distributed.mesh import Mesh
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether it is a DTensor. Does not import ``torch.distributed.tensor`` (over a second) where nobody did."""
+    """Whether it is a DTensor. Does not import ``torch.distributed.tensor`` (over a second) where
+    nobody did.
+    """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -45,18 +49,22 @@ def axes_of(device_mesh: dist.DeviceMesh, mesh: Mesh, site: str) -> list[str | N
         matching = [axis for axis in ("dp", "tp") if ours[axis] == ranks]
         if not matching:
             raise ValueError(
-                f"{site}: its DTensor lives on ranks {sorted(ranks)}, which are no axis of this wrap "
-                f"({mesh.describe()} over ranks {list(mesh.ranks)}); give the sizes or the device_mesh of the model"
+                f"{site}: its DTensor lives on ranks {sorted(ranks)}, which are no axis of this "
+                "wrap "
+                f"({mesh.describe()} over ranks {list(mesh.ranks)}); give the sizes or the "
+                "device_mesh of the model"
             )
         axes.append(matching[0])
     return axes
 
 
 def layout(tensor: Any, mesh: Mesh, site: str, *, batch_on_dp: bool) -> ShardLayout:
-    """The layout of a DTensor; along dp, where its mesh does not reach, rows of the batch if ``batch_on_dp``. Local.
+    """The layout of a DTensor; along dp, where its mesh does not reach, rows of the batch if
+    ``batch_on_dp``. Local.
 
     Raises:
-        ValueError: a placement that is not plain Shard, Replicate or a partial sum, or a mesh that is not this wrap's.
+        ValueError: a placement that is not plain Shard, Replicate or a partial sum, or a mesh that
+            is not this wrap's.
     """
     placements: dict[str, Placement] = {}
     tp_first = False
@@ -70,13 +78,16 @@ def layout(tensor: Any, mesh: Mesh, site: str, *, batch_on_dp: bool) -> ShardLay
         elif type(placement).__name__ == "Shard":
             placements[axis] = Shard(placement.dim % tensor.ndim)
         elif strided and axis == "dp" and placement.split_factor == mesh.tp_size and "tp" in axes:
-            placements[axis] = Shard(placement.dim % tensor.ndim)  # FSDP2 splits what tensor parallelism has split
+            placements[axis] = Shard(
+                placement.dim % tensor.ndim
+            )  # FSDP2 splits what tensor parallelism has split
             tp_first = True
         elif placement.is_partial() and getattr(placement, "reduce_op", "sum") == "sum":
             placements[axis] = Partial()
         else:
             raise ValueError(
-                f"{site}: DTensor placement {placement} can't be gathered; redistribute it to Shard or Replicate"
+                f"{site}: DTensor placement {placement} can't be gathered; redistribute it to "
+                "Shard or Replicate"
             )
     if "dp" not in placements and batch_on_dp and mesh.dp_size > 1 and tensor.ndim:
         placements["dp"] = Shard(0)
@@ -95,7 +106,9 @@ def to_local(tensor: Any) -> Tensor:
 
 
 def like(shard: Tensor, tensor: Any) -> Tensor:
-    """``shard`` as a DTensor with the mesh, placements and shape of ``tensor``, in the graph. Local."""
+    """``shard`` as a DTensor with the mesh, placements and shape of ``tensor``, in the graph.
+    Local.
+    """
     stride, strides = 1, []
     for size in reversed(tensor.shape):
         strides.append(stride)
@@ -116,5 +129,7 @@ def without_partial(tensor: Any) -> Any:
         return tensor
     replicate = sys.modules["torch.distributed.tensor"].Replicate()
     return tensor.redistribute(
-        placements=[replicate if placement.is_partial() else placement for placement in tensor.placements]
+        placements=[
+            replicate if placement.is_partial() else placement for placement in tensor.placements
+        ]
     )

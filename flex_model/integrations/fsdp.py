@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from flex_model import names
 
 
-def _fsdp1_class() -> type | None:
+def _fsdp1_class() -> Any:
     module = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     return getattr(module, "FullyShardedDataParallel", None)
 
 
-def _fsdp2_class() -> type | None:
+def _fsdp2_class() -> Any:
     module = sys.modules.get("torch.distributed.fsdp")
     return getattr(module, "FSDPModule", None)
 
@@ -34,8 +34,10 @@ def is_fsdp2(module: nn.Module) -> bool:
     return cls is not None and isinstance(module, cls)
 
 
-def data_parallel_group(root: nn.Module) -> dist.ProcessGroup | None:
-    """The process group of the DDP or FSDP1 wrapper at the root, or of the first one below; None without one."""
+def data_parallel_group(root: nn.Module) -> Any:
+    """The process group of the DDP or FSDP1 wrapper at the root, or of the first one below; None
+    without one.
+    """
     for module in root.modules():
         if type(module).__name__ == "DistributedDataParallel" or is_fsdp1(module):
             return module.process_group
@@ -43,7 +45,9 @@ def data_parallel_group(root: nn.Module) -> dist.ProcessGroup | None:
 
 
 def wrapper_of_parameter(root: nn.Module, name: str) -> nn.Module | None:
-    """The FSDP1 wrapper that owns the parameter of this (clean or wrapped) name; None if there is none."""
+    """The FSDP1 wrapper that owns the parameter of this (clean or wrapped) name; None if there is
+    none.
+    """
     if _fsdp1_class() is None or not any(is_fsdp1(module) for module in root.modules()):
         return None
     target = name.replace("_fsdp_wrapped_module.", "")
@@ -52,7 +56,9 @@ def wrapper_of_parameter(root: nn.Module, name: str) -> nn.Module | None:
         if not is_fsdp1(module):
             continue
         prefix = names.clean(root, module_name)
-        if (not prefix or target.startswith(prefix + ".")) and (best is None or len(prefix) >= best[0]):
+        if (not prefix or target.startswith(prefix + ".")) and (
+            best is None or len(prefix) >= best[0]
+        ):
             best = (len(prefix), module)
     return None if best is None else best[1]
 
@@ -69,7 +75,8 @@ def summoned(wrapper: nn.Module, writeback: bool) -> Iterator[None]:
 def sharded_parameter(root: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
     """The parameter as FSDP2 keeps it between forwards.
 
-    After a forward without backward the root stays unsharded, so its parameters are replaced for the while.
+    After a forward without backward the root stays unsharded, so its parameters are replaced for
+    the while.
     """
     owner = owner_fsdp2(root, name)
     if owner is None or hasattr(parameter, "placements"):
@@ -78,8 +85,10 @@ def sharded_parameter(root: nn.Module, name: str, parameter: nn.Parameter) -> nn
     return names.find_parameter(root, name)[2]
 
 
-def owner_fsdp2(root: nn.Module, name: str) -> nn.Module | None:
-    """The module with ``fully_shard`` that manages the parameter of this name; None if there is none."""
+def owner_fsdp2(root: nn.Module, name: str) -> Any:
+    """The module with ``fully_shard`` that manages the parameter of this name; None if there is
+    none.
+    """
     if _fsdp2_class() is None:
         return None
     full_name = names.find_parameter(root, name)[0]

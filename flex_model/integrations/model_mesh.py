@@ -13,7 +13,8 @@ from flex_model.integrations.dtensor import is_dtensor
 
 
 def find(root: nn.Module) -> Mesh | None:
-    """The mesh of a sharded model: of its DTensors, its Hugging Face ``_device_mesh``, its DDP or FSDP1 wrapper.
+    """The mesh of a sharded model: of its DTensors, its Hugging Face ``_device_mesh``, its DDP or
+    FSDP1 wrapper.
 
     None where the model says nothing. Local.
 
@@ -36,6 +37,7 @@ def find(root: nn.Module) -> Mesh | None:
 def _device_mesh(root: nn.Module) -> Any:
     """The largest mesh that a DTensor parameter lives on, or the one a Hugging Face model keeps."""
     best = None
+    parameter: Any
     for parameter in root.parameters():
         mesh = parameter.device_mesh if is_dtensor(parameter) else None
         if mesh is not None and (best is None or mesh.size() > best.size()):
@@ -55,7 +57,8 @@ def _from_device_mesh(root: nn.Module, device_mesh: Any) -> Mesh:
         return Mesh.from_device_mesh(device_mesh)
     if device_mesh.ndim > 1:
         raise ValueError(
-            f"the model's DTensors live on a {device_mesh.ndim}-D mesh whose dims {names} are not known axes; "
+            f"the model's DTensors live on a {device_mesh.ndim}-D mesh whose dims {names} are not "
+            "known axes; "
             'give device_mesh= with dims named "dp" and "tp"'
         )
     ranks = tuple(int(rank) for rank in device_mesh.mesh.flatten())
@@ -66,7 +69,9 @@ def _from_device_mesh(root: nn.Module, device_mesh: Any) -> Mesh:
 
 
 def _with_data_parallel(mesh: Mesh, ranks: tuple[int, ...]) -> Mesh:
-    """A tensor-parallel model inside DDP or FSDP1: ranks of one tp group are consecutive, or we do not guess."""
+    """A tensor-parallel model inside DDP or FSDP1: ranks of one tp group are consecutive, or we do
+    not guess.
+    """
     size = mesh.tp_size * len(ranks)
     me = dist.get_rank()
     start = me - me % mesh.tp_size
@@ -77,7 +82,8 @@ def _with_data_parallel(mesh: Mesh, ranks: tuple[int, ...]) -> Mesh:
     )
     if not regular:
         raise ValueError(
-            f"the model is tensor-parallel over ranks {list(mesh.ranks)} and data-parallel over ranks {list(ranks)}, "
+            f"the model is tensor-parallel over ranks {list(mesh.ranks)} and data-parallel over "
+            f"ranks {list(ranks)}, "
             'which is not the order (dp, tp); give device_mesh= with dims named "dp" and "tp"'
         )
     return Mesh(tuple(range(size)), me, dp_size=len(ranks), tp_size=mesh.tp_size)

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import models
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.testing import assert_close
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+import models
 from flex_model import FlexModel, HookFunction
 
 KINDS = ("forward", "forward_pre", "full_backward", "full_backward_pre", "parameter")

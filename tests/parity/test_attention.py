@@ -1,7 +1,8 @@
 """An attention block: called by keyword, returns a tuple, heads split over the ranks."""
 
-import models
 import pytest
+
+import models
 from cells import Cell, differences, in_place, mixing_features, mixing_rows
 
 WIDTH, HEADS, HIDDEN = 8, 4, 12

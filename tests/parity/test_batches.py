@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-import models
 import pytest
 import torch.distributed as dist
-from cells import EDITS, KINDS, SITES, differences, mean_loss, table_cell
 
+import models
+from cells import EDITS, KINDS, SITES, differences, mean_loss, table_cell
 from flex_model import FlexModel, HookFunction
 
 ROWS = (3, 1)

@@ -1,12 +1,12 @@
 """edit_on="rank0": one rank runs the function, the others get their shards of what it returned."""
 
-import models
 import pytest
 import torch.distributed as dist
-from cells import EDITS, SITES, differences, table_cell
 from torch import nn
 from torch.testing import assert_close
 
+import models
+from cells import EDITS, SITES, differences, table_cell
 from flex_model import FlexModel, HookFunction
 
 

@@ -1,12 +1,12 @@
 """Several models on one world: sub-groups of ranks, and different meshes side by side."""
 
-import models
 import pytest
 import torch
 import torch.distributed as dist
-from cells import mixing_features
 from torch.testing import assert_close
 
+import models
+from cells import mixing_features
 from flex_model import FlexModel, HookFunction
 
 BATCH = models.random(4, 6)

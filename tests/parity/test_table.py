@@ -1,7 +1,8 @@
 """Every hook kind, site and edit, on every way to run the MLP on one and many ranks."""
 
-import models
 import pytest
+
+import models
 from cells import EDITS, KINDS, SITES, differences, table_cell
 
 

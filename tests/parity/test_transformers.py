@@ -1,12 +1,12 @@
 """Hugging Face models: Llama over two tensor-parallel ranks, GPT-2 over two halves of a batch."""
 
-import models
 import pytest
 import torch
 import torch.distributed as dist
-from cells import Cell, elementwise, in_place, mixing_features, torch_hook
 from torch.testing import assert_close
 
+import models
+from cells import Cell, elementwise, in_place, mixing_features, torch_hook
 from flex_model import FlexModel, HookFunction
 
 # Where Llama's tensor parallelism leaves a plain tensor with a part of the last dim.

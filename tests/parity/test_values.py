@@ -3,13 +3,13 @@
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
-import models
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.testing import assert_close
 
+import models
 from flex_model import FlexModel, HookError, HookFunction
 
 DTYPES = [

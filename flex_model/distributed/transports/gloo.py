@@ -1,6 +1,8 @@
-"""Collectives of one private gloo group, on bytes, along a GatherPlan. CUDA tensors are staged through the CPU.
+"""Collectives of one private gloo group, on bytes, along a GatherPlan. CUDA tensors are staged
+through the CPU.
 
-Everything here only *starts* work or assumes that all ranks agreed on it: agreement and waiting are the channel's.
+Everything here only *starts* work or assumes that all ranks agreed on it: agreement and waiting are
+the channel's.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from torch import Tensor
 from flex_model._C import GatherPlan
 from flex_model.distributed.groups import PrivateGroup
 
-Wait = Callable[[list], None]  # waits for works with the channel's deadline, then raises what they raise
+Wait = Callable[
+    [list], None
+]  # waits for works with the channel's deadline, then raises what they raise
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -27,7 +31,9 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def all_gather_fixed(group: PrivateGroup, tensor: Tensor, wait: Wait) -> Tensor:
-    """``(size, *shape)`` of what every rank holds; shapes and dtypes are the same by construction."""
+    """``(size, *shape)`` of what every rank holds; shapes and dtypes are the same by
+    construction.
+    """
     flat = tensor.reshape(-1)
     gathered = torch.empty(group.size * flat.numel(), dtype=flat.dtype)
     wait([group.backend._allgather_base(gathered, flat)])
@@ -52,8 +58,12 @@ def assemble(gathered: Tensor, offsets: list[int], plan: GatherPlan, dtype: torc
     return torch.ops.flex_model.assemble(gathered, offsets, plan.code, plan.full_sizes, dtype)
 
 
-def _exchange(group: PrivateGroup, data: Tensor, send: list[int], receive: list[int], wait: Wait) -> Tensor:
-    """All-to-all of ``send[r]`` bytes to and ``receive[r]`` bytes from rank r. Gloo's send and receive can't be polled."""
+def _exchange(
+    group: PrivateGroup, data: Tensor, send: list[int], receive: list[int], wait: Wait
+) -> Tensor:
+    """All-to-all of ``send[r]`` bytes to and ``receive[r]`` bytes from rank r. Gloo's send and
+    receive can't be polled.
+    """
     received = torch.empty(sum(receive), dtype=torch.uint8)
     wait([group.backend.alltoall_base(received, data, receive, send)])
     return received
@@ -62,15 +72,21 @@ def _exchange(group: PrivateGroup, data: Tensor, send: list[int], receive: list[
 def gather_bytes_to_first(
     group: PrivateGroup, data: Tensor, sizes: list[int], wait: Wait
 ) -> tuple[Tensor, list[int]] | None:
-    """On rank 0: all ranks' bytes in one buffer, and where each rank's begin. ``sizes[r]`` bytes come from rank r."""
+    """On rank 0: all ranks' bytes in one buffer, and where each rank's begin. ``sizes[r]`` bytes
+    come from rank r.
+    """
     none = [0] * group.size
-    received = _exchange(group, data, [data.numel(), *none[1:]], sizes if group.rank == 0 else none, wait)
+    received = _exchange(
+        group, data, [data.numel(), *none[1:]], sizes if group.rank == 0 else none, wait
+    )
     if group.rank != 0:
         return None
     return received, [sum(sizes[:rank]) for rank in range(group.size)]
 
 
-def gather_to_first(group: PrivateGroup, shard: Tensor, plan: GatherPlan, wait: Wait) -> Tensor | None:
+def gather_to_first(
+    group: PrivateGroup, shard: Tensor, plan: GatherPlan, wait: Wait
+) -> Tensor | None:
     """The full tensor on rank 0 of the group, None elsewhere."""
     gathered = gather_bytes_to_first(group, as_bytes(shard), plan.shard_bytes, wait)
     return None if gathered is None else assemble(*gathered, plan, shard.dtype).to(shard.device)
@@ -79,7 +95,9 @@ def gather_to_first(group: PrivateGroup, shard: Tensor, plan: GatherPlan, wait: 
 def scatter_from_first(
     group: PrivateGroup, full: Tensor | None, like: Tensor, plan: GatherPlan, wait: Wait
 ) -> Tensor:
-    """Each rank's shard of rank 0's ``full``; shape, dtype and device are those of ``like``, this rank's own shard."""
+    """Each rank's shard of rank 0's ``full``; shape, dtype and device are those of ``like``, this
+    rank's own shard.
+    """
     none = [0] * group.size
     data, send = torch.empty(0, dtype=torch.uint8), none
     if group.rank == 0:
