@@ -476,12 +476,12 @@ def test_an_exception_of_the_model_on_one_rank_is_a_hook_error_on_the_other():
                 raise KeyError("mine")
             return x
 
-    flex = FlexModel(nn.Sequential(nn.Identity(), Picky()), tensor_parallel_size=2, timeout=5)
+    flex = FlexModel(nn.Sequential(nn.Identity(), Picky()), tensor_parallel_size=2, timeout=30)
     flex.register_forward_hook(HookFunction("0"))
     start = time.monotonic()
     with pytest.raises(KeyError if dist.get_rank() == 1 else HookError, match="mine"):
         flex(BATCH)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 10
     fails[0] = False
     flex(BATCH)
 

@@ -103,8 +103,10 @@ def test_a_wrong_expected_shape_of_a_parameter_names_it_on_every_rank():
 
 def test_writing_a_wrong_shape_names_parameter_expected_and_got():
     flex = FlexModel(models.mlp())
-    with pytest.raises(ValueError, match=r"(?s)fc1.weight.*\(8, 6\).*\(6, 8\)"):
+    with pytest.raises(ValueError, match=r"fc1\.weight") as error:
         flex.set_module_parameter("fc1.weight", torch.zeros(6, 8, dtype=torch.float64))
+    assert "(8, 6)" in str(error.value)
+    assert "(6, 8)" in str(error.value)
 
 
 @pytest.mark.ranks(2)

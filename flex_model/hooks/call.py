@@ -1,8 +1,8 @@
 """One call of one hook: the full tensor is gathered, recorded, edited, and its shards go back.
 
 Two or more ranks: the call begins with an exchange of headers, so ranks that disagree find out
-    before any payload.
-A hook without editing function keeps a copy of its shard for the end of the run, and nobody waits.
+before any payload. A hook without editing function keeps a copy of its shard for the end of the
+run, and nobody waits.
 """
 
 from __future__ import annotations
@@ -15,18 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from flex_model.distributed import gather, inference
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.channel import Channel, agreed
 from flex_model.distributed.gather import Move
 from flex_model.distributed.header import Header
-from flex_model.distributed.layout import Shape, ShardLayout
-from flex_model.hooks.context import (
-    RandomState,
-    RunContext,
-    seed_of_call,
-    seed_of_state,
-    throw_away,
-)
+from flex_model.distributed.layout import Partial, Shape, ShardLayout
+from flex_model.hooks.context import Call, seed_of_state
 from flex_model.hooks.registration import Registration
+from flex_model.hooks.user_function import UserFunction
 from flex_model.integrations import dtensor
 from flex_model.outputs import Records
 
@@ -53,236 +48,198 @@ class HookCaller:
     ) -> None:
         self._channel = channel
         self._records = records
-        self._save_ctx = save_ctx
-        self._modules = modules
+        self._function = UserFunction(save_ctx, modules)
         self._edit_on_all = edit_on == "all"
         self._full_parameter = full_parameter
 
     # The three kinds of values.
 
-    def activation(
-        self,
-        registration: Registration,
-        module: nn.Module,
-        leaf: Tensor,
-        context: RunContext,
-        replay: bool,
-    ) -> Tensor:
+    def activation(self, call: Call, leaf: Tensor) -> Tensor:
         """A forward or forward-pre hook on one tensor; the tensor that the model goes on with."""
-        check_movable(registration, leaf)
-        if not registration.edits:
-            if not replay:
-                self._collect(registration, leaf, context)
+        check_movable(call, leaf)
+        if not call.registration.edits:
+            if not call.is_replay:
+                self._collect(call, leaf)
             return leaf
-        edited = self._edit(registration, module, leaf, context, replay=replay)
+        edited = self._edit(call, leaf)
         return leaf if edited is None else edited
 
-    def gradient(
-        self, registration: Registration, module: nn.Module, grad: Tensor, context: RunContext
-    ) -> Tensor:
-        """A backward hook on one gradient. Along dp its values are those of the mean loss over
-        ranks.
-        """
-        check_movable(registration, grad)
-        grad = dtensor.without_partial(grad) if dtensor.is_dtensor(grad) else grad
+    def gradient(self, call: Call, grad: Tensor) -> Tensor:
+        """A backward hook on one gradient. Along dp its values are those of the mean loss."""
+        check_movable(call, grad)
+        if dtensor.is_dtensor(grad):
+            grad = dtensor.without_partial(grad)
         scale = self._channel.mesh.dp_size
-        if not registration.edits:
-            self._collect(registration, grad / scale if scale > 1 else grad, context)
-            return grad
         given = grad / scale if scale > 1 else grad
-        edited = self._edit(registration, module, given, context)
+        if not call.registration.edits:
+            self._collect(call, given)
+            return grad
+        edited = self._edit(call, given)
         if edited is None:
             return grad
         return edited * scale if scale > 1 else edited
 
-    def parameter_gradient(
-        self, registration: Registration, grad: Tensor, context: RunContext
-    ) -> Tensor:
+    def parameter_gradient(self, call: Call, grad: Tensor) -> Tensor:
         """A hook on a parameter's gradient: averaged over dp, in full; the average goes on."""
-        check_movable(registration, grad)
+        check_movable(call, grad)
         if dtensor.is_dtensor(grad):
             grad = dtensor.without_partial(grad)
-        grad = self._mean_over_dp(registration, grad)
-        if not registration.edits:
-            self._collect(registration, grad, context)
+        grad = self._mean_over_dp(call, grad)
+        if not call.registration.edits:
+            self._collect(call, grad)
             return grad
-        edited = self._edit(registration, None, grad, context)
+        edited = self._edit(call, grad)
         return grad if edited is None else edited
 
-    def _mean_over_dp(self, registration: Registration, grad: Tensor) -> Tensor:
+    def _mean_over_dp(self, call: Call, grad: Tensor) -> Tensor:
         mesh = self._channel.mesh
         if mesh.dp_size == 1:
             return grad
         plain = grad
         if dtensor.is_dtensor(grad):
-            if dtensor.reaches_dp(grad, mesh, registration.describe()):
+            if dtensor.reaches_dp(grad, mesh, call.describe()):
                 return grad  # FSDP2: already averaged
             plain = dtensor.to_local(grad)
-        self._agree(registration, plain, "tensor")
+        self._agree(call, plain, "tensor")
         mean = self._channel.all_reduce_sum(("dp",), plain) / mesh.dp_size
         return dtensor.like(mean, grad) if dtensor.is_dtensor(grad) else mean
 
     # Looking only.
 
-    def _collect(self, registration: Registration, leaf: Tensor, context: RunContext) -> None:
+    def _collect(self, call: Call, leaf: Tensor) -> None:
         known = None
         if dtensor.is_dtensor(leaf):
             leaf = dtensor.without_partial(leaf)
-            known = self._known_layout(registration, leaf)
+            known = self._known_layout(call, leaf)
             leaf = dtensor.to_local(leaf)
         if self._channel.is_local:
-            self._check_alone(registration, leaf)
-            self._records.now(registration, leaf)
+            self._check_alone(call, leaf)
+            self._records.now(call.registration, leaf)
         else:
-            self._records.later(context, registration, dtensor.wait(leaf), known)
+            self._records.later(call.run, call.registration, dtensor.wait(leaf), known)
 
-    def _check_alone(self, registration: Registration, leaf: Tensor) -> None:
+    def _check_alone(self, call: Call, leaf: Tensor) -> None:
         """One rank: the tensor is full, and ``expected_shape`` must say so."""
-        expected = registration.hook_function.expected_shape
-        if expected is not None:
-            shapes = [tuple(leaf.shape)]
-            inference.settle(
-                self._channel, registration.describe(), leaf, shapes, expected, None, True
-            )
+        if call.registration.hook_function.expected_shape is not None:
+            self.move(call.registration, [tuple(leaf.shape)], leaf.dtype, None, leaf)
 
     # Editing.
 
-    def _edit(
-        self,
-        registration: Registration,
-        module: nn.Module | None,
-        leaf: Tensor,
-        context: RunContext,
-        replay: bool = False,
-    ) -> Tensor | None:
+    def _edit(self, call: Call, leaf: Any) -> Tensor | None:
         """Gather, record, edit, scatter; None if the function changed nothing."""
         original, known = leaf, None
         if dtensor.is_dtensor(leaf):
-            known = self._known_layout(registration, leaf)
+            known = self._known_layout(call, leaf)
+            if Partial() in (known.dp, known.tp):
+                raise agreed(
+                    ValueError(
+                        f"{call.describe()}: the tensor is a DTensor of partial sums "
+                        f"({leaf.placements}), which can be seen but not edited; hook a module "
+                        "after its reduction"
+                    )
+                )
             leaf = dtensor.to_local(leaf)
         leaf = dtensor.wait(leaf)
-        if self._channel.is_local:
-            shard = self._edit_alone(registration, module, leaf, context, replay)
-        else:
-            shard = self._edit_together(registration, module, leaf, known, context, replay)
+        edit = self._edit_alone if self._channel.is_local else self._edit_together
+        shard = edit(call, leaf, known)
         if shard is not None and dtensor.is_dtensor(original):
             return dtensor.like(shard, original)
         return shard
 
-    def _edit_alone(
-        self,
-        registration: Registration,
-        module: nn.Module | None,
-        leaf: Tensor,
-        context: RunContext,
-        replay: bool,
-    ) -> Tensor | None:
-        self._check_alone(registration, leaf)
-        if not replay:
-            self._records.now(registration, leaf)
-        if context.seed is None:
-            context.seed = seed_of_state()
-        edited = self._call(registration, module, _handed(leaf), leaf, context, replay)
-        # a copy, as shards are: the model may change it in place, and the user may keep what was
-        # returned
+    def _edit_alone(self, call: Call, leaf: Tensor, known: ShardLayout | None) -> Tensor | None:
+        self._check_alone(call, leaf)
+        if not call.is_replay:
+            self._records.now(call.registration, leaf)
+        if call.run.seed is None:
+            call.run.seed = seed_of_state()
+        edited = self._function.run(call, _handed(leaf), leaf, self._parameters(call, leaf))
+        # A copy, as shards are: the model may change it in place, and the user may keep it.
         return None if edited is None else edited.clone()
 
-    def _edit_together(
-        self,
-        registration: Registration,
-        module: nn.Module | None,
-        leaf: Tensor,
-        known: ShardLayout | None,
-        context: RunContext,
-        replay: bool,
-    ) -> Tensor | None:
-        shapes = self._agree(registration, leaf, registration.kind, context)
-        move = self.move(registration, shapes, leaf.dtype, known, leaf)
+    def _edit_together(self, call: Call, leaf: Tensor, known: ShardLayout | None) -> Tensor | None:
+        shapes = self._agree(call, leaf, call.registration.kind)
+        move = self.move(call.registration, shapes, leaf.dtype, known, leaf)
+        parameters = self._parameters(call, leaf)
 
         def agree_on_gradient(grad: Tensor) -> None:
-            self._agree(registration, grad, "gradient of an edit")
+            self._agree(call, grad, "gradient of an edit")
 
-        if self._edit_on_all:
-            full = gather.gather(leaf, move, agree_on_gradient) if move.axes else _handed(leaf)
-            if not replay:
-                self._records.now(registration, full)
-            edited = self._call(registration, module, full, leaf, context, replay)
-            return None if edited is None else gather.scatter(edited, move, agree_on_gradient)
-        return self._edit_on_first(
-            registration, module, leaf, move, agree_on_gradient, context, replay
-        )
+        if not self._edit_on_all:
+            return self._edit_on_first(call, leaf, move, agree_on_gradient, parameters)
+        full = _gathered(gather.gather, leaf, move, agree_on_gradient)
+        if not call.is_replay:
+            self._records.now(call.registration, full)
+        edited = self._function.run(call, full, leaf, parameters)
+        return None if edited is None else gather.scatter(edited, move, agree_on_gradient)
 
     def _edit_on_first(
         self,
-        registration: Registration,
-        module: nn.Module | None,
+        call: Call,
         leaf: Tensor,
         move: Move,
         agree_on_gradient: Callable[[Tensor], None],
-        context: RunContext,
-        replay: bool,
+        parameters: dict[str, Tensor],
     ) -> Tensor | None:
-        channel = self._channel
-        gathered = gather.gather_to_first(leaf, move, agree_on_gradient)
-        edited = None
-        if self._records.on_all_ranks and not replay:
-            everywhere = move.all_gather(leaf)
-            self._records.now(registration, everywhere)
+        channel, registration = self._channel, call.registration
+        gathered = _gathered(gather.gather_to_first, leaf, move, agree_on_gradient)
+        if self._records.on_all_ranks and not call.is_replay:
+            self._records.now(registration, move.all_gather(leaf))
+        edited, told = None, 0
         if channel.mesh.place == 0:
-            if not self._records.on_all_ranks and not replay:
+            if not self._records.on_all_ranks and not call.is_replay:
                 self._records.now(registration, gathered)
             try:
-                edited = self._call(registration, module, gathered, leaf, context, replay)
+                edited = self._function.run(call, gathered, leaf, parameters)
             except Exception as error:
-                if replay:
+                if call.is_replay:
                     raise
-                channel.set_error(f"{type(error).__name__}: {error}", error)
-        told = 0
+                channel.set_error(registration.failure(error), error)
         if edited is not None:
-            told = _CHANGED | (
-                _REQUIRES_GRAD if edited.requires_grad and torch.is_grad_enabled() else 0
-            )
+            in_graph = edited.requires_grad and torch.is_grad_enabled()
+            told = _CHANGED | (_REQUIRES_GRAD if in_graph else 0)
         headers = channel.agree(
             Header("result of an edit on rank 0", site=registration.site, microbatch=told),
-            f"the result of the edit of {registration.describe()}",
+            f"the result of the edit of {call.describe()}",
         )
         told = headers[0].microbatch
         if not told & _CHANGED:
             return None
-        requires_grad = bool(told & _REQUIRES_GRAD) and torch.is_grad_enabled()
-        return gather.scatter_from_first(
-            edited, gathered, move, agree_on_gradient, leaf, requires_grad
-        )
+        in_graph = bool(told & _REQUIRES_GRAD) and torch.is_grad_enabled()
+        return gather.scatter_from_first(edited, gathered, move, agree_on_gradient, leaf, in_graph)
 
-    def _agree(
-        self,
-        registration: Registration,
-        tensor: Tensor,
-        kind: str,
-        context: RunContext | None = None,
-    ) -> list[Shape]:
+    def _agree(self, call: Call, tensor: Tensor, kind: str) -> list[Shape]:
         """Exchange headers; the local shapes of all ranks."""
-        seed = 0
-        if context is not None:
-            seed = seed_of_state() if context.seed is None else context.seed
+        run = call.run
         header = Header(
-            kind, site=registration.site, seed=seed, dtype=tensor.dtype, shape=tuple(tensor.shape)
+            kind,
+            site=call.registration.site,
+            seed=seed_of_state() if run.seed is None else run.seed,
+            dtype=tensor.dtype,
+            shape=tuple(tensor.shape),
         )
-        where = (
-            f"the gradient of the edit of {registration.describe()}"
-            if kind == "gradient of an edit"
-            else registration.describe()
-        )
-        headers = self._channel.agree(header, where)
-        if context is not None and context.seed is None:
-            context.seed = headers[0].seed
+        what = "the gradient of the edit of " if kind == "gradient of an edit" else ""
+        headers = self._channel.agree(header, what + call.describe())
+        run.seed = headers[0].seed
         return [header.shape for header in headers]
+
+    def _parameters(self, call: Call, leaf: Tensor) -> dict[str, Tensor]:
+        """The full parameters that the function named, gathered once in a run."""
+        kept, parameters = call.run.parameters, {}
+        for name in call.registration.hook_function.parameter_names:
+            if name not in kept:
+                kept[name] = self._full_parameter(name)
+            parameters[name] = kept[name].to(leaf.device)
+        return parameters
 
     # Layout.
 
-    def _known_layout(self, registration: Registration, leaf: Any) -> ShardLayout:
-        mesh, site = self._channel.mesh, registration.describe()
-        return dtensor.layout(leaf, mesh, site, batch_on_dp=registration.batch_on_dp)
+    def _known_layout(self, call: Call, leaf: Any) -> ShardLayout:
+        return dtensor.layout(
+            leaf,
+            self._channel.mesh,
+            call.describe(),
+            batch_on_dp=call.registration.batch_on_dp,
+        )
 
     def move(
         self,
@@ -292,9 +249,7 @@ class HookCaller:
         known: ShardLayout | None,
         shard: Tensor,
     ) -> Move:
-        """The plan for what all ranks hold, cached; probes the values where the layout is new.
-        Collective then.
-        """
+        """The plan for what all ranks hold, cached; collective where the layout is new."""
         key = (tuple(shapes), dtype, known)
         move = registration.moves.get(key)
         if move is None:
@@ -309,73 +264,10 @@ class HookCaller:
             )
             move = Move.of(self._channel, layout, list(shapes), dtype)
             while len(registration.moves) >= _REMEMBERED_MOVES:
-                del registration.moves[
-                    next(iter(registration.moves))
-                ]  # the oldest: the same one on every rank
+                oldest = next(iter(registration.moves))  # the same one on every rank
+                del registration.moves[oldest]
             registration.moves[key] = move
         return move
-
-    # The user's function.
-
-    def _call(
-        self,
-        registration: Registration,
-        module: nn.Module | None,
-        full: Tensor,
-        leaf: Tensor,
-        context: RunContext,
-        replay: bool,
-    ) -> Tensor | None:
-        """Run the editing function on the full tensor; what it made of it, or None if nothing
-        changed.
-        """
-        function = registration.hook_function
-        assert function.editing_function is not None
-        call = self._call_number(registration, leaf, context, replay)
-        save_ctx = throw_away(self._save_ctx) if replay else self._save_ctx
-        version = full._version
-        shape, dtype, device = full.shape, full.dtype, full.device
-        function.parameters = self._parameters(function, context, full.device)
-        try:
-            with RandomState(
-                seed_of_call(context.seed or 0, registration.site, call), full.device
-            ) as random:
-                result = function.editing_function(module, full, save_ctx, self._modules)
-        finally:
-            function.parameters = {}
-        if random.consumed and not replay:
-            context.consumed = (
-                True  # a reentrant checkpoint runs its forward without grad, so that says nothing
-            )
-            context.random_calls.setdefault(registration.index, {})[_fingerprint(leaf)] = call
-        if result is None or result is full:
-            result = full
-            if (full.shape, full.dtype, full.device) == (shape, dtype, device):
-                return full if full._version != version else None
-        check_result(registration, result, shape, dtype, device)
-        return result
-
-    @staticmethod
-    def _call_number(
-        registration: Registration, leaf: Tensor, context: RunContext, replay: bool
-    ) -> int:
-        if not replay:
-            number = context.calls.get(registration.index, 0)
-            context.calls[registration.index] = number + 1
-            return number
-        # A recomputed call gets the number that it had: told apart by what it was given, where
-        # there were several.
-        return context.random_calls.get(registration.index, {}).get(_fingerprint(leaf), 0)
-
-    def _parameters(
-        self, function: Any, context: RunContext, device: torch.device
-    ) -> dict[str, Tensor]:
-        parameters = {}
-        for name in function.parameter_names:
-            if name not in context.parameters:
-                context.parameters[name] = self._full_parameter(name)
-            parameters[name] = context.parameters[name].to(device)
-        return parameters
 
 
 def _handed(leaf: Tensor) -> Tensor:
@@ -388,49 +280,29 @@ def _handed(leaf: Tensor) -> Tensor:
     return leaf.clone()
 
 
-def _fingerprint(tensor: Tensor) -> int:
-    return int(inference.fingerprint(tensor)[0])
+def _gathered(
+    gather_in_graph: Callable[..., Tensor],
+    leaf: Tensor,
+    move: Move,
+    agree_on_gradient: Callable[[Tensor], None],
+) -> Tensor:
+    """The full tensor by ``gather_in_graph``; never an inference tensor, as in ``_handed``."""
+    if not move.axes and gather_in_graph is gather.gather:
+        return _handed(leaf)
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            return gather_in_graph(leaf, move, agree_on_gradient)
+    return gather_in_graph(leaf, move, agree_on_gradient)
 
 
-def check_movable(registration: Registration, leaf: Tensor) -> None:
+def check_movable(call: Call, leaf: Tensor) -> None:
     """TypeError for tensors that are not plain strided ones."""
     if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested:
         kind = (
             "quantized" if leaf.is_quantized else "nested" if leaf.is_nested else str(leaf.layout)
         )
         raise TypeError(
-            f"{registration.describe()}: the tensor is {kind}, and only dense strided tensors can "
+            f"{call.describe()}: the tensor is {kind}, and only dense strided tensors can "
             "be gathered; hook a "
             "module whose tensor is dense"
         )
-
-
-def check_result(
-    registration: Registration,
-    result: object,
-    shape: torch.Size,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """TypeError or ValueError if what an editing function returned can't go on in the model."""
-    name = registration.describe()
-    function = registration.hook_function.editing_function
-    what = f"{name}: the editing function {getattr(function, '__qualname__', function)!r}"
-    if not isinstance(result, Tensor):
-        raise TypeError(
-            f"{what} returned a {type(result).__name__}; expected a torch.Tensor of shape "
-            f"{tuple(shape)}, or None"
-        )
-    if dtensor.is_dtensor(result):
-        raise TypeError(
-            f"{what} returned a DTensor; expected a plain full torch.Tensor of shape {tuple(shape)}"
-        )
-    for attribute, expected, got in (
-        ("shape", tuple(shape), tuple(result.shape)),
-        ("dtype", dtype, result.dtype),
-        ("device", device, result.device),
-    ):
-        if expected != got:
-            raise ValueError(
-                f"{what} returned a tensor of {attribute} {got}; expected {attribute} {expected}"
-            )

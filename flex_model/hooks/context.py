@@ -6,11 +6,15 @@ import copy
 import hashlib
 from argparse import Namespace
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flex_model.outputs import PendingRecord
+
+if TYPE_CHECKING:
+    from flex_model.hooks.registration import Registration
 
 
 @dataclass(eq=False, slots=True)
@@ -19,7 +23,7 @@ class RunContext:
     it again.
 
     Attributes:
-        num_active: How many hooks it chose, of any kind.
+        active: Indices of the registrations that it chose, of any kind.
         direct_depth: For a run begun by a direct call of the wrapped module: how deep in such calls
             it is.
         seed: Random seed of the run, rank 0's; None until an edit needs it.
@@ -36,7 +40,7 @@ class RunContext:
             on.
     """
 
-    num_active: int = 0
+    active: frozenset[int] = frozenset()
     direct_depth: int = 0
     seed: int | None = None
     consumed: bool = False
@@ -53,6 +57,24 @@ class RunContext:
         """Whether an autograd node was made during this run."""
         number = node._sequence_nr()  # type: ignore[attr-defined]
         return self.first_node <= number < self.last_node
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of one hook.
+
+    Attributes:
+        module: None for a parameter's gradient.
+        is_replay: Whether the model is computed once more during backward (checkpointing).
+    """
+
+    registration: Registration
+    module: nn.Module | None
+    run: RunContext
+    is_replay: bool = False
+
+    def describe(self) -> str:
+        return self.registration.describe()
 
 
 def next_sequence() -> int:

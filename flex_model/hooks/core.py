@@ -26,7 +26,7 @@ from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.mesh import Mesh
 from flex_model.errors import HookError
 from flex_model.hooks.call import HookCaller
-from flex_model.hooks.context import RunContext, advance_generator, next_sequence
+from flex_model.hooks.context import Call, RunContext, advance_generator, next_sequence
 from flex_model.hooks.function import KINDS, HookFunction
 from flex_model.hooks.groups import ALL, HookGroups, as_names
 from flex_model.hooks.registration import Registration
@@ -84,6 +84,7 @@ class HookCore:
             *make
         )  # keeps the choice of the last run: gradients come after it
         self.run: RunContext | None = None
+        self._active: frozenset[int] = frozenset()
         self.num_active = 0
         self._sites: dict[int, ModuleSite] = {}
         self._parameter_sites: dict[int, ParameterSite] = {}
@@ -198,9 +199,13 @@ class HookCore:
             for site in sites.values():
                 site.install()
         self._choice, self._parameter_choice = choice, parameter_choice
-        self.num_active = sum(
-            len(site.active) for place in self._places() for site in place.all_sites
+        self._active = frozenset(
+            registration.index
+            for place in self._places()
+            for site in place.all_sites
+            for registration in site.active
         )
+        self.num_active = len(self._active)
         self._install_root()
 
     def _install_root(self) -> None:
@@ -256,7 +261,7 @@ class HookCore:
         """
         if not choice == self._choice == self._parameter_choice:
             self._activate(choice, choice)
-        run = RunContext(self.num_active, int(direct), first_node=next_sequence())
+        run = RunContext(self._active, int(direct), first_node=next_sequence())
         self._thread = threading.get_ident()
         self.run = run
         self._runs.append(run)
@@ -292,7 +297,7 @@ class HookCore:
         try:
             if error is not None:
                 self._fail_run(run, error)
-            elif run.num_active and not self.channel.is_local:
+            elif run.active and not self.channel.is_local:
                 self._join(run, "end of the run")
             elif run.consumed:
                 run.consumed = False
@@ -317,7 +322,7 @@ class HookCore:
             site.forget_calls()
         if (
             self.channel.is_local
-            or not run.num_active
+            or not run.active
             or is_agreed(error)
             or not isinstance(error, Exception)
         ):
@@ -382,7 +387,7 @@ class HookCore:
             self._deferred.run = self.begin(EVERYTHING)
         run = self.run
         if run is None:  # a part of the model is called on its own
-            run = self.run = RunContext(1, first_node=next_sequence())
+            run = self.run = RunContext(self._active, first_node=next_sequence())
             self._runs.append(run)
             self.records.output_ptr.pop(registration.hook_function.record_name, None)
             failure = None
@@ -401,7 +406,7 @@ class HookCore:
         try:
             self._check_thread(registration)
             leaf = registration.leaf(tree)
-            result = self.caller.activation(registration, module, leaf, run, replay=False)
+            result = self.caller.activation(Call(registration, module, run), leaf)
         except Exception as error:
             self.hook_failed(registration, error)
             return tree
@@ -412,16 +417,15 @@ class HookCore:
         )
 
     def _replay(self, registration: Registration, module: nn.Module, tree: Any) -> Any:
-        """The model is computed once more during backward (activation checkpointing): the same
-        edit, and no record.
+        """The model is computed once more during backward (activation checkpointing): the edits
+        that its forward had, and no record.
         """
-        if not registration.edits:
+        run = self._run_of_backward()
+        if not registration.edits or registration.index not in run.active:
             return tree
         index = registration.hook_function.unpack_idx
         leaf = registration.leaf(tree)
-        result = self.caller.activation(
-            registration, module, leaf, self._run_of_backward(), replay=True
-        )
+        result = self.caller.activation(Call(registration, module, run, is_replay=True), leaf)
         return tree if result is leaf else _C.replace_leaf(tree, index, result)
 
     def _run_of_backward(self) -> RunContext:
@@ -450,9 +454,7 @@ class HookCore:
         """
         if is_agreed(error):
             raise error
-        text = str(error) if isinstance(error, HookError) else f"{type(error).__name__}: {error}"
-        if registration.describe() not in text:
-            text = f"{registration.describe()}: the editing function raised {text}"
+        text = registration.failure(error)
         if self.channel.is_local:
             raise agreed(HookError(text)) from error
         self.channel.set_error(text, error)
@@ -477,7 +479,7 @@ class HookCore:
             self._expect_end_of_backward(run)
             for registration in registrations:
                 try:
-                    grad = self.caller.gradient(registration, module, grad, run)
+                    grad = self.caller.gradient(Call(registration, module, run), grad)
                 except Exception as error:
                     self.hook_failed(registration, error)
             return grad
@@ -485,7 +487,7 @@ class HookCore:
         return handler
 
     def _lone_run(self) -> RunContext:
-        run = RunContext(1, first_node=next_sequence())
+        run = RunContext(self._active, first_node=next_sequence())
         self._runs.append(run)
         return run
 
@@ -499,7 +501,7 @@ class HookCore:
         self._expect_end_of_backward(run)
         for registration in registrations:
             try:
-                grad = self.caller.parameter_gradient(registration, grad, run)
+                grad = self.caller.parameter_gradient(Call(registration, None, run), grad)
             except Exception as error:
                 self.hook_failed(registration, error)
         return grad

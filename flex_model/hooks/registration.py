@@ -73,6 +73,13 @@ class Registration:
             f"{count} tensor{'s' * (count > 1)}; give an unpack_idx from 0 to {count - 1}"
         )
 
+    def failure(self, error: BaseException) -> str:
+        """What to tell of an error that this hook's call ended in."""
+        text = str(error) if isinstance(error, HookError) else f"{type(error).__name__}: {error}"
+        if self.describe() in text:
+            return text
+        return f"{self.describe()}: the editing function raised {text}"
+
     def describe(self) -> str:
         """For messages: ``forward hook on 'layers.0.mlp'``."""
         kind = "parameter-gradient" if self.kind == "tensor" else self.kind.replace("_", "-")

@@ -1,0 +1,74 @@
+"""What an editing function is given, and in which state it runs."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing import assert_close
+
+import models
+from flex_model import FlexModel, HookError, HookFunction
+
+
+class Net(nn.Module):
+    """A site whose tensor is sharded over two ranks, and a weight that is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.site = nn.Identity()
+        self.weight = nn.Parameter(models.random(6, 6))
+
+    def forward(self, x):
+        return self.site(x)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("edit_on", ["all", "rank0"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_parameters_are_whole_and_tensors_can_be_changed_in_any_mode(edit_on, mode):
+    full = models.random(4, 6)
+    model, records = Net(), {}
+    mix = HookFunction("site", (None, 6), parameters=["weight"])
+    mix.editing_function = lambda module, x, save_ctx, modules: x @ mix.parameters["weight"]
+
+    def double(module, x, save_ctx, modules):
+        x.mul_(2)
+
+    with FlexModel(model, records, tensor_parallel_size=2, edit_on=edit_on) as flex:
+        flex.register_forward_hook(mix)
+        flex.register_forward_hook(HookFunction("site", (None, 6), double, output_name="mixed"))
+        with mode():
+            result = flex(full.chunk(2, -1)[dist.get_rank()])
+    mixed = (full @ model.weight).detach()
+    assert_close(result, (mixed * 2).chunk(2, -1)[dist.get_rank()])
+    assert mix.parameters == {}
+    if dist.get_rank() == 0:
+        assert_close(records["site"][0], full)
+        assert_close(records["mixed"][0], mixed)
+        assert not any(record.is_inference() for kept in records.values() for record in kept)
+
+
+@pytest.mark.ranks(2)
+def test_an_error_on_rank_0_alone_names_the_hook_everywhere():
+    def fail(module, x, save_ctx, modules):
+        raise KeyError("boom")
+
+    with FlexModel(Net(), tensor_parallel_size=2, edit_on="rank0") as flex:
+        handle = flex.register_forward_hook(HookFunction("site", (None, 6), fail))
+        for _ in range(2):
+            with pytest.raises(
+                HookError, match=r"rank 0: forward hook on 'site'.*KeyError: 'boom'"
+            ):
+                flex(models.random(4, 6).chunk(2, -1)[dist.get_rank()])
+        handle.remove()
+        flex(models.random(4, 3))
+
+
+def test_what_was_returned_is_not_changed_by_the_model():
+    """A function that returns a tensor of the user's: the next module works in place."""
+    mine = models.random(4, 6)
+    kept = mine.clone()
+    flex = FlexModel(nn.Sequential(nn.Identity(), nn.ReLU(inplace=True)))
+    flex.register_forward_hook(HookFunction("0", editing_function=lambda m, x, ctx, mods: mine))
+    assert_close(flex(models.random(4, 6)), kept.relu())
+    assert_close(mine, kept)
