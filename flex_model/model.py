@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from flex_model.distributed.mesh import Mesh, is_distributed
 from flex_model.distributed.state import ParallelState, initialize_from_launcher
 from flex_model.errors import nearest
-from flex_model.hooks.core import EVERYTHING, HookCore
+from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import KINDS, EditingFunction, HookFunction
 from flex_model.hooks.groups import Members, check_name, matches, pattern_text
 from flex_model.hooks.registration import HookHandle
+from flex_model.hooks.table import EVERYTHING
 from flex_model.integrations import fsdp, model_mesh
 from flex_model.names import clean, find_module, find_parameter, module_names
-from flex_model.parameters import Parameters, send_from_rank_0
+from flex_model.parameters import send_from_rank_0
 
 
 class FlexModel(nn.Module):
@@ -116,8 +117,6 @@ class FlexModel(nn.Module):
             output_ranks,
             float(timeout),
         )
-        self._parameters_in_full = Parameters(module, core.channel)
-        core.full_parameter = self._parameters_in_full.get
         self.__dict__["_core"] = core
         self.__dict__["_finalizer"] = weakref.finalize(self, core.close)
 
@@ -152,7 +151,7 @@ class FlexModel(nn.Module):
         ``name:kind:number``.
         """
         functions: dict[str, HookFunction] = {}
-        for registration in self._core.groups.registrations:
+        for registration in self._core.table.groups.registrations:
             for key in (
                 registration.name,
                 f"{registration.name}:{registration.kind}",
@@ -208,7 +207,9 @@ class FlexModel(nn.Module):
         """
         core = self._core
         choice = (
-            EVERYTHING if groups == "all" and not complement else core.choice(groups, complement)
+            EVERYTHING
+            if groups == "all" and not complement
+            else core.table.choice(groups, complement)
         )
         if core.run is not None or core.in_backward():
             with core.chosen(choice):
@@ -238,7 +239,7 @@ class FlexModel(nn.Module):
             ValueError: an unknown group; the message has the nearest names.
         """
         core = self._core
-        choice = core.choice(groups, complement)
+        choice = core.table.choice(groups, complement)
         if core.run is not None or core.in_backward():
             with core.chosen(choice):
                 yield self
@@ -342,7 +343,7 @@ class FlexModel(nn.Module):
             registration = core.register(
                 hook_function, kind, find_module(self.module, hook_function.module_name), groups
             )
-        return HookHandle(functools.partial(core.unregister, registration), hook_function)
+        return HookHandle(functools.partial(core.table.unregister, registration), hook_function)
 
     def _hookable_parameter(self, name: str) -> tuple[nn.Parameter, bool]:
         if fsdp.wrapper_of_parameter(self.module, name) is not None:
@@ -463,25 +464,25 @@ class FlexModel(nn.Module):
         """Put registered hooks into a group: a HookFunction, a list of them, or a substring or
         regex of their names.
         """
-        functions = self._core.groups.update(group_constructor, group_name)
-        self._core.refresh()
+        functions = self._core.table.groups.update(group_constructor, group_name)
+        self._core.table.refresh()
         return functions
 
     def remove_hook_groups(self, group_constructor: Members, group_name: str) -> list[HookFunction]:
         """Take hooks out of a group. As ``update_hook_groups``; nothing can leave "all"
         (ValueError).
         """
-        functions = self._core.groups.remove(group_constructor, group_name)
-        self._core.refresh()
+        functions = self._core.table.groups.remove(group_constructor, group_name)
+        self._core.table.refresh()
         return functions
 
     def get_hook_function_groups(self, hook_function: HookFunction) -> set[str]:
         """Names of the groups that a registered hook is in."""
-        return self._core.groups.of(hook_function)
+        return self._core.table.groups.of(hook_function)
 
     def get_group_hook_functions(self, group_name: str) -> list[HookFunction]:
         """The hooks of a group, in the order of their registration."""
-        return self._core.groups.members(group_name)
+        return self._core.table.groups.members(group_name)
 
     # Parameters and trainable modules.
 
@@ -500,7 +501,7 @@ class FlexModel(nn.Module):
                 known.
         """
         self._check_open()
-        return self._parameters_in_full.get(parameter_name, expected_shape)
+        return self._core.parameters.get(parameter_name, expected_shape)
 
     def set_module_parameter(self, parameter_name: str, full: Tensor) -> None:
         """Write a full value, the same on every rank, into the parameter's shards. Collective, as
@@ -513,7 +514,7 @@ class FlexModel(nn.Module):
                 differ between ranks.
         """
         self._check_open()
-        self._parameters_in_full.set(parameter_name, full)
+        self._core.parameters.set(parameter_name, full)
 
     def get_module_gradient(
         self, parameter_name: str, expected_shape: Sequence[int | None] | None = None
@@ -522,7 +523,7 @@ class FlexModel(nn.Module):
         Collective.
         """
         self._check_open()
-        return self._parameters_in_full.gradient(parameter_name, expected_shape)
+        return self._core.parameters.gradient(parameter_name, expected_shape)
 
     def register_trainable_module(self, name: str, module: nn.Module) -> None:
         """Make a module known to editing functions, as ``modules[name]``. Collective: rank 0's

@@ -1,4 +1,5 @@
-// flex_model._C: Python objects and state. One line per component; each binds itself beside its code.
+// flex_model._C: Python objects and state. One line per component; each binds itself beside its
+// code.
 #include <pybind11/pybind11.h>
 
 namespace flex_model {

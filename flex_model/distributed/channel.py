@@ -316,11 +316,10 @@ class Channel:
         """Give the private groups up, tell the others, and return what to raise."""
         for group in self._groups.values():
             if group.broken is None:
-                group.broken = reason
                 with contextlib.suppress(RuntimeError):  # the store may have died with its host
                     if not group.store.check(["broken"]):
                         group.store.set("broken", reason)
-                group.backend.abort()
+                groups.give_up(group, reason)
         self.clear_error()
         return agreed(
             HookError(

@@ -19,9 +19,11 @@ import torch.distributed as dist
 
 from flex_model.errors import HookError
 
-# Never the backend's deadline: we poll with our own. The backend's only bounds what is left behind.
-_BACKEND_TIMEOUT = timedelta(hours=1)
+# We poll with our own deadline. The backend's comes after it and ends what an abandoned wait left
+# behind, which otherwise the destructor would join for ever.
+_BACKEND_SLACK_S = 5.0
 
+_broken: list[Any] = []  # backends that have work under way: never destroyed while we run
 _groups: dict[tuple[tuple[int, ...], int], PrivateGroup] = {}
 _acquired: Counter[tuple[int, ...]] = Counter()  # how often, by ranks: the same on all members
 
@@ -35,6 +37,7 @@ class PrivateGroup:
     backend: Any  # a ProcessGroupGloo, whose methods torch's stubs leave out
     store: dist.Store
     number: int
+    timeout_s: float
     world: dist.ProcessGroup | None  # torch.distributed may be destroyed and initialised again
     num_users: int = 0
     broken: str | None = None  # why it can't be used any more
@@ -62,7 +65,10 @@ def acquire(ranks: tuple[int, ...], timeout_s: float) -> PrivateGroup:
         (
             group.number
             for group in _groups.values()
-            if group.ranks == ranks and group.broken is None and group.world is dist.group.WORLD
+            if group.ranks == ranks
+            and group.broken is None
+            and group.timeout_s >= timeout_s
+            and group.world is dist.group.WORLD
         ),
         default=0,
     )
@@ -71,9 +77,10 @@ def acquire(ranks: tuple[int, ...], timeout_s: float) -> PrivateGroup:
         group = _groups[ranks, held]
     else:
         store = dist.PrefixStore(str(number), store)
-        backend = dist.ProcessGroupGloo(store, me, len(ranks), _BACKEND_TIMEOUT)
+        backend_timeout = timedelta(seconds=timeout_s + _BACKEND_SLACK_S)
+        backend = dist.ProcessGroupGloo(store, me, len(ranks), backend_timeout)
         group = _groups[ranks, number] = PrivateGroup(
-            ranks, me, backend, store, number, dist.group.WORLD
+            ranks, me, backend, store, number, timeout_s, dist.group.WORLD
         )
     group.num_users += 1
     return group
@@ -117,6 +124,14 @@ def release(group: PrivateGroup) -> None:
     group.num_users -= 1
     if group.num_users <= 0:
         _groups.pop((group.ranks, group.number), None)
+
+
+def give_up(group: PrivateGroup, reason: str) -> None:
+    """Mark a group as unusable for good, and stop its work as far as gloo lets itself be stopped."""
+    if group.broken is None:
+        group.broken = reason
+        _broken.append(group.backend)
+        group.backend.abort()
 
 
 def num_groups() -> int:

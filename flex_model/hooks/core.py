@@ -1,5 +1,4 @@
-"""The hook core of one wrapped model: which hooks there are, when a run begins and ends, what runs
-in between.
+"""The hook core of one wrapped model: when a run begins and ends, and what happens in between.
 
 It never refers to the FlexModel, so that dropping the last reference to that takes all hooks off
 the model.
@@ -13,7 +12,7 @@ import threading
 import weakref
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +26,11 @@ from flex_model.distributed.mesh import Mesh
 from flex_model.errors import HookError
 from flex_model.hooks.call import HookCaller
 from flex_model.hooks.context import Call, RunContext, advance_generator, next_sequence
-from flex_model.hooks.function import KINDS, HookFunction
-from flex_model.hooks.groups import ALL, HookGroups, as_names
+from flex_model.hooks.function import HookFunction
 from flex_model.hooks.registration import Registration
-from flex_model.hooks.site import ModuleSite, ParameterSite
+from flex_model.hooks.table import EVERYTHING, Choice, HookTable
 from flex_model.outputs import Records
+from flex_model.parameters import Parameters
 
 _REMEMBERED_RUNS = 64  # for recomputation: light, since what they collected is gone from them
 
@@ -39,10 +38,6 @@ _REMEMBERED_RUNS = 64  # for recomputation: light, since what they collected is 
 @dataclass
 class _Deferred:
     run: RunContext | None = None
-
-
-Choice = tuple[tuple[str, ...], bool]
-EVERYTHING: Choice = ((ALL,), False)
 
 
 class HookCore:
@@ -65,148 +60,35 @@ class HookCore:
         self.mesh = mesh
         self.channel = Channel(mesh, timeout_s)
         self.records = Records(output_ptr, self.channel, output_ranks)
-        self.groups = HookGroups()
-        self.full_parameter: Callable[[str], Tensor] = lambda name: torch.empty(
-            0
-        )  # set by FlexModel
+        self.parameters = Parameters(module, self.channel)
         self.caller = HookCaller(
-            self.channel,
-            self.records,
-            save_ctx,
-            modules,
-            edit_on,
-            lambda name: self.full_parameter(name),
+            self.channel, self.records, save_ctx, modules, edit_on, self.parameters.get
         )
         self.save_ctx, self.modules = save_ctx, modules
-        make = (output_ptr, self._run_hook, torch.Tensor, torch._C._current_graph_task_id)
-        self.dispatcher = _C.Dispatcher(*make)
-        self.parameter_dispatcher = _C.Dispatcher(
-            *make
-        )  # keeps the choice of the last run: gradients come after it
         self.run: RunContext | None = None
-        self._active: frozenset[int] = frozenset()
         self.num_active = 0
-        self._sites: dict[int, ModuleSite] = {}
-        self._parameter_sites: dict[int, ParameterSite] = {}
         self._runs: deque[RunContext] = deque(maxlen=_REMEMBERED_RUNS)
-        self._choice = self._parameter_choice = EVERYTHING
-        self._next_index = 0
         self._agreed_hooks = site_hash()
         self._root_handles: list[Any] = []
         self._thread: int | None = None
         self._deferred: _Deferred | None = None  # a run that begins with the first module it runs
         self.is_closed = False
-        self._activate(EVERYTHING, EVERYTHING)
-
-    # Registration.
-
-    def register(
-        self,
-        function: HookFunction,
-        kind: str,
-        target: nn.Module | nn.Parameter,
-        groups: Iterable[str] = (),
-        after_accumulation: bool = False,
-    ) -> Registration:
-        """Put a hook at a module, or at a parameter for kind "tensor"."""
-        assert kind in KINDS
-        if function._registration is not None:
-            raise ValueError(
-                f"{function!r} is registered already; remove it first (handle.remove()), or make "
-                "another HookFunction"
-            )
-        self._check_record_name(function, kind)
-        module_ref = weakref.ref(target) if isinstance(target, nn.Module) else None
-        registration = Registration(function, kind, self._next_index, module_ref)
-        self._next_index += 1
-        registration.hook = _C.Hook(
-            registration,
-            function.unpack_idx,
-            function.record_name,
-            self._records_in_dispatcher(registration),
+        serves_records = self.channel.is_local and self.records.keeps
+        self.table = HookTable(
+            self, self._run_hook, output_ptr, serves_records, self._active_hooks_changed
         )
-        if isinstance(target, nn.Module):
-            module_site = self._sites.setdefault(id(target), ModuleSite(self, target))
-            module_site.site(kind).add(registration.hook)
-        else:
-            parameter_site = self._parameter_sites.get(id(target))
-            if parameter_site is None:
-                parameter_site = ParameterSite(
-                    self, function.module_name, target, after_accumulation
-                )
-                self._parameter_sites[id(target)] = parameter_site
-            parameter_site.site.add(registration.hook)
-        self.groups.add(registration, groups)
-        function._registration = registration
+
+    def register(self, function: HookFunction, *args: Any, **kwargs: Any) -> Registration:
+        """As ``HookTable.register``; the function gets to know ``save_ctx`` and ``modules``."""
+        registration = self.table.register(function, *args, **kwargs)
         function.save_ctx, function.modules = self.save_ctx, self.modules
-        self._activate(self._choice, self._parameter_choice)
         return registration
 
-    def _records_in_dispatcher(self, registration: Registration) -> bool:
-        """Whether the compiled dispatcher can serve it alone: one rank, nothing to edit, nothing to
-        check.
-        """
-        function = registration.hook_function
-        return (
-            self.channel.is_local
-            and self.records.keeps
-            and registration.kind in ("forward", "forward_pre")
-            and function.editing_function is None
-            and function.expected_shape is None
-        )
-
-    def _check_record_name(self, function: HookFunction, kind: str) -> None:
-        for other in self.groups.registrations:
-            if other.hook_function.record_name == function.record_name and other.kind != kind:
-                raise ValueError(
-                    f"a {kind} hook on {function.module_name!r} would write its records to "
-                    f"output_ptr[{function.record_name!r}], as the {other.describe()} does; give "
-                    "one of them an "
-                    "output_name"
-                )
-
-    def unregister(self, registration: Registration) -> None:
-        """Take a hook off; nothing if it is off already."""
-        function = registration.hook_function
-        if function._registration is not registration:
-            return
-        function._registration = None
-        function.save_ctx = function.modules = None
-        self.groups.discard(registration)
-        tables: list[dict[int, Any]] = [self._sites, self._parameter_sites]
-        for table in tables:
-            for key, place in list(table.items()):
-                for site in place.all_sites:
-                    site.remove(registration.hook)
-                    site.refresh()
-                if not any(site.hooks for site in place.all_sites):
-                    place.remove()
-                    del table[key]
-        # It holds the registration, and no garbage collector would see the cycle.
-        del registration.hook
-        if not self.is_closed:
-            self._activate(self._choice, self._parameter_choice)
-
-    def _activate(self, choice: Choice, parameter_choice: Choice) -> None:
-        """Choose groups: torch hooks come and go with them. A parameter's gradient comes after the
-        run that chose.
-        """
-        for dispatcher, sites, (groups, complement) in (
-            (self.dispatcher, self._sites, choice),
-            (self.parameter_dispatcher, self._parameter_sites, parameter_choice),
-        ):
-            dispatcher.activate(self.groups.ids(groups, strict=False), complement)
-            for site in sites.values():
-                site.install()
-        self._choice, self._parameter_choice = choice, parameter_choice
-        self._active = frozenset(
-            registration.index
-            for place in self._places()
-            for site in place.all_sites
-            for registration in site.active
-        )
-        self.num_active = len(self._active)
+    def _active_hooks_changed(self) -> None:
+        self.num_active = len(self.table.active)
         self._install_root()
+
+    # Runs.
 
     def _install_root(self) -> None:
         """Brackets around a direct call of the wrapped module, while anything is active."""
@@ -244,31 +126,18 @@ class HookCore:
             self.module.register_forward_hook(end, always_call=True),
         ]
 
-    def _places(self) -> list[ModuleSite | ParameterSite]:
-        return [*self._sites.values(), *self._parameter_sites.values()]
-
-    # Runs.
-
-    def choice(self, groups: str | Iterable[str], complement: bool) -> Choice:
-        """A choice of hooks. ValueError for an unknown group."""
-        names = tuple(as_names(groups))
-        self.groups.ids(names)
-        return names, bool(complement)
-
     def begin(self, choice: Choice, direct: bool = False) -> RunContext:
         """Start an outermost run: choose hooks, agree on them where they are new, start their lists
         afresh.
         """
-        if not choice == self._choice == self._parameter_choice:
-            self._activate(choice, choice)
-        run = RunContext(self._active, int(direct), first_node=next_sequence())
+        self.table.choose(choice, choice)
+        run = RunContext(self.table.active, int(direct), first_node=next_sequence())
         self._thread = threading.get_ident()
         self.run = run
         self._runs.append(run)
-        if self.num_active:
-            self.dispatcher.clear_records()
-            self.parameter_dispatcher.clear_records()
-            self.dispatcher.in_run = True
+        if run.active:
+            self.table.clear_records()
+            self.table.dispatcher.in_run = True
             if not self.channel.is_local:
                 try:
                     self._agree_on_hooks()
@@ -278,7 +147,7 @@ class HookCore:
         return run
 
     def _agree_on_hooks(self) -> None:
-        registrations = self.groups.registrations
+        registrations = self.table.registrations
         digest = site_hash(*(registration.site for registration in registrations))
         if digest == self._agreed_hooks:
             return
@@ -312,14 +181,12 @@ class HookCore:
         run.parameters.clear()
         run.outer_error = None
         self.run = None
-        self.dispatcher.in_run = False
-        if self._choice != EVERYTHING:
-            self._activate(EVERYTHING, self._parameter_choice)
+        self.table.dispatcher.in_run = False
+        self.table.choose(EVERYTHING, self.table.choices[1])
 
     def _fail_run(self, run: RunContext, error: BaseException) -> None:
         self.records.forget(run)
-        for site in self._sites.values():
-            site.forget_calls()
+        self.table.forget_calls()
         if (
             self.channel.is_local
             or not run.active
@@ -342,15 +209,14 @@ class HookCore:
     @contextlib.contextmanager
     def chosen(self, choice: Choice) -> Iterator[None]:
         """Another choice of hooks inside a run that goes on; its own choice where none is made."""
-        before = self._choice, self._parameter_choice
-        if choice in (EVERYTHING, before[0]):
-            yield
-            return
-        self._activate(choice, choice)
+        before = self.table.choices
+        if choice == EVERYTHING:
+            choice = before[0]
+        self.table.choose(choice, choice)
         try:
             yield
         finally:
-            self._activate(*before)
+            self.table.choose(*before)
 
     @contextlib.contextmanager
     def one_run_at_most(self) -> Iterator[None]:
@@ -373,10 +239,6 @@ class HookCore:
     def in_backward(self) -> bool:
         return _in_backward()
 
-    def refresh(self) -> None:
-        """After groups have changed."""
-        self._activate(self._choice, self._parameter_choice)
-
     # What torch's hooks call.
 
     def _run_hook(self, registration: Registration, module: nn.Module, tree: Any) -> Any:
@@ -387,7 +249,7 @@ class HookCore:
             self._deferred.run = self.begin(EVERYTHING)
         run = self.run
         if run is None:  # a part of the model is called on its own
-            run = self.run = RunContext(self._active, first_node=next_sequence())
+            run = self.run = RunContext(self.table.active, first_node=next_sequence())
             self._runs.append(run)
             self.records.output_ptr.pop(registration.hook_function.record_name, None)
             failure = None
@@ -487,7 +349,7 @@ class HookCore:
         return handler
 
     def _lone_run(self) -> RunContext:
-        run = RunContext(self._active, first_node=next_sequence())
+        run = RunContext(self.table.active, first_node=next_sequence())
         self._runs.append(run)
         return run
 
@@ -534,18 +396,10 @@ class HookCore:
         if self.is_closed:
             return
         self.is_closed = True
-        for registration in self.groups.registrations:
-            self.unregister(registration)
-        for place in self._places():
-            place.remove()
-        self._sites.clear()
-        self._parameter_sites.clear()
-        self.num_active = 0
+        self.table.close()
         self._install_root()
         self._runs.clear()
         self.run = None
-        self.dispatcher.close()
-        self.parameter_dispatcher.close()
         self.channel.close()
 
 

@@ -8,8 +8,8 @@ fires at the wrong time under split backward passes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from torch.autograd import Function
 from flex_model import _C
 
 if TYPE_CHECKING:
-    from flex_model.hooks.core import HookCore
     from flex_model.hooks.registration import Registration
 
 _Handler = Callable[[Tensor | None], Tensor | None]
@@ -43,13 +42,26 @@ class _Edge(Function):
         return ctx.handler(grad), None, None
 
 
+class SiteOwner(Protocol):
+    """What sites call: HookCore."""
+
+    def backward_handler(
+        self, registrations: Sequence[Registration], module: nn.Module
+    ) -> _Handler: ...
+    def run_parameter_hooks(
+        self, registrations: Sequence[Registration], grad: Tensor
+    ) -> Tensor: ...
+    def hook_failed(self, registration: Registration, error: Exception) -> None: ...
+
+
 class ModuleSite:
     """The hooks of one module: a dispatcher site per kind, and at most one torch hook before and
     one after its forward.
     """
 
-    def __init__(self, core: HookCore, module: nn.Module) -> None:
-        self._core = core
+    def __init__(self, owner: SiteOwner, dispatcher: _C.Dispatcher, module: nn.Module) -> None:
+        self._owner = owner
+        self._dispatcher = dispatcher
         self._module = weakref.ref(module)
         self._handles: dict[str, Any] = {}
         self._entered: list[
@@ -59,7 +71,7 @@ class ModuleSite:
 
     def site(self, kind: str) -> _C.Site:
         if kind not in self.sites:
-            self.sites[kind] = self._core.dispatcher.add_site(self._module)
+            self.sites[kind] = self._dispatcher.add_site(self._module)
         return self.sites[kind]
 
     @property
@@ -103,7 +115,7 @@ class ModuleSite:
             handle.remove()
         self._handles.clear()
         for site in self.sites.values():
-            self._core.dispatcher.remove_site(site)
+            self._dispatcher.remove_site(site)
 
     def _forward_hook(self):
         call = self.site("forward").call
@@ -151,7 +163,7 @@ class ModuleSite:
             leaf = self._leaf(registrations[0], tree)
             if leaf is None or not leaf.requires_grad:
                 continue
-            edge = _Edge.apply(leaf, self._core.backward_handler(registrations, module), False)
+            edge = _Edge.apply(leaf, self._owner.backward_handler(registrations, module), False)
             entered.append((leaf, edge, edge._version))
             tree = _C.replace_leaf(tree, index, edge)
         return tree
@@ -177,7 +189,7 @@ class ModuleSite:
                 continue
             if given is None:
                 given = {id(tensor) for tensor in _C.flatten(inputs)[0]}
-            handler = self._core.backward_handler(registrations, module)
+            handler = self._owner.backward_handler(registrations, module)
             edge = _Edge.apply(leaf, handler, id(leaf) in given)
             output = _C.replace_leaf(output, index, edge)
         return output
@@ -186,7 +198,7 @@ class ModuleSite:
         try:
             return registration.leaf(tree)
         except Exception as error:
-            self._core.hook_failed(registration, error)
+            self._owner.hook_failed(registration, error)
             return None
 
     def _by_tensor(self, kind: str) -> list[tuple[int, list[Registration]]]:
@@ -207,14 +219,18 @@ class ParameterSite:
     """The gradient hooks of one parameter."""
 
     def __init__(
-        self, core: HookCore, name: str, parameter: nn.Parameter, after_accumulation: bool
+        self,
+        owner: SiteOwner,
+        dispatcher: _C.Dispatcher,
+        parameter: nn.Parameter,
+        after_accumulation: bool,
     ) -> None:
-        self._core = core
+        self._owner = owner
+        self._dispatcher = dispatcher
         self._parameter = weakref.ref(parameter)
         self._after_accumulation = after_accumulation
         self._handle: Any = None
-        self.name = name
-        self.site = core.parameter_dispatcher.add_site(None)
+        self.site = dispatcher.add_site(None)
 
     @property
     def all_sites(self) -> list[_C.Site]:
@@ -236,18 +252,18 @@ class ParameterSite:
                 self._handle = parameter.register_hook(self._hook())
 
     def _hook(self):
-        core, site = self._core, self.site
+        owner, site = self._owner, self.site
 
         def hook(grad):
-            return core.run_parameter_hooks(site.active, grad)
+            return owner.run_parameter_hooks(site.active, grad)
 
         return hook
 
     def _accumulated_hook(self):
-        core, site = self._core, self.site
+        owner, site = self._owner, self.site
 
         def hook(parameter):
-            parameter.grad = core.run_parameter_hooks(site.active, parameter.grad)
+            parameter.grad = owner.run_parameter_hooks(site.active, parameter.grad)
 
         return hook
 
@@ -256,4 +272,4 @@ class ParameterSite:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
-        self._core.parameter_dispatcher.remove_site(self.site)
+        self._dispatcher.remove_site(self.site)

@@ -6,8 +6,9 @@
 namespace flex_model {
 namespace {
 
-// A plain C function bound to the site: cheaper to call than a pybind11 method, and `copy.deepcopy` leaves it alone.
-// The capsule keeps the site alive; after `restore()` the site has no active hook and returns at once.
+// A plain C function bound to the site: cheaper to call than a pybind11 method, and `copy.deepcopy`
+// leaves it alone. The capsule keeps the site alive; after `restore()` the site has no active hook
+// and returns at once.
 constexpr char kSiteCapsule[] = "flex_model.Site";
 
 PyObject* call_site(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
@@ -29,8 +30,8 @@ PyObject* call_site(PyObject* capsule, PyObject* const* arguments, Py_ssize_t co
 }
 
 PyMethodDef call_site_definition = {
-    "run_site", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call_site)), METH_FASTCALL,
-    "(module, tree) -> tree: run the active hooks of a site."};
+    "run_site", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call_site)),
+    METH_FASTCALL, "(module, tree) -> tree: run the active hooks of a site."};
 
 py::object make_call(const std::shared_ptr<Site>& site) {
   const py::capsule capsule(new std::shared_ptr<Site>(site), kSiteCapsule, [](PyObject* self) {
@@ -50,36 +51,48 @@ py::list registrations(const HookList& hooks) {
 }  // namespace
 
 void bind_hooks(py::module_& m) {
-  py::class_<Hook, std::shared_ptr<Hook>>(m, "Hook", "One registered hook as the dispatcher sees it.")
-      .def(py::init([](py::object registration, Py_ssize_t unpack_idx, py::object record_name, bool records_here) {
-             return std::make_shared<Hook>(
-                 Hook{std::move(registration), unpack_idx, std::move(record_name), records_here, {}});
+  py::class_<Hook, std::shared_ptr<Hook>>(m, "Hook",
+                                          "One registered hook as the dispatcher sees it.")
+      .def(py::init([](py::object registration, Py_ssize_t unpack_idx, py::object record_name,
+                       bool records_here) {
+             return std::make_shared<Hook>(Hook{
+                 std::move(registration), unpack_idx, std::move(record_name), records_here, {}});
            }),
-           py::arg("registration"), py::arg("unpack_idx"), py::arg("record_name"), py::arg("records_here"))
-      .def("tag", [](Hook& hook, size_t group) { hook.groups.insert(group); }, "Put it in a group.", py::arg("group"))
-      .def("untag", [](Hook& hook, size_t group) { hook.groups.erase(group); }, "Take it out.", py::arg("group"))
-      .def("has", [](const Hook& hook, size_t group) { return hook.groups.contains(group); },
-           "Whether it is in a group.", py::arg("group"));
+           py::arg("registration"), py::arg("unpack_idx"), py::arg("record_name"),
+           py::arg("records_here"))
+      .def(
+          "tag", [](Hook& hook, size_t group) { hook.groups.insert(group); }, "Put it in a group.",
+          py::arg("group"))
+      .def(
+          "untag", [](Hook& hook, size_t group) { hook.groups.erase(group); }, "Take it out.",
+          py::arg("group"))
+      .def(
+          "has", [](const Hook& hook, size_t group) { return hook.groups.contains(group); },
+          "Whether it is in a group.", py::arg("group"));
 
-  py::class_<Site, std::shared_ptr<Site>>(m, "Site", "The hooks of one (module, kind) or of one parameter.")
+  py::class_<Site, std::shared_ptr<Site>>(m, "Site",
+                                          "The hooks of one (module, kind) or of one parameter.")
       .def("add", &Site::add, "Add a hook, last in order.", py::arg("hook"))
       .def("remove", &Site::remove, "Remove a hook; nothing if it is not there.", py::arg("hook"))
-      .def("refresh", &Site::refresh, "Recompute what is active; whether it woke up or fell asleep.")
+      .def("refresh", &Site::refresh,
+           "Recompute what is active; whether it woke up or fell asleep.")
       .def_property_readonly("hooks", [](const Site& site) { return registrations(site.hooks()); })
-      .def_property_readonly("active", [](const Site& site) { return registrations(*site.active()); },
-                             "Registrations of the active hooks, in order.")
+      .def_property_readonly(
+          "active", [](const Site& site) { return registrations(*site.active()); },
+          "Registrations of the active hooks, in order.")
       .def_property_readonly("is_active", [](const Site& site) { return !site.active()->empty(); })
       .def_property_readonly("call", &make_call, "A C function (module, tree) -> tree.");
 
   py::class_<Dispatcher>(m, "Dispatcher", "Which hooks run now.")
-      .def(py::init<py::dict, py::object, py::type, py::function>(), py::arg("records"), py::arg("run_hook"),
-           py::arg("tensor_type"), py::arg("current_graph_task"))
+      .def(py::init<py::dict, py::object, py::type, py::function>(), py::arg("records"),
+           py::arg("run_hook"), py::arg("tensor_type"), py::arg("current_graph_task"))
       .def("close", &Dispatcher::close, "Detach all sites and let go of the callback.")
-      .def("add_site", &Dispatcher::add_site, "A new site; `module_ref` is a weak reference, or None.",
-           py::arg("module_ref"))
+      .def("add_site", &Dispatcher::add_site,
+           "A new site; `module_ref` is a weak reference, or None.", py::arg("module_ref"))
       .def("remove_site", &Dispatcher::remove_site, "Forget a site.", py::arg("site"))
-      .def("activate", &Dispatcher::activate, "Choose groups; the sites that woke up or fell asleep.",
-           py::arg("groups"), py::arg("complement"))
+      .def("activate", &Dispatcher::activate,
+           "Choose groups; the sites that woke up or fell asleep.", py::arg("groups"),
+           py::arg("complement"))
       .def("clear_records", &Dispatcher::clear_records, "Forget the lists of the active hooks.")
       .def_readwrite("in_run", &Dispatcher::in_run, "Whether an outermost run has begun.");
 }

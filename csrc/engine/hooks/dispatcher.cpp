@@ -53,7 +53,8 @@ int Site::record(const Hook& hook, PyObject* tree) {
 
   const py::object is_cpu = steal(PyObject_GetAttr(leaf.ptr(), strings().is_cpu));
   if (!is_cpu) return -1;
-  const py::object is_inference = steal(PyObject_CallMethodNoArgs(leaf.ptr(), strings().is_inference));
+  const py::object is_inference =
+      steal(PyObject_CallMethodNoArgs(leaf.ptr(), strings().is_inference));
   if (!is_inference) return -1;
   if (is_cpu.ptr() != Py_True || is_inference.ptr() != Py_False) return 0;
 
@@ -81,7 +82,8 @@ int Site::record(const Hook& hook, PyObject* tree) {
 PyObject* Site::run(PyObject* module, PyObject* tree) {
   const std::shared_ptr<const HookList> hooks = active_;
   py::object current = py::reinterpret_borrow<py::object>(tree);
-  if (!module_.is_none() && PyWeakref_GetObject(module_.ptr()) != module) return current.release().ptr();
+  if (!module_.is_none() && PyWeakref_GetObject(module_.ptr()) != module)
+    return current.release().ptr();
   for (const auto& hook : *hooks) {
     if (dispatcher_ == nullptr) break;  // an editing function restored the model
     if (hook->records_here && dispatcher_->in_run) {
@@ -90,7 +92,8 @@ PyObject* Site::run(PyObject* module, PyObject* tree) {
       if (recorded) continue;
     }
     PyObject* arguments[] = {hook->registration.ptr(), module, current.ptr()};
-    py::object result = steal(PyObject_Vectorcall(dispatcher_->run_hook.ptr(), arguments, 3, nullptr));
+    py::object result =
+        steal(PyObject_Vectorcall(dispatcher_->run_hook.ptr(), arguments, 3, nullptr));
     if (!result) return nullptr;
     current = std::move(result);
   }
@@ -113,7 +116,8 @@ void Dispatcher::remove_site(const std::shared_ptr<Site>& site) {
   sites_.erase(std::remove(sites_.begin(), sites_.end(), site), sites_.end());
 }
 
-std::vector<std::shared_ptr<Site>> Dispatcher::activate(const std::vector<size_t>& groups, bool complement) {
+std::vector<std::shared_ptr<Site>> Dispatcher::activate(const std::vector<size_t>& groups,
+                                                        bool complement) {
   active_ = GroupSet();
   for (size_t group : groups) active_.insert(group);
   complement_ = complement;
@@ -129,7 +133,8 @@ void Dispatcher::clear_records() {
     for (const auto& hook : *site->active()) {
       PyObject* name = hook->record_name.ptr();
       const int present = PyDict_Contains(records.ptr(), name);
-      if (present < 0 || (present && PyDict_DelItem(records.ptr(), name) < 0)) throw py::error_already_set();
+      if (present < 0 || (present && PyDict_DelItem(records.ptr(), name) < 0))
+        throw py::error_already_set();
     }
   }
 }

@@ -1,8 +1,9 @@
 // Which hooks of a site run now, and the shortest way to run those that only look.
 //
-// A Site stands for one (module, kind) or one parameter; torch calls it, and it calls the active hooks in the order of
-// their registration. A hook that only records, of one process, is served here, without Python: `detach().clone()`
-// into the list of its name. All others go to the Python callback `run_hook`, which gathers, edits and scatters.
+// A Site stands for one (module, kind) or one parameter; torch calls it, and it calls the active
+// hooks in the order of their registration. A hook that only records, of one process, is served
+// here, without Python: `detach().clone()` into the list of its name. All others go to the Python
+// callback `run_hook`, which gathers, edits and scatters.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -30,7 +31,8 @@ class Dispatcher;
 
 class Site {
  public:
-  Site(Dispatcher* dispatcher, py::object module) : dispatcher_(dispatcher), module_(std::move(module)) {}
+  Site(Dispatcher* dispatcher, py::object module)
+      : dispatcher_(dispatcher), module_(std::move(module)) {}
 
   void add(std::shared_ptr<Hook> hook);
   void remove(const std::shared_ptr<Hook>& hook);
@@ -43,8 +45,9 @@ class Site {
   // Cuts the site off from its dispatcher: no hook of it runs any more, whoever still holds it.
   void detach();
 
-  // The active hooks over one tree of tensors (an output, or `(args, kwargs)`): a new reference to the tree the model
-  // goes on with (the same object if no hook edited it), or nullptr with a Python error.
+  // The active hooks over one tree of tensors (an output, or `(args, kwargs)`): a new reference to
+  // the tree the model goes on with (the same object if no hook edited it), or nullptr with a
+  // Python error.
   PyObject* run(PyObject* module, PyObject* tree);
 
  private:
@@ -52,14 +55,16 @@ class Site {
   int record(const Hook& hook, PyObject* tree);
 
   Dispatcher* dispatcher_;  // nullptr once detached
-  py::object module_;       // a weak reference, or None: a copied module calls the hooks it was copied with
+  py::object
+      module_;  // a weak reference, or None: a copied module calls the hooks it was copied with
   HookList hooks_;
   std::shared_ptr<const HookList> active_ = std::make_shared<const HookList>();
 };
 
 class Dispatcher {
  public:
-  Dispatcher(py::dict records, py::object run_hook, py::type tensor_type, py::function current_graph_task)
+  Dispatcher(py::dict records, py::object run_hook, py::type tensor_type,
+             py::function current_graph_task)
       : records(std::move(records)),
         run_hook(std::move(run_hook)),
         tensor_type(std::move(tensor_type)),
@@ -73,17 +78,19 @@ class Dispatcher {
   void close();
   std::shared_ptr<Site> add_site(py::object module_ref);
   void remove_site(const std::shared_ptr<Site>& site);
-  // Sets the groups whose hooks run (with `complement`: those in none of them); the sites that woke up or fell asleep.
+  // Sets the groups whose hooks run (with `complement`: those in none of them); the sites that woke
+  // up or fell asleep.
   std::vector<std::shared_ptr<Site>> activate(const std::vector<size_t>& groups, bool complement);
   bool is_active(const Hook& hook) const { return hook.groups.overlaps(active_) != complement_; }
   // Forgets the lists of the active hooks: what an outermost run does first.
   void clear_records();
 
-  py::dict records;             // the user's output_ptr
-  py::object run_hook;          // (registration, module, tree) -> tree
-  py::type tensor_type;         // torch.Tensor: only this exact type is recorded here
-  py::function current_graph_task;  // -1 outside of backward; inside, a forward hook is a recomputation
-  bool in_run = false;          // whether an outermost run has begun
+  py::dict records;      // the user's output_ptr
+  py::object run_hook;   // (registration, module, tree) -> tree
+  py::type tensor_type;  // torch.Tensor: only this exact type is recorded here
+  py::function
+      current_graph_task;  // -1 outside of backward; inside, a forward hook is a recomputation
+  bool in_run = false;     // whether an outermost run has begun
 
  private:
   std::vector<std::shared_ptr<Site>> sites_;

@@ -13,17 +13,20 @@ struct Bytes {
   int64_t size;
 };
 
-Bytes bytes_of(const py::buffer_info& info) { return {static_cast<char*>(info.ptr), info.size * info.itemsize}; }
+Bytes bytes_of(const py::buffer_info& info) {
+  return {static_cast<char*>(info.ptr), info.size * info.itemsize};
+}
 
 void check_bytes(const char* what, int64_t got, int64_t expected) {
   if (got != expected) {
-    throw py::value_error(std::string("GatherPlan: ") + what + " must have " + std::to_string(expected) +
-                          " bytes, got " + std::to_string(got));
+    throw py::value_error(std::string("GatherPlan: ") + what + " must have " +
+                          std::to_string(expected) + " bytes, got " + std::to_string(got));
   }
 }
 
 GatherPlan make_plan(Sizes full_sizes, std::vector<Sizes> shard_sizes,
-                     std::vector<std::tuple<int64_t, Sizes, Sizes, Sizes>> pieces, int64_t element_bytes) {
+                     std::vector<std::tuple<int64_t, Sizes, Sizes, Sizes>> pieces,
+                     int64_t element_bytes) {
   std::vector<Piece> list;
   for (auto& [rank, full_start, shard_start, sizes] : pieces) {
     list.push_back({rank, std::move(full_start), std::move(shard_start), std::move(sizes)});
@@ -48,7 +51,8 @@ py::bytes split(const GatherPlan& plan, const py::buffer& full, int64_t rank) {
   const Boxes& boxes = plan.boxes();
   const py::buffer_info info = full.request();
   check_bytes("the full tensor", bytes_of(info).size, boxes.full_bytes);
-  if (rank < 0 || rank >= static_cast<int64_t>(boxes.shard_bytes.size())) throw py::index_error("GatherPlan: no such rank");
+  if (rank < 0 || rank >= static_cast<int64_t>(boxes.shard_bytes.size()))
+    throw py::index_error("GatherPlan: no such rank");
   std::string shard(boxes.shard_bytes[rank], '\0');
   for (const Box& box : boxes.boxes) {
     if (box.rank == rank) split_box(box, bytes_of(info).data, shard.data());
@@ -59,23 +63,31 @@ py::bytes split(const GatherPlan& plan, const py::buffer& full, int64_t rank) {
 }  // namespace
 
 void bind_layout(py::module_& m) {
-  py::class_<GatherPlan>(m, "GatherPlan", "Where the bytes of each rank's shard lie in the full tensor.")
+  py::class_<GatherPlan>(m, "GatherPlan",
+                         "Where the bytes of each rank's shard lie in the full tensor.")
       .def(py::init(&make_plan),
-           "`pieces` are (rank, full_start, shard_start, sizes), in elements; ValueError if they do not tile both sides.",
-           py::arg("full_sizes"), py::arg("shard_sizes"), py::arg("pieces"), py::arg("element_bytes"))
+           "`pieces` are (rank, full_start, shard_start, sizes), in elements; ValueError if they "
+           "do not tile both sides.",
+           py::arg("full_sizes"), py::arg("shard_sizes"), py::arg("pieces"),
+           py::arg("element_bytes"))
       .def_property_readonly("full_sizes", &GatherPlan::full_sizes, "Sizes of the full tensor.")
       .def_property_readonly("shard_sizes", &GatherPlan::shard_sizes, "Sizes of each rank's shard.")
       .def_property_readonly(
-          "full_bytes", [](const GatherPlan& plan) { return plan.boxes().full_bytes; }, "Bytes of the full tensor.")
+          "full_bytes", [](const GatherPlan& plan) { return plan.boxes().full_bytes; },
+          "Bytes of the full tensor.")
       .def_property_readonly(
-          "shard_bytes", [](const GatherPlan& plan) { return plan.boxes().shard_bytes; }, "Bytes of each rank's shard.")
+          "shard_bytes", [](const GatherPlan& plan) { return plan.boxes().shard_bytes; },
+          "Bytes of each rank's shard.")
       .def_property_readonly(
-          "num_boxes", [](const GatherPlan& plan) { return plan.boxes().boxes.size(); }, "Strided copies it takes.")
+          "num_boxes", [](const GatherPlan& plan) { return plan.boxes().boxes.size(); },
+          "Strided copies it takes.")
       .def_property_readonly(
-          "code", [](const GatherPlan& plan) { return plan.boxes().encode(); }, "The plan as ops take it (int[]).")
-      .def("assemble", &assemble, "Bytes of the full tensor from buffers of all shards.", py::arg("shards"))
-      .def("split", &split, "Bytes of one rank's shard from a buffer of the full tensor.", py::arg("full"),
-           py::arg("rank"));
+          "code", [](const GatherPlan& plan) { return plan.boxes().encode(); },
+          "The plan as ops take it (int[]).")
+      .def("assemble", &assemble, "Bytes of the full tensor from buffers of all shards.",
+           py::arg("shards"))
+      .def("split", &split, "Bytes of one rank's shard from a buffer of the full tensor.",
+           py::arg("full"), py::arg("rank"));
 }
 
 }  // namespace flex_model

@@ -17,7 +17,8 @@ int64_t num_elements(const Sizes& sizes) {
   for (int64_t size : sizes) {
     if (size < 0) throw std::invalid_argument("gather plan: negative size in " + to_string(sizes));
     if (__builtin_mul_overflow(product, size, &product)) {
-      throw std::invalid_argument("gather plan: " + to_string(sizes) + " has more elements than 64 bits can count");
+      throw std::invalid_argument("gather plan: " + to_string(sizes) +
+                                  " has more elements than 64 bits can count");
     }
   }
   return product;
@@ -26,7 +27,8 @@ int64_t num_elements(const Sizes& sizes) {
 int64_t num_bytes(const Sizes& sizes, int64_t element_bytes) {
   int64_t bytes;
   if (__builtin_mul_overflow(num_elements(sizes), element_bytes, &bytes)) {
-    throw std::invalid_argument("gather plan: " + to_string(sizes) + " has more bytes than 64 bits can count");
+    throw std::invalid_argument("gather plan: " + to_string(sizes) +
+                                " has more bytes than 64 bits can count");
   }
   return bytes;
 }
@@ -46,20 +48,24 @@ Sizes contiguous_strides(const Sizes& sizes, int64_t element_bytes) {
 bool fits(const Sizes& start, const Sizes& sizes, const Sizes& bounds) {
   if (start.size() != bounds.size() || sizes.size() != bounds.size()) return false;
   for (size_t d = 0; d < bounds.size(); ++d) {
-    if (start[d] < 0 || sizes[d] < 0 || start[d] > bounds[d] || sizes[d] > bounds[d] - start[d]) return false;
+    if (start[d] < 0 || sizes[d] < 0 || start[d] > bounds[d] || sizes[d] > bounds[d] - start[d])
+      return false;
   }
   return true;
 }
 
-bool overlap(const Sizes& start_a, const Sizes& sizes_a, const Sizes& start_b, const Sizes& sizes_b) {
+bool overlap(const Sizes& start_a, const Sizes& sizes_a, const Sizes& start_b,
+             const Sizes& sizes_b) {
   for (size_t d = 0; d < start_a.size(); ++d) {
-    if (start_a[d] + sizes_a[d] <= start_b[d] || start_b[d] + sizes_b[d] <= start_a[d]) return false;
+    if (start_a[d] + sizes_a[d] <= start_b[d] || start_b[d] + sizes_b[d] <= start_a[d])
+      return false;
   }
   return true;
 }
 
 // The piece as a strided copy with as few and as long runs as its strides allow.
-Box to_box(const Piece& piece, const Sizes& full_sizes, const Sizes& shard_sizes, int64_t element_bytes) {
+Box to_box(const Piece& piece, const Sizes& full_sizes, const Sizes& shard_sizes,
+           int64_t element_bytes) {
   const Sizes full_strides = contiguous_strides(full_sizes, element_bytes);
   const Sizes shard_strides = contiguous_strides(shard_sizes, element_bytes);
   Box box{piece.rank, 0, 0, element_bytes, {}};
@@ -70,7 +76,8 @@ Box to_box(const Piece& piece, const Sizes& full_sizes, const Sizes& shard_sizes
   for (size_t d = piece.sizes.size(); d-- > 0;) {  // from the innermost dim outwards
     const Level level{piece.sizes[d], full_strides[d], shard_strides[d]};
     if (level.count == 1) continue;
-    if (box.levels.empty() && level.full_stride == box.run_bytes && level.shard_stride == box.run_bytes) {
+    if (box.levels.empty() && level.full_stride == box.run_bytes &&
+        level.shard_stride == box.run_bytes) {
       box.run_bytes *= level.count;
       continue;
     }
@@ -93,11 +100,14 @@ Box to_box(const Piece& piece, const Sizes& full_sizes, const Sizes& shard_sizes
 GatherPlan::GatherPlan(Sizes full_sizes, std::vector<Sizes> shard_sizes, std::vector<Piece> pieces,
                        int64_t element_bytes)
     : full_sizes_(std::move(full_sizes)), shard_sizes_(std::move(shard_sizes)) {
-  if (element_bytes <= 0) throw std::invalid_argument("gather plan: an element must have at least one byte");
+  if (element_bytes <= 0)
+    throw std::invalid_argument("gather plan: an element must have at least one byte");
   boxes_.full_bytes = num_bytes(full_sizes_, element_bytes);
-  for (const Sizes& sizes : shard_sizes_) boxes_.shard_bytes.push_back(num_bytes(sizes, element_bytes));
+  for (const Sizes& sizes : shard_sizes_)
+    boxes_.shard_bytes.push_back(num_bytes(sizes, element_bytes));
   check(pieces);
-  std::stable_sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) { return a.rank < b.rank; });
+  std::stable_sort(pieces.begin(), pieces.end(),
+                   [](const Piece& a, const Piece& b) { return a.rank < b.rank; });
   for (const Piece& piece : pieces) {
     if (num_elements(piece.sizes) == 0) continue;
     boxes_.boxes.push_back(to_box(piece, full_sizes_, shard_sizes_[piece.rank], element_bytes));
@@ -111,14 +121,16 @@ void GatherPlan::check(const std::vector<Piece>& pieces) const {
   for (size_t i = 0; i < pieces.size(); ++i) {
     const Piece& piece = pieces[i];
     if (piece.rank < 0 || piece.rank >= num_ranks) {
-      throw std::invalid_argument("gather plan: rank " + std::to_string(piece.rank) + " is not one of " +
-                                  std::to_string(num_ranks) + " ranks");
+      throw std::invalid_argument("gather plan: rank " + std::to_string(piece.rank) +
+                                  " is not one of " + std::to_string(num_ranks) + " ranks");
     }
     const Sizes& shard = shard_sizes_[piece.rank];
-    if (!fits(piece.full_start, piece.sizes, full_sizes_) || !fits(piece.shard_start, piece.sizes, shard)) {
-      throw std::invalid_argument("gather plan: a piece of sizes " + to_string(piece.sizes) + " of rank " +
-                                  std::to_string(piece.rank) + " leaves its shard " + to_string(shard) +
-                                  " or the full tensor " + to_string(full_sizes_));
+    if (!fits(piece.full_start, piece.sizes, full_sizes_) ||
+        !fits(piece.shard_start, piece.sizes, shard)) {
+      throw std::invalid_argument("gather plan: a piece of sizes " + to_string(piece.sizes) +
+                                  " of rank " + std::to_string(piece.rank) + " leaves its shard " +
+                                  to_string(shard) + " or the full tensor " +
+                                  to_string(full_sizes_));
     }
     const int64_t elements = num_elements(piece.sizes);
     covered[piece.rank] += elements;
@@ -128,20 +140,22 @@ void GatherPlan::check(const std::vector<Piece>& pieces) const {
       const Piece& other = pieces[j];
       if (num_elements(other.sizes) == 0) continue;
       if (overlap(piece.full_start, piece.sizes, other.full_start, other.sizes) ||
-          (piece.rank == other.rank && overlap(piece.shard_start, piece.sizes, other.shard_start, other.sizes))) {
-        throw std::invalid_argument("gather plan: pieces of ranks " + std::to_string(other.rank) + " and " +
-                                    std::to_string(piece.rank) + " overlap");
+          (piece.rank == other.rank &&
+           overlap(piece.shard_start, piece.sizes, other.shard_start, other.sizes))) {
+        throw std::invalid_argument("gather plan: pieces of ranks " + std::to_string(other.rank) +
+                                    " and " + std::to_string(piece.rank) + " overlap");
       }
     }
   }
   if (covered_full != num_elements(full_sizes_)) {
-    throw std::invalid_argument("gather plan: the shards hold " + std::to_string(covered_full) + " of the " +
-                                std::to_string(num_elements(full_sizes_)) + " elements of the full tensor " +
-                                to_string(full_sizes_));
+    throw std::invalid_argument("gather plan: the shards hold " + std::to_string(covered_full) +
+                                " of the " + std::to_string(num_elements(full_sizes_)) +
+                                " elements of the full tensor " + to_string(full_sizes_));
   }
   for (int64_t rank = 0; rank < num_ranks; ++rank) {
     if (covered[rank] != num_elements(shard_sizes_[rank])) {
-      throw std::invalid_argument("gather plan: rank " + std::to_string(rank) + " has elements that go nowhere");
+      throw std::invalid_argument("gather plan: rank " + std::to_string(rank) +
+                                  " has elements that go nowhere");
     }
   }
 }

@@ -1,10 +1,11 @@
-// Which bytes of which rank's shard make the full tensor: a pure function of sizes, without tensors or ranks at work.
+// Which bytes of which rank's shard make the full tensor: a pure function of sizes, without tensors
+// or ranks at work.
 //
 //   shard of rank r   contiguous, sizes `shard_sizes[r]`
 //   full              contiguous, sizes `full_sizes`
 //
-// A plan is exact: every byte of the full tensor comes from exactly one shard, and every byte of a shard goes somewhere.
-// So its inverse, from full to shards, is the scatter.
+// A plan is exact: every byte of the full tensor comes from exactly one shard, and every byte of a
+// shard goes somewhere. So its inverse, from full to shards, is the scatter.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +18,8 @@ namespace flex_model {
 
 using Sizes = std::vector<int64_t>;
 
-// A rectangular part of one rank's shard: `sizes` elements per dim, at `shard_start` there and at `full_start` in full.
+// A rectangular part of one rank's shard: `sizes` elements per dim, at `shard_start` there and at
+// `full_start` in full.
 struct Piece {
   int64_t rank;
   Sizes full_start;
@@ -27,8 +29,10 @@ struct Piece {
 
 class GatherPlan {
  public:
-  // std::invalid_argument if a piece leaves a tensor, two pieces overlap, or some element is in no piece.
-  GatherPlan(Sizes full_sizes, std::vector<Sizes> shard_sizes, std::vector<Piece> pieces, int64_t element_bytes);
+  // std::invalid_argument if a piece leaves a tensor, two pieces overlap, or some element is in no
+  // piece.
+  GatherPlan(Sizes full_sizes, std::vector<Sizes> shard_sizes, std::vector<Piece> pieces,
+             int64_t element_bytes);
 
   const Sizes& full_sizes() const { return full_sizes_; }
   const std::vector<Sizes>& shard_sizes() const { return shard_sizes_; }

@@ -97,16 +97,13 @@ bool dict_items(PyObject* dict, py::object* keys, py::object* values) {
 bool open(PyObject* object, bool to_rebuild, Opened* opened) {
   if (classify_builtin(object, &opened->kind)) {
     switch (opened->kind) {
-      case Kind::kTuple:
-        opened->children = borrow(object);
-        return true;
+      case Kind::kTuple: opened->children = borrow(object); return true;
       case Kind::kList:
         opened->children = steal(PyList_AsTuple(object));
         return static_cast<bool>(opened->children);
       case Kind::kDict:
         return dict_items(object, to_rebuild ? &opened->structure : nullptr, &opened->children);
-      default:
-        return true;
+      default: return true;
     }
   }
   Classified found;
@@ -120,16 +117,11 @@ bool open(PyObject* object, bool to_rebuild, Opened* opened) {
 PyObject* build(Kind kind, PyTypeObject* type, PyObject* structure, PyObject* state,
                 PyObject* const* children, Py_ssize_t size) {
   switch (kind) {
-    case Kind::kTuple:
-      return make_tuple(children, size).release().ptr();
-    case Kind::kList:
-      return make_list(children, size).release().ptr();
-    case Kind::kDict:
-      return build_dict(structure, children, size);
-    case Kind::kRegistered:
-      return build_registered(structure, state, children, size);
-    default:
-      return build_structural(type, structure, state, children, size);
+    case Kind::kTuple: return make_tuple(children, size).release().ptr();
+    case Kind::kList: return make_list(children, size).release().ptr();
+    case Kind::kDict: return build_dict(structure, children, size);
+    case Kind::kRegistered: return build_registered(structure, state, children, size);
+    default: return build_structural(type, structure, state, children, size);
   }
 }
 

@@ -65,13 +65,9 @@ bool open_storage(PyObject* object, Storage storage, py::object* keys, py::objec
     case Storage::kTuple:
       *items = steal(PyTuple_GetSlice(object, 0, PyTuple_GET_SIZE(object)));
       return static_cast<bool>(*items);
-    case Storage::kList:
-      *items = steal(PyList_AsTuple(object));
-      return static_cast<bool>(*items);
-    case Storage::kDict:
-      return dict_items(object, keys, items);
-    case Storage::kOrderedDict:
-      return ordered_items(object, keys, items);
+    case Storage::kList: *items = steal(PyList_AsTuple(object)); return static_cast<bool>(*items);
+    case Storage::kDict: return dict_items(object, keys, items);
+    case Storage::kOrderedDict: return ordered_items(object, keys, items);
     case Storage::kStructSequence: {  // with the fields that are not shown as items
       const py::object count =
           steal(PyObject_GetAttrString(reinterpret_cast<PyObject*>(Py_TYPE(object)), "n_fields"));
@@ -80,9 +76,7 @@ bool open_storage(PyObject* object, Storage storage, py::object* keys, py::objec
       *items = make_tuple(reinterpret_cast<PyTupleObject*>(object)->ob_item, size);
       return static_cast<bool>(*items);
     }
-    case Storage::kNone:
-      *items = borrow(marks().no_arguments);
-      return true;
+    case Storage::kNone: *items = borrow(marks().no_arguments); return true;
   }
   return false;
 }
@@ -198,8 +192,7 @@ py::object new_with_items(PyTypeObject* type, Storage storage, PyObject* keys,
       }
       return made;
     }
-    case Storage::kNone:
-      return steal(PyBaseObject_Type.tp_new(type, none, nullptr));
+    case Storage::kNone: return steal(PyBaseObject_Type.tp_new(type, none, nullptr));
   }
   return py::object();
 }

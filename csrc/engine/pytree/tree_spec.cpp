@@ -105,11 +105,8 @@ bool append_children(const Node& node, const std::string* children, std::string*
 
 bool append_node(const Node& node, const std::string* children, std::string* text) {
   switch (node.kind) {
-    case Kind::kLeaf:
-      *text += "*";
-      return true;
-    case Kind::kConstant:
-      return append_repr(node.structure.ptr(), text);
+    case Kind::kLeaf: *text += "*"; return true;
+    case Kind::kConstant: return append_repr(node.structure.ptr(), text);
     case Kind::kTuple:
       *text += "(";
       append_children(node, children, text);

@@ -1,0 +1,200 @@
+"""Which hooks a wrapped model has, and which are active: torch hooks come and go with that."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flex_model import _C
+from flex_model.hooks.function import KINDS, HookFunction
+from flex_model.hooks.groups import ALL, HookGroups, as_names
+from flex_model.hooks.registration import Registration
+from flex_model.hooks.site import ModuleSite, ParameterSite, SiteOwner
+
+Choice = tuple[tuple[str, ...], bool]  # groups, complement
+EVERYTHING: Choice = ((ALL,), False)
+
+
+class HookTable:
+    """Registered hooks by site.
+
+    A parameter's gradient comes after the run that chose hooks, so parameters keep the choice of
+    the last run, in a dispatcher of their own.
+
+    Args:
+        owner: What sites call when torch calls them.
+        run_hook: ``(registration, module, tree) -> tree``: a forward or forward-pre hook that the
+            dispatcher does not serve itself.
+        serves_records: Whether the compiled dispatcher may serve hooks that only look: one rank,
+            which keeps records.
+        on_change: Called after the set of active hooks may have changed.
+
+    Attributes:
+        active: Indices of the active registrations.
+    """
+
+    def __init__(
+        self,
+        owner: SiteOwner,
+        run_hook: Callable[[Registration, nn.Module, Any], Any],
+        output_ptr: dict[str, list[Tensor]],
+        serves_records: bool,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.groups = HookGroups()
+        make = (output_ptr, run_hook, torch.Tensor, torch._C._current_graph_task_id)
+        self.dispatcher = _C.Dispatcher(*make)
+        self.parameter_dispatcher = _C.Dispatcher(*make)
+        self.active: frozenset[int] = frozenset()
+        self._owner = owner
+        self._serves_records = serves_records
+        self._on_change = on_change
+        self._modules: dict[int, ModuleSite] = {}
+        self._parameters: dict[int, ParameterSite] = {}
+        self._choices = EVERYTHING, EVERYTHING  # for modules, for parameters
+        self._next_index = 0
+        self._is_closed = False
+
+    @property
+    def registrations(self) -> list[Registration]:
+        """In the order of registration."""
+        return self.groups.registrations
+
+    def register(
+        self,
+        function: HookFunction,
+        kind: str,
+        target: nn.Module | nn.Parameter,
+        groups: Iterable[str] = (),
+        after_accumulation: bool = False,
+    ) -> Registration:
+        """Put a hook at a module, or at a parameter for kind "tensor"."""
+        assert kind in KINDS
+        if function._registration is not None:
+            raise ValueError(
+                f"{function!r} is registered already; remove it first (handle.remove()), or make "
+                "another HookFunction"
+            )
+        self._check_record_name(function, kind)
+        module_ref = weakref.ref(target) if isinstance(target, nn.Module) else None
+        registration = Registration(function, kind, self._next_index, module_ref)
+        self._next_index += 1
+        registration.hook = _C.Hook(
+            registration,
+            function.unpack_idx,
+            function.record_name,
+            self._is_served_by_dispatcher(registration),
+        )
+        if isinstance(target, nn.Module):
+            if id(target) not in self._modules:
+                self._modules[id(target)] = ModuleSite(self._owner, self.dispatcher, target)
+            self._modules[id(target)].site(kind).add(registration.hook)
+        else:
+            if id(target) not in self._parameters:
+                self._parameters[id(target)] = ParameterSite(
+                    self._owner, self.parameter_dispatcher, target, after_accumulation
+                )
+            self._parameters[id(target)].site.add(registration.hook)
+        self.groups.add(registration, groups)
+        function._registration = registration
+        self.refresh()
+        return registration
+
+    def _is_served_by_dispatcher(self, registration: Registration) -> bool:
+        """One rank, nothing to edit, nothing to check."""
+        function = registration.hook_function
+        return (
+            self._serves_records
+            and registration.kind in ("forward", "forward_pre")
+            and function.editing_function is None
+            and function.expected_shape is None
+        )
+
+    def _check_record_name(self, function: HookFunction, kind: str) -> None:
+        for other in self.registrations:
+            if other.hook_function.record_name == function.record_name and other.kind != kind:
+                raise ValueError(
+                    f"a {kind} hook on {function.module_name!r} would write its records to "
+                    f"output_ptr[{function.record_name!r}], as the {other.describe()} does; give "
+                    "one of them an output_name"
+                )
+
+    def unregister(self, registration: Registration) -> None:
+        """Take a hook off; nothing if it is off already."""
+        function = registration.hook_function
+        if function._registration is not registration:
+            return
+        function._registration = None
+        function.save_ctx = function.modules = None
+        self.groups.discard(registration)
+        tables: list[dict[int, Any]] = [self._modules, self._parameters]
+        for table in tables:
+            for key, place in list(table.items()):
+                for site in place.all_sites:
+                    site.remove(registration.hook)
+                    site.refresh()
+                if not any(site.hooks for site in place.all_sites):
+                    place.remove()
+                    del table[key]
+        # It holds the registration, and no garbage collector would see the cycle.
+        del registration.hook
+        if not self._is_closed:
+            self.refresh()
+
+    def choice(self, groups: str | Iterable[str], complement: bool) -> Choice:
+        """A choice of hooks. ValueError for an unknown group."""
+        names = tuple(as_names(groups))
+        self.groups.ids(names)
+        return names, bool(complement)
+
+    @property
+    def choices(self) -> tuple[Choice, Choice]:
+        """What is chosen now, for modules and for parameters."""
+        return self._choices
+
+    def choose(self, modules: Choice, parameters: Choice) -> None:
+        """Choose hooks; nothing if they are chosen already."""
+        if self._choices != (modules, parameters):
+            self._choices = modules, parameters
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Install what the choice makes active now, and take off the rest."""
+        for dispatcher, places, (groups, complement) in (
+            (self.dispatcher, self._modules, self._choices[0]),
+            (self.parameter_dispatcher, self._parameters, self._choices[1]),
+        ):
+            dispatcher.activate(self.groups.ids(groups, strict=False), complement)
+            for place in places.values():
+                place.install()
+        self.active = frozenset(
+            registration.index for site in self._all_sites() for registration in site.active
+        )
+        self._on_change()
+
+    def _all_sites(self) -> list[_C.Site]:
+        places: list[Any] = [*self._modules.values(), *self._parameters.values()]
+        return [site for place in places for site in place.all_sites]
+
+    def clear_records(self) -> None:
+        """Start the lists of the active hooks afresh."""
+        self.dispatcher.clear_records()
+        self.parameter_dispatcher.clear_records()
+
+    def forget_calls(self) -> None:
+        """Drop what calls that ended in an exception left behind."""
+        for site in self._modules.values():
+            site.forget_calls()
+
+    def close(self) -> None:
+        """Take every hook off."""
+        self._is_closed = True
+        for registration in self.registrations:
+            self.unregister(registration)
+        self.active = frozenset()
+        self.dispatcher.close()
+        self.parameter_dispatcher.close()
