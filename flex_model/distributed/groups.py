@@ -127,7 +127,7 @@ def release(group: PrivateGroup) -> None:
 
 
 def give_up(group: PrivateGroup, reason: str) -> None:
-    """Mark a group as unusable for good, and stop its work as far as gloo lets itself be stopped."""
+    """Mark a group as unusable for good, and stop its work as far as gloo can be stopped."""
     if group.broken is None:
         group.broken = reason
         _broken.append(group.backend)
