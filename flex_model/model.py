@@ -306,7 +306,9 @@ class FlexModel(nn.Module):
     ) -> HookHandle:
         """See or edit the gradient of a module's input. As ``register_forward_hook``.
 
-        Along data-parallel ranks the values are those of the mean loss over ranks.
+        Along data-parallel ranks the loss is the mean over ranks, which DDP and FSDP average to:
+        the values are those of that loss. Where ranks have different numbers of rows, weigh each
+        rank's loss by ``dp_size * rows / all_rows``, and everything equals the unsharded run.
         """
         return self._register(hook_function, "full_backward")
 

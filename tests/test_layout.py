@@ -221,3 +221,20 @@ def test_mesh_order_is_pp_dp_tp_with_tp_fastest():
     assert mesh.coordinates == {"pp": 1, "dp": 0, "tp": 1}
     assert mesh.grid == (4, 5, 6, 7)
     assert mesh.members(("dp",)) == [1, 3]
+
+
+def test_what_is_told_beside_the_tensor_is_checked_by_its_values():
+    beside = ShardLayout(tp=Shard(1), source="the placements of its weight")
+
+    def probed(values):
+        return lambda: [(value, True) for value in values]
+
+    shapes = [(4, 3), (4, 3)]
+    arguments = "hook on 'fc'", shapes, TP2, None, beside
+    assert inference.resolve(*arguments, probed((1, 2)), is_certain=False) == beside
+    with pytest.raises(ValueError, match="by the placements of its weight dim 1 is sharded over 2"):
+        inference.resolve(*arguments, probed((1, 1)), is_certain=False)
+    with pytest.raises(ValueError, match="contradicts the placements of its weight"):
+        inference.resolve(
+            "hook on 'fc'", shapes, TP2, (None, 3), beside, probed((1, 2)), is_certain=False
+        )

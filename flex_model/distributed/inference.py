@@ -59,6 +59,7 @@ def settle(
     expected_shape: ExpectedShape,
     known: ShardLayout | None,
     batch_on_dp: bool,
+    is_certain: bool = True,
 ) -> ShardLayout:
     """``resolve`` for this rank's ``shard``; collective where the values must be probed. All ranks
     raise alike.
@@ -71,7 +72,9 @@ def settle(
         ]
 
     try:
-        return resolve(site, shapes, channel.mesh, expected_shape, known, probe, batch_on_dp)
+        return resolve(
+            site, shapes, channel.mesh, expected_shape, known, probe, batch_on_dp, is_certain
+        )
     except ValueError as error:
         raise agreed(error) from None
 
@@ -90,13 +93,15 @@ def resolve(
     known: ShardLayout | None,
     probe: Callable[[], Fingerprints],
     batch_on_dp: bool = True,
+    is_certain: bool = True,
 ) -> ShardLayout:
     """The layout of a tensor whose local shapes are ``shapes`` (all ranks of the grid, tp fastest).
 
     Args:
         site: For messages.
-        known: The layout that the tensor itself tells (DTensor), if any; its dp placement may be a
-            default.
+        known: The layout that the tensor itself tells (DTensor), or something beside it; its dp
+            placement may be a default.
+        is_certain: Whether ``known`` is the tensor's own, so that its values need no check.
         probe: Exchanges fingerprints of the values; collective over the grid, called at most once.
         batch_on_dp: Whether dim 0 is the batch, of which dp ranks hold different rows (not so for
             parameters).
@@ -123,7 +128,7 @@ def resolve(
             "tensor has shape "
             f"{full_shape} (layout {layout}, local shapes {_unique(shapes)})"
         )
-    if known is None and mesh.tp_size > 1:
+    if mesh.tp_size > 1 and (known is None or not is_certain):
         _check_values(site, layout, shapes, mesh, expected_shape, probe())
     return layout
 
@@ -210,12 +215,12 @@ def _check_values(
     telling = any(tells for row in rows for _, tells in row)
     if isinstance(layout.tp, Shard):
         if equal and telling:
+            told = f" {expected_shape}" if layout.source == "expected_shape" else ""
             raise ValueError(
-                f"{site}: expected_shape {expected_shape} makes dim {layout.tp.dim} sharded over "
-                f"{mesh.tp_size} "
-                "tensor-parallel ranks, but all of them hold the same values of shape "
-                f"{_unique(shapes)}: the tensor "
-                "is replicated; give its own size, or None"
+                f"{site}: by {layout.source}{told} dim {layout.tp.dim} is sharded over "
+                f"{mesh.tp_size} tensor-parallel ranks, but all of them hold the same values of "
+                f"shape {_unique(shapes)}: the tensor is replicated; give its own sizes in "
+                "expected_shape, or None"
             )
     elif not equal:
         raise ValueError(

@@ -253,14 +253,21 @@ class HookCaller:
         key = (tuple(shapes), dtype, known)
         move = registration.moves.get(key)
         if move is None:
+            site, is_certain = registration.describe(), known is not None
+            if known is None and not self._channel.is_local:
+                module = None if registration.module is None else registration.module()
+                known = dtensor.layout_beside_weight(
+                    module, registration.kind, shapes, self._channel.mesh, site
+                )
             layout = inference.settle(
                 self._channel,
-                registration.describe(),
+                site,
                 shard,
                 shapes,
                 registration.hook_function.expected_shape,
                 known,
                 registration.batch_on_dp,
+                is_certain,
             )
             move = Move.of(self._channel, layout, list(shapes), dtype)
             while len(registration.moves) >= _REMEMBERED_MOVES:

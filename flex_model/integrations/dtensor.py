@@ -5,12 +5,20 @@ back.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from flex_model.distributed.layout import Partial, Placement, Replicate, Shard, ShardLayout
+from flex_model.distributed.layout import (
+    Partial,
+    Placement,
+    Replicate,
+    Shape,
+    Shard,
+    ShardLayout,
+)
 from flex_model.distributed.mesh import Mesh
 
 
@@ -98,6 +106,35 @@ def layout(tensor: Any, mesh: Mesh, site: str, *, batch_on_dp: bool) -> ShardLay
 def reaches_dp(tensor: Any, mesh: Mesh, site: str) -> bool:
     """Whether the DTensor's mesh runs along dp."""
     return "dp" in axes_of(tensor.device_mesh, mesh, site)
+
+
+def layout_beside_weight(
+    module: nn.Module | None, kind: str, shapes: Sequence[Shape], mesh: Mesh, site: str
+) -> ShardLayout | None:
+    """What a linear layer's DTensor weight tells of its plain input or output; None for nothing.
+
+    A weight split over its outputs leaves a part of the output's last dim on each rank, one split
+    over its inputs takes a part of the input's (Megatron's column- and row-parallel layers, in
+    Hugging Face's and torch's own tensor parallelism). Only where the ranks' widths add up to the
+    weight's: a layer that gathers or reduces its output itself does not fit. Local.
+    """
+    weight: Any = getattr(module, "weight", None)
+    if not isinstance(module, nn.Linear) or not is_dtensor(weight) or mesh.tp_size == 1:
+        return None
+    axes = axes_of(weight.device_mesh, mesh, site)
+    if "tp" not in axes:
+        return None
+    placement = weight.placements[axes.index("tp")]
+    dim = 0 if kind in ("forward", "full_backward_pre") else 1
+    if not placement.is_shard(dim) or not shapes[0]:
+        return None
+    widths = [shape[-1] for shape in shapes]
+    for start in range(0, len(widths), mesh.tp_size):
+        if sum(widths[start : start + mesh.tp_size]) != weight.shape[dim]:
+            return None
+    ndim = len(shapes[0])
+    dp = Shard(0) if mesh.dp_size > 1 else Replicate()
+    return ShardLayout(dp, Shard(ndim - 1), source="the placements of its weight")
 
 
 def to_local(tensor: Any) -> Tensor:

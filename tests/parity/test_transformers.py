@@ -77,6 +77,40 @@ def test_gradients_through_an_edit_of_llama_equal_the_unsharded_model():
         assert_close(full, model.get_parameter(name).grad, msg=lambda m, name=name: f"{name}: {m}")
 
 
+LINEAR = [
+    ("forward", "model.layers.0.self_attn.q_proj"),
+    ("forward", "model.layers.1.mlp.up_proj"),
+    ("forward_pre", "model.layers.0.self_attn.o_proj"),
+    ("forward_pre", "model.layers.1.mlp.down_proj"),
+    ("full_backward_pre", "model.layers.1.mlp.gate_proj"),
+    ("full_backward", "model.layers.0.mlp.down_proj"),
+    ("forward", "model.layers.0.self_attn.o_proj"),
+    ("full_backward", "model.layers.1.self_attn.v_proj"),
+]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("kind", "site"), LINEAR)
+def test_linear_layers_of_llama_need_no_expected_shape(kind, site):
+    """Their DTensor weights tell how their plain inputs and outputs are split."""
+    model, expected_records = models.llama(), []
+    sharded = models.tensor_parallel_llama(model, models.mesh(1, 2)["tp"])
+    cell = Cell(kind, site, mixing_features)
+    with torch_hook(model, cell, {}, expected_records):
+        expected = model(tokens(), labels=tokens())
+        expected.loss.backward()
+    records = {}
+    with FlexModel(sharded, records) as flex:
+        getattr(flex, f"register_{kind}_hook")(HookFunction(site, editing_function=cell.edit))
+        result = flex(tokens(), labels=tokens())
+        result.loss.backward()
+        gradients = {name: flex.get_module_gradient(name) for name, _ in model.named_parameters()}
+    assert_close(result.logits, expected.logits)
+    assert_close(records.get(site, []), expected_records if dist.get_rank() == 0 else [])
+    for name, parameter in model.named_parameters():
+        assert_close(gradients[name], parameter.grad, msg=lambda m, name=name: f"{name}: {m}")
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_an_edit_of_llama_is_recomputed_by_its_own_checkpointing(use_reentrant):
