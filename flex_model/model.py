@@ -196,7 +196,8 @@ class FlexModel(nn.Module):
             flex(tokens, groups=())                       # no hook at all
             flex(tokens, groups="probe", complement=True) # all others
 
-        The choice holds for this call and the backward of its graph. Inside ``active()`` a call
+        The choice holds for this call and the backward of its graph; for parameters' gradients,
+        until the next call that has gradients on. Inside ``active()`` a call
         without ``groups`` keeps that choice. Collective over the ranks of the model while hooks are
         active.
 
@@ -597,7 +598,10 @@ class FlexModel(nn.Module):
 
     def restore(self) -> nn.Module:
         """Take all hooks off and return the wrapped model as it was; frees what the wrapper made.
-        As often as one likes.
+
+        As often as one likes. A graph made before it should have had its backward: checkpointed
+        parts would be computed once more without their edits. An editing function that refers to
+        this FlexModel keeps it alive until then.
         """
         self.__dict__.pop("fmps", None)  # with its connections
         self._finalizer()

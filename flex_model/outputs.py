@@ -91,7 +91,7 @@ class Records:
             resolve: ``(registration, shapes, dtype, known, shard) -> Move``: collective where the
                 layout is new.
         """
-        pending, context.pending = context.pending, []
+        pending = context.pending
         names = [record.registration.describe() for record in pending]
         listed = "; ".join(names[:8]) + (f"; and {len(names) - 8} more" if len(names) > 8 else "")
         header = Header(
@@ -99,15 +99,19 @@ class Records:
             site=site_hash(*(record.registration.site for record in pending)),
             flags=Header.CONSUMED if context.consumed else 0,
         )
-        headers = self._channel.agree(
-            header, f"{kind}, with {len(pending)} records to deliver ({listed or 'none'})"
-        )
-        if pending:
-            moves = self._agree_on_moves(pending, resolve)
-            if self.on_all_ranks:
-                self._deliver_to_all(pending, moves)
-            else:
-                self._deliver_to_first(pending, moves)
+        try:
+            what = f"{kind}, with {len(pending)} records to deliver ({listed or 'none'})"
+            headers = self._channel.agree(header, what)
+            if pending:
+                moves = self._agree_on_moves(pending, resolve)
+                if self.on_all_ranks:
+                    self._deliver_to_all(pending, moves)
+                else:
+                    self._deliver_to_first(pending, moves)
+        except BaseException:
+            self.forget(context)
+            raise
+        pending.clear()
         return any(other.flags & Header.CONSUMED for other in headers)
 
     def _agree_on_moves(self, pending: list[PendingRecord], resolve) -> list[Move]:

@@ -47,7 +47,13 @@ class Parameters:
                 "gradients are flattened; use torch.distributed.fsdp.fully_shard, or "
                 "FullyShardedDataParallel.summon_full_params(..., with_grads=True)"
             )
-        with self._found(name) as (parameter, _):
+        with self._found(name, sharded=True) as (parameter, _):
+            has_gradient = parameter.grad is not None
+            if not self._channel.is_local:
+                what = (
+                    f"the gradient of parameter {name!r}, which is {'there' * has_gradient or None}"
+                )
+                self._channel.agree(Header("parameter", site=site_hash(name, has_gradient)), what)
             if parameter.grad is None:
                 return None
             return self._full(f"{name}.grad", parameter.grad, expected_shape)
@@ -61,7 +67,7 @@ class Parameters:
                 f"set_module_parameter: expected a full torch.Tensor for {name!r}, got "
                 f"{type(full).__name__}"
             )
-        with self._found(name, writeback=True) as (parameter, _), torch.no_grad():
+        with self._found(name, writeback=True, sharded=True) as (parameter, _), torch.no_grad():
             plain = not (self._channel.is_local or dtensor.is_dtensor(parameter))
             local, move = self._move(name, parameter, full.shape if plain else None)
             shape = tuple(local.shape) if move is None else move.full_shape
@@ -107,11 +113,16 @@ class Parameters:
         local = tensor.detach()
         shapes = [tuple(local.shape)]
         if not self._channel.is_local:
-            header = Header("parameter", site=site_hash(name), dtype=local.dtype, shape=shapes[0])
+            header = Header(
+                "parameter", site=site_hash(name, expected), dtype=local.dtype, shape=shapes[0]
+            )
             shapes = [
-                other.shape for other in self._channel.agree(header, f"the full value of {site}")
+                other.shape
+                for other in self._channel.agree(
+                    header, f"the full value of {site}, expected_shape {expected}"
+                )
             ]
-        layout = inference.settle(
+        layout, _ = inference.settle(
             self._channel, site, local, shapes, expected, known, batch_on_dp=False
         )
         if self._channel.is_local:
@@ -120,9 +131,11 @@ class Parameters:
 
     @contextlib.contextmanager
     def _found(
-        self, name: str, writeback: bool = False
+        self, name: str, writeback: bool = False, sharded: bool = False
     ) -> Iterator[tuple[nn.Parameter, nn.Module]]:
-        """The parameter, made readable: FSDP1's are gathered, offloaded ones are fetched."""
+        """The parameter, made readable: FSDP1's are gathered. FSDP2's are as they are now, whole
+        where the module is in use; with ``sharded``, as they are kept between forwards.
+        """
         wrapper = fsdp.wrapper_of_parameter(self._root, name)
         if wrapper is not None:
             with fsdp.summoned(wrapper, writeback):
@@ -130,7 +143,8 @@ class Parameters:
                 yield parameter, module
             return
         _, module, parameter = find_parameter(self._root, name)
-        parameter = fsdp.sharded_parameter(self._root, name, parameter)
+        if sharded:
+            parameter = fsdp.sharded_parameter(self._root, name, parameter)
         if parameter.is_meta:
             raise ValueError(
                 f"parameter {name!r} is on the meta device: its weights are not loaded; load or "

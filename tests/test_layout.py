@@ -200,7 +200,10 @@ def test_constant_values_are_believed_where_the_shape_is_given():
 
 
 def test_parameters_are_not_batches():
-    assert settle([(4, 3), (4, 3)], DP2, None, batch_on_dp=False) == ShardLayout(dp=Replicate())
+    shapes = [(4, 3), (4, 3)]
+    assert settle(shapes, DP2, None, (1, 1), batch_on_dp=False) == ShardLayout(dp=Replicate())
+    with pytest.raises(ValueError, match="data-parallel ranks hold different values"):
+        settle(shapes, DP2, None, (1, 2), batch_on_dp=False)
 
 
 @pytest.mark.parametrize(

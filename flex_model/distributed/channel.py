@@ -337,9 +337,9 @@ def agreed(error):
 
 
 def is_agreed(error: BaseException | None) -> bool:
-    """Whether all ranks know of this error, here or anywhere in its chain."""
+    """Whether all ranks know of this error, or of one that it was raised from."""
     while error is not None:
         if getattr(error, "is_agreed", False):
             return True
-        error = error.__cause__ or error.__context__
+        error = error.__cause__
     return False

@@ -106,9 +106,9 @@ class Move:
         if self.covers_grid and self.axes:
             return self.channel.scatter_from_first(self.axes, full, like, self.plan)
         like_full = like.new_empty(self.full_shape)
-        return self.slice(
-            self.channel.broadcast(None if full is None else full.detach().contiguous(), like_full)
-        )
+        if full is not None:  # a copy: the model may change its tensor, and the user keep this one
+            full = full.detach().clone(memory_format=torch.contiguous_format)
+        return self.slice(self.channel.broadcast(full, like_full))
 
 
 class _Gather(Function):
@@ -174,6 +174,9 @@ class _ScatterFromFirst(Function):
     def backward(ctx, grad):
         move = ctx.move
         ctx.agree(grad)
+        mesh = move.channel.mesh
+        if mesh.dp_size > 1 and "dp" not in move.axes:  # as _MeanGradientOverDp
+            grad = move.channel.all_reduce_sum(("dp",), grad) / mesh.dp_size
         full = move.gather_to_first(grad.contiguous())
         if full is None:
             full = grad.new_zeros(ctx.size)

@@ -72,7 +72,11 @@ def acquire(ranks: tuple[int, ...], timeout_s: float) -> PrivateGroup:
         ),
         default=0,
     )
-    offers = _meet(store, ranks, me, number, held, timeout_s)
+    try:
+        offers = _meet(store, ranks, me, number, held, timeout_s)
+    except HookError:
+        _acquired[ranks] -= 1  # as on the ranks that did not come: the next try meets them
+        raise
     if held and set(offers) == {held}:
         group = _groups[ranks, held]
     else:
@@ -106,6 +110,7 @@ def _meet(
                 offers[rank] = int(store.get(key(number, rank)))
         missing = [ranks[rank] for rank in range(len(ranks)) if rank not in offers]
         if missing and time.monotonic() > deadline:
+            store.delete_key(key(number, me))
             raise HookError(
                 f"connecting the ranks {list(ranks)} of a model: global ranks {missing} did not "
                 "come within "

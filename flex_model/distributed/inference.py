@@ -60,23 +60,28 @@ def settle(
     known: ShardLayout | None,
     batch_on_dp: bool,
     is_certain: bool = True,
-) -> ShardLayout:
-    """``resolve`` for this rank's ``shard``; collective where the values must be probed. All ranks
-    raise alike.
+) -> tuple[ShardLayout, bool]:
+    """``resolve`` for this rank's ``shard``; collective where the values must be probed.
+
+    Returns:
+        The layout, and whether it is proven: constant values show nothing, so it holds for them
+        only.
     """
+    is_proven = True
 
     def probe() -> Fingerprints:
-        return [
-            (value, not constant)
-            for value, constant in channel.exchange(fingerprint(shard)).tolist()
-        ]
+        nonlocal is_proven
+        table = channel.exchange(fingerprint(shard)).tolist()
+        is_proven = not all(constant for _, constant in table)
+        return [(value, not constant) for value, constant in table]
 
     try:
-        return resolve(
+        layout = resolve(
             site, shapes, channel.mesh, expected_shape, known, probe, batch_on_dp, is_certain
         )
     except ValueError as error:
         raise agreed(error) from None
+    return layout, is_proven
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
@@ -128,8 +133,12 @@ def resolve(
             "tensor has shape "
             f"{full_shape} (layout {layout}, local shapes {_unique(shapes)})"
         )
-    if mesh.tp_size > 1 and (known is None or not is_certain):
-        _check_values(site, layout, shapes, mesh, expected_shape, probe())
+    if len(shapes) > 1 and (known is None or not is_certain):
+        fingerprints = probe()
+        if mesh.tp_size > 1:
+            _check_values(site, layout, shapes, mesh, expected_shape, fingerprints)
+        if mesh.dp_size > 1:
+            _check_values_over_dp(site, layout, shapes, mesh, fingerprints)
     return layout
 
 
@@ -229,11 +238,31 @@ def _check_values(
             f"or a partial sum, and which is not known; give the full sizes in expected_shape"
             + (f" (it is {expected_shape} now)" if expected_shape is not None else "")
         )
-    elif not telling and expected_shape is None and any(0 not in shape for shape in shapes):
+    elif not telling and expected_shape is None and any(_has_many(shape) for shape in shapes):
         raise ValueError(
             f"{site}: all ranks hold one constant value of shape {_unique(shapes)}, which does "
             "not show whether the "
             "tensor is sharded; give the full sizes in expected_shape"
+        )
+
+
+def _has_many(shape: Shape) -> bool:
+    return len(shape) > 0 and 0 not in shape
+
+
+def _check_values_over_dp(
+    site: str,
+    layout: ShardLayout,
+    shapes: Sequence[Shape],
+    mesh: Mesh,
+    fingerprints: Fingerprints,
+) -> None:
+    """What data-parallel ranks share must be equal. (Rows of a batch may be: same rows, twice.)"""
+    columns = [fingerprints[j :: mesh.tp_size] for j in range(mesh.tp_size)]
+    if layout.dp == Replicate() and any(len({v for v, _ in column}) > 1 for column in columns):
+        raise ValueError(
+            f"{site}: the data-parallel ranks hold different values of shape {_unique(shapes)} "
+            "where they should share one; for gradients: average them over the ranks first"
         )
 
 

@@ -122,7 +122,7 @@ class _Route:
         shapes = [tuple(tensor.shape)]
         if not channel.is_local:
             shapes = [header.shape for header in self._agree(tensor)]
-        layout = inference.settle(
+        layout, _ = inference.settle(
             channel, self._site, tensor, shapes, self._expected, None, batch_on_dp=self._batch_on_dp
         )
         if channel.is_local:

@@ -18,7 +18,7 @@ from flex_model.distributed import gather, inference
 from flex_model.distributed.channel import Channel, agreed
 from flex_model.distributed.gather import Move
 from flex_model.distributed.header import Header
-from flex_model.distributed.layout import Partial, Shape, ShardLayout
+from flex_model.distributed.layout import Partial, Replicate, Shape, ShardLayout
 from flex_model.hooks.context import Call, seed_of_state
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.user_function import UserFunction
@@ -223,15 +223,27 @@ class HookCaller:
         return [header.shape for header in headers]
 
     def _parameters(self, call: Call, leaf: Tensor) -> dict[str, Tensor]:
-        """The full parameters that the function named, gathered once in a run."""
-        kept, parameters = call.run.parameters, {}
-        for name in call.registration.hook_function.parameter_names:
-            if name not in kept:
-                kept[name] = self._full_parameter(name)
-            parameters[name] = kept[name].to(leaf.device)
-        return parameters
+        """The full parameters that the function named, as they are now."""
+        names = call.registration.hook_function.parameter_names
+        return {name: self._full_parameter(name).to(leaf.device) for name in names}
 
     # Layout.
+
+    def _check_shared(self, registration: Registration, layout: ShardLayout) -> None:
+        """Along dp, ranks that share a tensor have different gradients of it."""
+        mesh = self._channel.mesh
+        if (
+            registration.kind in ("full_backward", "full_backward_pre")
+            and mesh.dp_size > 1
+            and layout.dp == Replicate()
+        ):
+            raise agreed(
+                ValueError(
+                    f"{registration.describe()}: the data-parallel ranks share this tensor, and "
+                    "each has its own gradient of it, which can't be seen as one yet; hook a "
+                    "module whose dim 0 is the batch, or the parameter itself (register_hook)"
+                )
+            )
 
     def _known_layout(self, call: Call, leaf: Any) -> ShardLayout:
         return dtensor.layout(
@@ -259,7 +271,7 @@ class HookCaller:
                 known = dtensor.layout_beside_weight(
                     module, registration.kind, shapes, self._channel.mesh, site
                 )
-            layout = inference.settle(
+            layout, is_proven = inference.settle(
                 self._channel,
                 site,
                 shard,
@@ -270,6 +282,9 @@ class HookCaller:
                 is_certain,
             )
             move = Move.of(self._channel, layout, list(shapes), dtype)
+            self._check_shared(registration, layout)
+            if not is_proven:
+                return move
             while len(registration.moves) >= _REMEMBERED_MOVES:
                 oldest = next(iter(registration.moves))  # the same one on every rank
                 del registration.moves[oldest]

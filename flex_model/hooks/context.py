@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import hashlib
 from argparse import Namespace
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ class RunContext:
 
     Attributes:
         active: Indices of the registrations that it chose, of any kind.
+        covered: Those of all choices made in one outermost run, whose lists it has begun afresh.
         direct_depth: For a run begun by a direct call of the wrapped module: how deep in such calls
             it is.
         seed: Random seed of the run, rank 0's; None until an edit needs it.
@@ -31,7 +33,6 @@ class RunContext:
         calls: By registration index: how often its editing function was called.
         random_calls: By registration index: fingerprint of the input -> call number, for calls that
             drew random numbers.
-        parameters: Full parameters that editing functions asked for, for the time of the run.
         outer_error: The exception that was being handled when a direct call began; another one at
             its end is its own.
         first_node, last_node: Numbers of autograd's nodes made during the run: from the first, to
@@ -41,13 +42,13 @@ class RunContext:
     """
 
     active: frozenset[int] = frozenset()
+    covered: set[int] = field(default_factory=set)
     direct_depth: int = 0
     seed: int | None = None
     consumed: bool = False
     calls: dict[int, int] = field(default_factory=dict)
     random_calls: dict[int, dict[int, int]] = field(default_factory=dict)
     pending: list[PendingRecord] = field(default_factory=list)
-    parameters: dict[str, Tensor] = field(default_factory=dict)
     outer_error: BaseException | None = None
     first_node: int = 0
     last_node: int = 2**63
@@ -128,13 +129,28 @@ def advance_generator() -> None:
 
 
 def throw_away(save_ctx: Namespace) -> Namespace:
-    """A copy of ``save_ctx`` for a recomputed edit: it has run before, and what it adds must not be
-    added twice.
+    """A copy of ``save_ctx`` for a recomputed edit: it has run before, and what it adds to
+    tensors and containers must not be added twice. Other objects are the same ones.
     """
-    containers = (list, dict, set)
-    return Namespace(
-        **{
-            name: copy.copy(value) if type(value) in containers else value
-            for name, value in vars(save_ctx).items()
-        }
-    )
+    return Namespace(**{name: _copied(value) for name, value in vars(save_ctx).items()})
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    twin: Any
+    if isinstance(value, dict):
+        twin = copy.copy(value)
+        for key in twin:
+            twin[key] = _copied(twin[key])
+        return twin
+    if isinstance(value, (list, collections.deque)):
+        twin = copy.copy(value)
+        for index, item in enumerate(value):
+            twin[index] = _copied(item)
+        return twin
+    if type(value) is tuple:
+        return tuple(_copied(item) for item in value)
+    if isinstance(value, set) or type(value).__module__ == "numpy":
+        return copy.copy(value)
+    return value

@@ -13,7 +13,7 @@ import weakref
 from argparse import Namespace
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ from flex_model.hooks.table import EVERYTHING, Choice, HookTable
 from flex_model.outputs import Records
 from flex_model.parameters import Parameters
 
+# How torch's checkpointing leaves a recomputation that has gone far enough.
+_STOPS_RECOMPUTATION = "_StopRecomputationError"
 _REMEMBERED_RUNS = 64  # for recomputation: light, since what they collected is gone from them
 
 
@@ -65,6 +67,7 @@ class HookCore:
             self.channel, self.records, save_ctx, modules, edit_on, self.parameters.get
         )
         self.save_ctx, self.modules = save_ctx, modules
+        self._settings = (edit_on, output_ranks, mesh.describe())  # must be alike on all ranks
         self.run: RunContext | None = None
         self.num_active = 0
         self._runs: deque[RunContext] = deque(maxlen=_REMEMBERED_RUNS)
@@ -87,6 +90,9 @@ class HookCore:
     def _active_hooks_changed(self) -> None:
         self.num_active = len(self.table.active)
         self._install_root()
+        if self.run is not None:
+            self.run.active |= self.table.active
+            self._cover(self.run)
 
     # Runs.
 
@@ -130,30 +136,43 @@ class HookCore:
         """Start an outermost run: choose hooks, agree on them where they are new, start their lists
         afresh.
         """
-        self.table.choose(choice, choice)
-        run = RunContext(self.table.active, int(direct), first_node=next_sequence())
+        # A run without gradients leaves parameters to the graph of the run before it.
+        keeps = not torch.is_grad_enabled()
+        self.table.choose(choice, self.table.choices[1] if keeps else choice)
+        run = RunContext(self.table.active, direct_depth=int(direct), first_node=next_sequence())
         self._thread = threading.get_ident()
         self.run = run
         self._runs.append(run)
-        if run.active:
-            self.table.clear_records()
-            self.table.dispatcher.in_run = True
-            if not self.channel.is_local:
-                try:
-                    self._agree_on_hooks()
-                except BaseException:
-                    self._close_run(run)
-                    raise
+        try:
+            self._cover(run)
+        except BaseException:
+            self._close_run(run)
+            raise
         return run
+
+    def _cover(self, run: RunContext) -> None:
+        """Take newly chosen hooks into an outermost run: their lists start afresh, all agree."""
+        new = run.active - run.covered
+        if not new:
+            return
+        self.table.clear_records(new)
+        run.covered |= new
+        self.table.dispatcher.in_run = True
+        if not self.channel.is_local:
+            self._agree_on_hooks()
 
     def _agree_on_hooks(self) -> None:
         registrations = self.table.registrations
-        digest = site_hash(*(registration.site for registration in registrations))
+        digest = site_hash(*(registration.site for registration in registrations), *self._settings)
         if digest == self._agreed_hooks:
             return
-        names = "; ".join(registration.describe() for registration in registrations)
+        names = "; ".join(
+            f"{registration.kind} {registration.hook_function!r}" for registration in registrations
+        )
         self.channel.agree(
-            Header("registered hooks", site=digest), f"the start of a run with these hooks: {names}"
+            Header("registered hooks", site=digest),
+            f"the start of a run (edit_on, output_ranks, mesh: {self._settings}) with these "
+            f"hooks: {names}",
         )
         self._agreed_hooks = digest
 
@@ -166,7 +185,7 @@ class HookCore:
         try:
             if error is not None:
                 self._fail_run(run, error)
-            elif run.active and not self.channel.is_local:
+            elif run.covered and not self.channel.is_local:
                 self._join(run, "end of the run")
             elif run.consumed:
                 run.consumed = False
@@ -178,7 +197,6 @@ class HookCore:
         run.last_node = next_sequence()
         if run.pending:
             self.records.forget(run)
-        run.parameters.clear()
         run.outer_error = None
         self.run = None
         self.table.dispatcher.in_run = False
@@ -189,7 +207,7 @@ class HookCore:
         self.table.forget_calls()
         if (
             self.channel.is_local
-            or not run.active
+            or not run.covered
             or is_agreed(error)
             or not isinstance(error, Exception)
         ):
@@ -212,11 +230,25 @@ class HookCore:
         before = self.table.choices
         if choice == EVERYTHING:
             choice = before[0]
-        self.table.choose(choice, choice)
+        parent = self.run
+        if parent is None or _in_backward():  # the model is run by a recomputation
+            yield
+            return
+        # A part of the run with a choice of its own, which recomputation will find by its nodes.
+        part = replace(parent, active=frozenset(), direct_depth=0, first_node=next_sequence())
+        self.run = part
+        self._runs.append(part)
         try:
+            self.table.choose(choice, choice)
+            part.active = self.table.active
+            self._cover(part)
             yield
         finally:
+            part.last_node = next_sequence()
+            parent.seed, parent.consumed = part.seed, part.consumed
+            self.run = None
             self.table.choose(*before)
+            self.run = parent
 
     @contextlib.contextmanager
     def one_run_at_most(self) -> Iterator[None]:
@@ -249,8 +281,7 @@ class HookCore:
             self._deferred.run = self.begin(EVERYTHING)
         run = self.run
         if run is None:  # a part of the model is called on its own
-            run = self.run = RunContext(self.table.active, first_node=next_sequence())
-            self._runs.append(run)
+            run = self.run = self._lone_run()
             self.records.output_ptr.pop(registration.hook_function.record_name, None)
             failure = None
             try:
@@ -282,21 +313,45 @@ class HookCore:
         """The model is computed once more during backward (activation checkpointing): the edits
         that its forward had, and no record.
         """
-        run = self._run_of_backward()
-        if not registration.edits or registration.index not in run.active:
+        if not registration.edits:
             return tree
-        index = registration.hook_function.unpack_idx
-        leaf = registration.leaf(tree)
-        result = self.caller.activation(Call(registration, module, run, is_replay=True), leaf)
-        return tree if result is leaf else _C.replace_leaf(tree, index, result)
+        run = self._run_of_backward()
+        try:
+            if run is None:
+                raise HookError(
+                    f"{registration.describe()}: the model is computed once more in a backward "
+                    f"whose forward is not among the last {_REMEMBERED_RUNS} runs, so its edit "
+                    "can't be repeated; run backward sooner, or do without checkpointing"
+                )
+            if registration.index not in run.active:
+                return tree
+            index = registration.hook_function.unpack_idx
+            leaf = registration.leaf(tree)
+            result = self.caller.activation(Call(registration, module, run, is_replay=True), leaf)
+            return tree if result is leaf else _C.replace_leaf(tree, index, result)
+        except Exception as error:
+            if type(error).__name__ == _STOPS_RECOMPUTATION or self.channel.is_local:
+                raise
+            if run is not None:
+                self._expect_end_of_backward(run)
+            self.hook_failed(registration, error)
+            return tree
 
-    def _run_of_backward(self) -> RunContext:
+    def _run_of_backward(self) -> RunContext | None:
+        """The run whose graph is being computed; None if it is not remembered."""
         node = torch._C._current_autograd_node()
-        if node is not None:
-            for run in reversed(self._runs):
-                if run.holds(node):
-                    return run
-        return self._runs[-1] if self._runs else RunContext()
+        if node is None:
+            return self._runs[-1] if self._runs else None
+        if self._runs and node._sequence_nr() >= self._runs[-1].last_node:
+            return self._lone_run()  # a part of the model that was called on its own
+        return next((run for run in reversed(self._runs) if run.holds(node)), None)
+
+    def chosen_now(self, registrations: Sequence[Registration]) -> Sequence[Registration]:
+        """Of active hooks, those that a recomputed forward had too."""
+        if not _in_backward():
+            return registrations
+        run = self._run_of_backward()
+        return [r for r in registrations if run is None or r.index in run.active]
 
     def _check_thread(self, registration: Registration) -> None:
         if (
@@ -328,9 +383,7 @@ class HookCore:
         run = (
             self.run
             if self.run is not None
-            else self._run_of_backward()
-            if _in_backward()
-            else self._lone_run()
+            else (self._run_of_backward() if _in_backward() else None) or self._lone_run()
         )
         module_ref = weakref.ref(module)
 
@@ -349,7 +402,12 @@ class HookCore:
         return handler
 
     def _lone_run(self) -> RunContext:
-        run = RunContext(self.table.active, first_node=next_sequence())
+        """For a part of the model that is called on its own: the nodes since the last run are its
+        own too.
+        """
+        first_node = self._runs[-1].last_node if self._runs else 0
+        run = RunContext(self.table.active, set(self.table.active), first_node=first_node)
+        run.last_node = next_sequence() + 1
         self._runs.append(run)
         return run
 

@@ -36,7 +36,9 @@ class HookFunction:
             parameter's name for ``register_hook``.
         expected_shape: Shape of the full tensor; None for sizes that are not known or not sharded.
             Needed only where the layout of a sharded plain tensor can't be inferred; given, it is
-            checked. Under data parallelism dim 0 is the global batch.
+            checked. Under data parallelism dim 0 is the global batch; a tensor whose dim 0 is
+            something else, shared by all data-parallel ranks (a positional embedding), needs its
+            own shape here.
         editing_function: ``(current_module, inputs, save_ctx, modules) -> Tensor | None``.
             ``inputs`` is the full tensor, a plain ``torch.Tensor``, the same on every rank. It may
             be edited in place, returned, or replaced by a tensor of its shape, dtype and device;

@@ -24,6 +24,8 @@ class Registration:
         index: Counts registrations of the wrap: the same on every rank that registers the same
             hooks.
         hook: The dispatcher's view of it (groups, activity).
+        site: Stands for it in headers: ranks that differ in any of it must not talk of one site.
+        seed: Its part of the seeds of its calls: the same on any sharding.
         moves: Plans by what all ranks hold: ``(shapes, dtype, ...) -> Move``.
     """
 
@@ -34,12 +36,21 @@ class Registration:
     hook: _C.Hook = field(init=False)
     moves: dict[Any, Any] = field(default_factory=dict)
     site: int = field(init=False)
+    seed: int = field(init=False)
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
         function = self.hook_function
         self.name = function.module_name
-        self.site = site_hash(self.kind, function.module_name, function.unpack_idx, self.index)
+        place = (self.kind, function.module_name, function.unpack_idx)
+        self.seed = site_hash(*place, self.index)
+        self.site = site_hash(
+            *place,
+            function.expected_shape,
+            function.record_name,
+            self.edits,
+            self.index,
+        )
 
     @property
     def edits(self) -> bool:

@@ -20,6 +20,8 @@ from flex_model import _C
 if TYPE_CHECKING:
     from flex_model.hooks.registration import Registration
 
+_MAX_DEPTH = 64  # of calls of one module inside itself
+
 _Handler = Callable[[Tensor | None], Tensor | None]
 
 
@@ -52,6 +54,7 @@ class SiteOwner(Protocol):
         self, registrations: Sequence[Registration], grad: Tensor
     ) -> Tensor: ...
     def hook_failed(self, registration: Registration, error: Exception) -> None: ...
+    def chosen_now(self, registrations: Sequence[Registration]) -> Sequence[Registration]: ...
 
 
 class ModuleSite:
@@ -157,6 +160,8 @@ class ModuleSite:
     def _put_input_edges(self, module: nn.Module, tree: Any) -> Any:
         entered: list[tuple[Tensor, Tensor, int]] = []
         self._entered.append(entered)
+        if len(self._entered) > _MAX_DEPTH:  # calls that a recomputation broke off
+            del self._entered[0]
         if not torch.is_grad_enabled():
             return tree
         for index, registrations in self._by_tensor("full_backward"):
@@ -206,7 +211,7 @@ class ModuleSite:
         within one.
         """
         groups: dict[int, list[Registration]] = {}
-        for registration in self.sites[kind].active:
+        for registration in self._owner.chosen_now(self.sites[kind].active):
             groups.setdefault(registration.hook_function.unpack_idx, []).append(registration)
         return list(groups.items())
 
@@ -262,8 +267,23 @@ class ParameterSite:
     def _accumulated_hook(self):
         owner, site = self._owner, self.site
 
+        def reference(grad: Tensor | None) -> Any:
+            return None if grad is None else weakref.ref(grad)
+
+        parameter = self._parameter()
+        last = reference(None if parameter is None else parameter.grad)
+
         def hook(parameter):
+            nonlocal last
+            if last is not None and parameter.grad is last():
+                raise ValueError(
+                    f"parameter-gradient hook on {site.active[0].name!r}: FSDP2 adds this "
+                    "backward's gradient to the one that was there, and the hook would edit their "
+                    "sum; set gradients to None before each backward "
+                    "(zero_grad(set_to_none=True)), or hook the module's gradients"
+                )
             parameter.grad = owner.run_parameter_hooks(site.active, parameter.grad)
+            last = reference(parameter.grad)
 
         return hook
 

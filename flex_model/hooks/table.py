@@ -51,6 +51,7 @@ class HookTable:
         self.parameter_dispatcher = _C.Dispatcher(*make)
         self.active: frozenset[int] = frozenset()
         self._owner = owner
+        self._output_ptr = output_ptr
         self._serves_records = serves_records
         self._on_change = on_change
         self._modules: dict[int, ModuleSite] = {}
@@ -180,10 +181,15 @@ class HookTable:
         places: list[Any] = [*self._modules.values(), *self._parameters.values()]
         return [site for place in places for site in place.all_sites]
 
-    def clear_records(self) -> None:
-        """Start the lists of the active hooks afresh."""
-        self.dispatcher.clear_records()
-        self.parameter_dispatcher.clear_records()
+    def clear_records(self, indices: frozenset[int]) -> None:
+        """Start the lists of these hooks afresh."""
+        if indices == self.active:
+            self.dispatcher.clear_records()
+            self.parameter_dispatcher.clear_records()
+            return
+        for registration in self.registrations:
+            if registration.index in indices:
+                self._output_ptr.pop(registration.hook_function.record_name, None)
 
     def forget_calls(self) -> None:
         """Drop what calls that ended in an exception left behind."""

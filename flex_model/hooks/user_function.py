@@ -8,8 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from flex_model.distributed import inference
+from flex_model.errors import HookError
 from flex_model.hooks.context import Call, RandomState, seed_of_call, throw_away
 from flex_model.integrations import dtensor
+
+_AMBIGUOUS = -1  # the number of a call that can't be told from another
 
 
 class UserFunction:
@@ -34,7 +37,7 @@ class UserFunction:
         function = call.registration.hook_function
         assert function.editing_function is not None
         number = _number_of(call, leaf)
-        seed = seed_of_call(call.run.seed or 0, call.registration.site, number)
+        seed = seed_of_call(call.run.seed or 0, call.registration.seed, number)
         save_ctx = throw_away(self._save_ctx) if call.is_replay else self._save_ctx
         version = full._version
         expected = _kind_of(full)
@@ -47,7 +50,15 @@ class UserFunction:
         if random.consumed and not call.is_replay:
             call.run.consumed = True
             numbers = call.run.random_calls.setdefault(call.registration.index, {})
-            numbers[_fingerprint(leaf)] = number
+            key = _fingerprint(leaf)
+            numbers[key] = _AMBIGUOUS if key in numbers else number
+        elif random.consumed and number == _AMBIGUOUS:
+            raise HookError(
+                f"{call.describe()}: the editing function draws random numbers, and the model is "
+                "computed once more in backward (checkpointing) for one of several calls with the "
+                "same input, or for one that is not remembered: which numbers it drew is not "
+                "known; do without checkpointing there"
+            )
         if result is None or result is full:
             result = full
             if _kind_of(full) == expected:
@@ -68,7 +79,7 @@ def _number_of(call: Call, leaf: Tensor) -> int:
     """
     index = call.registration.index
     if call.is_replay:
-        return call.run.random_calls.get(index, {}).get(_fingerprint(leaf), 0)
+        return call.run.random_calls.get(index, {}).get(_fingerprint(leaf), _AMBIGUOUS)
     number = call.run.calls.get(index, 0)
     call.run.calls[index] = number + 1
     return number

@@ -92,8 +92,8 @@ PyObject* Site::run(PyObject* module, PyObject* tree) {
       if (recorded) continue;
     }
     PyObject* arguments[] = {hook->registration.ptr(), module, current.ptr()};
-    py::object result =
-        steal(PyObject_Vectorcall(dispatcher_->run_hook.ptr(), arguments, 3, nullptr));
+    const py::object run_hook = dispatcher_->run_hook;  // the call may close the dispatcher
+    py::object result = steal(PyObject_Vectorcall(run_hook.ptr(), arguments, 3, nullptr));
     if (!result) return nullptr;
     current = std::move(result);
   }

@@ -1,0 +1,223 @@
+"""Runs inside runs, recomputation, and what happens between forward and backward."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import models
+from flex_model import FlexModel, HookError, HookFunction, HookMismatchError
+
+BATCH = models.random(4, 6)
+
+
+class Checkpointed(nn.Module):
+    """A block of two sites that is computed once more in backward; ``None``: it is not."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.block = nn.Sequential(models.seeded(nn.Linear, 6, 6).double(), nn.Tanh())
+
+    def forward(self, x):
+        if self.use_reentrant is None:
+            return self.block(x)
+        return checkpoint(self.block, x, use_reentrant=self.use_reentrant)
+
+
+def gradient_of(use_reentrant, run, edits):
+    """The input's gradient after ``run(flex, x)``; ``edits`` are hooks by group and kind."""
+    flex = FlexModel(Checkpointed(use_reentrant))
+    for group, (kind, site, edit) in edits.items():
+        hook = HookFunction(site, editing_function=edit, output_name=group)
+        getattr(flex, f"register_{kind}_hook")(hook)
+        flex.update_hook_groups(hook, group)
+    x = BATCH.clone().requires_grad_()
+    run(flex, x)
+    flex.restore()
+    return x.grad
+
+
+def assert_recomputed_alike(run, edits):
+    expected = gradient_of(None, run, edits)
+    for use_reentrant in (False, True):
+        assert_close(gradient_of(use_reentrant, run, edits), expected)
+
+
+SINE = ("forward", "block.0", lambda module, x, save_ctx, modules: x.sin() * 3)
+SQUARE = ("forward", "block.1", lambda module, x, save_ctx, modules: x * x)
+TRIPLE = ("full_backward", "block.0", lambda module, x, save_ctx, modules: x * 3)
+
+
+def test_a_recomputation_has_the_choice_of_an_inner_call():
+    def run(flex, x):
+        with flex.active("sine"):
+            y = flex(x, groups="square")
+        y.sum().backward()
+
+    assert_recomputed_alike(run, {"sine": SINE, "square": SQUARE})
+
+
+def test_a_recomputation_has_no_backward_hook_that_was_not_chosen():
+    def run(flex, x):
+        flex(x, groups="square").sum().backward()
+
+    assert_recomputed_alike(run, {"square": SQUARE, "triple": TRIPLE})
+
+
+def test_a_recomputed_edit_leaves_save_ctx_as_it_is():
+    def count(module, x, save_ctx, modules):
+        save_ctx.total += x.detach().abs().sum()
+        save_ctx.seen["calls"].append(1)
+        return x.sin()
+
+    for use_reentrant in (False, True):
+        flex = FlexModel(Checkpointed(use_reentrant))
+        flex.save_ctx.total, flex.save_ctx.seen = torch.zeros(()).double(), {"calls": []}
+        flex.register_forward_hook(HookFunction("block.0", editing_function=count))
+        y = flex(BATCH.clone().requires_grad_())
+        before = flex.save_ctx.total.clone()
+        y.sum().backward()
+        assert_close(flex.save_ctx.total, before)
+        assert flex.save_ctx.seen == {"calls": [1]}
+
+
+def test_random_numbers_that_cannot_be_told_apart_are_an_error():
+    """Two calls with one input, each with its own noise: a recomputation can't know which."""
+    flex = FlexModel(Checkpointed(False))
+    noise = HookFunction("block.0", editing_function=lambda m, x, s, ms: x * torch.rand_like(x))
+    flex.register_forward_hook(noise)
+    x = BATCH.clone().requires_grad_()
+    with flex.active():
+        y = flex(x) + flex(x)
+    with pytest.raises(HookError, match=r"'block.0'.*draws random"):
+        y.sum().backward()
+
+
+def test_a_run_without_gradients_leaves_parameter_hooks_to_the_graph_before_it():
+    records = {}
+    model = models.mlp()
+    flex = FlexModel(model, records)
+    flex.register_hook(HookFunction("fc1.weight"))
+    loss = flex(BATCH).sum()
+    with torch.no_grad():
+        flex(BATCH, groups=())
+    loss.backward()
+    assert_close(records["fc1.weight"], [model.fc1.weight.grad])
+
+
+@pytest.mark.ranks(2)
+def test_inner_choices_record_as_on_one_rank():
+    records = {}
+    flex = FlexModel(models.mlp(), records, tensor_parallel_size=2)
+    hook = HookFunction("inp")
+    flex.register_forward_hook(hook)
+    flex.update_hook_groups(hook, "look")
+    for _ in range(2):
+        with flex.active(()):
+            flex(BATCH)
+            flex(BATCH, groups="look")
+    late = HookFunction("out")
+    with flex.active():
+        flex.register_forward_hook(late)
+        flex(BATCH)
+    kept = {name: [tuple(t.shape) for t in tensors] for name, tensors in records.items()}
+    assert kept == ({"inp": [(4, 6)], "out": [(4, 5)]} if dist.get_rank() == 0 else {})
+
+
+@pytest.mark.ranks(2)
+def test_a_failed_run_leaves_no_empty_places_and_the_next_may_be_inside_except():
+    fails_on = [1, 0]
+
+    def fail(module, x, save_ctx, modules):
+        if fails_on and dist.get_rank() == fails_on[0]:
+            raise ValueError(f"mine {len(fails_on)}")
+
+    records = {}
+    flex = FlexModel(models.mlp(), records, tensor_parallel_size=2, timeout=20)
+    flex.register_forward_hook(HookFunction("inp"))
+    flex.register_forward_hook(HookFunction("out", editing_function=fail))
+    try:
+        flex(BATCH)
+    except HookError:
+        assert not any(record is None for kept in records.values() for record in kept)
+        del fails_on[0]
+        with pytest.raises(HookError, match=r"rank 0: forward hook on 'out'.*mine 1"):
+            flex(BATCH)
+    del fails_on[0]
+    flex(BATCH)
+    assert len(records.get("inp", [])) == (dist.get_rank() == 0)
+
+
+@pytest.mark.ranks(2)
+def test_arguments_that_differ_between_ranks_are_a_mismatch_on_both():
+    mine = dist.get_rank() == 1
+    model = models.TWO_RANKS["tp"].shard(models.mlp())
+
+    def wrap(**settings):
+        return FlexModel(model, tensor_parallel_size=2, timeout=20, **settings)
+
+    def double(module, x, save_ctx, modules):
+        return x * 2
+
+    for hook, settings in (
+        (HookFunction("fc1", (None, 7 if mine else 8)), {}),
+        (HookFunction("inp", None, double), {"edit_on": "rank0" if mine else "all"}),
+        (HookFunction("inp"), {"output_ranks": "all" if mine else "rank0"}),
+    ):
+        with wrap(**settings) as flex:
+            flex.register_forward_hook(hook)
+            with pytest.raises(HookMismatchError, match="the start of a run"):
+                flex(BATCH)
+    with wrap() as flex:
+        weight = flex.get_module_parameter("fc1.weight", (8, 6))
+        with pytest.raises(HookMismatchError, match=r"fc1.weight.*\(8, 6\).*\(4, 6\)"):
+            flex.set_module_parameter("fc1.weight", weight[:4] if mine else weight)
+        if mine:
+            model.inp.weight.grad = torch.zeros_like(model.inp.weight)
+        with pytest.raises(HookMismatchError, match=r"inp.weight"):
+            flex.get_module_gradient("inp.weight")
+
+
+@pytest.mark.ranks(2)
+def test_constant_values_prove_no_layout():
+    """All zeros once (a fresh low-rank adapter), and shards of another meaning later."""
+    site = nn.Identity()
+    flex = FlexModel(nn.Sequential(site), tensor_parallel_size=2, timeout=20)
+    flex.register_forward_hook(HookFunction("0", (4, 6)))
+    flex(torch.zeros(4, 6))
+    with pytest.raises(ValueError, match="hold different values"):
+        flex(BATCH + dist.get_rank())
+
+
+@pytest.mark.ranks(2)
+def test_gradients_that_differ_between_replicas_are_not_given_as_one():
+    model = models.mlp()
+    flex = FlexModel(model, data_parallel_size=2)
+    flex(BATCH.chunk(2)[dist.get_rank()]).sum().backward()
+    with pytest.raises(ValueError, match=r"data-parallel ranks hold different values.*average"):
+        flex.get_module_gradient("fc1.weight")
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    assert_close(flex.get_module_gradient("fc1.weight"), model.fc1.weight.grad)
+
+
+@pytest.mark.ranks(2)
+def test_an_edit_uses_its_own_fsdp2_weights_and_accumulation_is_an_error():
+    model, sharded = models.mlp(), models.TWO_RANKS["fsdp2"].shard(models.mlp())
+    hook = HookFunction("fc1", parameters=["fc1.weight"])
+    hook.editing_function = lambda m, x, s, ms: (
+        x @ hook.parameters["fc1.weight"] @ model.fc1.weight.T
+    )
+    with FlexModel(sharded) as flex:
+        flex.register_forward_hook(hook)
+        flex.register_hook(HookFunction("out.weight"))
+        result = flex(BATCH.chunk(2)[dist.get_rank()])
+        expected = model.fc1(model.inp(BATCH))
+        assert result.shape[0] == expected.shape[0] // 2
+        result.sum().backward()
+        flex(BATCH.chunk(2)[dist.get_rank()])
+        with pytest.raises(ValueError, match=r"out.weight.*set gradients to None"):
+            flex(BATCH.chunk(2)[dist.get_rank()]).sum().backward()
