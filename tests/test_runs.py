@@ -60,6 +60,14 @@ def test_a_recomputation_has_the_choice_of_an_inner_call():
     assert_recomputed_alike(run, {"sine": SINE, "square": SQUARE})
 
 
+def test_many_calls_inside_one_run_are_all_recomputed_with_their_edits():
+    def run(flex, x):
+        with flex.active():
+            sum(flex(x * (i + 1)) for i in range(70)).sum().backward()
+
+    assert_recomputed_alike(run, {"sine": SINE})
+
+
 def test_a_recomputation_has_no_backward_hook_that_was_not_chosen():
     def run(flex, x):
         flex(x, groups="square").sum().backward()

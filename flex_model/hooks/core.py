@@ -185,11 +185,8 @@ class HookCore:
         try:
             if error is not None:
                 self._fail_run(run, error)
-            elif run.covered and not self.channel.is_local:
-                self._join(run, "end of the run")
-            elif run.consumed:
-                run.consumed = False
-                advance_generator()
+            elif run.covered:
+                self._deliver(run, "end of the run")
         finally:
             self._close_run(run)
 
@@ -218,8 +215,11 @@ class HookCore:
             "end of the run",
         )
 
-    def _join(self, run: RunContext, kind: str) -> None:
-        consumed = self.records.join(run, kind, self.caller.move)
+    def _deliver(self, run: RunContext, kind: str) -> None:
+        """Bring records to where they are kept; move the generator on if edits drew from it."""
+        consumed = run.consumed
+        if not self.channel.is_local:
+            consumed = self.records.join(run, kind, self.caller.move)
         run.consumed = False
         if consumed:
             advance_generator()
@@ -227,13 +227,12 @@ class HookCore:
     @contextlib.contextmanager
     def chosen(self, choice: Choice) -> Iterator[None]:
         """Another choice of hooks inside a run that goes on; its own choice where none is made."""
-        before = self.table.choices
-        if choice == EVERYTHING:
-            choice = before[0]
-        parent = self.run
-        if parent is None or _in_backward():  # the model is run by a recomputation
+        before, parent = self.table.choices, self.run
+        in_recomputation = parent is None or _in_backward()
+        if in_recomputation or choice in (EVERYTHING, before[0]):
             yield
             return
+        assert parent is not None
         # A part of the run with a choice of its own, which recomputation will find by its nodes.
         part = replace(parent, active=frozenset(), direct_depth=0, first_node=next_sequence())
         self.run = part
@@ -298,16 +297,17 @@ class HookCore:
     ) -> Any:
         try:
             self._check_thread(registration)
-            leaf = registration.leaf(tree)
-            result = self.caller.activation(Call(registration, module, run), leaf)
+            return self._tree_after(Call(registration, module, run), tree)
         except Exception as error:
             self.hook_failed(registration, error)
             return tree
-        return (
-            tree
-            if result is leaf
-            else _C.replace_leaf(tree, registration.hook_function.unpack_idx, result)
-        )
+
+    def _tree_after(self, call: Call, tree: Any) -> Any:
+        leaf = call.registration.leaf(tree)
+        result = self.caller.activation(call, leaf)
+        if result is leaf:
+            return tree
+        return _C.replace_leaf(tree, call.registration.hook_function.unpack_idx, result)
 
     def _replay(self, registration: Registration, module: nn.Module, tree: Any) -> Any:
         """The model is computed once more during backward (activation checkpointing): the edits
@@ -325,10 +325,7 @@ class HookCore:
                 )
             if registration.index not in run.active:
                 return tree
-            index = registration.hook_function.unpack_idx
-            leaf = registration.leaf(tree)
-            result = self.caller.activation(Call(registration, module, run, is_replay=True), leaf)
-            return tree if result is leaf else _C.replace_leaf(tree, index, result)
+            return self._tree_after(Call(registration, module, run, is_replay=True), tree)
         except Exception as error:
             if type(error).__name__ == _STOPS_RECOMPUTATION or self.channel.is_local:
                 raise
@@ -438,12 +435,7 @@ class HookCore:
             run.backward_task = -1
             if core.is_closed:
                 return
-            if core.channel.is_local:
-                if run.consumed:
-                    run.consumed = False
-                    advance_generator()
-                return
-            core._join(run, "end of the backward")
+            core._deliver(run, "end of the backward")
 
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
