@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from flex_model._C import GatherPlan
 
 Shape = tuple[int, ...]
+
+_Range = tuple[int, int, int]  # along one dim: start in the full tensor, start in the shard, size
+_Piece = tuple[int, list[int], list[int], list[int]]  # rank, then the same of all dims
 
 
 @dataclass(frozen=True)
@@ -22,12 +27,18 @@ class Replicate:
 class Shard:
     """The ranks of the axis hold consecutive parts along ``dim`` (never negative), evenly or
     not.
+
+    With ``parts`` above 1 the full dim is that many equal parts, each of them split over the ranks,
+    and a rank holds its pieces of all parts one after the other: a fused ``[gate; up]`` projection
+    of which each rank has ``[gate_r; up_r]`` is ``Shard(0, parts=2)``. The same as torch's
+    ``_StridedShard(dim, split_factor=parts)``.
     """
 
     dim: int
+    parts: int = 1
 
     def __str__(self) -> str:
-        return f"S({self.dim})"
+        return f"S({self.dim})" if self.parts == 1 else f"S({self.dim}, {self.parts} parts)"
 
 
 @dataclass(frozen=True)
@@ -83,48 +94,84 @@ class ShardLayout:
         ``shapes`` are of the ranks that hold *different* parts, in the order (dp, tp): along an
         axis that does not shard, the size to give is 1.
         """
-        full_shape, starts = self._place(shapes, dp_size, tp_size)
-        pieces = [
-            (rank, list(start), [0] * len(start), list(shape))
-            for rank, (start, shape) in enumerate(zip(starts, shapes))
-        ]
+        full_shape, pieces = self._place(shapes, dp_size, tp_size)
         return GatherPlan(
             list(full_shape), [list(shape) for shape in shapes], pieces, element_bytes
         )
 
     def _place(
         self, shapes: Sequence[Shape], dp_size: int, tp_size: int
-    ) -> tuple[Shape, list[Shape]]:
-        """The full shape, and where each rank's shard starts in it."""
+    ) -> tuple[Shape, list[_Piece]]:
+        """The full shape, and the boxes of all ranks' shards in it."""
         if len(shapes) != dp_size * tp_size:
             raise ValueError(
                 f"a layout over dp {dp_size} x tp {tp_size} needs {dp_size * tp_size} shapes, got "
                 f"{len(shapes)}"
             )
-        ndim = len(shapes[0])
-        full, starts = [], [[0] * ndim for _ in shapes]
-        for dim in range(ndim):
-            sizes = [shape[dim] for shape in shapes]
-            order = ("tp", "dp") if self.tp_first else ("dp", "tp")
-            along = [axis for axis in order if getattr(self, axis) == Shard(dim)]
-            places = [self._place_on(divmod(rank, tp_size), along) for rank in range(len(shapes))]
-            extent: dict[tuple[int, ...], int] = {}
-            for rank, place in enumerate(places):
-                if extent.setdefault(place, sizes[rank]) != sizes[rank]:
-                    raise ValueError(
-                        f"ranks hold {sizes} along dim {dim} (shapes "
-                        f"{[tuple(s) for s in shapes]}, in the order "
-                        f"dp {dp_size} x tp {tp_size}), which does not fit the layout {self}"
-                    )
-            start = 0
-            start_of = {}
-            for place in sorted(extent):
-                start_of[place] = start
-                start += extent[place]
-            full.append(start)
-            for rank, place in enumerate(places):
-                starts[rank][dim] = start_of[place]
-        return tuple(full), [tuple(start) for start in starts]
+        full, along_dims = [], []
+        for dim in range(len(shapes[0])):
+            size, ranges = self._along(dim, shapes, dp_size, tp_size)
+            full.append(size)
+            along_dims.append(ranges)
+        pieces: list[_Piece] = []
+        for rank in range(len(shapes)):
+            for box in itertools.product(*(ranges[rank] for ranges in along_dims)):
+                starts, shard_starts, sizes = ([r[i] for r in box] for i in range(3))
+                pieces.append((rank, starts, shard_starts, sizes))
+        return tuple(full), pieces
+
+    def _along(
+        self, dim: int, shapes: Sequence[Shape], dp_size: int, tp_size: int
+    ) -> tuple[int, list[list[_Range]]]:
+        """The full size along ``dim``, and where each rank's indices along it lie in it."""
+        order = ("tp", "dp") if self.tp_first else ("dp", "tp")
+        axes = [
+            axis
+            for axis in order
+            if isinstance(placement := getattr(self, axis), Shard) and placement.dim == dim
+        ]
+        places = [self._place_on(divmod(rank, tp_size), axes) for rank in range(len(shapes))]
+        extent: dict[tuple[int, ...], int] = {}
+        for place, shape in zip(places, shapes):
+            if extent.setdefault(place, shape[dim]) != shape[dim]:
+                self._does_not_fit(dim, shapes, dp_size, tp_size)
+        start_of, start = {}, 0
+        for place in sorted(extent):
+            start_of[place] = start
+            start += extent[place]
+        parts = [getattr(self, axis).parts for axis in axes]
+        if all(n == 1 for n in parts):
+            return start, [[(start_of[place], 0, extent[place])] for place in places]
+        if any(n != 1 for n in parts[1:]):
+            raise ValueError(f"the layout {self} interleaves parts inside another shard")
+        # The outer axis interleaves; an inner one splits what a rank of the outer one holds.
+        outer = {place[0] for place in places}
+        held = {i: sum(n for place, n in extent.items() if place[0] == i) for i in outer}
+        if any(n % parts[0] for n in held.values()):
+            self._does_not_fit(dim, shapes, dp_size, tp_size)
+        ranges = []
+        for place in places:
+            own, total = place[0], held[place[0]]
+            first = start_of[place] - start_of[(own, *(0 for _ in place[1:]))]
+            last, width = first + extent[place], total // parts[0]
+            before = sum(held[i] for i in outer if i < own) // parts[0]
+            mine = []
+            for part in range(parts[0]):
+                low, high = max(first, part * width), min(last, (part + 1) * width)
+                if low < high:
+                    full_start = part * (start // parts[0]) + before + low - part * width
+                    mine.append((full_start, low - first, high - low))
+            ranges.append(mine)
+        return start, ranges
+
+    def _does_not_fit(
+        self, dim: int, shapes: Sequence[Shape], dp_size: int, tp_size: int
+    ) -> NoReturn:
+        raise ValueError(
+            f"ranks hold {[shape[dim] for shape in shapes]} along dim {dim} (shapes "
+            f"{[tuple(s) for s in shapes]}, in the order dp {dp_size} x tp {tp_size}), which does "
+            f"not fit the layout {self}"
+        )
 
     @staticmethod
     def _place_on(coordinates: tuple[int, int], along: list[str]) -> tuple[int, ...]:
