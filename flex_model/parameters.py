@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flex_model.distributed import inference
+from flex_model.distributed import inference, values
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.gather import Move
 from flex_model.distributed.header import Header, site_hash
@@ -83,9 +83,9 @@ class Parameters:
     def _check_equal(self, name: str, full: Tensor) -> None:
         if self._channel.is_local:
             return
-        values = self._channel.exchange(inference.fingerprint(full)).tolist()
-        if any(value != values[0] for value in values):
-            differ = [rank for rank, value in enumerate(values) if value != values[0]]
+        told = self._channel.exchange(values.fingerprint(full)).tolist()
+        if any(row != told[0] for row in told):
+            differ = [rank for rank, row in enumerate(told) if row != told[0]]
             raise ValueError(
                 f"set_module_parameter: ranks {differ} were given other values for {name!r} than "
                 "rank 0; "

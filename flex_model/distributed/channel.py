@@ -21,7 +21,7 @@ from torch import Tensor
 from flex_model._C import GatherPlan
 from flex_model.distributed import groups
 from flex_model.distributed.header import ERROR, FAILED, OK, Header
-from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.mesh import Axis, Mesh
 from flex_model.distributed.transports import gloo
 from flex_model.errors import HookError, HookMismatchError
 
@@ -50,7 +50,7 @@ class Channel:
         self.where = "nothing yet"
         self.num_payloads = 0  # payload collectives so far
         self._error: tuple[int, str, BaseException | None] = (OK, "", None)
-        self._groups: dict[tuple[str, ...], groups.PrivateGroup] = {}
+        self._groups: dict[tuple[Axis, ...], groups.PrivateGroup] = {}
         if not self.is_local:
             self._group(("dp", "tp"))
 
@@ -59,7 +59,7 @@ class Channel:
         """Whether there is no other rank to talk to."""
         return len(self.mesh.grid) == 1
 
-    def _group(self, axes: tuple[str, ...]) -> groups.PrivateGroup:
+    def _group(self, axes: tuple[Axis, ...]) -> groups.PrivateGroup:
         places = self.mesh.members(axes)
         key = ("dp", "tp") if len(places) == len(self.mesh.grid) else axes
         if key not in self._groups:
@@ -202,13 +202,13 @@ class Channel:
 
     # Payload. Every method is collective over the ranks of `axes`, and follows an `agree`.
 
-    def all_gather(self, axes: tuple[str, ...], shard: Tensor, plan: GatherPlan) -> Tensor:
+    def all_gather(self, axes: tuple[Axis, ...], shard: Tensor, plan: GatherPlan) -> Tensor:
         """The full tensor on every rank."""
         self.num_payloads += 1
         return gloo.all_gather(self._usable(axes), shard, plan, self._wait)
 
     def gather_to_first(
-        self, axes: tuple[str, ...], shard: Tensor, plan: GatherPlan
+        self, axes: tuple[Axis, ...], shard: Tensor, plan: GatherPlan
     ) -> Tensor | None:
         """The full tensor on the first rank along ``axes``, None elsewhere."""
         self.num_payloads += 1
@@ -224,7 +224,7 @@ class Channel:
         return gloo.gather_bytes_to_first(self._usable(("dp", "tp")), data, sizes, self._wait)
 
     def scatter_from_first(
-        self, axes: tuple[str, ...], full: Tensor | None, like: Tensor, plan: GatherPlan
+        self, axes: tuple[Axis, ...], full: Tensor | None, like: Tensor, plan: GatherPlan
     ) -> Tensor:
         """This rank's shard of the first rank's ``full``."""
         self.num_payloads += 1
@@ -235,14 +235,14 @@ class Channel:
         self.num_payloads += 1
         return gloo.broadcast(self._usable(("dp", "tp")), tensor, like, self._wait)
 
-    def all_reduce_sum(self, axes: tuple[str, ...], tensor: Tensor) -> Tensor:
+    def all_reduce_sum(self, axes: tuple[Axis, ...], tensor: Tensor) -> Tensor:
         """The sum over the ranks along ``axes``, on every rank."""
         self.num_payloads += 1
         return gloo.all_reduce_sum(self._usable(axes), tensor, self._wait)
 
     # Waiting.
 
-    def _usable(self, axes: tuple[str, ...]) -> groups.PrivateGroup:
+    def _usable(self, axes: tuple[Axis, ...]) -> groups.PrivateGroup:
         group = self._group(axes)
         for other in self._groups.values():
             if other.broken:

@@ -14,7 +14,7 @@ Source: the conjugate pairs f and g of Megatron-LM (Shoeybi et al. 2019, section
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,59 +22,110 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from flex_model._C import GatherPlan
+from flex_model.distributed import values
 from flex_model.distributed.channel import Channel
-from flex_model.distributed.layout import Shape, ShardLayout
+from flex_model.distributed.layout import (
+    Partial,
+    Placement,
+    Replicate,
+    Shape,
+    Shard,
+    ShardLayout,
+)
+from flex_model.distributed.mesh import Axis
 from flex_model.distributed.transports import gloo
 
 AgreeOnGradient = Callable[[Tensor], object]  # collective: exchange headers before a gradient moves
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Move:
     """One tensor's way between shards and full, planned: what a hook's call, and its backward,
     need.
 
     Attributes:
+        layout: Of the shards.
         axes: Along which ranks hold different parts.
         plan: Of the ranks along ``axes``, in their order.
         rank: This rank's place among them.
+        full_shape: Of the full tensor.
         grad_scale: dp where the batch is split over dp, else 1.
+        gradient_of_replicas: How tp ranks that hold the same tensor hold its gradient: each the
+            whole, or parts of a sum; None as long as that is not known.
     """
 
     channel: Channel
-    axes: tuple[str, ...]
+    layout: ShardLayout
+    axes: tuple[Axis, ...]
     plan: GatherPlan
     rank: int
     full_shape: Shape
     grad_scale: int
+    gradient_of_replicas: Placement | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        along_tp = self.layout.tp == Replicate() and self.channel.mesh.tp_size > 1
+        self.gradient_of_replicas = None if along_tp else Replicate()
 
     @staticmethod
     def of(channel: Channel, layout: ShardLayout, shapes: list[Shape], dtype: torch.dtype) -> Move:
         """Plan for this rank's part of the grid; ``shapes`` are of all ranks of the grid."""
         mesh, axes = channel.mesh, layout.sharded_axes
         places = mesh.members(axes)
-        dp_size = mesh.dp_size if "dp" in axes else 1
-        tp_size = mesh.tp_size if "tp" in axes else 1
-        plan = layout.plan([shapes[place] for place in places], dp_size, tp_size, dtype.itemsize)
+        sizes = {"dp": mesh.dp_size, "tp": mesh.tp_size}
+        counts = dict(axis[:2] if isinstance(axis, tuple) else (axis, sizes[axis]) for axis in axes)
+        plan = layout.plan(
+            [shapes[place] for place in places],
+            counts.get("dp", 1),
+            counts.get("tp", 1),
+            dtype.itemsize,
+        )
         full_shape = layout.full_shape(shapes, mesh.dp_size, mesh.tp_size)
-        return Move(channel, axes, plan, places.index(mesh.place), full_shape, dp_size)
+        rank = places.index(mesh.place)
+        return Move(channel, layout, axes, plan, rank, full_shape, counts.get("dp", 1))
 
     def all_gather(self, shard: Tensor) -> Tensor:
-        """The full tensor on every rank. Collective along ``axes``; a copy where nothing is
-        sharded.
+        """The full tensor on every rank. Collective along the axes that shard or sum; a copy where
+        there are none.
         """
+        shard = self._summed(shard)
         if not self.axes:
+            if self.layout.partial_axes:
+                return shard
             return shard.detach().clone(memory_format=torch.contiguous_format)
         return self.channel.all_gather(self.axes, shard, self.plan)
 
+    def _summed(self, shard: Tensor) -> Tensor:
+        for axis in self.layout.partial_axes:
+            shard = self.channel.all_reduce_sum((axis,), shard)
+        return shard
+
     def slice(self, full: Tensor) -> Tensor:
-        """This rank's shard of a full tensor, contiguous. Local."""
+        """This rank's shard of a full tensor, contiguous. Local.
+
+        Of a sum that is due, the first rank has the whole and the others have zeros, so that the
+        sum is exactly ``full``.
+        """
+        partial = self.layout.partial_axes
+        mesh = self.channel.mesh
+        if partial and mesh.members(partial)[0] != mesh.place:
+            return full.new_zeros(self.plan.shard_sizes[self.rank])
         full = full.detach().contiguous()
         if not self.axes:
             return full
         if full.device.type == "cpu":
             return gloo.split(full, self.plan, self.rank)
         return gloo.split(full.cpu(), self.plan, self.rank).to(full.device)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds the full tensor."""
+        return not self.axes and not self.layout.partial_axes
+
+    @property
+    def is_shared_over_dp(self) -> bool:
+        """Whether data-parallel ranks hold the same tensor, not rows of a batch."""
+        return self.channel.mesh.dp_size > 1 and not isinstance(self.layout.dp, Shard)
 
     @property
     def covers_grid(self) -> bool:
@@ -91,6 +142,7 @@ class Move:
 
     def gather_to_first(self, shard: Tensor) -> Tensor | None:
         """The full tensor on rank 0 of the grid, None elsewhere."""
+        shard = self._summed(shard)
         if not self.axes:
             return (
                 shard.detach().clone(memory_format=torch.contiguous_format)
@@ -110,79 +162,126 @@ class Move:
             full = full.detach().clone(memory_format=torch.contiguous_format)
         return self.slice(self.channel.broadcast(full, like_full))
 
+    def of_gradient(self, tp: Placement) -> Move:
+        """The way of this tensor's gradient, which ``tp`` says of the tensor's replicas: split as
+        the tensor is, and whole where the tensor is a sum.
+        """
+        dp = Replicate() if isinstance(self.layout.dp, Partial) else self.layout.dp
+        if isinstance(self.layout.tp, Shard):
+            tp = self.layout.tp
+        return replace(self, layout=replace(self.layout, dp=dp, tp=tp))
+
+
+@dataclass(eq=False)
+class Trip:
+    """One call's way to the full tensor and back, and the way of its gradients.
+
+    Attributes:
+        agree: Exchanges headers before a gradient moves; collective.
+    """
+
+    move: Move
+    agree: AgreeOnGradient
+    _gradient: Move | None = None
+
+    def gradient(self, grad: Tensor | None = None) -> Move:
+        """The way of the gradient. Of a replicated tensor it is whole on every rank (the model
+        reduces it before it gets here), or a sum that the model will reduce: ``grad``'s values on
+        the ranks tell which.
+
+        Collective where they have to.
+        """
+        move = self.move
+        if self._gradient is None:
+            tp = move.gradient_of_replicas
+            if tp is None and grad is not None:
+                self.agree(grad)
+                mesh = move.channel.mesh
+                table = move.channel.exchange(values.fingerprint(grad)).tolist()
+                told = values.Fingerprints.of(mesh, table)
+                tp = Replicate() if told.equal_along("tp") else Partial()
+                if told.tell:
+                    move.gradient_of_replicas = tp
+            self._gradient = move.of_gradient(tp or Replicate())
+        return self._gradient
+
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx, shard, move, agree):
-        ctx.move = move
-        return move.all_gather(shard)
+    def forward(ctx, shard, trip):
+        ctx.trip = trip
+        return trip.move.all_gather(shard)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        shard = ctx.move.slice(grad)
-        return (shard * ctx.move.grad_scale if ctx.move.grad_scale > 1 else shard), None, None
+        scale = ctx.trip.move.grad_scale
+        shard = ctx.trip.gradient().slice(grad)
+        return (shard * scale if scale > 1 else shard), None
 
 
 class _Scatter(Function):
     @staticmethod
-    def forward(ctx, full, move, agree):
-        ctx.move, ctx.agree = move, agree
-        return move.slice(full) if move.axes else full.detach().clone()
+    def forward(ctx, full, trip):
+        ctx.trip = trip
+        return full.detach().clone() if trip.move.is_whole else trip.move.slice(full)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        if not ctx.move.axes:
-            return grad, None, None
-        ctx.agree(grad)
-        full = ctx.move.all_gather(grad)
-        return (full / ctx.move.grad_scale if ctx.move.grad_scale > 1 else full), None, None
+        trip = ctx.trip
+        way = trip.gradient(grad)
+        if way.is_whole:
+            return grad, None
+        trip.agree(grad)
+        full = way.all_gather(grad)
+        return (full / way.grad_scale if way.grad_scale > 1 else full), None
 
 
 class _GatherToFirst(Function):
     @staticmethod
-    def forward(ctx, shard, move, agree):
-        ctx.move, ctx.agree = move, agree
+    def forward(ctx, shard, trip):
+        ctx.trip = trip
         ctx.like = shard.detach()
-        full = move.gather_to_first(shard)
+        full = trip.move.gather_to_first(shard)
         return shard.new_empty(0) if full is None else full
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        move = ctx.move
-        ctx.agree(ctx.like)
-        first = move.channel.mesh.place == 0
-        shard = move.scatter_from_first(grad if first else None, ctx.like)
-        return (shard * move.grad_scale if move.grad_scale > 1 else shard), None, None
+        trip = ctx.trip
+        trip.agree(ctx.like)
+        way = trip.gradient()
+        first = way.channel.mesh.place == 0
+        shard = way.scatter_from_first(grad if first else None, ctx.like)
+        return (shard * way.grad_scale if way.grad_scale > 1 else shard), None
 
 
 class _ScatterFromFirst(Function):
     @staticmethod
-    def forward(ctx, full, gathered, move, agree, like):
+    def forward(ctx, full, gathered, trip, like):
         # `gathered` is here for the graph alone: it makes every rank run the gather's backward,
         # used by the edit or not
-        ctx.move, ctx.agree = move, agree
+        ctx.trip = trip
         ctx.size = full.shape
-        return move.scatter_from_first(
-            full.detach() if move.channel.mesh.place == 0 else None, like
-        )
+        first = trip.move.channel.mesh.place == 0
+        return trip.move.scatter_from_first(full.detach() if first else None, like)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        move = ctx.move
-        ctx.agree(grad)
-        mesh = move.channel.mesh
-        if mesh.dp_size > 1 and "dp" not in move.axes:  # as _MeanGradientOverDp
-            grad = move.channel.all_reduce_sum(("dp",), grad) / mesh.dp_size
-        full = move.gather_to_first(grad.contiguous())
+        trip = ctx.trip
+        way = trip.gradient(grad)
+        trip.agree(grad)
+        mesh = way.channel.mesh
+        if way.is_shared_over_dp:  # as _MeanGradientOverDp
+            grad = way.channel.all_reduce_sum(("dp",), grad) / mesh.dp_size
+        full = way.gather_to_first(grad.contiguous())
         if full is None:
             full = grad.new_zeros(ctx.size)
-        elif move.grad_scale > 1:
-            full = full / move.grad_scale
-        return full, None, None, None, None
+        elif way.grad_scale > 1:
+            full = full / way.grad_scale
+        return full, None, None, None
 
 
 class _MeanGradientOverDp(Function):
@@ -191,51 +290,45 @@ class _MeanGradientOverDp(Function):
     """
 
     @staticmethod
-    def forward(ctx, full, move, agree):
-        ctx.move, ctx.agree = move, agree
+    def forward(ctx, full, trip):
+        ctx.trip = trip
         return full.detach().clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        channel = ctx.move.channel
-        ctx.agree(grad)
-        return channel.all_reduce_sum(("dp",), grad) / channel.mesh.dp_size, None, None
+        channel = ctx.trip.move.channel
+        ctx.trip.agree(grad)
+        return channel.all_reduce_sum(("dp",), grad) / channel.mesh.dp_size, None
 
 
-def gather(shard: Tensor, move: Move, agree: AgreeOnGradient) -> Tensor:
-    """The full tensor on every rank, in the graph. Collective along the sharded axes."""
-    return _Gather.apply(shard, move, agree)
+def gather(shard: Tensor, trip: Trip) -> Tensor:
+    """The full tensor on every rank, in the graph. Collective along the axes that shard or sum."""
+    return _Gather.apply(shard, trip)
 
 
-def scatter(full: Tensor, move: Move, agree: AgreeOnGradient) -> Tensor:
-    """This rank's shard of an edit that every rank has made, in the graph. Local; its backward is
+def scatter(full: Tensor, trip: Trip) -> Tensor:
+    """This rank's shard of a full tensor that all ranks hold, in the graph. Local; its backward is
     collective.
     """
-    mesh = move.channel.mesh
-    if mesh.dp_size > 1 and "dp" not in move.axes and full.requires_grad:
-        full = _MeanGradientOverDp.apply(full, move, agree)
-    return _Scatter.apply(full, move, agree)
+    if trip.move.is_shared_over_dp and full.requires_grad:
+        full = _MeanGradientOverDp.apply(full, trip)
+    return _Scatter.apply(full, trip)
 
 
-def gather_to_first(shard: Tensor, move: Move, agree: AgreeOnGradient) -> Tensor:
+def gather_to_first(shard: Tensor, trip: Trip) -> Tensor:
     """The full tensor on rank 0, an empty one elsewhere, in the graph. Collective."""
-    return _GatherToFirst.apply(shard, move, agree)
+    return _GatherToFirst.apply(shard, trip)
 
 
 def scatter_from_first(
-    full: Tensor | None,
-    gathered: Tensor,
-    move: Move,
-    agree: AgreeOnGradient,
-    like: Tensor,
-    requires_grad: bool,
+    full: Tensor | None, gathered: Tensor, trip: Trip, like: Tensor, requires_grad: bool
 ) -> Tensor:
     """This rank's shard of rank 0's edit, in the graph where rank 0's edit is (``requires_grad``).
     Collective.
     """
     if not requires_grad:
-        return move.scatter_from_first(full, like)
+        return trip.move.scatter_from_first(full, like)
     if full is None:
         full = like.new_empty(0).requires_grad_()
-    return _ScatterFromFirst.apply(full, gathered, move, agree, like.detach())
+    return _ScatterFromFirst.apply(full, gathered, trip, like.detach())

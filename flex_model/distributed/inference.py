@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from flex_model.distributed import values
 from flex_model.distributed.channel import Channel, agreed
 from flex_model.distributed.layout import Placement, Replicate, Shape, Shard, ShardLayout
 from flex_model.distributed.mesh import Mesh
@@ -71,7 +71,7 @@ def settle(
 
     def probe() -> Fingerprints:
         nonlocal is_proven
-        table = channel.exchange(fingerprint(shard)).tolist()
+        table = channel.exchange(values.fingerprint(shard)).tolist()
         is_proven = not all(constant for _, constant in table)
         return [(value, not constant) for value, constant in table]
 
@@ -82,12 +82,6 @@ def settle(
     except ValueError as error:
         raise agreed(error) from None
     return layout, is_proven
-
-
-def fingerprint(tensor: Tensor) -> Tensor:
-    """Two int64: a hash of the tensor's bytes, and 1 if all its elements are the same. Local."""
-    host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return torch.ops.flex_model.fingerprint(host)
 
 
 def resolve(

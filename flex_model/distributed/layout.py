@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from flex_model._C import GatherPlan
+from flex_model.distributed.mesh import Axis
 
 Shape = tuple[int, ...]
 
@@ -32,13 +33,26 @@ class Shard:
     and a rank holds its pieces of all parts one after the other: a fused ``[gate; up]`` projection
     of which each rank has ``[gate_r; up_r]`` is ``Shard(0, parts=2)``. The same as torch's
     ``_StridedShard(dim, split_factor=parts)``.
+
+    With ``pieces`` set, the axis has fewer pieces than ranks, and rank ``i`` of it holds piece
+    ``(i // stride) % pieces``: key-value heads that two neighbouring ranks share have ``stride=2``,
+    the replicas of HSDP ``stride=1``.
     """
 
     dim: int
     parts: int = 1
+    pieces: int | None = None
+    stride: int = 1
+
+    def piece(self, place: int) -> int:
+        """Which piece the rank at ``place`` of the axis holds."""
+        return place if self.pieces is None else place // self.stride % self.pieces
 
     def __str__(self) -> str:
-        return f"S({self.dim})" if self.parts == 1 else f"S({self.dim}, {self.parts} parts)"
+        more = f", {self.parts} parts" if self.parts > 1 else ""
+        if self.pieces is not None:
+            more += f", {self.pieces} pieces"
+        return f"S({self.dim}{more})"
 
 
 @dataclass(frozen=True)
@@ -76,9 +90,30 @@ class ShardLayout:
     source: str = field(default="", compare=False)
 
     @property
-    def sharded_axes(self) -> tuple[str, ...]:
+    def sharded_axes(self) -> tuple[Axis, ...]:
         """Axes along which ranks hold different parts, in the order (dp, tp)."""
-        return tuple(axis for axis in ("dp", "tp") if isinstance(getattr(self, axis), Shard))
+        axes: list[Axis] = []
+        for axis in ("dp", "tp"):
+            placement = getattr(self, axis)
+            if isinstance(placement, Shard):
+                axes.append(
+                    axis if placement.pieces is None else (axis, placement.pieces, placement.stride)
+                )
+        return tuple(axes)
+
+    @property
+    def partial_axes(self) -> tuple[str, ...]:
+        """Axes along which a sum is due."""
+        return tuple(axis for axis in ("dp", "tp") if isinstance(getattr(self, axis), Partial))
+
+    @property
+    def without_copies(self) -> ShardLayout:
+        """The layout among ranks that hold different pieces, one rank a piece."""
+        dp, tp = (
+            replace(placement, pieces=None, stride=1) if isinstance(placement, Shard) else placement
+            for placement in (self.dp, self.tp)
+        )
+        return replace(self, dp=dp, tp=tp)
 
     def full_shape(self, shapes: Sequence[Shape], dp_size: int, tp_size: int) -> Shape:
         """Shape of the full tensor, from the local shapes of the ranks in the order (dp, tp).
@@ -94,7 +129,7 @@ class ShardLayout:
         ``shapes`` are of the ranks that hold *different* parts, in the order (dp, tp): along an
         axis that does not shard, the size to give is 1.
         """
-        full_shape, pieces = self._place(shapes, dp_size, tp_size)
+        full_shape, pieces = self.without_copies._place(shapes, dp_size, tp_size)
         return GatherPlan(
             list(full_shape), [list(shape) for shape in shapes], pieces, element_bytes
         )
@@ -152,7 +187,7 @@ class ShardLayout:
         ranges = []
         for place in places:
             own, total = place[0], held[place[0]]
-            first = start_of[place] - start_of[(own, *(0 for _ in place[1:]))]
+            first = start_of[place] - start_of[(own,) + (0,) * (len(place) - 1)]
             last, width = first + extent[place], total // parts[0]
             before = sum(held[i] for i in outer if i < own) // parts[0]
             mine = []
@@ -173,9 +208,10 @@ class ShardLayout:
             f"not fit the layout {self}"
         )
 
-    @staticmethod
-    def _place_on(coordinates: tuple[int, int], along: list[str]) -> tuple[int, ...]:
-        return tuple(coordinates[("dp", "tp").index(axis)] for axis in along)
+    def _place_on(self, coordinates: tuple[int, int], along: list[str]) -> tuple[int, ...]:
+        return tuple(
+            getattr(self, axis).piece(coordinates[("dp", "tp").index(axis)]) for axis in along
+        )
 
     def __str__(self) -> str:
         return f"dp {self.dp}, tp {self.tp}" + (", tp first" if self.tp_first else "")

@@ -130,7 +130,7 @@ def _all_gather(tensor: Tensor, dim: int, fmps: ParallelState, axis: str, name: 
             ValueError(f"{name} along dim {dim}: {error}; only that dim may differ")
         ) from None
     fmps.remember_sizes(axis, dim, [shape[dim] for shape in shapes])
-    return gather.gather(tensor, move, agree)
+    return gather.gather(tensor, gather.Trip(move, agree))
 
 
 def _scatter(
@@ -153,9 +153,8 @@ def _scatter(
     shapes = [(*tensor.shape[:dim], part, *tensor.shape[dim + 1 :]) for part in parts]
     channel = fmps.channel(axis)
     move = gather.Move.of(channel, _split_along(axis, dim), shapes, tensor.dtype)
-    return gather.scatter(
-        tensor, move, _agreement(fmps, axis, f"backward of {name} along dim {dim}")
-    )
+    agree = _agreement(fmps, axis, f"backward of {name} along dim {dim}")
+    return gather.scatter(tensor, gather.Trip(move, agree))
 
 
 def _broadcast(tensor: Tensor, fmps: ParallelState, axis: str, name: str) -> Tensor:

@@ -25,6 +25,10 @@ AXIS_OF_DIM = {
     "model": "tp",
 }
 
+# An axis of a mesh, or a part of one: ``(axis, count, stride)`` are the ``count`` ranks of it that
+# are ``stride`` apart.
+Axis = str | tuple[str, int, int]
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -138,18 +142,30 @@ class Mesh:
         """This rank's place in ``grid``."""
         return self.rank % (self.dp_size * self.tp_size)
 
-    def members(self, axes: tuple[str, ...], place: int | None = None) -> list[int]:
+    def members(self, axes: tuple[Axis, ...], place: int | None = None) -> list[int]:
         """Places in ``grid`` of the ranks that differ from ``place`` (default: this rank) along
         ``axes`` only.
         """
         dp, tp = divmod(self.place if place is None else place, self.tp_size)
-        rows = range(self.dp_size) if "dp" in axes else [dp]
-        columns = range(self.tp_size) if "tp" in axes else [tp]
+        rows, columns = [dp], [tp]
+        for axis in axes:
+            name, count, stride = axis if isinstance(axis, tuple) else (axis, None, 1)
+            if name == "dp":
+                rows = _along(dp, self.dp_size, count, stride)
+            else:
+                columns = _along(tp, self.tp_size, count, stride)
         return [row * self.tp_size + column for row in rows for column in columns]
 
     def describe(self) -> str:
         """``pp 1 x dp 2 x tp 2``, for messages."""
         return f"pp {self.pp_size} x dp {self.dp_size} x tp {self.tp_size}"
+
+
+def _along(index: int, size: int, count: int | None, stride: int) -> list[int]:
+    if count is None:
+        return list(range(size))
+    first = index - index // stride % count * stride
+    return [first + i * stride for i in range(count)]
 
 
 def is_distributed() -> bool:

@@ -103,7 +103,7 @@ class _Route:
         self._fmps, self._axis, self._batch_on_dp = fmps, axis, batch_on_dp
         self._expected = inference.check_expected_shape(expected_shape)
         self._site = f"routing of {'an activation' if batch_on_dp else 'a parameter'}"
-        self._move: gather.Move | None = None
+        self._trip: gather.Trip | None = None
         self._full_shape: tuple[int, ...] | None = None
         if (
             example is not None
@@ -126,11 +126,11 @@ class _Route:
             channel, self._site, tensor, shapes, self._expected, None, batch_on_dp=self._batch_on_dp
         )
         if channel.is_local:
-            self._move, self._full_shape = None, shapes[0]
+            self._trip, self._full_shape = None, shapes[0]
             return tensor
-        self._move = gather.Move.of(channel, layout, shapes, tensor.dtype)
-        self._full_shape = self._move.full_shape
-        return gather.gather(tensor, self._move, self._agree)
+        move = gather.Move.of(channel, layout, shapes, tensor.dtype)
+        self._trip, self._full_shape = gather.Trip(move, self._agree), move.full_shape
+        return gather.gather(tensor, self._trip)
 
     def scatter(self, tensor: Tensor) -> Tensor:
         if tensor is None:
@@ -145,7 +145,7 @@ class _Route:
                 f"{self._site}: the epilogue expected a tensor of shape {self._full_shape}, as its "
                 f"prologue gave, got {tuple(tensor.shape)}; an edit must keep the shape"
             )
-        return tensor if self._move is None else gather.scatter(tensor, self._move, self._agree)
+        return tensor if self._trip is None else gather.scatter(tensor, self._trip)
 
     def _agree(self, tensor: Tensor) -> list[Header]:
         shape = tuple(tensor.shape)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from flex_model.distributed import gather, inference
 from flex_model.distributed.channel import Channel, agreed
-from flex_model.distributed.gather import Move
+from flex_model.distributed.gather import Move, Trip
 from flex_model.distributed.header import Header
 from flex_model.distributed.layout import Partial, Replicate, Shape, ShardLayout
 from flex_model.hooks.context import Call, seed_of_state
@@ -164,26 +164,26 @@ class HookCaller:
         def agree_on_gradient(grad: Tensor) -> None:
             self._agree(call, grad, "gradient of an edit")
 
+        trip = Trip(move, agree_on_gradient)
         if not self._edit_on_all:
-            return self._edit_on_first(call, leaf, move, agree_on_gradient, parameters)
-        full = _gathered(gather.gather, leaf, move, agree_on_gradient)
+            return self._edit_on_first(call, leaf, trip, parameters)
+        full = _gathered(gather.gather, leaf, trip)
         if not call.is_replay:
             self._records.now(call.registration, full)
         edited = self._function.run(call, full, leaf, parameters)
-        return None if edited is None else gather.scatter(edited, move, agree_on_gradient)
+        return None if edited is None else gather.scatter(edited, trip)
 
     def _edit_on_first(
         self,
         call: Call,
         leaf: Tensor,
-        move: Move,
-        agree_on_gradient: Callable[[Tensor], None],
+        trip: Trip,
         parameters: dict[str, Tensor],
     ) -> Tensor | None:
         channel, registration = self._channel, call.registration
-        gathered = _gathered(gather.gather_to_first, leaf, move, agree_on_gradient)
+        gathered = _gathered(gather.gather_to_first, leaf, trip)
         if self._records.on_all_ranks and not call.is_replay:
-            self._records.now(registration, move.all_gather(leaf))
+            self._records.now(registration, trip.move.all_gather(leaf))
         edited, told = None, 0
         if channel.mesh.place == 0:
             if not self._records.on_all_ranks and not call.is_replay:
@@ -205,7 +205,7 @@ class HookCaller:
         if not told & _CHANGED:
             return None
         in_graph = bool(told & _REQUIRES_GRAD) and torch.is_grad_enabled()
-        return gather.scatter_from_first(edited, gathered, move, agree_on_gradient, leaf, in_graph)
+        return gather.scatter_from_first(edited, gathered, trip, leaf, in_graph)
 
     def _agree(self, call: Call, tensor: Tensor, kind: str) -> list[Shape]:
         """Exchange headers; the local shapes of all ranks."""
@@ -305,16 +305,15 @@ def _handed(leaf: Tensor) -> Tensor:
 def _gathered(
     gather_in_graph: Callable[..., Tensor],
     leaf: Tensor,
-    move: Move,
-    agree_on_gradient: Callable[[Tensor], None],
+    trip: Trip,
 ) -> Tensor:
     """The full tensor by ``gather_in_graph``; never an inference tensor, as in ``_handed``."""
-    if not move.axes and gather_in_graph is gather.gather:
+    if trip.move.is_whole and gather_in_graph is gather.gather and not leaf.requires_grad:
         return _handed(leaf)
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
-            return gather_in_graph(leaf, move, agree_on_gradient)
-    return gather_in_graph(leaf, move, agree_on_gradient)
+            return gather_in_graph(leaf, trip)
+    return gather_in_graph(leaf, trip)
 
 
 def check_movable(call: Call, leaf: Tensor) -> None:

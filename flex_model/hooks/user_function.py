@@ -7,7 +7,7 @@ from argparse import Namespace
 import torch
 from torch import Tensor, nn
 
-from flex_model.distributed import inference
+from flex_model.distributed import values
 from flex_model.errors import HookError
 from flex_model.hooks.context import Call, RandomState, seed_of_call, throw_away
 from flex_model.integrations import dtensor
@@ -86,7 +86,7 @@ def _number_of(call: Call, leaf: Tensor) -> int:
 
 
 def _fingerprint(tensor: Tensor) -> int:
-    return int(inference.fingerprint(tensor)[0])
+    return int(values.fingerprint(tensor)[0])
 
 
 def _check(

@@ -1,0 +1,54 @@
+"""What the ranks' values tell: equal on all ranks or not, by hashes of 16 bytes a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flex_model.distributed.mesh import Mesh
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """Two int64: a hash of the tensor's bytes, and 1 if all its elements are the same. Local."""
+    host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return torch.ops.flex_model.fingerprint(host)
+
+
+@dataclass(frozen=True)
+class Fingerprints:
+    """The fingerprints of one tensor on all ranks of the grid, tp fastest."""
+
+    mesh: Mesh
+    hashes: tuple[int, ...]
+    constant: tuple[bool, ...]
+
+    @staticmethod
+    def of(mesh: Mesh, rows: Sequence[Sequence[int]]) -> Fingerprints:
+        """From an exchange of ``fingerprint``: a row a rank."""
+        return Fingerprints(mesh, tuple(h for h, _ in rows), tuple(bool(c) for _, c in rows))
+
+    @property
+    def tell(self) -> bool:
+        """Whether equality means anything: not where every rank's values are all the same or
+        none.
+        """
+        return not all(self.constant)
+
+    def equal_along(self, axis: str) -> bool:
+        """Whether ranks that differ along ``axis`` only have the same bytes."""
+        return all(not any(classes) for classes in self.classes_along(axis))
+
+    def classes_along(self, axis: str) -> set[tuple[int, ...]]:
+        """Per line of ranks along ``axis``, which of them are equal: ``(0, 0, 1, 1)`` are two
+        pairs.
+        """
+        lines = {tuple(self.mesh.members((axis,), place)) for place in range(len(self.hashes))}
+        found = set()
+        for line in lines:
+            hashes = [self.hashes[place] for place in line]
+            unique = list(dict.fromkeys(hashes))
+            found.add(tuple(unique.index(value) for value in hashes))
+        return found
