@@ -19,6 +19,7 @@ from flex_model.distributed.layout import Shape, ShardLayout
 from flex_model.distributed.transports import gloo
 
 if TYPE_CHECKING:
+    from flex_model.hooks.context import Call
     from flex_model.hooks.registration import Registration
 
 _MAX_DIMS = 64  # torch's own limit
@@ -28,7 +29,7 @@ _MAX_DIMS = 64  # torch's own limit
 class PendingRecord:
     """A shard that waits for the end of its run."""
 
-    registration: Registration
+    call: Call
     shard: Tensor  # an owned copy
     known: ShardLayout | None  # what the tensor itself told of its layout
     slot: tuple[list[Any], int] | None  # where the record goes; None on ranks that keep none
@@ -57,18 +58,16 @@ class Records:
         if self.keeps:
             self._list(registration).append(owned_copy(full))
 
-    def later(
-        self, context, registration: Registration, shard: Tensor, known: ShardLayout | None
-    ) -> None:
+    def later(self, call: Call, shard: Tensor, known: ShardLayout | None) -> None:
         """Keep this rank's shard until the run ends. The place in the list is taken now: records
         are in call order.
         """
         slot = None
         if self.keeps:
-            records = self._list(registration)
+            records = self._list(call.registration)
             records.append(None)
             slot = (records, len(records) - 1)
-        context.pending.append(PendingRecord(registration, owned_copy(shard), known, slot))
+        call.run.pending.append(PendingRecord(call, owned_copy(shard), known, slot))
 
     def _list(self, registration: Registration) -> list[Any]:
         return self.output_ptr.setdefault(registration.hook_function.record_name, [])
@@ -88,15 +87,15 @@ class Records:
 
         Args:
             kind: ``"end of the run"`` or ``"end of the backward"``.
-            resolve: ``(registration, shapes, dtype, known, shard) -> Move``: collective where the
-                layout is new.
+            resolve: ``(call, shapes, dtype, known, shard) -> Move``: collective where the layout is
+                new.
         """
         pending = context.pending
-        names = [record.registration.describe() for record in pending]
+        names = [record.call.registration.describe() for record in pending]
         listed = "; ".join(names[:8]) + (f"; and {len(names) - 8} more" if len(names) > 8 else "")
         header = Header(
             kind,
-            site=site_hash(*(record.registration.site for record in pending)),
+            site=site_hash(*(record.call.registration.site for record in pending)),
             flags=Header.CONSUMED if context.consumed else 0,
         )
         try:
@@ -127,18 +126,18 @@ class Records:
             if len({(dtype, len(shape)) for dtype, shape in told}) > 1:
                 own = told[self._channel.mesh.place]
                 raise self._channel.mismatch(
-                    f"{record.registration.describe()} with {own[0]} of shape {own[1]}",
+                    f"{record.call.registration.describe()} with {own[0]} of shape {own[1]}",
                     "have different tensors",
                 )
             shapes: list[Shape] = [shape for _, shape in told]
-            moves.append(
-                resolve(record.registration, shapes, record.shard.dtype, record.known, record.shard)
-            )
+            move = resolve(record.call, shapes, record.shard.dtype, record.known, record.shard)
+            record.shard = move.summed(record.shard)
+            moves.append(move)
         return moves
 
     def _deliver_to_all(self, pending: list[PendingRecord], moves: list[Move]) -> None:
         for record, move in zip(pending, moves):
-            self._fill(record, move.all_gather(record.shard))
+            self._fill(record, move.gather_shards(record.shard))
 
     def _deliver_to_first(self, pending: list[PendingRecord], moves: list[Move]) -> None:
         """All records' shards in one message a rank; ranks whose parts rank 0 does not need send

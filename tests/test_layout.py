@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from flex_model._C import GatherPlan
 from flex_model.distributed import inference
-from flex_model.distributed.layout import Replicate, Shard, ShardLayout
+from flex_model.distributed.layout import Partial, Replicate, Shard, ShardLayout
 from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.propagation import Cut
+from flex_model.distributed.values import Fingerprints
 
 
 def parts(total: int, count: int, draw) -> list[int]:
@@ -135,10 +137,15 @@ GRID = Mesh((0, 1, 2, 3), 0, dp_size=2, tp_size=2)
 
 
 def settle(shapes, mesh, expected, values=(1, 2, 3, 4), telling=True, **kwargs):
-    fingerprints = [(values[rank], telling) for rank in range(len(shapes))]
-    return inference.resolve(
-        "hook on 'fc'", shapes, mesh, expected, None, lambda: fingerprints, **kwargs
-    )
+    told = tell(shapes, mesh, values, telling, kwargs.pop("splits", inference.UNKNOWN))
+    return inference.resolve("hook on 'fc'", shapes, mesh, expected, None, told, **kwargs)
+
+
+def tell(shapes, mesh, values, telling, splits):
+    """What the ranks tell each other: their values stand for hashes."""
+    rows = [(values[rank], not telling) for rank in range(len(shapes))]
+    splits = splits if isinstance(splits, list) else [splits] * len(shapes)
+    return inference.Told(Fingerprints.of(mesh, rows), splits)
 
 
 @pytest.mark.parametrize(
@@ -226,18 +233,80 @@ def test_mesh_order_is_pp_dp_tp_with_tp_fastest():
     assert mesh.members(("dp",)) == [1, 3]
 
 
-def test_what_is_told_beside_the_tensor_is_checked_by_its_values():
-    beside = ShardLayout(tp=Shard(1), source="the placements of its weight")
+ROWS, COLUMNS = ShardLayout(tp=Shard(0)), ShardLayout(tp=Shard(1))
+S1, R, P = Shard(1), Replicate(), Partial()
 
-    def probed(values):
-        return lambda: [(value, True) for value in values]
 
+@pytest.mark.parametrize(
+    ("splits", "values", "layout"),
+    [
+        ((None, S1), (1, 2), COLUMNS),
+        ((None, R), (1, 1), ShardLayout()),
+        ((None, P), (1, 2), ShardLayout(tp=Partial())),
+        ([(None, Cut(S1)), (None, Cut(S1))], (1, 2), COLUMNS),
+        ([(None, Cut(S1)), (None, R)], (1, 1), ShardLayout()),
+        ([(None, Cut(S1)), (None, Cut(S1))], (1, 1), ShardLayout()),
+    ],
+)
+def test_layout_from_what_the_operations_say(splits, values, layout):
+    assert settle([(4, 3), (4, 3)], TP2, None, values, splits=splits) == layout
+
+
+@pytest.mark.parametrize(
+    ("splits", "expected", "values", "message"),
+    [
+        ((None, S1), None, (1, 1), "split along dim 1 over 2 tensor-parallel ranks, but all"),
+        ((None, R), None, (1, 2), "by the operations that made it all should hold the same"),
+        ((None, P), None, (1, 1), "a partial sum over 2 tensor-parallel ranks, but all"),
+        ((None, S1), (None, 3), (1, 2), "replicated.*by the operations.*split along dim 1"),
+        ((None, S1), (8, 3), (1, 2), "split along dim 0.*by the operations.*split along dim 1"),
+        ([(None, S1), (None, None)], None, (1, 2), "which is not known"),
+        ([(None, Cut(S1)), (None, R)], None, (1, 2), "which is not known"),
+    ],
+)
+def test_operations_values_and_expected_shape_must_agree(splits, expected, values, message):
+    with pytest.raises(ValueError, match=message):
+        settle([(4, 3), (4, 3)], TP2, expected, values, splits=splits)
+
+
+def test_constant_values_are_believed_where_the_operations_say_how_they_are_split():
     shapes = [(4, 3), (4, 3)]
-    arguments = "hook on 'fc'", shapes, TP2, None, beside
-    assert inference.resolve(*arguments, probed((1, 2)), is_certain=False) == beside
-    with pytest.raises(ValueError, match="by the placements of its weight dim 1 is sharded over 2"):
-        inference.resolve(*arguments, probed((1, 1)), is_certain=False)
-    with pytest.raises(ValueError, match="contradicts the placements of its weight"):
-        inference.resolve(
-            "hook on 'fc'", shapes, TP2, (None, 3), beside, probed((1, 2)), is_certain=False
-        )
+    assert settle(shapes, TP2, None, (1, 1), telling=False, splits=(None, S1)) == COLUMNS
+    assert settle(shapes, TP2, None, (1, 1), telling=False, splits=(None, R)) == ShardLayout()
+
+
+@pytest.mark.parametrize(
+    ("splits", "values", "layout"),
+    [
+        ((None, S1), (1, 2), COLUMNS),
+        ((None, S1), (1, 1), COLUMNS),
+        ((None, R), (1, 1), ShardLayout()),
+        ((None, R), (1, 2), ShardLayout(tp=Partial())),
+        ((None, P), (1, 1), ShardLayout()),
+        ((None, None), (1, 1), ShardLayout()),
+    ],
+)
+def test_layout_of_a_gradient_from_that_of_its_tensor(splits, values, layout):
+    told = settle([(4, 3), (4, 3)], TP2, None, values, splits=splits, is_gradient=True)
+    assert told == layout
+
+
+def test_gradients_of_what_data_parallel_ranks_share_are_parts_of_a_sum():
+    shapes = [(4, 3), (4, 3)]
+    told = settle(shapes, DP2, None, (1, 2), splits=(R, None), is_gradient=True)
+    assert told == ShardLayout(dp=Partial())
+    told = settle(shapes, DP2, None, (1, 2), splits=(S1, None), is_gradient=True)
+    assert told == ShardLayout(dp=Shard(1))
+
+
+def test_the_batch_may_be_another_dim_than_the_first():
+    shapes = [(4, 3), (4, 3)]
+    assert settle(shapes, DP2, None, (1, 2), splits=(S1, None)) == ShardLayout(dp=Shard(1))
+    assert settle(shapes, DP2, (4, 6), (1, 2)) == ShardLayout(dp=Shard(1))
+
+
+def test_splits_survive_the_exchange():
+    splits = [None, R, P, Shard(2, 3), Shard(1, pieces=2, stride=4), Cut(Shard(0))]
+    for dp in splits:
+        for tp in splits:
+            assert inference._decode(inference._encode((dp, tp))) == (dp, tp)

@@ -88,14 +88,17 @@ class Move:
         """The full tensor on every rank. Collective along the axes that shard or sum; a copy where
         there are none.
         """
-        shard = self._summed(shard)
+        summed = self.summed(shard)
+        return summed if summed is not shard and not self.axes else self.gather_shards(summed)
+
+    def gather_shards(self, shard: Tensor) -> Tensor:
+        """As ``all_gather``, of sums that are done."""
         if not self.axes:
-            if self.layout.partial_axes:
-                return shard
             return shard.detach().clone(memory_format=torch.contiguous_format)
         return self.channel.all_gather(self.axes, shard, self.plan)
 
-    def _summed(self, shard: Tensor) -> Tensor:
+    def summed(self, shard: Tensor) -> Tensor:
+        """The shard with the sums done that are due. Collective along the axes that sum."""
         for axis in self.layout.partial_axes:
             shard = self.channel.all_reduce_sum((axis,), shard)
         return shard
@@ -142,7 +145,7 @@ class Move:
 
     def gather_to_first(self, shard: Tensor) -> Tensor | None:
         """The full tensor on rank 0 of the grid, None elsewhere."""
-        shard = self._summed(shard)
+        shard = self.summed(shard)
         if not self.axes:
             return (
                 shard.detach().clone(memory_format=torch.contiguous_format)

@@ -37,6 +37,7 @@ _CODE_OF_DTYPE = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 KINDS = (
     "registered hooks",
+    "inputs",
     "forward",
     "forward_pre",
     "full_backward",

@@ -32,9 +32,7 @@ class Fingerprints:
 
     @property
     def tell(self) -> bool:
-        """Whether equality means anything: not where every rank's values are all the same or
-        none.
-        """
+        """Whether equality means anything: not where each rank has one value all over, or none."""
         return not all(self.constant)
 
     def equal_along(self, axis: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +19,12 @@ from flex_model.distributed import gather, inference
 from flex_model.distributed.channel import Channel, agreed
 from flex_model.distributed.gather import Move, Trip
 from flex_model.distributed.header import Header
-from flex_model.distributed.layout import Partial, Replicate, Shape, ShardLayout
+from flex_model.distributed.inference import Splits
+from flex_model.distributed.layout import Shape, ShardLayout
+from flex_model.distributed.propagation import Split
+from flex_model.errors import HookError
 from flex_model.hooks.context import Call, seed_of_state
-from flex_model.hooks.registration import Registration
+from flex_model.hooks.tracking import Tracking
 from flex_model.hooks.user_function import UserFunction
 from flex_model.integrations import dtensor
 from flex_model.outputs import Records
@@ -45,8 +49,10 @@ class HookCaller:
         modules: nn.ModuleDict,
         edit_on: str,
         full_parameter: Callable[[str], Tensor],
+        tracking: Tracking,
     ) -> None:
         self._channel = channel
+        self._tracking = tracking
         self._records = records
         self._function = UserFunction(save_ctx, modules)
         self._edit_on_all = edit_on == "all"
@@ -97,7 +103,7 @@ class HookCaller:
             return grad
         plain = grad
         if dtensor.is_dtensor(grad):
-            if dtensor.reaches_dp(grad, mesh, call.describe()):
+            if dtensor.reaches(grad, mesh, call.describe(), "dp"):
                 return grad  # FSDP2: already averaged
             plain = dtensor.to_local(grad)
         self._agree(call, plain, "tensor")
@@ -107,39 +113,47 @@ class HookCaller:
     # Looking only.
 
     def _collect(self, call: Call, leaf: Tensor) -> None:
-        known = None
-        if dtensor.is_dtensor(leaf):
-            leaf = dtensor.without_partial(leaf)
-            known = self._known_layout(call, leaf)
-            leaf = dtensor.to_local(leaf)
         if self._channel.is_local:
+            if dtensor.is_dtensor(leaf):
+                leaf = dtensor.to_local(dtensor.without_partial(leaf))
             self._check_alone(call, leaf)
             self._records.now(call.registration, leaf)
-        else:
-            self._records.later(call.run, call.registration, dtensor.wait(leaf), known)
+            return
+        call, shard, known = self._shard(call, leaf)
+        self._records.later(call, shard, known)
+
+    def _shard(self, call: Call, leaf: Any) -> tuple[Call, Tensor, ShardLayout | None]:
+        """This rank's plain tensor, in the graph, and what a DTensor tells: the whole layout, or
+        along the axes that its mesh has.
+        """
+        known = None
+        if dtensor.is_dtensor(leaf):
+            mesh, site = self._channel.mesh, call.describe()
+            own = dtensor.layout(leaf, mesh, site, batch_on_dp=False)
+            told: list[Split] = []
+            for axis, size, split in zip(("dp", "tp"), (mesh.dp_size, mesh.tp_size), call.splits):
+                own_split = size == 1 or dtensor.reaches(leaf, mesh, site, axis)
+                told.append(getattr(own, axis) if own_split else split)
+            if all(
+                size == 1 or dtensor.reaches(leaf, mesh, site, axis)
+                for axis, size in (("dp", mesh.dp_size), ("tp", mesh.tp_size))
+            ):
+                known = own
+            call = replace(call, splits=(told[0], told[1]))
+            leaf = dtensor.to_local(leaf)
+        return call, dtensor.wait(leaf), known
 
     def _check_alone(self, call: Call, leaf: Tensor) -> None:
         """One rank: the tensor is full, and ``expected_shape`` must say so."""
         if call.registration.hook_function.expected_shape is not None:
-            self.move(call.registration, [tuple(leaf.shape)], leaf.dtype, None, leaf)
+            self.move(call, [tuple(leaf.shape)], leaf.dtype, None, leaf)
 
     # Editing.
 
     def _edit(self, call: Call, leaf: Any) -> Tensor | None:
         """Gather, record, edit, scatter; None if the function changed nothing."""
-        original, known = leaf, None
-        if dtensor.is_dtensor(leaf):
-            known = self._known_layout(call, leaf)
-            if Partial() in (known.dp, known.tp):
-                raise agreed(
-                    ValueError(
-                        f"{call.describe()}: the tensor is a DTensor of partial sums "
-                        f"({leaf.placements}), which can be seen but not edited; hook a module "
-                        "after its reduction"
-                    )
-                )
-            leaf = dtensor.to_local(leaf)
-        leaf = dtensor.wait(leaf)
+        original = leaf
+        call, leaf, known = self._shard(call, leaf)
         edit = self._edit_alone if self._channel.is_local else self._edit_together
         shard = edit(call, leaf, known)
         if shard is not None and dtensor.is_dtensor(original):
@@ -158,7 +172,9 @@ class HookCaller:
 
     def _edit_together(self, call: Call, leaf: Tensor, known: ShardLayout | None) -> Tensor | None:
         shapes = self._agree(call, leaf, call.registration.kind)
-        move = self.move(call.registration, shapes, leaf.dtype, known, leaf)
+        move = self.move(call, shapes, leaf.dtype, known, leaf)
+        if not call.registration.is_backward:
+            self._tracking.note(leaf, move.layout)
         parameters = self._parameters(call, leaf)
 
         def agree_on_gradient(grad: Tensor) -> None:
@@ -227,69 +243,78 @@ class HookCaller:
         names = call.registration.hook_function.parameter_names
         return {name: self._full_parameter(name).to(leaf.device) for name in names}
 
-    # Layout.
-
-    def _check_shared(self, registration: Registration, layout: ShardLayout) -> None:
-        """Along dp, ranks that share a tensor have different gradients of it."""
-        mesh = self._channel.mesh
-        if (
-            registration.kind in ("full_backward", "full_backward_pre")
-            and mesh.dp_size > 1
-            and layout.dp == Replicate()
-        ):
-            raise agreed(
-                ValueError(
-                    f"{registration.describe()}: the data-parallel ranks share this tensor, and "
-                    "each has its own gradient of it, which can't be seen as one yet; hook a "
-                    "module whose dim 0 is the batch, or the parameter itself (register_hook)"
-                )
-            )
-
-    def _known_layout(self, call: Call, leaf: Any) -> ShardLayout:
-        return dtensor.layout(
-            leaf,
-            self._channel.mesh,
-            call.describe(),
-            batch_on_dp=call.registration.batch_on_dp,
-        )
+    # Layouts.
 
     def move(
         self,
-        registration: Registration,
+        call: Call,
         shapes: Sequence[Shape],
         dtype: torch.dtype,
         known: ShardLayout | None,
         shard: Tensor,
     ) -> Move:
         """The plan for what all ranks hold, cached; collective where the layout is new."""
-        key = (tuple(shapes), dtype, known)
+        registration = call.registration
+        key = (call.number, tuple(shapes), dtype, known)
         move = registration.moves.get(key)
-        if move is None:
-            site, is_certain = registration.describe(), known is not None
-            if known is None and not self._channel.is_local:
-                module = None if registration.module is None else registration.module()
-                known = dtensor.layout_beside_weight(
-                    module, registration.kind, shapes, self._channel.mesh, site
-                )
-            layout, is_proven = inference.settle(
-                self._channel,
-                site,
-                shard,
-                shapes,
-                registration.hook_function.expected_shape,
-                known,
-                registration.batch_on_dp,
-                is_certain,
-            )
-            move = Move.of(self._channel, layout, list(shapes), dtype)
-            self._check_shared(registration, layout)
-            if not is_proven:
-                return move
+        if move is None and call.number is None:
+            move = self._move_of_forward(call, key[1:])
+        if move is not None:
+            return move
+        number, ndim = call.number or 0, len(shapes[0])
+        splits = self._splits(call, number, shapes)
+        layout, is_proven = inference.settle(
+            self._channel,
+            registration.describe(),
+            shard,
+            shapes,
+            registration.hook_function.expected_shape,
+            known,
+            registration.batch_on_dp,
+            splits,
+            registration.is_backward,
+        )
+        move = Move.of(self._channel, layout, list(shapes), dtype)
+        if len(registration.splits) < _REMEMBERED_MOVES:
+            found = splits if registration.is_backward else (layout.dp, layout.tp)
+            registration.splits[number, ndim] = found
+        if is_proven:
             while len(registration.moves) >= _REMEMBERED_MOVES:
                 oldest = next(iter(registration.moves))  # the same one on every rank
                 del registration.moves[oldest]
             registration.moves[key] = move
         return move
+
+    def _splits(self, call: Call, number: int, shapes: Sequence[Shape]) -> Splits:
+        """What this rank knows before asking: from this forward, else from earlier ones, else from
+        the weight beside the tensor.
+        """
+        registration, ndim = call.registration, len(shapes[0])
+        dp, tp = call.splits
+        before = registration.splits.get((number, ndim)) or registration.splits.get((0, ndim))
+        if before is not None:
+            dp, tp = before[0] if dp is None else dp, before[1] if tp is None else tp
+        if tp is None and not self._channel.is_local:
+            module = None if registration.module is None else registration.module()
+            beside = dtensor.layout_beside_weight(
+                module, registration.kind, shapes, self._channel.mesh, registration.describe()
+            )
+            tp = None if beside is None else beside.tp
+        return dp, tp
+
+    def _move_of_forward(self, call: Call, key: tuple[object, ...]) -> Move | None:
+        """What the forward that is computed once more used, whichever call of it this is."""
+        registration = call.registration
+        found = [move for other, move in registration.moves.items() if other[1:] == key]
+        if any(move.layout != found[0].layout for move in found):
+            raise agreed(
+                HookError(
+                    f"{call.describe()}: the module was called with tensors that are split in "
+                    "different ways, and which of its calls is computed once more in backward is "
+                    "not known; do without checkpointing there, or hook another module"
+                )
+            )
+        return found[0] if found else None
 
 
 def _handed(leaf: Tensor) -> Tensor:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flex_model.outputs import PendingRecord
+from flex_model.distributed.inference import UNKNOWN, Splits
 
 if TYPE_CHECKING:
     from flex_model.hooks.registration import Registration
+    from flex_model.outputs import PendingRecord
 
 
 @dataclass(eq=False, slots=True)
@@ -67,12 +68,18 @@ class Call:
     Attributes:
         module: None for a parameter's gradient.
         is_replay: Whether the model is computed once more during backward (checkpointing).
+        number: Which call of this hook in one forward of the wrapped model; None in a replay, which
+            may come in another order.
+        splits: How the tensor (of a backward hook: the activation) is split, as far as the tracker
+            of this forward knows.
     """
 
     registration: Registration
     module: nn.Module | None
     run: RunContext
     is_replay: bool = False
+    number: int | None = 0
+    splits: Splits = UNKNOWN
 
     def describe(self) -> str:
         return self.registration.describe()

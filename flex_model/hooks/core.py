@@ -29,6 +29,7 @@ from flex_model.hooks.context import Call, RunContext, advance_generator, next_s
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.table import EVERYTHING, Choice, HookTable
+from flex_model.hooks.tracking import Tracking
 from flex_model.outputs import Records
 from flex_model.parameters import Parameters
 
@@ -63,8 +64,15 @@ class HookCore:
         self.channel = Channel(mesh, timeout_s)
         self.records = Records(output_ptr, self.channel, output_ranks)
         self.parameters = Parameters(module, self.channel)
+        self.tracking = Tracking(module, self.channel)
         self.caller = HookCaller(
-            self.channel, self.records, save_ctx, modules, edit_on, self.parameters.get
+            self.channel,
+            self.records,
+            save_ctx,
+            modules,
+            edit_on,
+            self.parameters.get,
+            self.tracking,
         )
         self.save_ctx, self.modules = save_ctx, modules
         self._settings = (edit_on, output_ranks, mesh.describe())  # must be alike on all ranks
@@ -84,6 +92,7 @@ class HookCore:
     def register(self, function: HookFunction, *args: Any, **kwargs: Any) -> Registration:
         """As ``HookTable.register``; the function gets to know ``save_ctx`` and ``modules``."""
         registration = self.table.register(function, *args, **kwargs)
+        self.tracking.hooks_changed()
         function.save_ctx, function.modules = self.save_ctx, self.modules
         return registration
 
@@ -105,7 +114,7 @@ class HookCore:
             return
         core = self
 
-        def begin(module, args):
+        def begin(module, args, kwargs):
             if module is not core.module or _in_backward():
                 return
             if core.run is None:
@@ -115,10 +124,14 @@ class HookCore:
                     core._deferred.run = run
             elif core.run.direct_depth:
                 core.run.direct_depth += 1
+            core.tracking.begin(args, kwargs, core._active_registrations())
 
         def end(module, args, output):
             run = core.run
-            if module is not core.module or run is None or not run.direct_depth or _in_backward():
+            if module is not core.module or run is None or _in_backward():
+                return
+            core.tracking.end()
+            if not run.direct_depth:
                 return
             run.direct_depth -= 1
             if not run.direct_depth:
@@ -128,7 +141,7 @@ class HookCore:
         # `begin` before all other hooks of the root, `end` after them: a hook on the root itself is
         # inside
         self._root_handles = [
-            self.module.register_forward_pre_hook(begin, prepend=True),
+            self.module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
             self.module.register_forward_hook(end, always_call=True),
         ]
 
@@ -141,6 +154,7 @@ class HookCore:
         self.table.choose(choice, self.table.choices[1] if keeps else choice)
         run = RunContext(self.table.active, direct_depth=int(direct), first_node=next_sequence())
         self._thread = threading.get_ident()
+        self.tracking.reset()
         self.run = run
         self._runs.append(run)
         try:
@@ -190,7 +204,12 @@ class HookCore:
         finally:
             self._close_run(run)
 
+    def _active_registrations(self) -> list[Registration]:
+        active = self.table.active
+        return [r for r in self.table.registrations if r.index in active]
+
     def _close_run(self, run: RunContext) -> None:
+        self.tracking.reset()
         run.last_node = next_sequence()
         if run.pending:
             self.records.forget(run)
@@ -297,14 +316,16 @@ class HookCore:
     ) -> Any:
         try:
             self._check_thread(registration)
-            return self._tree_after(Call(registration, module, run), tree)
+            number = self.tracking.number(registration)
+            with self.tracking.paused():
+                return self._tree_after(Call(registration, module, run, number=number), tree)
         except Exception as error:
             self.hook_failed(registration, error)
             return tree
 
     def _tree_after(self, call: Call, tree: Any) -> Any:
         leaf = call.registration.leaf(tree)
-        result = self.caller.activation(call, leaf)
+        result = self.caller.activation(replace(call, splits=self.tracking.splits(leaf)), leaf)
         if result is leaf:
             return tree
         return _C.replace_leaf(tree, call.registration.hook_function.unpack_idx, result)
@@ -325,7 +346,8 @@ class HookCore:
                 )
             if registration.index not in run.active:
                 return tree
-            return self._tree_after(Call(registration, module, run, is_replay=True), tree)
+            call = Call(registration, module, run, is_replay=True, number=None)
+            return self._tree_after(call, tree)
         except Exception as error:
             if type(error).__name__ == _STOPS_RECOMPUTATION or self.channel.is_local:
                 raise
@@ -375,23 +397,31 @@ class HookCore:
 
     # Backward.
 
-    def backward_handler(self, registrations: Sequence[Registration], module: nn.Module):
-        """What an edge at the module calls with a gradient."""
+    def backward_handler(
+        self, registrations: Sequence[Registration], module: nn.Module, leaf: Tensor
+    ):
+        """What an edge at the module calls with the gradient of ``leaf``."""
         run = (
             self.run
             if self.run is not None
             else (self._run_of_backward() if _in_backward() else None) or self._lone_run()
         )
         module_ref = weakref.ref(module)
+        splits = self.tracking.splits(leaf)
+        numbers = [
+            None if _in_backward() else self.tracking.number(registration)
+            for registration in registrations
+        ]
 
         def handler(grad: Tensor | None) -> Tensor | None:
             module = module_ref()
             if grad is None or self.is_closed or module is None:
                 return grad
             self._expect_end_of_backward(run)
-            for registration in registrations:
+            for registration, number in zip(registrations, numbers):
+                call = Call(registration, module, run, number=number, splits=splits)
                 try:
-                    grad = self.caller.gradient(Call(registration, module, run), grad)
+                    grad = self.caller.gradient(call, grad)
                 except Exception as error:
                     self.hook_failed(registration, error)
             return grad

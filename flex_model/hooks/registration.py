@@ -26,7 +26,9 @@ class Registration:
         hook: The dispatcher's view of it (groups, activity).
         site: Stands for it in headers: ranks that differ in any of it must not talk of one site.
         seed: Its part of the seeds of its calls: the same on any sharding.
-        moves: Plans by what all ranks hold: ``(shapes, dtype, ...) -> Move``.
+        moves: Plans by what all ranks hold: ``(call number, shapes, dtype, ...) -> Move``.
+        splits: How the tensor is split, as the ranks agreed on it before, by call number and number
+            of dims; of a backward hook, the activation whose gradient it sees.
     """
 
     hook_function: HookFunction
@@ -35,6 +37,7 @@ class Registration:
     module: weakref.ref[nn.Module] | None
     hook: _C.Hook = field(init=False)
     moves: dict[Any, Any] = field(default_factory=dict)
+    splits: dict[tuple[int, int], Any] = field(default_factory=dict)
     site: int = field(init=False)
     seed: int = field(init=False)
     name: str = field(init=False)
@@ -55,6 +58,11 @@ class Registration:
     @property
     def edits(self) -> bool:
         return self.hook_function.editing_function is not None
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is about the gradient of an activation."""
+        return self.kind in ("full_backward", "full_backward_pre")
 
     @property
     def batch_on_dp(self) -> bool:

@@ -48,7 +48,7 @@ class SiteOwner(Protocol):
     """What sites call: HookCore."""
 
     def backward_handler(
-        self, registrations: Sequence[Registration], module: nn.Module
+        self, registrations: Sequence[Registration], module: nn.Module, leaf: Tensor
     ) -> _Handler: ...
     def run_parameter_hooks(
         self, registrations: Sequence[Registration], grad: Tensor
@@ -168,7 +168,8 @@ class ModuleSite:
             leaf = self._leaf(registrations[0], tree)
             if leaf is None or not leaf.requires_grad:
                 continue
-            edge = _Edge.apply(leaf, self._owner.backward_handler(registrations, module), False)
+            handler = self._owner.backward_handler(registrations, module, leaf)
+            edge = _Edge.apply(leaf, handler, False)
             entered.append((leaf, edge, edge._version))
             tree = _C.replace_leaf(tree, index, edge)
         return tree
@@ -194,7 +195,7 @@ class ModuleSite:
                 continue
             if given is None:
                 given = {id(tensor) for tensor in _C.flatten(inputs)[0]}
-            handler = self._owner.backward_handler(registrations, module)
+            handler = self._owner.backward_handler(registrations, module, leaf)
             edge = _Edge.apply(leaf, handler, id(leaf) in given)
             output = _C.replace_leaf(output, index, edge)
         return output

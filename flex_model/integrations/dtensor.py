@@ -103,9 +103,9 @@ def layout(tensor: Any, mesh: Mesh, site: str, *, batch_on_dp: bool) -> ShardLay
     return ShardLayout(dp, tp, tp_first and dp == tp, "its DTensor placements")
 
 
-def reaches_dp(tensor: Any, mesh: Mesh, site: str) -> bool:
-    """Whether the DTensor's mesh runs along dp."""
-    return "dp" in axes_of(tensor.device_mesh, mesh, site)
+def reaches(tensor: Any, mesh: Mesh, site: str, axis: str) -> bool:
+    """Whether the DTensor's mesh runs along this axis."""
+    return axis in axes_of(tensor.device_mesh, mesh, site)
 
 
 def layout_beside_weight(

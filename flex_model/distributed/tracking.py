@@ -1,0 +1,298 @@
+"""Follow the layouts of tensors through one forward of a sharded model, operation by operation.
+
+It begins with what is known: the run's inputs (equal on tensor-parallel ranks, rows of the batch on
+data-parallel ones), parameters (DTensor placements, what layers say of their own), and what
+collectives leave behind. From there each operation passes placements on (``propagation``), so that
+a tensor anywhere inside, between a column- and a row-parallel layer or in the midst of attention,
+has a layout without any table of a framework's private names.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from flex_model.distributed import propagation
+from flex_model.distributed.layout import Placement, Replicate, Shard, ShardLayout
+from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.propagation import AxisPlace, Split
+from flex_model.integrations import dtensor
+
+AXES = ("dp", "tp")
+Splits = tuple[Split, Split]  # along dp and tp
+UNKNOWN: Splits = (None, None)
+_REPLICATED: Splits = (Replicate(), Replicate())
+_COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
+
+
+class LayoutTracker(TorchDispatchMode):
+    """While it is entered, knows the layouts of the tensors that operations make.
+
+    Local: no collective, but for what ``seeds`` exchanged before. A tensor is known by its storage
+    and its place in it, since autograd makes new tensor objects for views.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.is_paused = False
+        self._mesh = mesh
+        self._places = [
+            AxisPlace(mesh.coordinates["dp"], mesh.dp_size),
+            AxisPlace(mesh.coordinates["tp"], mesh.tp_size),
+        ]
+        self._storages: dict[int, tuple[StorageWeakRef, dict[Any, Splits]]] = {}
+        self._parameters: dict[int, tuple[weakref.ref[Tensor], Splits]] = {}
+        self._axes_of_groups: dict[Any, tuple[str, ...]] = {}
+
+    # What is known.
+
+    def note(self, tensor: Tensor, splits: Splits) -> None:
+        """Remember how a tensor is split."""
+        tensor, dp_only = self._plain(tensor)
+        if dp_only is not None:
+            splits = (splits[0], dp_only)
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        entry = self._storages.get(key)
+        if entry is None:
+            entry = self._storages[key] = (StorageWeakRef(storage), {})
+            if len(self._storages) % 4096 == 0:
+                self._sweep()
+        entry[1][_geometry(tensor)] = splits
+
+    def note_layout(self, tensor: Tensor, layout: ShardLayout) -> None:
+        """Remember a layout that was settled."""
+        self.note(tensor, (layout.dp, layout.tp))
+
+    def note_parameter(self, parameter: Tensor, splits: Splits) -> None:
+        """As ``note``, for a parameter or buffer, whose storage may be exchanged (FSDP)."""
+        self._parameters[id(parameter)] = (weakref.ref(parameter), splits)
+
+    def splits(self, tensor: Tensor) -> Splits:
+        """How the tensor is split along dp and tp, as far as it is known."""
+        plain, tp = self._plain(tensor)
+        dp: Split
+        if isinstance(tensor, nn.Parameter):
+            known = self._parameters.get(id(tensor))
+            if known is not None and known[0]() is tensor:
+                dp, plain_tp = known[1]
+            else:  # FSDP makes new ones when it unshards
+                dp, plain_tp = Replicate(), None if self._mesh.tp_size > 1 else Replicate()
+        else:
+            known = self._parameters.get(id(tensor))
+            if known is not None and known[0]() is tensor:
+                dp, plain_tp = known[1]
+            elif plain.dim() == 0 and plain.untyped_storage()._cdata not in self._storages:
+                dp, plain_tp = _REPLICATED
+            else:
+                entry = self._storages.get(plain.untyped_storage()._cdata)
+                found = UNKNOWN if entry is None else entry[1].get(_geometry(plain), UNKNOWN)
+                dp, plain_tp = found
+        return dp, plain_tp if tp is None else tp
+
+    def _plain(self, tensor: Any) -> tuple[Tensor, Placement | None]:
+        """The plain tensor inside, and the placement along tp that a DTensor tells."""
+        tp: Placement | None = None
+        if dtensor.is_dtensor(tensor):
+            try:
+                tp = dtensor.layout(tensor, self._mesh, "", batch_on_dp=False).tp
+            except ValueError:
+                tp = None
+            tensor = tensor._local_tensor
+        return getattr(tensor, "elem", tensor), tp
+
+    def _sweep(self) -> None:
+        for key in [key for key, (ref, _) in self._storages.items() if ref.expired()]:
+            del self._storages[key]
+
+    # Following operations.
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self.is_paused:
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func.namespace == "profiler":
+            return result
+        if func.namespace in _COLLECTIVES:
+            self._collective(func, args, kwargs, result)
+            return result
+        outputs = _written(func, args, kwargs)
+        in_place = bool(outputs)
+        if not in_place:
+            outputs = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
+        if outputs:
+            self._follow(func, args, kwargs, outputs, in_place)
+        return result
+
+    def _follow(
+        self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor], in_place: bool
+    ) -> None:
+        known: dict[int, Splits] = {}
+
+        def splits(tensor: Tensor) -> Splits:
+            found = known.get(id(tensor))
+            if found is None:
+                found = known[id(tensor)] = self.splits(tensor)
+            return found
+
+        by_axis: list[list[Split]] = []
+        for i in range(2):
+            if self._places[i].size == 1:
+                by_axis.append([Replicate()] * len(outputs))
+            else:
+
+                def split(tensor: Tensor, i: int = i) -> Split:
+                    return splits(tensor)[i]
+
+                place = self._places[i]
+                by_axis.append(propagation.after(func, args, kwargs, outputs, split, place))
+        for output, dp, tp in zip(outputs, *by_axis):
+            if in_place:
+                self._note_in_place(output, (dp, tp))
+            else:
+                self.note(output, (dp, tp))
+
+    def _note_in_place(self, tensor: Tensor, splits: Splits) -> None:
+        """Values were written: what else shows the same memory is split as they are, where it has a
+        dim of the same stride, and else no longer known.
+        """
+        self.note(tensor, splits)
+        tensor, _ = self._plain(tensor)
+        views = self._storages[tensor.untyped_storage()._cdata][1]
+        own = _geometry(tensor)
+        for geometry in [key for key in views if key != own]:
+            before = views[geometry]
+            views[geometry] = tuple(  # type: ignore[assignment]
+                _seen_through(own, geometry, new, old) for new, old in zip(splits, before)
+            )
+
+    def _collective(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """What ranks of an axis have after talking: the same, or the parts of a sum."""
+        name = func._schema.name.partition("::")[2]
+        axes = self._axes_of(args, kwargs)
+        given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
+        if name in ("wait_tensor", "_wrap_tensor_autograd"):
+            for output in made:
+                self.note(output, self.splits(given[0]))
+            return
+        for output in made:
+            source = given[-1] if "gather" in name or "scatter" in name else output
+            if not name.endswith("_"):
+                source = given[0]
+            self.note(output, self._after_collective(name, axes, self.splits(source)))
+
+    def _after_collective(self, name: str, axes: tuple[str, ...], source: Splits) -> Splits:
+        splits = list(source)
+        for i, axis in enumerate(AXES):
+            if axis not in axes:
+                # Gathered or split along another axis: whole values stay as they are.
+                if "reduce_scatter" in name or "gather" in name:
+                    splits[i] = splits[i] if splits[i] == Replicate() else self._kept(splits[i])
+                continue
+            if name == "reduce_scatter_":  # any list of parts
+                splits[i] = None
+            elif "reduce_scatter" in name:
+                splits[i] = Shard(0)
+            elif "reduce" in name or "broadcast" in name or "gather" in name:
+                splits[i] = Replicate()
+            else:
+                splits[i] = None
+        if not axes:
+            return UNKNOWN
+        return splits[0], splits[1]
+
+    @staticmethod
+    def _kept(split: Split) -> Split:
+        """Along an axis that did not talk, with rows from others put before and after: only a split
+        of another dim than the first is what it was.
+        """
+        shard = split if isinstance(split, Shard) else None
+        return shard if shard is not None and shard.dim != 0 else None
+
+    def _axes_of(self, args: Any, kwargs: Any) -> tuple[str, ...]:
+        """The axes that the collective's group runs along; none if it is no group of ours."""
+        for leaf in tree_iter((args, kwargs)):
+            if isinstance(leaf, (str, torch.ScriptObject)):
+                group = _group(leaf)
+                if group is not None:
+                    return self._axes_of_ranks(tuple(dist.get_process_group_ranks(group)))
+        return ()
+
+    def _axes_of_ranks(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
+        found = self._axes_of_groups.get(ranks)
+        if found is None:
+            mesh, found = self._mesh, ()
+            for axes in (("tp",), ("dp",), ("dp", "tp")):
+                if {mesh.grid[place] for place in mesh.members(axes)} == set(ranks):
+                    found = axes
+                    break
+            self._axes_of_groups[ranks] = found
+        return found
+
+
+def _group(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            return dist.distributed_c10d._resolve_process_group(value)  # type: ignore[arg-type]
+        except (LookupError, RuntimeError, ValueError):
+            return None
+    try:
+        return dist.ProcessGroup.unbox(value)
+    except (RuntimeError, TypeError, ValueError):
+        return None
+
+
+def _geometry(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _seen_through(written: Any, other: Any, new: Split, old: Split) -> Split:
+    if new == old:
+        return old
+    if not isinstance(new, Shard):
+        return None
+    stride = written[2][new.dim]
+    dims = [
+        dim
+        for dim in range(len(other[1]))
+        if other[2][dim] == stride and other[1][dim] == written[1][new.dim]
+    ]
+    if len(dims) != 1 or new.parts > 1:
+        return None
+    seen = Shard(dims[0], pieces=new.pieces, stride=new.stride)
+    return seen if old in (seen, Replicate()) else None
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that the operation writes to."""
+    found: list[Tensor] = []
+    if not func._schema.is_mutable:
+        return found
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            found += [leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor)]
+    return found
+
+
+def tensors_of(values: Any) -> Iterator[Tensor]:
+    """The tensors in a run's arguments, in order."""
+    return (leaf for leaf in tree_iter(values) if isinstance(leaf, Tensor))
+
+
+def named_weights(root: nn.Module) -> Iterable[tuple[nn.Module, str, Tensor]]:
+    """Every parameter and buffer, with the module that has it and its name there."""
+    for module in root.modules():
+        for name, value in (*module._parameters.items(), *module._buffers.items()):
+            if value is not None:
+                yield module, name, value

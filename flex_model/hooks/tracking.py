@@ -1,0 +1,224 @@
+"""When layouts are followed through a forward: in the first ones after hooks were registered, until
+every active hook's layout was settled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flex_model.distributed import values
+from flex_model.distributed.channel import Channel
+from flex_model.distributed.header import Header, site_hash
+from flex_model.distributed.inference import UNKNOWN, Splits
+from flex_model.distributed.layout import Replicate, Shard, ShardLayout
+from flex_model.distributed.propagation import Split
+from flex_model.distributed.tracking import LayoutTracker, named_weights, tensors_of
+from flex_model.hooks.registration import Registration
+from flex_model.integrations import dtensor
+
+_MAX_FORWARDS = 8  # for hooks whose module is not reached, or whose layout nothing settles
+_SAMPLE = 4096  # elements of a weight that are compared between ranks
+_MAX_DIMS = 16
+
+
+class Tracking:
+    """Of one wrap. ``begin`` and ``end`` bracket a forward of the wrapped module."""
+
+    def __init__(self, root: nn.Module, channel: Channel) -> None:
+        self._root = root
+        self._channel = channel
+        self._tracker: LayoutTracker | None = None
+        self._forwards_left = 0
+        self._depth = 0
+        self._numbers: dict[int, int] = {}
+
+    def hooks_changed(self) -> None:
+        """There may be layouts to find."""
+        self._forwards_left = _MAX_FORWARDS
+
+    def begin(self, args: Any, kwargs: Any, active: Sequence[Registration]) -> None:
+        """A forward of the wrapped module begins. Collective where layouts are to be found."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self._numbers.clear()
+        if self._is_wanted(active):
+            self._forwards_left -= 1
+            tracker = LayoutTracker(self._channel.mesh)
+            self._seed(tracker, list(tensors_of((args, kwargs))))
+            tracker.__enter__()
+            self._tracker = tracker
+
+    def end(self) -> None:
+        """The forward that began last is over."""
+        self._depth = max(0, self._depth - 1)
+        if self._depth == 0:
+            self._leave()
+
+    def reset(self) -> None:
+        """A run begins or is over, whatever became of its forwards."""
+        self._depth = 0
+        self._numbers.clear()
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._tracker is not None:
+            tracker, self._tracker = self._tracker, None
+            tracker.__exit__(None, None, None)
+
+    def _is_wanted(self, active: Sequence[Registration]) -> bool:
+        return (
+            not self._channel.is_local
+            and self._forwards_left > 0
+            and any(r.kind != "tensor" and not r.splits for r in active)
+            and not _is_compiled(self._root)
+        )
+
+    # What hooks ask.
+
+    def number(self, registration: Registration) -> int:
+        """Which call of the hook this is in the forward that goes on."""
+        number = self._numbers.get(registration.index, 0)
+        self._numbers[registration.index] = number + 1
+        return number
+
+    def splits(self, tensor: Tensor) -> Splits:
+        """How the tensor is split, as far as it was followed. Local."""
+        return UNKNOWN if self._tracker is None else self._tracker.splits(tensor)
+
+    def note(self, tensor: Tensor, layout: ShardLayout) -> None:
+        """What a hook found, or put in place of a tensor, is split like this. Local."""
+        if self._tracker is not None:
+            self._tracker.note_layout(tensor, layout)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs inside is no part of the model."""
+        tracker = self._tracker
+        if tracker is None or tracker.is_paused:
+            yield
+            return
+        tracker.is_paused = True
+        try:
+            yield
+        finally:
+            tracker.is_paused = False
+
+    # What is known at the start.
+
+    def _seed(self, tracker: LayoutTracker, inputs: list[Tensor]) -> None:
+        """Tell the tracker of the weights and of the run's inputs. Collective."""
+        mesh = self._channel.mesh
+        compared: list[Tensor] = []
+        for module, name, weight in named_weights(self._root):
+            splits = _of_weight(module, name, weight, mesh.tp_size)
+            if splits is None:
+                compared.append(weight)
+            else:
+                tracker.note_parameter(weight, splits)
+        rows = [values.fingerprint(_sample(weight)) for weight in compared]
+        sketches = [_sketch(tensor) for tensor in inputs]
+        what = f"the start of a forward, with {len(inputs)} tensors as inputs"
+        header = Header("inputs", site=site_hash(len(compared), len(inputs)))
+        self._channel.agree(header, what)
+        if rows:
+            table = self._channel.exchange(torch.stack(rows)).tolist()
+            for i, weight in enumerate(compared):
+                told = values.Fingerprints.of(mesh, [rank[i] for rank in table])
+                equal = told.equal_along("tp")
+                tracker.note_parameter(weight, (Replicate(), Replicate() if equal else None))
+        if sketches:
+            table = self._channel.exchange(torch.stack(sketches)).tolist()
+            self._note_inputs(tracker, inputs, table)
+
+    def _note_inputs(
+        self, tracker: LayoutTracker, inputs: list[Tensor], table: list[list[list[int]]]
+    ) -> None:
+        mesh = self._channel.mesh
+        rows: int | None = None  # of this rank's part of the batch
+        found: list[tuple[Split, Split]] = []
+        for i, tensor in enumerate(inputs):
+            told = values.Fingerprints.of(mesh, [rank[i][:2] for rank in table])
+            shapes = [tuple(rank[i][3 : 3 + rank[i][2]]) for rank in table]
+            tp = (
+                Replicate() if told.equal_along("tp") and len(set(shapes)) <= mesh.dp_size else None
+            )
+            dp = _batch_dim(shapes, told)
+            if isinstance(dp, Shard) and dp.dim == 0 and rows is None:
+                rows = tensor.shape[0]
+            found.append((dp, tp))
+        for tensor, splits in zip(inputs, found):
+            # Equal on all dp ranks, but with a row for every row of the batch: a mask of ones.
+            is_batch = rows is not None and rows > 1 and tensor.dim() and tensor.shape[0] == rows
+            if splits[0] == Replicate() and is_batch:
+                splits = (Shard(0), splits[1])
+            tracker.note(tensor, splits)
+
+
+def _batch_dim(shapes: list[tuple[int, ...]], told: values.Fingerprints) -> Split:
+    """Where the inputs of data-parallel ranks are split: where their sizes differ, else along dim
+    0.
+    """
+    ndim = len(shapes[0])
+    if told.mesh.dp_size == 1:
+        return Replicate()
+    if any(len(shape) != ndim for shape in shapes):
+        return None
+    differ = [dim for dim in range(ndim) if len({shape[dim] for shape in shapes}) > 1]
+    if len(differ) == 1:
+        return Shard(differ[0])
+    if differ:
+        return None
+    if told.equal_along("dp") or ndim == 0:
+        return Replicate()
+    return Shard(0)
+
+
+def _of_weight(
+    module: nn.Module, name: str, weight: Tensor, tp_size: int
+) -> tuple[Split, Split] | None:
+    """How a weight is split, as it says itself; None where the ranks must compare it."""
+    if tp_size == 1:
+        return Replicate(), Replicate()
+    if dtensor.is_dtensor(weight):
+        return Replicate(), None  # the tracker asks the DTensor itself
+    return None
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """Some of its elements, whatever its size. Meta and empty ones have none."""
+    if weight.is_meta or weight.layout != torch.strided:
+        return torch.zeros(0)
+    flat = weight.detach()
+    while flat.dim() > 1 and flat.numel() > _SAMPLE:
+        flat = flat[: max(1, _SAMPLE * flat.shape[0] // flat.numel())]
+        if flat.numel() > _SAMPLE:
+            flat = flat[0]
+    return flat[:_SAMPLE] if flat.dim() == 1 else flat
+
+
+def _sketch(tensor: Tensor) -> Tensor:
+    """An input's fingerprint and shape, of a fixed size."""
+    row = torch.zeros(3 + _MAX_DIMS, dtype=torch.int64)
+    if dtensor.is_dtensor(tensor):
+        tensor = dtensor.to_local(tensor)
+    if not tensor.is_meta and tensor.layout == torch.strided:
+        row[:2] = values.fingerprint(dtensor.wait(tensor))
+    shape = tensor.shape[:_MAX_DIMS]
+    row[2] = len(shape)
+    row[3 : 3 + len(shape)] = torch.tensor(shape, dtype=torch.int64)
+    return row
+
+
+def _is_compiled(root: nn.Module) -> bool:
+    """Whether a part of the model is compiled: its operations can't be followed."""
+    return any(
+        getattr(module, "_compiled_call_impl", None) is not None
+        or type(module).__name__ == "OptimizedModule"
+        for module in root.modules()
+    )
