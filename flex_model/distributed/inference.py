@@ -30,6 +30,8 @@ from flex_model.distributed.propagation import Cut, Split
 
 ExpectedShape = tuple[int | None, ...] | None
 
+AXES = ("dp", "tp")
+
 # How a tensor is split along dp and tp, as far as a rank knows without asking the others.
 Splits = tuple[Split, Split]
 UNKNOWN: Splits = (None, None)
@@ -95,8 +97,14 @@ def settle(
     batch_on_dp: bool,
     splits: Splits = UNKNOWN,
     is_gradient: bool = False,
+    *,
+    is_memory: bool = False,
 ) -> tuple[ShardLayout, bool]:
     """``resolve`` for this rank's ``shard``; collective where the ranks must ask each other.
+
+    Args:
+        is_memory: Whether ``splits`` are those of another tensor at the same site, which this one
+            need not follow. The same on every rank.
 
     Returns:
         The layout, and whether it is proven: constant values show nothing, so it holds for them
@@ -110,12 +118,16 @@ def settle(
             values.Fingerprints.of(channel.mesh, [row[:2] for row in table]),
             [_decode(row[2:]) for row in table],
         )
-    try:
-        layout = resolve(
-            site, shapes, channel.mesh, expected_shape, known, told, batch_on_dp, is_gradient
-        )
-    except ValueError as error:
-        raise agreed(error) from None
+    tries = [told, Told(told.fingerprints)] if is_memory else [told]
+    for i, told in enumerate(tries):
+        try:
+            layout = resolve(
+                site, shapes, channel.mesh, expected_shape, known, told, batch_on_dp, is_gradient
+            )
+            break
+        except ValueError as error:
+            if i + 1 == len(tries):
+                raise agreed(error) from None
     is_proven = told.fingerprints is None or told.fingerprints.tell or told.along("tp") is not None
     return layout, is_proven
 
@@ -227,6 +239,10 @@ def _of_tensor(
         agree = sized.tp in (tp, Shard(tp.dim)) or expected_shape[tp.dim] is None
     else:
         agree = sized.tp == Replicate()
+        if not agree and told.fingerprints is not None and not told.fingerprints.tell:
+            return (
+                sized  # inputs of equal values on all ranks are taken for the same, as these were
+            )
     if not agree:
         raise ValueError(
             f"{site}: by expected_shape {expected_shape} the tensor is {_in_words(sized.tp)} over "

@@ -21,14 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from flex_model.distributed import propagation
+from flex_model.distributed.inference import AXES, UNKNOWN, Splits
 from flex_model.distributed.layout import Placement, Replicate, Shard, ShardLayout
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.propagation import AxisPlace, Split
 from flex_model.integrations import dtensor
 
-AXES = ("dp", "tp")
-Splits = tuple[Split, Split]  # along dp and tp
-UNKNOWN: Splits = (None, None)
 _REPLICATED: Splits = (Replicate(), Replicate())
 _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
 

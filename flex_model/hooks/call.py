@@ -19,7 +19,7 @@ from flex_model.distributed import gather, inference
 from flex_model.distributed.channel import Channel, agreed
 from flex_model.distributed.gather import Move, Trip
 from flex_model.distributed.header import Header
-from flex_model.distributed.inference import Splits
+from flex_model.distributed.inference import AXES, Splits
 from flex_model.distributed.layout import Shape, ShardLayout
 from flex_model.distributed.propagation import Split
 from flex_model.errors import HookError
@@ -131,14 +131,12 @@ class HookCaller:
             mesh, site = self._channel.mesh, call.describe()
             own = dtensor.layout(leaf, mesh, site, batch_on_dp=False)
             told: list[Split] = []
-            for axis, size, split in zip(("dp", "tp"), (mesh.dp_size, mesh.tp_size), call.splits):
-                own_split = size == 1 or dtensor.reaches(leaf, mesh, site, axis)
-                told.append(getattr(own, axis) if own_split else split)
-            if all(
-                size == 1 or dtensor.reaches(leaf, mesh, site, axis)
-                for axis, size in (("dp", mesh.dp_size), ("tp", mesh.tp_size))
-            ):
-                known = own
+            reaches_all = True
+            for axis, size, split in zip(AXES, (mesh.dp_size, mesh.tp_size), call.splits):
+                is_own = size == 1 or dtensor.reaches(leaf, mesh, site, axis)
+                told.append(getattr(own, axis) if is_own else split)
+                reaches_all &= is_own
+            known = own if reaches_all else None
             call = replace(call, splits=(told[0], told[1]))
             leaf = dtensor.to_local(leaf)
         return call, dtensor.wait(leaf), known
@@ -262,18 +260,25 @@ class HookCaller:
         if move is not None:
             return move
         number, ndim = call.number or 0, len(shapes[0])
-        splits = self._splits(call, number, shapes)
-        layout, is_proven = inference.settle(
-            self._channel,
-            registration.describe(),
-            shard,
-            shapes,
-            registration.hook_function.expected_shape,
-            known,
-            registration.batch_on_dp,
-            splits,
-            registration.is_backward,
-        )
+        splits, is_memory = self._splits(call, number, shapes)
+        try:
+            layout, is_proven = inference.settle(
+                self._channel,
+                registration.describe(),
+                shard,
+                shapes,
+                registration.hook_function.expected_shape,
+                known,
+                registration.batch_on_dp,
+                splits,
+                registration.is_backward,
+                is_memory=is_memory,
+            )
+        except ValueError:
+            if is_memory:  # another forward may tell what this one did not
+                registration.splits.clear()
+                self._tracking.hooks_changed()
+            raise
         move = Move.of(self._channel, layout, list(shapes), dtype)
         if len(registration.splits) < _REMEMBERED_MOVES:
             found = splits if registration.is_backward else (layout.dp, layout.tp)
@@ -285,22 +290,22 @@ class HookCaller:
             registration.moves[key] = move
         return move
 
-    def _splits(self, call: Call, number: int, shapes: Sequence[Shape]) -> Splits:
-        """What this rank knows before asking: from this forward, else from earlier ones, else from
-        the weight beside the tensor.
+    def _splits(self, call: Call, number: int, shapes: Sequence[Shape]) -> tuple[Splits, bool]:
+        """What this rank knows before asking: from this forward, else from the weight beside the
+        tensor, else from earlier forwards; and whether it is from those.
         """
         registration, ndim = call.registration, len(shapes[0])
         dp, tp = call.splits
-        before = registration.splits.get((number, ndim)) or registration.splits.get((0, ndim))
-        if before is not None:
-            dp, tp = before[0] if dp is None else dp, before[1] if tp is None else tp
         if tp is None and not self._channel.is_local:
             module = None if registration.module is None else registration.module()
             beside = dtensor.layout_beside_weight(
                 module, registration.kind, shapes, self._channel.mesh, registration.describe()
             )
             tp = None if beside is None else beside.tp
-        return dp, tp
+        before = registration.splits.get((number, ndim)) or registration.splits.get((0, ndim))
+        if call.is_followed or before is None:
+            return (dp, tp), False
+        return (before[0] if dp is None else dp, before[1] if tp is None else tp), True
 
     def _move_of_forward(self, call: Call, key: tuple[object, ...]) -> Move | None:
         """What the forward that is computed once more used, whichever call of it this is."""

@@ -70,8 +70,9 @@ class Call:
         is_replay: Whether the model is computed once more during backward (checkpointing).
         number: Which call of this hook in one forward of the wrapped model; None in a replay, which
             may come in another order.
-        splits: How the tensor (of a backward hook: the activation) is split, as far as the tracker
-            of this forward knows.
+        splits: How the tensor (of a backward hook: the activation) is split, as far as it is known.
+        is_followed: Whether its forward is, or was, followed, and ``splits`` is all there is to be
+            known.
     """
 
     registration: Registration
@@ -80,6 +81,7 @@ class Call:
     is_replay: bool = False
     number: int | None = 0
     splits: Splits = UNKNOWN
+    is_followed: bool = False
 
     def describe(self) -> str:
         return self.registration.describe()

@@ -325,7 +325,10 @@ class HookCore:
 
     def _tree_after(self, call: Call, tree: Any) -> Any:
         leaf = call.registration.leaf(tree)
-        result = self.caller.activation(replace(call, splits=self.tracking.splits(leaf)), leaf)
+        call = replace(
+            call, splits=self.tracking.splits(leaf), is_followed=self.tracking.is_following
+        )
+        result = self.caller.activation(call, leaf)
         if result is leaf:
             return tree
         return _C.replace_leaf(tree, call.registration.hook_function.unpack_idx, result)
@@ -407,7 +410,7 @@ class HookCore:
             else (self._run_of_backward() if _in_backward() else None) or self._lone_run()
         )
         module_ref = weakref.ref(module)
-        splits = self.tracking.splits(leaf)
+        splits, is_followed = self.tracking.splits(leaf), self.tracking.is_following
         numbers = [
             None if _in_backward() else self.tracking.number(registration)
             for registration in registrations
@@ -419,7 +422,14 @@ class HookCore:
                 return grad
             self._expect_end_of_backward(run)
             for registration, number in zip(registrations, numbers):
-                call = Call(registration, module, run, number=number, splits=splits)
+                call = Call(
+                    registration,
+                    module,
+                    run,
+                    number=number,
+                    splits=splits,
+                    is_followed=is_followed,
+                )
                 try:
                     grad = self.caller.gradient(call, grad)
                 except Exception as error:

@@ -87,6 +87,11 @@ class Tracking:
         self._numbers[registration.index] = number + 1
         return number
 
+    @property
+    def is_following(self) -> bool:
+        """Whether the forward that goes on is followed."""
+        return self._tracker is not None
+
     def splits(self, tensor: Tensor) -> Splits:
         """How the tensor is split, as far as it was followed. Local."""
         return UNKNOWN if self._tracker is None else self._tracker.splits(tensor)
