@@ -64,12 +64,67 @@ def wrapper_of_parameter(root: nn.Module, name: str) -> nn.Module | None:
 
 
 @contextlib.contextmanager
-def summoned(wrapper: nn.Module, writeback: bool) -> Iterator[None]:
-    """FSDP1's parameters of this wrapper in full, inside. Collective over its group."""
-    cls = _fsdp1_class()
-    assert cls is not None
-    with cls.summon_full_params(wrapper, recurse=False, writeback=writeback):
+def summoned(
+    root: nn.Module, wrapper: nn.Module, name: str, *, writeback: bool, with_grads: bool
+) -> Iterator[None]:
+    """FSDP1's parameters of this wrapper in full, inside. Collective over its group.
+
+    Args:
+        name: Of the parameter that is asked for, for messages.
+
+    Raises:
+        ValueError: the wrapper is in its forward or backward, or its gradients can't be had.
+    """
+    _check_idle(wrapper, name)
+    # Of all wrappers the outermost must be the first that FSDP1 meets, or it can't be run any more.
+    next(module for module in _path(root, name) if is_fsdp1(module)).check_is_root()
+    summon = _fsdp1_class().summon_full_params
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(
+                summon(wrapper, recurse=False, writeback=writeback, with_grads=with_grads)
+            )
+        except NotImplementedError as error:
+            raise ValueError(
+                f"get_module_gradient: parameter {name!r} belongs to a FullyShardedDataParallel "
+                "(FSDP1) module that keeps one flattened gradient for all its parameters; give it "
+                "use_orig_params=True, or use torch.distributed.fsdp.fully_shard"
+            ) from error
         yield
+
+
+def _check_idle(wrapper: Any, name: str) -> None:
+    doing = {"FORWARD_BACKWARD": "the model runs", "SUMMON_FULL_PARAMS": "summon_full_params is on"}
+    state = wrapper.training_state.name
+    if state in doing:
+        raise ValueError(
+            f"parameter {name!r} belongs to a FullyShardedDataParallel (FSDP1) module, which can't "
+            f"be gathered while {doing[state]}; do it before or after, or shard with "
+            "torch.distributed.fsdp.fully_shard"
+        )
+
+
+def _path(root: nn.Module, name: str) -> Iterator[Any]:
+    """The modules from ``root`` down to the owner of a parameter; ``name`` is wrapped or clean."""
+    module, target = root, name.replace("_fsdp_wrapped_module.", "")
+    for module_name, module in root.named_modules():
+        prefix = names.clean(root, module_name)
+        if not prefix or target.startswith(prefix + "."):
+            yield module
+
+
+def is_flat(name: str) -> bool:
+    """Whether a parameter of this name is several, flattened by FSDP1."""
+    return name.rpartition(".")[2] == "_flat_param"
+
+
+def names_in_flat(root: nn.Module, name: str) -> list[str]:
+    """Names of the parameters that FSDP1 has flattened into one. Collective over its group."""
+    wrapper_name = name.removesuffix("_flat_param").removesuffix("_fsdp_wrapped_module.")
+    wrapper = root.get_submodule(wrapper_name.rstrip("."))
+    with summoned(root, wrapper, name, writeback=False, with_grads=False):
+        inside = [inner for inner, _ in wrapper.named_parameters() if not is_flat(inner)]
+    return [wrapper_name + inner for inner in inside]
 
 
 def sharded_parameter(root: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
