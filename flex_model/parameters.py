@@ -110,7 +110,7 @@ class Parameters:
     def _names(self) -> list[str]:
         """Names of all parameters, FSDP1's flattened ones by those of their parts."""
         found: list[str] = []
-        for name, _ in self._root.named_parameters():
+        for name in [name for name, _ in self._root.named_parameters()]:  # reading changes them
             found += fsdp.names_in_flat(self._root, name) if fsdp.is_flat(name) else [name]
         return list(dict.fromkeys(found))
 
