@@ -337,7 +337,8 @@ class FlexModel(nn.Module):
             raise TypeError(f"expected a HookFunction, got {type(hook_function).__name__}")
         self._check_open()
         for name in hook_function.parameter_names:
-            find_parameter(self.module, name)
+            if not fsdp.is_flattened(self.module, name):
+                find_parameter(self.module, name)
         core = self._core
         if kind == "tensor":
             parameter, after = self._hookable_parameter(hook_function.module_name)

@@ -31,7 +31,7 @@ class _Found:
 
     full_name: str
     module: nn.Module
-    parameter: nn.Parameter
+    parameter: Tensor
     kept: Tensor
 
     @property
@@ -55,8 +55,8 @@ class Parameters:
     ) -> Tensor:
         """The full parameter: detached, on the CPU, on every rank.
 
-        FSDP2's are read as they are now, whole (and cast by its mixed precision) where the module
-        is in use; with ``sharded``, as they are kept between forwards.
+        FSDP's are read as they are now, whole (and cast by its mixed precision) where the module is
+        in use; with ``sharded``, as they are kept between forwards.
         """
         with self._found(name, sharded=sharded) as found:
             return self._full(name, found, found.kept, expected_shape)
@@ -111,7 +111,13 @@ class Parameters:
         """Names of all parameters, FSDP1's flattened ones by those of their parts."""
         found: list[str] = []
         for name in [name for name, _ in self._root.named_parameters()]:  # reading changes them
-            found += fsdp.names_in_flat(self._root, name) if fsdp.is_flat(name) else [name]
+            if fsdp.is_flat(name):
+                found += fsdp.names_in_flat(self._root, name)
+            elif not (
+                offload.is_offloaded(self._root, name)
+                and set(offload.tied_names(self._root, name)) & set(found)
+            ):
+                found.append(name)
         return list(dict.fromkeys(found))
 
     def _check_equal(self, name: str, full: Tensor) -> None:
@@ -248,6 +254,13 @@ class Parameters:
         """
         with contextlib.ExitStack() as stack:
             wrapper = fsdp.wrapper_of_parameter(self._root, name)
+            running = None
+            if wrapper is not None and not (writeback or sharded):
+                running = fsdp.in_use(self._root, wrapper, name)
+            if running is not None:
+                module, view = running
+                yield _Found(name, module, view, view)
+                return
             if wrapper is not None:
                 stack.enter_context(
                     fsdp.summoned(

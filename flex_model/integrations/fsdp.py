@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from flex_model import names
 
@@ -93,8 +93,24 @@ def summoned(
         yield
 
 
+def in_use(root: nn.Module, wrapper: Any, name: str) -> tuple[nn.Module, Tensor] | None:
+    """The module that owns a parameter of FSDP1, and the parameter in full as its forward or
+    backward computes with it now; None where the unit does not run, or has given it up. Local.
+    """
+    if wrapper.training_state.name != "FORWARD_BACKWARD":
+        return None
+    module_name, _, leaf = name.replace("_fsdp_wrapped_module.", "").rpartition(".")
+    module = names.find_module(root, module_name)
+    value: Any = getattr(module, leaf, None)
+    # Views of the gathered parameters stand in for them; what is left of them is a Parameter.
+    is_view = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+    if not is_view or not value.untyped_storage().size():
+        return None
+    return module, value
+
+
 def _check_idle(wrapper: Any, name: str) -> None:
-    doing = {"FORWARD_BACKWARD": "the model runs", "SUMMON_FULL_PARAMS": "summon_full_params is on"}
+    doing = {"FORWARD_BACKWARD": "it runs", "SUMMON_FULL_PARAMS": "summon_full_params is on"}
     state = wrapper.training_state.name
     if state in doing:
         raise ValueError(
@@ -116,6 +132,14 @@ def _path(root: nn.Module, name: str) -> Iterator[Any]:
 def is_flat(name: str) -> bool:
     """Whether a parameter of this name is several, flattened by FSDP1."""
     return name.rpartition(".")[2] == "_flat_param"
+
+
+def is_flattened(root: nn.Module, name: str) -> bool:
+    """Whether the parameter of this name belongs to an FSDP1 wrapper that shows its parameters only
+    while they are gathered (``use_orig_params=False``). Local.
+    """
+    wrapper = wrapper_of_parameter(root, name)
+    return wrapper is not None and any(is_flat(inner) for inner, _ in wrapper.named_parameters())
 
 
 def names_in_flat(root: nn.Module, name: str) -> list[str]:

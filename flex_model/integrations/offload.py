@@ -29,12 +29,20 @@ def read(root: nn.Module, full_name: str) -> Tensor:
 
 
 def write(root: nn.Module, full_name: str, value: Tensor) -> None:
-    """Keep ``value`` as the weights of an offloaded parameter. Local.
+    """Keep ``value`` as the weights of an offloaded parameter, under all its names. Local.
 
     Raises:
         ValueError: they are read from a checkpoint's own files, or kept in a way that is not known.
     """
-    weights, key = _known_place(root, full_name)
+    for name in [full_name, *tied_names(root, full_name)]:
+        place = _place(root, name)
+        if place is not None:
+            _write(name, *place, value)
+        elif name != full_name:
+            root.get_parameter(name).data.copy_(value)
+
+
+def _write(full_name: str, weights: Any, key: str, value: Tensor) -> None:
     while hasattr(weights, "dataset") and hasattr(weights, "prefix"):
         weights, key = weights.dataset, weights.prefix + key
     in_memory = getattr(weights, "state_dict", weights)
@@ -45,8 +53,8 @@ def write(root: nn.Module, full_name: str, value: Tensor) -> None:
         if info.get("safetensors_file") is not None:
             raise ValueError(
                 f"set_module_parameter: {full_name!r} is offloaded to {info['safetensors_file']}, "
-                "a file of the checkpoint itself, which is not written to; load the model with an "
-                "offload_folder of its own, or without offloading"
+                "a file of the checkpoint itself, which is not written to; load the model without "
+                "offloading to disk, or offload it with accelerate.disk_offload"
             )
         accelerate: Any = sys.modules["accelerate.utils"]
         accelerate.offload_weight(value, key, weights.save_folder)
@@ -55,6 +63,20 @@ def write(root: nn.Module, full_name: str, value: Tensor) -> None:
             f"set_module_parameter: {full_name!r} is offloaded to a {type(weights).__name__}, "
             "where it can't be written; set it before the model is dispatched"
         )
+
+
+def tied_names(root: nn.Module, full_name: str) -> list[str]:
+    """Other names of this parameter, as Hugging Face models state them: offloading makes tied
+    parameters several. Local.
+    """
+    groups: dict[str, set[str]] = {}
+    for prefix, module in root.named_modules():
+        stated = getattr(module, "all_tied_weights_keys", None)
+        for target, source in (stated if isinstance(stated, Mapping) else {}).items():
+            dot = prefix and f"{prefix}."
+            groups.setdefault(dot + source, {dot + source}).add(dot + target)
+    tied = {name for group in groups.values() if full_name in group for name in group}
+    return sorted(tied - {full_name})
 
 
 def _known_place(root: nn.Module, full_name: str) -> tuple[Any, str]:
