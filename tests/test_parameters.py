@@ -8,8 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing import assert_close
 
 import models
@@ -274,6 +277,35 @@ def test_ranks_that_should_share_a_parameter_and_differ_are_an_error():
     with pytest.raises(ValueError, match=r"'inp.weight'.*tensor-parallel ranks hold different"):
         flex.get_module_parameter("inp.weight")
     assert flex.get_module_parameter("fc1.weight").shape == (8, 6)
+
+
+@pytest.mark.ranks(2)
+def test_dtensors_on_a_mesh_in_descending_order_are_an_error():
+    """``distribute_tensor`` gives the first shard to the lowest rank, ``from_local`` to the first
+    of the mesh.
+    """
+    mesh = DeviceMesh("cpu", [1, 0], mesh_dim_names=("tp",))
+    model = nn.Linear(2, 4, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)]))
+    for settings in ({}, {"device_mesh": models.mesh(1, 2)}):
+        with (
+            FlexModel(model, **settings) as flex,
+            pytest.raises(ValueError, match=r"ranks \[1, 0\], not in ascending order"),
+        ):
+            flex.get_module_parameter("weight")
+
+
+@pytest.mark.ranks(2)
+def test_parameters_of_fsdp2_are_read_in_their_own_dtype_after_a_forward():
+    """The root stays gathered, in the dtype that mixed precision computes in."""
+    model = models.mlp()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    sharded = fully_shard(models.mlp(), mesh=models.mesh(2, 1)["dp"], mp_policy=policy)
+    flex = FlexModel(sharded)
+    with torch.no_grad():
+        flex(BATCH)
+    assert sharded.fc1.weight.dtype == torch.bfloat16
+    assert torch.equal(flex.get_module_parameter("fc1.weight"), model.fc1.weight)
 
 
 # ---- FSDP1 while it runs -------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def axes_of(device_mesh: dist.DeviceMesh, mesh: Mesh, site: str) -> list[Axis | 
 
     Raises:
         ValueError: a dim runs over ranks that are no axis of this wrap, nor evenly spaced ranks of
-            one.
+            one, or are not in ascending order.
     """
     here = device_mesh.get_coordinate()
     if here is None:
@@ -61,6 +61,12 @@ def axes_of(device_mesh: dist.DeviceMesh, mesh: Mesh, site: str) -> list[Axis | 
             continue
         line = tuple(slice(None) if i == dim else place for i, place in enumerate(here))
         ranks = device_mesh.mesh[line].tolist()
+        if ranks != sorted(ranks):
+            raise ValueError(
+                f"{site}: its DTensor's mesh has the ranks {ranks}, not in ascending order, where "
+                "torch itself does not agree on who has which shard; make the mesh in ascending "
+                "order"
+            )
         matching = [axis for name in ("dp", "tp") if (axis := _axis_over(ranks, name, mesh))]
         if not matching:
             raise ValueError(
