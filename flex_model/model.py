@@ -340,7 +340,8 @@ class FlexModel(nn.Module):
             raise TypeError(f"expected a HookFunction, got {type(hook_function).__name__}")
         self._check_open()
         for name in hook_function.parameter_names:
-            find_parameter(self.module, name)
+            if not fsdp.is_flattened(self.module, name):
+                find_parameter(self.module, name)
         core = self._core
         if kind == "tensor":
             parameter, after = self._hookable_parameter(hook_function.module_name)
@@ -507,7 +508,7 @@ class FlexModel(nn.Module):
                 known.
         """
         self._check_open()
-        return self._core.parameters.get(parameter_name, expected_shape)
+        return self._core.parameters.get(parameter_name, expected_shape, sharded=True)
 
     def set_module_parameter(self, parameter_name: str, full: Tensor) -> None:
         """Write a full value, the same on every rank, into the parameter's shards. Collective, as
@@ -521,6 +522,30 @@ class FlexModel(nn.Module):
         """
         self._check_open()
         self._core.parameters.set(parameter_name, full)
+
+    def iterate_parameters(
+        self, expected_shapes: Mapping[str, Sequence[int | None]] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """All full parameters, one at a time: ``(clean name, tensor)``, on the CPU, on every rank;
+        tied ones once, by their first name.
+
+        Example::
+
+            for name, full in flex.iterate_parameters():
+                norms[name] = full.norm()
+
+        Each is gathered when it is asked for, so no more than one is in memory (FSDP1: the
+        parameters of its unit). Every step is collective, as ``get_module_parameter``: all ranks
+        take the same number of steps.
+
+        Args:
+            expected_shapes: By clean name, of those that need one.
+
+        Raises:
+            ValueError: as ``get_module_parameter``.
+        """
+        self._check_open()
+        return self._core.parameters.iterate(expected_shapes)
 
     def get_module_gradient(
         self, parameter_name: str, expected_shape: Sequence[int | None] | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from torch import nn
 
 from flex_model.errors import nearest
@@ -59,13 +61,22 @@ def find_parameter(root: nn.Module, name: str) -> tuple[str, nn.Module, nn.Param
     the parameter.
 
     Raises:
-        ValueError: there is none; the message has the nearest names.
+        ValueError: there is none, or it is a buffer; the message has the nearest names.
     """
+    with contextlib.suppress(AttributeError):
+        parameter = root.get_parameter(name)
+        return name, root.get_submodule(name.rpartition(".")[0]), parameter
     cleaned: dict[str, tuple[str, nn.Parameter]] = {}
     for full_name, parameter in root.named_parameters(remove_duplicate=False):
         cleaned.setdefault(full_name, (full_name, parameter))
         cleaned.setdefault(clean(root, full_name), (full_name, parameter))
     if name not in cleaned:
+        buffers = dict(root.named_buffers(remove_duplicate=False))
+        if name in buffers or any(clean(root, buffer) == name for buffer in buffers):
+            raise ValueError(
+                f"{name!r} is a buffer of {type(root).__name__}, not a parameter; every rank has "
+                "its own: read it with flex.module.get_buffer(...)"
+            )
         raise ValueError(
             f"{type(root).__name__} has no parameter {name!r}; "
             f"{nearest(name, cleaned, 'parameter')}"

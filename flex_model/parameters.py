@@ -5,19 +5,40 @@ to the shards.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flex_model.distributed import inference, values
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.channel import Channel, agreed
 from flex_model.distributed.gather import Move
 from flex_model.distributed.header import Header, site_hash
-from flex_model.integrations import dtensor, fsdp
-from flex_model.names import find_parameter
+from flex_model.distributed.layout import Replicate, Shard, ShardLayout
+from flex_model.integrations import dtensor, fsdp, layers, offload
+from flex_model.names import clean, find_parameter
 from flex_model.outputs import owned_copy
+
+ExpectedShape = Sequence[int | None] | None
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A parameter, and where its values are kept: in itself, or where accelerate offloads it."""
+
+    full_name: str
+    module: nn.Module
+    parameter: Tensor
+    kept: Tensor
+
+    @property
+    def gradient(self) -> Tensor | None:
+        if offload.is_zero_3(self.parameter):
+            return offload.zero_3_gradient(self.parameter)
+        return self.parameter.grad
 
 
 class Parameters:
@@ -29,47 +50,42 @@ class Parameters:
         self._root = root
         self._channel = channel
 
-    def get(self, name: str, expected_shape: Sequence[int | None] | None = None) -> Tensor:
-        """The full parameter: detached, on the CPU, on every rank."""
-        with self._found(name) as (parameter, _):
-            return self._full(name, parameter, expected_shape)
+    def get(
+        self, name: str, expected_shape: ExpectedShape = None, *, sharded: bool = False
+    ) -> Tensor:
+        """The full parameter: detached, on the CPU, on every rank.
 
-    def gradient(
-        self, name: str, expected_shape: Sequence[int | None] | None = None
-    ) -> Tensor | None:
+        FSDP's are read as they are now, whole (and cast by its mixed precision) where the module is
+        in use; with ``sharded``, as they are kept between forwards.
+        """
+        with self._found(name, sharded=sharded) as found:
+            return self._full(name, found, found.kept, expected_shape)
+
+    def gradient(self, name: str, expected_shape: ExpectedShape = None) -> Tensor | None:
         """The full gradient as ``.grad`` has it, on the CPU, on every rank; None where there is
         none.
         """
-        if fsdp.wrapper_of_parameter(self._root, name) is not None:
-            raise ValueError(
-                f"get_module_gradient: parameter {name!r} belongs to a FullyShardedDataParallel "
-                "(FSDP1) module, whose "
-                "gradients are flattened; use torch.distributed.fsdp.fully_shard, or "
-                "FullyShardedDataParallel.summon_full_params(..., with_grads=True)"
-            )
-        with self._found(name, sharded=True) as (parameter, _):
-            has_gradient = parameter.grad is not None
+        with self._found(name, sharded=True, with_grads=True) as found:
+            gradient = found.gradient
             if not self._channel.is_local:
-                what = (
-                    f"the gradient of parameter {name!r}, which is {'there' * has_gradient or None}"
-                )
-                self._channel.agree(Header("parameter", site=site_hash(name, has_gradient)), what)
-            if parameter.grad is None:
+                there = gradient is not None
+                what = f"the gradient of parameter {name!r}, which is {'there' * there or None}"
+                self._channel.agree(Header("parameter", site=site_hash(name, there)), what)
+            if gradient is None:
                 return None
-            return self._full(f"{name}.grad", parameter.grad, expected_shape)
+            return self._full(f"{name}.grad", found, gradient, expected_shape)
 
     def set(self, name: str, full: Tensor) -> None:
         """Write each rank's shard of ``full`` into the parameter; its shape tells how plain shards
-        are split.
+        are split, where nothing else does.
         """
         if not isinstance(full, Tensor):
             raise TypeError(
                 f"set_module_parameter: expected a full torch.Tensor for {name!r}, got "
                 f"{type(full).__name__}"
             )
-        with self._found(name, writeback=True, sharded=True) as (parameter, _), torch.no_grad():
-            plain = not (self._channel.is_local or dtensor.is_dtensor(parameter))
-            local, move = self._move(name, parameter, full.shape if plain else None)
+        with self._found(name, writeback=True, sharded=True) as found, torch.no_grad():
+            local, move = self._move(name, found, found.kept, None, default_shape=full.shape)
             shape = tuple(local.shape) if move is None else move.full_shape
             if tuple(full.shape) != shape:
                 raise ValueError(
@@ -79,6 +95,30 @@ class Parameters:
             full = full.detach().to(local.dtype)
             self._check_equal(name, full)
             local.copy_(full if move is None else move.slice(full.to(local.device)))
+            if offload.is_offloaded(self._root, found.full_name):
+                offload.write(self._root, found.full_name, local)
+
+    def iterate(
+        self, expected_shapes: Mapping[str, ExpectedShape] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Clean names and full parameters, one at a time, tied ones once."""
+        expected_shapes = expected_shapes or {}
+        for full_name in self._names():
+            name = clean(self._root, full_name)
+            yield name, self.get(full_name, expected_shapes.get(name), sharded=True)
+
+    def _names(self) -> list[str]:
+        """Names of all parameters, FSDP1's flattened ones by those of their parts."""
+        found: list[str] = []
+        for name in [name for name, _ in self._root.named_parameters()]:  # reading changes them
+            if fsdp.is_flat(name):
+                found += fsdp.names_in_flat(self._root, name)
+            elif not (
+                offload.is_offloaded(self._root, name)
+                and set(offload.tied_names(self._root, name)) & set(found)
+            ):
+                found.append(name)
+        return list(dict.fromkeys(found))
 
     def _check_equal(self, name: str, full: Tensor) -> None:
         if self._channel.is_local:
@@ -93,24 +133,34 @@ class Parameters:
             )
 
     def _full(
-        self, name: str, tensor: Tensor, expected_shape: Sequence[int | None] | None
+        self, name: str, found: _Found, tensor: Tensor, expected_shape: ExpectedShape
     ) -> Tensor:
         with torch.no_grad():
-            local, move = self._move(name, tensor, expected_shape)
+            local, move = self._move(name, found, tensor, expected_shape)
             return owned_copy(local if move is None else move.all_gather(local))
 
     def _move(
-        self, name: str, tensor: Any, expected_shape: Sequence[int | None] | None
+        self,
+        name: str,
+        found: _Found,
+        tensor: Any,
+        expected_shape: ExpectedShape,
+        default_shape: ExpectedShape = None,
     ) -> tuple[Tensor, Move | None]:
-        """This rank's part, and the plan for all; None if it is the whole."""
+        """This rank's part, and the plan for all; None if it is the whole.
+
+        ``default_shape`` is the expected shape where nothing else tells the layout.
+        """
         expected = inference.check_expected_shape(expected_shape)
         site = f"parameter {name!r}"
-        known = None
         if dtensor.is_dtensor(tensor):
             tensor = dtensor.without_partial(tensor)
-            known = dtensor.layout(tensor, self._channel.mesh, site, batch_on_dp=False)
-            tensor = tensor.to_local()
-        local = tensor.detach()
+        known, stated_axes = self._stated(site, found, tensor)
+        if known is None and expected is None:
+            expected = inference.check_expected_shape(default_shape)
+        if known is None and expected is None and self._states_tensor_parallelism:
+            known = ShardLayout(source="the other layers, which state their split")
+        local = (tensor.to_local() if dtensor.is_dtensor(tensor) else tensor).detach()
         shapes = [tuple(local.shape)]
         if not self._channel.is_local:
             header = Header(
@@ -127,30 +177,110 @@ class Parameters:
         )
         if self._channel.is_local:
             return local, None
+        if known is not None:
+            self._check_replicas(site, local, layout, stated_axes)
         return local, Move.of(self._channel, layout, shapes, local.dtype)
+
+    @functools.cached_property
+    def _states_tensor_parallelism(self) -> bool:
+        return layers.states_tensor_parallelism(self._root, self._channel.mesh)
+
+    def _stated(
+        self, site: str, found: _Found, tensor: Any
+    ) -> tuple[ShardLayout | None, frozenset[str]]:
+        """The layout that the tensor or its layer states, if any, and the axes along which it needs
+        no proof.
+        """
+        mesh, axes, layout = self._channel.mesh, frozenset[str](), None
+        if dtensor.is_dtensor(tensor):
+            layout = dtensor.layout(tensor, mesh, site, batch_on_dp=False)
+            axes = frozenset(dtensor.axis_names(tensor, mesh, site))
+        if "tp" in axes or self._channel.is_local:
+            return layout, axes
+        leaf_name = found.full_name.rpartition(".")[2]
+        by_hand = layers.parameter_layout(found.module, leaf_name, found.parameter, mesh)
+        if by_hand is None or layout is None:
+            return by_hand or layout, axes
+        # FSDP2 has split what the layer had split by hand.
+        on_one_dim = isinstance(layout.dp, Shard) and isinstance(by_hand.tp, Shard)
+        on_one_dim = on_one_dim and layout.dp.dim == by_hand.tp.dim  # type: ignore[union-attr]
+        return replace(by_hand, dp=layout.dp, tp_first=on_one_dim), axes
+
+    def _check_replicas(
+        self, site: str, local: Tensor, layout: ShardLayout, stated_axes: frozenset[str]
+    ) -> None:
+        """Ranks that share the tensor hold the same values, where nothing but the layout of other
+        tensors says so.
+        """
+        sizes = {"dp": self._channel.mesh.dp_size, "tp": self._channel.mesh.tp_size}
+        axes = [
+            axis
+            for axis, size in sizes.items()
+            if size > 1 and axis not in stated_axes and getattr(layout, axis) == Replicate()
+        ]
+        if not axes:
+            return
+        table = self._channel.exchange(values.fingerprint(local)).tolist()
+        told = values.Fingerprints.of(self._channel.mesh, table)
+        for axis in axes:
+            words = {"dp": "data-parallel", "tp": "tensor-parallel"}[axis]
+            if not told.equal_along(axis):
+                raise agreed(
+                    ValueError(
+                        f"{site}: the {words} ranks hold different values of shape "
+                        f"{tuple(local.shape)} where, by {layout.source}, they should share one; "
+                        "give the full sizes in expected_shape if they are shards; reduce "
+                        "gradients over the ranks first (Megatron: finalize_model_grads)"
+                    )
+                )
+        if "tp" in axes and not told.tell and not self._states_tensor_parallelism:
+            raise agreed(
+                ValueError(
+                    f"{site}: all ranks hold one constant value, which does not show whether the "
+                    "tensor is split over the tensor-parallel ranks"
+                )
+            )
 
     @contextlib.contextmanager
     def _found(
-        self, name: str, writeback: bool = False, sharded: bool = False
-    ) -> Iterator[tuple[nn.Parameter, nn.Module]]:
-        """The parameter, made readable: FSDP1's are gathered. FSDP2's are as they are now, whole
-        where the module is in use; with ``sharded``, as they are kept between forwards.
+        self,
+        name: str,
+        writeback: bool = False,
+        sharded: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[_Found]:
+        """The parameter, made readable, and writable with ``writeback``: FSDP1's and ZeRO-3's are
+        gathered.
         """
-        wrapper = fsdp.wrapper_of_parameter(self._root, name)
-        if wrapper is not None:
-            with fsdp.summoned(wrapper, writeback):
-                _, module, parameter = find_parameter(self._root, name)
-                yield parameter, module
-            return
-        _, module, parameter = find_parameter(self._root, name)
-        if sharded:
-            parameter = fsdp.sharded_parameter(self._root, name, parameter)
-        if parameter.is_meta:
-            raise ValueError(
-                f"parameter {name!r} is on the meta device: its weights are not loaded; load or "
-                "dispatch the model first"
-            )
-        yield parameter, module
+        with contextlib.ExitStack() as stack:
+            wrapper = fsdp.wrapper_of_parameter(self._root, name)
+            running = None
+            if wrapper is not None and not (writeback or sharded):
+                running = fsdp.in_use(self._root, wrapper, name)
+            if running is not None:
+                module, view = running
+                yield _Found(name, module, view, view)
+                return
+            if wrapper is not None:
+                stack.enter_context(
+                    fsdp.summoned(
+                        self._root, wrapper, name, writeback=writeback, with_grads=with_grads
+                    )
+                )
+            full_name, module, parameter = find_parameter(self._root, name)
+            if wrapper is None and sharded:
+                parameter = fsdp.sharded_parameter(self._root, name, parameter)
+            kept: Tensor = parameter
+            if offload.is_zero_3(parameter) and not with_grads:
+                stack.enter_context(offload.gathered(parameter, writeback))
+            elif offload.is_offloaded(self._root, full_name):
+                kept = offload.read(self._root, full_name)
+            elif parameter.is_meta:
+                raise ValueError(
+                    f"parameter {name!r} is on the meta device: its weights are not loaded; load "
+                    "or dispatch the model first"
+                )
+            yield _Found(full_name, module, parameter, kept)
 
 
 def send_from_rank_0(channel: Channel, name: str, module: nn.Module) -> None:

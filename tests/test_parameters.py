@@ -1,12 +1,22 @@
 """Full parameters and gradients by name, read and written, on every parallelism."""
 
+import sys
+import types
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing import assert_close
 
 import models
-from flex_model import FlexModel
+from flex_model import FlexModel, HookError, HookFunction
 
 BATCH = models.random(4, 6)
 
@@ -145,3 +155,282 @@ def test_a_gradient_read_in_full_is_the_average(name):
     oracle(BATCH).mean().backward()
     assert_close(flex.get_module_gradient("fc1.weight"), oracle.fc1.weight.grad)
     assert dist.get_world_size() == 2
+
+
+# ---- One process: offloaded weights, tied ones, buffers ------------------------------------------
+
+
+def offloaded(kind, model, folder):
+    """``model`` with its weights on the CPU or disk between forwards, by accelerate."""
+    accelerate = pytest.importorskip("accelerate")
+    if kind == "cpu":
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    elif kind == "disk":
+        accelerate.disk_offload(model, folder, execution_device=torch.device("cpu"))
+    else:
+        places = dict.fromkeys(("inp", "fc1", "act", "fc2", "out"), "disk") | {"inp": "cpu"}
+        accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=folder)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["cpu", "disk", "dispatch"])
+def test_offloaded_parameters_are_read_and_written_where_they_are_kept(kind, tmp_path):
+    model, other = models.mlp(), models.seeded(models.MLP, 6, 8, seed=9).double()
+    flex = FlexModel(offloaded(kind, models.mlp(), tmp_path))
+    assert flex.module.fc1.weight.is_meta
+    for _ in range(2):  # a forward leaves things as they were
+        for name, full in flex.iterate_parameters():
+            assert torch.equal(full, model.get_parameter(name))
+        assert torch.equal(flex(BATCH), model(BATCH))
+    for name, parameter in other.named_parameters():
+        flex.set_module_parameter(name, parameter.detach())
+        assert torch.equal(flex.get_module_parameter(name), parameter)
+    assert torch.equal(flex(BATCH), other(BATCH))
+    assert flex.get_module_gradient("fc1.weight") is None
+
+
+@pytest.mark.parametrize("kind", ["cpu", "disk"])
+def test_a_hook_gets_offloaded_parameters(kind, tmp_path):
+    model, seen = models.mlp(), []
+
+    def look(module, full, save_ctx, modules):
+        assert module.weight.is_meta
+        seen.append(hook.parameters["fc1.weight"])
+
+    flex = FlexModel(offloaded(kind, models.mlp(), tmp_path))
+    for register in (flex.register_forward_hook, flex.register_forward_pre_hook):
+        hook = HookFunction("fc1", editing_function=look, parameters="fc1.weight")
+        hook.output_name = str(register)
+        handle = register(hook)
+        flex(BATCH)
+        handle.remove()
+        assert torch.equal(seen.pop(), model.fc1.weight)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "disk"])
+def test_a_tied_parameter_that_is_offloaded_is_written_under_all_its_names(kind, tmp_path):
+    model = offloaded(kind, models.llama(1, tie_word_embeddings=True), tmp_path)
+    flex = FlexModel(model)
+    names = "model.embed_tokens.weight", "lm_head.weight"
+    assert len({name for name, _ in flex.iterate_parameters()} & set(names)) == 1
+    for name in names:
+        new = models.random(64, 32, seed=len(name))
+        flex.set_module_parameter(name, new)
+        for other in names:
+            assert torch.equal(flex.get_module_parameter(other), new)
+
+
+def test_a_parameter_offloaded_to_the_checkpoint_itself_is_not_written(tmp_path):
+    pytest.importorskip("accelerate")
+    model = models.llama(1)
+    model.save_pretrained(tmp_path / "checkpoint")
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    places |= {"lm_head": "cpu", "model.layers.0": "disk"}
+    loaded = type(model).from_pretrained(
+        tmp_path / "checkpoint",
+        device_map=places,
+        offload_folder=tmp_path / "offload",
+        dtype=torch.float64,
+    )
+    flex, name = FlexModel(loaded), "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(flex.get_module_parameter(name), model.get_parameter(name))
+    with pytest.raises(ValueError, match=r"up_proj.weight.*safetensors.*checkpoint"):
+        flex.set_module_parameter(name, torch.zeros(48, 32))
+    assert torch.equal(flex.get_module_parameter(name), model.get_parameter(name))
+
+
+def test_a_tied_parameter_has_one_value_under_all_its_names():
+    model = models.llama(1, tie_word_embeddings=True)
+    flex = FlexModel(model)
+    new = models.random(64, 32)
+    flex.set_module_parameter("lm_head.weight", new)
+    assert torch.equal(flex.get_module_parameter("model.embed_tokens.weight"), new)
+    names = [name for name, _ in flex.iterate_parameters()]
+    assert "lm_head.weight" not in names
+    assert names == [name for name, _ in model.named_parameters()]
+
+
+def test_a_buffer_is_no_parameter_and_the_message_says_so():
+    flex = FlexModel(nn.Sequential(nn.BatchNorm1d(3)))
+    for read in (flex.get_module_parameter, flex.get_module_gradient):
+        with pytest.raises(ValueError, match=r"'0.running_mean' is a buffer.*get_buffer"):
+            read("0.running_mean")
+
+
+@pytest.mark.ranks(2)
+def test_iterating_over_parameters_takes_the_shapes_that_must_be_told():
+    parallelism, model = models.TWO_RANKS["tp"], models.mlp()
+    flex = FlexModel(parallelism.shard(model), **parallelism.sizes)
+    shapes = {name: full_shape(parallelism, model, name) for name, _ in model.named_parameters()}
+    for name, full in flex.iterate_parameters(shapes):
+        assert torch.equal(full, model.get_parameter(name))
+    with pytest.raises(ValueError, match=r"fc1\.weight.*expected_shape"):
+        dict(flex.iterate_parameters())
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_should_share_a_parameter_and_differ_are_an_error():
+    model = models.TWO_RANKS["dtensor"].shard(models.mlp())
+    with torch.no_grad():
+        model.inp.weight += dist.get_rank()
+    flex = FlexModel(model)
+    with pytest.raises(ValueError, match=r"'inp.weight'.*tensor-parallel ranks hold different"):
+        flex.get_module_parameter("inp.weight")
+    assert flex.get_module_parameter("fc1.weight").shape == (8, 6)
+
+
+@pytest.mark.ranks(2)
+def test_dtensors_on_a_mesh_in_descending_order_are_an_error():
+    """``distribute_tensor`` gives the first shard to the lowest rank, ``from_local`` to the first
+    of the mesh.
+    """
+    mesh = DeviceMesh("cpu", [1, 0], mesh_dim_names=("tp",))
+    model = nn.Linear(2, 4, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)]))
+    for settings in ({}, {"device_mesh": models.mesh(1, 2)}):
+        with (
+            FlexModel(model, **settings) as flex,
+            pytest.raises(ValueError, match=r"ranks \[1, 0\], not in ascending order"),
+        ):
+            flex.get_module_parameter("weight")
+
+
+@pytest.mark.ranks(2)
+def test_parameters_of_fsdp2_are_read_in_their_own_dtype_after_a_forward():
+    """The root stays gathered, in the dtype that mixed precision computes in."""
+    model = models.mlp()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    sharded = fully_shard(models.mlp(), mesh=models.mesh(2, 1)["dp"], mp_policy=policy)
+    flex = FlexModel(sharded)
+    with torch.no_grad():
+        flex(BATCH)
+    assert sharded.fc1.weight.dtype == torch.bfloat16
+    assert torch.equal(flex.get_module_parameter("fc1.weight"), model.fc1.weight)
+
+
+# ---- FSDP1 while it runs -------------------------------------------------------------------------
+
+
+def fsdp1(model, use_orig_params=True):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return FSDP(
+            model,
+            process_group=models.mesh(2, 1)["dp"].get_group(),
+            use_orig_params=use_orig_params,
+            auto_wrap_policy=ModuleWrapPolicy({models.Attention, models.MLP}),
+            device_id=torch.device("cpu"),
+        )
+
+
+@pytest.mark.ranks(2)
+def test_a_hook_under_fsdp1_gets_parameters_of_units_that_do_not_run():
+    model, batch = models.block(), models.random(4, 5, 8)
+    flex = FlexModel(fsdp1(models.block()))
+
+    def look(module, full, save_ctx, modules):
+        assert torch.equal(hook.parameters["mlp.fc1.weight"], model.mlp.fc1.weight)
+        return full * 2
+
+    hook = HookFunction("attn", editing_function=look, parameters="mlp.fc1.weight")
+    flex.register_forward_hook(hook)
+    model.attn.register_forward_hook(lambda module, args, output: (output[0] * 2, output[1]))
+    flex(batch.chunk(2)[dist.get_rank()]).sin().mean().backward()
+    model(batch).sin().mean().backward()
+    flex.restore()
+    flex = FlexModel(flex.module)
+    for name, parameter in model.named_parameters():
+        assert_close(flex.get_module_gradient(name), parameter.grad)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward_pre"])
+def test_a_hook_under_fsdp1_gets_parameters_of_the_units_that_run(kind, use_orig_params):
+    model, seen = models.block(), []
+    names = "attn.q.weight", "attn.o.bias", "norm.weight"
+
+    def look(*_):
+        seen.extend(name for name in names if torch.equal(hook.parameters[name], want(name)))
+
+    want = model.get_parameter
+    with FlexModel(fsdp1(models.block(), use_orig_params)) as flex:
+        hook = HookFunction("attn.q", editing_function=look, parameters=names)
+        getattr(flex, f"register_{kind}_hook")(hook)
+        flex(models.random(2, 5, 8)).mean().backward()
+    assert seen == list(names)
+
+
+@pytest.mark.ranks(2)
+def test_a_parameter_that_fsdp1_has_given_up_while_it_runs_is_an_error():
+    flex = FlexModel(fsdp1(models.block()))
+    hook = HookFunction("norm", editing_function=lambda *_: None, parameters="mlp.fc1.weight")
+    flex.register_full_backward_pre_hook(hook)
+    with pytest.raises(HookError, match=r"mlp.fc1.weight.*FSDP1.*while it runs"):
+        flex(models.random(2, 5, 8)).mean().backward()
+
+
+# ---- ZeRO-3 --------------------------------------------------------------------------------------
+
+
+class GatheredParameters:
+    """``deepspeed.zero.GatheredParameters``, as far as it is documented: inside, a parameter is
+    whole; after it each rank has its part of ``modifier_rank``'s values, or of the old ones.
+    """
+
+    def __init__(self, params, modifier_rank=None):
+        self.params, self.modifier_rank = params, modifier_rank
+
+    def __enter__(self):
+        for parameter in self.params:
+            parts = [torch.empty_like(parameter.part) for _ in range(2)]
+            dist.all_gather(parts, parameter.part)
+            parameter.data = torch.cat(parts)[: parameter.ds_shape.numel()].view(parameter.ds_shape)
+
+    def __exit__(self, *exc_info):
+        for parameter in self.params:
+            if self.modifier_rank is not None:
+                dist.broadcast(parameter.data, self.modifier_rank)
+                partition(parameter)
+            parameter.data = torch.empty(0, dtype=parameter.dtype)
+
+
+def partition(parameter):
+    flat = parameter.data.flatten()
+    flat = torch.cat([flat, flat.new_zeros(len(flat) % 2)])
+    parameter.part = flat.chunk(2)[dist.get_rank()].clone()
+
+
+@pytest.mark.ranks(2)
+def test_parameters_of_zero_3():
+    """On a fake of DeepSpeed's public surface, which is not installed: ``ds_shape``,
+    ``ds_process_group``, ``zero.GatheredParameters`` and ``utils.safe_get_full_grad``.
+    """
+    fake = types.ModuleType("deepspeed")
+    fake.zero = types.SimpleNamespace(GatheredParameters=GatheredParameters)
+    fake.utils = types.SimpleNamespace(safe_get_full_grad=lambda parameter: parameter.full_grad)
+    model, sharded = models.mlp(hidden=7), models.mlp(hidden=7)
+    for name, parameter in sharded.named_parameters():
+        parameter.ds_shape, parameter.ds_process_group = parameter.shape, dist.group.WORLD
+        parameter.full_grad = models.random(*parameter.shape) if name != "fc1.bias" else None
+        partition(parameter)
+        parameter.data = torch.empty(0, dtype=parameter.dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "deepspeed", fake)
+        flex = FlexModel(sharded, data_parallel_size=2)
+        for name, full in flex.iterate_parameters():
+            assert torch.equal(full, model.get_parameter(name))
+        for name, parameter in model.named_parameters():
+            new = models.random(*parameter.shape, seed=8)
+            flex.set_module_parameter(name, new)
+            assert sharded.get_parameter(name).shape == (0,)
+            assert torch.equal(flex.get_module_parameter(name), new)
+            gradient = flex.get_module_gradient(name)
+            if name == "fc1.bias":
+                assert gradient is None
+            else:
+                assert torch.equal(gradient, models.random(*parameter.shape))
+        with GatheredParameters([sharded.fc1.weight]):  # in use: read as it is, and left so
+            assert flex.get_module_parameter("fc1.weight").shape == (7, 6)
+            assert sharded.fc1.weight.shape == (7, 6)
+        flex.restore()

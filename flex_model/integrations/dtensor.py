@@ -4,6 +4,7 @@ back.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from flex_model.distributed.layout import (
     Shard,
     ShardLayout,
 )
-from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.mesh import Axis, Mesh
 
 
 def is_dtensor(value: object) -> bool:
@@ -41,24 +42,35 @@ def wait(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def axes_of(device_mesh: dist.DeviceMesh, mesh: Mesh, site: str) -> list[str | None]:
-    """Our axis for each dim of a DTensor's mesh; None for dims of one rank.
+def axes_of(device_mesh: dist.DeviceMesh, mesh: Mesh, site: str) -> list[Axis | None]:
+    """Our axis, or part of one, for each dim of a DTensor's mesh; None for dims of one rank. Local.
+
+    HSDP's two dims are the parts ``("dp", replicas, stride)`` and ``("dp", shards, 1)`` of dp.
 
     Raises:
-        ValueError: a dim runs over ranks that are no axis of this wrap.
+        ValueError: a dim runs over ranks that are no axis of this wrap, nor evenly spaced ranks of
+            one, or are not in ascending order.
     """
-    axes: list[str | None] = []
-    ours = {axis: {mesh.grid[place] for place in mesh.members((axis,))} for axis in ("dp", "tp")}
+    here = device_mesh.get_coordinate()
+    if here is None:
+        raise ValueError(f"{site}: its DTensor's {device_mesh} does not have this rank")
+    axes: list[Axis | None] = []
     for dim in range(device_mesh.ndim):
         if device_mesh.size(dim) == 1:
             axes.append(None)
             continue
-        ranks = set(dist.get_process_group_ranks(device_mesh.get_group(dim)))
-        matching = [axis for axis in ("dp", "tp") if ours[axis] == ranks]
+        line = tuple(slice(None) if i == dim else place for i, place in enumerate(here))
+        ranks = device_mesh.mesh[line].tolist()
+        if ranks != sorted(ranks):
+            raise ValueError(
+                f"{site}: its DTensor's mesh has the ranks {ranks}, not in ascending order, where "
+                "torch itself does not agree on who has which shard; make the mesh in ascending "
+                "order"
+            )
+        matching = [axis for name in ("dp", "tp") if (axis := _axis_over(ranks, name, mesh))]
         if not matching:
             raise ValueError(
-                f"{site}: its DTensor lives on ranks {sorted(ranks)}, which are no axis of this "
-                "wrap "
+                f"{site}: its DTensor lives on ranks {ranks}, which are no axis of this wrap "
                 f"({mesh.describe()} over ranks {list(mesh.ranks)}); give the sizes or the "
                 "device_mesh of the model"
             )
@@ -66,46 +78,102 @@ def axes_of(device_mesh: dist.DeviceMesh, mesh: Mesh, site: str) -> list[str | N
     return axes
 
 
+def _axis_over(ranks: list[int], name: str, mesh: Mesh) -> Axis | None:
+    """The axis ``name``, or the part of it, that has these global ranks in this order; None if they
+    are neither.
+    """
+    line = [mesh.grid[place] for place in mesh.members((name,))]
+    if ranks == line:
+        return name
+    if not set(ranks) < set(line):
+        return None
+    first, second = line.index(ranks[0]), line.index(ranks[1])
+    part = (name, len(ranks), second - first)
+    if part[2] < 1 or len(line) % (part[1] * part[2]):
+        return None
+    return part if [mesh.grid[place] for place in mesh.members((part,))] == ranks else None
+
+
 def layout(tensor: Any, mesh: Mesh, site: str, *, batch_on_dp: bool) -> ShardLayout:
     """The layout of a DTensor; along dp, where its mesh does not reach, rows of the batch if
-    ``batch_on_dp``. Local.
+    ``batch_on_dp``, which is for activations, not for parameters. Local.
 
     Raises:
-        ValueError: a placement that is not plain Shard, Replicate or a partial sum, or a mesh that
-            is not this wrap's.
+        ValueError: a placement that is not Shard, Replicate or a partial sum, or a mesh that is not
+            this wrap's.
     """
-    placements: dict[str, Placement] = {}
-    tp_first = False
     axes = axes_of(tensor.device_mesh, mesh, site)
+    parts: dict[str, list[tuple[Axis, Any]]] = {"dp": [], "tp": []}
     for axis, placement in zip(axes, tensor.placements):
-        if axis is None:
-            continue
-        strided = type(placement).__name__ == "_StridedShard"
-        if placement.is_replicate():
-            placements[axis] = Replicate()
-        elif type(placement).__name__ == "Shard":
-            placements[axis] = Shard(placement.dim % tensor.ndim)
-        elif strided and axis == "dp" and placement.split_factor == mesh.tp_size and "tp" in axes:
-            placements[axis] = Shard(
-                placement.dim % tensor.ndim
-            )  # FSDP2 splits what tensor parallelism has split
-            tp_first = True
-        elif placement.is_partial() and getattr(placement, "reduce_op", "sum") == "sum":
-            placements[axis] = Partial()
-        else:
-            raise ValueError(
-                f"{site}: DTensor placement {placement} can't be gathered; redistribute it to "
-                "Shard or Replicate"
-            )
-    if "dp" not in placements and batch_on_dp and mesh.dp_size > 1 and tensor.ndim:
-        placements["dp"] = Shard(0)
-    dp, tp = placements.get("dp", Replicate()), placements.get("tp", Replicate())
-    return ShardLayout(dp, tp, tp_first and dp == tp, "its DTensor placements")
+        if axis is not None:
+            parts[_name(axis)].append((axis, placement))
+    dp = _on_axis(parts["dp"], tensor, mesh, site, num_outer=mesh.tp_size if parts["tp"] else 1)
+    tp = _on_axis(parts["tp"], tensor, mesh, site)
+    # FSDP2 splits what tensor parallelism has split. Its placements say so, except over fused
+    # projections: those of a parameter with Shard inside parts are FSDP2's as well.
+    tp_first = any(_is_strided(placement) for _, placement in parts["dp"]) or (
+        not batch_on_dp and isinstance(tp, Shard) and tp.parts > 1
+    )
+    if not parts["dp"] and batch_on_dp and mesh.dp_size > 1 and tensor.ndim:
+        dp = Shard(0)
+    on_one_dim = isinstance(dp, Shard) and isinstance(tp, Shard) and dp.dim == tp.dim
+    return ShardLayout(dp, tp, tp_first and on_one_dim, "its DTensor placements")
+
+
+def _name(axis: Axis) -> str:
+    return axis if isinstance(axis, str) else axis[0]
+
+
+def _is_strided(placement: Any) -> bool:
+    return type(placement).__name__ == "_StridedShard"
+
+
+def _on_axis(
+    parts: list[tuple[Axis, Any]], tensor: Any, mesh: Mesh, site: str, num_outer: int = 1
+) -> Placement:
+    """The placement on one axis, from those on its parts. ``num_outer`` shards of another axis may
+    have been split once more along it.
+    """
+    placed = [(axis, placement) for axis, placement in parts if not placement.is_replicate()]
+    if not placed:
+        return Replicate()
+    axis, placement = placed[0]
+    if len(placed) == 1 and (_is_strided(placement) or type(placement).__name__ == "Shard"):
+        split = placement.split_factor if _is_strided(placement) else 1
+        dim = placement.dim % tensor.ndim
+        interleaved = 1 if num_outer > 1 and split == num_outer else split
+        if isinstance(axis, str):
+            return Shard(dim, interleaved)
+        return Shard(dim, interleaved, pieces=axis[1], stride=axis[2])
+    if (
+        len(placed) == 1
+        and isinstance(axis, str)
+        and placement.is_partial()
+        and getattr(placement, "reduce_op", "sum") == "sum"
+    ):
+        return Partial()
+    size = {"dp": mesh.dp_size, "tp": mesh.tp_size}[_name(axis)]
+    if len(placed) > 1 and all(type(other).__name__ == "Shard" for _, other in placed):
+        dims = {other.dim % tensor.ndim for _, other in placed}
+        strides = [other[2] for other, _ in placed if not isinstance(other, str)]
+        in_order = strides == sorted(strides, reverse=True) and strides[-1] == 1
+        if len(dims) == 1 and in_order and math.prod(other[1] for other, _ in placed) == size:
+            return Shard(dims.pop())
+    raise ValueError(
+        f"{site}: DTensor placements {tuple(tensor.placements)} can't be gathered; redistribute it "
+        "to Shard or Replicate"
+    )
+
+
+def axis_names(tensor: Any, mesh: Mesh, site: str) -> set[str]:
+    """Our axes that the DTensor's mesh runs along, in whole or in part. Local."""
+    axes = axes_of(tensor.device_mesh, mesh, site)
+    return {_name(axis) for axis in axes if axis is not None}
 
 
 def reaches(tensor: Any, mesh: Mesh, site: str, axis: str) -> bool:
-    """Whether the DTensor's mesh runs along this axis."""
-    return axis in axes_of(tensor.device_mesh, mesh, site)
+    """Whether the DTensor's mesh runs along this axis, or a part of it."""
+    return axis in axis_names(tensor, mesh, site)
 
 
 def layout_beside_weight(

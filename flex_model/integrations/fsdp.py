@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from flex_model import names
 
@@ -64,12 +64,91 @@ def wrapper_of_parameter(root: nn.Module, name: str) -> nn.Module | None:
 
 
 @contextlib.contextmanager
-def summoned(wrapper: nn.Module, writeback: bool) -> Iterator[None]:
-    """FSDP1's parameters of this wrapper in full, inside. Collective over its group."""
-    cls = _fsdp1_class()
-    assert cls is not None
-    with cls.summon_full_params(wrapper, recurse=False, writeback=writeback):
+def summoned(
+    root: nn.Module, wrapper: nn.Module, name: str, *, writeback: bool, with_grads: bool
+) -> Iterator[None]:
+    """FSDP1's parameters of this wrapper in full, inside. Collective over its group.
+
+    Args:
+        name: Of the parameter that is asked for, for messages.
+
+    Raises:
+        ValueError: the wrapper is in its forward or backward, or its gradients can't be had.
+    """
+    _check_idle(wrapper, name)
+    # Of all wrappers the outermost must be the first that FSDP1 meets, or it can't be run any more.
+    next(module for module in _path(root, name) if is_fsdp1(module)).check_is_root()
+    summon = _fsdp1_class().summon_full_params
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(
+                summon(wrapper, recurse=False, writeback=writeback, with_grads=with_grads)
+            )
+        except NotImplementedError as error:
+            raise ValueError(
+                f"get_module_gradient: parameter {name!r} belongs to a FullyShardedDataParallel "
+                "(FSDP1) module that keeps one flattened gradient for all its parameters; give it "
+                "use_orig_params=True, or use torch.distributed.fsdp.fully_shard"
+            ) from error
         yield
+
+
+def in_use(root: nn.Module, wrapper: Any, name: str) -> tuple[nn.Module, Tensor] | None:
+    """The module that owns a parameter of FSDP1, and the parameter in full as its forward or
+    backward computes with it now; None where the unit does not run, or has given it up. Local.
+    """
+    if wrapper.training_state.name != "FORWARD_BACKWARD":
+        return None
+    module_name, _, leaf = name.replace("_fsdp_wrapped_module.", "").rpartition(".")
+    module = names.find_module(root, module_name)
+    value: Any = getattr(module, leaf, None)
+    # Views of the gathered parameters stand in for them; what is left of them is a Parameter.
+    is_view = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+    if not is_view or not value.untyped_storage().size():
+        return None
+    return module, value
+
+
+def _check_idle(wrapper: Any, name: str) -> None:
+    doing = {"FORWARD_BACKWARD": "it runs", "SUMMON_FULL_PARAMS": "summon_full_params is on"}
+    state = wrapper.training_state.name
+    if state in doing:
+        raise ValueError(
+            f"parameter {name!r} belongs to a FullyShardedDataParallel (FSDP1) module, which can't "
+            f"be gathered while {doing[state]}; do it before or after, or shard with "
+            "torch.distributed.fsdp.fully_shard"
+        )
+
+
+def _path(root: nn.Module, name: str) -> Iterator[Any]:
+    """The modules from ``root`` down to the owner of a parameter; ``name`` is wrapped or clean."""
+    module, target = root, name.replace("_fsdp_wrapped_module.", "")
+    for module_name, module in root.named_modules():
+        prefix = names.clean(root, module_name)
+        if not prefix or target.startswith(prefix + "."):
+            yield module
+
+
+def is_flat(name: str) -> bool:
+    """Whether a parameter of this name is several, flattened by FSDP1."""
+    return name.rpartition(".")[2] == "_flat_param"
+
+
+def is_flattened(root: nn.Module, name: str) -> bool:
+    """Whether the parameter of this name belongs to an FSDP1 wrapper that shows its parameters only
+    while they are gathered (``use_orig_params=False``). Local.
+    """
+    wrapper = wrapper_of_parameter(root, name)
+    return wrapper is not None and any(is_flat(inner) for inner, _ in wrapper.named_parameters())
+
+
+def names_in_flat(root: nn.Module, name: str) -> list[str]:
+    """Names of the parameters that FSDP1 has flattened into one. Collective over its group."""
+    wrapper_name = name.removesuffix("_flat_param").removesuffix("_fsdp_wrapped_module.")
+    wrapper = root.get_submodule(wrapper_name.rstrip("."))
+    with summoned(root, wrapper, name, writeback=False, with_grads=False):
+        inside = [inner for inner, _ in wrapper.named_parameters() if not is_flat(inner)]
+    return [wrapper_name + inner for inner in inside]
 
 
 def sharded_parameter(root: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:

@@ -1,0 +1,88 @@
+"""Layers that shard by hand: how their plain parameters are split, from their public attributes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from flex_model.distributed.layout import Placement, Replicate, Shard, ShardLayout
+from flex_model.distributed.mesh import Mesh
+from flex_model.integrations.dtensor import axis_names, is_dtensor
+
+# Attributes in which layers state full sizes, for the dims of ``weight``. The first is that of
+# ``bias`` too, where there is one.
+_STATED_SIZES = (
+    ("out_features", "in_features"),  # fairscale
+    ("output_size", "input_size"),  # Megatron
+    ("num_embeddings", "embedding_dim"),  # both
+)
+
+
+def parameter_layout(
+    module: nn.Module, leaf_name: str, parameter: Tensor, mesh: Mesh
+) -> ShardLayout | None:
+    """The layout of a plain parameter, where its layer states it; None where nothing is stated.
+
+    Megatron marks its parameters (``tensor_model_parallel``, ``partition_dim``,
+    ``partition_stride``: two for a gated ``linear_fc1``, whose shards have a piece of the gate and
+    one of the other half). Other layers are known by stating their full sizes beside a smaller
+    weight: fairscale's, and all that have ``out_features`` and ``in_features``, ``output_size`` and
+    ``input_size``, or ``num_embeddings`` and ``embedding_dim``. What such a layer does not split is
+    replicated. Says nothing about dp.
+
+    Local.
+    """
+    if mesh.tp_size == 1 or leaf_name not in ("weight", "bias") or _is_along_tp(parameter, mesh):
+        return None
+    weight = getattr(module, "weight", None)
+    if getattr(weight, "tensor_model_parallel", False):
+        if not getattr(parameter, "tensor_model_parallel", False):
+            return ShardLayout(source="its layer's marks")
+        dim: int = parameter.partition_dim  # type: ignore[attr-defined]
+        parts: int = getattr(parameter, "partition_stride", 1)
+        return ShardLayout(tp=Shard(dim % parameter.ndim, parts), source="its layer's marks")
+    if type(module).__module__.startswith("megatron."):
+        return None  # a parameter that lost its marks may have parts, which no size shows
+    split = _split_dim(module, weight, mesh)
+    if split is None:
+        return None
+    is_split = leaf_name == "weight" or split == 0
+    tp: Placement = Shard(split) if is_split else Replicate()
+    return ShardLayout(tp=tp, source="the sizes that its layer states")
+
+
+def _split_dim(module: nn.Module, weight: Any, mesh: Mesh) -> int | None:
+    """The dim along which ``weight`` is smaller than its layer states; None for no or several."""
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or _is_along_tp(weight, mesh):
+        return None
+    for names in _STATED_SIZES:
+        stated: list[Any] = [getattr(module, name, None) for name in names]
+        if not all(isinstance(size, int) for size in stated):
+            continue
+        smaller = [dim for dim in (0, 1) if weight.shape[dim] < stated[dim]]
+        if len(smaller) != 1 or weight.shape[1 - smaller[0]] != stated[1 - smaller[0]]:
+            continue
+        share = stated[smaller[0]] / mesh.tp_size
+        if abs(weight.shape[smaller[0]] - share) < 1:  # evenly, or as evenly as it goes
+            return smaller[0]
+    return None
+
+
+def states_tensor_parallelism(root: nn.Module, mesh: Mesh) -> bool:
+    """Whether the model's own parameters tell which of them tensor parallelism splits, so that
+    those that tell nothing are whole: some are DTensors, or of layers with a ``parameter_layout``.
+    Local.
+    """
+    if mesh.tp_size == 1:
+        return False
+    for module in root.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            stated = parameter_layout(module, name, parameter, mesh)
+            if stated is not None or _is_along_tp(parameter, mesh):
+                return True
+    return False
+
+
+def _is_along_tp(tensor: Any, mesh: Mesh) -> bool:
+    return is_dtensor(tensor) and "tp" in axis_names(tensor, mesh, "a parameter")

@@ -1,0 +1,134 @@
+"""Parameters that are kept elsewhere between forwards: by Hugging Face accelerate on CPU or disk,
+by DeepSpeed's ZeRO-3 in parts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+# accelerate.
+
+
+def is_offloaded(root: nn.Module, full_name: str) -> bool:
+    """Whether accelerate keeps this parameter's weights, on CPU or disk. Local."""
+    return _place(root, full_name) is not None
+
+
+def read(root: nn.Module, full_name: str) -> Tensor:
+    """The weights of an offloaded parameter: the very tensor that is kept on the CPU, or a copy of
+    what is on disk. Local.
+    """
+    weights, key = _known_place(root, full_name)
+    return weights[key]
+
+
+def write(root: nn.Module, full_name: str, value: Tensor) -> None:
+    """Keep ``value`` as the weights of an offloaded parameter, under all its names. Local.
+
+    Raises:
+        ValueError: they are read from a checkpoint's own files, or kept in a way that is not known.
+    """
+    for name in [full_name, *tied_names(root, full_name)]:
+        place = _place(root, name)
+        if place is not None:
+            _write(name, *place, value)
+        elif name != full_name:
+            root.get_parameter(name).data.copy_(value)
+
+
+def _write(full_name: str, weights: Any, key: str, value: Tensor) -> None:
+    while hasattr(weights, "dataset") and hasattr(weights, "prefix"):
+        weights, key = weights.dataset, weights.prefix + key
+    in_memory = getattr(weights, "state_dict", weights)
+    if isinstance(in_memory, Mapping) and key in in_memory:
+        in_memory[key].copy_(value)
+    elif key in getattr(weights, "index", ()):
+        info = weights.index[key]
+        if info.get("safetensors_file") is not None:
+            raise ValueError(
+                f"set_module_parameter: {full_name!r} is offloaded to {info['safetensors_file']}, "
+                "a file of the checkpoint itself, which is not written to; load the model without "
+                "offloading to disk, or offload it with accelerate.disk_offload"
+            )
+        accelerate: Any = sys.modules["accelerate.utils"]
+        accelerate.offload_weight(value, key, weights.save_folder)
+    else:
+        raise ValueError(
+            f"set_module_parameter: {full_name!r} is offloaded to a {type(weights).__name__}, "
+            "where it can't be written; set it before the model is dispatched"
+        )
+
+
+def tied_names(root: nn.Module, full_name: str) -> list[str]:
+    """Other names of this parameter, as Hugging Face models state them: offloading makes tied
+    parameters several. Local.
+    """
+    groups: dict[str, set[str]] = {}
+    for prefix, module in root.named_modules():
+        stated = getattr(module, "all_tied_weights_keys", None)
+        for target, source in (stated if isinstance(stated, Mapping) else {}).items():
+            dot = prefix and f"{prefix}."
+            groups.setdefault(dot + source, {dot + source}).add(dot + target)
+    tied = {name for group in groups.values() if full_name in group for name in group}
+    return sorted(tied - {full_name})
+
+
+def _known_place(root: nn.Module, full_name: str) -> tuple[Any, str]:
+    place = _place(root, full_name)
+    assert place is not None
+    return place
+
+
+def _place(root: nn.Module, full_name: str) -> tuple[Any, str] | None:
+    """The map that holds the weights, and the key in it; the innermost hook that has them."""
+    parts = full_name.split(".")
+    for depth in range(len(parts) - 1, -1, -1):
+        hook = getattr(root.get_submodule(".".join(parts[:depth])), "_hf_hook", None)
+        key = ".".join(parts[depth:])
+        for one in getattr(hook, "hooks", (hook,)):
+            weights = getattr(one, "weights_map", None)
+            if getattr(one, "offload", False) and weights is not None and _has(weights, key):
+                return weights, key
+    return None
+
+
+def _has(weights: Any, key: str) -> bool:
+    """``key in weights`` as its keys are: a prefixed map iterates over those without the prefix."""
+    while hasattr(weights, "dataset") and hasattr(weights, "prefix"):
+        weights, key = weights.dataset, weights.prefix + key
+    return key in weights
+
+
+# DeepSpeed ZeRO-3.
+
+
+def is_zero_3(parameter: Tensor) -> bool:
+    """Whether DeepSpeed's ZeRO-3 keeps a part of this parameter on each rank. Local."""
+    return hasattr(parameter, "ds_shape") and "deepspeed" in sys.modules
+
+
+@contextlib.contextmanager
+def gathered(parameter: Any, writeback: bool) -> Iterator[None]:
+    """A ZeRO-3 parameter in full, inside; what is written there is kept with ``writeback``.
+    Collective over its data-parallel ranks.
+    """
+    if not writeback and tuple(parameter.shape) == tuple(parameter.ds_shape):
+        yield  # in use: leaving GatheredParameters would release it
+        return
+    deepspeed: Any = sys.modules["deepspeed"]
+    first = dist.get_process_group_ranks(parameter.ds_process_group)[0] if writeback else None
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=first):
+        yield
+
+
+def zero_3_gradient(parameter: Any) -> Tensor | None:
+    """The full gradient of a ZeRO-3 parameter; None without one. Collective over its ranks."""
+    deepspeed: Any = sys.modules["deepspeed"]
+    gradient: Tensor | None = deepspeed.utils.safe_get_full_grad(parameter)
+    return gradient

@@ -1,0 +1,251 @@
+"""Every parameter of every framework: read in full and written back, and its gradient, without
+``expected_shape``.
+"""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing import assert_close
+
+import frameworks
+import models
+from flex_model import FlexModel
+
+BATCH = models.random(4, 5, 8)
+TOKENS = 1 + models.random(2, 5, seed=6).argsort()
+
+
+def block():
+    """A Block with a constant bias and a tied weight, on top of its norm's constant ones."""
+    model = models.block()
+    nn.init.zeros_(model.mlp.inp.bias)
+    return model
+
+
+def check(model, sharded, forward, my_rows=lambda full: full, gradients=True, **sizes):
+    """Values, new values and gradients of all parameters equal those of ``model``; collective."""
+    flex = FlexModel(sharded, **sizes)
+    same(flex, model)
+    for index, (name, parameter) in enumerate(model.named_parameters()):
+        shape = tuple(parameter.shape)
+        new = 0.3 * models.random(*shape, seed=50 + index, dtype=parameter.dtype)
+        parameter.data.copy_(new)
+        flex.set_module_parameter(name, new)
+        assert torch.equal(flex.get_module_parameter(name), new), name
+    expected = forward(model, lambda full: full)
+    output = forward(flex, my_rows)
+    assert_close(output.detach(), my_rows(expected.detach()))
+    same(flex, model)  # between forward and backward
+    expected.sin().mean().backward()
+    output.sin().mean().backward()
+    same(flex, model)
+    for name, parameter in model.named_parameters():
+        if gradients:
+            full = flex.get_module_gradient(name)
+            assert_close(full, parameter.grad, msg=partial("{}: {}".format, name))
+    flex.restore()
+
+
+def same(flex, model):
+    read = dict(flex.iterate_parameters())
+    expected = dict(model.named_parameters())
+    assert sorted(read) == sorted(expected)
+    for name, full in read.items():
+        assert torch.equal(full, expected[name]), name
+        assert type(full) is torch.Tensor and full.device.type == "cpu"
+
+
+def call(model, rows, batch=BATCH):
+    return model(rows(batch))
+
+
+def half(full):
+    return full.chunk(2)[dist.get_rank() % 2]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["dtensor", "ddp", "fsdp2"])
+def test_parameters_of_torch_on_two_ranks(name):
+    parallelism, model = models.TWO_RANKS[name], block()
+    check(model, parallelism.shard(model), call, parallelism.my_rows)
+
+
+@pytest.mark.ranks(4)
+def test_parameters_of_fsdp2_over_tensor_parallelism():
+    parallelism, model = models.FOUR_RANKS["dtensor x fsdp2"], block()
+    check(model, parallelism.shard(model), call, parallelism.my_rows)
+
+
+@pytest.mark.ranks(4)
+def test_parameters_of_hsdp():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    model = block()
+    sharded = copy.deepcopy(model)
+    fully_shard(sharded.mlp, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    check(model, sharded, call, lambda full: full.chunk(4)[dist.get_rank()])
+
+
+@pytest.mark.ranks(2)
+def test_parameters_of_which_fsdp2_leaves_some_ranks_no_row():
+    model = nn.Sequential(nn.Linear(8, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    sharded = fully_shard(copy.deepcopy(model), mesh=models.mesh(2, 1)["dp"])
+    assert sharded[2].weight.to_local().shape[0] == 1 - dist.get_rank()
+    check(model, sharded, call, half)
+
+
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_parameters_of_fsdp1(use_orig_params, strategy):
+    check_fsdp1(models.mesh(2, 1)["dp"].get_group(), use_orig_params, strategy, half)
+
+
+@pytest.mark.ranks(4)
+def test_parameters_of_fsdp1_with_replicas():
+    mesh = models.mesh(2, 2)
+    groups = mesh["tp"].get_group(), mesh["dp"].get_group()
+    rows = lambda full: full.chunk(4)[dist.get_rank()]  # noqa: E731
+    check_fsdp1(groups, True, "HYBRID_SHARD", rows, data_parallel_size=4)
+
+
+def check_fsdp1(group, use_orig_params, strategy, rows, **sizes):
+    def shard():
+        return FSDP(
+            copy.deepcopy(model),
+            process_group=group,
+            use_orig_params=use_orig_params,
+            sharding_strategy=ShardingStrategy[strategy],
+            auto_wrap_policy=ModuleWrapPolicy({models.Attention, models.MLP}),
+            device_id=torch.device("cpu"),
+        )
+
+    model = block()
+    sharded = frameworks.quietly(shard)
+    check(model, sharded, call, rows, gradients=use_orig_params, **sizes)
+    flex = FlexModel(sharded, **sizes)
+    if not use_orig_params:
+        with pytest.raises(ValueError, match="use_orig_params=True"):
+            flex.get_module_gradient("norm.weight")
+    with FSDP.summon_full_params(sharded), pytest.raises(ValueError, match="summon_full_params"):
+        flex.get_module_parameter("norm.weight")
+    flex.restore()
+
+
+@pytest.mark.ranks(2)
+def test_parameters_of_fairscale():
+    model = models.seeded(frameworks.Tokens).double()
+    sharded = frameworks.quietly(lambda: frameworks.fairscale_tokens(model))
+    check(model, sharded, partial(call, batch=TOKENS), tensor_parallel_size=2)
+
+
+@pytest.mark.ranks(2)
+def test_parameters_of_megatron():
+    """The oracle is the same model on one rank; a gated ``linear_fc1`` interleaves two halves."""
+    positions = torch.arange(5).expand(2, 5)
+    mask = torch.ones(1, 1, 5, 5).triu(1).bool()
+
+    with frameworks.megatron():
+        model = frameworks.megatron_gpt(1)
+        sharded = frameworks.megatron_gpt(2)
+        assert sharded.decoder.layers[0].mlp.linear_fc1.weight.partition_stride == 2
+
+        def forward(model, rows):
+            return frameworks.quietly(lambda: model(TOKENS, positions, mask))
+
+        check(model, sharded, forward, tensor_parallel_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2, timeout=180)
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_parameters_of_transformers(family, tmp_path):
+    """Mixtral's ``gate_up_proj`` is a lone ``_StridedShard``, which torch itself can't gather."""
+    from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    if family == "llama":
+        model = models.llama(1, tie_word_embeddings=True).float()
+    else:
+        config = MixtralConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            attn_implementation="eager",
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+        model = models.seeded(MixtralForCausalLM, config).eval()
+    if dist.get_rank() == 0:
+        model.save_pretrained(tmp_path)
+    dist.barrier()
+    sharded = AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        distributed_config=DistributedConfig(tp_size=2),
+        attn_implementation="eager",
+        dtype=torch.float32,
+    ).eval()
+    check(model, sharded, lambda model, rows: model(TOKENS).logits)
+
+
+class Fused(nn.Module):
+    """One projection of a gate and what it gates."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("rows", [8, 6])
+def test_parameters_of_fsdp2_over_fused_projections(rows):
+    """Torch's own placements of these name the wrong rows, so the oracle is the full tensor."""
+    mesh, full = models.mesh(2, 2), models.random(2 * rows, 3)
+    rank = mesh["tp"].get_local_rank()
+    local = torch.cat([part.chunk(2)[rank] for part in full.chunk(2)])
+    fused = [_StridedShard(0, split_factor=2)]
+    sharded = Fused(DTensor.from_local(local, mesh["tp"], fused, run_check=False))
+    fully_shard(sharded, mesh=mesh["dp"])
+    flex = FlexModel(sharded, device_mesh=mesh)
+    assert torch.equal(flex.get_module_parameter("weight"), full)
+    flex.set_module_parameter("weight", 2 * full)
+    assert torch.equal(flex.get_module_parameter("weight"), 2 * full)
+    flex.restore()
+
+
+class StatingLinear(models.ColumnLinear):
+    """A column-parallel layer that says how wide it is in all."""
+
+    def __init__(self, linear, group):
+        super().__init__(linear, group)
+        self.out_features, self.in_features = linear.out_features, linear.in_features
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("hidden", [8, 7])
+def test_parameters_of_fsdp2_over_layers_that_shard_by_hand(hidden):
+    mesh, model = models.mesh(2, 2), models.mlp(width=8, hidden=hidden)
+    sharded = copy.deepcopy(model)
+    sharded.fc1 = StatingLinear(model.fc1, mesh["tp"].get_group())
+    sharded.fc2 = models.RowLinear(model.fc2, mesh["tp"].get_group())
+    sharded.fc2.in_features, sharded.fc2.out_features = hidden, 8
+    fully_shard(sharded, mesh=mesh["dp"])
+    check(model, sharded, call, models.FOUR_RANKS["tp x dp"].my_rows, device_mesh=mesh)

@@ -1,0 +1,93 @@
+"""What layers that shard by hand state of their parameters."""
+
+import pytest
+import torch
+from torch import nn
+
+from flex_model.distributed.layout import Replicate, Shard
+from flex_model.distributed.mesh import Mesh
+from flex_model.integrations.layers import parameter_layout, states_tensor_parallelism
+
+TP_2 = Mesh(ranks=(0, 1), tp_size=2)
+
+
+class Layer(nn.Module):
+    """A weight and a bias beside sizes that the layer states."""
+
+    def __init__(self, weight, bias=None, **sizes):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(weight))
+        self.bias = None if bias is None else nn.Parameter(torch.zeros(bias))
+        for name, size in sizes.items():
+            setattr(self, name, size)
+
+    def layouts(self, mesh=TP_2):
+        found = (parameter_layout(self, name, p, mesh) for name, p in self.named_parameters())
+        return [layout and layout.tp for layout in found]
+
+
+@pytest.mark.parametrize(
+    "layer, expected",
+    [
+        (Layer((4, 6), 4, out_features=8, in_features=6), [Shard(0), Shard(0)]),
+        (Layer((8, 3), 8, out_features=8, in_features=6), [Shard(1), Replicate()]),
+        (Layer((4, 6), 4, output_size=8, input_size=6), [Shard(0), Shard(0)]),
+        (Layer((5, 6), num_embeddings=10, embedding_dim=6), [Shard(0)]),
+        (Layer((10, 3), num_embeddings=10, embedding_dim=6), [Shard(1)]),
+        (Layer((49, 6), out_features=97, in_features=6), [Shard(0)]),
+        (Layer((48, 6), out_features=97, in_features=6), [Shard(0)]),
+    ],
+)
+def test_sizes_stated_beside_a_smaller_weight_tell_its_layout(layer, expected):
+    assert layer.layouts() == expected
+    assert states_tensor_parallelism(layer, TP_2)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Linear(6, 4),  # it may state its own, local sizes
+        nn.LayerNorm(4),
+        nn.Bilinear(4, 4, 4),
+        Layer((2, 6), out_features=8, in_features=6),  # a quarter, of two ranks
+        Layer((4, 3), out_features=8, in_features=6),  # smaller both ways
+        Layer((24, 1), out_features=8, in_features=6),  # packed
+        Layer((4, 6), out_features=8),
+        Layer((4, 6), out_features="8", in_features="6"),
+    ],
+)
+def test_nothing_is_told_where_nothing_is_stated(layer):
+    assert {parameter_layout(layer, n, p, TP_2) for n, p in layer.named_parameters()} == {None}
+    assert not states_tensor_parallelism(layer, TP_2)
+
+
+def marked(dim, stride, **sizes):
+    layer = Layer((4, 6), 4, **sizes)
+    layer.weight.tensor_model_parallel = True
+    layer.weight.partition_dim, layer.weight.partition_stride = dim, stride
+    if dim == 0:
+        vars(layer.bias).update(vars(layer.weight))
+    return layer
+
+
+def test_megatrons_marks_tell_dim_and_parts():
+    assert marked(0, 1).layouts() == [Shard(0), Shard(0)]
+    assert marked(0, 2, output_size=8).layouts() == [Shard(0, parts=2)] * 2
+    assert marked(1, 1).layouts() == [Shard(1), Replicate()]
+
+
+def test_a_megatron_parameter_that_lost_its_marks_is_not_guessed():
+    """A new parameter in its place may have parts, as a gated ``linear_fc1``, which no size
+    shows.
+    """
+    layer = Layer((4, 6), output_size=8, input_size=6)
+    layer.__class__ = type("ColumnParallelLinear", (Layer,), {"__module__": "megatron.core.layers"})
+    assert layer.layouts() == [None]
+
+
+def test_other_parameters_and_a_single_rank_tell_nothing():
+    layer = marked(0, 1)
+    layer.weight1 = nn.Parameter(torch.zeros(4, 6))  # of a grouped expert: another order of rows
+    vars(layer.weight1).update(vars(layer.weight))
+    assert parameter_layout(layer, "weight1", layer.weight1, TP_2) is None
+    assert layer.layouts(Mesh()) == [None, None, None]
