@@ -40,7 +40,8 @@ class Pair:
     """An unsharded model, and how to make the sharded one from its weights.
 
     Attributes:
-        oracle: To be run before the first `shard`, which may change a framework's global state.
+        oracle: To be run before `start`.
+        start: Brings the framework's global state from the oracle's to the sharded model's.
         shard: Makes this rank's model, afresh each time; collective.
         inputs: Of the whole batch; dim 0 is the batch where ``dp`` is more than 1.
         sites: Where edits are made: module names by what they are.
@@ -67,6 +68,7 @@ class Pair:
     keywords: dict[str, object] = field(default_factory=dict)
     tolerance: float = EXACT
     turned: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    start: Callable[[], None] = lambda: None
 
     def rows(self, full: torch.Tensor) -> torch.Tensor:
         return full.chunk(self.dp)[self.dp_rank] if self.dp > 1 else full
@@ -111,6 +113,31 @@ def randomise(model: nn.Module, seed: int = 7) -> nn.Module:
 def tokens(rows: int, length: int = 6, vocabulary: int = 48) -> torch.Tensor:
     generator = torch.Generator().manual_seed(11)
     return torch.randint(1, vocabulary, (rows, length), generator=generator)
+
+
+@contextlib.contextmanager
+def own_groups() -> Iterator[Callable[[], None]]:
+    """Process groups made inside are destroyed at the end, or by what this gives: they have threads.
+
+    Megatron makes twenty at a time and leaves them to the end of the process.
+    """
+    made, new_group = [], dist.new_group
+
+    def keep(*args, **kwargs):
+        made.append(new_group(*args, **kwargs))
+        return made[-1]
+
+    def end():
+        for group in made:
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(group)
+        made.clear()
+
+    try:
+        with mock.patch.object(dist, "new_group", keep):
+            yield end
+    finally:
+        end()
 
 
 # ---- Gradients in full, without flex_model -------------------------------------------------------
@@ -258,9 +285,7 @@ def decoder_plan(kind: str) -> tuple[dict, dict]:
             "norm": SequenceParallel(),
             "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1)),
         }
-        whole = PrepareModuleInput(
-            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-        )
+        whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
         layer = {"n1": SequenceParallel(), "n2": SequenceParallel()}
         layer |= {"attention": whole, "feed_forward": copy.deepcopy(whole)}
         layer |= {name: ColwiseParallel() for name in columns + mlp_columns}
@@ -356,9 +381,7 @@ def fsdp1_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
             if parameter.grad is not None:  # None: another rank has all of it
                 parameter.copy_(parameter.grad)
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-        full = {
-            clean(name): value.detach().clone() for name, value in model.named_parameters()
-        }
+        full = {clean(name): value.detach().clone() for name, value in model.named_parameters()}
     with torch.no_grad():
         for parameter, value in kept:
             parameter.copy_(value)
@@ -540,6 +563,8 @@ def fairscale(tmp_path: Path, tp: int) -> Iterator[Pair]:
     layers = pytest.importorskip("fairscale.nn.model_parallel.layers")
     dp = dist.get_world_size() // tp
     oracle = randomise(FairscaleOracle().double())
+    groups = contextlib.ExitStack()
+    groups.enter_context(own_groups())
     with contextlib.redirect_stdout(None):
         parallel.initialize_model_parallel(tp)
     group = parallel.get_model_parallel_group()
@@ -594,6 +619,7 @@ def fairscale(tmp_path: Path, tp: int) -> Iterator[Pair]:
         )
     finally:
         parallel.destroy_model_parallel()
+        groups.close()
 
 
 # ---- Megatron-core -------------------------------------------------------------------------------
@@ -620,10 +646,8 @@ def megatron_on_cpu() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for patch in (
-            mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
-            mock.patch.object(
-                CudaRNGStatesTracker, "fork", lambda self, name=None: contextlib.nullcontext()
-            ),
+            mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")),
+            mock.patch.object(CudaRNGStatesTracker, "fork", return_value=contextlib.nullcontext()),
             mock.patch.object(torch_norm.WrappedTorchNorm, "__new__", staticmethod(norm)),
             mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
         ):
@@ -632,13 +656,10 @@ def megatron_on_cpu() -> Iterator[None]:
 
 
 def megatron_model(tp: int, sp: bool, experts: int | None) -> nn.Module:
-    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
     config = TransformerConfig(
         num_layers=2,
         hidden_size=32,
@@ -735,8 +756,15 @@ def megatron(tmp_path: Path, sp: bool = False, experts: int | None = None) -> It
     ids = tokens(2, length=8)
     positions = torch.arange(8).expand(2, 8).contiguous()
     mask = torch.ones(1, 1, 8, 8).triu(1).bool()
-    with megatron_on_cpu():
+    with megatron_on_cpu(), own_groups() as end:
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
         oracle = randomise(megatron_model(1, False, experts))
+
+        def start_tensor_parallel():
+            parallel_state.destroy_model_parallel()
+            end()
+            parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+
         try:
             yield Pair(
                 oracle,
@@ -755,6 +783,7 @@ def megatron(tmp_path: Path, sp: bool = False, experts: int | None = None) -> It
                 sizes={"tensor_parallel_size": size},
                 tolerance=ROUNDED,
                 turned={"embedding.word_embeddings": (1, 0, 2)} if sp else {},
+                start=start_tensor_parallel,
             )
         finally:
             parallel_state.destroy_model_parallel()

@@ -46,7 +46,15 @@ number: there must be none, and the tests fail if there is one.
 def main(arguments):
     with tempfile.TemporaryDirectory() as folder:
         status = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-m", "slow or not slow", *(arguments or [HERE])],
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-m",
+                "slow or not slow",
+                *(arguments or [HERE]),
+            ],
             cwd=ROOT,
             env=os.environ | {"PARITY_ROWS": folder},
         ).returncode

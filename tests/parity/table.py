@@ -195,10 +195,10 @@ def cells_of(pair: Pair) -> list[list[Cell]]:
 
 
 class Sharded:
-    """The sharded model of a pair; made anew after a run that failed."""
+    """The sharded model of a pair, wrapped once; made anew after a run that failed."""
 
     def __init__(self, pair: Pair):
-        self.pair, self.model = pair, None
+        self.pair, self.flex = pair, None
         self.targets = pair.columns(pair.rows(random_targets(pair)))
 
     def run(self, cells: list[Cell]) -> tuple[list[Outcome], Run | None]:
@@ -206,8 +206,8 @@ class Sharded:
 
         The run is None where it failed: then every cell has an outcome, of one text.
         """
-        if self.model is None:
-            self.model = self.pair.shard()
+        if self.flex is None:
+            self.flex = FlexModel(self.pair.shard(), **self.pair.sizes, timeout=TIMEOUT_S)
         outcomes: list[Outcome] = []
         run, status, text = None, "right", ""
         try:
@@ -220,7 +220,8 @@ class Sharded:
         statuses = {status for status, _ in told}
         if statuses == {"right"}:
             return outcomes, run
-        self.model = None
+        self.flex.restore()
+        self.flex = None
         if statuses != {"error"}:
             text = "; ".join(f"rank {rank}: {s} {t}" for rank, (s, t) in enumerate(told))
             status = "wrong"
@@ -230,25 +231,23 @@ class Sharded:
         return outcomes + [Outcome(cell, status, text) for cell in cells if cell not in named], None
 
     def _run(self, cells: list[Cell], outcomes: list[Outcome]) -> Run:
-        pair, model = self.pair, self.model
-        model.zero_grad()
-        records: dict[str, list[torch.Tensor]] = {}
-        with FlexModel(model, records, **pair.sizes, timeout=TIMEOUT_S) as flex:
-            for cell in cells:
-                function = HookFunction(
-                    cell.site, None, cell.edit, cell.leaf, output_name=cell.record
-                )
-                kind = "hook" if cell.kind == "parameter" else f"{cell.kind}_hook"
-                try:
-                    getattr(flex, f"register_{kind}")(function)
-                except ValueError as error:  # local, and the same on every rank
-                    outcomes.append(Outcome(cell, "error", one_line(error)))
-            inputs = [pair.rows(value) for value in pair.inputs]
-            output = tensor_of(flex(*inputs, **pair.keywords))
-            (output * self.targets).sum().backward()
-        run = Run(output.detach(), records)
-        run.gradients = pair.full_gradients(model)
-        return run
+        pair, flex = self.pair, self.flex
+        flex.zero_grad()
+        flex.output_ptr.clear()
+        handles = []
+        for cell in cells:
+            function = HookFunction(cell.site, None, cell.edit, cell.leaf, output_name=cell.record)
+            kind = "hook" if cell.kind == "parameter" else f"{cell.kind}_hook"
+            try:
+                handles.append(getattr(flex, f"register_{kind}")(function))
+            except ValueError as error:  # local, and the same on every rank
+                outcomes.append(Outcome(cell, "error", one_line(error)))
+        inputs = [pair.rows(value) for value in pair.inputs]
+        output = tensor_of(flex(*inputs, **pair.keywords))
+        (output * self.targets).sum().backward()
+        for handle in handles:
+            handle.remove()
+        return Run(output.detach(), dict(flex.output_ptr), pair.full_gradients(flex.module))
 
 
 def exchange(value):
@@ -271,6 +270,7 @@ def outcomes_of(pair: Pair) -> list[Outcome]:
         runs = cells_of(pair)
         oracles = [oracle_run(pair, cells) for cells in runs]
         sharded = Sharded(pair)
+        pair.start()
         outcomes = []
         for cells, oracle in zip(runs, oracles):
             outcomes += run_cells(sharded, cells, oracle)
