@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.testing import assert_close
 
 import frameworks
 import table
@@ -87,3 +88,53 @@ def test_two_ranks(name, tmp_path):
 @pytest.mark.parametrize("name", cases(4))
 def test_four_ranks(name, tmp_path):
     check(name, tmp_path)
+
+
+# ---- The table itself ----------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # the embedding's
+@pytest.mark.parametrize("kind", ["full_backward", "full_backward_pre"])
+def test_the_oracle_sees_what_torch_s_backward_hooks_see(kind):
+    model, seen, handles = frameworks.decoder(), {}, []
+    pair = frameworks.Pair(model, None, (frameworks.tokens(2),), {}, (), None)
+    cells = table.readable(pair, kind)
+    expected = table.oracle_run(pair, cells)
+    for cell in cells:
+
+        def hook(module, grads, *_, record=cell.record):
+            seen[record] = [grads[0].clone()]
+
+        register = getattr(model.get_submodule(cell.site), f"register_{kind}_hook")
+        handles.append(register(hook))
+    model.zero_grad()
+    (model(*pair.inputs) * table.random_targets(pair)).sum().backward()
+    assert len(seen) == len(cells) > 20
+    assert_close(seen, expected.records)
+    assert_close({name: p.grad for name, p in model.named_parameters()}, expected.gradients)
+
+
+@pytest.mark.ranks(2)
+def test_what_is_wrong_is_found(tmp_path):
+    """The cell of one edit against the oracle of another, and of one site against another's."""
+    with frameworks.CASES["native-tp-2"].build(tmp_path) as pair:
+        sharded = table.Sharded(pair)
+        for kind, site in (
+            ("forward", "layers.0.attention.wo"),
+            ("full_backward", "layers.1"),
+            ("parameter", "layers.1.n2.weight"),
+        ):
+            edited, other = (table.Cell(kind, site, doing) for doing in ("mixing", "in place"))
+            read = table.Cell(kind, site)
+            for cell, oracle, result in (
+                (edited, edited, "right"),
+                (edited, other, "wrong"),
+                (read, edited, "wrong"),
+                (edited, read, "wrong"),
+            ):
+                run = table.oracle_run(pair, [oracle])
+                outcomes = table.merged(table.run_cells(sharded, [cell], run))
+                assert [outcome.result for outcome in outcomes] == [result], outcomes
+        oracle = table.oracle_run(pair, [read])
+        oracle.records[read.record][0] += 1e-6
+        assert table.merged(table.run_cells(sharded, [read], oracle))[0].result == "wrong"
