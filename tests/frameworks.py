@@ -46,7 +46,7 @@ class Pair:
         inputs: Of the whole batch; dim 0 is the batch where ``dp`` is more than 1.
         sites: Where edits are made: module names by what they are.
         parameters: Whose gradients are edited.
-        tensor_leaves: Further tensors of modules' outputs that are read: ``{name: indices}``.
+        outputs, inputs_of: Further tensors of modules that are read: ``{name: indices}``.
         dp, dp_rank: Over how many ranks the rows of the batch are split, and which part is ours.
         columns: The part of a full output that this rank's output holds.
         sizes: What FlexModel must be told where the model does not say it.
@@ -60,7 +60,8 @@ class Pair:
     sites: dict[str, str]
     parameters: tuple[str, ...]
     full_gradients: Callable[[nn.Module], dict[str, torch.Tensor]]
-    tensor_leaves: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    outputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    inputs_of: dict[str, tuple[int, ...]] = field(default_factory=dict)
     dp: int = 1
     dp_rank: int = 0
     columns: Callable[[torch.Tensor], torch.Tensor] = lambda full: full
@@ -258,6 +259,7 @@ DECODER_SITES = {
     "layer": "layers.0",
     "root": "",
 }
+DECODER_INPUTS = {f"layers.{i}.attention.core": (1, 2) for i in (0, 1)}  # keys and values
 DECODER_PARAMETERS = (
     "tok.weight",
     "layers.0.attention.wk.weight",
@@ -322,6 +324,7 @@ def native(tmp_path: Path, kind: str) -> Iterator[Pair]:
         DECODER_SITES,
         DECODER_PARAMETERS,
         gradients,
+        inputs_of=DECODER_INPUTS,
     )
     if kind == "sp":
         pair.columns = lambda full: full.chunk(size, -1)[dist.get_rank()]
@@ -359,6 +362,7 @@ def data_parallel(tmp_path: Path, kind: str) -> Iterator[Pair]:
         DECODER_SITES,
         DECODER_PARAMETERS,
         fsdp1_gradients if kind.startswith("fsdp1") else gradients,
+        inputs_of=DECODER_INPUTS,
         dp=size,
         dp_rank=dist.get_rank(),
     )
@@ -406,6 +410,7 @@ def tensor_and_data_parallel(tmp_path: Path, kind: str) -> Iterator[Pair]:
         DECODER_SITES,
         DECODER_PARAMETERS,
         gradients,
+        inputs_of=DECODER_INPUTS,
         dp=2,
         dp_rank=dist.get_rank() // 2,
     )
@@ -438,7 +443,7 @@ def gpt2_ddp(tmp_path: Path) -> Iterator[Pair]:
             "transformer.h.1.ln_2.bias",
         ),
         gradients,
-        tensor_leaves={"transformer.h.0.attn": (1,)},
+        outputs={"transformer.h.0.attn": (1,)},
         dp=size,
         dp_rank=dist.get_rank(),
         keywords={"use_cache": False},
@@ -528,7 +533,7 @@ def huggingface(tmp_path: Path, name: str, tp: int, fsdp: int = 1) -> Iterator[P
         HF_PARAMETERS
         + (("model.layers.0.mlp.experts.gate_up_proj",) if dtype is torch.float32 else ()),
         gradients,
-        tensor_leaves={f"model.layers.{i}.self_attn": (1,) for i in (0, 1)},
+        outputs={f"model.layers.{i}.self_attn": (1,) for i in (0, 1)},
         dp=fsdp,
         dp_rank=dist.get_rank() // tp,
         keywords={"use_cache": False},
@@ -779,6 +784,7 @@ def megatron(tmp_path: Path, sp: bool = False, experts: int | None = None) -> It
                     "decoder.layers.1.pre_mlp_layernorm.weight",
                 ),
                 full_gradients,
+                inputs_of={sites["inside attention"]: (1, 2)},
                 columns=lambda full: full.chunk(size, -1)[rank],
                 sizes={"tensor_parallel_size": size},
                 tolerance=ROUNDED,

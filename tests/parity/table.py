@@ -28,7 +28,7 @@ TIMEOUT_S = 20
 
 
 def elementwise(module, full, save_ctx, modules):
-    return (full * 1.5).tanh()
+    return full + 0.5 * full.abs()  # as large as before, so errors of rounding stay as small
 
 
 def mixing(module, full, save_ctx, modules):
@@ -172,9 +172,8 @@ def readable(pair: Pair, kind: str) -> list[Cell]:
     if kind == "parameter":
         return [Cell(kind, name) for name, _ in pair.oracle.named_parameters()]
     cells = [Cell(kind, name) for name, _ in pair.oracle.named_modules()]
-    if kind in ("forward", "full_backward_pre"):
-        for name, leaves in pair.tensor_leaves.items():
-            cells += [Cell(kind, name, leaf=leaf) for leaf in leaves]
+    more = pair.outputs if kind in ("forward", "full_backward_pre") else pair.inputs_of
+    cells += [Cell(kind, name, leaf=leaf) for name, leaves in more.items() for leaf in leaves]
     run = oracle_run(pair, cells)
     return [cell for cell in cells if run.records[cell.record]]
 
