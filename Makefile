@@ -42,7 +42,7 @@ test: build  ## the tests, those of several ranks included, but for the slow one
 	pytest -q
 
 parity: build  ## the parity table: every framework, mesh and hook kind against the unsharded model
-	pytest -q -m "slow or not slow" tests/parity
+	$(PYTHON) tests/parity
 
 bench: build  ## the benchmarks, each checked and timed against its baseline in one run
 	@for file in benchmarks/bench_*.py; do echo "== $$file" && $(PYTHON) $$file || exit 1; done

@@ -1,0 +1,140 @@
+"""`python tests/parity`: run every cell of the parity table and write docs/parity.md.
+
+Arguments go to pytest, for a part of the table: ``python tests/parity -k fsdp`` prints its rows and
+leaves docs/parity.md as it is.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from datetime import date
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+sys.path[:0] = [str(HERE.parent), str(ROOT)]
+
+import frameworks  # noqa: E402
+from table import DOINGS, KINDS  # noqa: E402
+
+PACKAGES = ("torch", "transformers", "fairscale", "megatron-core")
+
+INTRODUCTION = """\
+# Parity: sharded runs against the unsharded model
+
+Written by `make parity` on {date}; Python {python}, {versions}; CPU, gloo.
+
+Each row is a model that a framework has sharded over so many ranks. Each column is a kind of hook.
+A cell counts hooks that were **right**, in four numbers: *read* (every module, or parameter, that
+has a float tensor), *elementwise* edit, *mixing* edit (a dense product along every dim, so along
+the sharded one too), *in-place* edit (the last index of every dim, which lives on the last rank).
+Right means: what the hook saw, the model's output after it and all parameter gradients equal those
+of the unsharded model with the same weights under torch's own hooks, in the same run, within
+1e-9 (float64) or 2e-5 (float32, or models that compute parts in it) of the largest value.
+No hook was given an `expected_shape`.
+
+`+2e`: two more are a clear error on every rank, listed below. `WRONG` would be a silent wrong
+number: there must be none, and the tests fail if there is one.
+"""
+
+
+def main(arguments):
+    with tempfile.TemporaryDirectory() as folder:
+        status = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-m",
+                "slow or not slow",
+                *(arguments or [HERE]),
+            ],
+            cwd=ROOT,
+            env=os.environ | {"PARITY_ROWS": folder},
+        ).returncode
+        rows = {
+            name: json.loads(path.read_text())
+            for name in frameworks.CASES
+            if (path := Path(folder, f"{name}.json")).exists()
+        }
+    text = page(rows)
+    if arguments:
+        print(text)
+    else:
+        (ROOT / "docs" / "parity.md").write_text(text)
+    return status
+
+
+def page(rows):
+    versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    intro = INTRODUCTION.format(
+        date=date.today(), python=platform.python_version(), versions=versions
+    )
+    titles = " | ".join(kind.replace("_", " ") for kind in KINDS[:-1])
+    lines = [
+        intro,
+        f"| framework | model | ranks | {titles} | parameter gradient |",
+        "|---" * (3 + len(KINDS)) + "|",
+    ]
+    for name, case in frameworks.CASES.items():
+        cells = [cell(rows.get(name), kind) for kind in KINDS]
+        lines.append(f"| {case.framework} | {case.model} | {case.ranks} | {' | '.join(cells)} |")
+    total = Counter(row["result"] for outcomes in rows.values() for row in outcomes)
+    lines.append(
+        f"\n{total['right']} hooks right, {total['error']} errors, {total['wrong']} wrong.\n"
+    )
+    return "\n".join([*lines, *errors(rows)]) + "\n"
+
+
+def version(package):
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def cell(outcomes, kind):
+    if outcomes is None:
+        return "not run"
+    texts = []
+    for doing in DOINGS:
+        count = Counter(
+            row["result"]
+            for row in outcomes
+            if (row["cell"]["kind"], row["cell"]["doing"]) == (kind, doing)
+        )
+        error = f"+{count['error']}e" * bool(count["error"])
+        wrong = f" **{count['wrong']} WRONG**" * bool(count["wrong"])
+        texts.append(f"{count['right']}{error}{wrong}")
+    return " · ".join(texts)
+
+
+def errors(rows):
+    """The errors, by framework and reason, with the sites and hooks that they are about."""
+    lines = []
+    for name, outcomes in rows.items():
+        case = frameworks.CASES[name]
+        by_reason = {}
+        for row in outcomes:
+            if row["result"] != "right":
+                why = row["reason"] if row["result"] == "error" else f"WRONG: {row['text']}"
+                by_reason.setdefault((row["result"], why or row["text"]), []).append(row["cell"])
+        for (result, why), cells in by_reason.items():
+            sites = sorted({f"`{cell['site']}`" for cell in cells})
+            kinds = [kind for kind in KINDS if any(cell["kind"] == kind for cell in cells)]
+            doings = [doing for doing in DOINGS if any(cell["doing"] == doing for cell in cells)]
+            lines.append(
+                f"- {case.framework}, {case.model}, {case.ranks} ranks: {result}: {why} "
+                f"({', '.join(kinds)}; {', '.join(doings)}; {', '.join(sites)})"
+            )
+    return ["## Errors\n", *lines] if lines else []
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,364 @@
+"""The cells of one framework and model: hook kinds x sites x what the hook does.
+
+A cell is right where what the hook saw, the model's output and all parameter gradients equal those
+of the unsharded model under torch's own hooks in the same run. A HookError or ValueError raised on
+every rank is an "error"; everything else is "wrong".
+"""
+
+import re
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+import models
+from flex_model import FlexModel, HookError, HookFunction
+from frameworks import Pair, quiet, tensor_of
+
+KINDS = ("forward", "forward_pre", "full_backward", "full_backward_pre", "parameter")
+TIMEOUT_S = 20
+
+
+# ---- What a hook does ----------------------------------------------------------------------------
+
+
+def elementwise(module, full, save_ctx, modules):
+    return full + 0.5 * full.abs()  # as large as before, so errors of rounding stay as small
+
+
+def mixing(module, full, save_ctx, modules):
+    """A dense product along every dim, so along the sharded one too."""
+    for dim, size in enumerate(full.shape):
+        mix = models.random(size, size, seed=20 + dim).to(full.dtype) * (0.3 / size**0.5)
+        full = full + torch.tensordot(full, mix, ([dim], [0])).movedim(-1, dim)
+    return full
+
+
+def in_place(module, full, save_ctx, modules):
+    """The last index of every dim: it lives on the last rank. Nothing is returned."""
+    for dim in range(full.ndim):
+        full.select(dim, -1).mul_(1.5).add_(0.25)
+
+
+EDITS = {"elementwise": elementwise, "mixing": mixing, "in place": in_place}
+READ = "read"
+DOINGS = (READ, *EDITS)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One hook. ``site`` is a module's name, or a parameter's; ``leaf`` counts its tensors."""
+
+    kind: str
+    site: str
+    doing: str = READ
+    leaf: int = 0
+
+    @property
+    def edit(self) -> Callable | None:
+        return EDITS.get(self.doing)
+
+    @property
+    def record(self) -> str:
+        return f"{self.site}#{self.leaf}"
+
+    def __str__(self):
+        leaf = f", tensor {self.leaf}" if self.leaf else ""
+        return f"{self.kind} on {self.site!r}{leaf}, {self.doing}"
+
+
+@dataclass
+class Outcome:
+    """How a cell went: "right", "error" or "wrong", and what was told or what differs."""
+
+    cell: Cell
+    result: str
+    text: str = ""
+
+
+@dataclass
+class Run:
+    """All that must be equal."""
+
+    output: torch.Tensor | None = None
+    records: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+# ---- The unsharded run, under torch's own hooks --------------------------------------------------
+
+
+def oracle_run(pair: Pair, cells: list[Cell]) -> Run:
+    run = Run()
+    targets = random_targets(pair)
+    pair.oracle.zero_grad()
+    with ExitStack() as stack:
+        for cell in cells:
+            seen = run.records.setdefault(cell.record, [])
+            stack.enter_context(torch_hook(pair, cell, seen))
+        run.output = tensor_of(pair.oracle(*pair.inputs, **pair.keywords))
+        ((run.output * targets).sum() / pair.dp).backward()
+    run.output = run.output.detach()
+    run.gradients = {
+        name: parameter.grad
+        for name, parameter in pair.oracle.named_parameters()
+        if parameter.grad is not None
+    }
+    return run
+
+
+def random_targets(pair: Pair) -> torch.Tensor:
+    with torch.no_grad():
+        output = tensor_of(pair.oracle(*pair.inputs, **pair.keywords))
+    return models.random(*output.shape, seed=8).to(output.dtype)
+
+
+@contextmanager
+def torch_hook(pair: Pair, cell: Cell, seen: list[torch.Tensor]):
+    """A hook as a user of one process writes it.
+
+    Gradients at a module's edge are caught by tensor hooks on copies that only the module, or only
+    those after it, use: an in-place operation on either side does not change what they see.
+    """
+
+    def see(value):
+        order = pair.turned.get(cell.site)
+        value = value.permute(order) if order else value
+        seen.append(value.detach().clone())
+        if cell.edit is None:
+            return None
+        given = value.clone()
+        edited = cell.edit(None, given, Namespace(), {})
+        edited = given if edited is None else edited
+        return edited.permute(torch.tensor(order).argsort().tolist()) if order else edited
+
+    def at_leaf(tree):
+        leaves, spec = tree_flatten(tree)
+        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        if cell.leaf >= len(tensors) or not leaves[tensors[cell.leaf]].is_floating_point():
+            return tree
+        at = tensors[cell.leaf]
+        if cell.kind in ("forward", "forward_pre"):
+            edited = see(leaves[at])
+            if edited is None:
+                return tree
+            leaves[at] = edited
+        elif leaves[at].requires_grad:
+            leaves[at] = leaves[at].clone()
+            leaves[at].register_hook(see)
+        return tree_unflatten(leaves, spec)
+
+    if cell.kind == "parameter":
+        handle = pair.oracle.get_parameter(cell.site).register_hook(see)
+    else:
+        module = pair.oracle.get_submodule(cell.site)
+        if cell.kind in ("forward", "full_backward_pre"):
+            handle = module.register_forward_hook(lambda module, args, output: at_leaf(output))
+        else:
+            handle = module.register_forward_pre_hook(
+                lambda module, args, kwargs: at_leaf((args, kwargs)), with_kwargs=True
+            )
+    yield
+    handle.remove()
+
+
+def readable(pair: Pair, kind: str) -> list[Cell]:
+    """Every site that has something to read: modules that are called and have a float tensor."""
+    if kind == "parameter":
+        return [Cell(kind, name) for name, _ in pair.oracle.named_parameters()]
+    cells = [Cell(kind, name) for name, _ in pair.oracle.named_modules()]
+    more = pair.outputs if kind in ("forward", "full_backward_pre") else pair.inputs_of
+    cells += [Cell(kind, name, leaf=leaf) for name, leaves in more.items() for leaf in leaves]
+    run = oracle_run(pair, cells)
+    return [cell for cell in cells if run.records[cell.record]]
+
+
+def cells_of(pair: Pair) -> list[list[Cell]]:
+    """What is run: all reads of a kind together, then each edit on its own."""
+    runs = []
+    for kind in KINDS:
+        reads = readable(pair, kind)
+        runs.append(reads)
+        sites = pair.parameters if kind == "parameter" else pair.sites.values()
+        read = {cell.site for cell in reads}
+        runs += [[Cell(kind, site, doing)] for site in sites if site in read for doing in EDITS]
+    return runs
+
+
+# ---- The sharded run -----------------------------------------------------------------------------
+
+
+class Sharded:
+    """The sharded model of a pair, wrapped once; made anew after a run that failed."""
+
+    def __init__(self, pair: Pair):
+        self.pair, self.flex = pair, None
+        self.targets = pair.columns(pair.rows(random_targets(pair)))
+
+    def run(self, cells: list[Cell]) -> tuple[list[Outcome], Run | None]:
+        """The run, and the cells that could not be registered. Collective.
+
+        The run is None where it failed: then every cell has an outcome, of one text.
+        """
+        if self.flex is None:
+            self.flex = FlexModel(self.pair.shard(), **self.pair.sizes, timeout=TIMEOUT_S)
+        outcomes: list[Outcome] = []
+        run, status, text = None, "right", ""
+        try:
+            run = self._run(cells, outcomes)
+        except (HookError, ValueError) as error:
+            status, text = "error", one_line(error)
+        except Exception as error:
+            status, text = "wrong", one_line(error)
+        told = exchange((status, text))
+        statuses = {status for status, _ in told}
+        if statuses == {"right"}:
+            return outcomes, run
+        self.flex.restore()
+        self.flex = None
+        if statuses != {"error"}:
+            text = "; ".join(f"rank {rank}: {s} {t}" for rank, (s, t) in enumerate(told))
+            status = "wrong"
+        else:
+            text = told[0][1]
+        named = {outcome.cell for outcome in outcomes}
+        return outcomes + [Outcome(cell, status, text) for cell in cells if cell not in named], None
+
+    def _run(self, cells: list[Cell], outcomes: list[Outcome]) -> Run:
+        pair, flex = self.pair, self.flex
+        flex.zero_grad()
+        flex.output_ptr.clear()
+        handles = []
+        for cell in cells:
+            function = HookFunction(cell.site, None, cell.edit, cell.leaf, output_name=cell.record)
+            kind = "hook" if cell.kind == "parameter" else f"{cell.kind}_hook"
+            try:
+                handles.append(getattr(flex, f"register_{kind}")(function))
+            except ValueError as error:  # local, and the same on every rank
+                outcomes.append(Outcome(cell, "error", one_line(error)))
+        inputs = [pair.rows(value) for value in pair.inputs]
+        output = tensor_of(flex(*inputs, **pair.keywords))
+        (output * self.targets).sum().backward()
+        for handle in handles:
+            handle.remove()
+        return Run(output.detach(), dict(flex.output_ptr), pair.full_gradients(flex.module))
+
+
+def exchange(value):
+    """Every rank's, in the order of ranks. Collective."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: " + " ".join(str(error).split())[:1500]
+
+
+# ---- All cells of a pair -------------------------------------------------------------------------
+
+
+def outcomes_of(pair: Pair) -> list[Outcome]:
+    """Run every cell; the same list on every rank. Collective."""
+    with quiet():
+        runs = cells_of(pair)
+        oracles = [oracle_run(pair, cells) for cells in runs]
+        sharded = Sharded(pair)
+        pair.start()
+        outcomes = []
+        for cells, oracle in zip(runs, oracles):
+            outcomes += run_cells(sharded, cells, oracle)
+    return merged(outcomes)
+
+
+def run_cells(sharded: Sharded, cells: list[Cell], oracle: Run) -> list[Outcome]:
+    """Those that are named in an error are left out, and the others run again."""
+    left, done = cells, []
+    while left:
+        outcomes, run = sharded.run(left)
+        if run is not None:
+            bad = {outcome.cell for outcome in outcomes}
+            left = [cell for cell in left if cell not in bad]
+            return done + outcomes + compare(sharded.pair, left, oracle, run)
+        if len(left) == 1:
+            return done + outcomes
+        named = named_in(outcomes[-1].text, left)
+        if not named:
+            for cell in left:
+                done += run_cells(sharded, [cell], oracle)
+            return done
+        done += [outcome for outcome in outcomes if outcome.cell in named]
+        left = [cell for cell in left if cell not in named]
+    return done
+
+
+def named_in(text: str, cells: list[Cell]) -> list[Cell]:
+    found = {
+        (site, int(leaf or 0))
+        for site, leaf in re.findall(r" hook on '([^']*)'(?:, tensor (\d+))?", text)
+    }
+    return [cell for cell in cells if (cell.site, cell.leaf) in found]
+
+
+def compare(pair: Pair, cells: list[Cell], oracle: Run, run: Run) -> list[Outcome]:
+    """Records are each cell's own; output and gradients belong to all cells of the run. Local."""
+    common = list(differences("output", run.output, pair.columns(pair.rows(oracle.output)), pair))
+    for name in oracle.gradients.keys() | run.gradients.keys():
+        expected, got = oracle.gradients.get(name), run.gradients.get(name)
+        common += differences(f"gradient of {name}", got, expected, pair)
+    outcomes = []
+    for cell in cells:
+        expected = oracle.records[cell.record] if dist.get_rank() == 0 else []
+        got = run.records.get(cell.record, [])
+        wrong = []
+        if len(got) != len(expected):
+            wrong = [f"{len(got)} records, expected {len(expected)}"]
+        for index, (ours, theirs) in enumerate(zip(got, expected)):
+            wrong += differences(f"record {index}", ours, theirs, pair)
+        wrong += common
+        outcomes.append(Outcome(cell, "wrong" if wrong else "right", "; ".join(wrong)[:1500]))
+    return outcomes
+
+
+def differences(what: str, got, expected, pair: Pair):
+    """Yield a line if they are not equal within the tolerance, taken of the largest value."""
+    if got is None or expected is None:
+        if got is not expected:
+            yield f"{what}: got {shape_of(got)}, expected {shape_of(expected)}"
+        return
+    if type(got) not in (torch.Tensor, nn.Parameter) or got.dtype != expected.dtype:
+        yield f"{what}: a {type(got).__name__} of {got.dtype}, expected {expected.dtype}"
+    elif got.shape != expected.shape:
+        yield f"{what}: shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
+    elif got.numel():
+        difference = (got - expected).abs()
+        largest = max(1.0, expected.abs().max().item())
+        if not difference.max().item() <= pair.tolerance * largest:
+            at = tuple((difference == difference.max()).nonzero()[0].tolist())
+            share = (difference > pair.tolerance * largest).double().mean()
+            ratio = (got.norm() / expected.norm()).item()
+            yield (
+                f"{what}: at {at} got {got[at].item():.6g}, expected {expected[at].item():.6g} "
+                f"({share:.0%} of {tuple(got.shape)} differ; norm x {ratio:.4g})"
+            )
+
+
+def shape_of(value):
+    return None if value is None else tuple(value.shape)
+
+
+def merged(outcomes: list[Outcome]) -> list[Outcome]:
+    """A cell is wrong where it is wrong on any rank. Collective."""
+    result = []
+    for per_rank in zip(*exchange(outcomes)):
+        worst = next((o for o in per_rank if o.result == "wrong"), per_rank[0])
+        if worst.result == "wrong":
+            ranks = [rank for rank, o in enumerate(per_rank) if o.result == "wrong"]
+            worst = replace(worst, text=f"[ranks {ranks}] {worst.text}")
+        result.append(worst)
+    return result

@@ -1,0 +1,192 @@
+"""Sites whose layout nobody tells: interiors of MLPs and attention, without ``expected_shape``."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing import assert_close
+
+import frameworks
+import models
+import table
+from cells import mixing_features
+from flex_model import FlexModel, HookError, HookFunction
+from flex_model.distributed.channel import Channel
+from frameworks import tensor_of
+from table import Cell, Sharded, in_place, mixing, oracle_run
+
+LOGITS_TOLERANCE = 1e-5
+
+
+def build(name, tmp_path):
+    return frameworks.CASES[name].build(tmp_path)
+
+
+# ---- Interiors -----------------------------------------------------------------------------------
+
+INTERIORS = [
+    ("hf-llama-2", "forward", "model.layers.0.mlp.act_fn", 0),
+    ("hf-llama-2", "forward_pre", "model.layers.0.self_attn.o_proj", 0),
+    ("hf-llama-2", "forward", "model.layers.0.self_attn", 1),
+    ("native-tp-2", "forward", "layers.0.feed_forward.act", 0),
+    ("native-tp-2", "forward", "layers.0.attention.core", 0),
+    ("native-tp-2", "forward_pre", "layers.0.attention.core", 1),
+    ("native-tp-2", "full_backward_pre", "layers.0.attention.core", 0),
+]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("framework", ["hf-llama-2", "native-tp-2"])
+def test_interiors_of_mlp_and_attention_are_seen_in_full(framework, tmp_path):
+    with frameworks.quiet(), build(framework, tmp_path) as pair:
+        for case, kind, site, leaf in INTERIORS:
+            if case == framework:
+                cells = [Cell(kind, site, leaf=leaf)]
+                expected = oracle_run(pair, cells)
+                (outcome,) = table.run_cells(Sharded(pair), cells, expected)
+                assert outcome.result == "right", outcome
+
+
+# ---- A neuron of another rank --------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("framework", ["hf-llama-2", "native-tp-2"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_an_edit_in_place_of_a_neuron_that_lives_on_the_other_rank(framework, grad, tmp_path):
+    with frameworks.quiet(), build(framework, tmp_path) as pair:
+        site, sharded = pair.sites["act_fn"], pair.shard()
+        for neuron in (1, -2):  # one lives on rank 0, the other on rank 1
+
+            def silence(module, full, save_ctx, modules, neuron=neuron):
+                full[..., neuron] = 0
+
+            def hook(module, args, output, neuron=neuron):
+                output = output.clone()
+                output[..., neuron] = 0
+                return output
+
+            with torch.set_grad_enabled(grad), FlexModel(sharded) as flex:
+                before = tensor_of(pair.oracle(*pair.inputs, **pair.keywords))
+                handle = pair.oracle.get_submodule(site).register_forward_hook(hook)
+                expected = tensor_of(pair.oracle(*pair.inputs, **pair.keywords))
+                handle.remove()
+                flex.register_forward_hook(HookFunction(site, editing_function=silence))
+                logits = tensor_of(flex(*pair.inputs, **pair.keywords))
+            assert (expected - before).abs().max() > 100 * LOGITS_TOLERANCE
+            assert logits.requires_grad == grad
+            assert_close(logits, expected, atol=LOGITS_TOLERANCE, rtol=0)
+
+
+# ---- Generation ----------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("edit", [in_place, mixing_features])
+@pytest.mark.parametrize("site", ["model.layers.0.mlp.act_fn", "model.layers.0.self_attn.v_proj"])
+def test_greedy_generation_with_an_edit_gives_the_same_tokens(site, edit, tmp_path):
+    def hook(module, args, output):
+        given = output.clone()
+        edited = edit(module, given, None, None)
+        return given if edited is None else edited
+
+    def generate(model, prompt):
+        return model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
+
+    with frameworks.quiet(), build("hf-llama-2", tmp_path) as pair:
+        (prompt,) = pair.inputs
+        unedited = generate(pair.oracle, prompt)
+        handle = pair.oracle.get_submodule(site).register_forward_hook(hook)
+        expected = generate(pair.oracle, prompt)
+        handle.remove()
+        with FlexModel(pair.shard()) as flex:
+            flex.register_forward_hook(HookFunction(site, editing_function=edit))
+            assert torch.equal(generate(flex, prompt), expected)
+        assert not torch.equal(expected, unedited)  # the edit matters
+
+
+# ---- What it costs -------------------------------------------------------------------------------
+
+
+def collectives_of(call):
+    """How many collectives torch's dispatcher sees: the model's; our own groups go around it."""
+    with CommDebugMode() as counted:
+        call()
+    return counted.get_total_counts()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("framework", ["hf-llama-2", "native-tp-2"])
+def test_hooks_on_replicated_tensors_move_no_payload(framework, tmp_path):
+    with frameworks.quiet(), build(framework, tmp_path) as pair, torch.no_grad():
+        sharded, records = pair.shard(), {}
+        bare = collectives_of(lambda: sharded(*pair.inputs, **pair.keywords))
+        with FlexModel(sharded, records) as flex:
+            for what in ("outside", "row output", "norm", "layer", "root"):
+                name = f"{what} edited"
+                site = pair.sites[what]
+                flex.register_forward_hook(HookFunction(site, output_name=what))
+                flex.register_forward_hook(
+                    HookFunction(site, editing_function=mixing, output_name=name)
+                )
+            for _ in range(2):  # the second knows the layouts already
+                counted = collectives_of(lambda: sharded(*pair.inputs, **pair.keywords))
+                assert counted == bare
+            assert flex._core.channel.num_payloads == 0
+            assert len(records) == (10 if dist.get_rank() == 0 else 0)
+            flex.register_forward_hook(HookFunction(pair.sites["column output"]))
+            flex(*pair.inputs, **pair.keywords)
+            assert flex._core.channel.num_payloads > 0  # the count can fail
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("framework", ["hf-llama-2", "native-tp-2"])
+def test_an_idle_wrapper_makes_no_collective(framework, tmp_path):
+    ways = [name for name, value in vars(Channel).items() if callable(value)]
+    ways = [name for name in ways if name not in ("__init__", "close", "is_local")]
+    with frameworks.quiet(), build(framework, tmp_path) as pair:
+        sharded = pair.shard()
+
+        def step(model):
+            tensor_of(model(*pair.inputs, **pair.keywords)).sum().backward()
+
+        bare = collectives_of(lambda: step(sharded))
+        with FlexModel(sharded) as flex:
+            handle = flex.register_forward_hook(HookFunction(pair.sites["row output"]))
+            flex(*pair.inputs, **pair.keywords)
+            handle.remove()
+            with mock.patch.multiple(Channel, **dict.fromkeys(ways)):
+                assert collectives_of(lambda: step(flex)) == bare
+
+
+# ---- Layers that nobody knows --------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("site", ["fc1", "act", "fc2"])
+def test_unknown_layers_that_shard_by_hand(site):
+    """Right or a clear error, never a part; right with ``expected_shape``."""
+    model, batch = models.mlp(), models.random(4, 6)
+    sharded = models.TWO_RANKS["tp"].shard(model)
+    seen = []
+    handle = model.get_submodule(site).register_forward_hook(lambda m, a, out: seen.append(out))
+    expected = model(batch)
+    handle.remove()
+    for shape in (None, tuple(seen[0].shape)):
+        records = {}
+        with FlexModel(sharded, records, tensor_parallel_size=2) as flex:
+            flex.register_forward_hook(HookFunction(site, shape))
+            failure = ""
+            try:
+                output = flex(batch)
+            except (HookError, ValueError) as error:
+                failure = str(error)
+        assert (not failure) or shape is None
+        failures = table.exchange(failure)
+        if any(failures):
+            assert all(site in text and "expected_shape" in text for text in failures)
+        else:
+            assert_close(output, expected)
+            assert_close(records.get(site, []), seen if dist.get_rank() == 0 else [])
