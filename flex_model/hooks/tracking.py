@@ -16,10 +16,11 @@ from flex_model.distributed.channel import Channel
 from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.inference import UNKNOWN, Splits
 from flex_model.distributed.layout import Replicate, Shard, ShardLayout
+from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.propagation import Split
 from flex_model.distributed.tracking import LayoutTracker, named_weights, tensors_of
 from flex_model.hooks.registration import Registration
-from flex_model.integrations import dtensor
+from flex_model.integrations import dtensor, layers
 
 _MAX_FORWARDS = 8  # for hooks whose module is not reached, or whose layout nothing settles
 _SAMPLE = 4096  # elements of a weight that are compared between ranks
@@ -121,7 +122,7 @@ class Tracking:
         mesh = self._channel.mesh
         compared: list[Tensor] = []
         for module, name, weight in named_weights(self._root):
-            splits = _of_weight(module, name, weight, mesh.tp_size)
+            splits = _of_weight(module, name, weight, mesh)
             if splits is None:
                 compared.append(weight)
             else:
@@ -184,15 +185,14 @@ def _batch_dim(shapes: list[tuple[int, ...]], told: values.Fingerprints) -> Spli
     return Shard(0)
 
 
-def _of_weight(
-    module: nn.Module, name: str, weight: Tensor, tp_size: int
-) -> tuple[Split, Split] | None:
-    """How a weight is split, as it says itself; None where the ranks must compare it."""
-    if tp_size == 1:
+def _of_weight(module: nn.Module, name: str, weight: Tensor, mesh: Mesh) -> Splits | None:
+    """How a weight is split, as it or its layer says; None where the ranks must compare it."""
+    if mesh.tp_size == 1:
         return Replicate(), Replicate()
     if dtensor.is_dtensor(weight):
         return Replicate(), None  # the tracker asks the DTensor itself
-    return None
+    stated = layers.parameter_layout(module, name, weight, mesh)
+    return None if stated is None else (Replicate(), stated.tp)
 
 
 def _sample(weight: Tensor) -> Tensor:

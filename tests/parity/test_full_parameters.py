@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing import assert_close
 
-import frameworks
+import by_hand
 import models
 from flex_model import FlexModel
 
@@ -135,7 +135,7 @@ def check_fsdp1(group, use_orig_params, strategy, rows, **sizes):
         )
 
     model = block()
-    sharded = frameworks.quietly(shard)
+    sharded = by_hand.quietly(shard)
     check(model, sharded, call, rows, gradients=use_orig_params, **sizes)
     flex = FlexModel(sharded, **sizes)
     if not use_orig_params:
@@ -148,8 +148,8 @@ def check_fsdp1(group, use_orig_params, strategy, rows, **sizes):
 
 @pytest.mark.ranks(2)
 def test_parameters_of_fairscale():
-    model = models.seeded(frameworks.Tokens).double()
-    sharded = frameworks.quietly(lambda: frameworks.fairscale_tokens(model))
+    model = models.seeded(by_hand.Tokens).double()
+    sharded = by_hand.quietly(lambda: by_hand.fairscale_tokens(model))
     check(model, sharded, partial(call, batch=TOKENS), tensor_parallel_size=2)
 
 
@@ -159,13 +159,13 @@ def test_parameters_of_megatron():
     positions = torch.arange(5).expand(2, 5)
     mask = torch.ones(1, 1, 5, 5).triu(1).bool()
 
-    with frameworks.megatron():
-        model = frameworks.megatron_gpt(1)
-        sharded = frameworks.megatron_gpt(2)
+    with by_hand.megatron():
+        model = by_hand.megatron_gpt(1)
+        sharded = by_hand.megatron_gpt(2)
         assert sharded.decoder.layers[0].mlp.linear_fc1.weight.partition_stride == 2
 
         def forward(model, rows):
-            return frameworks.quietly(lambda: model(TOKENS, positions, mask))
+            return by_hand.quietly(lambda: model(TOKENS, positions, mask))
 
         check(model, sharded, forward, tensor_parallel_size=2)
 
