@@ -49,10 +49,13 @@ class FlexModel(nn.Module):
             ``output_ranks``). Complete when the forward (or backward) returns. Every run starts the
             lists of its hooks afresh.
         tensor_parallel_size, pipeline_parallel_size, data_parallel_size: They multiply to the
-            number of ranks, in the order (pp, dp, tp), tp fastest. All left at 1, they are taken
-            from the model's own mesh, if it has one.
-        process_group: The ranks that hold the model (default: the world).
-        device_mesh: A ``DeviceMesh`` with named dims, instead of sizes.
+            number of ranks, in the order (pp, dp, tp), tp fastest. Those left at 1 are taken from
+            the model's own groups, where it has some (DTensor, DDP, FSDP, Megatron, fairscale),
+            and so is then the order of the ranks.
+        process_group: The ranks that hold the model (default: the world, or the ranks that the
+            model says, if no size is given either).
+        device_mesh: A ``DeviceMesh`` with named dims, instead of sizes. Like them it is checked
+            against the model's own groups.
         edit_on: ``"all"``: every rank runs the editing functions, on the same values with the same
             random state. ``"rank0"``: only rank 0 does, and its result is sent to the others;
             trainable modules then have gradients on rank 0 only (``sync_trainable_modules``).
@@ -95,7 +98,7 @@ class FlexModel(nn.Module):
         super().__init__()
         _check_arguments(module, output_ptr, edit_on, output_ranks, timeout)
         sizes = (tensor_parallel_size, pipeline_parallel_size, data_parallel_size)
-        mesh = _find_mesh(module, sizes, process_group, device_mesh)
+        mesh = _find_mesh(module, sizes, process_group, device_mesh, float(timeout))
         if mesh.pp_size > 1:
             raise ValueError(
                 f"pipeline_parallel_size is {mesh.pp_size}, but a module alone does not say when "
@@ -657,32 +660,10 @@ def _find_mesh(
     sizes: tuple[int, int, int],
     process_group: dist.ProcessGroup | None,
     device_mesh: dist.DeviceMesh | None,
+    timeout_s: float,
 ) -> Mesh:
     """The mesh that the user gave, or that the model has; they must not contradict each other."""
-    if device_mesh is not None:
-        mesh = Mesh.from_device_mesh(device_mesh)
-        given = (mesh.tp_size, mesh.pp_size, mesh.dp_size)
-        if sizes != (1, 1, 1) and sizes != given:
-            raise ValueError(
-                f"FlexModel: sizes (tp, pp, dp) = {sizes} contradict the device_mesh, which has "
-                f"{given}"
-            )
-        return mesh
     if sizes != (1, 1, 1):
         initialize_from_launcher()
     own = model_mesh.find(module) if is_distributed() else None
-    if own is not None and own.num_ranks == 1:
-        own = None
-    if sizes == (1, 1, 1) and own is not None:
-        return own
-    mesh = Mesh.from_sizes(*sizes, process_group)
-    if (
-        own is not None
-        and (own.ranks, own.pp_size) == (mesh.ranks, mesh.pp_size)
-        and (own.dp_size, own.tp_size) != (mesh.dp_size, mesh.tp_size)
-    ):
-        raise ValueError(
-            f"FlexModel: sizes say {mesh.describe()}, but the model itself is sharded as "
-            f"{own.describe()}; leave the sizes out, or give those of the model"
-        )
-    return mesh
+    return model_mesh.choose(own, sizes, process_group, device_mesh, timeout_s)

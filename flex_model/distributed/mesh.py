@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch import Tensor
+
+AXES = ("pp", "dp", "tp")  # slowest first
 
 # Names that device meshes give to their dims, and our axis for each.
 AXIS_OF_DIM = {
@@ -37,9 +41,9 @@ class Mesh:
     Example::
 
         mesh = Mesh.from_sizes(tp_size=2, dp_size=2)      # 4 processes
-        mesh.grid                                         # (0, 1, 2, 3): global ranks of this
-        stage, tp fastest mesh.members(("tp",))                             # [2, 3] on the second
-        data-parallel rank: places in `grid`
+        mesh.grid               # (0, 1, 2, 3): global ranks of this stage, tp fastest
+        mesh.members(("tp",))   # [2, 3] on the second data-parallel rank: places in `grid`
+        mesh.line("dp")         # (0, 2) on the first tensor-parallel rank: global ranks
 
     Attributes:
         ranks: Global ranks in the order (pp, dp, tp), tp fastest.
@@ -65,10 +69,8 @@ class Mesh:
         Raises:
             ValueError: a size is below 1, or the sizes do not multiply to the number of ranks.
         """
+        check_sizes(tp_size, pp_size, dp_size)
         ranks = group_ranks(process_group)
-        for name, size in (("tensor", tp_size), ("pipeline", pp_size), ("data", dp_size)):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}_parallel_size must be an int of at least 1, got {size!r}")
         if tp_size * pp_size * dp_size != len(ranks):
             raise ValueError(
                 f"tensor_parallel_size ({tp_size}) x pipeline_parallel_size ({pp_size}) x "
@@ -102,21 +104,67 @@ class Mesh:
                     f"{sorted(AXIS_OF_DIM)}"
                 )
             axes.append(axis)
-        order = sorted(range(len(axes)), key=lambda i: (("pp", "dp", "tp").index(axes[i]), i))
-        table = device_mesh.mesh.permute(order)
-        sizes = {
-            axis: math.prod(n for i, n in zip(order, table.shape) if axes[i] == axis)
-            for axis in ("pp", "dp", "tp")
-        }
-        ranks = tuple(int(rank) for rank in table.flatten())
-        return Mesh._of(ranks, sizes["pp"], sizes["dp"], sizes["tp"])
+        return Mesh.from_table(device_mesh.mesh, axes)
 
     @staticmethod
-    def _of(ranks: tuple[int, ...], pp_size: int, dp_size: int, tp_size: int) -> Mesh:
-        me = dist.get_rank() if is_distributed() else 0
+    def from_table(table: Tensor, axes: Sequence[str], me: int | None = None) -> Mesh:
+        """Take the axes from a table of global ranks, one axis for each of its dims. Several dims
+        of one axis are one, the first of them slowest. Local.
+
+        Args:
+            me: This process's global rank, if not torch.distributed's.
+
+        Raises:
+            ValueError: this rank is not in the table.
+        """
+        order = sorted(range(len(axes)), key=lambda i: (AXES.index(axes[i]), i))
+        table = table.permute(order)
+        sizes = {
+            axis: math.prod(n for i, n in zip(order, table.shape) if axes[i] == axis)
+            for axis in AXES
+        }
+        ranks = tuple(int(rank) for rank in table.flatten())
+        return Mesh._of(ranks, sizes["pp"], sizes["dp"], sizes["tp"], me)
+
+    @staticmethod
+    def from_lines(
+        pp: tuple[int, ...], dp: tuple[int, ...], tp: tuple[int, ...], me: int, world_size: int
+    ) -> Mesh:
+        """Lay out the grid from the groups that one rank is in, each in the order of its axis.
+
+        The other groups of an axis are taken to be this rank's, moved. So they are wherever
+        consecutive ranks are counted through the axes, in whatever order: fairscale's (dp, pp, tp),
+        every ``order`` of Megatron's. Then all ranks arrive at the same grid without asking each
+        other. Local; no collective.
+
+        Args:
+            pp, dp, tp: Global ranks of the groups, ``(me,)`` for an axis of one rank.
+            me: The global rank they were read on.
+            world_size: Number of global ranks.
+
+        Raises:
+            ValueError: this rank is not in one of its groups, or the groups are no such grid.
+        """
+        ranks = tuple(stage + row + column - 2 * me for stage in pp for row in dp for column in tp)
+        regular = len(set(ranks)) == len(ranks) and min(ranks) >= 0 and max(ranks) < world_size
+        if not regular or any(me not in line for line in (pp, dp, tp)):
+            raise ValueError(
+                f"global rank {me} is in the groups pp {list(pp)}, dp {list(dp)} and tp "
+                f"{list(tp)}, which are no regular grid of the {world_size} ranks; give "
+                'device_mesh= with dims named "dp" and "tp"'
+            )
+        return Mesh(ranks, ranks.index(me), len(pp), len(dp), len(tp))
+
+    @staticmethod
+    def _of(
+        ranks: tuple[int, ...], pp_size: int, dp_size: int, tp_size: int, me: int | None = None
+    ) -> Mesh:
+        if me is None:
+            me = dist.get_rank() if is_distributed() else 0
         if me not in ranks:
             raise ValueError(
-                f"global rank {me} is not one of the ranks of this model, {list(ranks)}"
+                f"global rank {me} is not one of the ranks of this model, {list(ranks)}; wrap the "
+                "model on its own ranks only"
             )
         return Mesh(ranks, ranks.index(me), pp_size, dp_size, tp_size)
 
@@ -142,6 +190,12 @@ class Mesh:
         """This rank's place in ``grid``."""
         return self.rank % (self.dp_size * self.tp_size)
 
+    def line(self, axis: str) -> tuple[int, ...]:
+        """Global ranks along this rank's "pp", "dp" or "tp" axis, in the order of the axis."""
+        if axis == "pp":
+            return self.ranks[self.place :: len(self.grid)]
+        return tuple(self.grid[place] for place in self.members((axis,)))
+
     def members(self, axes: tuple[Axis, ...], place: int | None = None) -> list[int]:
         """Places in ``grid`` of the ranks that differ from ``place`` (default: this rank) along
         ``axes`` only.
@@ -166,6 +220,13 @@ def _along(index: int, size: int, count: int | None, stride: int) -> list[int]:
         return list(range(size))
     first = index - index // stride % count * stride
     return [first + i * stride for i in range(count)]
+
+
+def check_sizes(tp_size: int, pp_size: int, dp_size: int) -> None:
+    """ValueError where a size is not an int of at least 1."""
+    for name, size in (("tensor", tp_size), ("pipeline", pp_size), ("data", dp_size)):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name}_parallel_size must be an int of at least 1, got {size!r}")
 
 
 def is_distributed() -> bool:

@@ -1,89 +1,253 @@
-"""The mesh that a model was sharded over, read from the model."""
+"""The mesh of a wrap: what the user gave, filled in from what the model was sharded over."""
 
 from __future__ import annotations
 
-from typing import Any
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from flex_model.distributed.mesh import AXIS_OF_DIM, Mesh, group_ranks
-from flex_model.integrations import fsdp
-from flex_model.integrations.dtensor import is_dtensor
+from flex_model.distributed.channel import Channel
+from flex_model.distributed.mesh import AXES, Mesh, check_sizes, group_ranks
+from flex_model.integrations import mesh_sources
+from flex_model.integrations.mesh_sources import Source
 
 
-def find(root: nn.Module) -> Mesh | None:
-    """The mesh of a sharded model: of its DTensors, its Hugging Face ``_device_mesh``, its DDP or
-    FSDP1 wrapper.
+@dataclass(frozen=True)
+class ModelGroups:
+    """The groups that this rank is in, by what the model says.
 
-    None where the model says nothing. Local.
+    Attributes:
+        lines: Global ranks of this rank's group along an axis, for axes of more than one rank.
+        names: What says so, by axis.
+        exact: Whole meshes that were read.
+        unknown: A mesh of the model that could not be read; empty if there is none.
+    """
+
+    lines: dict[str, tuple[int, ...]]
+    names: dict[str, str]
+    exact: tuple[Mesh, ...] = ()
+    unknown: str = ""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Ranks along each axis; 1 where the model says nothing."""
+        return {axis: len(self.lines.get(axis, (0,))) for axis in AXES}
+
+    def describe(self) -> str:
+        """``tp over ranks [0, 1] (fc1.weight), dp over ranks [0, 2] (...)``, for messages."""
+        return ", ".join(
+            f"{axis} over ranks {list(line)} ({self.names[axis]})"
+            for axis, line in sorted(self.lines.items(), key=lambda item: -AXES.index(item[0]))
+        )
+
+    def check(self, mesh: Mesh, given: str) -> None:
+        """That ``mesh`` has the model's groups. Local.
+
+        Args:
+            given: What the user gave, for the message.
+
+        Raises:
+            ValueError: it has others.
+        """
+        if any(mesh.line(axis) != line for axis, line in self.lines.items()):
+            ours = ", ".join(f"{axis} over ranks {list(mesh.line(axis))}" for axis in self.lines)
+            raise ValueError(
+                f"FlexModel: {given}: {mesh.describe()}, which puts global rank "
+                f"{mesh.ranks[mesh.rank]} in {ours}; but the model itself is sharded as "
+                f"{self.describe()}; leave the sizes out, or give a device_mesh with the model's "
+                "groups"
+            )
+
+    def mesh(self, timeout_s: float) -> Mesh:
+        """The whole mesh. Local where one source says it all or the framework counts consecutive
+        ranks through its axes; else collective over the groups of this rank.
+
+        Raises:
+            ValueError: the model's mesh can't be read, or its groups are no regular grid; on every
+                rank.
+        """
+        if not self.lines:
+            raise ValueError(
+                f"FlexModel: {self.unknown}, which are not known axes (tp, dp, pp); give "
+                'device_mesh= with dims named "dp" and "tp"'
+            )
+        sizes = self.sizes
+        for mesh in self.exact:
+            if mesh.num_ranks == math.prod(sizes.values()) and all(
+                mesh.line(axis) == line for axis, line in self.lines.items()
+            ):
+                return mesh
+        me = dist.get_rank()
+        pp, dp, tp = (self.lines.get(axis, (me,)) for axis in AXES)
+        error = None
+        try:
+            found = Mesh.from_lines(pp, dp, tp, me, dist.get_world_size())
+        except ValueError as irregular:
+            found, error = None, irregular
+        if not _is_agreed(() if found is None else found.ranks, (tp, dp, pp), timeout_s):
+            raise ValueError(
+                f"FlexModel: the model is sharded as {self.describe()}, and its ranks make no "
+                'regular grid of these groups; give device_mesh= with dims named "dp" and "tp"'
+            ) from error
+        assert found is not None  # nobody agrees on an empty grid
+        return found
+
+
+def find(root: nn.Module) -> ModelGroups | None:
+    """What a sharded model says of its ranks; None where it says nothing.
+
+    Read are the meshes of its DTensor parameters (torch's and Hugging Face's tensor parallelism,
+    FSDP2, HSDP), Hugging Face's ``_device_mesh``, the groups of DDP and FSDP1 wrappers, and, for
+    layers of Megatron-core or fairscale, the groups of their parallel state. Local.
 
     Raises:
-        ValueError: what it says can't be laid out as (dp, tp).
+        ValueError: this rank is not one of the model's; two of these contradict each other; or
+            Megatron's context parallelism is on.
     """
-    device_mesh = _device_mesh(root)
-    group = fsdp.data_parallel_group(root)
-    if device_mesh is None:
-        if group is None:
-            return None
-        ranks = group_ranks(group)
-        return Mesh(ranks, ranks.index(dist.get_rank()), dp_size=len(ranks))
-    mesh = _from_device_mesh(root, device_mesh)
-    if group is None or dist.get_world_size(group) == 1:
+    sources, unknown = mesh_sources.find_all(root)
+    lines, names = merge(sources)
+    if not lines and not unknown:
+        return None
+    exact = tuple(source.mesh for source in sources if source.is_exact)
+    return ModelGroups(lines, names, exact, unknown[0] if unknown else "")
+
+
+def choose(
+    own: ModelGroups | None,
+    sizes: tuple[int, int, int],
+    process_group: dist.ProcessGroup | None,
+    device_mesh: dist.DeviceMesh | None,
+    timeout_s: float,
+) -> Mesh:
+    """The mesh that the user gave, filled in from the model's own; they must not contradict.
+
+    Args:
+        own: What the model says.
+        sizes: (tp, pp, dp); 1 is filled in from the model.
+
+    Local, or collective as ``ModelGroups.mesh`` is.
+
+    Raises:
+        ValueError: sizes that do not multiply to the number of ranks, or what the user gave
+            contradicts the model's own groups or itself.
+    """
+    check_sizes(*sizes)
+    ranks = group_ranks(process_group)
+    if device_mesh is not None:
+        mesh = Mesh.from_device_mesh(device_mesh)
+        found = (mesh.tp_size, mesh.pp_size, mesh.dp_size)
+        if sizes != (1, 1, 1) and sizes != found:
+            raise ValueError(
+                f"FlexModel: sizes (tp, pp, dp) = {sizes} contradict the device_mesh, which has "
+                f"{found}"
+            )
+        if process_group is not None and set(ranks) != set(mesh.ranks):
+            raise ValueError(
+                f"FlexModel: the process_group has ranks {list(ranks)}, but the device_mesh "
+                f"{list(mesh.ranks)}; give one of them"
+            )
+        if own is not None:
+            own.check(mesh, "the device_mesh says")
         return mesh
-    return _with_data_parallel(mesh, group_ranks(group))
+    says_ranks = sizes != (1, 1, 1) or process_group is not None
+    if own is None or (says_ranks and not own.lines):
+        return Mesh.from_sizes(*sizes, process_group)
+    if not says_ranks:
+        mesh = own.mesh(timeout_s)
+        if mesh.tp_size == mesh.pp_size == 1 and mesh.num_ranks < len(ranks):
+            raise ValueError(
+                f"FlexModel: the model says dp over ranks {list(mesh.ranks)}, but not what the "
+                f"other ranks of {list(ranks)} hold; give a process_group of its ranks if it is "
+                "not sharded otherwise, or tensor_parallel_size"
+            )
+        return mesh
+    return _fill_in(own, sizes, ranks, process_group, timeout_s)
 
 
-def _device_mesh(root: nn.Module) -> Any:
-    """The largest mesh that a DTensor parameter lives on, or the one a Hugging Face model keeps."""
-    best = None
-    parameter: Any
-    for parameter in root.parameters():
-        mesh = parameter.device_mesh if is_dtensor(parameter) else None
-        if mesh is not None and (best is None or mesh.size() > best.size()):
-            best = mesh
-    if best is not None:
-        return best
-    for module in root.modules():
-        mesh = getattr(module, "_device_mesh", None)
-        if isinstance(mesh, dist.DeviceMesh):
-            return mesh
-    return None
-
-
-def _from_device_mesh(root: nn.Module, device_mesh: Any) -> Mesh:
-    names = device_mesh.mesh_dim_names
-    if names is not None and all(name.lower() in AXIS_OF_DIM for name in names):
-        return Mesh.from_device_mesh(device_mesh)
-    if device_mesh.ndim > 1:
+def _fill_in(
+    own: ModelGroups,
+    sizes: tuple[int, int, int],
+    ranks: tuple[int, ...],
+    process_group: dist.ProcessGroup | None,
+    timeout_s: float,
+) -> Mesh:
+    given = dict(zip(("tp", "pp", "dp"), sizes))
+    filled = {axis: max(given[axis], size) for axis, size in own.sizes.items()}
+    num_own = math.prod(own.sizes.values())
+    differ = any(1 < given[axis] != size > 1 for axis, size in own.sizes.items())
+    if differ or math.prod(filled.values()) != len(ranks):
         raise ValueError(
-            f"the model's DTensors live on a {device_mesh.ndim}-D mesh whose dims {names} are not "
-            "known axes; "
-            'give device_mesh= with dims named "dp" and "tp"'
+            f"FlexModel: sizes (tp, pp, dp) = {sizes} over the ranks {list(ranks)} contradict the "
+            f"model itself, which is sharded as {own.describe()}; sizes left at 1 are taken from "
+            "the model, and all multiply to the number of ranks"
         )
-    ranks = tuple(int(rank) for rank in device_mesh.mesh.flatten())
-    place = ranks.index(dist.get_rank())
-    if any(fsdp.is_fsdp2(module) for module in root.modules()):
-        return Mesh(ranks, place, dp_size=len(ranks))
-    return Mesh(ranks, place, tp_size=len(ranks))
+    if num_own < len(ranks):
+        mesh = Mesh.from_sizes(filled["tp"], filled["pp"], filled["dp"], process_group)
+        own.check(mesh, "sizes and process_group say")
+        return mesh
+    mesh = own.mesh(timeout_s)
+    if set(mesh.ranks) != set(ranks):
+        raise ValueError(
+            f"FlexModel: the process_group has ranks {list(ranks)}, but the model itself is "
+            f"sharded as {own.describe()}"
+        )
+    return mesh
 
 
-def _with_data_parallel(mesh: Mesh, ranks: tuple[int, ...]) -> Mesh:
-    """A tensor-parallel model inside DDP or FSDP1: ranks of one tp group are consecutive, or we do
-    not guess.
+def merge(
+    sources: Sequence[Source],
+) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """This rank's group along each axis, by all sources together, and what says so. Pure.
+
+    Along dp the largest counts: some layers are sharded over a part of the ranks that have their
+    own rows of the batch.
+
+    Raises:
+        ValueError: two sources contradict each other.
     """
-    size = mesh.tp_size * len(ranks)
+    lines: dict[str, tuple[int, ...]] = {}
+    names: dict[str, str] = {}
+    for source in sources:
+        for axis in AXES:
+            line = source.mesh.line(axis)
+            known = lines.get(axis, line)
+            if len(line) == 1:
+                continue
+            smaller, larger = sorted((line, known), key=len)
+            if line != known and (axis != "dp" or not set(smaller) < set(larger)):
+                raise ValueError(
+                    f"FlexModel: the model contradicts itself: {axis} is over ranks {list(known)} "
+                    f"by {names[axis]}, and over ranks {list(line)} by {source.name}"
+                )
+            if axis not in lines or len(line) > len(known):
+                lines[axis], names[axis] = line, source.name
+    return lines, names
+
+
+def _is_agreed(ranks: tuple[int, ...], lines: Sequence[tuple[int, ...]], timeout_s: float) -> bool:
+    """Whether all ranks arrived at the same grid. Collective over each of ``lines`` in turn.
+
+    First each rank hears what those in its groups arrived at, then whether they heard the same from
+    theirs: so along a grid all know of all, and the verdict is the same.
+    """
     me = dist.get_rank()
-    start = me - me % mesh.tp_size
-    regular = (
-        mesh.dp_size == 1
-        and tuple(sorted(mesh.ranks)) == tuple(range(start, start + mesh.tp_size))
-        and tuple(sorted(ranks)) == tuple(range(me % mesh.tp_size, size, mesh.tp_size))
-    )
-    if not regular:
-        raise ValueError(
-            f"the model is tensor-parallel over ranks {list(mesh.ranks)} and data-parallel over "
-            f"ranks {list(ranks)}, "
-            'which is not the order (dp, tp); give device_mesh= with dims named "dp" and "tp"'
-        )
-    return Mesh(tuple(range(size)), me, dp_size=len(ranks), tp_size=mesh.tp_size)
+    channels = [
+        Channel(Mesh(line, line.index(me), tp_size=len(line)), timeout_s)
+        for line in lines
+        if len(line) > 1
+    ]
+    try:
+        digest = int.from_bytes(hashlib.sha256(repr(ranks).encode()).digest()[:7], "big")
+        heard = [channel.exchange(torch.tensor([digest])) for channel in channels]
+        agreed = bool(ranks) and all(bool((row == digest).all()) for row in heard)
+        for channel in channels:
+            agreed = bool(channel.exchange(torch.tensor([int(agreed)])).all())
+    finally:
+        for channel in channels:
+            channel.close()
+    return agreed

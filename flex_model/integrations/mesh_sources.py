@@ -1,0 +1,225 @@
+"""What the parts of a sharded model, and its framework's state, say of its ranks. All local."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from flex_model.distributed.mesh import AXIS_OF_DIM, Mesh, group_ranks
+from flex_model.integrations import fsdp
+from flex_model.integrations.dtensor import is_dtensor
+
+# Words in the names of mesh dims that split what our axes don't: the sequence, or the experts.
+_FOREIGN = {"cp", "context", "sp", "sequence", "ulysses", "ep", "efsdp", "etp", "expert"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """What one part of a model says of its ranks.
+
+    Attributes:
+        name: What says so, for messages.
+        mesh: The ranks it knows of; an axis that it says nothing about has size 1.
+        is_exact: Whether the whole mesh was read, not only the groups through this rank.
+    """
+
+    name: str
+    mesh: Mesh
+    is_exact: bool = True
+
+
+def find_all(root: nn.Module) -> tuple[list[Source], list[str]]:
+    """All that a model says of its ranks, and in words the meshes that can't be read.
+
+    Raises:
+        ValueError: this rank is not one of the model's, or Megatron's context parallelism is on.
+    """
+    unknown: list[str] = []
+    sources = [
+        *_dtensor_meshes(root, unknown),
+        *_hugging_face_mesh(root),
+        *_wrapper_groups(root),
+        *_megatron_groups(root),
+        *_fairscale_groups(root),
+    ]
+    return sources, unknown
+
+
+def axes_of_dims(
+    names: Sequence[str] | None, ndim: int, *, is_fsdp2: bool, replicates_first: bool
+) -> tuple[str, ...] | None:
+    """Our axis for each dim of a parameter's mesh; None where that can't be told. Pure.
+
+    Args:
+        names: Names of the dims.
+        is_fsdp2: Whether FSDP2 manages the parameter: it puts its dims before those of tensor
+            parallelism.
+        replicates_first: Whether the parameter is replicated along the first dim, as HSDP does and
+            plain FSDP2 never.
+    """
+    known = [AXIS_OF_DIM.get(name.lower()) for name in names or ()]
+    if names is not None and None not in known:
+        return tuple(axis for axis in known if axis is not None)
+    if any(_FOREIGN.intersection(name.lower().split("_")) for name in names or ()):
+        return None
+    if is_fsdp2:
+        num_dp = 2 if replicates_first and ndim > 1 else 1
+        axes = ("dp",) * num_dp + ("tp",) * (ndim - num_dp)
+    else:
+        axes = ("tp",) * ndim
+    fits = all(name is None or name == axis for name, axis in zip(known, axes))
+    return axes if fits and axes.count("tp") <= 1 else None
+
+
+def _dtensor_meshes(root: nn.Module, unknown: list[str]) -> Iterator[Source]:
+    """One source for each mesh of DTensor parameters; what can't be read goes to ``unknown``."""
+    managed: set[int] = set()
+    for module in root.modules():
+        if fsdp.is_fsdp2(module):
+            # after a forward its parameters may still be whole; no collective, and nothing if not
+            module.reshard()  # type: ignore[operator]
+            managed.update(id(parameter) for parameter in module.parameters())
+    seen = set()
+    parameter: Any
+    for name, parameter in root.named_parameters():
+        if not is_dtensor(parameter):
+            continue
+        device_mesh = parameter.device_mesh
+        axes = axes_of_dims(
+            device_mesh.mesh_dim_names,
+            device_mesh.ndim,
+            is_fsdp2=id(parameter) in managed,
+            replicates_first=parameter.placements[0].is_replicate(),
+        )
+        if (device_mesh, axes) in seen:
+            continue
+        seen.add((device_mesh, axes))
+        if axes is None:
+            unknown.append(
+                f"the parameter {name!r} is a DTensor on a {device_mesh.ndim}-D mesh with dims "
+                f"{device_mesh.mesh_dim_names}"
+            )
+            continue
+        kind = "FSDP2" if id(parameter) in managed else "DTensor"
+        yield Source(f"{kind} parameter {name!r}", Mesh.from_table(device_mesh.mesh, axes))
+
+
+def _hugging_face_mesh(root: nn.Module) -> Iterator[Source]:
+    """The mesh that ``from_pretrained(distributed_config=...)`` keeps on a model. The attribute is
+    private; where it is missing, the DTensor parameters tell.
+    """
+    for module in root.modules():
+        mesh = vars(module).get("_device_mesh")
+        if isinstance(mesh, dist.DeviceMesh) and not fsdp.is_fsdp1(module):
+            axes = _known_axes(mesh)
+            if axes is not None:
+                yield Source("Hugging Face's _device_mesh", Mesh.from_table(mesh.mesh, axes))
+
+
+def _wrapper_groups(root: nn.Module) -> Iterator[Source]:
+    """The groups of DDP and FSDP1; their whole mesh, where they were given a part of one."""
+    seen = set()
+    for module in root.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            name, device_mesh = "DistributedDataParallel", getattr(module, "device_mesh", None)
+        elif fsdp.is_fsdp1(module):
+            name, device_mesh = "FSDP1", getattr(module, "_device_mesh", None)
+        else:
+            continue
+        mesh, is_exact = _wrapper_mesh(module)
+        if mesh.ranks not in seen:
+            seen.add(mesh.ranks)
+            yield Source(name, mesh, is_exact)
+        # They turn DTensors of a tensor-parallel mesh into plain tensors; the mesh that theirs was
+        # cut from still knows. There is no public way to ask it.
+        find_whole = getattr(device_mesh, "_get_root_mesh", None)
+        whole = None if find_whole is None else find_whole()
+        if whole is not None and whole != device_mesh and whole not in seen:
+            seen.add(whole)
+            axes = _known_axes(whole)
+            if axes is not None and "pp" not in axes:
+                yield Source(f"the mesh of {name}", Mesh.from_table(whole.mesh, axes))
+
+
+def _wrapper_mesh(module: Any) -> tuple[Mesh, bool]:
+    ranks, me = group_ranks(module.process_group), dist.get_rank()
+    strategy = getattr(getattr(module, "sharding_strategy", None), "name", "")
+    if "HYBRID" not in strategy:
+        return Mesh(ranks, ranks.index(me), dp_size=len(ranks)), True
+    between = getattr(module, "_inter_node_pg", None)  # no public way to ask for it
+    if between is None:
+        raise ValueError(
+            f"FlexModel: FSDP1 with {strategy} does not tell the group it replicates over; give "
+            'device_mesh= with dims named "replicate" and "shard"'
+        )
+    replicas = group_ranks(between)
+    grid = Mesh.from_lines((me,), replicas, ranks, me, dist.get_world_size())
+    return Mesh(grid.ranks, grid.rank, dp_size=grid.num_ranks), False
+
+
+def _megatron_groups(root: nn.Module) -> Iterator[Source]:
+    """Megatron-core's parallel state, if the layers were made with it, else the groups of the
+    layers.
+    """
+    layers = list(_layers(root, "megatron.core."))
+    if not layers:
+        return
+    groups = (getattr(layer, "tp_group", None) for layer in layers)
+    of_layers = {group_ranks(group) for group in groups if isinstance(group, dist.ProcessGroup)}
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is not None and state.model_parallel_is_initialized():
+        tp = group_ranks(state.get_tensor_model_parallel_group())
+        if not of_layers or tp in of_layers:  # experts may have another one
+            num_context = state.get_context_parallel_world_size()
+            if num_context > 1:
+                raise ValueError(
+                    f"FlexModel: Megatron's context parallelism (size {num_context}) splits the "
+                    "sequence over ranks, which is not supported; use context_parallel_size=1"
+                )
+            yield _from_lines(
+                "Megatron's parallel_state",
+                group_ranks(state.get_pipeline_model_parallel_group()),
+                group_ranks(state.get_data_parallel_group()),
+                tp,
+            )
+            return
+    for ranks in of_layers:
+        mesh = Mesh(ranks, ranks.index(dist.get_rank()), tp_size=len(ranks))
+        yield Source("tp_group of Megatron's layers", mesh)
+
+
+def _fairscale_groups(root: nn.Module) -> Iterator[Source]:
+    """fairscale's model-parallel state; it counts ranks as (dp, pp, tp)."""
+    state = sys.modules.get("fairscale.nn.model_parallel.initialize")
+    if state is None or not state.model_parallel_is_initialized():
+        return
+    if any(_layers(root, "fairscale.nn.model_parallel.")):
+        yield _from_lines(
+            "fairscale's model-parallel state",
+            tuple(state.get_pipeline_parallel_ranks()),
+            group_ranks(state.get_data_parallel_group()),
+            group_ranks(state.get_model_parallel_group()),
+        )
+
+
+def _from_lines(name: str, pp: tuple[int, ...], dp: tuple[int, ...], tp: tuple[int, ...]) -> Source:
+    return Source(name, Mesh.from_lines(pp, dp, tp, dist.get_rank(), dist.get_world_size()))
+
+
+def _layers(root: nn.Module, package: str) -> Iterator[nn.Module]:
+    """Modules whose class, or a base of it, comes from ``package``."""
+    for module in root.modules():
+        if any(cls.__module__.startswith(package) for cls in type(module).__mro__):
+            yield module
+
+
+def _known_axes(device_mesh: dist.DeviceMesh) -> tuple[str, ...] | None:
+    """Our axes of a mesh whose dims have names that we know; None for any other."""
+    names = device_mesh.mesh_dim_names or ("",)
+    axes = tuple(AXIS_OF_DIM.get(name.lower(), "") for name in names)
+    return axes if all(axes) else None

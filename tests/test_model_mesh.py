@@ -1,0 +1,376 @@
+"""The mesh of a wrap is the one that the model was sharded over, whatever the order of its ranks."""
+
+import contextlib
+import io
+import itertools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import models
+from cells import mixing_features
+from flex_model import FlexModel, HookFunction
+from flex_model.distributed.mesh import AXES, Mesh
+from flex_model.integrations import model_mesh
+from flex_model.integrations.mesh_sources import Source, axes_of_dims
+from flex_model.integrations.model_mesh import ModelGroups, merge
+
+BATCH = models.random(4, 6)
+PLAN = {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()}
+
+
+# ---- Grids of ranks, without processes -----------------------------------------------------------
+
+
+def line_of(table, rank, dim):
+    """The ranks of ``table`` that differ from ``rank`` along ``dim`` only."""
+    place = [slice(int(i), int(i) + 1) for i in (table == rank).nonzero()[0]]
+    place[dim] = slice(None)
+    return tuple(table[tuple(place)].flatten().tolist())
+
+
+@pytest.mark.parametrize("order", itertools.permutations(AXES))
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 1, 2), (2, 2, 2), (2, 3, 4)])
+def test_every_rank_finds_the_same_grid_from_its_own_groups(order, sizes):
+    """``order``: slowest first, as fairscale's (dp, pp, tp) and Megatron's ``order=`` read
+    backwards."""
+    size = dict(zip(AXES, sizes))
+    world = math.prod(sizes)
+    counted = torch.arange(world).reshape([size[axis] for axis in order])
+    table = counted.permute([order.index(axis) for axis in AXES])  # (pp, dp, tp)
+    for rank in range(world):
+        lines = [line_of(table, rank, dim) for dim in range(3)]
+        mesh = Mesh.from_lines(*lines, rank, world)
+        assert mesh.ranks == tuple(table.flatten().tolist())
+        assert mesh.ranks[mesh.rank] == rank
+        assert (mesh.pp_size, mesh.dp_size, mesh.tp_size) == sizes
+        assert [mesh.line(axis) for axis in AXES] == lines
+
+
+def test_a_grid_of_some_ranks_of_the_world():
+    mesh = Mesh.from_lines((5,), (5, 7), (4, 5), 5, 8)
+    assert mesh.ranks == (4, 5, 6, 7)
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp", "me"),
+    [
+        ((0, 3), (0, 1), 0),  # 3 + 1 is not a rank
+        ((1, 2), (0, 1), 1),  # rank 1 twice
+        ((0, 3), (2, 3), 3),  # -1
+        ((0, 2), (2, 3), 0),  # rank 0 is not in its own group
+    ],
+)
+def test_groups_that_are_no_regular_grid(dp, tp, me):
+    with pytest.raises(ValueError, match="no regular grid of the 4 ranks; give device_mesh="):
+        Mesh.from_lines((me,), dp, tp, me, 4)
+
+
+def test_a_table_of_ranks_with_two_dims_of_one_axis():
+    """HSDP with tensor parallelism; the dims of dp are one axis, the first slowest."""
+    table = torch.arange(8).reshape(2, 2, 2)
+    mesh = Mesh.from_table(table, ("dp", "dp", "tp"), me=5)
+    assert (mesh.ranks, mesh.dp_size, mesh.tp_size) == (tuple(range(8)), 4, 2)
+    assert (mesh.line("dp"), mesh.line("tp")) == ((1, 3, 5, 7), (4, 5))
+    mesh = Mesh.from_table(table, ("tp", "dp", "dp"), me=5)
+    assert (mesh.line("dp"), mesh.line("tp")) == ((4, 5, 6, 7), (1, 5))
+    with pytest.raises(ValueError, match="global rank 9 is not one of the ranks of this model"):
+        Mesh.from_table(table, ("dp", "dp", "tp"), me=9)
+
+
+@pytest.mark.parametrize(
+    ("names", "ndim", "is_fsdp2", "replicates_first", "axes"),
+    [
+        (("pp", "fsdp", "tp"), 3, False, False, ("pp", "dp", "tp")),
+        (("dp_replicate", "dp_shard", "tp"), 3, True, True, ("dp", "dp", "tp")),
+        (("TP",), 1, True, False, ("tp",)),  # a tensor-parallel parameter that FSDP2 ignores
+        (None, 1, False, False, ("tp",)),
+        (None, 1, True, False, ("dp",)),
+        (("outer", "inner"), 2, True, True, ("dp", "dp")),
+        (("outer", "inner"), 2, True, False, ("dp", "tp")),
+        (("rows", "tp"), 2, True, False, ("dp", "tp")),
+        (("rows", "dp"), 2, True, False, None),  # its second dim would be tp
+        (("outer", "inner"), 2, False, False, None),
+        (("dp_shard_cp", "tp"), 2, True, False, None),
+        (("ep",), 1, False, False, None),
+    ],
+)
+def test_axes_of_the_dims_of_a_mesh(names, ndim, is_fsdp2, replicates_first, axes):
+    found = axes_of_dims(names, ndim, is_fsdp2=is_fsdp2, replicates_first=replicates_first)
+    assert found == axes
+
+
+def groups(*sources):
+    """What a model says, from ``(name, mesh)``."""
+    sources = [Source(name, mesh) for name, mesh in sources]
+    return ModelGroups(*merge(sources), tuple(source.mesh for source in sources))
+
+
+TP = Mesh((2, 3), 0, tp_size=2)
+DP = Mesh((0, 2), 1, dp_size=2)
+
+
+def test_sources_are_put_together():
+    found = groups(("fc1.weight", TP), ("DDP", DP), ("the root", Mesh((2,), 0)))
+    assert found.lines == {"tp": (2, 3), "dp": (0, 2)}
+    assert found.sizes == {"pp": 1, "dp": 2, "tp": 2}
+    assert found.describe() == "tp over ranks [2, 3] (fc1.weight), dp over ranks [0, 2] (DDP)"
+
+
+def test_along_dp_the_largest_group_counts():
+    part, whole = Mesh((2, 3), 0, dp_size=2), Mesh((0, 1, 2, 3), 2, dp_size=4)
+    for sources in ((part, whole), (whole, part)):
+        assert groups(*(("x", mesh) for mesh in sources)).lines == {"dp": (0, 1, 2, 3)}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [Mesh((2, 4), 0, tp_size=2), Mesh((0, 1, 2, 3), 2, tp_size=4), Mesh((3, 2), 1, 1, 1, 2)],
+)
+def test_sources_that_contradict_each_other(other):
+    with pytest.raises(ValueError, match=r"tp is over ranks \[2, 3\] by a, .* \[.*\] by b"):
+        groups(("a", TP), ("b", other))
+
+
+def test_a_mesh_is_checked_against_the_groups_of_the_model():
+    found = groups(("fc1.weight", TP), ("DDP", DP))
+    found.check(Mesh((0, 1, 2, 3), 2, dp_size=2, tp_size=2), "sizes say")
+    with pytest.raises(ValueError, match="sizes say: pp 1 x dp 2 x tp 2") as error:
+        found.check(Mesh((0, 2, 1, 3), 1, dp_size=2, tp_size=2), "sizes say")
+    assert "global rank 2 in tp over ranks [0, 2], dp over ranks [2, 3]" in str(error.value)
+    assert found.describe() in str(error.value)
+
+
+# ---- Frameworks ----------------------------------------------------------------------------------
+
+
+def lines(flex):
+    return {axis: flex.mesh.line(axis) for axis in AXES if len(flex.mesh.line(axis)) > 1}
+
+
+def coordinates(shape):
+    """This rank's place in an ``arange`` of this shape."""
+    return (torch.arange(4).reshape(shape) == dist.get_rank()).nonzero()[0].tolist()
+
+
+@contextlib.contextmanager
+def fairscale(tp, pp=1):
+    state = pytest.importorskip("fairscale.nn.model_parallel.initialize")
+    with contextlib.redirect_stdout(io.StringIO()):
+        state.initialize_model_parallel(tp, pp)
+    try:
+        yield
+    finally:
+        state.destroy_model_parallel()
+
+
+def fairscale_mlp(model):
+    from fairscale.nn.model_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    group = __import__("fairscale.nn.model_parallel", fromlist=["initialize"]).initialize
+    group = group.get_model_parallel_group()
+    for name, layer, dim, settings in (
+        ("fc1", ColumnParallelLinear, 0, {"gather_output": False}),
+        ("fc2", RowParallelLinear, 1, {"input_is_parallel": True}),
+    ):
+        linear = model.get_submodule(name)
+        sharded = layer(linear.in_features, linear.out_features, **settings).double()
+        with torch.no_grad():
+            sharded.weight.copy_(models.my_part(linear.weight, dim, group))
+            bias = linear.bias if dim else models.my_part(linear.bias, 0, group)
+            sharded.bias.copy_(bias)
+        model.set_submodule(name, sharded)
+    return model
+
+
+@pytest.mark.ranks(4)
+def test_fairscale_needs_no_sizes():
+    model, records = models.mlp(), {}
+    full = model.fc1(model.inp(BATCH))
+    with fairscale(tp=2):
+        flex = FlexModel(fairscale_mlp(models.mlp()), records)
+        row, column = coordinates((2, 2))
+        assert lines(flex) == {"dp": (column, 2 + column), "tp": (2 * row, 2 * row + 1)}
+        flex.register_forward_hook(HookFunction("fc1", (None, 8), mixing_features))
+        with torch.no_grad():
+            flex(BATCH.chunk(2)[row])
+        if dist.get_rank() == 0:
+            torch.testing.assert_close(records["fc1"], [full.detach()])
+        flex.restore()
+        for sizes in ({"tensor_parallel_size": 2}, {"data_parallel_size": 2}):
+            assert FlexModel(fairscale_mlp(models.mlp()), **sizes).mesh == flex.mesh
+        with pytest.raises(ValueError, match="contradict the model itself") as error:
+            FlexModel(fairscale_mlp(models.mlp()), tensor_parallel_size=4)
+        assert "(4, 1, 1) over the ranks [0, 1, 2, 3]" in str(error.value)
+        assert f"tp over ranks {list(flex.mesh.line('tp'))} (fairscale" in str(error.value)
+
+
+@pytest.mark.ranks(4)
+def test_fairscale_counts_stages_before_replicas():
+    with fairscale(tp=1, pp=2):
+        model = fairscale_mlp(models.mlp())
+        mesh = model_mesh.find(model).mesh(60.0)
+        assert mesh.ranks == (0, 2, 1, 3)
+        assert (mesh.pp_size, mesh.dp_size, mesh.tp_size) == (2, 2, 1)
+        assert mesh.grid == ((0, 2), (1, 3))[dist.get_rank() % 2]
+        assert model_mesh.find(models.mlp()) is None  # the state alone says nothing of a model
+        with pytest.raises(ValueError, match="pipeline_parallel_size is 2, but a module alone"):
+            FlexModel(model)
+
+
+@contextlib.contextmanager
+def megatron(**settings):
+    state = pytest.importorskip("megatron.core.parallel_state")
+    state.initialize_model_parallel(**settings)
+    try:
+        yield state
+    finally:
+        state.destroy_model_parallel()
+
+
+def megatron_layer():
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    config = ModelParallelConfig(use_cpu_initialization=True, params_dtype=torch.float64)
+    init = nn.init.xavier_uniform_
+    return nn.Sequential(ColumnParallelLinear(6, 8, config=config, init_method=init))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.filterwarnings("ignore")
+def test_megatron_tells_its_groups():
+    with megatron(tensor_model_parallel_size=2):
+        flex = FlexModel(megatron_layer())
+        row, column = coordinates((2, 2))
+        assert lines(flex) == {"dp": (column, 2 + column), "tp": (2 * row, 2 * row + 1)}
+        assert flex.mesh.ranks == (0, 1, 2, 3)
+        with pytest.raises(ValueError, match="contradict the model itself.*Megatron"):
+            FlexModel(megatron_layer(), data_parallel_size=4)
+        slow = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+        with pytest.raises(ValueError, match="the device_mesh says.*sharded as tp .*Megatron"):
+            FlexModel(megatron_layer(), device_mesh=slow)
+    with megatron(pipeline_model_parallel_size=2, order="tp-cp-ep-pp-dp"):
+        assert model_mesh.find(megatron_layer()).mesh(60.0).ranks == (0, 2, 1, 3)
+    with megatron(pipeline_model_parallel_size=2):
+        assert model_mesh.find(megatron_layer()).mesh(60.0).ranks == (0, 1, 2, 3)
+    with (
+        megatron(context_parallel_size=2),
+        pytest.raises(ValueError, match=r"context parallelism \(size 2\)"),
+    ):
+        FlexModel(megatron_layer())
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("names", [("dp_replicate", "dp_shard"), ("outer", "inner")])
+def test_hsdp_is_one_axis(names):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    model, records = models.mlp(), {}
+    full = model.fc1(model.inp(BATCH)).detach()
+    sharded = fully_shard(models.mlp(), mesh=mesh)
+    with torch.no_grad():
+        sharded(BATCH)  # its parameters stay whole after this
+    flex = FlexModel(sharded, records)
+    assert lines(flex) == {"dp": (0, 1, 2, 3)}
+    flex.register_forward_hook(HookFunction("fc1"))
+    with torch.no_grad():
+        flex(BATCH.chunk(4)[dist.get_rank()])
+    if dist.get_rank() == 0:
+        torch.testing.assert_close(records["fc1"], [full])
+    with pytest.raises(ValueError, match=r"sharded as dp over ranks \[0, 1, 2, 3\] \(FSDP2"):
+        FlexModel(sharded, tensor_parallel_size=2, data_parallel_size=2)
+
+
+@pytest.mark.ranks(4)
+def test_hybrid_fsdp1_is_one_axis():
+    mesh = models.mesh(2, 2)  # its groups: shards next to each other, replicas apart
+    shards, replicas = mesh["tp"].get_group(), mesh["dp"].get_group()
+    sharded = FullyShardedDataParallel(
+        models.mlp(),
+        process_group=(shards, replicas),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        device_id=torch.device("cpu"),
+    )
+    assert lines(FlexModel(sharded)) == {"dp": (0, 1, 2, 3)}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp1", "fsdp2"])
+def test_dtensors_in_a_data_parallel_wrapper(wrapper):
+    """Here tp is the slow axis of the ranks. DDP and FSDP1 hide the DTensors."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(models.mlp(), mesh["tp"], PLAN)
+    if wrapper == "ddp":
+        model = DistributedDataParallel(model, device_mesh=mesh["dp"])
+    elif wrapper == "fsdp1":
+        model = FullyShardedDataParallel(
+            model, device_mesh=mesh["dp"], device_id=torch.device("cpu"), use_orig_params=True
+        )
+    else:
+        fully_shard(model.fc1, mesh=mesh["dp"])  # the other layers only know of tp, or of nothing
+    flex = FlexModel(model)
+    row, column = coordinates((2, 2))
+    assert lines(flex) == {"dp": (column, 2 + column), "tp": (2 * row, 2 * row + 1)}
+
+
+@pytest.mark.ranks(4)
+def test_groups_that_different_layers_know():
+    """No mesh has both axes, so the ranks ask each other whether they found the same grid."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    model = parallelize_module(models.mlp(), mesh["tp"], PLAN)
+    model.out = DistributedDataParallel(model.out, process_group=mesh["dp"].get_group())
+    flex = FlexModel(model)
+    assert flex.mesh.ranks == (0, 2, 1, 3)
+    assert (flex.dp_size, flex.tp_size) == (2, 2)
+    with pytest.raises(ValueError, match="the device_mesh says"):
+        FlexModel(model, device_mesh=models.mesh(2, 2))
+    # groups that cross: (0, 1) and (2, 3) against (0, 3) and (1, 2)
+    model = models.mlp()
+    model = parallelize_module(model, models.mesh(2, 2)["tp"], PLAN)
+    crossed, _ = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])
+    model.out = DistributedDataParallel(model.out, process_group=crossed)
+    with pytest.raises(ValueError, match="its ranks make no regular grid"):
+        FlexModel(model)
+
+
+@pytest.mark.ranks(4)
+def test_sizes_fill_in_what_the_model_does_not_say():
+    group = models.mesh(2, 2)["dp"].get_group()
+    by_hand = models.tensor_parallel(models.mlp(), models.mesh(2, 2)["tp"].get_group())
+    model = DistributedDataParallel(by_hand, process_group=group)
+    assert FlexModel(model, tensor_parallel_size=2).mesh.ranks == (0, 1, 2, 3)
+    # DDP does not tell that its model is tensor parallel too
+    with pytest.raises(ValueError, match="not what the other ranks"):
+        FlexModel(model)
+    slow = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    by_hand = models.tensor_parallel(models.mlp(), slow["tp"].get_group())
+    model = DistributedDataParallel(by_hand, process_group=slow["dp"].get_group())
+    with pytest.raises(ValueError, match="sizes and process_group say.*DistributedDataParallel"):
+        FlexModel(model, tensor_parallel_size=2)
+    assert FlexModel(model, device_mesh=slow).mesh.ranks == (0, 2, 1, 3)
+
+
+@pytest.mark.ranks(4)
+def test_a_model_on_some_ranks_of_the_world():
+    half = dist.new_group([1, 2])
+    mesh = dist.DeviceMesh("cpu", [1, 2], mesh_dim_names=("tp",))
+    model = parallelize_module(models.mlp(), mesh, PLAN)
+    if dist.get_rank() in (1, 2):
+        assert FlexModel(model).mesh.ranks == (1, 2)
+        assert FlexModel(model, process_group=half).mesh.ranks == (1, 2)
+        ddp = DistributedDataParallel(models.mlp(), process_group=half)
+        assert lines(FlexModel(ddp, process_group=half)) == {"dp": (1, 2)}
+        with pytest.raises(ValueError, match=r"over the ranks \[0, 1, 2, 3\] contradict the model"):
+            FlexModel(model, tensor_parallel_size=2)
+    else:
+        with pytest.raises(ValueError, match=r"is not one of the ranks of this model, \[1, 2\]"):
+            FlexModel(model)
+        with pytest.raises(ValueError, match="not a member of the process_group"):
+            FlexModel(models.mlp(), process_group=half)
