@@ -1,4 +1,4 @@
-"""The mesh of a wrap is the one that the model was sharded over, whatever the order of its ranks."""
+"""The mesh of a wrap is the one that its model was sharded over, in whatever order of ranks."""
 
 import contextlib
 import io
@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
 
 import models
-from cells import mixing_features
 from flex_model import FlexModel, HookFunction
 from flex_model.distributed.mesh import AXES, Mesh
 from flex_model.integrations import model_mesh
@@ -36,7 +36,7 @@ def line_of(table, rank, dim):
     return tuple(table[tuple(place)].flatten().tolist())
 
 
-@pytest.mark.parametrize("order", itertools.permutations(AXES))
+@pytest.mark.parametrize("order", list(itertools.permutations(AXES)))
 @pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 1, 2), (2, 2, 2), (2, 3, 4)])
 def test_every_rank_finds_the_same_grid_from_its_own_groups(order, sizes):
     """``order``: slowest first, as fairscale's (dp, pp, tp) and Megatron's ``order=`` read
@@ -155,6 +155,11 @@ def lines(flex):
     return {axis: flex.mesh.line(axis) for axis in AXES if len(flex.mesh.line(axis)) > 1}
 
 
+def mix(module, full, save_ctx, modules):
+    """An edit in which every feature depends on all."""
+    return full @ models.random(8, 8, seed=3)
+
+
 def coordinates(shape):
     """This rank's place in an ``arange`` of this shape."""
     return (torch.arange(4).reshape(shape) == dist.get_rank()).nonzero()[0].tolist()
@@ -172,10 +177,10 @@ def fairscale(tp, pp=1):
 
 
 def fairscale_mlp(model):
+    from fairscale.nn.model_parallel.initialize import get_model_parallel_group
     from fairscale.nn.model_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    group = __import__("fairscale.nn.model_parallel", fromlist=["initialize"]).initialize
-    group = group.get_model_parallel_group()
+    group = get_model_parallel_group()
     for name, layer, dim, settings in (
         ("fc1", ColumnParallelLinear, 0, {"gather_output": False}),
         ("fc2", RowParallelLinear, 1, {"input_is_parallel": True}),
@@ -193,16 +198,16 @@ def fairscale_mlp(model):
 @pytest.mark.ranks(4)
 def test_fairscale_needs_no_sizes():
     model, records = models.mlp(), {}
-    full = model.fc1(model.inp(BATCH))
+    full = model.fc1(model.inp(BATCH)).detach()
+    edited = model.out(model.fc2(model.act(mix(None, full, None, None)))).detach()
     with fairscale(tp=2):
         flex = FlexModel(fairscale_mlp(models.mlp()), records)
         row, column = coordinates((2, 2))
         assert lines(flex) == {"dp": (column, 2 + column), "tp": (2 * row, 2 * row + 1)}
-        flex.register_forward_hook(HookFunction("fc1", (None, 8), mixing_features))
+        flex.register_forward_hook(HookFunction("fc1", (None, 8), mix))
         with torch.no_grad():
-            flex(BATCH.chunk(2)[row])
-        if dist.get_rank() == 0:
-            torch.testing.assert_close(records["fc1"], [full.detach()])
+            assert_close(flex(BATCH.chunk(2)[row]), edited.chunk(2)[row])
+        assert_close(records.get("fc1", []), [full] if dist.get_rank() == 0 else [])
         flex.restore()
         for sizes in ({"tensor_parallel_size": 2}, {"data_parallel_size": 2}):
             assert FlexModel(fairscale_mlp(models.mlp()), **sizes).mesh == flex.mesh
@@ -237,25 +242,27 @@ def megatron(**settings):
 
 def megatron_layer():
     from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.parallel_state import get_tensor_model_parallel_group
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     config = ModelParallelConfig(use_cpu_initialization=True, params_dtype=torch.float64)
-    init = nn.init.xavier_uniform_
-    return nn.Sequential(ColumnParallelLinear(6, 8, config=config, init_method=init))
+    settings = {"config": config, "init_method": nn.init.xavier_uniform_}
+    settings["tp_group"] = get_tensor_model_parallel_group()
+    return nn.Sequential(ColumnParallelLinear(6, 8, **settings))
 
 
+@pytest.mark.slow  # Megatron's imports
 @pytest.mark.ranks(4)
-@pytest.mark.filterwarnings("ignore")
 def test_megatron_tells_its_groups():
     with megatron(tensor_model_parallel_size=2):
         flex = FlexModel(megatron_layer())
         row, column = coordinates((2, 2))
         assert lines(flex) == {"dp": (column, 2 + column), "tp": (2 * row, 2 * row + 1)}
         assert flex.mesh.ranks == (0, 1, 2, 3)
-        with pytest.raises(ValueError, match="contradict the model itself.*Megatron"):
+        with pytest.raises(ValueError, match=r"contradict the model itself.*Megatron"):
             FlexModel(megatron_layer(), data_parallel_size=4)
         slow = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
-        with pytest.raises(ValueError, match="the device_mesh says.*sharded as tp .*Megatron"):
+        with pytest.raises(ValueError, match=r"the device_mesh says.*sharded as tp .*Megatron"):
             FlexModel(megatron_layer(), device_mesh=slow)
     with megatron(pipeline_model_parallel_size=2, order="tp-cp-ep-pp-dp"):
         assert model_mesh.find(megatron_layer()).mesh(60.0).ranks == (0, 2, 1, 3)
@@ -282,8 +289,7 @@ def test_hsdp_is_one_axis(names):
     flex.register_forward_hook(HookFunction("fc1"))
     with torch.no_grad():
         flex(BATCH.chunk(4)[dist.get_rank()])
-    if dist.get_rank() == 0:
-        torch.testing.assert_close(records["fc1"], [full])
+    assert_close(records.get("fc1", []), [full] if dist.get_rank() == 0 else [])
     with pytest.raises(ValueError, match=r"sharded as dp over ranks \[0, 1, 2, 3\] \(FSDP2"):
         FlexModel(sharded, tensor_parallel_size=2, data_parallel_size=2)
 
@@ -304,7 +310,7 @@ def test_hybrid_fsdp1_is_one_axis():
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp1", "fsdp2"])
 def test_dtensors_in_a_data_parallel_wrapper(wrapper):
-    """Here tp is the slow axis of the ranks. DDP and FSDP1 hide the DTensors."""
+    """DDP and FSDP1 hide the DTensors; the mesh that theirs was cut from still tells."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = parallelize_module(models.mlp(), mesh["tp"], PLAN)
     if wrapper == "ddp":
@@ -341,6 +347,16 @@ def test_groups_that_different_layers_know():
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.parametrize("differing", [None, 0, 3])
+@pytest.mark.parametrize("found", [(), (0, 1, 3, 2)])
+def test_one_rank_that_found_another_grid_is_known_to_all(differing, found):
+    row, column = coordinates((2, 2))
+    groups = [(2 * row, 2 * row + 1), (column, 2 + column)]
+    ranks = found if dist.get_rank() == differing else (0, 1, 2, 3)
+    assert model_mesh.is_agreed(ranks, groups, 60.0) == (differing is None)
+
+
+@pytest.mark.ranks(4)
 def test_sizes_fill_in_what_the_model_does_not_say():
     group = models.mesh(2, 2)["dp"].get_group()
     by_hand = models.tensor_parallel(models.mlp(), models.mesh(2, 2)["tp"].get_group())
@@ -352,7 +368,7 @@ def test_sizes_fill_in_what_the_model_does_not_say():
     slow = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
     by_hand = models.tensor_parallel(models.mlp(), slow["tp"].get_group())
     model = DistributedDataParallel(by_hand, process_group=slow["dp"].get_group())
-    with pytest.raises(ValueError, match="sizes and process_group say.*DistributedDataParallel"):
+    with pytest.raises(ValueError, match=r"sizes and process_group say.*DistributedDataParallel"):
         FlexModel(model, tensor_parallel_size=2)
     assert FlexModel(model, device_mesh=slow).mesh.ranks == (0, 2, 1, 3)
 
@@ -374,3 +390,24 @@ def test_a_model_on_some_ranks_of_the_world():
             FlexModel(model)
         with pytest.raises(ValueError, match="not a member of the process_group"):
             FlexModel(models.mlp(), process_group=half)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("keeps_mesh", [True, False])
+def test_hugging_face_tells_its_mesh(tmp_path, keeps_mesh):
+    distributed = pytest.importorskip("transformers.distributed")
+    if dist.get_rank() == 0:
+        models.llama(layers=1).save_pretrained(tmp_path)
+    dist.barrier()
+    from transformers import AutoModelForCausalLM
+
+    config = distributed.DistributedConfig(tp_size=2, fsdp_size=2)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, distributed_config=config)
+    if not keeps_mesh:
+        del model._device_mesh
+    row, column = coordinates((2, 2))
+    flex = FlexModel(model)
+    assert lines(flex) == {"dp": (column, 2 + column), "tp": (2 * row, 2 * row + 1)}
+    assert FlexModel(model, data_parallel_size=2).mesh == flex.mesh
+    with pytest.raises(ValueError, match="contradict the model itself"):
+        FlexModel(model, tensor_parallel_size=4)

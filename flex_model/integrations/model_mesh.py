@@ -89,7 +89,7 @@ class ModelGroups:
             found = Mesh.from_lines(pp, dp, tp, me, dist.get_world_size())
         except ValueError as irregular:
             found, error = None, irregular
-        if not _is_agreed(() if found is None else found.ranks, (tp, dp, pp), timeout_s):
+        if not is_agreed(() if found is None else found.ranks, (tp, dp, pp), timeout_s):
             raise ValueError(
                 f"FlexModel: the model is sharded as {self.describe()}, and its ranks make no "
                 'regular grid of these groups; give device_mesh= with dims named "dp" and "tp"'
@@ -229,7 +229,7 @@ def merge(
     return lines, names
 
 
-def _is_agreed(ranks: tuple[int, ...], lines: Sequence[tuple[int, ...]], timeout_s: float) -> bool:
+def is_agreed(ranks: tuple[int, ...], lines: Sequence[tuple[int, ...]], timeout_s: float) -> bool:
     """Whether all ranks arrived at the same grid. Collective over each of ``lines`` in turn.
 
     First each rank hears what those in its groups arrived at, then whether they heard the same from
