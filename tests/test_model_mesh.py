@@ -294,6 +294,18 @@ def test_hsdp_is_one_axis(names):
         FlexModel(sharded, tensor_parallel_size=2, data_parallel_size=2)
 
 
+@pytest.mark.slow
+@pytest.mark.ranks(8)
+def test_hsdp_with_tensor_parallelism():
+    names = ("dp_replicate", "dp_shard", "tp")
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
+    model = parallelize_module(models.mlp(), mesh["tp"], PLAN)
+    flex = FlexModel(fully_shard(model, mesh=mesh["dp_replicate", "dp_shard"]))
+    column = dist.get_rank() % 2
+    start = dist.get_rank() - column
+    assert lines(flex) == {"dp": tuple(range(column, 8, 2)), "tp": (start, start + 1)}
+
+
 @pytest.mark.ranks(4)
 def test_hybrid_fsdp1_is_one_axis():
     mesh = models.mesh(2, 2)  # its groups: shards next to each other, replicas apart
@@ -344,6 +356,16 @@ def test_groups_that_different_layers_know():
     model.out = DistributedDataParallel(model.out, process_group=crossed)
     with pytest.raises(ValueError, match="its ranks make no regular grid"):
         FlexModel(model)
+
+
+@pytest.mark.ranks(4)
+def test_a_mesh_of_dims_that_are_not_ours():
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+    model = parallelize_module(models.mlp(), mesh, PLAN)
+    with pytest.raises(ValueError, match=r"parameter 'fc1.weight' is .* dims \('ep',\), which"):
+        FlexModel(model)
+    named = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
+    assert FlexModel(model, device_mesh=named).tp_size == 4
 
 
 @pytest.mark.ranks(4)
