@@ -17,7 +17,7 @@ from flex_model.distributed import inference, values
 from flex_model.distributed.channel import Channel, agreed
 from flex_model.distributed.gather import Move
 from flex_model.distributed.header import Header, site_hash
-from flex_model.distributed.layout import Replicate, Shard, ShardLayout
+from flex_model.distributed.layout import Placement, Replicate, Shard, ShardLayout
 from flex_model.integrations import dtensor, fsdp, layers, offload
 from flex_model.names import clean, find_parameter
 from flex_model.outputs import owned_copy
@@ -180,6 +180,17 @@ class Parameters:
         if known is not None:
             self._check_replicas(site, local, layout, stated_axes)
         return local, Move.of(self._channel, layout, shapes, local.dtype)
+
+    def split_of_gradient(self, name: str) -> Placement | None:
+        """How the gradient of a parameter that is no DTensor is split along tp, where its layer or
+        the other ones state it. Local.
+        """
+        full_name, module, parameter = find_parameter(self._root, name)
+        leaf_name = full_name.rpartition(".")[2]
+        stated = layers.parameter_layout(module, leaf_name, parameter, self._channel.mesh)
+        if stated is not None:
+            return stated.tp
+        return Replicate() if self._states_tensor_parallelism else None
 
     @functools.cached_property
     def _states_tensor_parallelism(self) -> bool:

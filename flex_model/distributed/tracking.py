@@ -49,6 +49,7 @@ class LayoutTracker(TorchDispatchMode):
         self._storages: dict[int, tuple[StorageWeakRef, dict[Any, Splits]]] = {}
         self._parameters: dict[int, tuple[weakref.ref[Tensor], Splits]] = {}
         self._axes_of_groups: dict[Any, tuple[str, ...]] = {}
+        self._pieces = _Pieces()
 
     # What is known.
 
@@ -108,7 +109,9 @@ class LayoutTracker(TorchDispatchMode):
         return getattr(tensor, "elem", tensor), tp
 
     def _sweep(self) -> None:
-        for key in [key for key, (ref, _) in self._storages.items() if ref.expired()]:
+        gone = {key for key, (ref, _) in self._storages.items() if ref.expired()}
+        self._pieces.forget(gone)
+        for key in gone:
             del self._storages[key]
 
     # Following operations.
@@ -129,6 +132,7 @@ class LayoutTracker(TorchDispatchMode):
             outputs = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
         if outputs:
             self._follow(func, args, kwargs, outputs, in_place)
+            self._pieces.follow(func, args, outputs, self)
         return result
 
     def _follow(
@@ -187,7 +191,10 @@ class LayoutTracker(TorchDispatchMode):
             source = given[-1] if "gather" in name or "scatter" in name else output
             if not name.endswith("_"):
                 source = given[0]
-            self.note(output, self._after_collective(name, axes, self.splits(source)))
+            splits = self._after_collective(name, axes, self.splits(source))
+            if "reduce_scatter" in name:
+                splits = self._pieces.after_reduce_scatter(source, axes, splits)
+            self.note(output, splits)
 
     def _after_collective(self, name: str, axes: tuple[str, ...], source: Splits) -> Splits:
         splits = list(source)
@@ -236,6 +243,56 @@ class LayoutTracker(TorchDispatchMode):
                     break
             self._axes_of_groups[ranks] = found
         return found
+
+
+class _Pieces:
+    """Tensors that were cut along a dim, whose pieces were then joined along the first: what
+    reduces and scatters along another dim than the first does so.
+    """
+
+    def __init__(self) -> None:
+        self._cut: dict[Any, tuple[Any, int, int, int]] = {}  # of which tensor, dim, place, count
+        self._joined: dict[Any, tuple[int, Splits] | None] = {}  # dim; None: of other tensors
+
+    def follow(self, func: Any, args: Any, outputs: list[Tensor], tracker: LayoutTracker) -> None:
+        name = func._schema.name
+        if name in ("aten::split", "aten::split_with_sizes"):
+            dim = (args[2] if len(args) > 2 else 0) % args[0].dim()
+            source = (_identity(args[0]), tracker.splits(args[0]))
+            for i, output in enumerate(outputs):
+                self._cut[_identity(output)] = (source, dim, i, len(outputs))
+        elif name == "aten::cat":
+            found = [self._cut.get(_identity(piece)) for piece in args[0]]
+            first = found[0]
+            joined = None
+            if (
+                first is not None
+                and found == [(first[0], first[1], i, len(found)) for i in range(len(found))]
+                and first[3] == len(found)
+            ):
+                joined = (first[1], first[0][1])
+            self._joined[_identity(outputs[0])] = joined
+
+    def after_reduce_scatter(self, source: Tensor, axes: tuple[str, ...], splits: Splits) -> Splits:
+        """``splits`` if the source was no such tensor; else along the dim that had been cut."""
+        if _identity(source) not in self._joined:
+            return splits
+        joined = self._joined[_identity(source)]
+        if joined is None:
+            return UNKNOWN
+        dim, before = joined
+        dp, tp = (Shard(dim) if axis in axes else split for axis, split in zip(AXES, before))
+        return dp, tp
+
+    def forget(self, storages: set[int]) -> None:
+        """These storages are gone."""
+        for table in (self._cut, self._joined):
+            for key in [key for key in table if key[0] in storages]:
+                del table[key]
+
+
+def _identity(tensor: Tensor) -> Any:
+    return tensor.untyped_storage()._cdata, _geometry(tensor)
 
 
 def _group(value: Any) -> Any:

@@ -93,6 +93,9 @@ class HookCore:
         """As ``HookTable.register``; the function gets to know ``save_ctx`` and ``modules``."""
         registration = self.table.register(function, *args, **kwargs)
         self.tracking.hooks_changed()
+        if registration.kind == "tensor":
+            split = self.parameters.split_of_gradient(function.module_name)
+            registration.splits[0, args[1].dim()] = (None, split)
         function.save_ctx, function.modules = self.save_ctx, self.modules
         return registration
 
