@@ -287,12 +287,9 @@ def test_dtensors_on_a_mesh_in_descending_order_are_an_error():
     mesh = DeviceMesh("cpu", [1, 0], mesh_dim_names=("tp",))
     model = nn.Linear(2, 4, bias=False)
     model.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)]))
-    for settings in ({}, {"device_mesh": models.mesh(1, 2)}):
-        with (
-            FlexModel(model, **settings) as flex,
-            pytest.raises(ValueError, match=r"ranks \[1, 0\], not in ascending order"),
-        ):
-            flex.get_module_parameter("weight")
+    flex = FlexModel(model)
+    with pytest.raises(ValueError, match=r"ranks \[1, 0\], not in ascending order"):
+        flex.get_module_parameter("weight")
 
 
 @pytest.mark.ranks(2)
@@ -321,6 +318,16 @@ def fsdp1(model, use_orig_params=True):
             auto_wrap_policy=ModuleWrapPolicy({models.Attention, models.MLP}),
             device_id=torch.device("cpu"),
         )
+
+
+@pytest.mark.ranks(2)
+def test_an_inner_unit_of_fsdp1_is_read_before_the_first_forward():
+    """The first unit that FSDP1 meets becomes its root, or the whole can't run."""
+    model = models.block()
+    flex = FlexModel(fsdp1(models.block()))
+    assert torch.equal(flex.get_module_parameter("mlp.fc1.weight"), model.mlp.fc1.weight)
+    batch = models.random(4, 5, 8)
+    assert_close(flex(batch.chunk(2)[dist.get_rank()]), model(batch).chunk(2)[dist.get_rank()])
 
 
 @pytest.mark.ranks(2)
