@@ -272,6 +272,7 @@ class Parameters:
                 yield _Found(name, module, view, view)
                 return
             if wrapper is not None:
+                self._agree_to_gather(name)
                 stack.enter_context(
                     fsdp.summoned(
                         self._root, wrapper, name, writeback=writeback, with_grads=with_grads
@@ -282,6 +283,7 @@ class Parameters:
                 parameter = fsdp.sharded_parameter(self._root, name, parameter)
             kept: Tensor = parameter
             if offload.is_zero_3(parameter) and not with_grads:
+                self._agree_to_gather(name)
                 stack.enter_context(offload.gathered(parameter, writeback))
             elif offload.is_offloaded(self._root, full_name):
                 kept = offload.read(self._root, full_name)
@@ -291,6 +293,12 @@ class Parameters:
                     "or dispatch the model first"
                 )
             yield _Found(full_name, module, parameter, kept)
+
+    def _agree_to_gather(self, name: str) -> None:
+        """Before a collective of the framework's own, in which ranks that differ would hang."""
+        if not self._channel.is_local:
+            header = Header("parameter", site=site_hash(name, "gather"))
+            self._channel.agree(header, f"parameter {name!r}")
 
 
 def send_from_rank_0(channel: Channel, name: str, module: nn.Module) -> None:

@@ -108,7 +108,6 @@ STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_parameters_of_fsdp1(use_orig_params, strategy):
