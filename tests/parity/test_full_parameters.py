@@ -26,7 +26,7 @@ TOKENS = 1 + models.random(2, 5, seed=6).argsort()
 
 
 def block():
-    """A Block with a constant bias and a tied weight, on top of its norm's constant ones."""
+    """A Block with a constant bias, beside its norm's: constant values alone tell no layout."""
     model = models.block()
     nn.init.zeros_(model.mlp.inp.bias)
     return model
@@ -114,6 +114,7 @@ def test_parameters_of_fsdp1(use_orig_params, strategy):
     check_fsdp1(models.mesh(2, 1)["dp"].get_group(), use_orig_params, strategy, half)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(4)
 def test_parameters_of_fsdp1_with_replicas():
     mesh = models.mesh(2, 2)
