@@ -501,11 +501,11 @@ class FlexModel(nn.Module):
 
         Args:
             expected_shape: Of the full parameter, where shards are plain tensors that do not say
-                how they are split.
+                how they are split. DTensors and the layers of Megatron and fairscale do.
 
         Raises:
-            ValueError: an unknown name (the message has the nearest), or a layout that is not
-                known.
+            ValueError: an unknown name (the message has the nearest), a buffer, or a layout that is
+                not known.
         """
         self._check_open()
         return self._core.parameters.get(parameter_name, expected_shape, sharded=True)
@@ -550,8 +550,12 @@ class FlexModel(nn.Module):
     def get_module_gradient(
         self, parameter_name: str, expected_shape: Sequence[int | None] | None = None
     ) -> Tensor | None:
-        """The full ``.grad`` of a parameter, on the CPU, on every rank; None without one.
-        Collective.
+        """The full ``.grad`` of a parameter (Megatron's ``main_grad``), on the CPU, on every rank;
+        None without one. Collective.
+
+        Raises:
+            ValueError: as ``get_module_parameter``; a gradient that the ranks have still to reduce;
+                FSDP1 with ``use_orig_params=False``, which keeps one for all parameters of a unit.
         """
         self._check_open()
         return self._core.parameters.gradient(parameter_name, expected_shape)

@@ -38,6 +38,8 @@ class _Found:
     def gradient(self) -> Tensor | None:
         if offload.is_zero_3(self.parameter):
             return offload.zero_3_gradient(self.parameter)
+        if self.parameter.grad is None:  # Megatron keeps it elsewhere
+            return getattr(self.parameter, "main_grad", None)
         return self.parameter.grad
 
 
@@ -155,9 +157,10 @@ class Parameters:
         site = f"parameter {name!r}"
         if dtensor.is_dtensor(tensor):
             tensor = dtensor.without_partial(tensor)
-        known, stated_axes = self._stated(site, found, tensor)
-        if known is None and expected is None:
-            expected = inference.check_expected_shape(default_shape)
+        told = expected or inference.check_expected_shape(default_shape)
+        known, stated_axes = self._stated(site, found, tensor, told)
+        if known is None:
+            expected = told
         if known is None and expected is None and self._states_tensor_parallelism:
             known = ShardLayout(source="the other layers, which state their split")
         local = (tensor.to_local() if dtensor.is_dtensor(tensor) else tensor).detach()
@@ -197,7 +200,7 @@ class Parameters:
         return layers.states_tensor_parallelism(self._root, self._channel.mesh)
 
     def _stated(
-        self, site: str, found: _Found, tensor: Any
+        self, site: str, found: _Found, tensor: Any, expected: inference.ExpectedShape
     ) -> tuple[ShardLayout | None, frozenset[str]]:
         """The layout that the tensor or its layer states, if any, and the axes along which it needs
         no proof.
@@ -210,8 +213,15 @@ class Parameters:
             return layout, axes
         leaf_name = found.full_name.rpartition(".")[2]
         by_hand = layers.parameter_layout(found.module, leaf_name, found.parameter, mesh)
-        if by_hand is None or layout is None:
-            return by_hand or layout, axes
+        if layout is None:
+            return by_hand, axes
+        if by_hand is None and expected is not None and len(expected) == tensor.ndim:
+            sizes = zip(expected, tensor.shape)
+            larger = [dim for dim, (full, own) in enumerate(sizes) if full and full > own]
+            if len(larger) == 1:
+                by_hand = ShardLayout(tp=Shard(larger[0]), source="expected_shape")
+        if by_hand is None:
+            return layout, axes
         # FSDP2 has split what the layer had split by hand.
         on_one_dim = isinstance(layout.dp, Shard) and isinstance(by_hand.tp, Shard)
         on_one_dim = on_one_dim and layout.dp.dim == by_hand.tp.dim  # type: ignore[union-attr]
@@ -273,6 +283,7 @@ class Parameters:
                 yield _Found(name, module, view, view)
                 return
             if wrapper is not None:
+                self._agree_to_gather(name)
                 stack.enter_context(
                     fsdp.summoned(
                         self._root, wrapper, name, writeback=writeback, with_grads=with_grads
@@ -283,6 +294,7 @@ class Parameters:
                 parameter = fsdp.sharded_parameter(self._root, name, parameter)
             kept: Tensor = parameter
             if offload.is_zero_3(parameter) and not with_grads:
+                self._agree_to_gather(name)
                 stack.enter_context(offload.gathered(parameter, writeback))
             elif offload.is_offloaded(self._root, full_name):
                 kept = offload.read(self._root, full_name)
@@ -292,6 +304,12 @@ class Parameters:
                     "or dispatch the model first"
                 )
             yield _Found(full_name, module, parameter, kept)
+
+    def _agree_to_gather(self, name: str) -> None:
+        """Before a collective of the framework's own, in which ranks that differ would hang."""
+        if not self._channel.is_local:
+            header = Header("parameter", site=site_hash(name, "gather"))
+            self._channel.agree(header, f"parameter {name!r}")
 
 
 def send_from_rank_0(channel: Channel, name: str, module: nn.Module) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing import assert_close
 
 import models
-from flex_model import FlexModel, HookError, HookFunction
+from flex_model import FlexModel, HookError, HookFunction, HookMismatchError
 
 BATCH = models.random(4, 6)
 
@@ -287,12 +287,9 @@ def test_dtensors_on_a_mesh_in_descending_order_are_an_error():
     mesh = DeviceMesh("cpu", [1, 0], mesh_dim_names=("tp",))
     model = nn.Linear(2, 4, bias=False)
     model.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)]))
-    for settings in ({}, {"device_mesh": models.mesh(1, 2)}):
-        with (
-            FlexModel(model, **settings) as flex,
-            pytest.raises(ValueError, match=r"ranks \[1, 0\], not in ascending order"),
-        ):
-            flex.get_module_parameter("weight")
+    flex = FlexModel(model)
+    with pytest.raises(ValueError, match=r"ranks \[1, 0\], not in ascending order"):
+        flex.get_module_parameter("weight")
 
 
 @pytest.mark.ranks(2)
@@ -321,6 +318,37 @@ def fsdp1(model, use_orig_params=True):
             auto_wrap_policy=ModuleWrapPolicy({models.Attention, models.MLP}),
             device_id=torch.device("cpu"),
         )
+
+
+@pytest.mark.ranks(2)
+def test_an_inner_unit_of_fsdp1_is_read_before_the_first_forward():
+    """The first unit that FSDP1 meets becomes its root, or the whole can't run."""
+    model = models.block()
+    flex = FlexModel(fsdp1(models.block()))
+    assert torch.equal(flex.get_module_parameter("mlp.fc1.weight"), model.mlp.fc1.weight)
+    batch = models.random(4, 5, 8)
+    assert_close(flex(batch.chunk(2)[dist.get_rank()]), model(batch).chunk(2)[dist.get_rank()])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_clean_and_wrapped_names_of_parameters_under_fsdp1(use_orig_params):
+    flex = FlexModel(fsdp1(models.block(), use_orig_params))
+    wrapped = "_fsdp_wrapped_module."
+    names = f"{wrapped}mlp.{wrapped}fc1.bias", f"mlp.{wrapped}fc1.bias", "mlp.fc1.bias"
+    for name in names:
+        new = models.random(12, seed=len(name))
+        flex.set_module_parameter(name, new)
+        for other in names:
+            assert torch.equal(flex.get_module_parameter(other), new)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_ask_fsdp1_for_different_parameters_are_told():
+    flex = FlexModel(fsdp1(models.block()))
+    name = ("norm.weight", "mlp.fc1.weight")[dist.get_rank()]
+    with pytest.raises(HookMismatchError, match=r"rank 0 .*norm.weight.* rank 1 .*mlp.fc1.weight"):
+        flex.get_module_parameter(name)
 
 
 @pytest.mark.ranks(2)

@@ -122,7 +122,7 @@ def _check_idle(wrapper: Any, name: str) -> None:
 
 def _path(root: nn.Module, name: str) -> Iterator[Any]:
     """The modules from ``root`` down to the owner of a parameter; ``name`` is wrapped or clean."""
-    module, target = root, name.replace("_fsdp_wrapped_module.", "")
+    target = name.replace("_fsdp_wrapped_module.", "")
     for module_name, module in root.named_modules():
         prefix = names.clean(root, module_name)
         if not prefix or target.startswith(prefix + "."):
