@@ -50,6 +50,7 @@ class LayoutTracker(TorchDispatchMode):
         self._parameters: dict[int, tuple[weakref.ref[Tensor], Splits]] = {}
         self._axes_of_groups: dict[Any, tuple[str, ...]] = {}
         self._pieces = _Pieces()
+        self._received: set[Any] = set()  # identities of what collectives wrote
 
     # What is known.
 
@@ -111,6 +112,7 @@ class LayoutTracker(TorchDispatchMode):
     def _sweep(self) -> None:
         gone = {key for key, (ref, _) in self._storages.items() if ref.expired()}
         self._pieces.forget(gone)
+        self._received = {key for key in self._received if key[0] not in gone}
         for key in gone:
             del self._storages[key]
 
@@ -158,6 +160,12 @@ class LayoutTracker(TorchDispatchMode):
                 place = self._places[i]
                 by_axis.append(propagation.after(func, args, kwargs, outputs, split, place))
         for output, dp, tp in zip(outputs, *by_axis):
+            if (
+                in_place
+                and None in (dp, tp)
+                and _identity(self._plain(output)[0]) in self._received
+            ):
+                continue  # gloo's own copy into the result, when it is waited for
             if in_place:
                 self._note_in_place(output, (dp, tp))
             else:
@@ -195,6 +203,7 @@ class LayoutTracker(TorchDispatchMode):
             if "reduce_scatter" in name:
                 splits = self._pieces.after_reduce_scatter(source, axes, splits)
             self.note(output, splits)
+            self._received.add(_identity(self._plain(output)[0]))
 
     def _after_collective(self, name: str, axes: tuple[str, ...], source: Splits) -> Splits:
         splits = list(source)
