@@ -257,7 +257,7 @@ def _batch_unless_told(
     told: Told, shapes: Sequence[Shape], mesh: Mesh, batch_on_dp: bool
 ) -> Placement:
     dp = told.along("dp")
-    if dp is not None and batch_on_dp:
+    if dp is not None:
         return dp
     return Shard(0) if batch_on_dp and mesh.dp_size > 1 and shapes[0] else Replicate()
 

@@ -257,6 +257,10 @@ def _cat(func, args, kwargs, outputs, place_of) -> list[Split]:
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % outputs[0].dim()
     places = [place_of(tensor) for tensor in operands]
     shards = [place for place in places if isinstance(place, Shard)]
+    if any(isinstance(place, Cut) for place in places) and not shards:
+        # The ranks' own parts, if they all are; beside what is replicated, a slice of that.
+        cut_or_whole = all(place == REPLICATED or isinstance(place, Cut) for place in places)
+        return [_agreeing(places) or (REPLICATED if cut_or_whole else None)]
     if any(place is None or isinstance(place, (Partial, Cut)) for place in places):
         return [_agreeing(places)]
     if not shards or any(shard != shards[0] for shard in shards):

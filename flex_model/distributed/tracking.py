@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_iter
 
 from flex_model.distributed import propagation
 from flex_model.distributed.inference import AXES, UNKNOWN, Splits
-from flex_model.distributed.layout import Placement, Replicate, Shard, ShardLayout
+from flex_model.distributed.layout import Replicate, Shard, ShardLayout
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.propagation import AxisPlace, Split
 from flex_model.integrations import dtensor
@@ -55,10 +55,8 @@ class LayoutTracker(TorchDispatchMode):
     # What is known.
 
     def note(self, tensor: Tensor, splits: Splits) -> None:
-        """Remember how a tensor is split."""
-        tensor, dp_only = self._plain(tensor)
-        if dp_only is not None:
-            splits = (splits[0], dp_only)
+        """Remember how a tensor is split; a DTensor tells it itself."""
+        tensor, told = self._plain(tensor)
         storage = tensor.untyped_storage()
         key = storage._cdata
         entry = self._storages.get(key)
@@ -66,7 +64,7 @@ class LayoutTracker(TorchDispatchMode):
             entry = self._storages[key] = (StorageWeakRef(storage), {})
             if len(self._storages) % 4096 == 0:
                 self._sweep()
-        entry[1][_geometry(tensor)] = splits
+        entry[1][_geometry(tensor)] = _either(told, splits)
 
     def note_layout(self, tensor: Tensor, layout: ShardLayout) -> None:
         """Remember a layout that was settled."""
@@ -75,39 +73,38 @@ class LayoutTracker(TorchDispatchMode):
     def note_parameter(self, parameter: Tensor, splits: Splits) -> None:
         """As ``note``, for a parameter or buffer, whose storage may be exchanged (FSDP)."""
         self._parameters[id(parameter)] = (weakref.ref(parameter), splits)
+        self.note(parameter, splits)
 
     def splits(self, tensor: Tensor) -> Splits:
         """How the tensor is split along dp and tp, as far as it is known."""
-        plain, tp = self._plain(tensor)
-        dp: Split
-        if isinstance(tensor, nn.Parameter):
-            known = self._parameters.get(id(tensor))
-            if known is not None and known[0]() is tensor:
-                dp, plain_tp = known[1]
-            else:  # FSDP makes new ones when it unshards
-                dp, plain_tp = Replicate(), None if self._mesh.tp_size > 1 else Replicate()
-        else:
-            known = self._parameters.get(id(tensor))
-            if known is not None and known[0]() is tensor:
-                dp, plain_tp = known[1]
-            elif plain.dim() == 0 and plain.untyped_storage()._cdata not in self._storages:
-                dp, plain_tp = _REPLICATED
+        plain, told = self._plain(tensor)
+        parameter, known = self._parameters.get(id(tensor), (None, UNKNOWN))
+        if parameter is None or parameter() is not tensor:
+            storage = self._storages.get(plain.untyped_storage()._cdata)
+            if isinstance(tensor, nn.Parameter):  # FSDP makes new ones when it unshards
+                known = (Replicate(), None if self._mesh.tp_size > 1 else Replicate())
+            elif storage is not None:
+                known = storage[1].get(_geometry(plain), UNKNOWN)
             else:
-                entry = self._storages.get(plain.untyped_storage()._cdata)
-                found = UNKNOWN if entry is None else entry[1].get(_geometry(plain), UNKNOWN)
-                dp, plain_tp = found
-        return dp, plain_tp if tp is None else tp
+                known = _REPLICATED if plain.dim() == 0 else UNKNOWN
+        return _either(told, known)
 
-    def _plain(self, tensor: Any) -> tuple[Tensor, Placement | None]:
-        """The plain tensor inside, and the placement along tp that a DTensor tells."""
-        tp: Placement | None = None
+    def _plain(self, tensor: Any) -> tuple[Tensor, Splits]:
+        """The plain tensor inside, and what a DTensor tells of the axes that its mesh has."""
+        told = UNKNOWN
         if dtensor.is_dtensor(tensor):
             try:
-                tp = dtensor.layout(tensor, self._mesh, "", batch_on_dp=False).tp
+                layout = dtensor.layout(tensor, self._mesh, "", batch_on_dp=False)
+                axes = dtensor.axis_names(tensor, self._mesh, "")
             except ValueError:
-                tp = None
+                axes = set()
+            if axes:
+                told = (
+                    layout.dp if "dp" in axes else None,
+                    layout.tp if "tp" in axes else None,
+                )
             tensor = tensor._local_tensor
-        return getattr(tensor, "elem", tensor), tp
+        return getattr(tensor, "elem", tensor), told
 
     def _sweep(self) -> None:
         gone = {key for key, (ref, _) in self._storages.items() if ref.expired()}
@@ -252,6 +249,10 @@ class LayoutTracker(TorchDispatchMode):
                     break
             self._axes_of_groups[ranks] = found
         return found
+
+
+def _either(told: Splits, known: Splits) -> Splits:
+    return known[0] if told[0] is None else told[0], known[1] if told[1] is None else told[1]
 
 
 class _Pieces:
