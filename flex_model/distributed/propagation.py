@@ -81,7 +81,9 @@ def after(
             return [_contraction(name, args, outputs[0], place_of)]
         if torch.Tag.pointwise in func.tags or name in _POINTWISE:
             return [_pointwise(name, tensors, places, output) for output in outputs]
-        return _by_experiment(func, args, kwargs, outputs, place_of)
+        if name in _BY_EXPERIMENT or name.startswith("_scaled_dot_product"):
+            return _by_experiment(func, args, kwargs, outputs, place_of)
+        return [None] * len(outputs)
     except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
         return [None] * len(outputs)
 
@@ -195,14 +197,10 @@ def _among_ones(
         return shard.dim
     if len(after) <= len(before):
         return candidates[-1] if before[shard.dim] != 1 or shard.dim == len(before) - 2 else None
-    if before[shard.dim] == 1:
-        return None
-    # One head a rank: (b, s, 8) -> (b, s, 1, 8), where s may be 1 itself.
-    ones_before = 0
-    while ones_before < shard.dim and before[shard.dim - 1 - ones_before] == 1:
-        ones_before += 1
-    place = candidates[min(ones_before, len(candidates) - 1)]
-    return place if after[place] == 1 else None
+    if shard.parts > 1 and after[candidates[0]] == 1 and before[shard.dim] == shard.parts:
+        return candidates[0]  # (b, s, s) -> (b, 1, s, s): one head a rank leaves the batch
+    # (b, s, 8) -> (b, s, 1, 8) may be one head a rank, or a new dim: no telling, but by the -1.
+    return None
 
 
 def _transpose(func, args, kwargs, outputs, place_of) -> list[Split]:
@@ -250,6 +248,24 @@ def _expand(func, args, kwargs, outputs, place_of) -> list[Split]:
         return [place]
     dim = shard.dim + outputs[0].dim() - args[0].dim()
     return [_moved(place, dim if outputs[0].shape[dim] == args[0].shape[shard.dim] else None)]
+
+
+def _repeat(func, args, kwargs, outputs, place_of) -> list[Split]:
+    place = place_of(args[0])
+    shard = _shard_of(place)
+    if shard is None:
+        return [place]
+    dim = shard.dim + outputs[0].dim() - args[0].dim()
+    return [_moved(place, dim if args[1][dim] == 1 else None)]
+
+
+def _roll(func, args, kwargs, outputs, place_of) -> list[Split]:
+    place = place_of(args[0])
+    shard = _shard_of(place)
+    if shard is None:
+        return [place]
+    dims = [dim % args[0].dim() for dim in _argument(func, args, kwargs, "dims")]
+    return [place if dims and shard.dim not in dims else None]
 
 
 def _cat(func, args, kwargs, outputs, place_of) -> list[Split]:
@@ -511,8 +527,6 @@ def _by_experiment(func, args, kwargs, outputs, place_of) -> list[Split]:
             shape[shard.dim] *= 2
         return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
-    if kwargs.get("device") is not None:
-        kwargs = {**kwargs, "device": torch.device("meta")}
     if kwargs.get("out") is not None:
         return [None] * len(outputs)
     leaves, spec = tree_flatten((args, kwargs))
@@ -530,13 +544,16 @@ def _by_experiment(func, args, kwargs, outputs, place_of) -> list[Split]:
     if len(results) != len(outputs):
         return [None] * len(outputs)
     found: list[Split] = []
+    name = func._schema.name.partition("::")[2]
     for result, output in zip(results, outputs):
         longer = [
             dim
             for dim in range(output.dim())
             if result.dim() == output.dim() and result.shape[dim] != output.shape[dim]
         ]
-        if len(longer) == 1 and result.shape[longer[0]] == 2 * output.shape[longer[0]]:
+        if name in _WINDOWS and any(dim > 1 for dim in longer):
+            found.append(None)  # windows reach over the edges of shards
+        elif len(longer) == 1 and result.shape[longer[0]] == 2 * output.shape[longer[0]]:
             shard = Shard(longer[0], pieces=pieces or None, stride=stride)
             found.append(Cut(shard) if makes_cut else shard)
         else:
@@ -544,6 +561,58 @@ def _by_experiment(func, args, kwargs, outputs, place_of) -> list[Split]:
     return found
 
 
+# Batch and channels first, positions after them.
+_WINDOWS = {
+    "convolution",
+    "_convolution",
+    "avg_pool1d",
+    "avg_pool2d",
+    "max_pool2d_with_indices",
+    "_adaptive_avg_pool2d",
+}
+# Whatever is not here is not known: an operation may depend on positions along a dim that it keeps.
+_BY_EXPERIMENT = _WINDOWS | {
+    "_fused_rms_norm",
+    "_log_softmax",
+    "_native_batch_norm_legit",
+    "_native_batch_norm_legit_no_training",
+    "_softmax",
+    "all",
+    "amax",
+    "amin",
+    "any",
+    "argmax",
+    "argmin",
+    "constant_pad_nd",
+    "cumprod",
+    "cumsum",
+    "embedding",
+    "flip",
+    "gather",
+    "glu",
+    "index",
+    "index_select",
+    "linalg_vector_norm",
+    "log_softmax",
+    "logsumexp",
+    "max",
+    "mean",
+    "min",
+    "native_batch_norm",
+    "native_layer_norm",
+    "outer",
+    "prod",
+    "scaled_dot_product_attention",
+    "softmax",
+    "sort",
+    "std",
+    "std_mean",
+    "topk",
+    "var",
+    "var_mean",
+    "view_as_complex",
+    "view_as_real",
+}
 _FACTORIES = {"lift_fresh", "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"}
 _CUTS = {"slice", "select", "split", "split_with_sizes", "unbind", "unsafe_split", "chunk"}
 _UNARY = {
@@ -582,6 +651,8 @@ _RULES: dict[str, Callable[..., list[Split]]] = {
     "unsqueeze": _unsqueeze,
     "squeeze": _squeeze,
     "expand": _expand,
+    "repeat": _repeat,
+    "roll": _roll,
     "cat": _cat,
     "stack": _stack,
     "sum": _sum,

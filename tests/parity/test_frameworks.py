@@ -17,43 +17,13 @@ from torch.testing import assert_close
 import frameworks
 import table
 
-PLAIN_SHARDS = "shards are plain tensors, and a gradient does not say how it is split"
-GROUPED = "inside the experts' grouped product the split is not known"
-
 # Cells that can't be had, and why: patterns of case, kind, site and doing, and the reason.
 ERRORS = [
     ("fsdp1-*", "parameter", "*", "*", "FSDP1 gives hooks a local, flattened gradient"),
-    ("fairscale-*", "parameter", "[!n]*", "*", PLAIN_SHARDS),
-    ("megatron-*", "parameter", "*", "*", PLAIN_SHARDS),
-    (
-        "*fsdp*-4",
-        "parameter",
-        "*n*.weight",
-        "*",
-        "FSDP2 splits a norm that tensor parallelism left plain",
-    ),
-    ("hf-mixtral-*", "*", "*.experts.act_fn", "*", GROUPED),
-    ("hf-qwen3moe-*", "*", "*.experts.act_fn", "*", GROUPED),
-    (
-        "hf-qwen3moe-*",
-        "parameter",
-        "*.[qk]_norm.weight",
-        "*",
-        "transformers sums this gradient over the ranks after hooks have seen each rank's part",
-    ),
 ]
 
 # What is to be repaired in flex_model; take the line out with the repair.
-BROKEN = {
-    **dict.fromkeys(
-        ("native-sp-2", "native-sp-4", "sp-fsdp2-4"),
-        "DTensor's reduce-scatter along dim 1 is taken for one along dim 0",
-    ),
-    **dict.fromkeys(
-        ("megatron-sp-2", "megatron-moe-2"),
-        "gloo's reduce-scatter copies into its output, which the tracker takes for an edit",
-    ),
-}
+BROKEN = {}
 
 # How many cells are right; a change may only raise it.
 RIGHT = {}
