@@ -86,13 +86,18 @@ class Parameters:
                 f"set_module_parameter: expected a full torch.Tensor for {name!r}, got "
                 f"{type(full).__name__}"
             )
+        given = tuple(full.shape)
+        if not self._channel.is_local:
+            header = Header("parameter", site=site_hash("set", name, given))
+            self._channel.agree(header, f"a new full value of parameter {name!r}, of shape {given}")
         with self._found(name, writeback=True, sharded=True) as found, torch.no_grad():
             local, move = self._move(name, found, found.kept, None, default_shape=full.shape)
             shape = tuple(local.shape) if move is None else move.full_shape
-            if tuple(full.shape) != shape:
-                raise ValueError(
-                    f"set_module_parameter: {name!r} has the full shape {shape}, got "
-                    f"{tuple(full.shape)}"
+            if given != shape:
+                raise agreed(
+                    ValueError(
+                        f"set_module_parameter: {name!r} has the full shape {shape}, got {given}"
+                    )
                 )
             full = full.detach().to(local.dtype)
             self._check_equal(name, full)

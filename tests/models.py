@@ -200,12 +200,19 @@ class RowLinear(nn.Module):
         return SumOverRanks.apply(F.linear(x, self.weight), self.group) + self.bias
 
 
-def tensor_parallel(model, group):
-    """``model`` with its columns and rows split over ``group``, as far as they go evenly or not."""
+def tensor_parallel(model, group, states_sizes=True):
+    """``model`` with its columns and rows split over ``group``, as far as they go evenly or not.
+
+    ``states_sizes``: whether the layers say how wide they are in all, as fairscale's do.
+    """
     model = copy.deepcopy(model)
-    for names, layer in ((model.columns, ColumnLinear), (model.rows, RowLinear)):
+    for names, make in ((model.columns, ColumnLinear), (model.rows, RowLinear)):
         for name in names:
-            model.set_submodule(name, layer(model.get_submodule(name), group))
+            linear = model.get_submodule(name)
+            layer = make(linear, group)
+            if states_sizes:
+                layer.in_features, layer.out_features = linear.in_features, linear.out_features
+            model.set_submodule(name, layer)
     return model
 
 
@@ -242,7 +249,7 @@ def mesh(dp, tp):
 class Parallelism:
     """How to shard a model, its batch, and how to read the result back.
 
-    ``by_hand``: shards are plain tensors, so the library must be told the full width.
+    ``by_hand``: shards are plain tensors.
     """
 
     name: str

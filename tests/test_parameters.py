@@ -260,7 +260,9 @@ def test_a_buffer_is_no_parameter_and_the_message_says_so():
 @pytest.mark.ranks(2)
 def test_iterating_over_parameters_takes_the_shapes_that_must_be_told():
     parallelism, model = models.TWO_RANKS["tp"], models.mlp()
-    flex = FlexModel(parallelism.shard(model), **parallelism.sizes)
+    group = parallelism.mesh["tp"].get_group()
+    sharded = models.tensor_parallel(model, group, states_sizes=False)
+    flex = FlexModel(sharded, **parallelism.sizes)
     shapes = {name: full_shape(parallelism, model, name) for name, _ in model.named_parameters()}
     for name, full in flex.iterate_parameters(shapes):
         assert torch.equal(full, model.get_parameter(name))

@@ -2,6 +2,7 @@
 give the shards, by the placement that the rule tells, of the operation on the full tensor.
 """
 
+import itertools
 import math
 
 import pytest
@@ -329,7 +330,7 @@ def views(draw):
     def grouped(sizes):
         cuts = sorted(draw(st.sets(st.integers(1, max(1, len(sizes) - 1)), max_size=3)))
         bounds = [0, *[cut for cut in cuts if cut < len(sizes)], len(sizes)]
-        return [tuple(range(a, b)) for a, b in zip(bounds, bounds[1:])]
+        return [tuple(range(a, b)) for a, b in itertools.pairwise(bounds)]
 
     return factors, split, grouped(factors), grouped(factors)
 

@@ -83,6 +83,8 @@ def acquire(ranks: tuple[int, ...], timeout_s: float) -> PrivateGroup:
         store = dist.PrefixStore(str(number), store)
         backend_timeout = timedelta(seconds=timeout_s + _BACKEND_SLACK_S)
         backend = dist.ProcessGroupGloo(store, me, len(ranks), backend_timeout)
+        # Whose backend is made may drop it at once, while others still connect to it.
+        _gather_words(store, "made", "", ranks, me, timeout_s)
         group = _groups[ranks, number] = PrivateGroup(
             ranks, me, backend, store, number, timeout_s, dist.group.WORLD
         )
@@ -97,31 +99,36 @@ def _meet(
     not come.
     """
 
-    def key(number: int, rank: int) -> str:
-        return f"meeting/{number}/{rank}"
+    words = _gather_words(store, f"meeting/{number}", str(held), ranks, me, timeout_s)
+    # All have left the meeting before, since they are at this one.
+    store.delete_key(f"meeting/{number - 1}/{me}")
+    return [int(word) for word in words]
 
-    store.set(key(number, me), str(held))
-    offers = {me: held}
+
+def _gather_words(
+    store: dist.Store, place: str, word: str, ranks: tuple[int, ...], me: int, timeout_s: float
+) -> list[str]:
+    """The word of every rank, when all have said theirs at this place of the store."""
+    store.set(f"{place}/{me}", word)
+    words = {me: word}
     deadline = time.monotonic() + timeout_s
     pause_s = 0.001
-    while len(offers) < len(ranks):
+    while len(words) < len(ranks):
         for rank in range(len(ranks)):
-            if rank not in offers and store.check([key(number, rank)]):
-                offers[rank] = int(store.get(key(number, rank)))
-        missing = [ranks[rank] for rank in range(len(ranks)) if rank not in offers]
+            if rank not in words and store.check([f"{place}/{rank}"]):
+                words[rank] = store.get(f"{place}/{rank}").decode()
+        missing = [ranks[rank] for rank in range(len(ranks)) if rank not in words]
         if missing and time.monotonic() > deadline:
-            store.delete_key(key(number, me))
+            store.delete_key(f"{place}/{me}")
             raise HookError(
                 f"connecting the ranks {list(ranks)} of a model: global ranks {missing} did not "
-                "come within "
-                f"{timeout_s:g} s; every rank of the model must wrap it, and make the same calls "
-                "in the same order"
+                f"come within {timeout_s:g} s; every rank of the model must wrap it, and make the "
+                "same calls in the same order"
             )
         if missing:
             time.sleep(pause_s)
             pause_s = min(pause_s * 2, 0.05)
-    store.delete_key(key(number - 1, me))  # all have left that meeting, since they are at this one
-    return [offers[rank] for rank in range(len(ranks))]
+    return [words[rank] for rank in range(len(ranks))]
 
 
 def release(group: PrivateGroup) -> None:

@@ -84,7 +84,7 @@ def after(
         if name in _BY_EXPERIMENT or name.startswith("_scaled_dot_product"):
             return _by_experiment(func, args, kwargs, outputs, place_of)
         return [None] * len(outputs)
-    except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
+    except Exception:  # an operation that a rule was not made for: the model must run all the same
         return [None] * len(outputs)
 
 

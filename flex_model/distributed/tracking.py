@@ -57,7 +57,9 @@ class LayoutTracker(TorchDispatchMode):
     def note(self, tensor: Tensor, splits: Splits) -> None:
         """Remember how a tensor is split; a DTensor tells it itself."""
         tensor, told = self._plain(tensor)
-        storage = tensor.untyped_storage()
+        storage = _storage(tensor)
+        if storage is None:
+            return
         key = storage._cdata
         entry = self._storages.get(key)
         if entry is None:
@@ -80,7 +82,8 @@ class LayoutTracker(TorchDispatchMode):
         plain, told = self._plain(tensor)
         parameter, known = self._parameters.get(id(tensor), (None, UNKNOWN))
         if parameter is None or parameter() is not tensor:
-            storage = self._storages.get(plain.untyped_storage()._cdata)
+            memory = _storage(plain)
+            storage = None if memory is None else self._storages.get(memory._cdata)
             if isinstance(tensor, nn.Parameter):  # FSDP makes new ones when it unshards
                 known = (Replicate(), None if self._mesh.tp_size > 1 else Replicate())
             elif storage is not None:
@@ -174,7 +177,10 @@ class LayoutTracker(TorchDispatchMode):
         """
         self.note(tensor, splits)
         tensor, _ = self._plain(tensor)
-        views = self._storages[tensor.untyped_storage()._cdata][1]
+        storage = _storage(tensor)
+        if storage is None:
+            return
+        views = self._storages[storage._cdata][1]
         own = _geometry(tensor)
         for geometry in [key for key in views if key != own]:
             before = views[geometry]
@@ -301,8 +307,19 @@ class _Pieces:
                 del table[key]
 
 
+def _storage(tensor: Tensor) -> Any:
+    """None for tensors that are not plain memory: sparse ones, and wrappers of other tensors."""
+    if tensor.layout != torch.strided:
+        return None
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
 def _identity(tensor: Tensor) -> Any:
-    return tensor.untyped_storage()._cdata, _geometry(tensor)
+    storage = _storage(tensor)
+    return (0, None) if storage is None else (storage._cdata, _geometry(tensor))
 
 
 def _group(value: Any) -> Any:

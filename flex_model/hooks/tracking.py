@@ -167,22 +167,16 @@ class Tracking:
 
 
 def _batch_dim(shapes: list[tuple[int, ...]], told: values.Fingerprints) -> Split:
-    """Where the inputs of data-parallel ranks are split: where their sizes differ, else along dim
-    0.
+    """Where an input is split over the data-parallel ranks: along dim 0, unless all have the same;
+    not known where other dims differ, as those of sequences that are not padded to one length.
     """
-    ndim = len(shapes[0])
     if told.mesh.dp_size == 1:
         return Replicate()
-    if any(len(shape) != ndim for shape in shapes):
+    if len({shape[1:] for shape in shapes}) > 1:
         return None
-    differ = [dim for dim in range(ndim) if len({shape[dim] for shape in shapes}) > 1]
-    if len(differ) == 1:
-        return Shard(differ[0])
-    if differ:
-        return None
-    if told.equal_along("dp") or ndim == 0:
+    if len(set(shapes)) == 1 and (told.equal_along("dp") or not shapes[0]):
         return Replicate()
-    return Shard(0)
+    return Shard(0) if shapes[0] else None
 
 
 def _of_weight(module: nn.Module, name: str, weight: Tensor, mesh: Mesh) -> Splits | None:

@@ -29,16 +29,6 @@ SITES = {
     "parameter": ("inp.weight", "fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"),
 }
 
-# Where tensor parallelism leaves a rank with a part of the tensor's last dim, or of a parameter, as
-# a plain tensor: the library is told the full shape there, and nowhere else.
-SPLIT = {
-    "forward": ("fc1", "act"),
-    "forward_pre": ("act", "fc2"),
-    "full_backward": ("act", "fc2"),
-    "full_backward_pre": ("fc1", "act"),
-    "parameter": ("fc1.weight", "fc1.bias", "fc2.weight"),
-}
-
 
 # ---- Edits: what a user writes ------------------------------------------------------------------
 
@@ -90,13 +80,12 @@ EDITS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One hook, and what its editing function does. ``expected_shape`` is for by-hand shards."""
+    """One hook, and what its editing function does."""
 
     kind: str
     site: str
     edit: Callable | None = None
     leaf: int = 0
-    expected_shape: tuple | None = None
     probe_width: int | None = None
 
     @property
@@ -165,7 +154,7 @@ def sharded_run(parallelism, model, batch, cell, loss=mean_loss, **settings):
     """The same under FlexModel on this rank's shards; gradients come back in full. Collective."""
     run, records = Run(), {}
     sharded = parallelism.shard(model)
-    hook_function = HookFunction(cell.site, cell.expected_shape, cell.edit, cell.leaf)
+    hook_function = HookFunction(cell.site, editing_function=cell.edit, unpack_idx=cell.leaf)
     with FlexModel(sharded, records, **parallelism.sizes, **settings) as flex:
         if cell.probe_width:
             flex.register_trainable_module("probe", cell.probe)
@@ -185,16 +174,11 @@ def register(flex, kind, hook_function):
     return getattr(flex, name)(hook_function)
 
 
-def table_cell(parallelism, model, batch, kind, site, edit_name):
-    """The cell of the MLP's table, with what must be told: full shape and width of the probe."""
+def table_cell(model, batch, kind, site, edit_name):
+    """The cell of the MLP's table."""
     full = unsharded_run(model, batch, Cell(kind, site)).records[0]
-    shape = None
-    if site in SPLIT[kind] and kind == "parameter" and parallelism.by_hand:
-        shape = tuple(full.shape)
-    elif site in SPLIT[kind] and kind != "parameter" and parallelism.tp > 1:
-        shape = (None, full.shape[1])
     width = full.shape[-1] if edit_name == "trainable" else None
-    return Cell(kind, site, EDITS[edit_name], expected_shape=shape, probe_width=width)
+    return Cell(kind, site, EDITS[edit_name], probe_width=width)
 
 
 def differences(parallelism, model, batch, cell, loss=mean_loss, **settings):

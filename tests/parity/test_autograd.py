@@ -52,7 +52,7 @@ def sharded_and_unsharded(name, edit, use):
     sharded = parallelism.shard(models.mlp())
     with FlexModel(sharded, **parallelism.sizes) as flex:
         flex.register_trainable_module("probe", models.seeded(nn.Linear, 8, 8).double())
-        flex.register_forward_hook(HookFunction("fc1", (None, 8), ours))
+        flex.register_forward_hook(HookFunction("fc1", editing_function=ours))
         use(flex, parallelism.my_rows)
         trained = {n: p.grad for n, p in flex.trainable_modules["probe"].named_parameters()}
     gradients = parallelism.full_gradients(models.mlp(), sharded)
@@ -128,7 +128,7 @@ def test_the_gradient_of_the_input():
     model = models.mlp()
     flex = FlexModel(parallelism.shard(model), tensor_parallel_size=2)
     edit = lambda module, full, save_ctx, modules: full.tanh()  # noqa: E731
-    flex.register_forward_hook(HookFunction("fc1", (None, 8), edit))
+    flex.register_forward_hook(HookFunction("fc1", editing_function=edit))
     model.fc1.register_forward_hook(lambda module, args, output: output.tanh())
     x = BATCH.clone().requires_grad_()
     (got,) = torch.autograd.grad(mean_loss(flex(x)), x)
@@ -149,7 +149,7 @@ def test_a_loss_on_an_activation_kept_in_save_ctx(name):
     (mean_loss(model(BATCH)) + kept[0].cos().mean()).backward()
 
     flex = FlexModel(parallelism.shard(models.mlp()), **parallelism.sizes)
-    flex.register_forward_hook(HookFunction("fc1", (None, 8), keep))
+    flex.register_forward_hook(HookFunction("fc1", editing_function=keep))
     output = flex(parallelism.my_rows(BATCH))
     (mean_loss(output) + flex.save_ctx.kept.cos().mean()).backward()
     gradients = parallelism.full_gradients(model, flex.module)

@@ -32,7 +32,7 @@ def test_batches_of_three_and_one_equal_a_batch_of_four(name, kind):
     for site in SITES[kind][:2]:
         for edit in EDITS:
             model, batch = models.mlp(), models.random(sum(ROWS), 6)
-            cell = table_cell(parallelism, model, batch, kind, site, edit)
+            cell = table_cell(model, batch, kind, site, edit)
             wrong += differences(parallelism, model, batch, cell, weighted_loss)
     assert not wrong, "\n".join(wrong)
 

@@ -19,7 +19,7 @@ def test_an_edit_on_rank_0_equals_the_unsharded_run(name, kind):
     for site in SITES[kind]:
         for edit in sorted(EDITS.keys() - {"trainable"}):
             model, batch = models.mlp(), models.random(4, 6)
-            cell = table_cell(parallelism, model, batch, kind, site, edit)
+            cell = table_cell(model, batch, kind, site, edit)
             wrong += differences(parallelism, model, batch, cell, edit_on="rank0")
     assert not wrong, "\n".join(wrong)
 
@@ -30,7 +30,7 @@ def test_an_edit_on_rank_0_of_four_equals_the_unsharded_run():
     wrong = []
     for edit in ("mixing features", "mixing rows", "in place"):
         model, batch = models.mlp(), models.random(4, 6)
-        cell = table_cell(parallelism, model, batch, "forward", "fc1", edit)
+        cell = table_cell(model, batch, "forward", "fc1", edit)
         wrong += differences(parallelism, model, batch, cell, edit_on="rank0")
     assert not wrong, "\n".join(wrong)
 
@@ -48,7 +48,7 @@ def test_only_rank_0_runs_the_function_and_trains_the_module():
     probe = models.seeded(nn.Linear, 8, 8).double()
     flex = FlexModel(parallelism.shard(model), edit_on="rank0", **parallelism.sizes)
     flex.register_trainable_module("probe", probe)
-    flex.register_forward_hook(HookFunction("fc1", (None, 8), edit))
+    flex.register_forward_hook(HookFunction("fc1", editing_function=edit))
     flex(batch).sin().mean().backward()
 
     oracle = models.seeded(nn.Linear, 8, 8).double()

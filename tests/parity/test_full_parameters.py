@@ -231,21 +231,10 @@ def test_parameters_of_fsdp2_over_fused_projections(rows):
     flex.restore()
 
 
-class StatingLinear(models.ColumnLinear):
-    """A column-parallel layer that says how wide it is in all."""
-
-    def __init__(self, linear, group):
-        super().__init__(linear, group)
-        self.out_features, self.in_features = linear.out_features, linear.in_features
-
-
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("hidden", [8, 7])
 def test_parameters_of_fsdp2_over_layers_that_shard_by_hand(hidden):
     mesh, model = models.mesh(2, 2), models.mlp(width=8, hidden=hidden)
-    sharded = copy.deepcopy(model)
-    sharded.fc1 = StatingLinear(model.fc1, mesh["tp"].get_group())
-    sharded.fc2 = models.RowLinear(model.fc2, mesh["tp"].get_group())
-    sharded.fc2.in_features, sharded.fc2.out_features = hidden, 8
+    sharded = models.tensor_parallel(model, mesh["tp"].get_group())
     fully_shard(sharded, mesh=mesh["dp"])
     check(model, sharded, call, models.FOUR_RANKS["tp x dp"].my_rows, device_mesh=mesh)

@@ -169,7 +169,8 @@ def test_an_idle_wrapper_makes_no_collective(framework, tmp_path):
 def test_unknown_layers_that_shard_by_hand(site):
     """Right or a clear error, never a part; right with ``expected_shape``."""
     model, batch = models.mlp(), models.random(4, 6)
-    sharded = models.TWO_RANKS["tp"].shard(model)
+    group = models.mesh(1, 2)["tp"].get_group()
+    sharded = models.tensor_parallel(model, group, states_sizes=False)
     seen = []
     handle = model.get_submodule(site).register_forward_hook(lambda m, a, out: seen.append(out))
     expected = model(batch)

@@ -40,7 +40,7 @@ def test_two_models_on_two_halves_of_the_world():
         tensor_parallel_size=2,
         process_group=half,
     )
-    flex.register_forward_hook(HookFunction("fc1", (None, 8 + which), mixing_features))
+    flex.register_forward_hook(HookFunction("fc1", editing_function=mixing_features))
     expected, seen = run(model)
     for _ in range(1 + 3 * which):
         with torch.no_grad():
@@ -57,7 +57,7 @@ def test_models_with_different_meshes_on_one_world():
     for name in ("tp", "tp x dp", "tp"):
         parallelism, records = models.FOUR_RANKS[name], {}
         flex = FlexModel(parallelism.shard(model), records, **parallelism.sizes)
-        flex.register_forward_hook(HookFunction("fc1", (None, 8), mixing_features))
+        flex.register_forward_hook(HookFunction("fc1", editing_function=mixing_features))
         wraps.append((parallelism, flex, records))
     for _ in range(2):
         for parallelism, flex, records in wraps:
@@ -93,7 +93,7 @@ def test_a_device_mesh_says_which_ranks_are_which():
         models.tensor_parallel(model, mesh["tp"].get_group()), records, device_mesh=mesh
     )
     assert (flex.tp_size, flex.dp_size) == (2, 2)
-    flex.register_forward_hook(HookFunction("fc1", (None, 8), mixing_features))
+    flex.register_forward_hook(HookFunction("fc1", editing_function=mixing_features))
     group = mesh["dp"].get_group()
     with torch.no_grad():
         output = flex(models.my_part(BATCH, 0, group))

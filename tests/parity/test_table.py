@@ -11,7 +11,7 @@ def check_all_cells(parallelism, kind, hidden=8, rows=4):
     for site in SITES[kind]:
         for edit in EDITS:
             model, batch = models.mlp(hidden=hidden), models.random(rows, 6)
-            cell = table_cell(parallelism, model, batch, kind, site, edit)
+            cell = table_cell(model, batch, kind, site, edit)
             try:
                 wrong += differences(parallelism, model, batch, cell)
             except (NotImplementedError, ValueError) as error:

@@ -10,16 +10,10 @@ from cells import Cell, elementwise, in_place, mixing_features, torch_hook
 from flex_model import FlexModel, HookFunction
 
 # Where Llama's tensor parallelism leaves a plain tensor with a part of the last dim.
-SPLIT = {"q_proj": 32, "k_proj": 16, "v_proj": 16, "gate_proj": 48, "up_proj": 48, "act_fn": 48}
 
 
 def tokens(batch=2, length=5):
     return 1 + models.random(batch, length, seed=6).argsort()  # 0 is for padding
-
-
-def expected_shape(site):
-    width = SPLIT.get(site.rpartition(".")[2])
-    return width and (None, None, width)
 
 
 def oracle(model, site, edit, call, kind="forward"):
@@ -38,7 +32,7 @@ def test_every_module_of_llama_is_seen_in_full():
     records = {}
     flex = FlexModel(sharded, records, tensor_parallel_size=2)
     for site in sites:
-        flex.register_forward_hook(HookFunction(site, expected_shape(site)))
+        flex.register_forward_hook(HookFunction(site))
     with torch.no_grad():
         result = flex(tokens())
     for site in sites:
@@ -55,7 +49,7 @@ def test_edits_of_llama_equal_the_unsharded_model(edit):
     for site in ("model.layers.0.self_attn", "model.layers.1.mlp", "model.layers.0.mlp.act_fn"):
         expected, _ = oracle(model, site, edit, lambda model: model(tokens()))
         with FlexModel(sharded, tensor_parallel_size=2) as flex, torch.no_grad():
-            flex.register_forward_hook(HookFunction(site, expected_shape(site), edit))
+            flex.register_forward_hook(HookFunction(site, editing_function=edit))
             result = flex(tokens())
         assert type(result) is type(expected)
         assert_close(result.logits, expected.logits)
@@ -69,7 +63,7 @@ def test_gradients_through_an_edit_of_llama_equal_the_unsharded_model():
     with torch_hook(model, cell, {}, []):
         model(tokens(), labels=tokens()).loss.backward()
     with FlexModel(sharded, tensor_parallel_size=2) as flex:
-        flex.register_forward_hook(HookFunction(cell.site, (None, None, 48), cell.edit))
+        flex.register_forward_hook(HookFunction(cell.site, editing_function=cell.edit))
         flex(tokens(), labels=tokens()).loss.backward()
     for name, parameter in sharded.named_parameters():
         gradient = parameter.grad
@@ -122,7 +116,7 @@ def test_an_edit_of_llama_is_recomputed_by_its_own_checkpointing(use_reentrant):
         model(tokens(), labels=tokens()).loss.backward()
     records = {}
     with FlexModel(sharded, records, tensor_parallel_size=2) as flex:
-        flex.register_forward_hook(HookFunction(cell.site, (None, None, 48), cell.edit))
+        flex.register_forward_hook(HookFunction(cell.site, editing_function=cell.edit))
         flex(tokens(), labels=tokens(), use_cache=False).loss.backward()
     assert len(records.get(cell.site, [])) == (dist.get_rank() == 0)
     for name, parameter in sharded.named_parameters():
@@ -188,7 +182,7 @@ def test_llama_sharded_by_transformers_itself(tmp_path):
             expected, seen = oracle(model, site, edit, lambda model: model(tokens()))
             records = {}
             with FlexModel(sharded, records, tensor_parallel_size=2) as flex, torch.no_grad():
-                flex.register_forward_hook(HookFunction(site, expected_shape(site), edit))
+                flex.register_forward_hook(HookFunction(site, editing_function=edit))
                 result = flex(tokens())
             assert_close(result.logits, expected.logits)
             assert_close(records.get(site, []), seen if dist.get_rank() == 0 else [])
