@@ -422,10 +422,11 @@ def _contraction(name: str, args: Sequence[Any], output: Tensor, place_of: Place
     (i, dim_a), (j, dim_b) = _CONTRACTIONS[name]
     a, b = args[i], args[j]
     place_a, place_b = place_of(a), place_of(b)
-    if isinstance(place_a, Cut):
-        place_a = place_a.shard  # used as a part, or else it does not fit
-    if isinstance(place_b, Cut):
-        place_b = place_b.shard
+    if isinstance(place_a, Cut) or isinstance(place_b, Cut):
+        # As parts, or else they are replicated: of both the product is what its operands are.
+        parts = {id(a): _shard_of(place_a) or place_a, id(b): _shard_of(place_b) or place_b}
+        place = _contraction(name, args, output, lambda t: parts.get(id(t), place_of(t)))
+        return Cut(place) if isinstance(place, Shard) else None
     added = args[0] if i else args[2] if name == "linear" and len(args) > 2 else None
     summed_a = isinstance(place_a, Shard) and place_a.dim == dim_a % a.dim()
     summed_b = isinstance(place_b, Shard) and place_b.dim == dim_b % b.dim()

@@ -373,8 +373,11 @@ def tensors_of(values: Any) -> Iterator[Tensor]:
 
 
 def named_weights(root: nn.Module) -> Iterable[tuple[nn.Module, str, Tensor]]:
-    """Every parameter and buffer, with the module that has it and its name there."""
+    """Every parameter, buffer and other tensor of the modules, with the module and its name
+    there.
+    """
     for module in root.modules():
-        for name, value in (*module._parameters.items(), *module._buffers.items()):
-            if value is not None:
-                yield module, name, value
+        for table in (module._parameters, module._buffers, vars(module)):
+            for name, value in table.items():
+                if isinstance(value, Tensor):
+                    yield module, name, value
