@@ -17,16 +17,56 @@ from torch.testing import assert_close
 import frameworks
 import table
 
+SUMMED_LATER = "hooks see each rank's part of the gradient, which the framework sums afterwards"
+
 # Cells that can't be had, and why: patterns of case, kind, site and doing, and the reason.
 ERRORS = [
     ("fsdp1-*", "parameter", "*", "*", "FSDP1 gives hooks a local, flattened gradient"),
+    ("hf-qwen3moe-*", "parameter", "*.[qk]_norm.weight", "*", SUMMED_LATER),
+    ("megatron-[sm]*", "parameter", "*norm.*", "*", SUMMED_LATER),
+    ("megatron-moe-*", "parameter", "*.router.weight", "*", SUMMED_LATER),
+    (
+        "megatron-moe-*",
+        "*",
+        "decoder.layers.1.mlp.experts*",
+        "read",
+        "beside an expert that got no token the split is not known",
+    ),
 ]
 
 # What is to be repaired in flex_model; take the line out with the repair.
-BROKEN = {}
+BROKEN: dict[str, str] = {}
 
 # How many cells are right; a change may only raise it.
-RIGHT = {}
+RIGHT = {
+    "hf-llama-2": 227,
+    "hf-llama-uneven-2": 227,
+    "hf-qwen2-2": 233,
+    "hf-qwen3moe-2": 260,
+    "hf-mixtral-2": 232,
+    "hf-llama-4": 227,
+    "hf-tp-fsdp-4": 227,
+    "native-tp-2": 258,
+    "native-sp-2": 258,
+    "native-dtensor-2": 258,
+    "native-tp-4": 258,
+    "native-sp-4": 258,
+    "fairscale-2": 123,
+    "fairscale-4": 123,
+    "fairscale-ddp-4": 123,
+    "megatron-tp-2": 286,
+    "megatron-sp-2": 273,
+    "megatron-moe-2": 376,
+    "ddp-2": 258,
+    "ddp-gpt2-2": 232,
+    "fsdp1-2": 216,
+    "fsdp1-orig-2": 216,
+    "fsdp2-2": 258,
+    "fsdp2-4": 258,
+    "hsdp-4": 258,
+    "tp-fsdp2-4": 258,
+    "sp-fsdp2-4": 258,
+}
 
 
 def cases(ranks):
@@ -53,7 +93,7 @@ def check(name, tmp_path):
     undocumented = [o for o in outcomes if o.result == "error" and reason(name, o.cell) is None]
     right = sum(outcome.result == "right" for outcome in outcomes)
     assert not wrong + undocumented, told(f"{name}: {right} of {len(outcomes)} right", outcomes)
-    assert right >= RIGHT.get(name, 0)
+    assert right >= RIGHT[name]
 
 
 def told(title, outcomes):
@@ -86,13 +126,13 @@ def write_rows(name, outcomes):
         Path(folder, f"{name}.json").write_text(json.dumps(rows, indent=1))
 
 
-@pytest.mark.ranks(2, timeout=300)
+@pytest.mark.ranks(2, timeout=600)
 @pytest.mark.parametrize("name", cases(2))
 def test_two_ranks(name, tmp_path):
     check(name, tmp_path)
 
 
-@pytest.mark.ranks(4, timeout=300)
+@pytest.mark.ranks(4, timeout=600)
 @pytest.mark.parametrize("name", cases(4))
 def test_four_ranks(name, tmp_path):
     check(name, tmp_path)

@@ -51,7 +51,7 @@ def test_the_table(environment, name):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=700,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "1 passed" in finished.stdout
