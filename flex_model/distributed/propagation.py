@@ -137,10 +137,12 @@ def reshaped(
     shard = _shard_of(place)
     if shard is None:
         return place
-    if 0 in before:
-        return _moved(place, shard.dim) if before == after else None
     if before == after:
         return place
+    if 0 in before:
+        if before.count(0) != after.count(0):
+            return None
+        before, after = (tuple(size or 7 for size in shape) for shape in (before, after))
     # Elements before one step of the split dim's outermost index: how many contiguous runs there
     # are, of which each rank has its part.
     runs = math.prod(before[: shard.dim]) * shard.parts
@@ -382,9 +384,8 @@ def _pointwise(
             unknown = True
     certain = [place for place in found if isinstance(place, Shard)]
     if certain:
-        # What is cut from a replicated tensor, or not known, must be split alike to fit.
-        same = all(_shard_of(place) == certain[0] for place in found)
-        return certain[0] if same else None
+        # What is cut from a replicated tensor, or not known, is split alike where it has the dim.
+        return certain[0] if len(certain) == 1 else None
     if unknown or len(found) != 1:
         return None
     return next(iter(found))
@@ -423,10 +424,16 @@ def _contraction(name: str, args: Sequence[Any], output: Tensor, place_of: Place
     a, b = args[i], args[j]
     place_a, place_b = place_of(a), place_of(b)
     if isinstance(place_a, Cut) or isinstance(place_b, Cut):
-        # As parts, or else they are replicated: of both the product is what its operands are.
+        # As parts, and if those do not fit, as what is replicated.
         parts = {id(a): _shard_of(place_a) or place_a, id(b): _shard_of(place_b) or place_b}
         place = _contraction(name, args, output, lambda t: parts.get(id(t), place_of(t)))
-        return Cut(place) if isinstance(place, Shard) else None
+        if place is not None:
+            return Cut(place) if isinstance(place, Shard) else place
+        whole = {
+            id(a): REPLICATED if isinstance(place_a, Cut) else place_a,
+            id(b): REPLICATED if isinstance(place_b, Cut) else place_b,
+        }
+        return _contraction(name, args, output, lambda t: whole.get(id(t), place_of(t)))
     added = args[0] if i else args[2] if name == "linear" and len(args) > 2 else None
     summed_a = isinstance(place_a, Shard) and place_a.dim == dim_a % a.dim()
     summed_b = isinstance(place_b, Shard) and place_b.dim == dim_b % b.dim()

@@ -82,14 +82,17 @@ class LayoutTracker(TorchDispatchMode):
         plain, told = self._plain(tensor)
         parameter, known = self._parameters.get(id(tensor), (None, UNKNOWN))
         if parameter is None or parameter() is not tensor:
+            known = UNKNOWN
             memory = _storage(plain)
             storage = None if memory is None else self._storages.get(memory._cdata)
             if isinstance(tensor, nn.Parameter):  # FSDP makes new ones when it unshards
                 known = (Replicate(), None if self._mesh.tp_size > 1 else Replicate())
             elif storage is not None:
                 known = storage[1].get(_geometry(plain), UNKNOWN)
-            else:
-                known = _REPLICATED if plain.dim() == 0 else UNKNOWN
+            elif memory is not None:
+                # Kept from before, as positions are: the same on tensor-parallel ranks, or split
+                # like what it is used with; that ranks hold the same is never believed unseen.
+                known = _REPLICATED if plain.dim() == 0 else (None, Replicate())
         return _either(told, known)
 
     def _plain(self, tensor: Any) -> tuple[Tensor, Splits]:
