@@ -180,9 +180,9 @@ class Parameters:
                     header, f"the full value of {site}, expected_shape {expected}"
                 )
             ]
-        layout, _ = inference.settle(
+        layout = inference.settle(
             self._channel, site, local, shapes, expected, known, batch_on_dp=False
-        )
+        ).layout
         if self._channel.is_local:
             return local, None
         if known is not None:

@@ -261,7 +261,7 @@ def test_layout_from_what_the_operations_say(splits, values, layout):
         ((None, S1), (None, 3), (1, 2), "replicated.*by the operations.*split along dim 1"),
         ((None, S1), (8, 3), (1, 2), "split along dim 0.*by the operations.*split along dim 1"),
         ([(None, S1), (None, None)], None, (1, 2), "which is not known"),
-        ([(None, Cut(S1)), (None, R)], None, (1, 2), "which is not known"),
+        ([(None, Cut(S1)), (None, R)], None, (1, 2), "made it all should hold the same"),
     ],
 )
 def test_operations_values_and_expected_shape_must_agree(splits, expected, values, message):
@@ -283,19 +283,18 @@ def test_constant_values_are_believed_where_the_operations_say_how_they_are_spli
         ((None, R), (1, 1), ShardLayout()),
         ((None, R), (1, 2), ShardLayout(tp=Partial())),
         ((None, P), (1, 1), ShardLayout()),
-        ((None, None), (1, 1), ShardLayout()),
     ],
 )
 def test_layout_of_a_gradient_from_that_of_its_tensor(splits, values, layout):
-    told = settle([(4, 3), (4, 3)], TP2, None, values, splits=splits, is_gradient=True)
+    told = settle([(4, 3), (4, 3)], TP2, None, values, splits=splits, role="gradient")
     assert told == layout
 
 
 def test_gradients_of_what_data_parallel_ranks_share_are_parts_of_a_sum():
     shapes = [(4, 3), (4, 3)]
-    told = settle(shapes, DP2, None, (1, 2), splits=(R, None), is_gradient=True)
+    told = settle(shapes, DP2, None, (1, 2), splits=(R, None), role="gradient")
     assert told == ShardLayout(dp=Partial())
-    told = settle(shapes, DP2, None, (1, 2), splits=(S1, None), is_gradient=True)
+    told = settle(shapes, DP2, None, (1, 2), splits=(S1, None), role="gradient")
     assert told == ShardLayout(dp=Shard(1))
 
 

@@ -9,8 +9,8 @@ otherwise. What is neither is an error: a shard is never handed over as the full
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -37,29 +37,35 @@ Splits = tuple[Split, Split]
 UNKNOWN: Splits = (None, None)
 
 
+# An activation or a parameter; the gradient of an activation; the gradient of a parameter.
+Role = Literal["tensor", "gradient", "parameter gradient"]
+
+
 @dataclass(frozen=True)
 class Told:
     """What all ranks of the grid told of one tensor: fingerprints of its values, and their splits.
 
-    ``fingerprints`` is None where nobody had to ask.
+    Of a gradient, ``splits`` and ``activation`` (fingerprints) are those of the tensor whose
+    gradient it is. Fingerprints are None where nobody asked.
     """
 
     fingerprints: values.Fingerprints | None
     splits: Sequence[Splits] = (UNKNOWN,)
+    activation: values.Fingerprints | None = None
 
     def along(self, axis: str) -> Placement | None:
         """The placement along ``axis`` that the ranks' splits say; None where they say nothing."""
         told = {splits[axis == "tp"] for splits in self.splits}
-        if len(told) == 1 and not any(isinstance(split, Cut) for split in told):
-            split = told.pop()
+        cuts = {split for split in told if isinstance(split, Cut)}
+        if not cuts:
+            split = told.pop() if len(told) == 1 else None
             assert not isinstance(split, Cut)
             return split
-        cuts = {split for split in told if isinstance(split, Cut)}
-        if self.fingerprints is None or not told <= {Replicate(), *cuts}:
+        if told - cuts:  # what is some ranks' own part is not that of others: a common slice
+            return Replicate() if told == {Replicate(), *cuts} else None
+        if self.fingerprints is None or len(cuts) > 1:
             return None
-        if self.fingerprints.equal_along(axis):
-            return Replicate()
-        return cuts.pop().shard if len(told) == 1 else None
+        return Replicate() if self.fingerprints.equal_along(axis) else cuts.pop().shard
 
 
 def check_expected_shape(expected_shape: Any) -> ExpectedShape:
@@ -96,40 +102,59 @@ def settle(
     known: ShardLayout | None,
     batch_on_dp: bool,
     splits: Splits = UNKNOWN,
-    is_gradient: bool = False,
+    role: Role = "tensor",
     *,
+    activation: Tensor | None = None,
     is_memory: bool = False,
-) -> tuple[ShardLayout, bool]:
+) -> Settled:
     """``resolve`` for this rank's ``shard``; collective where the ranks must ask each other.
 
     Args:
+        activation: Of a gradient: the fingerprint of the tensor whose gradient it is.
         is_memory: Whether ``splits`` are those of another tensor at the same site, which this one
             need not follow. The same on every rank.
-
-    Returns:
-        The layout, and whether it is proven: constant values show nothing, so it holds for them
-        only.
     """
     told = Told(None)
     if known is None and not channel.is_local:
-        row = torch.cat([values.fingerprint(shard), torch.tensor(_encode(splits))])
+        has_activation = activation is not None
+        if activation is None:
+            activation = torch.zeros(2, dtype=torch.int64)
+        words = torch.tensor([has_activation, *_encode(splits)])
+        row = torch.cat([values.fingerprint(shard), activation, words])
         table = channel.exchange(row).tolist()
         told = Told(
             values.Fingerprints.of(channel.mesh, [row[:2] for row in table]),
-            [_decode(row[2:]) for row in table],
+            [_decode(row[5:]) for row in table],
+            values.Fingerprints.of(channel.mesh, [row[2:4] for row in table])
+            if all(row[4] for row in table)
+            else None,
         )
-    tries = [told, Told(told.fingerprints)] if is_memory else [told]
+    tries = [told]
+    if is_memory:
+        tries.append(Told(told.fingerprints, activation=told.activation))
     for i, told in enumerate(tries):
         try:
-            layout = resolve(
-                site, shapes, channel.mesh, expected_shape, known, told, batch_on_dp, is_gradient
+            found = resolve(
+                site, shapes, channel.mesh, expected_shape, known, told, batch_on_dp, role
             )
             break
         except ValueError as error:
             if i + 1 == len(tries):
                 raise agreed(error) from None
-    is_proven = told.fingerprints is None or told.fingerprints.tell or told.along("tp") is not None
-    return layout, is_proven
+    tells = told.fingerprints is None or told.fingerprints.tell or told.along("tp") is not None
+    return Settled(found, found if role != "gradient" else _of_activation(found, told), tells)
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The layout of a tensor, and of the activation whose gradient it is, or itself.
+
+    ``is_proven``: constant values show nothing, so without it the layout holds for them only.
+    """
+
+    layout: ShardLayout
+    activation: ShardLayout
+    is_proven: bool
 
 
 _KINDS = (None, Replicate, Shard, Partial, Cut)
@@ -172,14 +197,14 @@ def resolve(
     known: ShardLayout | None,
     told: Told,
     batch_on_dp: bool = True,
-    is_gradient: bool = False,
+    role: Role = "tensor",
 ) -> ShardLayout:
     """The layout of a tensor whose local shapes are ``shapes`` (all ranks of the grid, tp fastest).
 
     Args:
         site: For messages.
         known: The layout that the tensor itself tells (DTensor), which needs no check.
-        told: What the ranks told each other; of a gradient, ``splits`` are the activation's.
+        told: What the ranks told each other.
         batch_on_dp: Whether dim 0 is the batch, of which dp ranks hold different rows (not so for
             parameters), where nothing says otherwise.
 
@@ -194,10 +219,12 @@ def resolve(
         )
     if known is not None:
         layout = known
-    elif is_gradient:
+    elif role == "gradient":
         layout = _of_gradient(site, shapes, mesh, expected_shape, told)
     else:
         layout = _of_tensor(site, shapes, mesh, expected_shape, told, batch_on_dp)
+        if role == "parameter gradient":
+            layout = _summed_later(layout, told)
     full_shape = _full_shape(site, layout, shapes, mesh)
     if expected_shape is not None and any(
         size is not None and size != full for size, full in zip(expected_shape, full_shape)
@@ -206,15 +233,27 @@ def resolve(
             f"{site}: expected_shape {expected_shape} contradicts {layout.source}: the full "
             f"tensor has shape {full_shape} (layout {layout}, local shapes {_unique(shapes)})"
         )
-    if known is None and len(shapes) > 1 and told.fingerprints is not None:
-        is_told = told.along("tp") is not None
-        if mesh.tp_size > 1:
-            _check_values(
-                site, layout, shapes, mesh, expected_shape, told.fingerprints, is_told, is_gradient
-            )
-        if mesh.dp_size > 1:
-            _check_values_over_dp(site, layout, shapes, told.fingerprints)
+    if known is None and role != "gradient":
+        _check(site, layout, shapes, mesh, expected_shape, told)
     return layout
+
+
+def _check(
+    site: str,
+    layout: ShardLayout,
+    shapes: Sequence[Shape],
+    mesh: Mesh,
+    expected_shape: ExpectedShape,
+    told: Told,
+) -> None:
+    """The ranks' values must fit the layout."""
+    if len(shapes) == 1 or told.fingerprints is None:
+        return
+    if mesh.tp_size > 1:
+        is_told = told.along("tp") is not None
+        _check_values(site, layout, shapes, mesh, expected_shape, told.fingerprints, is_told)
+    if mesh.dp_size > 1:
+        _check_values_over_dp(site, layout, shapes, told.fingerprints)
 
 
 _FOLLOWED = "the operations that made it"
@@ -268,21 +307,43 @@ def _of_gradient(
     """A gradient is split as its tensor is. Ranks that share the tensor hold parts of a sum, unless
     the model has summed them up before; of a partial sum every rank has the whole gradient.
     """
-    forward = told.along("tp")
-    equal = told.fingerprints is None or told.fingerprints.equal_along("tp")
-    tp: Placement | None = forward
-    if isinstance(forward, Partial):
+    forward = Told(told.activation, told.splits)
+    is_known = told.activation is not None or forward.along("tp") is not None
+    if mesh.tp_size > 1 and not is_known and expected_shape is None:
+        raise ValueError(
+            f"{site}: how the tensor is split over the tensor-parallel ranks is not known, and its "
+            f"gradient, of shape {_unique(shapes)}, does not tell: it may be "
+            f"{_candidates(shapes, mesh)}; give the full sizes in expected_shape"
+        )
+    tensor = _of_tensor(site, shapes, mesh, expected_shape, forward, True)
+    _check(site, tensor, shapes, mesh, expected_shape, forward)
+    dp, tp = tensor.dp, tensor.tp
+    if isinstance(tp, Partial):
         tp = Replicate()
-    elif isinstance(forward, Replicate):
-        tp = Replicate() if equal else Partial()
-    dp = _batch_unless_told(told, shapes, mesh, True)
+    elif isinstance(tp, Replicate) and told.fingerprints is not None:
+        tp = tp if told.fingerprints.equal_along("tp") else Partial()
     if dp == Replicate() and mesh.dp_size > 1:
         dp = Partial()
-    source = "equal values on all ranks" if tp is None else f"its tensor's: {_FOLLOWED}"
-    if expected_shape is None:
-        return ShardLayout(dp, tp or Replicate(), source=source)
-    sized = _from_sizes(site, shapes, mesh, expected_shape, dp, tp)
-    return ShardLayout(sized.dp, sized.tp if tp is None else tp, source=sized.source)
+    return ShardLayout(dp, tp, source=tensor.source)
+
+
+def _of_activation(layout: ShardLayout, told: Told) -> ShardLayout:
+    """The layout of the tensor that has a gradient of this layout."""
+    dp = Replicate() if isinstance(layout.dp, Partial) else layout.dp
+    if isinstance(layout.tp, Shard):
+        return ShardLayout(dp, layout.tp)
+    was_sum = Told(told.activation, told.splits).along("tp") == Partial()
+    return ShardLayout(dp, Partial() if was_sum else Replicate())
+
+
+def _summed_later(layout: ShardLayout, told: Told) -> ShardLayout:
+    """Of a parameter that tensor-parallel ranks share, gradients that differ are parts of a sum
+    that the framework will do: else the ranks' copies would part.
+    """
+    fingerprints = told.fingerprints
+    if layout.tp != Replicate() or told.along("tp") != Replicate() or fingerprints is None:
+        return layout
+    return layout if fingerprints.equal_along("tp") else replace(layout, tp=Partial())
 
 
 def _in_words(placement: Placement) -> str:
@@ -375,14 +436,13 @@ def _check_values(
     expected_shape: ExpectedShape,
     fingerprints: values.Fingerprints,
     is_told: bool,
-    is_gradient: bool,
 ) -> None:
     """Replicated must mean equal bytes, split and partial must not, along tp. Constant values show
-    nothing either way, and gradients of different parts may be alike.
+    nothing either way.
     """
     equal = fingerprints.equal_along("tp")
     if layout.tp != Replicate():
-        if equal and fingerprints.tell and not is_gradient:
+        if equal and fingerprints.tell:
             told = f" {expected_shape}" if layout.source == "expected_shape" else ""
             raise ValueError(
                 f"{site}: by {layout.source}{told} the tensor is {_in_words(layout.tp)} over "

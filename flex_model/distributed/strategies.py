@@ -122,9 +122,9 @@ class _Route:
         shapes = [tuple(tensor.shape)]
         if not channel.is_local:
             shapes = [header.shape for header in self._agree(tensor)]
-        layout, _ = inference.settle(
+        layout = inference.settle(
             channel, self._site, tensor, shapes, self._expected, None, batch_on_dp=self._batch_on_dp
-        )
+        ).layout
         if channel.is_local:
             self._trip, self._full_shape = None, shapes[0]
             return tensor

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flex_model.distributed import gather, inference
+from flex_model.distributed import gather, inference, values
 from flex_model.distributed.channel import Channel, agreed
 from flex_model.distributed.gather import Move, Trip
 from flex_model.distributed.header import Header
@@ -31,6 +31,8 @@ from flex_model.outputs import Records
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from flex_model.hooks.registration import Registration
 
 _REMEMBERED_MOVES = 128  # per hook: generation may bring a new shape with every step
 _CHANGED, _REQUIRES_GRAD = 1, 2  # what rank 0 tells of its edit, in Header.microbatch
@@ -262,7 +264,7 @@ class HookCaller:
         number, ndim = call.number or 0, len(shapes[0])
         splits, is_memory = self._splits(call, number, shapes)
         try:
-            layout, is_proven = inference.settle(
+            settled = inference.settle(
                 self._channel,
                 registration.describe(),
                 shard,
@@ -271,7 +273,8 @@ class HookCaller:
                 known,
                 registration.batch_on_dp,
                 splits,
-                registration.is_backward,
+                _role_of(registration),
+                activation=call.activation,
                 is_memory=is_memory,
             )
         except ValueError:
@@ -279,16 +282,27 @@ class HookCaller:
                 registration.splits.clear()
                 self._tracking.hooks_changed()
             raise
-        move = Move.of(self._channel, layout, list(shapes), dtype)
-        if len(registration.splits) < _REMEMBERED_MOVES:
-            found = splits if registration.is_backward else (layout.dp, layout.tp)
-            registration.splits[number, ndim] = found
-        if is_proven:
+        move = Move.of(self._channel, settled.layout, list(shapes), dtype)
+        if len(registration.splits) < _REMEMBERED_MOVES and registration.kind != "tensor":
+            registration.splits[number, ndim] = settled.activation.dp, settled.activation.tp
+        if settled.is_proven:
             while len(registration.moves) >= _REMEMBERED_MOVES:
                 oldest = next(iter(registration.moves))  # the same one on every rank
                 del registration.moves[oldest]
             registration.moves[key] = move
         return move
+
+    def fingerprint(self, registrations: Sequence[Registration], leaf: Any) -> Tensor | None:
+        """Of an activation, for the hooks on its gradient that have not seen its shape. Local."""
+        if self._channel.is_local or dtensor.is_dtensor(leaf):
+            return None
+        key = (tuple(leaf.shape), leaf.dtype)
+        if all(key in registration.shapes for registration in registrations):
+            return None
+        for registration in registrations:
+            if len(registration.shapes) < _REMEMBERED_MOVES:
+                registration.shapes.add(key)
+        return values.fingerprint(dtensor.wait(leaf))
 
     def _splits(self, call: Call, number: int, shapes: Sequence[Shape]) -> tuple[Splits, bool]:
         """What this rank knows before asking: from this forward, else from the weight beside the
@@ -320,6 +334,12 @@ class HookCaller:
                 )
             )
         return found[0] if found else None
+
+
+def _role_of(registration: Registration) -> inference.Role:
+    if registration.kind == "tensor":
+        return "parameter gradient"
+    return "gradient" if registration.is_backward else "tensor"
 
 
 def _handed(leaf: Tensor) -> Tensor:

@@ -73,6 +73,8 @@ class Call:
         splits: How the tensor (of a backward hook: the activation) is split, as far as it is known.
         is_followed: Whether its forward is, or was, followed, and ``splits`` is all there is to be
             known.
+        activation: Of a backward hook: the fingerprint of the activation, where its layout may not
+            be known yet.
     """
 
     registration: Registration
@@ -82,6 +84,7 @@ class Call:
     number: int | None = 0
     splits: Splits = UNKNOWN
     is_followed: bool = False
+    activation: Tensor | None = None
 
     def describe(self) -> str:
         return self.registration.describe()

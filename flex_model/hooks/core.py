@@ -414,6 +414,8 @@ class HookCore:
         )
         module_ref = weakref.ref(module)
         splits, is_followed = self.tracking.splits(leaf), self.tracking.is_following
+        with self.tracking.paused():
+            activation = self.caller.fingerprint(registrations, leaf)
         numbers = [
             None if _in_backward() else self.tracking.number(registration)
             for registration in registrations
@@ -432,6 +434,7 @@ class HookCore:
                     number=number,
                     splits=splits,
                     is_followed=is_followed,
+                    activation=activation,
                 )
                 try:
                     grad = self.caller.gradient(call, grad)

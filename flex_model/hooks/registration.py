@@ -29,6 +29,7 @@ class Registration:
         moves: Plans by what all ranks hold: ``(call number, shapes, dtype, ...) -> Move``.
         splits: How the tensor is split, as the ranks agreed on it before, by call number and number
             of dims; of a backward hook, the activation whose gradient it sees.
+        shapes: Of a backward hook: local shapes of activations whose values were looked at.
     """
 
     hook_function: HookFunction
@@ -38,6 +39,7 @@ class Registration:
     hook: _C.Hook = field(init=False)
     moves: dict[Any, Any] = field(default_factory=dict)
     splits: dict[tuple[int, int], Any] = field(default_factory=dict)
+    shapes: set[Any] = field(default_factory=set)
     site: int = field(init=False)
     seed: int = field(init=False)
     name: str = field(init=False)
