@@ -55,7 +55,7 @@ class HookCaller:
         self._tracking = tracking
         self._records = records
         self._function = UserFunction(save_ctx, modules)
-        self._edit_on_all = edit_on == "all"
+        self.edits_on_all = edit_on == "all"
         self._full_parameter = full_parameter
 
     # The three kinds of values.
@@ -119,10 +119,10 @@ class HookCaller:
             self._check_alone(call, leaf)
             self._records.now(call.registration, leaf)
             return
-        call, shard, known = self._shard(call, leaf)
+        call, shard, known = self.shard_of(call, leaf)
         self._records.later(call, shard, known)
 
-    def _shard(self, call: Call, leaf: Any) -> tuple[Call, Tensor, ShardLayout | None]:
+    def shard_of(self, call: Call, leaf: Any) -> tuple[Call, Tensor, ShardLayout | None]:
         """This rank's plain tensor, in the graph, and what a DTensor tells: the whole layout, or
         along the axes that its mesh has.
         """
@@ -151,7 +151,7 @@ class HookCaller:
     def _edit(self, call: Call, leaf: Any) -> Tensor | None:
         """Gather, record, edit, scatter; None if the function changed nothing."""
         original = leaf
-        call, leaf, known = self._shard(call, leaf)
+        call, leaf, known = self.shard_of(call, leaf)
         edit = self._edit_alone if self._channel.is_local else self._edit_together
         shard = edit(call, leaf, known)
         if shard is not None and dtensor.is_dtensor(original):
@@ -179,7 +179,7 @@ class HookCaller:
             self._agree(call, grad, "gradient of an edit")
 
         trip = Trip(move, agree_on_gradient)
-        if not self._edit_on_all:
+        if not self.edits_on_all:
             return self._edit_on_first(call, leaf, trip, parameters)
         full = _gathered(gather.gather, leaf, trip)
         if not call.is_replay:

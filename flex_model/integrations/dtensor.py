@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from flex_model.distributed.layout import (
     Partial,
@@ -60,7 +61,8 @@ def axes_of(device_mesh: dist.DeviceMesh, mesh: Mesh, site: str) -> list[Axis | 
             axes.append(None)
             continue
         line = tuple(slice(None) if i == dim else place for i, place in enumerate(here))
-        ranks = device_mesh.mesh[line].tolist()
+        with unset_fake_temporarily():  # the mesh is a tensor, of values even in a dry run
+            ranks = device_mesh.mesh[line].tolist()
         if ranks != sorted(ranks):
             raise ValueError(
                 f"{site}: its DTensor's mesh has the ranks {ranks}, not in ascending order, where "
