@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import frameworks
 from flex_model import FlexModel, HookFunction
@@ -52,6 +53,8 @@ def check_dry_run(name, tmp_path):
             assert torch.equal(frameworks.full_tensor(value), frameworks.full_tensor(before[key]))
         assert all(row.source == "not run yet" for row in flex.layouts())
 
+        import os
+        if dist.get_rank() == 0: open(f"/tmp/h_seeing_x/dry-{name}.txt", "w").write(str(dry))
         channel = flex._core.channel
         for _ in range(2):  # what the first one has to find out, the second one knows
             start = channel.sequence, channel.num_payloads
@@ -105,3 +108,52 @@ def test_a_dry_run_leaves_fsdp2_sharded(tmp_path):
 @pytest.mark.parametrize("name", ["tp-fsdp2-4", "hsdp-4", "hf-tp-fsdp-4", "fairscale-ddp-4"])
 def test_a_dry_run_of_two_axes(name, tmp_path):
     check_dry_run(name, tmp_path)
+
+
+# ---- verify --------------------------------------------------------------------------------------
+
+
+def build(name, tmp_path):
+    """A sharded model, its oracle and this rank's inputs."""
+    pair = frameworks.CASES[name].build(tmp_path)
+    return pair
+
+
+@pytest.mark.ranks(2, timeout=200)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "native-sp-2",
+        "fsdp2-2",
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("hf-llama-2", "fairscale-2", "ddp-2", "fsdp1-2")
+        ),
+    ],
+)
+def test_verify_finds_equal_what_is_equal_and_names_the_first_that_is_not(name, tmp_path):
+    with frameworks.quiet(), frameworks.CASES[name].build(tmp_path) as pair:
+        pair.oracle(*pair.inputs, **pair.keywords)
+        pair.start()
+        model = pair.shard()
+        flex = FlexModel(model, {}, **pair.sizes)
+        inputs = tuple(pair.rows(full) for full in pair.inputs)
+        reference = pair.oracle if dist.get_rank() == 0 else None
+
+        report = flex.verify(reference, *inputs, **pair.keywords)
+        assert report.is_equal, report
+        assert {row.result for row in report.rows} == {0}, report
+        assert len(report.rows) > 6
+
+        broken = pair.sites["row output"]
+        if dist.get_rank() == 0:
+            module = pair.oracle.get_submodule(broken)
+            with torch.no_grad():
+                module.weight[0] += 1.0
+        report = flex.verify(reference, *inputs, **pair.keywords)
+        first = report.first_difference
+        assert (first.name, first.kind) == (broken, "forward"), report
+        assert first.max_abs > 1e-3
+        with pytest.raises(AssertionError, match=f"the first that differs: forward of {broken}"):
+            flex.verify(reference, *inputs, raise_on_difference=True, **pair.keywords)
+        flex.restore()

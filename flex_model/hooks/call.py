@@ -180,12 +180,18 @@ class HookCaller:
 
         trip = Trip(move, agree_on_gradient)
         if not self.edits_on_all:
-            return self._edit_on_first(call, leaf, trip, parameters)
+            return self._noted(call, self._edit_on_first(call, leaf, trip, parameters), move)
         full = _gathered(gather.gather, leaf, trip)
         if not call.is_replay:
             self._records.now(call.registration, full)
         edited = self._function.run(call, full, leaf, parameters)
-        return None if edited is None else gather.scatter(edited, trip)
+        return self._noted(call, None if edited is None else gather.scatter(edited, trip), move)
+
+    def _noted(self, call: Call, edited: Tensor | None, move: Move) -> Tensor | None:
+        """The edited shard, split as it was: what the model makes of it is followed on."""
+        if edited is not None and not call.registration.is_backward:
+            self._tracking.note(edited, move.layout)
+        return edited
 
     def _edit_on_first(
         self,

@@ -337,6 +337,7 @@ def _run(core: HookCore, given: Any, loss: Loss | None) -> None:
         core.end(run, None)
     if loss is None:
         return
+    module: Any
     for module in core.module.modules():
         if fsdp.is_fsdp2(module):
             module.reshard()  # the root stays unsharded after a forward
