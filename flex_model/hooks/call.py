@@ -19,9 +19,8 @@ from flex_model.distributed import gather, inference
 from flex_model.distributed.channel import Channel, agreed
 from flex_model.distributed.gather import Move, Trip
 from flex_model.distributed.header import Header
-from flex_model.distributed.inference import AXES, Splits
+from flex_model.distributed.inference import Splits
 from flex_model.distributed.layout import Shape, ShardLayout
-from flex_model.distributed.propagation import Split
 from flex_model.errors import HookError
 from flex_model.hooks.context import Call, seed_of_state
 from flex_model.hooks.tracking import Tracking
@@ -126,20 +125,10 @@ class HookCaller:
         """This rank's plain tensor, in the graph, and what a DTensor tells: the whole layout, or
         along the axes that its mesh has.
         """
-        known = None
-        if dtensor.is_dtensor(leaf):
-            mesh, site = self._channel.mesh, call.describe()
-            own = dtensor.layout(leaf, mesh, site, batch_on_dp=False)
-            told: list[Split] = []
-            reaches_all = True
-            for axis, size, split in zip(AXES, (mesh.dp_size, mesh.tp_size), call.splits):
-                is_own = size == 1 or dtensor.reaches(leaf, mesh, site, axis)
-                told.append(getattr(own, axis) if is_own else split)
-                reaches_all &= is_own
-            known = own if reaches_all else None
-            call = replace(call, splits=(told[0], told[1]))
-            leaf = dtensor.to_local(leaf)
-        return call, dtensor.wait(leaf), known
+        leaf, splits, known = dtensor.plain_and_told(
+            leaf, self._channel.mesh, call.describe(), call.splits
+        )
+        return replace(call, splits=splits), leaf, known
 
     def _check_alone(self, call: Call, leaf: Tensor) -> None:
         """One rank: the tensor is full, and ``expected_shape`` must say so."""

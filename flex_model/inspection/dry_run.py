@@ -14,8 +14,9 @@ from flex_model.distributed import inference
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.gather import Move
 from flex_model.distributed.header import DTYPES, Header, site_hash
-from flex_model.distributed.inference import AXES, UNKNOWN, Splits, Told
+from flex_model.distributed.inference import AXES, UNKNOWN, ExpectedShape, Splits, Told
 from flex_model.distributed.layout import Partial, Placement, Replicate, Shape, Shard, ShardLayout
+from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.propagation import Cut, Split
 from flex_model.distributed.tracking import LayoutTracker, tensors_of
 from flex_model.errors import HookError
@@ -142,7 +143,6 @@ class Seen:
     Attributes:
         hook: The registration's index.
         known: What a DTensor told, the same on every rank.
-        beside: The module whose weight may tell.
     """
 
     hook: int
@@ -166,7 +166,8 @@ def dry_run(core: HookCore, args: Any, kwargs: Any) -> DryRun:
         if not channel.is_local:
             core.tracking.seed(tracker, list(tensors_of((args, kwargs))))
         try:
-            with shapes_only(core.module, channel, tracker, (args, kwargs)) as given:
+            given = (args, kwargs)
+            with shapes_only(core.module, core.mesh, tracker, given, channel.exchange) as given:
                 seen = _follow(core, tracker, given)
         except Exception as error:
             message = (
@@ -335,7 +336,14 @@ def _row(core: HookCore, registration: Registration, ranks: Sequence[Seen]) -> D
         _empty_row(registration), calls=1, local_shapes=tuple(shapes), dtype=ranks[0].dtype
     )
     try:
-        layout = _layout(core, registration, ranks)
+        layout = layout_from_shapes(
+            registration.describe(),
+            registration.kind,
+            None if registration.module is None else registration.module(),
+            ranks,
+            mesh,
+            registration.hook_function.expected_shape,
+        )
     except ValueError as error:
         return replace(row, source=f"a run would raise an error: {error}")
     if layout is None:
@@ -354,33 +362,31 @@ def _row(core: HookCore, registration: Registration, ranks: Sequence[Seen]) -> D
     )
 
 
-def _layout(
-    core: HookCore, registration: Registration, ranks: Sequence[Seen]
+def layout_from_shapes(
+    site: str,
+    kind: str,
+    module: nn.Module | None,
+    ranks: Sequence[Seen],
+    mesh: Mesh,
+    expected_shape: ExpectedShape = None,
 ) -> ShardLayout | None:
-    """As ``inference`` will settle it, where no values are needed; else None."""
-    mesh, function = core.mesh, registration.hook_function
+    """As ``inference`` will settle it, where no values are needed; else None. Local.
+
+    Raises:
+        ValueError: the sources contradict each other.
+    """
     shapes = [one.shape for one in ranks]
-    known = ranks[0].known
-    if core.channel.is_local:
-        known = ShardLayout(source="one process")
+    known = ShardLayout(source="one process") if len(mesh.grid) == 1 else ranks[0].known
     dp, tp = (_along(i, [one.splits for one in ranks]) for i in range(len(AXES)))
     if tp is None and known is None:
-        module = None if registration.module is None else registration.module()
-        site = registration.describe()
-        beside = dtensor.layout_beside_weight(module, registration.kind, shapes, mesh, site)
+        beside = dtensor.layout_beside_weight(module, kind, shapes, mesh, site)
         tp = None if beside is None else beside.tp
-    if tp is None and known is None and mesh.tp_size > 1 and function.expected_shape is None:
+    if tp is None and known is None and mesh.tp_size > 1 and expected_shape is None:
         return None
     told = Told(None, [(dp, tp)] * len(ranks))
+    is_gradient = kind in ("full_backward", "full_backward_pre")
     return inference.resolve(
-        registration.describe(),
-        shapes,
-        mesh,
-        function.expected_shape,
-        known,
-        told,
-        registration.batch_on_dp,
-        registration.is_backward,
+        site, shapes, mesh, expected_shape, known, told, kind != "tensor", is_gradient
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from flex_model.distributed import values
-from flex_model.distributed.channel import Channel
 from flex_model.distributed.inference import Splits
 from flex_model.distributed.layout import Replicate
 from flex_model.distributed.mesh import Mesh
@@ -25,13 +24,18 @@ from flex_model.integrations import dtensor, fsdp
 
 @contextlib.contextmanager
 def shapes_only(
-    root: nn.Module, channel: Channel, tracker: LayoutTracker, arguments: Any
+    root: nn.Module,
+    mesh: Mesh,
+    tracker: LayoutTracker,
+    arguments: Any,
+    exchange: Callable[[Tensor], Tensor],
 ) -> Iterator[Any]:
     """Inside, the wrapped model runs on the fake tensors that this gives in place of the tensors in
     ``arguments``, while ``tracker`` follows. Afterwards its attributes, buffers and parameters are
     the objects that they were, and random numbers go on as if nothing had run.
 
-    Collective over the grid where FSDP2 and tensor parallelism meet.
+    ``exchange`` gives what all ranks gave to it, and is called where FSDP2 and tensor parallelism
+    meet.
 
     Raises:
         ValueError: FSDP1, or FSDP2 with mixed precision.
@@ -43,7 +47,7 @@ def shapes_only(
         if "torch._dynamo" in sys.modules:  # else nothing is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         _keep_ddp_out(root, stack)
-        splits = _stand_in_for_fsdp2(root, channel, fake_mode)
+        splits = _stand_in_for_fsdp2(root, mesh, fake_mode, exchange)
         for parameter, split in splits:
             tracker.note_parameter(parameter, split)
 
@@ -137,7 +141,10 @@ def _keep_ddp_out(root: nn.Module, stack: contextlib.ExitStack) -> None:
 
 
 def _stand_in_for_fsdp2(
-    root: nn.Module, channel: Channel, fake_mode: FakeTensorMode
+    root: nn.Module,
+    mesh: Mesh,
+    fake_mode: FakeTensorMode,
+    exchange: Callable[[Tensor], Tensor],
 ) -> list[tuple[Tensor, Splits]]:
     """Take FSDP's hooks off and put fake parameters in place of those that they would gather;
     returns what is known of them.
@@ -156,12 +163,12 @@ def _stand_in_for_fsdp2(
                 continue
             key = id(parameter)
             if key not in stand_ins:
-                full = _gathered(parameter, channel.mesh, fake_mode)
+                full = _gathered(parameter, mesh, fake_mode)
                 if full is None:
                     continue
                 stand_ins[key] = (parameter, full)
             module._parameters[leaf] = stand_ins[key][1]
-    return _splits_of(list(stand_ins.values()), channel)
+    return _splits_of(list(stand_ins.values()), mesh, exchange)
 
 
 def _without_fsdp_hooks(table: dict[int, Any]) -> None:
@@ -198,18 +205,20 @@ def _gathered(parameter: Any, mesh: Mesh, fake_mode: FakeTensorMode) -> nn.Param
 
 
 def _splits_of(
-    stand_ins: list[tuple[Any, nn.Parameter]], channel: Channel
+    stand_ins: list[tuple[Any, nn.Parameter]],
+    mesh: Mesh,
+    exchange: Callable[[Tensor], Tensor],
 ) -> list[tuple[Tensor, Splits]]:
-    """Those that are plain along tp are whole there if the ranks' parts are equal. Collective."""
-    if channel.mesh.tp_size == 1:
+    """Those that are plain along tp are whole there if the ranks' parts are equal."""
+    if mesh.tp_size == 1:
         return [(full, (Replicate(), Replicate())) for _, full in stand_ins]
     plain = [(old, full) for old, full in stand_ins if not dtensor.is_dtensor(full)]
     rows = [values.fingerprint(dtensor.to_local(old)) for old, _ in plain]
     if not rows:
         return []
-    table = channel.exchange(torch.stack(rows)).tolist()
+    table = exchange(torch.stack(rows)).tolist()
     found: list[tuple[Tensor, Splits]] = []
     for i, (_, full) in enumerate(plain):
-        told = values.Fingerprints.of(channel.mesh, [rank[i] for rank in table])
+        told = values.Fingerprints.of(mesh, [rank[i] for rank in table])
         found.append((full, (Replicate(), Replicate() if told.equal_along("tp") else None)))
     return found

@@ -178,6 +178,24 @@ def reaches(tensor: Any, mesh: Mesh, site: str, axis: str) -> bool:
     return axis in axis_names(tensor, mesh, site)
 
 
+def plain_and_told(
+    tensor: Any, mesh: Mesh, site: str, splits: tuple[Any, Any]
+) -> tuple[Tensor, tuple[Any, Any], ShardLayout | None]:
+    """This rank's plain tensor, in the graph, and what a DTensor tells: of ``splits`` (along dp and
+    tp) those along the axes that its mesh has, and the layout if it has all. Local.
+    """
+    if not is_dtensor(tensor):
+        return wait(tensor), splits, None
+    own = layout(tensor, mesh, site, batch_on_dp=False)
+    told: list[Any] = []
+    reaches_all = True
+    for axis, size, split in zip(("dp", "tp"), (mesh.dp_size, mesh.tp_size), splits):
+        is_own = size == 1 or reaches(tensor, mesh, site, axis)
+        told.append(getattr(own, axis) if is_own else split)
+        reaches_all &= is_own
+    return to_local(tensor), (told[0], told[1]), own if reaches_all else None
+
+
 def layout_beside_weight(
     module: nn.Module | None, kind: str, shapes: Sequence[Shape], mesh: Mesh, site: str
 ) -> ShardLayout | None:
