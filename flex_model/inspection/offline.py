@@ -271,8 +271,9 @@ def _input(shape: Shape, dtype: str, mesh: Mesh) -> Tensor:
 def _seed(tracker: LayoutTracker, root: nn.Module, mesh: Mesh) -> None:
     """Weights that say nothing are whole: there are no values to compare."""
     for module, name, weight in named_weights(root):
+        splits: Splits = (Replicate(), Replicate())
         if dtensor.is_dtensor(weight):
-            continue
-        stated = layers.parameter_layout(module, name, weight, mesh)
-        splits: Splits = (Replicate(), Replicate() if stated is None else stated.tp)
+            splits = (Replicate(), None)  # the tracker asks it
+        elif (stated := layers.parameter_layout(module, name, weight, mesh)) is not None:
+            splits = (Replicate(), stated.tp)
         tracker.note_parameter(weight, splits)

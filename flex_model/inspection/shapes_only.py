@@ -79,6 +79,10 @@ class _NoTransfers(TorchDispatchMode):
     their own; those in place are not run at all.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._done = _Done()  # torch keeps the C++ part alone, which waits for ever
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, _dtensor_class()) for kind in types):
             return NotImplemented  # its own operations come here again, on plain tensors
@@ -86,7 +90,7 @@ class _NoTransfers(TorchDispatchMode):
         if func.namespace != "c10d":
             return func(*args, **kwargs)
         results = [
-            _Done().boxed() if "Work" in str(returned.type) else args[0]
+            self._done.boxed() if "Work" in str(returned.type) else args[0]
             for returned in func._schema.returns
         ]
         return results[0] if len(results) == 1 else tuple(results)
@@ -173,7 +177,8 @@ def _stand_in_for_fsdp2(
 
 def _without_fsdp_hooks(table: dict[int, Any]) -> None:
     for key, hook in list(table.items()):
-        owner = getattr(hook, "__self__", None)
+        method = hook if hasattr(hook, "__self__") else getattr(hook, "__wrapped__", None)
+        owner = getattr(method, "__self__", None)  # wrapped where several modules share it
         if not type(owner).__module__.startswith("torch.distributed.fsdp"):
             continue
         policy = getattr(owner, "_mp_policy", None)
@@ -213,11 +218,13 @@ def _splits_of(
     if mesh.tp_size == 1:
         return [(full, (Replicate(), Replicate())) for _, full in stand_ins]
     plain = [(old, full) for old, full in stand_ins if not dtensor.is_dtensor(full)]
+    found: list[tuple[Tensor, Splits]] = [
+        (full, (Replicate(), None)) for _, full in stand_ins if dtensor.is_dtensor(full)
+    ]
     rows = [values.fingerprint(dtensor.to_local(old)) for old, _ in plain]
     if not rows:
-        return []
+        return found
     table = exchange(torch.stack(rows)).tolist()
-    found: list[tuple[Tensor, Splits]] = []
     for i, (_, full) in enumerate(plain):
         told = values.Fingerprints.of(mesh, [rank[i] for rank in table])
         found.append((full, (Replicate(), Replicate() if told.equal_along("tp") else None)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -87,12 +88,12 @@ class ModelTree:
         return "\n".join([self._title, *self._lines("", "", show_all=False)])
 
     def print(self, show_all: bool = False) -> None:
-        """Print the tree, in colours where rich is installed.
+        """Print the tree; to a terminal with rich, where that is installed.
 
         Args:
             show_all: Numbered modules that are alike (``layers.0`` to ``layers.31``) one by one.
         """
-        if importlib.util.find_spec("rich") is None:
+        if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
             print("\n".join([self._title, *self._lines("", "", show_all)]))
             return
         from rich.console import Console
@@ -106,7 +107,7 @@ class ModelTree:
 
         tree = Tree(Text(self._title))
         add(tree, "")
-        Console(soft_wrap=True).print(tree)
+        Console().print(tree)
 
     def _lines(self, name: str, indent: str, show_all: bool) -> Iterator[str]:
         shown = list(self._shown(name, show_all))
