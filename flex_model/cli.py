@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return int(options.run(options))
-    except (ValueError, TypeError, OSError, ImportError, offline.CannotInspectError) as error:
+    except (ValueError, OSError, ImportError, offline.CannotInspectError) as error:
         print(f"python -m flex_model {options.command}: {error}", file=sys.stderr)
         return 1
 

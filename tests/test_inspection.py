@@ -1,11 +1,17 @@
 """layouts(), dry_run() and verify(): against what real runs settle, cost and compute."""
 
+import importlib
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import frameworks
+import models
 from flex_model import FlexModel, HookFunction
+from flex_model.errors import HookError
 
 
 def double(module, full, save_ctx, modules):
@@ -45,7 +51,7 @@ def check_dry_run(name, tmp_path):
         before = {key: value.clone() for key, value in model.state_dict().items()}
         state = torch.get_rng_state()
 
-        dry = flex.dry_run(*inputs, **pair.keywords)
+        dry = flex.dry_run(*inputs, **pair.keywords)  # draws and records nothing
 
         assert not records and torch.equal(torch.get_rng_state(), state)
         for key, value in model.state_dict().items():
@@ -53,15 +59,12 @@ def check_dry_run(name, tmp_path):
             assert torch.equal(frameworks.full_tensor(value), frameworks.full_tensor(before[key]))
         assert all(row.source == "not run yet" for row in flex.layouts())
 
-        import os
-        if dist.get_rank() == 0: open(f"/tmp/h_seeing_x/dry-{name}.txt", "w").write(str(dry))
         channel = flex._core.channel
         for _ in range(2):  # what the first one has to find out, the second one knows
             start = channel.sequence, channel.num_payloads
             output = frameworks.tensor_of(flex(*inputs, **pair.keywords))
             middle = channel.sequence, channel.num_payloads
             output.sum().backward()
-            end = channel.sequence, channel.num_payloads
         found = settled(flex)
         for row in dry:
             real = found[row.name, row.kind]
@@ -77,14 +80,12 @@ def check_dry_run(name, tmp_path):
             ), (row, real)
             if not (row.kind == "full_backward_pre" and str(row.layout.tp) == "R"):
                 assert row.layout == real.layout, (row, real)
-        known = all(row.layout is not None for row in dry)
-        if known:
+        if all(row.layout is not None for row in dry):
             told = dry.forward.headers, dry.forward.payloads
             assert told == (middle[0] - start[0], middle[1] - start[1])
         assert str(dry).count("\n") == len(dry) + 3
         assert str(flex.layouts()).count("\n") == len(dry) + 1
         flex.restore()
-        return dry, (end[0] - middle[0], end[1] - middle[1]), known
 
 
 TWO = ["hf-llama-2", "native-tp-2", "native-sp-2", "native-dtensor-2", "fairscale-2", "ddp-2"]
@@ -111,12 +112,6 @@ def test_a_dry_run_of_two_axes(name, tmp_path):
 
 
 # ---- verify --------------------------------------------------------------------------------------
-
-
-def build(name, tmp_path):
-    """A sharded model, its oracle and this rank's inputs."""
-    pair = frameworks.CASES[name].build(tmp_path)
-    return pair
 
 
 @pytest.mark.ranks(2, timeout=200)
@@ -157,3 +152,193 @@ def test_verify_finds_equal_what_is_equal_and_names_the_first_that_is_not(name, 
         with pytest.raises(AssertionError, match=f"the first that differs: forward of {broken}"):
             flex.verify(reference, *inputs, raise_on_difference=True, **pair.keywords)
         flex.restore()
+
+
+@pytest.mark.ranks(2)
+def test_verify_compares_gradients_and_leaves_the_model_s_own():
+    """Under data parallelism the loss is the mean over rows; wrong gradients are found."""
+    reference = models.mlp()
+    model = nn.parallel.DistributedDataParallel(models.mlp())
+    flex = FlexModel(model, records := {}, data_parallel_size=2)
+    edits = []
+    for name, register in (
+        ("fc1", flex.register_full_backward_pre_hook),
+        ("fc1", flex.register_forward_hook),
+        ("fc2", flex.register_full_backward_hook),
+    ):
+        kind = register.__name__
+        register(HookFunction(name, None, lambda *a: edits.append(a), output_name=name + kind))
+    x = models.random(4, 5, 6)
+    rows = x.chunk(2)[dist.get_rank()]
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 3.0)
+
+    report = flex.verify(reference, rows, loss=lambda output: output.square().mean())
+    assert report.is_equal, report
+    assert {row.kind for row in report.rows} == {"forward", "full_backward", "full_backward_pre"}
+    assert not edits and not records
+    assert all((parameter.grad == 3.0).all() for parameter in model.parameters())
+    assert all(parameter.grad is None for parameter in reference.parameters())
+
+    of_forward = flex.verify(reference, rows)
+    assert [row.kind for row in of_forward.rows] == ["forward"]
+    wrong = flex.verify(reference, rows, loss=lambda output: output.square().sum())
+    assert {row.kind for row in wrong.rows if row.differs} == {
+        "full_backward",
+        "full_backward_pre",
+    }
+    assert wrong.first_difference.kind == "full_backward", wrong  # backward runs from the end
+
+
+@pytest.mark.ranks(2)
+def test_a_reference_that_fails_is_an_error_on_every_rank():
+    flex = FlexModel(models.mlp(), tensor_parallel_size=2)
+    with pytest.raises(HookError, match="rank 0: verify: the reference failed"):
+        flex.verify(nn.Linear(3, 3, dtype=torch.float64), models.random(4, 6))
+    with pytest.raises(HookError, match="rank 0 needs the unsharded model"):
+        flex.verify(None, models.random(4, 6))
+    assert flex.verify(models.mlp(), models.random(4, 6)).is_equal
+
+
+# ---- What can't be run on shapes -----------------------------------------------------------------
+
+
+class AsksForValues(nn.Module):
+    """Its control flow depends on values; it keeps a tensor, and draws random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(6, 6, dtype=torch.float64)
+        self.asks = False
+        self.kept = None
+        self.calls = 0
+
+    def forward(self, x):
+        x = nn.functional.dropout(self.fc(x), 0.5)
+        self.kept, self.calls = x, self.calls + 1
+        if self.asks and x.sum() > 0:
+            return x * 2
+        return x
+
+
+@pytest.mark.ranks(2)
+def test_control_flow_on_values_is_an_error_that_names_layouts():
+    model = models.seeded(AsksForValues)
+    flex = FlexModel(model, {}, tensor_parallel_size=2)
+    flex.register_forward_hook(HookFunction("fc", editing_function=double))
+    model.asks = dist.get_rank() == 1
+    with pytest.raises(HookError, match=r"rank 1: dry_run: .* real, and ask flex.layouts\(\)"):
+        flex.dry_run(models.random(4, 6))
+    model.asks = False
+    assert (model.kept, model.calls) == (None, 0)
+    assert flex.dry_run(models.random(4, 6))[0].full_shape == (4, 6)
+    assert (model.kept, model.calls) == (None, 0)
+
+
+# ---- One process ---------------------------------------------------------------------------------
+
+
+def test_on_one_process_nothing_is_moved():
+    model = models.seeded(AsksForValues)
+    flex = FlexModel(model, records := {})
+    flex.register_forward_hook(HookFunction("fc"))
+    flex.register_full_backward_pre_hook(HookFunction("", None, double, output_name="grad"))
+    state = torch.get_rng_state()
+    dry = flex.dry_run(models.random(4, 6))
+    assert torch.equal(torch.get_rng_state(), state) and not records and model.kept is None
+    assert [(row.full_shape, row.calls) for row in dry] == [((4, 6), 1), ((4, 6), 1)]
+    assert dry.forward.payloads == dry.forward.headers == dry.backward.headers == 0
+    assert [row.source for row in flex.layouts()] == ["not run yet"] * 2
+
+    flex(models.random(4, 6)).sum().backward()
+    assert [(row.full_shape, row.dtype) for row in flex.layouts()] == [((4, 6), torch.float64)] * 2
+    with flex.active():
+        flex(models.random(2, 6))
+        flex(models.random(3, 6))
+    row = flex.layouts()[0]
+    assert (row.full_shape, row.num_shapes) == ((3, 6), 2)
+    assert "3 x 6 (last of 2)" in str(flex.layouts())
+
+
+def test_verify_on_one_process_without_hooks_is_about_all_modules():
+    reference, model = models.block(), models.block()
+    x = models.random(2, 5, 8)
+    with FlexModel(model) as flex:
+        report = flex.verify(reference, x)
+        assert report.is_equal and len(report.rows) == len(list(model.modules())), report
+        with torch.no_grad():
+            model.norm.weight.add_(1.0)
+        assert not flex.verify(reference, x).is_equal
+
+
+def test_a_run_that_goes_on_is_an_error():
+    flex = FlexModel(models.mlp())
+    flex.register_forward_hook(HookFunction("fc1"))
+    with flex.active(), pytest.raises(RuntimeError, match="dry_run: a run of this FlexModel"):
+        flex.dry_run(models.random(4, 6))
+    with flex.active(), pytest.raises(RuntimeError, match="verify: a run of this FlexModel"):
+        flex.verify(flex.module, models.random(4, 6))
+
+
+# ---- python -m flex_model inspect ----------------------------------------------------------------
+
+
+def by_hand():
+    """Plain shards, of which nothing says how they are split."""
+    return models.tensor_parallel(models.mlp(), dist.group.WORLD)
+
+
+def by_dtensors():
+    """Sharded over the ranks of the world, for `inspect`."""
+    model, mesh = frameworks.decoder(), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    return frameworks.parallelized(model, "tp", mesh)
+
+
+def test_inspect_prints_the_tree_of_a_function_s_model(capsys):
+    cli = importlib.import_module("flex_model.cli")
+    place = f"{__file__}:by_dtensors"
+    assert cli.main(["inspect", place, "--tp", "2", "--input", "2,8:int64"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "wk  Linear  float64 2 x 8 x 32 [dp R, tp R] -> float64 2 x 8 x 16 [dp R, tp S(2)]" in out
+    )
+    assert "core  Core  float64 2 x 8 x 8 x 4 [dp R, tp S(1)]" in out
+    assert "0 to 1  DecoderLayer" in out and not dist.is_initialized()
+    assert cli.main(["inspect", place, "--tp", "2"]) == 1
+    assert "give --input" in capsys.readouterr().err
+
+
+def test_inspect_does_not_guess(capsys):
+    cli = importlib.import_module("flex_model.cli")
+    given = ["--tp", "2", "--input", "4,6:float64"]
+    assert cli.main(["inspect", f"{__file__}:by_hand", *given]) == 0
+    out = capsys.readouterr().out
+    assert "inp  Linear  float64 4 x 6 [dp R, tp R]" in out
+    assert "act  Tanh  float64 4 x 4 a rank, a run tells how it is split" in out
+    assert "out  Linear  float64 4 x 6 [dp R, tp R] -> float64 4 x 5 [dp R, tp R]" in out
+
+
+def test_inspect_of_a_hugging_face_config_needs_no_weights(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    models.llama().config.save_pretrained(tmp_path)
+    cli = importlib.import_module("flex_model.cli")
+    assert cli.main(["inspect", str(tmp_path), "--tp", "2", "--dp", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "0 to 1  LlamaDecoderLayer" in out
+    assert "down_proj" in out and "[dp S(0), tp S(2)] -> " in out
+    assert "a run tells" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "is no folder, no .json file and no module:function"),
+        (["nowhere.json"], "there is no nowhere.json"),
+        (["models:nothing"], "has no function 'nothing'"),
+        (["models:mlp", "--tp", "0"], "must be an int of at least 1"),
+        (["models:mlp", "--dp", "3", "--input", "4,6"], "sizes that divide by 3"),
+    ],
+)
+def test_what_inspect_refuses(arguments, message, capsys):
+    assert importlib.import_module("flex_model.cli").main(["inspect", *arguments]) == 1
+    assert message in capsys.readouterr().err

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flex_model import _C
+from flex_model.distributed import values
 from flex_model.distributed.inference import Splits
 from flex_model.distributed.layout import Replicate, Shape, Shard
 from flex_model.distributed.mesh import Mesh, check_sizes, is_distributed
@@ -55,7 +56,7 @@ def inspect(model: str, tp: int, dp: int, inputs: list[Input] | None = None) -> 
         inspect("checkpoints/llama", tp=4, dp=1).print()
 
     The model is built once for every rank, in a process group that has the others in name only, and
-    runs on shapes. Weights that do not say how they are split are taken to be whole.
+    runs on shapes. Weights that do not say how they are split are compared between the ranks.
 
     Args:
         model: A Hugging Face folder or ``config.json``; or ``package.module:function`` or
@@ -135,9 +136,11 @@ def _function(model: str) -> _Source:
         raise ValueError(f"{place} has no function {name!r}")
 
     def make(tp: int) -> nn.Module:
-        made = function()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)  # so that weights differ where ranks hold different parts
+            made = function()
         if not isinstance(made, nn.Module):
-            raise TypeError(f"{model} returned a {type(made).__name__}, not a module")
+            raise ValueError(f"{model} returned a {type(made).__name__}, not a module")
         return made
 
     return _Source(make, None, is_for_all_ranks=True)
@@ -165,13 +168,14 @@ def _tree(source: _Source, tp: int, dp: int, inputs: Sequence[Input]) -> ModelTr
     calls: list[list[tuple[str, str, Seen]]] = []
     nodes: list[Node] = []
     modules: dict[str, nn.Module] = {}
+    whole = _whole_weights(source, tp, len(tried))
     for rank in tried:
         mesh = Mesh(ranks, rank, 1, dp, tp)
         with _ranks_in_name(rank, len(tried)):
             try:
                 module = source.make(tp)
-                calls.append(_observe(module, mesh, inputs))
-            except (CannotInspectError, TypeError):
+                calls.append(_observe(module, mesh, inputs, whole))
+            except (CannotInspectError, ValueError):
                 raise
             except Exception as error:
                 raise CannotInspectError(
@@ -220,11 +224,15 @@ def _settled(
     return TensorSeen(full, tuple(shapes), ranks[0].dtype, layout)
 
 
-def _observe(root: nn.Module, mesh: Mesh, inputs: Sequence[Input]) -> list[tuple[str, str, Seen]]:
+def _observe(
+    root: nn.Module, mesh: Mesh, inputs: Sequence[Input], whole: Sequence[bool]
+) -> list[tuple[str, str, Seen]]:
     """Run one rank's model on shapes; the first tensor that every call takes and gives."""
     tracker = LayoutTracker(mesh)
-    _seed(tracker, root, mesh)
-    given = [_input(shape, dtype, mesh) for shape, dtype in inputs]
+    _seed(tracker, root, mesh, whole)
+    weight = next(root.parameters(), None)
+    device = torch.device("cpu") if weight is None else weight.device
+    given = [_input(shape, dtype, mesh, device) for shape, dtype in inputs]
     for tensor in given:
         tracker.note(tensor, (Shard(0) if mesh.dp_size > 1 else Replicate(), Replicate()))
     found: list[tuple[str, str, Seen]] = []
@@ -261,17 +269,32 @@ def _observe(root: nn.Module, mesh: Mesh, inputs: Sequence[Input]) -> list[tuple
     return found
 
 
-def _input(shape: Shape, dtype: str, mesh: Mesh) -> Tensor:
+def _input(shape: Shape, dtype: str, mesh: Mesh, device: torch.device) -> Tensor:
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype):
-        raise TypeError(f"{dtype!r} is no dtype of torch")
-    return torch.empty(shape[0] // mesh.dp_size, *shape[1:], dtype=kind, device="meta")
+        raise ValueError(f"{dtype!r} is no dtype of torch")
+    return torch.empty(shape[0] // mesh.dp_size, *shape[1:], dtype=kind, device=device)
 
 
-def _seed(tracker: LayoutTracker, root: nn.Module, mesh: Mesh) -> None:
-    """Weights that say nothing are whole: there are no values to compare."""
-    for module, name, weight in named_weights(root):
-        splits: Splits = (Replicate(), Replicate())
+def _whole_weights(source: _Source, tp: int, world_size: int) -> list[bool]:
+    """Of each weight, whether all ranks made the same one. Those without values are taken for it:
+    what makes models without weights says itself how it splits them.
+    """
+    rows: list[list[list[int]]] = []
+    for rank in range(world_size if source.is_for_all_ranks else 0):
+        with _ranks_in_name(rank, world_size):
+            weights = [weight for _, _, weight in named_weights(source.make(tp))]
+            plain = (dtensor.to_local(w) if dtensor.is_dtensor(w) else w for w in weights)
+            rows.append([[] if w.is_meta else values.fingerprint(w).tolist() for w in plain])
+    return [all(row == column[0] for row in column) for column in zip(*rows)]
+
+
+def _seed(tracker: LayoutTracker, root: nn.Module, mesh: Mesh, whole: Sequence[bool]) -> None:
+    """Tell the tracker of the weights: what they or their layers say; else whether all ranks made
+    the same.
+    """
+    for i, (module, name, weight) in enumerate(named_weights(root)):
+        splits: Splits = (Replicate(), Replicate() if not whole or whole[i] else None)
         if dtensor.is_dtensor(weight):
             splits = (Replicate(), None)  # the tracker asks it
         elif (stated := layers.parameter_layout(module, name, weight, mesh)) is not None:
