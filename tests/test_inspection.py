@@ -1,6 +1,7 @@
 """layouts(), dry_run() and verify(): against what real runs settle, cost and compute."""
 
 import importlib
+import itertools
 
 import pytest
 import torch
@@ -109,6 +110,64 @@ def test_a_dry_run_leaves_fsdp2_sharded(tmp_path):
 @pytest.mark.parametrize("name", ["tp-fsdp2-4", "hsdp-4", "hf-tp-fsdp-4", "fairscale-ddp-4"])
 def test_a_dry_run_of_two_axes(name, tmp_path):
     check_dry_run(name, tmp_path)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"output_ranks": "all"},
+        {"edit_on": "rank0"},
+        {"edit_on": "rank0", "output_ranks": "all"},
+    ],
+)
+@pytest.mark.parametrize("axis", ["tensor_parallel_size", "data_parallel_size"])
+def test_costs_are_those_that_a_run_counts(settings, axis):
+    """Headers and payload collectives, of the forward and of the backward."""
+    is_tp = axis == "tensor_parallel_size"
+    model = models.mlp()
+    if is_tp:
+        model = models.tensor_parallel(model, dist.group.WORLD)
+    flex = FlexModel(model, {}, **{axis: 2}, **settings)
+    split = (None, 8) if is_tp else None
+    for name, shape, edit, kind in (
+        ("inp", None, None, "forward"),
+        ("inp", None, double, "forward"),
+        ("fc1", split, double, "forward"),
+        ("act", split, None, "forward"),
+        ("act", split, double, "forward_pre"),
+        ("fc1", split, double, "full_backward_pre"),
+        ("act", split, None, "full_backward_pre"),
+        ("out.weight", (5, 6), double, "tensor"),
+        ("out.bias", (5,), None, "tensor"),
+    ):
+        hook = HookFunction(name, shape, edit, output_name=f"{name} {kind}")
+        flex._register(hook, kind)
+    x = models.random(4, 6)
+    x = x if is_tp else x.chunk(2)[dist.get_rank()]
+
+    dry = flex.dry_run(x)
+
+    channel = flex._core.channel
+    for _ in range(2):  # what the first one has to find out, the second one knows
+        counts = [(channel.sequence, channel.num_payloads)]
+        output = flex(x)
+        counts.append((channel.sequence, channel.num_payloads))
+        output.square().sum().backward()
+        counts.append((channel.sequence, channel.num_payloads))
+    forward, backward = (
+        (after[0] - before[0], after[1] - before[1]) for before, after in itertools.pairwise(counts)
+    )
+    assert (dry.forward.headers, dry.forward.payloads) == forward, dry
+    assert (dry.backward.headers, dry.backward.payloads) == backward, dry
+    full, shard = (4 * 8 * 8, 2 * 8 * 8 if not is_tp else 4 * 4 * 8)
+    row = next(row for row in dry if (row.name, row.kind) == ("fc1", "forward"))
+    assert row.owners == (0, 1) and row.full_shape == (4, 8)
+    if not settings:
+        assert row.forward.bytes_by_rank == (full, full)
+        look = next(row for row in dry if (row.name, row.edits) == ("act", False))
+        assert look.forward.bytes_by_rank == (shard, shard)
 
 
 # ---- verify --------------------------------------------------------------------------------------

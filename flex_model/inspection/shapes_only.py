@@ -177,8 +177,9 @@ def _stand_in_for_fsdp2(
 
 def _without_fsdp_hooks(table: dict[int, Any]) -> None:
     for key, hook in list(table.items()):
-        method = hook if hasattr(hook, "__self__") else getattr(hook, "__wrapped__", None)
-        owner = getattr(method, "__self__", None)  # wrapped where several modules share it
+        while not hasattr(hook, "__self__") and hasattr(hook, "__wrapped__"):
+            hook = hook.__wrapped__  # where several modules share it
+        owner = getattr(hook, "__self__", None)
         if not type(owner).__module__.startswith("torch.distributed.fsdp"):
             continue
         policy = getattr(owner, "_mp_policy", None)
