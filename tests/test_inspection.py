@@ -1,5 +1,6 @@
 """layouts(), dry_run() and verify(): against what real runs settle, cost and compute."""
 
+import functools
 import importlib
 import itertools
 
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
 import frameworks
 import models
@@ -35,6 +37,11 @@ def hooks_everywhere(flex, pair):
             register(HookFunction(name, None, edit, output_name=f"{name} {kind}"))
 
 
+def tensors(model):
+    """Of its state; Megatron's has other things too."""
+    return [item for item in model.state_dict().items() if isinstance(item[1], torch.Tensor)]
+
+
 def settled(flex):
     return {(row.name, row.kind): row for row in flex.layouts()}
 
@@ -49,13 +56,13 @@ def check_dry_run(name, tmp_path):
         flex = FlexModel(model, records, **pair.sizes)
         hooks_everywhere(flex, pair)
         inputs = tuple(pair.rows(full) for full in pair.inputs)
-        before = {key: value.clone() for key, value in model.state_dict().items()}
+        before = {key: value.clone() for key, value in tensors(model)}
         state = torch.get_rng_state()
 
         dry = flex.dry_run(*inputs, **pair.keywords)  # draws and records nothing
 
         assert not records and torch.equal(torch.get_rng_state(), state)
-        for key, value in model.state_dict().items():
+        for key, value in tensors(model):
             assert type(value) is type(before[key])
             assert torch.equal(frameworks.full_tensor(value), frameworks.full_tensor(before[key]))
         assert all(row.source == "not run yet" for row in flex.layouts())
@@ -89,7 +96,16 @@ def check_dry_run(name, tmp_path):
         flex.restore()
 
 
-TWO = ["hf-llama-2", "native-tp-2", "native-sp-2", "native-dtensor-2", "fairscale-2", "ddp-2"]
+TWO = [
+    "hf-llama-2",
+    "native-tp-2",
+    "native-sp-2",
+    "native-dtensor-2",
+    "fairscale-2",
+    "ddp-2",
+    "megatron-tp-2",
+    "megatron-sp-2",
+]
 
 
 @pytest.mark.ranks(2, timeout=200)
@@ -262,8 +278,34 @@ def test_a_reference_that_fails_is_an_error_on_every_rank():
 # ---- What can't be run on shapes -----------------------------------------------------------------
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+def test_fsdp_that_shapes_can_t_follow_is_an_error_and_still_runs(kind):
+    model = models.mlp(dtype=torch.float32)
+    if kind == "fsdp1":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    else:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        model = fully_shard(model, mesh=models.mesh(2, 1)["dp"], mp_policy=policy)
+    flex = FlexModel(model, records := {}, data_parallel_size=2)
+    flex.register_forward_hook(HookFunction("fc1"))
+    x = models.random(2, 6, dtype=torch.float32) + dist.get_rank()
+    message = "FSDP1 gathers" if kind == "fsdp1" else "FSDP2 with mixed precision"
+    with frameworks.quiet(), pytest.raises(HookError, match=message):
+        flex.dry_run(x)
+    with frameworks.quiet():
+        flex(x)
+    assert flex.layouts()[0].full_shape == (4, 8)
+    assert dist.get_rank() or records["fc1"][0].shape == (4, 8)
+
+
+@functools.lru_cache
+def positions(rows, dtype):
+    return torch.zeros(rows, 1, dtype=dtype)
+
+
 class AsksForValues(nn.Module):
-    """Its control flow depends on values; it keeps a tensor, and draws random numbers."""
+    """Its control flow depends on values; it keeps tensors, and draws random numbers."""
 
     def __init__(self):
         super().__init__()
@@ -274,6 +316,7 @@ class AsksForValues(nn.Module):
 
     def forward(self, x):
         x = nn.functional.dropout(self.fc(x), 0.5)
+        x = x + positions(x.shape[0], x.dtype)
         self.kept, self.calls = x, self.calls + 1
         if self.asks and x.sum() > 0:
             return x * 2
@@ -342,9 +385,17 @@ def test_a_run_that_goes_on_is_an_error():
 # ---- python -m flex_model inspect ----------------------------------------------------------------
 
 
-def by_hand():
-    """Plain shards, of which nothing says how they are split."""
-    return models.tensor_parallel(models.mlp(), dist.group.WORLD)
+class Silent(nn.Module):
+    """Each rank has other weights, and nothing says how they are split."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp, self.act = nn.Linear(6, 4), nn.Tanh()
+        with torch.no_grad():
+            self.inp.weight.add_(dist.get_rank())
+
+    def forward(self, x):
+        return self.act(self.inp(x))
 
 
 def by_dtensors():
@@ -369,12 +420,12 @@ def test_inspect_prints_the_tree_of_a_function_s_model(capsys):
 
 def test_inspect_does_not_guess(capsys):
     cli = importlib.import_module("flex_model.cli")
-    given = ["--tp", "2", "--input", "4,6:float64"]
-    assert cli.main(["inspect", f"{__file__}:by_hand", *given]) == 0
+    given = ["--tp", "2", "--input", "4,6"]
+    assert cli.main(["inspect", f"{__file__}:Silent", *given]) == 0
     out = capsys.readouterr().out
-    assert "inp  Linear  float64 4 x 6 [dp R, tp R]" in out
-    assert "act  Tanh  float64 4 x 4 a rank, a run tells how it is split" in out
-    assert "out  Linear  float64 4 x 6 [dp R, tp R] -> float64 4 x 5 [dp R, tp R]" in out
+    unknown = "float32 4 x 4 a rank, a run tells how it is split"
+    assert f"inp  Linear  float32 4 x 6 [dp R, tp R] -> {unknown}" in out
+    assert f"act  Tanh  {unknown}" in out
 
 
 def test_inspect_of_a_hugging_face_config_needs_no_weights(tmp_path, capsys):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -20,6 +22,8 @@ from flex_model.distributed.layout import Replicate
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.tracking import LayoutTracker
 from flex_model.integrations import dtensor, fsdp
+
+_LRU_CACHE = type(functools.lru_cache(lambda: None))
 
 
 @contextlib.contextmanager
@@ -42,6 +46,7 @@ def shapes_only(
     """
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
+        stack.callback(_clear_caches)
         stack.enter_context(_as_it_was(root))
         stack.enter_context(_same_random_state())
         if "torch._dynamo" in sys.modules:  # else nothing is compiled
@@ -124,6 +129,31 @@ def _as_it_was(root: nn.Module) -> Iterator[None]:
             if list(table) != list(old) or any(table[key] is not old[key] for key in old):
                 table.clear()
                 table.update(old)
+
+
+def _clear_caches() -> None:
+    """Functions under ``functools.lru_cache`` (Megatron's rotary embedding) must not give later
+    forwards the fake tensors of this one: reading those would end the process.
+    """
+    caches = [found for found in gc.get_objects() if type(found) is _LRU_CACHE]
+    for cache in caches:
+        if _holds_fakes(cache):
+            cache.cache_clear()
+
+
+def _holds_fakes(cache: Any) -> bool:
+    """Looks at the results that it keeps, and into containers among them."""
+    level = gc.get_referents(cache)  # types, since isinstance asks objects for __class__
+    for _ in range(4):
+        if any(issubclass(type(found), FakeTensor) for found in level):
+            return True
+        level = [
+            below
+            for found in level
+            if type(found) in (dict, list, tuple) or type(found).__module__ == "functools"
+            for below in gc.get_referents(found)
+        ]
+    return False
 
 
 @contextlib.contextmanager
