@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from flex_model import inspection
 from flex_model.distributed.mesh import Mesh, is_distributed
 from flex_model.distributed.state import ParallelState, initialize_from_launcher
 from flex_model.errors import nearest
@@ -22,6 +23,7 @@ from flex_model.hooks.function import KINDS, EditingFunction, HookFunction
 from flex_model.hooks.groups import Members, check_name, matches, pattern_text
 from flex_model.hooks.registration import HookHandle
 from flex_model.hooks.table import EVERYTHING
+from flex_model.inspection import DryRun, Layouts, VerifyReport
 from flex_model.integrations import fsdp, model_mesh
 from flex_model.names import clean, find_module, find_parameter, module_names
 from flex_model.parameters import send_from_rank_0
@@ -490,6 +492,90 @@ class FlexModel(nn.Module):
     def get_group_hook_functions(self, group_name: str) -> list[HookFunction]:
         """The hooks of a group, in the order of their registration."""
         return self._core.table.groups.members(group_name)
+
+    # Seeing it.
+
+    def layouts(self) -> Layouts:
+        """The registered hooks, with the full and local shapes, dtype and layout that their last
+        runs settled, and whence these are known. Prints as a table.
+
+        Example::
+
+            print(flex.layouts())
+
+        Local, and the same on every rank.
+        """
+        return inspection.layouts.layouts(self._core)
+
+    def dry_run(self, *args: Any, **kwargs: Any) -> DryRun:
+        """What a run with these inputs would do at each hook: shapes, layout, ranks, bytes moved
+        and collectives, of all hooks in all groups. Prints as a table.
+
+        The model runs on shapes alone (torch's fake tensors): nothing is computed or recorded, no
+        editing function runs, no random number is drawn, and the model is left as it was. Layouts
+        are those that a run settles; where only the ranks' values can tell, the row says so.
+        Costs are those of a run whose layouts are known; the first one compares values besides.
+        Gradients are taken to be whole on ranks that share a tensor.
+
+        Collective over the ranks of the model: inputs and weights are compared by their hashes.
+
+        Raises:
+            HookError: the model can't be run on shapes (its control flow asks for values; FSDP1;
+                FSDP2 with mixed precision). Run it for real, and see ``layouts``.
+            RuntimeError: called during a run.
+        """
+        self._check_open()
+        return inspection.dry_run.dry_run(self._core, args, kwargs)
+
+    def verify(
+        self,
+        reference: nn.Module | Callable[[], nn.Module] | None,
+        *args: Any,
+        loss: Callable[[Any], Tensor] | None = None,
+        rtol: float | None = None,
+        atol: float = 0.0,
+        raise_on_difference: bool = False,
+        reference_timeout: float = 1800.0,
+        **kwargs: Any,
+    ) -> VerifyReport:
+        """Compare this model with the unsharded one at every hooked site, or without hooks at the
+        outputs of all modules. Prints as a table that names the first site that differs.
+
+        Example::
+
+            report = flex.verify(lambda: load_on_one_device(path), tokens)
+            assert report.is_equal, report
+
+        No editing function runs, nothing is recorded, and gradients stay as they were. A tensor is
+        equal where its largest difference is at most ``atol`` plus ``rtol`` times the reference's
+        largest absolute value.
+
+        Args:
+            reference: The unsharded model, with the same weights and in the same mode (``eval()``,
+                or without dropout), or a function that makes it. Only rank 0's is used: give None
+                on the others.
+            args, kwargs: This rank's inputs, as for a forward. Rank 0 gathers the rows of all
+                data-parallel ranks for the reference.
+            loss: From the model's output to a scalar, the mean over rows: backward hooks' sites
+                are compared too. It is given each rank's own output, and the reference's.
+            rtol: By default the two-thirds power of the dtype's ``eps``: 2e-5 for float32.
+            reference_timeout: Seconds that the other ranks wait for the reference.
+
+        Collective over the ranks of the model.
+
+        Raises:
+            AssertionError: with ``raise_on_difference``, where a site differs; on every rank.
+            HookError: the reference failed on rank 0.
+            ValueError: inputs that are neither the same on all ranks nor rows of one batch.
+            RuntimeError: called during a run.
+        """
+        self._check_open()
+        report = inspection.verify.verify(
+            self._core, reference, args, kwargs, loss, rtol, atol, reference_timeout
+        )
+        if raise_on_difference and not report.is_equal:
+            raise AssertionError(f"verify: the sharded model differs\n{report}")
+        return report
 
     # Parameters and trainable modules.
 

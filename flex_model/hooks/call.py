@@ -19,9 +19,8 @@ from flex_model.distributed import gather, inference, values
 from flex_model.distributed.channel import Channel, agreed
 from flex_model.distributed.gather import Move, Trip
 from flex_model.distributed.header import Header
-from flex_model.distributed.inference import AXES, Splits
+from flex_model.distributed.inference import Splits
 from flex_model.distributed.layout import Shape, ShardLayout
-from flex_model.distributed.propagation import Split
 from flex_model.errors import HookError
 from flex_model.hooks.context import Call, seed_of_state
 from flex_model.hooks.tracking import Tracking
@@ -57,7 +56,7 @@ class HookCaller:
         self._tracking = tracking
         self._records = records
         self._function = UserFunction(save_ctx, modules)
-        self._edit_on_all = edit_on == "all"
+        self.edits_on_all = edit_on == "all"
         self._full_parameter = full_parameter
 
     # The three kinds of values.
@@ -121,27 +120,17 @@ class HookCaller:
             self._check_alone(call, leaf)
             self._records.now(call.registration, leaf)
             return
-        call, shard, known = self._shard(call, leaf)
+        call, shard, known = self.shard_of(call, leaf)
         self._records.later(call, shard, known)
 
-    def _shard(self, call: Call, leaf: Any) -> tuple[Call, Tensor, ShardLayout | None]:
+    def shard_of(self, call: Call, leaf: Any) -> tuple[Call, Tensor, ShardLayout | None]:
         """This rank's plain tensor, in the graph, and what a DTensor tells: the whole layout, or
         along the axes that its mesh has.
         """
-        known = None
-        if dtensor.is_dtensor(leaf):
-            mesh, site = self._channel.mesh, call.describe()
-            own = dtensor.layout(leaf, mesh, site, batch_on_dp=False)
-            told: list[Split] = []
-            reaches_all = True
-            for axis, size, split in zip(AXES, (mesh.dp_size, mesh.tp_size), call.splits):
-                is_own = size == 1 or dtensor.reaches(leaf, mesh, site, axis)
-                told.append(getattr(own, axis) if is_own else split)
-                reaches_all &= is_own
-            known = own if reaches_all else None
-            call = replace(call, splits=(told[0], told[1]))
-            leaf = dtensor.to_local(leaf)
-        return call, dtensor.wait(leaf), known
+        leaf, splits, known = dtensor.plain_and_told(
+            leaf, self._channel.mesh, call.describe(), call.splits
+        )
+        return replace(call, splits=splits), leaf, known
 
     def _check_alone(self, call: Call, leaf: Tensor) -> None:
         """One rank: the tensor is full, and ``expected_shape`` must say so."""
@@ -153,7 +142,7 @@ class HookCaller:
     def _edit(self, call: Call, leaf: Any) -> Tensor | None:
         """Gather, record, edit, scatter; None if the function changed nothing."""
         original = leaf
-        call, leaf, known = self._shard(call, leaf)
+        call, leaf, known = self.shard_of(call, leaf)
         edit = self._edit_alone if self._channel.is_local else self._edit_together
         shard = edit(call, leaf, known)
         if shard is not None and dtensor.is_dtensor(original):
@@ -181,13 +170,19 @@ class HookCaller:
             self._agree(call, grad, "gradient of an edit")
 
         trip = Trip(move, agree_on_gradient)
-        if not self._edit_on_all:
-            return self._edit_on_first(call, leaf, trip, parameters)
+        if not self.edits_on_all:
+            return self._noted(call, self._edit_on_first(call, leaf, trip, parameters), move)
         full = _gathered(gather.gather, leaf, trip)
         if not call.is_replay:
             self._records.now(call.registration, full)
         edited = self._function.run(call, full, leaf, parameters)
-        return None if edited is None else gather.scatter(edited, trip)
+        return self._noted(call, None if edited is None else gather.scatter(edited, trip), move)
+
+    def _noted(self, call: Call, edited: Tensor | None, move: Move) -> Tensor | None:
+        """The edited shard, split as it was: what the model makes of it is followed on."""
+        if edited is not None and not call.registration.is_backward:
+            self._tracking.note(edited, move.layout)
+        return edited
 
     def _edit_on_first(
         self,

@@ -51,7 +51,7 @@ class Tracking:
         if self._is_wanted(active):
             self._forwards_left -= 1
             tracker = LayoutTracker(self._channel.mesh)
-            self._seed(tracker, list(tensors_of((args, kwargs))))
+            self.seed(tracker, list(tensors_of((args, kwargs))))
             tracker.__enter__()
             self._tracker = tracker
 
@@ -117,7 +117,7 @@ class Tracking:
 
     # What is known at the start.
 
-    def _seed(self, tracker: LayoutTracker, inputs: list[Tensor]) -> None:
+    def seed(self, tracker: LayoutTracker, inputs: list[Tensor]) -> None:
         """Tell the tracker of the weights and of the run's inputs. Collective."""
         mesh = self._channel.mesh
         compared: list[Tensor] = []

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from flex_model.distributed.layout import (
     Partial,
@@ -60,7 +61,8 @@ def axes_of(device_mesh: dist.DeviceMesh, mesh: Mesh, site: str) -> list[Axis | 
             axes.append(None)
             continue
         line = tuple(slice(None) if i == dim else place for i, place in enumerate(here))
-        ranks = device_mesh.mesh[line].tolist()
+        with unset_fake_temporarily():  # the mesh is a tensor, of values even in a dry run
+            ranks = device_mesh.mesh[line].tolist()
         if ranks != sorted(ranks):
             raise ValueError(
                 f"{site}: its DTensor's mesh has the ranks {ranks}, not in ascending order, where "
@@ -174,6 +176,24 @@ def axis_names(tensor: Any, mesh: Mesh, site: str) -> set[str]:
 def reaches(tensor: Any, mesh: Mesh, site: str, axis: str) -> bool:
     """Whether the DTensor's mesh runs along this axis, or a part of it."""
     return axis in axis_names(tensor, mesh, site)
+
+
+def plain_and_told(
+    tensor: Any, mesh: Mesh, site: str, splits: tuple[Any, Any]
+) -> tuple[Tensor, tuple[Any, Any], ShardLayout | None]:
+    """This rank's plain tensor, in the graph, and what a DTensor tells: of ``splits`` (along dp and
+    tp) those along the axes that its mesh has, and the layout if it has all. Local.
+    """
+    if not is_dtensor(tensor):
+        return wait(tensor), splits, None
+    own = layout(tensor, mesh, site, batch_on_dp=False)
+    told: list[Any] = []
+    reaches_all = True
+    for axis, size, split in zip(("dp", "tp"), (mesh.dp_size, mesh.tp_size), splits):
+        is_own = size == 1 or reaches(tensor, mesh, site, axis)
+        told.append(getattr(own, axis) if is_own else split)
+        reaches_all &= is_own
+    return to_local(tensor), (told[0], told[1]), own if reaches_all else None
 
 
 def layout_beside_weight(

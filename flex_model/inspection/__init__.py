@@ -1,0 +1,17 @@
+"""See what hooks see, before and after running: layouts, a run on shapes alone, a comparison with
+the unsharded model.
+"""
+
+from flex_model.inspection.dry_run import Cost, DryRun, DryRunRow
+from flex_model.inspection.layouts import Layouts, SiteLayout
+from flex_model.inspection.verify import SiteDifference, VerifyReport
+
+__all__ = [
+    "Cost",
+    "DryRun",
+    "DryRunRow",
+    "Layouts",
+    "SiteDifference",
+    "SiteLayout",
+    "VerifyReport",
+]

@@ -1,0 +1,113 @@
+"""The table of registered hooks and of the layouts that were found for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from flex_model.distributed.layout import Shape, ShardLayout
+from flex_model.hooks.registration import Registration
+from flex_model.inspection import text
+
+if TYPE_CHECKING:
+    from flex_model.hooks.core import HookCore
+
+NOT_RUN = "not run yet"
+_ALL_ALIKE = "not settled: its values were all alike"
+_ONE_PROCESS = ShardLayout(source="one process")
+
+
+@dataclass(frozen=True)
+class SiteLayout:
+    """One registered hook and the layout of its tensor.
+
+    Attributes:
+        name: The module's or parameter's, as it was given.
+        kind: ``"forward"``, ``"forward_pre"``, ``"full_backward"``, ``"full_backward_pre"`` or
+            ``"tensor"``.
+        unpack_idx: Which of the site's tensors.
+        full_shape: Of the tensor that the hook sees; None before it ran.
+        local_shapes: Of all ranks of the grid, in the order (dp, tp), tp fastest.
+        dtype: None before it ran.
+        layout: None before it ran.
+        source: Whence the layout is known, or why it is not.
+        num_shapes: How many different shapes (and dtypes) there were; the others are those of the
+            last one that was new.
+    """
+
+    name: str
+    kind: str
+    unpack_idx: int
+    full_shape: Shape | None = None
+    local_shapes: tuple[Shape, ...] = ()
+    dtype: torch.dtype | None = None
+    layout: ShardLayout | None = None
+    source: str = NOT_RUN
+    num_shapes: int = 0
+
+
+class Layouts(list[SiteLayout]):
+    """A list of ``SiteLayout`` that prints as a table."""
+
+    def __str__(self) -> str:
+        if not self:
+            return "no hooks are registered"
+        headers = ("site", "kind", "full shape", "local shapes", "dtype", "layout", "source")
+        return text.table(headers, [self._row(row) for row in self])
+
+    @staticmethod
+    def _row(row: SiteLayout) -> list[str]:
+        is_known = row.full_shape is not None
+        more = f" (last of {row.num_shapes})" if row.num_shapes > 1 else ""
+        return [
+            text.site(row.name, row.unpack_idx),
+            row.kind,
+            text.shape(row.full_shape) + more if is_known else "",
+            text.shapes(row.local_shapes) if is_known else "",
+            str(row.dtype).removeprefix("torch.") if is_known else "",
+            str(row.layout) if row.layout is not None else "",
+            row.source,
+        ]
+
+
+def layouts(core: HookCore) -> Layouts:
+    """The table of the hooks of a wrap. Local, and the same on every rank."""
+    return Layouts(_layout_of(core, registration) for registration in core.table.registrations)
+
+
+def _layout_of(core: HookCore, registration: Registration) -> SiteLayout:
+    place = (registration.name, registration.kind, registration.hook_function.unpack_idx)
+    if registration.moves:
+        (_, shapes, dtype, _), move = list(registration.moves.items())[-1]
+        seen = {(shapes, dtype) for _, shapes, dtype, _ in registration.moves}
+        return SiteLayout(
+            *place,
+            move.full_shape,
+            tuple(shapes),
+            dtype,
+            move.layout,
+            move.layout.source,
+            len(seen),
+        )
+    if core.channel.is_local:
+        return _on_one_process(core, registration, place)
+    ran = registration.kind != "tensor" and registration.splits
+    return SiteLayout(*place, source=_ALL_ALIKE if ran else NOT_RUN)
+
+
+def _on_one_process(
+    core: HookCore, registration: Registration, place: tuple[str, str, int]
+) -> SiteLayout:
+    """Nothing is split there, so what a hook saw is known from its records."""
+    name = registration.hook_function.record_name
+    sharing = [r for r in core.table.registrations if r.hook_function.record_name == name]
+    records = core.records.output_ptr.get(name)
+    if not records:
+        return SiteLayout(*place)
+    if len({r.hook_function.unpack_idx for r in sharing}) > 1:
+        return SiteLayout(*place, layout=_ONE_PROCESS, source="one process, records of several")
+    seen = list(dict.fromkeys((tuple(record.shape), record.dtype) for record in records))
+    shape, dtype = tuple(records[-1].shape), records[-1].dtype
+    return SiteLayout(*place, shape, (shape,), dtype, _ONE_PROCESS, _ONE_PROCESS.source, len(seen))

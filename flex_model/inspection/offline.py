@@ -1,0 +1,302 @@
+"""What a model will look like on many ranks, from one process without weights."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flex_model import _C
+from flex_model.distributed import values
+from flex_model.distributed.inference import Splits
+from flex_model.distributed.layout import Replicate, Shape, Shard
+from flex_model.distributed.mesh import Mesh, check_sizes, is_distributed
+from flex_model.distributed.tracking import LayoutTracker, named_weights
+from flex_model.inspection.dry_run import Seen, layout_from_shapes
+from flex_model.inspection.shapes_only import shapes_only
+from flex_model.inspection.tree import ModelTree, Node, TensorSeen
+from flex_model.integrations import dtensor, layers
+from flex_model.names import clean
+
+Input = tuple[Shape, str]  # full sizes, name of the dtype
+_TOKENS = 8
+
+
+class CannotInspectError(RuntimeError):
+    """The model can't be built or run without weights; the message tells why."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """How to make the model on one rank, and its default inputs.
+
+    Attributes:
+        make: Called on every rank that is tried, inside a process group.
+        shards_rows: Whether ``make`` itself is about all ranks, dp too.
+    """
+
+    make: Callable[[int], nn.Module]
+    inputs: list[Input] | None
+    is_for_all_ranks: bool
+
+
+def inspect(model: str, tp: int, dp: int, inputs: list[Input] | None = None) -> ModelTree:
+    """The modules of ``model`` and what they take and give on ``tp`` x ``dp`` ranks. Local.
+
+    Example::
+
+        inspect("checkpoints/llama", tp=4, dp=1).print()
+
+    The model is built once for every rank, in a process group that has the others in name only, and
+    runs on shapes. Weights that do not say how they are split are compared between the ranks.
+
+    Args:
+        model: A Hugging Face folder or ``config.json``; or ``package.module:function`` or
+            ``file.py:function``, of a function without arguments that returns a module, which it
+            may have sharded over the ranks of ``torch.distributed``.
+        inputs: Full sizes and dtype of each positional input; dim 0 is the batch.
+
+    Raises:
+        ValueError: sizes below 1, no such model or function, inputs that are missing or do not
+            divide by ``dp``.
+        CannotInspectError: the model can't be built or run on shapes.
+    """
+    check_sizes(tp, 1, dp)
+    if is_distributed():
+        raise ValueError("inspect makes process groups of its own; call it in a single process")
+    source = _huggingface(model, dp) if _is_config(model) else _function(model)
+    inputs = inputs or source.inputs
+    if inputs is None:
+        raise ValueError("a function does not say what its module takes; give --input, as 4,128")
+    if any(not shape or shape[0] % dp for shape, _ in inputs):
+        raise ValueError(
+            f"dim 0 of every input is the batch, of which {dp} data-parallel ranks have rows; "
+            f"give sizes that divide by {dp}"
+        )
+    return _tree(source, tp, dp, inputs)
+
+
+# ---- Models --------------------------------------------------------------------------------------
+
+
+def _is_config(model: str) -> bool:
+    return Path(model).is_dir() or Path(model).suffix == ".json"
+
+
+def _huggingface(model: str, dp: int) -> _Source:
+    transformers = importlib.import_module("transformers")
+    path = Path(model)
+    config_file = path / "config.json" if path.is_dir() else path
+    if not config_file.is_file():
+        raise ValueError(f"there is no {config_file}")
+    config = transformers.AutoConfig.from_pretrained(config_file)
+
+    def make(tp: int) -> nn.Module:
+        with torch.device("meta"):
+            made = transformers.AutoModelForCausalLM.from_config(config)
+        made.eval()
+        if tp == 1:
+            return made
+        if not hasattr(made, "maybe_distribute_model"):
+            raise CannotInspectError(
+                f"transformers {transformers.__version__} shards models only while it loads "
+                "weights; inspect with --tp needs 5.23 or later, or a file.py:function that shards"
+            )
+        settings = importlib.import_module("transformers.distributed").DistributedConfig(tp_size=tp)
+        settings, _, meshes = made.prepare_distribute_model(settings)
+        return made.maybe_distribute_model(made, settings, meshes)
+
+    return _Source(make, [((2 * dp, _TOKENS), "int64")], is_for_all_ranks=False)
+
+
+def _function(model: str) -> _Source:
+    place, _, name = model.rpartition(":")
+    if not place:
+        raise ValueError(
+            f"{model!r} is no folder, no .json file and no module:function or file.py:function"
+        )
+    if place.endswith(".py"):
+        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+        if spec is None or spec.loader is None or not Path(place).is_file():
+            raise ValueError(f"there is no file {place}")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"{place} has no function {name!r}")
+
+    def make(tp: int) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)  # so that weights differ where ranks hold different parts
+            made = function()
+        if not isinstance(made, nn.Module):
+            raise ValueError(f"{model} returned a {type(made).__name__}, not a module")
+        return made
+
+    return _Source(make, None, is_for_all_ranks=True)
+
+
+@contextlib.contextmanager
+def _ranks_in_name(rank: int, world_size: int) -> Iterator[None]:
+    """A world whose other ranks do not exist: its collectives return at once."""
+    if world_size == 1:
+        yield
+        return
+    dist.init_process_group("fake", rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- What each rank sees -------------------------------------------------------------------------
+
+
+def _tree(source: _Source, tp: int, dp: int, inputs: Sequence[Input]) -> ModelTree:
+    ranks = tuple(range(dp * tp))
+    tried = ranks if source.is_for_all_ranks else ranks[:tp]  # data-parallel ranks are all alike
+    calls: list[list[tuple[str, str, Seen]]] = []
+    nodes: list[Node] = []
+    modules: dict[str, nn.Module] = {}
+    whole = _whole_weights(source, tp, len(tried))
+    for rank in tried:
+        mesh = Mesh(ranks, rank, 1, dp, tp)
+        with _ranks_in_name(rank, len(tried)):
+            try:
+                module = source.make(tp)
+                calls.append(_observe(module, mesh, inputs, whole))
+            except (CannotInspectError, ValueError):
+                raise
+            except Exception as error:
+                raise CannotInspectError(
+                    f"the model can't be built or run without values ({type(error).__name__}: "
+                    f"{str(error)[:600]}); run it for real, and ask flex.layouts()"
+                ) from error
+            if rank == 0:
+                modules = _named(module)
+                nodes = [
+                    Node(name, type(part).__name__, has_forward=_is_called(part))
+                    for name, part in modules.items()
+                ]
+    calls *= len(ranks) // len(tried)
+    by_name = {node.name: node for node in nodes}
+    mesh = Mesh(ranks, 0, 1, dp, tp)
+    for told in zip(*calls):
+        name, kind, _ = told[0]
+        seen = [one for _, _, one in told]
+        if name not in by_name or getattr(by_name[name], kind) is not None:
+            continue  # a later call of the same module
+        setattr(by_name[name], kind, _settled(name, kind, modules[name], seen, mesh))
+    return ModelTree(nodes, tp, dp)
+
+
+def _named(root: nn.Module) -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    for name, module in root.named_modules():
+        found.setdefault(clean(root, name), module)
+    return found
+
+
+def _is_called(module: nn.Module) -> bool:
+    return not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList))
+
+
+def _settled(
+    name: str, kind: str, module: nn.Module, ranks: Sequence[Seen], mesh: Mesh
+) -> TensorSeen:
+    hook = "forward" if kind == "output" else "forward_pre"
+    shapes = [one.shape for one in ranks]
+    try:
+        layout = layout_from_shapes(name, hook, module, ranks, mesh)
+        full = None if layout is None else layout.full_shape(shapes, mesh.dp_size, mesh.tp_size)
+    except ValueError:
+        layout, full = None, None
+    return TensorSeen(full, tuple(shapes), ranks[0].dtype, layout)
+
+
+def _observe(
+    root: nn.Module, mesh: Mesh, inputs: Sequence[Input], whole: Sequence[bool]
+) -> list[tuple[str, str, Seen]]:
+    """Run one rank's model on shapes; the first tensor that every call takes and gives."""
+    tracker = LayoutTracker(mesh)
+    _seed(tracker, root, mesh, whole)
+    weight = next(root.parameters(), None)
+    device = torch.device("cpu") if weight is None else weight.device
+    given = [_input(shape, dtype, mesh, device) for shape, dtype in inputs]
+    for tensor in given:
+        tracker.note(tensor, (Shard(0) if mesh.dp_size > 1 else Replicate(), Replicate()))
+    found: list[tuple[str, str, Seen]] = []
+
+    def look(name: str, kind: str, tree: Any) -> None:
+        tensors, _ = _C.flatten(tree)
+        if not tensors:
+            return
+        tracker.is_paused, was_paused = True, tracker.is_paused
+        try:
+            leaf = tensors[0]
+            plain, splits, known = dtensor.plain_and_told(leaf, mesh, name, tracker.splits(leaf))
+            shape, dtype = tuple(plain.shape), plain.dtype
+            found.append((name, kind, Seen(0, shape, dtype, splits, known=known)))
+        finally:
+            tracker.is_paused = was_paused
+
+    def pre_hook(name: str) -> Callable[..., None]:
+        return lambda module, args, kwargs: look(name, "input", (args, kwargs))
+
+    def hook(name: str) -> Callable[..., None]:
+        return lambda module, args, output: look(name, "output", output)
+
+    handles: list[Any] = []
+    for name, module in _named(root).items():
+        handles.append(module.register_forward_pre_hook(pre_hook(name), with_kwargs=True))
+        handles.append(module.register_forward_hook(hook(name)))
+
+    def alike(row: Tensor) -> Tensor:
+        return row.expand(len(mesh.grid), *row.shape)
+
+    with torch.no_grad(), shapes_only(root, mesh, tracker, tuple(given), alike) as args:
+        root(*args)
+    return found
+
+
+def _input(shape: Shape, dtype: str, mesh: Mesh, device: torch.device) -> Tensor:
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype):
+        raise ValueError(f"{dtype!r} is no dtype of torch")
+    return torch.empty(shape[0] // mesh.dp_size, *shape[1:], dtype=kind, device=device)
+
+
+def _whole_weights(source: _Source, tp: int, world_size: int) -> list[bool]:
+    """Of each weight, whether all ranks made the same one. Those without values are taken for it:
+    what makes models without weights says itself how it splits them.
+    """
+    rows: list[list[list[int]]] = []
+    for rank in range(world_size if source.is_for_all_ranks else 0):
+        with _ranks_in_name(rank, world_size):
+            weights = [weight for _, _, weight in named_weights(source.make(tp))]
+            plain = (dtensor.to_local(w) if dtensor.is_dtensor(w) else w for w in weights)
+            rows.append([[] if w.is_meta else values.fingerprint(w).tolist() for w in plain])
+    return [all(row == column[0] for row in column) for column in zip(*rows)]
+
+
+def _seed(tracker: LayoutTracker, root: nn.Module, mesh: Mesh, whole: Sequence[bool]) -> None:
+    """Tell the tracker of the weights: what they or their layers say; else whether all ranks made
+    the same.
+    """
+    for i, (module, name, weight) in enumerate(named_weights(root)):
+        splits: Splits = (Replicate(), Replicate() if not whole or whole[i] else None)
+        if dtensor.is_dtensor(weight):
+            splits = (Replicate(), None)  # the tracker asks it
+        elif (stated := layers.parameter_layout(module, name, weight, mesh)) is not None:
+            splits = (Replicate(), stated.tp)
+        tracker.note_parameter(weight, splits)

@@ -1,0 +1,262 @@
+"""Run a model on the shapes of its inputs alone: no values, no transfers, the model as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from flex_model.distributed import values
+from flex_model.distributed.inference import Splits
+from flex_model.distributed.layout import Replicate
+from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.tracking import LayoutTracker
+from flex_model.integrations import dtensor, fsdp
+
+_LRU_CACHE = type(functools.lru_cache(lambda: None))
+
+
+@contextlib.contextmanager
+def shapes_only(
+    root: nn.Module,
+    mesh: Mesh,
+    tracker: LayoutTracker,
+    arguments: Any,
+    exchange: Callable[[Tensor], Tensor],
+) -> Iterator[Any]:
+    """Inside, the wrapped model runs on the fake tensors that this gives in place of the tensors in
+    ``arguments``, while ``tracker`` follows. Afterwards its attributes, buffers and parameters are
+    the objects that they were, and random numbers go on as if nothing had run.
+
+    ``exchange`` gives what all ranks gave to it, and is called where FSDP2 and tensor parallelism
+    meet.
+
+    Raises:
+        ValueError: FSDP1, or FSDP2 with mixed precision.
+    """
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with contextlib.ExitStack() as stack:
+        stack.callback(_clear_caches)
+        stack.enter_context(_as_it_was(root))
+        stack.enter_context(_same_random_state())
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        _keep_ddp_out(root, stack)
+        splits = _stand_in_for_fsdp2(root, mesh, fake_mode, exchange)
+        for parameter, split in splits:
+            tracker.note_parameter(parameter, split)
+
+        def faked(tensor: Tensor) -> Tensor:
+            fake = fake_mode.from_tensor(tensor)
+            if fake is not tensor and not dtensor.is_dtensor(tensor):
+                tracker.note(fake, tracker.splits(tensor))
+            return fake
+
+        given = tree_map_only(Tensor, faked, arguments)
+        stack.enter_context(fake_mode)
+        stack.enter_context(_NoTransfers())
+        stack.enter_context(tracker)
+        yield given
+
+
+class _Done(dist.Work):
+    """A transfer that is over."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+class _NoTransfers(TorchDispatchMode):
+    """Collectives return tensors of the right shape at once. Functional ones have fake kernels of
+    their own; those in place are not run at all.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._done = _Done()  # torch keeps the C++ part alone, which waits for ever
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, _dtensor_class()) for kind in types):
+            return NotImplemented  # its own operations come here again, on plain tensors
+        kwargs = kwargs or {}
+        if func.namespace != "c10d":
+            return func(*args, **kwargs)
+        results = [
+            self._done.boxed() if "Work" in str(returned.type) else args[0]
+            for returned in func._schema.returns
+        ]
+        return results[0] if len(results) == 1 else tuple(results)
+
+
+def _dtensor_class() -> Any:
+    module = sys.modules.get("torch.distributed.tensor")
+    return () if module is None else module.DTensor
+
+
+@contextlib.contextmanager
+def _as_it_was(root: nn.Module) -> Iterator[None]:
+    """Modules may keep tensors (caches, tables of positions) that would be fake ones."""
+    tables: list[dict[Any, Any]] = [
+        table
+        for module in root.modules()
+        for table in (
+            module.__dict__,
+            module._parameters,
+            module._buffers,
+            module._modules,
+            module._forward_hooks,
+            module._forward_pre_hooks,
+        )
+    ]
+    before = [type(table)(table) for table in tables]
+    try:
+        yield
+    finally:
+        for table, old in zip(tables, before):
+            if list(table) != list(old) or any(table[key] is not old[key] for key in old):
+                table.clear()
+                table.update(old)
+
+
+def _clear_caches() -> None:
+    """Functions under ``functools.lru_cache`` (Megatron's rotary embedding) must not give later
+    forwards the fake tensors of this one: reading those would end the process.
+    """
+    caches = [found for found in gc.get_objects() if type(found) is _LRU_CACHE]
+    for cache in caches:
+        if _holds_fakes(cache):
+            cache.cache_clear()
+
+
+def _holds_fakes(cache: Any) -> bool:
+    """Looks at the results that it keeps, and into containers among them."""
+    level = gc.get_referents(cache)  # types, since isinstance asks objects for __class__
+    for _ in range(4):
+        if any(issubclass(type(found), FakeTensor) for found in level):
+            return True
+        level = [
+            below
+            for found in level
+            if type(found) in (dict, list, tuple) or type(found).__module__ == "functools"
+            for below in gc.get_referents(found)
+        ]
+    return False
+
+
+@contextlib.contextmanager
+def _same_random_state() -> Iterator[None]:
+    has_cuda = torch.cuda.is_initialized()
+    with torch.random.fork_rng([torch.cuda.current_device()] if has_cuda else []):
+        yield
+
+
+def _keep_ddp_out(root: nn.Module, stack: contextlib.ExitStack) -> None:
+    """No buckets are made ready for a backward that does not come, no buffers are sent."""
+    for module in root.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            stack.enter_context(module.no_sync())
+            module.require_forward_param_sync = False
+
+
+# ---- FSDP2: full parameters in place of gathered ones -------------------------------------------
+
+
+def _stand_in_for_fsdp2(
+    root: nn.Module,
+    mesh: Mesh,
+    fake_mode: FakeTensorMode,
+    exchange: Callable[[Tensor], Tensor],
+) -> list[tuple[Tensor, Splits]]:
+    """Take FSDP's hooks off and put fake parameters in place of those that they would gather;
+    returns what is known of them.
+    """
+    if any(fsdp.is_fsdp1(module) for module in root.modules()):
+        raise ValueError("FSDP1 gathers its flattened parameters in ways that need their values")
+    stand_ins: dict[int, tuple[Any, nn.Parameter]] = {}
+    for module in root.modules():
+        for table in (module._forward_pre_hooks, module._forward_hooks):
+            _without_fsdp_hooks(table)
+    if not any(fsdp.is_fsdp2(module) for module in root.modules()):
+        return []
+    for module in root.modules():
+        for leaf, parameter in module._parameters.items():
+            if not dtensor.is_dtensor(parameter):
+                continue
+            key = id(parameter)
+            if key not in stand_ins:
+                full = _gathered(parameter, mesh, fake_mode)
+                if full is None:
+                    continue
+                stand_ins[key] = (parameter, full)
+            module._parameters[leaf] = stand_ins[key][1]
+    return _splits_of(list(stand_ins.values()), mesh, exchange)
+
+
+def _without_fsdp_hooks(table: dict[int, Any]) -> None:
+    for key, hook in list(table.items()):
+        while not hasattr(hook, "__self__") and hasattr(hook, "__wrapped__"):
+            hook = hook.__wrapped__  # where several modules share it
+        owner = getattr(hook, "__self__", None)
+        if not type(owner).__module__.startswith("torch.distributed.fsdp"):
+            continue
+        policy = getattr(owner, "_mp_policy", None)
+        names = ("param_dtype", "output_dtype")
+        if any(getattr(policy, name, None) is not None for name in names):
+            raise ValueError("FSDP2 with mixed precision casts inputs and parameters in its hooks")
+        del table[key]
+
+
+def _gathered(parameter: Any, mesh: Mesh, fake_mode: FakeTensorMode) -> nn.Parameter | None:
+    """What FSDP2 would gather for the forward: whole along dp, as it was along tp."""
+    device_mesh = parameter.device_mesh
+    axes = dtensor.axes_of(device_mesh, mesh, "a parameter")
+    kept = [i for i, axis in enumerate(axes) if axis == "tp"]
+    if len(kept) == device_mesh.ndim:
+        return None
+    device = torch.device(device_mesh.device_type)
+    with fake_mode:
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        if kept:
+            (dim,) = kept
+            full = sys.modules["torch.distributed.tensor"].distribute_tensor(
+                full,
+                device_mesh[device_mesh.mesh_dim_names[dim]],
+                [parameter.placements[dim]],
+                src_data_rank=None,
+            )
+        return nn.Parameter(full, requires_grad=parameter.requires_grad)
+
+
+def _splits_of(
+    stand_ins: list[tuple[Any, nn.Parameter]],
+    mesh: Mesh,
+    exchange: Callable[[Tensor], Tensor],
+) -> list[tuple[Tensor, Splits]]:
+    """Those that are plain along tp are whole there if the ranks' parts are equal."""
+    if mesh.tp_size == 1:
+        return [(full, (Replicate(), Replicate())) for _, full in stand_ins]
+    plain = [(old, full) for old, full in stand_ins if not dtensor.is_dtensor(full)]
+    found: list[tuple[Tensor, Splits]] = [
+        (full, (Replicate(), None)) for _, full in stand_ins if dtensor.is_dtensor(full)
+    ]
+    rows = [values.fingerprint(dtensor.to_local(old)) for old, _ in plain]
+    if not rows:
+        return found
+    table = exchange(torch.stack(rows)).tolist()
+    for i, (_, full) in enumerate(plain):
+        told = values.Fingerprints.of(mesh, [rank[i] for rank in table])
+        found.append((full, (Replicate(), Replicate() if told.equal_along("tp") else None)))
+    return found

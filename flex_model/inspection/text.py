@@ -1,0 +1,42 @@
+"""Plain-text tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flex_model.distributed.layout import Shape
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell, two spaces apart."""
+    lines = [list(headers), *map(list, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(headers))]
+    texts = ["  ".join(cell.ljust(n) for cell, n in zip(line, widths)).rstrip() for line in lines]
+    texts.insert(1, "  ".join("-" * n for n in widths))
+    return "\n".join(texts)
+
+
+def shape(value: Shape | None) -> str:
+    """``2 x 8 x 64``; a scalar's is ``()``."""
+    if value is None:
+        return "?"
+    return " x ".join(map(str, value)) or "()"
+
+
+def shapes(values: Sequence[Shape]) -> str:
+    """One shape where all ranks hold the same, else one for each rank."""
+    unique = list(dict.fromkeys(values))
+    return shape(unique[0]) if len(unique) == 1 else " | ".join(map(shape, values))
+
+
+def size(num_bytes: int) -> str:
+    """``1.5 KiB``."""
+    if num_bytes < 1024:
+        return f"{num_bytes} B"
+    power = min((num_bytes.bit_length() - 1) // 10, 4)
+    return f"{num_bytes / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
+
+
+def site(name: str, unpack_idx: int) -> str:
+    """A module's name, the root's in words, and which tensor where it is not the first."""
+    return (name or "(the model)") + (f", tensor {unpack_idx}" if unpack_idx else "")

@@ -1,0 +1,454 @@
+"""layouts(), dry_run() and verify(): against what real runs settle, cost and compute."""
+
+import functools
+import importlib
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+
+import frameworks
+import models
+from flex_model import FlexModel, HookFunction
+from flex_model.errors import HookError
+
+
+def double(module, full, save_ctx, modules):
+    return full * 2
+
+
+def hooks_everywhere(flex, pair):
+    """A looking and an editing hook at every site, of forward and backward kinds."""
+    for i, (what, name) in enumerate(pair.sites.items()):
+        edit = double if i % 2 else None
+        for kind, register in (
+            ("forward", flex.register_forward_hook),
+            ("forward_pre", flex.register_forward_pre_hook),
+            ("full_backward_pre", flex.register_full_backward_pre_hook),
+        ):
+            if kind == "forward_pre" and what in ("outside", "root", "shared by all rows"):
+                continue
+            if kind == "full_backward_pre" and what == "root":
+                continue  # its output may be a model output without a graph of its own
+            register(HookFunction(name, None, edit, output_name=f"{name} {kind}"))
+
+
+def tensors(model):
+    """Of its state; Megatron's has other things too."""
+    return [item for item in model.state_dict().items() if isinstance(item[1], torch.Tensor)]
+
+
+def settled(flex):
+    return {(row.name, row.kind): row for row in flex.layouts()}
+
+
+def check_dry_run(name, tmp_path):
+    """Layouts before are layouts after; costs are those that a run counts."""
+    with frameworks.quiet(), frameworks.CASES[name].build(tmp_path) as pair:
+        pair.oracle(*pair.inputs, **pair.keywords)
+        pair.start()
+        model = pair.shard()
+        records = {}
+        flex = FlexModel(model, records, **pair.sizes)
+        hooks_everywhere(flex, pair)
+        inputs = tuple(pair.rows(full) for full in pair.inputs)
+        before = {key: value.clone() for key, value in tensors(model)}
+        state = torch.get_rng_state()
+
+        dry = flex.dry_run(*inputs, **pair.keywords)  # draws and records nothing
+
+        assert not records and torch.equal(torch.get_rng_state(), state)
+        for key, value in tensors(model):
+            assert type(value) is type(before[key])
+            assert torch.equal(frameworks.full_tensor(value), frameworks.full_tensor(before[key]))
+        assert all(row.source == "not run yet" for row in flex.layouts())
+
+        channel = flex._core.channel
+        for _ in range(2):  # what the first one has to find out, the second one knows
+            start = channel.sequence, channel.num_payloads
+            output = frameworks.tensor_of(flex(*inputs, **pair.keywords))
+            middle = channel.sequence, channel.num_payloads
+            output.sum().backward()
+        found = settled(flex)
+        for row in dry:
+            real = found[row.name, row.kind]
+            assert row.calls, row
+            if row.layout is None:
+                assert "values" in row.source, row
+                assert real.source == "equal values on all ranks", (row, real)
+                continue
+            assert (row.full_shape, row.local_shapes, row.dtype) == (
+                real.full_shape,
+                real.local_shapes,
+                real.dtype,
+            ), (row, real)
+            if not (row.kind == "full_backward_pre" and str(row.layout.tp) == "R"):
+                assert row.layout == real.layout, (row, real)
+        if all(row.layout is not None for row in dry):
+            told = dry.forward.headers, dry.forward.payloads
+            assert told == (middle[0] - start[0], middle[1] - start[1])
+        assert str(dry).count("\n") == len(dry) + 3
+        assert str(flex.layouts()).count("\n") == len(dry) + 1
+        flex.restore()
+
+
+TWO = [
+    "hf-llama-2",
+    "native-tp-2",
+    "native-sp-2",
+    "native-dtensor-2",
+    "fairscale-2",
+    "ddp-2",
+    "megatron-tp-2",
+    "megatron-sp-2",
+]
+
+
+@pytest.mark.ranks(2, timeout=200)
+@pytest.mark.parametrize(
+    "name", [TWO[0], TWO[2], *(pytest.param(n, marks=pytest.mark.slow) for n in TWO[3:] + TWO[1:2])]
+)
+def test_a_dry_run_tells_what_a_run_settles(name, tmp_path):
+    check_dry_run(name, tmp_path)
+
+
+@pytest.mark.ranks(2, timeout=200)
+def test_a_dry_run_leaves_fsdp2_sharded(tmp_path):
+    check_dry_run("fsdp2-2", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(4, timeout=200)
+@pytest.mark.parametrize("name", ["tp-fsdp2-4", "hsdp-4", "hf-tp-fsdp-4", "fairscale-ddp-4"])
+def test_a_dry_run_of_two_axes(name, tmp_path):
+    check_dry_run(name, tmp_path)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"output_ranks": "all"},
+        {"edit_on": "rank0"},
+        {"edit_on": "rank0", "output_ranks": "all"},
+    ],
+)
+@pytest.mark.parametrize("axis", ["tensor_parallel_size", "data_parallel_size"])
+def test_costs_are_those_that_a_run_counts(settings, axis):
+    """Headers and payload collectives, of the forward and of the backward."""
+    is_tp = axis == "tensor_parallel_size"
+    model = models.mlp()
+    if is_tp:
+        model = models.tensor_parallel(model, dist.group.WORLD)
+    flex = FlexModel(model, {}, **{axis: 2}, **settings)
+    split = (None, 8) if is_tp else None
+    for name, shape, edit, kind in (
+        ("inp", None, None, "forward"),
+        ("inp", None, double, "forward"),
+        ("fc1", split, double, "forward"),
+        ("act", split, None, "forward"),
+        ("act", split, double, "forward_pre"),
+        ("fc1", split, double, "full_backward_pre"),
+        ("act", split, None, "full_backward_pre"),
+        ("out.weight", (5, 6), double, "tensor"),
+        ("out.bias", (5,), None, "tensor"),
+    ):
+        hook = HookFunction(name, shape, edit, output_name=f"{name} {kind}")
+        flex._register(hook, kind)
+    x = models.random(4, 6)
+    x = x if is_tp else x.chunk(2)[dist.get_rank()]
+
+    dry = flex.dry_run(x)
+
+    channel = flex._core.channel
+    for _ in range(2):  # what the first one has to find out, the second one knows
+        counts = [(channel.sequence, channel.num_payloads)]
+        output = flex(x)
+        counts.append((channel.sequence, channel.num_payloads))
+        output.square().sum().backward()
+        counts.append((channel.sequence, channel.num_payloads))
+    forward, backward = (
+        (after[0] - before[0], after[1] - before[1]) for before, after in itertools.pairwise(counts)
+    )
+    assert (dry.forward.headers, dry.forward.payloads) == forward, dry
+    assert (dry.backward.headers, dry.backward.payloads) == backward, dry
+    full, shard = (4 * 8 * 8, 2 * 8 * 8 if not is_tp else 4 * 4 * 8)
+    row = next(row for row in dry if (row.name, row.kind) == ("fc1", "forward"))
+    assert row.owners == (0, 1) and row.full_shape == (4, 8)
+    if not settings:
+        assert row.forward.bytes_by_rank == (full, full)
+        look = next(row for row in dry if (row.name, row.edits) == ("act", False))
+        assert look.forward.bytes_by_rank == (shard, shard)
+
+
+# ---- verify --------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2, timeout=200)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "native-sp-2",
+        "fsdp2-2",
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("hf-llama-2", "fairscale-2", "ddp-2", "fsdp1-2")
+        ),
+    ],
+)
+def test_verify_finds_equal_what_is_equal_and_names_the_first_that_is_not(name, tmp_path):
+    with frameworks.quiet(), frameworks.CASES[name].build(tmp_path) as pair:
+        pair.oracle(*pair.inputs, **pair.keywords)
+        pair.start()
+        model = pair.shard()
+        flex = FlexModel(model, {}, **pair.sizes)
+        inputs = tuple(pair.rows(full) for full in pair.inputs)
+        reference = pair.oracle if dist.get_rank() == 0 else None
+
+        report = flex.verify(reference, *inputs, **pair.keywords)
+        assert report.is_equal, report
+        assert {row.result for row in report.rows} == {0}, report
+        assert len(report.rows) > 6
+
+        broken = pair.sites["row output"]
+        if dist.get_rank() == 0:
+            module = pair.oracle.get_submodule(broken)
+            with torch.no_grad():
+                module.weight[0] += 1.0
+        report = flex.verify(reference, *inputs, **pair.keywords)
+        first = report.first_difference
+        assert (first.name, first.kind) == (broken, "forward"), report
+        assert first.max_abs > 1e-3
+        with pytest.raises(AssertionError, match=f"the first that differs: forward of {broken}"):
+            flex.verify(reference, *inputs, raise_on_difference=True, **pair.keywords)
+        flex.restore()
+
+
+@pytest.mark.ranks(2)
+def test_verify_compares_gradients_and_leaves_the_model_s_own():
+    """Under data parallelism the loss is the mean over rows; wrong gradients are found."""
+    reference = models.mlp()
+    model = nn.parallel.DistributedDataParallel(models.mlp())
+    flex = FlexModel(model, records := {}, data_parallel_size=2)
+    edits = []
+    for name, register in (
+        ("fc1", flex.register_full_backward_pre_hook),
+        ("fc1", flex.register_forward_hook),
+        ("fc2", flex.register_full_backward_hook),
+    ):
+        kind = register.__name__
+        register(HookFunction(name, None, lambda *a: edits.append(a), output_name=name + kind))
+    x = models.random(4, 5, 6)
+    rows = x.chunk(2)[dist.get_rank()]
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 3.0)
+
+    report = flex.verify(reference, rows, loss=lambda output: output.square().mean())
+    assert report.is_equal, report
+    assert {row.kind for row in report.rows} == {"forward", "full_backward", "full_backward_pre"}
+    assert not edits and not records
+    assert all((parameter.grad == 3.0).all() for parameter in model.parameters())
+    assert all(parameter.grad is None for parameter in reference.parameters())
+
+    of_forward = flex.verify(reference, rows)
+    assert [row.kind for row in of_forward.rows] == ["forward"]
+    wrong = flex.verify(reference, rows, loss=lambda output: output.square().sum())
+    assert {row.kind for row in wrong.rows if row.differs} == {
+        "full_backward",
+        "full_backward_pre",
+    }
+    assert wrong.first_difference.kind == "full_backward", wrong  # backward runs from the end
+
+
+@pytest.mark.ranks(2)
+def test_a_reference_that_fails_is_an_error_on_every_rank():
+    flex = FlexModel(models.mlp(), tensor_parallel_size=2)
+    with pytest.raises(HookError, match="rank 0: verify: the reference failed"):
+        flex.verify(nn.Linear(3, 3, dtype=torch.float64), models.random(4, 6))
+    with pytest.raises(HookError, match="rank 0 needs the unsharded model"):
+        flex.verify(None, models.random(4, 6))
+    assert flex.verify(models.mlp(), models.random(4, 6)).is_equal
+
+
+# ---- What can't be run on shapes -----------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+def test_fsdp_that_shapes_can_t_follow_is_an_error_and_still_runs(kind):
+    model = models.mlp(dtype=torch.float32)
+    if kind == "fsdp1":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    else:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        model = fully_shard(model, mesh=models.mesh(2, 1)["dp"], mp_policy=policy)
+    flex = FlexModel(model, records := {}, data_parallel_size=2)
+    flex.register_forward_hook(HookFunction("fc1"))
+    x = models.random(2, 6, dtype=torch.float32) + dist.get_rank()
+    message = "FSDP1 gathers" if kind == "fsdp1" else "FSDP2 with mixed precision"
+    with frameworks.quiet(), pytest.raises(HookError, match=message):
+        flex.dry_run(x)
+    with frameworks.quiet():
+        flex(x)
+    assert flex.layouts()[0].full_shape == (4, 8)
+    assert dist.get_rank() or records["fc1"][0].shape == (4, 8)
+
+
+@functools.lru_cache
+def positions(rows, dtype):
+    return torch.zeros(rows, 1, dtype=dtype)
+
+
+class AsksForValues(nn.Module):
+    """Its control flow depends on values; it keeps tensors, and draws random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(6, 6, dtype=torch.float64)
+        self.asks = False
+        self.kept = None
+        self.calls = 0
+
+    def forward(self, x):
+        x = nn.functional.dropout(self.fc(x), 0.5)
+        x = x + positions(x.shape[0], x.dtype)
+        self.kept, self.calls = x, self.calls + 1
+        if self.asks and x.sum() > 0:
+            return x * 2
+        return x
+
+
+@pytest.mark.ranks(2)
+def test_control_flow_on_values_is_an_error_that_names_layouts():
+    model = models.seeded(AsksForValues)
+    flex = FlexModel(model, {}, tensor_parallel_size=2)
+    flex.register_forward_hook(HookFunction("fc", editing_function=double))
+    model.asks = dist.get_rank() == 1
+    with pytest.raises(HookError, match=r"rank 1: dry_run: .* real, and ask flex.layouts\(\)"):
+        flex.dry_run(models.random(4, 6))
+    model.asks = False
+    assert (model.kept, model.calls) == (None, 0)
+    assert flex.dry_run(models.random(4, 6))[0].full_shape == (4, 6)
+    assert (model.kept, model.calls) == (None, 0)
+
+
+# ---- One process ---------------------------------------------------------------------------------
+
+
+def test_on_one_process_nothing_is_moved():
+    model = models.seeded(AsksForValues)
+    flex = FlexModel(model, records := {})
+    flex.register_forward_hook(HookFunction("fc"))
+    flex.register_full_backward_pre_hook(HookFunction("", None, double, output_name="grad"))
+    state = torch.get_rng_state()
+    dry = flex.dry_run(models.random(4, 6))
+    assert torch.equal(torch.get_rng_state(), state) and not records and model.kept is None
+    assert [(row.full_shape, row.calls) for row in dry] == [((4, 6), 1), ((4, 6), 1)]
+    assert dry.forward.payloads == dry.forward.headers == dry.backward.headers == 0
+    assert [row.source for row in flex.layouts()] == ["not run yet"] * 2
+
+    flex(models.random(4, 6)).sum().backward()
+    assert [(row.full_shape, row.dtype) for row in flex.layouts()] == [((4, 6), torch.float64)] * 2
+    with flex.active():
+        flex(models.random(2, 6))
+        flex(models.random(3, 6))
+    row = flex.layouts()[0]
+    assert (row.full_shape, row.num_shapes) == ((3, 6), 2)
+    assert "3 x 6 (last of 2)" in str(flex.layouts())
+
+
+def test_verify_on_one_process_without_hooks_is_about_all_modules():
+    reference, model = models.block(), models.block()
+    x = models.random(2, 5, 8)
+    with FlexModel(model) as flex:
+        report = flex.verify(reference, x)
+        assert report.is_equal and len(report.rows) == len(list(model.modules())), report
+        with torch.no_grad():
+            model.norm.weight.add_(1.0)
+        assert not flex.verify(reference, x).is_equal
+
+
+def test_a_run_that_goes_on_is_an_error():
+    flex = FlexModel(models.mlp())
+    flex.register_forward_hook(HookFunction("fc1"))
+    with flex.active(), pytest.raises(RuntimeError, match="dry_run: a run of this FlexModel"):
+        flex.dry_run(models.random(4, 6))
+    with flex.active(), pytest.raises(RuntimeError, match="verify: a run of this FlexModel"):
+        flex.verify(flex.module, models.random(4, 6))
+
+
+# ---- python -m flex_model inspect ----------------------------------------------------------------
+
+
+class Silent(nn.Module):
+    """Each rank has other weights, and nothing says how they are split."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp, self.act = nn.Linear(6, 4), nn.Tanh()
+        with torch.no_grad():
+            self.inp.weight.add_(dist.get_rank())
+
+    def forward(self, x):
+        return self.act(self.inp(x))
+
+
+def by_dtensors():
+    """Sharded over the ranks of the world, for `inspect`."""
+    model, mesh = frameworks.decoder(), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    return frameworks.parallelized(model, "tp", mesh)
+
+
+def test_inspect_prints_the_tree_of_a_function_s_model(capsys):
+    cli = importlib.import_module("flex_model.cli")
+    place = f"{__file__}:by_dtensors"
+    assert cli.main(["inspect", place, "--tp", "2", "--input", "2,8:int64"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "wk  Linear  float64 2 x 8 x 32 [dp R, tp R] -> float64 2 x 8 x 16 [dp R, tp S(2)]" in out
+    )
+    assert "core  Core  float64 2 x 8 x 8 x 4 [dp R, tp S(1)]" in out
+    assert "0 to 1  DecoderLayer" in out and not dist.is_initialized()
+    assert cli.main(["inspect", place, "--tp", "2"]) == 1
+    assert "give --input" in capsys.readouterr().err
+
+
+def test_inspect_does_not_guess(capsys):
+    cli = importlib.import_module("flex_model.cli")
+    given = ["--tp", "2", "--input", "4,6"]
+    assert cli.main(["inspect", f"{__file__}:Silent", *given]) == 0
+    out = capsys.readouterr().out
+    unknown = "float32 4 x 4 a rank, a run tells how it is split"
+    assert f"inp  Linear  float32 4 x 6 [dp R, tp R] -> {unknown}" in out
+    assert f"act  Tanh  {unknown}" in out
+
+
+def test_inspect_of_a_hugging_face_config_needs_no_weights(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    models.llama().config.save_pretrained(tmp_path)
+    cli = importlib.import_module("flex_model.cli")
+    assert cli.main(["inspect", str(tmp_path), "--tp", "2", "--dp", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "0 to 1  LlamaDecoderLayer" in out
+    assert "down_proj" in out and "[dp S(0), tp S(2)] -> " in out
+    assert "a run tells" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "is no folder, no .json file and no module:function"),
+        (["nowhere.json"], "there is no nowhere.json"),
+        (["models:nothing"], "has no function 'nothing'"),
+        (["models:mlp", "--tp", "0"], "must be an int of at least 1"),
+        (["models:mlp", "--dp", "3", "--input", "4,6"], "sizes that divide by 3"),
+    ],
+)
+def test_what_inspect_refuses(arguments, message, capsys):
+    assert importlib.import_module("flex_model.cli").main(["inspect", *arguments]) == 1
+    assert message in capsys.readouterr().err
