@@ -74,7 +74,7 @@ check-sanitizers: venv  ## engine and op tests under the address and undefined-b
 	@.ci/check_sanitizers
 
 check-slow: build  ## the slow tests
-	pytest -q -m slow
+	pytest -q -m "slow and not table"
 
 clean:  ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info flex_model/*.so flex_model/_build_config.json

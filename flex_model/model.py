@@ -288,7 +288,7 @@ class FlexModel(nn.Module):
     # Hooks.
 
     def register_forward_hook(  # type: ignore[override]
-        self, hook_function: HookFunction
+        self, hook_function: HookFunction, **settings: Any
     ) -> HookHandle:
         """See or edit a module's output. Returns a handle with ``remove()``.
 
@@ -297,18 +297,22 @@ class FlexModel(nn.Module):
                 registered already, or one whose records would go where those of another kind of
                 hook go.
         """
+        if _is_of_torch(hook_function):
+            return self._register_torch_hook("forward", hook_function, settings)
         return self._register(hook_function, "forward")
 
     def register_forward_pre_hook(  # type: ignore[override]
-        self, hook_function: HookFunction
+        self, hook_function: HookFunction, **settings: Any
     ) -> HookHandle:
         """See or edit a module's input. ``unpack_idx`` counts positional, then keyword arguments.
         As ``register_forward_hook``.
         """
+        if _is_of_torch(hook_function):
+            return self._register_torch_hook("forward_pre", hook_function, settings)
         return self._register(hook_function, "forward_pre")
 
     def register_full_backward_hook(  # type: ignore[override]
-        self, hook_function: HookFunction
+        self, hook_function: HookFunction, **settings: Any
     ) -> HookHandle:
         """See or edit the gradient of a module's input. As ``register_forward_hook``.
 
@@ -316,12 +320,16 @@ class FlexModel(nn.Module):
         the values are those of that loss. Where ranks have different numbers of rows, weigh each
         rank's loss by ``dp_size * rows / all_rows``, and everything equals the unsharded run.
         """
+        if _is_of_torch(hook_function):
+            return self._register_torch_hook("full_backward", hook_function, settings)
         return self._register(hook_function, "full_backward")
 
     def register_full_backward_pre_hook(  # type: ignore[override]
-        self, hook_function: HookFunction
+        self, hook_function: HookFunction, **settings: Any
     ) -> HookHandle:
         """See or edit the gradient of a module's output. As ``register_full_backward_hook``."""
+        if _is_of_torch(hook_function):
+            return self._register_torch_hook("full_backward_pre", hook_function, settings)
         return self._register(hook_function, "full_backward_pre")
 
     def register_hook(self, hook_function: HookFunction) -> HookHandle:
@@ -334,6 +342,9 @@ class FlexModel(nn.Module):
                 gradient can't be had.
         """
         return self._register(hook_function, "tensor")
+
+    def _register_torch_hook(self, kind: str, hook: Any, settings: dict[str, Any]) -> Any:
+        return getattr(nn.Module, f"register_{kind}_hook")(self, hook, **settings)
 
     def _register(
         self, hook_function: HookFunction, kind: str, groups: Iterable[str] = ()
@@ -745,6 +756,13 @@ class FlexModel(nn.Module):
     def _check_open(self) -> None:
         if self._core.is_closed:
             raise RuntimeError("this FlexModel was restored; wrap the model again")
+
+
+def _is_of_torch(hook: object) -> bool:
+    """Whether it is a hook of torch's own tools (``CommDebugMode``), which they put on every module
+    that they meet, the wrapper included.
+    """
+    return callable(hook) and str(getattr(hook, "__module__", "")).startswith("torch.")
 
 
 def _check_arguments(

@@ -83,7 +83,12 @@ class Case:
     model: str
     ranks: int
     build: Callable[[Path], contextlib.AbstractContextManager[Pair]]
-    slow: bool = True
+    when: str = "make parity"
+
+    @property
+    def marks(self) -> list[str]:
+        """What keeps it out of ``make test``, and out of ``make check``."""
+        return {"make test": [], "make check": ["slow"]}.get(self.when, ["slow", "table"])
 
 
 @contextlib.contextmanager
@@ -802,43 +807,61 @@ NATIVE = "parallelize_module"
 P = functools.partial
 
 CASES = {
-    "hf-llama-2": Case(HF, "Llama", 2, P(huggingface, name="llama", tp=2), slow=False),
+    "hf-llama-2": Case(HF, "Llama", 2, P(huggingface, name="llama", tp=2), when="make test"),
     "hf-llama-uneven-2": Case(HF, "Llama, MLP 97", 2, P(huggingface, name="llama uneven", tp=2)),
     "hf-qwen2-2": Case(HF, "Qwen2", 2, P(huggingface, name="qwen2", tp=2)),
-    "hf-qwen3moe-2": Case(HF, "Qwen3-MoE", 2, P(huggingface, name="qwen3-moe", tp=2)),
+    "hf-qwen3moe-2": Case(
+        HF, "Qwen3-MoE", 2, P(huggingface, name="qwen3-moe", tp=2), when="make check"
+    ),
     "hf-mixtral-2": Case(HF, "Mixtral", 2, P(huggingface, name="mixtral", tp=2)),
     "hf-llama-4": Case(HF, "Llama", 4, P(huggingface, name="llama", tp=4)),
     "hf-tp-fsdp-4": Case(
-        "Hugging Face tp 2 x fsdp 2", "Llama", 4, P(huggingface, name="llama", tp=2, fsdp=2)
+        "Hugging Face tp 2 x fsdp 2",
+        "Llama",
+        4,
+        P(huggingface, name="llama", tp=2, fsdp=2),
+        when="make check",
     ),
     "native-tp-2": Case(NATIVE + ", tp", "decoder", 2, P(native, kind="tp")),
     "native-sp-2": Case(
-        NATIVE + ", sequence parallel", "decoder", 2, P(native, kind="sp"), slow=False
+        NATIVE + ", sequence parallel", "decoder", 2, P(native, kind="sp"), when="make test"
     ),
     "native-dtensor-2": Case(
         NATIVE + ", use_local_output=False", "decoder", 2, P(native, kind="dtensor")
     ),
     "native-tp-4": Case(NATIVE + ", tp", "decoder", 4, P(native, kind="tp")),
-    "native-sp-4": Case(NATIVE + ", sequence parallel", "decoder", 4, P(native, kind="sp")),
-    "fairscale-2": Case("fairscale", "MLP", 2, P(fairscale, tp=2)),
+    "native-sp-4": Case(
+        NATIVE + ", sequence parallel", "decoder", 4, P(native, kind="sp"), when="make check"
+    ),
+    "fairscale-2": Case("fairscale", "MLP", 2, P(fairscale, tp=2), when="make check"),
     "fairscale-4": Case("fairscale", "MLP", 4, P(fairscale, tp=4)),
     "fairscale-ddp-4": Case("fairscale tp 2 x DDP 2", "MLP", 4, P(fairscale, tp=2)),
     "megatron-tp-2": Case("Megatron-core", "GPT", 2, megatron),
-    "megatron-sp-2": Case("Megatron-core, sequence parallel", "GPT", 2, P(megatron, sp=True)),
+    "megatron-sp-2": Case(
+        "Megatron-core, sequence parallel", "GPT", 2, P(megatron, sp=True), when="make check"
+    ),
     "megatron-moe-2": Case(
-        "Megatron-core, sequence parallel", "GPT MoE", 2, P(megatron, sp=True, experts=4)
+        "Megatron-core, sequence parallel",
+        "GPT MoE",
+        2,
+        P(megatron, sp=True, experts=4),
+        when="make check",
     ),
     "ddp-2": Case("DDP", "decoder", 2, P(data_parallel, kind="ddp")),
-    "ddp-gpt2-2": Case("DDP", "GPT-2", 2, gpt2_ddp),
+    "ddp-gpt2-2": Case("DDP", "GPT-2", 2, gpt2_ddp, when="make check"),
     "fsdp1-2": Case("FSDP1", "decoder", 2, P(data_parallel, kind="fsdp1")),
     "fsdp1-orig-2": Case(
         "FSDP1, use_orig_params", "decoder", 2, P(data_parallel, kind="fsdp1 orig")
     ),
     "fsdp2-2": Case("FSDP2", "decoder", 2, P(data_parallel, kind="fsdp2")),
     "fsdp2-4": Case("FSDP2", "decoder", 4, P(data_parallel, kind="fsdp2")),
-    "hsdp-4": Case("HSDP", "decoder", 4, P(data_parallel, kind="hsdp")),
+    "hsdp-4": Case("HSDP", "decoder", 4, P(data_parallel, kind="hsdp"), when="make check"),
     "tp-fsdp2-4": Case(
-        "parallelize_module tp 2 x FSDP2", "decoder", 4, P(tensor_and_data_parallel, kind="tp")
+        "parallelize_module tp 2 x FSDP2",
+        "decoder",
+        4,
+        P(tensor_and_data_parallel, kind="tp"),
+        when="make check",
     ),
     "sp-fsdp2-4": Case(
         "parallelize_module sp 2 x FSDP2", "decoder", 4, P(tensor_and_data_parallel, kind="sp")

@@ -355,3 +355,20 @@ def test_the_same_module_can_be_wrapped_again():
             flex.register_forward_hook(HookFunction("fc1"))
             flex(BATCH)
         assert len(records["fc1"]) == 1
+
+
+@pytest.mark.ranks(2)
+def test_torch_s_own_tools_may_watch_the_wrapper():
+    """They put hooks of their own on every module they meet."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    sharded = models.TWO_RANKS["dtensor"].shard(models.mlp())
+    batch = models.random(4, 6).requires_grad_()
+    with CommDebugMode() as bare:
+        sharded(batch).sum().backward()
+    flex = FlexModel(sharded, {})
+    flex.register_forward_hook(HookFunction("out"))
+    for _ in range(2):
+        with CommDebugMode() as wrapped:
+            flex(batch).sum().backward()
+        assert wrapped.get_comm_counts() == bare.get_comm_counts()

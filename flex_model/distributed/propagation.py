@@ -495,12 +495,13 @@ def _put(func, args, kwargs, outputs, place_of) -> list[Split]:
     dim = args[1] % target.dim()
     source = next(x for x in reversed(args) if isinstance(x, Tensor))
     places = [place_of(target), place_of(source)]
-    shards = [place for place in places if isinstance(place, Shard)]
-    if any(place is None or isinstance(place, (Partial, Cut)) for place in places):
+    shards = {_shard_of(place) for place in places} - {None}
+    if len(shards) != 1 or any(place is None or isinstance(place, Partial) for place in places):
         return [None]
-    if not shards or shards[0].dim == dim or any(shard != shards[0] for shard in shards):
+    shard = shards.pop()
+    if shard is None or shard.dim == dim:
         return [None]
-    return [shards[0]]
+    return [shard if shard in places else Cut(shard)]
 
 
 # ---- Everything else -----------------------------------------------------------------------------
