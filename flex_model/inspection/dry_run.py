@@ -384,9 +384,11 @@ def layout_from_shapes(
     if tp is None and known is None and mesh.tp_size > 1 and expected_shape is None:
         return None
     told = Told(None, [(dp, tp)] * len(ranks))
-    is_gradient = kind in ("full_backward", "full_backward_pre")
+    role: inference.Role = "tensor"
+    if kind in ("full_backward", "full_backward_pre"):
+        role = "gradient"
     return inference.resolve(
-        site, shapes, mesh, expected_shape, known, told, kind != "tensor", is_gradient
+        site, shapes, mesh, expected_shape, known, told, kind != "tensor", role
     )
 
 
