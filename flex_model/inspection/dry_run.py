@@ -24,7 +24,7 @@ from flex_model.hooks.call import check_movable
 from flex_model.hooks.context import Call, RunContext
 from flex_model.hooks.registration import Registration
 from flex_model.inspection import text
-from flex_model.inspection.shapes_only import shapes_only
+from flex_model.inspection.shapes_only import check_nothing_is_kept, fakes_alive, shapes_only
 from flex_model.integrations import dtensor
 from flex_model.names import find_parameter
 
@@ -166,9 +166,11 @@ def dry_run(core: HookCore, args: Any, kwargs: Any) -> DryRun:
         if not channel.is_local:
             core.tracking.seed(tracker, list(tensors_of((args, kwargs))))
         try:
-            given = (args, kwargs)
+            given, fakes = (args, kwargs), fakes_alive()
             with shapes_only(core.module, core.mesh, tracker, given, channel.exchange) as given:
                 seen = _follow(core, tracker, given)
+            del given
+            check_nothing_is_kept(fakes)
         except Exception as error:
             message = (
                 f"dry_run: the model can't be run on shapes alone ({type(error).__name__}: "

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -121,6 +121,7 @@ def _as_it_was(root: nn.Module) -> Iterator[None]:
             module._forward_pre_hooks,
         )
     ]
+    tables += _shared_buffers()
     before = [type(table)(table) for table in tables]
     try:
         yield
@@ -129,6 +130,37 @@ def _as_it_was(root: nn.Module) -> Iterator[None]:
             if list(table) != list(old) or any(table[key] is not old[key] for key in old):
                 table.clear()
                 table.update(old)
+
+
+def _shared_buffers() -> list[dict[Any, Any]]:
+    """Memory that Megatron's layers share."""
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.is_initialized():
+        return []
+    return [state.get_global_memory_buffer().buffer]
+
+
+def fakes_alive() -> list[int]:
+    """Identities of the fake tensors that there are."""
+    return [id(found) for found in gc.get_objects() if issubclass(type(found), FakeTensor)]
+
+
+def check_nothing_is_kept(before: Sequence[int]) -> None:
+    """To be called when a run on shapes is over, and nothing refers to its inputs and outputs.
+
+    Args:
+        before: The ``fakes_alive`` before it.
+
+    Raises:
+        RuntimeError: something keeps fake tensors, which later forwards may take for real ones.
+    """
+    gc.collect()
+    kept = set(fakes_alive()).difference(before)
+    if kept:
+        raise RuntimeError(
+            f"the model kept {len(kept)} tensors without values where flex_model can't take them "
+            "from it; make the model again before you run it"
+        )
 
 
 def _clear_caches() -> None:
