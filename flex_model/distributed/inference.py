@@ -278,10 +278,10 @@ def _of_tensor(
         agree = sized.tp in (tp, Shard(tp.dim)) or expected_shape[tp.dim] is None
     else:
         agree = sized.tp == Replicate()
-        if not agree and told.fingerprints is not None and not told.fingerprints.tell:
-            return (
-                sized  # inputs of equal values on all ranks are taken for the same, as these were
-            )
+        if not agree and told.fingerprints is not None:
+            alike = told.fingerprints.tell and told.fingerprints.equal_along("tp")
+            if not alike and isinstance(tp, Replicate):
+                return sized  # the values say that it is not replicated, or nothing: the sizes do
     if not agree:
         raise ValueError(
             f"{site}: by expected_shape {expected_shape} the tensor is {_in_words(sized.tp)} over "

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from flex_model import _C
 from flex_model.distributed import propagation
 from flex_model.distributed.inference import AXES, UNKNOWN, Splits
 from flex_model.distributed.layout import Replicate, Shard, ShardLayout
@@ -77,8 +78,10 @@ class LayoutTracker(TorchDispatchMode):
         self._parameters[id(parameter)] = (weakref.ref(parameter), splits)
         self.note(parameter, splits)
 
-    def splits(self, tensor: Tensor) -> Splits:
-        """How the tensor is split along dp and tp, as far as it is known."""
+    def splits(self, tensor: Tensor, is_operand: bool = False) -> Splits:
+        """How the tensor is split along dp and tp, as far as it is known; ``is_operand``: for an
+        operation on it.
+        """
         plain, told = self._plain(tensor)
         parameter, known = self._parameters.get(id(tensor), (None, UNKNOWN))
         if parameter is None or parameter() is not tensor:
@@ -89,10 +92,12 @@ class LayoutTracker(TorchDispatchMode):
                 known = (Replicate(), None if self._mesh.tp_size > 1 else Replicate())
             elif storage is not None:
                 known = storage[1].get(_geometry(plain), UNKNOWN)
-            elif memory is not None:
+            elif memory is not None and plain.dim() == 0:
+                known = _REPLICATED
+            elif memory is not None and is_operand:
                 # Kept from before, as positions are: the same on tensor-parallel ranks, or split
-                # like what it is used with; that ranks hold the same is never believed unseen.
-                known = _REPLICATED if plain.dim() == 0 else (None, Replicate())
+                # like what it is used with. That ranks hold the same is not believed unseen.
+                known = (None, Replicate())
         return _either(told, known)
 
     def _plain(self, tensor: Any) -> tuple[Tensor, Splits]:
@@ -148,7 +153,7 @@ class LayoutTracker(TorchDispatchMode):
         def splits(tensor: Tensor) -> Splits:
             found = known.get(id(tensor))
             if found is None:
-                found = known[id(tensor)] = self.splits(tensor)
+                found = known[id(tensor)] = self.splits(tensor, is_operand=True)
             return found
 
         by_axis: list[list[Split]] = []
@@ -372,7 +377,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Ten
 
 def tensors_of(values: Any) -> Iterator[Tensor]:
     """The tensors in a run's arguments, in order."""
-    return (leaf for leaf in tree_iter(values) if isinstance(leaf, Tensor))
+    return iter(_C.flatten(values)[0])
 
 
 def named_weights(root: nn.Module) -> Iterable[tuple[nn.Module, str, Tensor]]:
