@@ -324,7 +324,7 @@ def _of_gradient(
         tp = tp if told.fingerprints.equal_along("tp") else Partial()
     if dp == Replicate() and mesh.dp_size > 1:
         dp = Partial()
-    return ShardLayout(dp, tp, source=tensor.source)
+    return ShardLayout(dp, tp, source=f"its tensor's: {tensor.source}")
 
 
 def _of_activation(layout: ShardLayout, told: Told) -> ShardLayout:

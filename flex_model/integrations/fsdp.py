@@ -34,16 +34,6 @@ def is_fsdp2(module: nn.Module) -> bool:
     return cls is not None and isinstance(module, cls)
 
 
-def data_parallel_group(root: nn.Module) -> Any:
-    """The process group of the DDP or FSDP1 wrapper at the root, or of the first one below; None
-    without one.
-    """
-    for module in root.modules():
-        if type(module).__name__ == "DistributedDataParallel" or is_fsdp1(module):
-            return module.process_group
-    return None
-
-
 def wrapper_of_parameter(root: nn.Module, name: str) -> nn.Module | None:
     """The FSDP1 wrapper that owns the parameter of this (clean or wrapped) name; None if there is
     none.
