@@ -308,4 +308,4 @@ def test_splits_survive_the_exchange():
     splits = [None, R, P, Shard(2, 3), Shard(1, pieces=2, stride=4), Cut(Shard(0))]
     for dp in splits:
         for tp in splits:
-            assert inference._decode(inference._encode((dp, tp))) == (dp, tp)
+            assert inference.decode(inference.encode((dp, tp))) == (dp, tp)

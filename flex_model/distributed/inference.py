@@ -119,12 +119,12 @@ def settle(
         has_activation = activation is not None
         if activation is None:
             activation = torch.zeros(2, dtype=torch.int64)
-        words = torch.tensor([has_activation, *_encode(splits)])
+        words = torch.tensor([has_activation, *encode(splits)])
         row = torch.cat([values.fingerprint(shard), activation, words])
         table = channel.exchange(row).tolist()
         told = Told(
             values.Fingerprints.of(channel.mesh, [row[:2] for row in table]),
-            [_decode(row[5:]) for row in table],
+            [decode(row[5:]) for row in table],
             values.Fingerprints.of(channel.mesh, [row[2:4] for row in table])
             if all(row[4] for row in table)
             else None,
@@ -160,7 +160,8 @@ class Settled:
 _KINDS = (None, Replicate, Shard, Partial, Cut)
 
 
-def _encode(splits: Splits) -> list[int]:
+def encode(splits: Splits) -> list[int]:
+    """Ten ints, for an exchange between ranks."""
     words = []
     for split in splits:
         kind = _KINDS.index(None if split is None else type(split))
@@ -172,7 +173,8 @@ def _encode(splits: Splits) -> list[int]:
     return words
 
 
-def _decode(words: Sequence[int]) -> Splits:
+def decode(words: Sequence[int]) -> Splits:
+    """The inverse of ``encode``."""
     found: list[Split] = []
     for start in (0, 5):
         kind, (dim, parts, pieces, stride) = (

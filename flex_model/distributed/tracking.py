@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class LayoutTracker(TorchDispatchMode):
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
-        self.is_paused = False
+        self._is_paused = False
         self._mesh = mesh
         self._places = [
             AxisPlace(mesh.coordinates["dp"], mesh.dp_size),
@@ -52,6 +53,15 @@ class LayoutTracker(TorchDispatchMode):
         self._axes_of_groups: dict[Any, tuple[str, ...]] = {}
         self._pieces = _Pieces()
         self._received: set[Any] = set()  # identities of what collectives wrote
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs inside is no part of the model."""
+        self._is_paused, was_paused = True, self._is_paused
+        try:
+            yield
+        finally:
+            self._is_paused = was_paused
 
     # What is known.
 
@@ -128,7 +138,7 @@ class LayoutTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if self.is_paused:
+        if self._is_paused:
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         if func.namespace == "profiler":

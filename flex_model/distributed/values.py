@@ -37,16 +37,8 @@ class Fingerprints:
 
     def equal_along(self, axis: str) -> bool:
         """Whether ranks that differ along ``axis`` only have the same bytes."""
-        return all(not any(classes) for classes in self.classes_along(axis))
-
-    def classes_along(self, axis: str) -> set[tuple[int, ...]]:
-        """Per line of ranks along ``axis``, which of them are equal: ``(0, 0, 1, 1)`` are two
-        pairs.
-        """
-        lines = {tuple(self.mesh.members((axis,), place)) for place in range(len(self.hashes))}
-        found = set()
-        for line in lines:
-            hashes = [self.hashes[place] for place in line]
-            unique = list(dict.fromkeys(hashes))
-            found.add(tuple(unique.index(value) for value in hashes))
-        return found
+        places = range(len(self.hashes))
+        return all(
+            self.hashes[place] == self.hashes[self.mesh.members((axis,), place)[0]]
+            for place in places
+        )

@@ -130,7 +130,9 @@ class HookCaller:
         leaf, splits, known = dtensor.plain_and_told(
             leaf, self._channel.mesh, call.describe(), call.splits
         )
-        return replace(call, splits=splits), leaf, known
+        if splits is not call.splits:
+            call = replace(call, splits=splits)
+        return call, leaf, known
 
     def _check_alone(self, call: Call, leaf: Tensor) -> None:
         """One rank: the tensor is full, and ``expected_shape`` must say so."""

@@ -207,9 +207,8 @@ class HookCore:
         finally:
             self._close_run(run)
 
-    def _active_registrations(self) -> list[Registration]:
-        active = self.table.active
-        return [r for r in self.table.registrations if r.index in active]
+    def _active_registrations(self) -> Iterator[Registration]:
+        return (r for r in self.table.registrations if r.index in self.table.active)
 
     def _close_run(self, run: RunContext) -> None:
         self.tracking.reset()
@@ -321,16 +320,21 @@ class HookCore:
             self._check_thread(registration)
             number = self.tracking.number(registration)
             with self.tracking.paused():
-                return self._tree_after(Call(registration, module, run, number=number), tree)
+                leaf = registration.leaf(tree)
+                call = Call(
+                    registration,
+                    module,
+                    run,
+                    number=number,
+                    splits=self.tracking.splits(leaf),
+                    is_followed=self.tracking.is_following,
+                )
+                return self._tree_after(call, leaf, tree)
         except Exception as error:
             self.hook_failed(registration, error)
             return tree
 
-    def _tree_after(self, call: Call, tree: Any) -> Any:
-        leaf = call.registration.leaf(tree)
-        call = replace(
-            call, splits=self.tracking.splits(leaf), is_followed=self.tracking.is_following
-        )
+    def _tree_after(self, call: Call, leaf: Tensor, tree: Any) -> Any:
         result = self.caller.activation(call, leaf)
         if result is leaf:
             return tree
@@ -353,7 +357,7 @@ class HookCore:
             if registration.index not in run.active:
                 return tree
             call = Call(registration, module, run, is_replay=True, number=None)
-            return self._tree_after(call, tree)
+            return self._tree_after(call, registration.leaf(tree), tree)
         except Exception as error:
             if type(error).__name__ == _STOPS_RECOMPUTATION or self.channel.is_local:
                 raise

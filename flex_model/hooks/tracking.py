@@ -4,8 +4,8 @@ every active hook's layout was settled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class Tracking:
         """There may be layouts to find."""
         self._forwards_left = _MAX_FORWARDS
 
-    def begin(self, args: Any, kwargs: Any, active: Sequence[Registration]) -> None:
+    def begin(self, args: Any, kwargs: Any, active: Iterable[Registration]) -> None:
         """A forward of the wrapped module begins. Collective where layouts are to be found."""
         self._depth += 1
         if self._depth > 1:
@@ -72,7 +72,7 @@ class Tracking:
             tracker, self._tracker = self._tracker, None
             tracker.__exit__(None, None, None)
 
-    def _is_wanted(self, active: Sequence[Registration]) -> bool:
+    def _is_wanted(self, active: Iterable[Registration]) -> bool:
         return (
             not self._channel.is_local
             and self._forwards_left > 0
@@ -102,18 +102,9 @@ class Tracking:
         if self._tracker is not None:
             self._tracker.note_layout(tensor, layout)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """What runs inside is no part of the model."""
-        tracker = self._tracker
-        if tracker is None or tracker.is_paused:
-            yield
-            return
-        tracker.is_paused = True
-        try:
-            yield
-        finally:
-            tracker.is_paused = False
+        return nullcontext() if self._tracker is None else self._tracker.paused()
 
     # What is known at the start.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,9 +15,9 @@ from flex_model.distributed.channel import Channel
 from flex_model.distributed.gather import Move
 from flex_model.distributed.header import DTYPES, Header, site_hash
 from flex_model.distributed.inference import AXES, UNKNOWN, ExpectedShape, Splits, Told
-from flex_model.distributed.layout import Partial, Placement, Replicate, Shape, Shard, ShardLayout
+from flex_model.distributed.layout import Placement, Replicate, Shape, Shard, ShardLayout
 from flex_model.distributed.mesh import Mesh
-from flex_model.distributed.propagation import Cut, Split
+from flex_model.distributed.propagation import Cut
 from flex_model.distributed.tracking import LayoutTracker, tensors_of
 from flex_model.errors import HookError
 from flex_model.hooks.call import check_movable
@@ -218,11 +218,8 @@ def _looker(
         leaf = registration.leaf((given, other) if takes_inputs else other)
         if registration.is_backward and not leaf.requires_grad:
             return
-        tracker.is_paused, was_paused = True, tracker.is_paused
-        try:
+        with tracker.paused():
             seen.append(_seen(core, registration, module, leaf, tracker.splits(leaf)))
-        finally:
-            tracker.is_paused = was_paused
 
     return look
 
@@ -277,24 +274,15 @@ def _exchange(channel: Channel, seen: list[Seen]) -> list[list[Seen]]:
     return [[_from_json(rank[i], one.known) for rank in told] for i, one in enumerate(seen)]
 
 
-_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Replicate, Shard, Partial, Cut)}
-
-
 def _to_json(one: Seen) -> list[Any]:
-    splits = [None if s is None else [type(s).__name__, asdict(s)] for s in one.splits]
+    splits = inference.encode(one.splits)
     return [one.hook, one.shape, DTYPES.index(one.dtype), splits, one.needs_gradient]
 
 
 def _from_json(words: list[Any], known: ShardLayout | None) -> Seen:
-    hook, shape, dtype, told, needs_gradient = words
-    splits: list[Split] = []
-    for entry in told:
-        name, fields = entry if entry is not None else ("", {})
-        if name == "Cut":
-            splits.append(Cut(Shard(**fields["shard"])))
-        else:
-            splits.append(_KINDS[name](**fields) if name else None)
-    return Seen(hook, tuple(shape), DTYPES[dtype], (splits[0], splits[1]), needs_gradient, known)
+    hook, shape, dtype, splits, needs_gradient = words
+    told = inference.decode(splits)
+    return Seen(hook, tuple(shape), DTYPES[dtype], told, needs_gradient, known)
 
 
 # ---- Layouts and costs ---------------------------------------------------------------------------

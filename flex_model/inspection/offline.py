@@ -241,14 +241,11 @@ def _observe(
         tensors, _ = _C.flatten(tree)
         if not tensors:
             return
-        tracker.is_paused, was_paused = True, tracker.is_paused
-        try:
+        with tracker.paused():
             leaf = tensors[0]
             plain, splits, known = dtensor.plain_and_told(leaf, mesh, name, tracker.splits(leaf))
             shape, dtype = tuple(plain.shape), plain.dtype
             found.append((name, kind, Seen(0, shape, dtype, splits, known=known)))
-        finally:
-            tracker.is_paused = was_paused
 
     def pre_hook(name: str) -> Callable[..., None]:
         return lambda module, args, kwargs: look(name, "input", (args, kwargs))

@@ -187,13 +187,10 @@ def plain_and_told(
     if not is_dtensor(tensor):
         return wait(tensor), splits, None
     own = layout(tensor, mesh, site, batch_on_dp=False)
-    told: list[Any] = []
-    reaches_all = True
-    for axis, size, split in zip(("dp", "tp"), (mesh.dp_size, mesh.tp_size), splits):
-        is_own = size == 1 or reaches(tensor, mesh, site, axis)
-        told.append(getattr(own, axis) if is_own else split)
-        reaches_all &= is_own
-    return to_local(tensor), (told[0], told[1]), own if reaches_all else None
+    axes = axis_names(tensor, mesh, site)
+    tells_dp, tells_tp = mesh.dp_size == 1 or "dp" in axes, mesh.tp_size == 1 or "tp" in axes
+    told = own.dp if tells_dp else splits[0], own.tp if tells_tp else splits[1]
+    return to_local(tensor), told, own if tells_dp and tells_tp else None
 
 
 def layout_beside_weight(
