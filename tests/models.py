@@ -133,6 +133,22 @@ def gpt2(layers=2):
     return seeded(GPT2LMHeadModel, config).double().eval()
 
 
+def loaded_by_transformers(model, folder):
+    """``model``, saved by rank 0, as ``from_pretrained`` splits it over two ranks; float32."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+    return AutoModelForCausalLM.from_pretrained(
+        folder,
+        distributed_config=DistributedConfig(tp_size=2),
+        attn_implementation="eager",
+        dtype=torch.float32,
+    ).eval()
+
+
 def tensor_parallel_llama(model, group_mesh):
     """``model`` sharded by ``parallelize_module``, as its own tp_plan would."""
     styles = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}

@@ -175,8 +175,7 @@ def test_parameters_of_megatron():
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_parameters_of_transformers(family, tmp_path):
     """Mixtral's ``gate_up_proj`` is a lone ``_StridedShard``, which torch itself can't gather."""
-    from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
-    from transformers.distributed import DistributedConfig
+    from transformers import MixtralConfig, MixtralForCausalLM
 
     if family == "llama":
         model = models.llama(1, tie_word_embeddings=True).float()
@@ -194,15 +193,7 @@ def test_parameters_of_transformers(family, tmp_path):
             eos_token_id=2,
         )
         model = models.seeded(MixtralForCausalLM, config).eval()
-    if dist.get_rank() == 0:
-        model.save_pretrained(tmp_path)
-    dist.barrier()
-    sharded = AutoModelForCausalLM.from_pretrained(
-        tmp_path,
-        distributed_config=DistributedConfig(tp_size=2),
-        attn_implementation="eager",
-        dtype=torch.float32,
-    ).eval()
+    sharded = models.loaded_by_transformers(model, tmp_path)
     check(model, sharded, lambda model, rows: model(TOKENS).logits)
 
 

@@ -164,19 +164,8 @@ def test_gpt2_on_two_halves_of_a_batch():
 @pytest.mark.ranks(2, timeout=120)
 def test_llama_sharded_by_transformers_itself(tmp_path):
     """``from_pretrained`` with a tensor-parallel plan."""
-    from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
-
     model = models.llama().float()
-    if dist.get_rank() == 0:
-        model.save_pretrained(tmp_path)
-    dist.barrier()
-    sharded = AutoModelForCausalLM.from_pretrained(
-        tmp_path,
-        distributed_config=DistributedConfig(tp_size=2),
-        attn_implementation="eager",
-        dtype=torch.float32,
-    ).eval()
+    sharded = models.loaded_by_transformers(model, tmp_path)
     for site in ("model.layers.0.self_attn", "model.layers.1.mlp", "model.layers.0.mlp.act_fn"):
         for edit in (None, mixing_features):
             expected, seen = oracle(model, site, edit, lambda model: model(tokens()))
