@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flex_model.distributed import memory
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.gather import Move
 from flex_model.distributed.header import DTYPES, Header, site_hash
 from flex_model.distributed.layout import Shape, ShardLayout
-from flex_model.distributed.transports import gloo
+from flex_model.distributed.transports.transport import Gathered
 
 if TYPE_CHECKING:
     from flex_model.hooks.context import Call
@@ -38,8 +39,7 @@ class PendingRecord:
 def owned_copy(tensor: Tensor) -> Tensor:
     """A CPU copy that nothing else can change: never an alias, never an inference tensor."""
     with torch.inference_mode(False):
-        tensor = tensor.detach().resolve_conj().resolve_neg()
-        return tensor.clone() if tensor.device.type == "cpu" else tensor.to("cpu")
+        return memory.copy(tensor)
 
 
 class Records:
@@ -57,6 +57,13 @@ class Records:
         """Record a full tensor that this rank holds."""
         if self.keeps:
             self._list(registration).append(owned_copy(full))
+
+    def put(self, registration: Registration, record: Tensor | None, full: Tensor) -> None:
+        """Record ``record``, which nobody else has; a copy of ``full`` if there is none."""
+        if not self.keeps:
+            return
+        owned = owned_copy(full) if record is None or record is full else record
+        self._list(registration).append(owned)
 
     def later(self, call: Call, shard: Tensor, known: ShardLayout | None) -> None:
         """Keep this rank's shard until the run ends. The place in the list is taken now: records
@@ -103,10 +110,9 @@ class Records:
             headers = self._channel.agree(header, what)
             if pending:
                 moves = self._agree_on_moves(pending, resolve)
-                if self.on_all_ranks:
-                    self._deliver_to_all(pending, moves)
-                else:
-                    self._deliver_to_first(pending, moves)
+                deliver = self._deliver_to_all if self.on_all_ranks else self._deliver_to_first
+                with torch.inference_mode(False), torch.no_grad():  # records are plain tensors
+                    deliver(pending, moves)
         except BaseException:
             self.forget(context)
             raise
@@ -137,49 +143,26 @@ class Records:
 
     def _deliver_to_all(self, pending: list[PendingRecord], moves: list[Move]) -> None:
         for record, move in zip(pending, moves):
-            self._fill(record, move.gather_shards(record.shard))
+            full = move.copies(record.shard, 1)[0] if move.axes else record.shard
+            self._fill(record, full)
 
     def _deliver_to_first(self, pending: list[PendingRecord], moves: list[Move]) -> None:
-        """All records' shards in one message a rank; ranks whose parts rank 0 does not need send
-        nothing.
-        """
+        """All records in one transfer; ranks whose parts rank 0 does not need send nothing."""
         mesh = self._channel.mesh
-        sizes = [0] * len(mesh.grid)
-        # Per record: the place in the grid of each rank of its plan, and its bytes before this one.
-        starts = []
-        for move in moves:
-            places = mesh.members(move.axes, place=0) if move.axes else []
-            starts.append([(place, sizes[place]) for place in places])
-            for rank, place in enumerate(places):
-                sizes[place] += move.plan.shard_bytes[rank]
-        mine = [
-            gloo.as_bytes(record.shard)
-            for record, move in zip(pending, moves)
-            if move.axes and mesh.place in mesh.members(move.axes, place=0)
-        ]
-        received: tuple[Tensor, list[int]] | None = (
-            torch.empty(0, dtype=torch.uint8),
-            [0] * len(sizes),
-        )
-        if any(sizes):
-            data = torch.cat(mine) if mine else torch.empty(0, dtype=torch.uint8)
-            received = self._channel.gather_bytes_to_first(data, sizes)
-        for record, move, placed in zip(pending, moves, starts):
-            if record.slot is None:
-                continue
-            if not placed:
+        split = [(record, move) for record, move in zip(pending, moves) if move.axes]
+        for record, move in zip(pending, moves):
+            if not move.axes:
                 self._fill(record, record.shard)
-            elif received is not None:
-                gathered, offsets = received
-                self._fill(
-                    record,
-                    gloo.assemble(
-                        gathered,
-                        [offsets[place] + start for place, start in placed],
-                        move.plan,
-                        record.shard.dtype,
-                    ),
-                )
+        if not split:
+            return
+        tensors = [
+            Gathered(move.plan, mesh.members(move.axes, place=0), record.shard)
+            for record, move in split
+        ]
+        fulls = self._channel.gather_to_first(("dp", "tp"), tensors)
+        if fulls is not None:
+            for (record, _), full in zip(split, fulls):
+                self._fill(record, full)
 
     @staticmethod
     def _fill(record: PendingRecord, full: Tensor) -> None:

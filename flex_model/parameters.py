@@ -142,9 +142,9 @@ class Parameters:
     def _full(
         self, name: str, found: _Found, tensor: Tensor, expected_shape: ExpectedShape
     ) -> Tensor:
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             local, move = self._move(name, found, tensor, expected_shape)
-            return owned_copy(local if move is None else move.all_gather(local))
+            return owned_copy(local) if move is None else move.all_gather(local).cpu()
 
     def _move(
         self,

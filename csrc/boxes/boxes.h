@@ -16,6 +16,8 @@
 #include <string>
 #include <vector>
 
+#include "boxes/streaming.h"
+
 namespace flex_model {
 
 // One loop of a strided copy: `count` steps, each moving on by these strides.
@@ -173,10 +175,19 @@ struct CopyAny {
   void operator()(char* to, const char* from) const { std::memcpy(to, from, bytes); }
 };
 
+struct CopyPastCache {
+  int64_t bytes;
+  void operator()(char* to, const char* from) const { stream(to, from, bytes); }
+};
+
+constexpr int64_t kShortestStreamedRun = 256;
+
 // The innermost level.
-inline void copy_level(int64_t bytes, int64_t count, char* to, int64_t to_stride, const char* from,
-                       int64_t from_stride) {
+template <bool kStreaming>
+void copy_level(int64_t bytes, int64_t count, char* to, int64_t to_stride, const char* from,
+                int64_t from_stride) {
   const auto run = [&](auto copy) { copy_runs(copy, count, to, to_stride, from, from_stride); };
+  if (kStreaming && bytes >= kShortestStreamedRun) return run(CopyPastCache{bytes});
   switch (bytes) {
     case 1: return run(CopyExactly<1>{});
     case 2: return run(CopyExactly<2>{});
@@ -196,35 +207,38 @@ inline void copy_level(int64_t bytes, int64_t count, char* to, int64_t to_stride
 
 // The levels from `level` to the innermost, of which the first makes only its steps `begin` to
 // `end`.
-template <bool kToFull>
+template <bool kToFull, bool kStreaming>
 void copy_levels(const Level* level, const Level* innermost, int64_t begin, int64_t end,
                  int64_t run_bytes, char* full, char* shard) {
   full += begin * level->full_stride;
   shard += begin * level->shard_stride;
   if (level == innermost) {
     if (kToFull) {
-      copy_level(run_bytes, end - begin, full, level->full_stride, shard, level->shard_stride);
+      copy_level<kStreaming>(run_bytes, end - begin, full, level->full_stride, shard,
+                             level->shard_stride);
     } else {
-      copy_level(run_bytes, end - begin, shard, level->shard_stride, full, level->full_stride);
+      copy_level<kStreaming>(run_bytes, end - begin, shard, level->shard_stride, full,
+                             level->full_stride);
     }
     return;
   }
   for (int64_t i = begin; i < end; ++i) {
-    copy_levels<kToFull>(level + 1, innermost, 0, level[1].count, run_bytes, full, shard);
+    copy_levels<kToFull, kStreaming>(level + 1, innermost, 0, level[1].count, run_bytes, full,
+                                     shard);
     full += level->full_stride;
     shard += level->shard_stride;
   }
 }
 
 // Steps `begin` to `end` of the outermost level of a box; a single run counts as one step.
-template <bool kToFull>
+template <bool kToFull, bool kStreaming>
 void copy_steps(const Box& box, int64_t begin, int64_t end, char* full, char* shard) {
   if (num_bytes(box) == 0) return;
   const Level one_run{1, 0, 0};
   const Level* first = box.levels.empty() ? &one_run : box.levels.data();
   const Level* innermost = box.levels.empty() ? &one_run : &box.levels.back();
-  copy_levels<kToFull>(first, innermost, begin, end, box.run_bytes, full + box.full_offset,
-                       shard + box.shard_offset);
+  copy_levels<kToFull, kStreaming>(first, innermost, begin, end, box.run_bytes,
+                                   full + box.full_offset, shard + box.shard_offset);
 }
 
 inline int64_t num_steps(const Box& box) { return box.levels.empty() ? 1 : box.levels[0].count; }
@@ -238,8 +252,8 @@ inline bool interleave(const Box& a, const Box& b) {
 
 // Box after box would walk over the full tensor once for each of them; boxes that interleave are
 // copied in turns instead, each time as much as stays in the first-level cache.
-template <bool kToFull, typename Shard>
-void copy_boxes(const std::vector<Box>& boxes, const std::vector<Shard*>& shards, char* full) {
+template <bool kToFull, bool kStreaming, typename Shard>
+void copy_in_turns(const std::vector<Box>& boxes, const std::vector<Shard*>& shards, char* full) {
   constexpr int64_t kTurnBytes = 16 << 10;
   for (size_t first = 0, next; first < boxes.size(); first = next) {
     next = first + 1;
@@ -252,22 +266,31 @@ void copy_boxes(const std::vector<Box>& boxes, const std::vector<Shard*>& shards
       const int64_t end = std::min(begin + turn, steps);
       for (size_t i = first; i < next; ++i) {
         char* shard = const_cast<char*>(shards[boxes[i].rank]);
-        if (shard != nullptr) copy_steps<kToFull>(boxes[i], begin, end, full, shard);
+        if (shard != nullptr) copy_steps<kToFull, kStreaming>(boxes[i], begin, end, full, shard);
       }
     }
   }
+}
+
+template <bool kToFull, typename Shard>
+void copy_boxes(const std::vector<Box>& boxes, const std::vector<Shard*>& shards, char* full) {
+  int64_t bytes = 0;
+  for (const Box& box : boxes) bytes += shards[box.rank] != nullptr ? num_bytes(box) : 0;
+  if (bytes < kStreamingBytes) return copy_in_turns<kToFull, false>(boxes, shards, full);
+  copy_in_turns<kToFull, true>(boxes, shards, full);
+  finish_streaming();
 }
 
 }  // namespace detail
 
 // Copies one box from its rank's shard into the full tensor.
 inline void assemble_box(const Box& box, const char* shard, char* full) {
-  detail::copy_steps<true>(box, 0, detail::num_steps(box), full, const_cast<char*>(shard));
+  detail::copy_steps<true, false>(box, 0, detail::num_steps(box), full, const_cast<char*>(shard));
 }
 
 // Copies one box out of the full tensor into its rank's shard: the inverse of assemble_box.
 inline void split_box(const Box& box, const char* full, char* shard) {
-  detail::copy_steps<false>(box, 0, detail::num_steps(box), const_cast<char*>(full), shard);
+  detail::copy_steps<false, false>(box, 0, detail::num_steps(box), const_cast<char*>(full), shard);
 }
 
 // The same for many boxes, faster than one by one. `shards[rank]` is a rank's shard; null leaves
@@ -280,6 +303,67 @@ inline void assemble_boxes(const std::vector<Box>& boxes, const std::vector<cons
 inline void split_boxes(const std::vector<Box>& boxes, const char* full,
                         const std::vector<char*>& shards) {
   detail::copy_boxes<false>(boxes, shards, const_cast<char*>(full));
+}
+
+namespace detail {
+
+// `box` in parts of at most `max_bytes` each, in order: `visit(part)`.
+template <typename Visit>
+void for_each_part(const Box& box, int64_t max_bytes, const Visit& visit) {
+  const int64_t bytes = num_bytes(box);
+  if (bytes == 0) return;
+  if (bytes <= max_bytes) return visit(box);
+  Box part = box;
+  if (box.levels.empty()) {
+    for (int64_t at = 0; at < box.run_bytes; at += max_bytes) {
+      part.full_offset = box.full_offset + at;
+      part.shard_offset = box.shard_offset + at;
+      part.run_bytes = std::min(max_bytes, box.run_bytes - at);
+      visit(part);
+    }
+    return;
+  }
+  const Level outermost = box.levels[0];
+  const int64_t steps = std::max<int64_t>(1, max_bytes / (bytes / outermost.count));
+  for (int64_t at = 0; at < outermost.count; at += steps) {
+    part.full_offset = box.full_offset + at * outermost.full_stride;
+    part.shard_offset = box.shard_offset + at * outermost.shard_stride;
+    part.levels[0].count = std::min(steps, outermost.count - at);
+    if (part.levels[0].count == 1) {
+      Box inner = part;
+      inner.levels.erase(inner.levels.begin());
+      for_each_part(inner, max_bytes, visit);
+    } else {
+      visit(part);
+    }
+  }
+}
+
+}  // namespace detail
+
+// Copies the boxes of `rank` out of its shard into several full tensors, which are read by others
+// or later: a part at a time into each, so that the shard is read from memory once.
+inline void assemble_into_each(const std::vector<Box>& boxes, int64_t rank, const char* shard,
+                               const std::vector<char*>& fulls) {
+  constexpr int64_t kPartBytes = 64 << 10;
+  int64_t bytes = 0;
+  for (const Box& box : boxes) bytes += box.rank == rank ? num_bytes(box) : 0;
+  const bool streaming = bytes * static_cast<int64_t>(fulls.size()) >= kStreamingBytes;
+  char* from = const_cast<char*>(shard);
+  for (const Box& box : boxes) {
+    if (box.rank != rank) continue;
+    detail::for_each_part(box, kPartBytes, [&](const Box& part) {
+      const int64_t steps = detail::num_steps(part);
+      for (char* full : fulls) {
+        if (streaming) {
+          detail::copy_steps<true, true>(part, 0, steps, full, from);
+        } else {
+          detail::copy_steps<true, false>(part, 0, steps, full, from);
+        }
+      }
+    });
+  }
+  if (streaming) detail::finish_streaming();
 }
 
 }  // namespace flex_model

@@ -6,6 +6,7 @@ namespace flex_model {
 void bind_pytree(pybind11::module_& m);
 void bind_layout(pybind11::module_& m);
 void bind_hooks(pybind11::module_& m);
+void bind_shared_memory(pybind11::module_& m);
 }  // namespace flex_model
 
 PYBIND11_MODULE(_C, m) {
@@ -13,4 +14,5 @@ PYBIND11_MODULE(_C, m) {
   flex_model::bind_pytree(m);
   flex_model::bind_layout(m);
   flex_model::bind_hooks(m);
+  flex_model::bind_shared_memory(m);
 }

@@ -12,23 +12,27 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flex_model._C import GatherPlan
+from flex_model._C import GatherPlan, WaitError
 from flex_model.distributed import groups
 from flex_model.distributed.header import ERROR, FAILED, OK, Header
 from flex_model.distributed.mesh import Axis, Mesh
-from flex_model.distributed.transports import gloo
+from flex_model.distributed.transports import transport
+from flex_model.distributed.transports.choice import choose
+from flex_model.distributed.transports.transport import Gathered, Transport
 from flex_model.errors import HookError, HookMismatchError
 
 _TEXT_BYTES = 2048
 _SPIN = 50  # polls that only yield the processor, before the first sleep
 _MAX_PAUSE_S = 0.002
 _LOOK_AROUND_S = 0.1  # between looks at the store for a peer's error
+_GRID: tuple[Axis, ...] = ("dp", "tp")  # all ranks of a stage
 _GRACE_S = 10.0  # how long a rank whose model failed waits to tell the others
 
 
@@ -51,27 +55,32 @@ class Channel:
         self.num_payloads = 0  # payload collectives so far
         self._error: tuple[int, str, BaseException | None] = (OK, "", None)
         self._groups: dict[tuple[Axis, ...], groups.PrivateGroup] = {}
+        self._transports: dict[tuple[Axis, ...], tuple[Transport, str]] = {}
         if not self.is_local:
-            self._group(("dp", "tp"))
+            self._transport(_GRID)
 
     @property
     def is_local(self) -> bool:
         """Whether there is no other rank to talk to."""
         return len(self.mesh.grid) == 1
 
-    def _group(self, axes: tuple[Axis, ...]) -> groups.PrivateGroup:
+    def _transport(self, axes: tuple[Axis, ...]) -> Transport:
+        """Of the ranks along ``axes``; made, collectively, when it is used first."""
         places = self.mesh.members(axes)
-        key = ("dp", "tp") if len(places) == len(self.mesh.grid) else axes
-        if key not in self._groups:
+        key = _GRID if len(places) == len(self.mesh.grid) else axes
+        if key not in self._transports:
             ranks = tuple(self.mesh.grid[place] for place in places)
-            self._groups[key] = groups.acquire(ranks, self.timeout_s)
-        return self._groups[key]
+            group = self._groups[key] = groups.acquire(ranks, self.timeout_s)
+            if group.hosts.here is not None:
+                group.hosts.here.set_timeout(self.timeout_s)
+            self._transports[key] = choose(group, self._wait)
+        return self._transports[key][0]
 
     def close(self) -> None:
         """Give the private groups back. Local."""
-        for group in self._groups.values():
-            groups.release(group)
-        self._groups.clear()
+        self._transports.clear()
+        while self._groups:
+            groups.release(self._groups.popitem()[1])
 
     # Errors of this rank, told with the next header.
 
@@ -105,9 +114,10 @@ class Channel:
         self.sequence += 1
         self.where = where
         header = replace(header, sequence=self.sequence, state=self._error[0])
-        words = self._exchange_words(header.pack())
+        packed = header.pack()
+        rows = [packed] if self.is_local else self._call("exchange_bytes", _GRID, packed)
         try:
-            headers = [Header.unpack(row) for row in words]
+            headers = [Header.unpack(row) for row in rows]
         except ValueError as error:
             raise self._break(f"{where}: {error}") from None
         if any(other.state != OK for other in headers):
@@ -129,16 +139,11 @@ class Channel:
             )
         return headers
 
-    def _exchange_words(self, words: Sequence[int]) -> list[list[int]]:
-        return self.exchange(torch.tensor(words, dtype=torch.int64)).tolist()
-
     def exchange(self, tensor: Tensor) -> Tensor:
         """``(num_ranks, *shape)`` of a CPU tensor that has the same shape and dtype on every
         rank.
         """
-        if self.is_local:
-            return tensor.unsqueeze(0)
-        return gloo.all_gather_fixed(self._usable(("dp", "tp")), tensor, self._wait)
+        return tensor.unsqueeze(0) if self.is_local else self._call("exchange", _GRID, tensor)
 
     def exchange_text(self, text: str) -> list[str]:
         """A text of every rank, cut at 2 KiB."""
@@ -202,82 +207,107 @@ class Channel:
 
     # Payload. Every method is collective over the ranks of `axes`, and follows an `agree`.
 
-    def all_gather(self, axes: tuple[Axis, ...], shard: Tensor, plan: GatherPlan) -> Tensor:
-        """The full tensor on every rank."""
+    def all_gather(
+        self, axes: tuple[Axis, ...], shard: Tensor, plan: GatherPlan, num_copies: int = 1
+    ) -> list[Tensor]:
+        """The full tensor ``num_copies`` times over: a number of each rank's own."""
         self.num_payloads += 1
-        return gloo.all_gather(self._usable(axes), shard, plan, self._wait)
+        return self._call("all_gather", axes, shard, plan, num_copies)
 
     def gather_to_first(
-        self, axes: tuple[Axis, ...], shard: Tensor, plan: GatherPlan
-    ) -> Tensor | None:
-        """The full tensor on the first rank along ``axes``, None elsewhere."""
+        self, axes: tuple[Axis, ...], tensors: list[Gathered]
+    ) -> list[Tensor] | None:
+        """The full tensors in the CPU memory of the first rank along ``axes``, None elsewhere."""
         self.num_payloads += 1
-        return gloo.gather_to_first(self._usable(axes), shard, plan, self._wait)
-
-    def gather_bytes_to_first(
-        self, data: Tensor, sizes: list[int]
-    ) -> tuple[Tensor, list[int]] | None:
-        """On rank 0 of the grid: the bytes of all ranks, and where each rank's begin; None
-        elsewhere.
-        """
-        self.num_payloads += 1
-        return gloo.gather_bytes_to_first(self._usable(("dp", "tp")), data, sizes, self._wait)
+        return self._call("gather_to_first", axes, tensors)
 
     def scatter_from_first(
         self, axes: tuple[Axis, ...], full: Tensor | None, like: Tensor, plan: GatherPlan
     ) -> Tensor:
         """This rank's shard of the first rank's ``full``."""
         self.num_payloads += 1
-        return gloo.scatter_from_first(self._usable(axes), full, like, plan, self._wait)
+        return self._call("scatter_from_first", axes, full, like, plan)
 
     def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
         """The tensor of rank 0 of the grid on every rank."""
         self.num_payloads += 1
-        return gloo.broadcast(self._usable(("dp", "tp")), tensor, like, self._wait)
+        return self._call("broadcast", _GRID, tensor, like)
 
     def all_reduce_sum(self, axes: tuple[Axis, ...], tensor: Tensor) -> Tensor:
         """The sum over the ranks along ``axes``, on every rank."""
         self.num_payloads += 1
-        return gloo.all_reduce_sum(self._usable(axes), tensor, self._wait)
+        return self._guarded(axes, lambda to: transport.all_reduce_sum(to, tensor))
 
     # Waiting.
 
-    def _usable(self, axes: tuple[Axis, ...]) -> groups.PrivateGroup:
-        group = self._group(axes)
-        for other in self._groups.values():
-            if other.broken:
+    def _call(self, method: str, axes: tuple[Axis, ...], *args: Any) -> Any:
+        return self._guarded(axes, lambda to: getattr(to, method)(*args))
+
+    def _guarded(self, axes: tuple[Axis, ...], transfer: Callable[[Transport], Any]) -> Any:
+        """What ``transfer`` returns; if it fails in any way, nobody is left waiting for it."""
+        to = self._transport(axes)
+        self._check_usable()
+        here = to.group.hosts.here
+        if here is not None:
+            here.set_position(self.where)
+        try:
+            return transfer(to)
+        except HookError:
+            raise
+        except WaitError as failure:
+            raise self._break(self._explained(failure, to.group)) from None
+        except BaseException as error:  # Ctrl-C, for one: the others must not wait for this rank
+            self._break(
+                f"rank {self.mesh.place} left while it was at {self.where}: "
+                f"{type(error).__name__}: {error}."
+            )
+            raise
+
+    def _check_usable(self) -> None:
+        for group in self._groups.values():
+            if group.broken:
                 raise HookError(
                     "this wrap can't be used any more, because an earlier wait failed: "
-                    f"{other.broken} Call restore() "
+                    f"{group.broken} Call restore() "
                     "and wrap the model again on every rank; your own process groups still work"
                 )
-        return group
+
+    def _explained(self, failure: WaitError, group: groups.PrivateGroup) -> str:
+        """What to tell of a wait in shared memory that failed."""
+        reason, places, text = failure.args
+        hosts = group.hosts
+        assert hosts.here is not None
+        here = hosts.ranks_of(hosts.names[group.rank])
+        if reason == "broken":
+            return text or "another rank gave up, and died before it could say why."
+        ranks = [here[place] for place in places]
+        names = ", ".join(f"rank {rank} (global rank {group.ranks[rank]})" for rank in ranks)
+        if reason == "dead":
+            return f"{names} ended or died; rank {group.rank} waited for it at {self.where}."
+        if reason == "out of step":
+            return f"{text}, at {self.where}."
+        listed = ", ".join(
+            f"rank {rank} (global rank {group.ranks[rank]}; last seen waiting at: "
+            f"{hosts.here.position_of(place) or 'not seen at any exchange that had to wait'})"
+            for rank, place in zip(ranks, places)
+        )
+        return f"rank {group.rank} waited {self.timeout_s:g} s at {self.where}; missing: {listed}."
 
     def _wait(self, works: list) -> None:
         start = time.monotonic()
         look_at = start + _LOOK_AROUND_S
         polls, pause_s = 0, 5e-5
-        try:
-            while not all(work.is_completed() for work in works):
-                polls += 1
-                if polls < _SPIN:
-                    time.sleep(0)
-                    continue
-                time.sleep(pause_s)
-                pause_s = min(pause_s * 1.5, _MAX_PAUSE_S)
-                now = time.monotonic()
-                if now > look_at:
-                    self._look_around(now - start)
-                    look_at = now + _LOOK_AROUND_S
-        except BaseException as error:
-            if not isinstance(
-                error, HookError
-            ):  # Ctrl-C, for one: the others must not wait for this rank
-                self._break(
-                    f"rank {self.mesh.place} left while it waited at {self.where}: "
-                    f"{type(error).__name__}."
-                )
-            raise
+        while not all(work.is_completed() for work in works):
+            polls += 1
+            if polls < _SPIN:
+                time.sleep(0)
+                continue
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, _MAX_PAUSE_S)
+            now = time.monotonic()
+            if now > look_at:
+                self._look_around(now - start)
+                look_at = now + _LOOK_AROUND_S
         try:
             for work in works:
                 work.wait()
@@ -289,7 +319,7 @@ class Channel:
 
     def _look_around(self, waited_s: float) -> None:
         """Tell where this rank waits, and see whether a peer gave up or the deadline has passed."""
-        group = self._groups[("dp", "tp")]
+        group = self._groups[_GRID]
         position = json.dumps([self.sequence, self.where])
         group.store.set(f"at/{group.rank}", position)
         if group.store.check(["broken"]):

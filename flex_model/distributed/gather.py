@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from flex_model import _C
 from flex_model._C import GatherPlan
-from flex_model.distributed import values
+from flex_model.distributed import memory, values
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.layout import (
     Partial,
@@ -33,7 +34,7 @@ from flex_model.distributed.layout import (
     ShardLayout,
 )
 from flex_model.distributed.mesh import Axis
-from flex_model.distributed.transports import gloo
+from flex_model.distributed.transports.transport import Gathered, on_cpu
 
 AgreeOnGradient = Callable[[Tensor], object]  # collective: exchange headers before a gradient moves
 
@@ -88,14 +89,16 @@ class Move:
         """The full tensor on every rank. Collective along the axes that shard or sum; a copy where
         there are none.
         """
-        summed = self.summed(shard)
-        return summed if summed is not shard and not self.axes else self.gather_shards(summed)
+        return self.copies(shard, 1)[0]
 
-    def gather_shards(self, shard: Tensor) -> Tensor:
-        """As ``all_gather``, of sums that are done."""
-        if not self.axes:
-            return shard.detach().clone(memory_format=torch.contiguous_format)
-        return self.channel.all_gather(self.axes, shard, self.plan)
+    def copies(self, shard: Tensor, number: int) -> list[Tensor]:
+        """As ``all_gather``, several times over: cheaper than a gather and a copy of what it gave.
+        The number may differ by rank.
+        """
+        shard = self.summed(shard)
+        if self.axes:
+            return self.channel.all_gather(self.axes, shard, self.plan, number)
+        return [_copy(shard) for _ in range(number)]
 
     def summed(self, shard: Tensor) -> Tensor:
         """The shard with the sums done that are due. Collective along the axes that sum."""
@@ -113,12 +116,13 @@ class Move:
         mesh = self.channel.mesh
         if partial and mesh.members(partial)[0] != mesh.place:
             return full.new_zeros(self.plan.shard_sizes[self.rank])
-        full = full.detach().contiguous()
+        full = full.detach()
         if not self.axes:
-            return full
-        if full.device.type == "cpu":
-            return gloo.split(full, self.plan, self.rank)
-        return gloo.split(full.cpu(), self.plan, self.rank).to(full.device)
+            return full.contiguous()
+        host = on_cpu(full)
+        shard = memory.empty(self.plan.shard_sizes[self.rank], full.dtype)
+        _C.split_into(self.plan, self.rank, host.data_ptr(), shard.data_ptr())
+        return shard.to(full.device)
 
     @property
     def is_whole(self) -> bool:
@@ -143,18 +147,24 @@ class Move:
         mesh = self.channel.mesh
         return mesh.place in mesh.members(self.axes, place=0)
 
-    def gather_to_first(self, shard: Tensor) -> Tensor | None:
-        """The full tensor on rank 0 of the grid, None elsewhere."""
+    def copies_on_first(self, shard: Tensor, number: int) -> list[Tensor] | None:
+        """The full tensor on rank 0 of the grid, ``number`` times over, on the CPU if it had to be
+        gathered; None elsewhere. The number is the same on all ranks.
+        """
         shard = self.summed(shard)
         if not self.axes:
-            return (
-                shard.detach().clone(memory_format=torch.contiguous_format)
-                if self.channel.mesh.place == 0
-                else None
-            )
+            is_first = self.channel.mesh.place == 0
+            return [_copy(shard) for _ in range(number)] if is_first else None
         if not self.rank_0_gathers:
             return None
-        return self.channel.gather_to_first(self.axes, shard, self.plan)
+        gathered = Gathered(self.plan, list(range(len(self.plan.shard_sizes))), shard)
+        fulls = self.channel.gather_to_first(self.axes, [gathered] * number)
+        return fulls
+
+    def gather_to_first(self, shard: Tensor) -> Tensor | None:
+        """The full tensor on rank 0 of the grid, on the device of ``shard``; None elsewhere."""
+        fulls = self.copies_on_first(shard, 1)
+        return None if fulls is None else fulls[0].to(shard.device)
 
     def scatter_from_first(self, full: Tensor | None, like: Tensor) -> Tensor:
         """Each rank's shard of rank 0's full tensor."""
@@ -162,7 +172,7 @@ class Move:
             return self.channel.scatter_from_first(self.axes, full, like, self.plan)
         like_full = like.new_empty(self.full_shape)
         if full is not None:  # a copy: the model may change its tensor, and the user keep this one
-            full = full.detach().clone(memory_format=torch.contiguous_format)
+            full = _copy(full)
         return self.slice(self.channel.broadcast(full, like_full))
 
     def of_gradient(self, tp: Placement) -> Move:
@@ -181,10 +191,14 @@ class Trip:
 
     Attributes:
         agree: Exchanges headers before a gradient moves; collective.
+        num_records: How many more full tensors are wanted, to keep: 0 or 1.
+        record: That one, once the tensor was gathered.
     """
 
     move: Move
     agree: AgreeOnGradient
+    num_records: int = 0
+    record: Tensor | None = None
     _gradient: Move | None = None
 
     def gradient(self, grad: Tensor | None = None) -> Move:
@@ -209,11 +223,23 @@ class Trip:
         return self._gradient
 
 
+def _copy(tensor: Tensor) -> Tensor:
+    """A contiguous copy on the same device, detached."""
+    if tensor.device.type == "cpu":
+        return memory.copy(tensor)
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _first_of(trip: Trip, fulls: list[Tensor]) -> Tensor:
+    trip.record = fulls[1] if trip.num_records else None
+    return fulls[0]
+
+
 class _Gather(Function):
     @staticmethod
     def forward(ctx, shard, trip):
         ctx.trip = trip
-        return trip.move.all_gather(shard)
+        return _first_of(trip, trip.move.copies(shard, 1 + trip.num_records))
 
     @staticmethod
     @once_differentiable
@@ -246,8 +272,8 @@ class _GatherToFirst(Function):
     def forward(ctx, shard, trip):
         ctx.trip = trip
         ctx.like = shard.detach()
-        full = trip.move.gather_to_first(shard)
-        return shard.new_empty(0) if full is None else full
+        fulls = trip.move.copies_on_first(shard, 1 + trip.num_records)
+        return shard.new_empty(0) if fulls is None else _first_of(trip, fulls).to(shard.device)
 
     @staticmethod
     @once_differentiable

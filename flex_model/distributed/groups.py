@@ -17,6 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from flex_model import _C
+from flex_model.distributed.hosts import Hosts, connect
 from flex_model.errors import HookError
 
 # We poll with our own deadline. The backend's comes after it and ends what an abandoned wait left
@@ -30,12 +32,23 @@ _acquired: Counter[tuple[int, ...]] = Counter()  # how often, by ranks: the same
 
 @dataclass
 class PrivateGroup:
-    """A gloo group over ``ranks`` (global), and a store that its members share."""
+    """The ranks (global) that a wrap's transfers are among.
+
+    Attributes:
+        rank: This process's place.
+        backend: A ProcessGroupGloo, whose methods torch's stubs leave out.
+        store: Shared by the members.
+        hosts: Which of them share memory.
+        leaders: With several hosts, on the first rank of each: a group of these.
+        number: Of groups with these ranks, by which the members tell them apart.
+    """
 
     ranks: tuple[int, ...]
     rank: int
-    backend: Any  # a ProcessGroupGloo, whose methods torch's stubs leave out
+    backend: Any
     store: dist.Store
+    hosts: Hosts
+    leaders: PrivateGroup | None
     number: int
     timeout_s: float
     world: dist.ProcessGroup | None  # torch.distributed may be destroyed and initialised again
@@ -80,16 +93,46 @@ def acquire(ranks: tuple[int, ...], timeout_s: float) -> PrivateGroup:
     if held and set(offers) == {held}:
         group = _groups[ranks, held]
     else:
-        store = dist.PrefixStore(str(number), store)
-        backend_timeout = timedelta(seconds=timeout_s + _BACKEND_SLACK_S)
-        backend = dist.ProcessGroupGloo(store, me, len(ranks), backend_timeout)
-        # Whose backend is made may drop it at once, while others still connect to it.
-        _gather_words(store, "made", "", ranks, me, timeout_s)
-        group = _groups[ranks, number] = PrivateGroup(
-            ranks, me, backend, store, number, timeout_s, dist.group.WORLD
-        )
+        group = _make(dist.PrefixStore(str(number), store), ranks, me, number, timeout_s)
+        _groups[ranks, number] = group
     group.num_users += 1
     return group
+
+
+def _make(
+    store: dist.Store, ranks: tuple[int, ...], me: int, number: int, timeout_s: float
+) -> PrivateGroup:
+    """A new group. Collective over its ranks."""
+
+    def ask(place: str, word: str) -> list[str]:
+        return _gather_words(store, place, word, ranks, me, timeout_s)
+
+    backend = _backend(store, me, len(ranks), timeout_s)
+    hosts = connect(me, ask)
+    leaders = None
+    if me in hosts.leaders and not hosts.is_one:
+        of_leaders = dist.PrefixStore("leaders", store)
+        place, globals_ = hosts.leaders.index(me), tuple(ranks[r] for r in hosts.leaders)
+        leaders = PrivateGroup(
+            globals_,
+            place,
+            _backend(of_leaders, place, len(globals_), timeout_s),
+            of_leaders,
+            Hosts([hosts.names[r] for r in hosts.leaders], None, hosts.wanted),
+            None,
+            number,
+            timeout_s,
+            dist.group.WORLD,
+        )
+    # Whose backend is made may drop it at once, while others still connect to it.
+    ask("made", "")
+    return PrivateGroup(
+        ranks, me, backend, store, hosts, leaders, number, timeout_s, dist.group.WORLD
+    )
+
+
+def _backend(store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
+    return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s + _BACKEND_SLACK_S))
 
 
 def _meet(
@@ -136,14 +179,21 @@ def release(group: PrivateGroup) -> None:
     group.num_users -= 1
     if group.num_users <= 0:
         _groups.pop((group.ranks, group.number), None)
+    if not _groups:
+        _C.trim_arena()
 
 
 def give_up(group: PrivateGroup, reason: str) -> None:
     """Mark a group as unusable for good, and stop its work as far as gloo can be stopped."""
-    if group.broken is None:
-        group.broken = reason
-        _broken.append(group.backend)
-        group.backend.abort()
+    if group.broken is not None:
+        return
+    group.broken = reason
+    if group.hosts.here is not None:
+        group.hosts.here.give_up(reason)
+    _broken.append(group.backend)
+    group.backend.abort()
+    if group.leaders is not None:
+        give_up(group.leaders, reason)
 
 
 def num_groups() -> int:

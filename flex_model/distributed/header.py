@@ -14,12 +14,13 @@ bits unused) 1     sequence number of the exchange in this wrap
 from __future__ import annotations
 
 import hashlib
+import struct
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-NUM_WORDS = 8
+_WORDS = struct.Struct("<8q")
 MAX_DIMS = 8
 _MAGIC = 0x464D  # fits 15 bits, so that word 0 stays positive
 
@@ -77,7 +78,7 @@ class Header:
     CONSUMED: ClassVar[int] = 2  # an edit drew random numbers
     NEEDS_GRADIENT: ClassVar[int] = 4  # autograd records the transfer here
 
-    def pack(self) -> list[int]:
+    def pack(self) -> bytes:
         dtype = 255 if self.dtype is None else _CODE_OF_DTYPE[self.dtype]
         fits = len(self.shape) <= MAX_DIMS and all(size < 2**31 for size in self.shape)
         shape = self.shape if fits else ()
@@ -94,10 +95,11 @@ class Header:
             first = first << bits | value
         sizes = list(shape) + [0] * (MAX_DIMS - len(shape))
         words = [sizes[i] << 32 | sizes[i + 1] for i in range(0, MAX_DIMS, 2)]
-        return [first, self.sequence, self.site, self.seed, *words]
+        return _WORDS.pack(first, self.sequence, self.site, self.seed, *words)
 
     @staticmethod
-    def unpack(words: list[int]) -> Header:
+    def unpack(packed: bytes) -> Header:
+        words = _WORDS.unpack(packed)
         first = words[0]
         values = []
         for bits in (16, 4, 4, 8, 8, 4):

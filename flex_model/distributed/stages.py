@@ -14,7 +14,7 @@ from flex_model.distributed.channel import Channel, agreed
 from flex_model.distributed.header import DTYPES, Header, site_hash
 from flex_model.distributed.mappings import check_tensor
 from flex_model.distributed.state import ParallelState
-from flex_model.distributed.transports import gloo
+from flex_model.distributed.transports.transport import Gathered, as_bytes, end_to_end
 from flex_model.errors import HookError
 from flex_model.outputs import owned_copy
 
@@ -169,7 +169,7 @@ def gather_pipeline_parallel_tensor_dicts(
     if channel.is_local:
         return {key: owned_copy(tensor) for key, tensor in tensor_dict.items()}
     data = (
-        torch.cat([gloo.as_bytes(tensor) for tensor in tensors])
+        torch.cat([as_bytes(tensor) for tensor in tensors])
         if tensors
         else torch.empty(0, dtype=torch.uint8)
     )
@@ -181,7 +181,8 @@ def gather_pipeline_parallel_tensor_dicts(
     described = _exchange_metadata(channel, metadata, [length for length, _ in sizes])
     _check_names(described, name)
     payload = [num_bytes for _, num_bytes in sizes]
-    received = channel.gather_bytes_to_first(data, payload) if any(payload) else (data, payload)
+    gathered = Gathered(end_to_end(payload), list(range(len(payload))), data)
+    received = channel.gather_to_first(("dp", "tp"), [gathered])
     if received is None or channel.mesh.rank > 0:
         return {}
     return _rebuild(received[0], [entry for entries in described for entry in entries])

@@ -174,9 +174,11 @@ class HookCaller:
         trip = Trip(move, agree_on_gradient)
         if not self.edits_on_all:
             return self._noted(call, self._edit_on_first(call, leaf, trip, parameters), move)
+        records = not call.is_replay and self._records.keeps
+        trip.num_records = int(records and leaf.device.type == "cpu")
         full = _gathered(gather.gather, leaf, trip)
-        if not call.is_replay:
-            self._records.now(call.registration, full)
+        if records:
+            self._records.put(call.registration, trip.record, full)
         edited = self._function.run(call, full, leaf, parameters)
         return self._noted(call, None if edited is None else gather.scatter(edited, trip), move)
 
@@ -194,13 +196,14 @@ class HookCaller:
         parameters: dict[str, Tensor],
     ) -> Tensor | None:
         channel, registration = self._channel, call.registration
+        trip.num_records = int(not call.is_replay and not self._records.on_all_ranks)
         gathered = _gathered(gather.gather_to_first, leaf, trip)
         if self._records.on_all_ranks and not call.is_replay:
-            self._records.now(registration, trip.move.all_gather(leaf))
+            self._records.put(registration, None, trip.move.all_gather(leaf))
         edited, told = None, 0
         if channel.mesh.place == 0:
-            if not self._records.on_all_ranks and not call.is_replay:
-                self._records.now(registration, gathered)
+            if trip.num_records:
+                self._records.put(registration, trip.record, gathered)
             try:
                 edited = self._function.run(call, gathered, leaf, parameters)
             except Exception as error:

@@ -24,6 +24,13 @@ int64_t num_elements(const Sizes& sizes) {
   return product;
 }
 
+// FNV-1a, a word at a time.
+uint64_t hash_of(const std::vector<int64_t>& code) {
+  uint64_t hash = 0xcbf29ce484222325;
+  for (int64_t word : code) hash = (hash ^ static_cast<uint64_t>(word)) * 0x100000001b3;
+  return hash ^ hash >> 32;
+}
+
 int64_t num_bytes(const Sizes& sizes, int64_t element_bytes) {
   int64_t bytes;
   if (__builtin_mul_overflow(num_elements(sizes), element_bytes, &bytes)) {
@@ -112,6 +119,7 @@ GatherPlan::GatherPlan(Sizes full_sizes, std::vector<Sizes> shard_sizes, std::ve
     if (num_elements(piece.sizes) == 0) continue;
     boxes_.boxes.push_back(to_box(piece, full_sizes_, shard_sizes_[piece.rank], element_bytes));
   }
+  hash_ = hash_of(boxes_.encode());
 }
 
 void GatherPlan::check(const std::vector<Piece>& pieces) const {

@@ -38,12 +38,16 @@ class GatherPlan {
   const std::vector<Sizes>& shard_sizes() const { return shard_sizes_; }
   const Boxes& boxes() const { return boxes_; }
 
+  // Of all that the plan says: equal plans have equal ones.
+  uint64_t hash() const { return hash_; }
+
  private:
   void check(const std::vector<Piece>& pieces) const;
 
   Sizes full_sizes_;
   std::vector<Sizes> shard_sizes_;
   Boxes boxes_;
+  uint64_t hash_;
 };
 
 }  // namespace flex_model

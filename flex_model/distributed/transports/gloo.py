@@ -1,139 +1,116 @@
-"""Collectives of one private gloo group, on bytes, along a GatherPlan. CUDA tensors are staged
+"""Collectives of one private gloo group: for ranks that share no memory. CUDA tensors are staged
 through the CPU.
-
-Everything here only *starts* work or assumes that all ranks agreed on it: agreement and waiting are
-the channel's.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from flex_model._C import GatherPlan
+from flex_model.distributed import memory
 from flex_model.distributed.groups import PrivateGroup
-
-Wait = Callable[
-    [list], None
-]  # waits for works with the channel's deadline, then raises what they raise
+from flex_model.distributed.transports.transport import Gathered, Wait, as_bytes, on_cpu
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor as a contiguous 1-D uint8 CPU tensor; shares memory where it can."""
-    tensor = tensor.detach()
-    if tensor.device.type != "cpu":
-        tensor = tensor.cpu()
-    tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    return tensor.reshape(-1).view(torch.uint8)
+class Gloo:
+    """See ``Transport``."""
 
+    name = "gloo"
 
-def all_gather_fixed(group: PrivateGroup, tensor: Tensor, wait: Wait) -> Tensor:
-    """``(size, *shape)`` of what every rank holds; shapes and dtypes are the same by
-    construction.
-    """
-    flat = tensor.reshape(-1)
-    gathered = torch.empty(group.size * flat.numel(), dtype=flat.dtype)
-    wait([group.backend._allgather_base(gathered, flat)])
-    return gathered.reshape(group.size, *tensor.shape)
+    def __init__(self, group: PrivateGroup, wait: Wait) -> None:
+        self.group = group
+        self._wait = wait
 
+    def exchange_bytes(self, data: bytes) -> list[bytes]:
+        row = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return [bytes(other.tolist()) for other in self.exchange(row)]
 
-def all_gather(group: PrivateGroup, shard: Tensor, plan: GatherPlan, wait: Wait) -> Tensor:
-    """The full tensor, on every rank, on the device of ``shard``."""
-    device, dtype = shard.device, shard.dtype
-    width = max(plan.shard_bytes)
-    data = as_bytes(shard)
-    if data.numel() < width:  # gloo needs equal sizes
-        data = torch.cat([data, data.new_zeros(width - data.numel())])
-    gathered = torch.empty(group.size * width, dtype=torch.uint8)
-    if width:
-        wait([group.backend._allgather_base(gathered, data)])
-    return assemble(gathered, [rank * width for rank in range(group.size)], plan, dtype).to(device)
+    def exchange(self, tensor: Tensor) -> Tensor:
+        flat = tensor.reshape(-1)
+        gathered = torch.empty(self.group.size * flat.numel(), dtype=flat.dtype)
+        if flat.numel():
+            self._wait([self.group.backend._allgather_base(gathered, flat)])
+        return gathered.reshape(self.group.size, *tensor.shape)
+
+    def all_gather(self, shard: Tensor, plan: GatherPlan, num_copies: int = 1) -> list[Tensor]:
+        data, width = as_bytes(shard), max(plan.shard_bytes)
+        if data.numel() < width:  # gloo needs equal sizes
+            data = torch.cat([data, data.new_zeros(width - data.numel())])
+        gathered = self.exchange(data).reshape(-1)
+        if not num_copies:
+            return []
+        full = assemble(gathered, [r * width for r in range(self.group.size)], plan, shard.dtype)
+        copies = [memory.copy(full) for _ in range(num_copies - 1)]
+        return [tensor.to(shard.device) for tensor in (full, *copies)]
+
+    def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
+        size, rank = self.group.size, self.group.rank
+        sizes = [0] * size  # of what each rank sends
+        starts = []  # of each tensor's shards, in their ranks' bytes
+        mine = []
+        for tensor in tensors:
+            starts.append([sizes[holder] for holder in tensor.ranks])
+            for i, holder in enumerate(tensor.ranks):
+                sizes[holder] += tensor.plan.shard_bytes[i]
+                if holder == rank:
+                    mine.append(as_bytes(tensor.shard))
+        data = torch.cat(mine) if mine else torch.empty(0, dtype=torch.uint8)
+        none = [0] * size
+        received = self._exchange_unevenly(data, [data.numel(), *none[1:]], none if rank else sizes)
+        if rank != 0:
+            return None
+        before = [sum(sizes[:holder]) for holder in range(size)]
+        return [
+            assemble(
+                received,
+                [before[holder] + start for holder, start in zip(tensor.ranks, placed)],
+                tensor.plan,
+                tensor.shard.dtype,
+            )
+            for tensor, placed in zip(tensors, starts)
+        ]
+
+    def scatter_from_first(self, full: Tensor | None, like: Tensor, plan: GatherPlan) -> Tensor:
+        none = [0] * self.group.size
+        data, send = torch.empty(0, dtype=torch.uint8), none
+        if self.group.rank == 0:
+            assert full is not None
+            host = on_cpu(full)
+            data = torch.cat([as_bytes(split(host, plan, r)) for r in range(self.group.size)])
+            send = plan.shard_bytes
+        receive = [plan.shard_bytes[self.group.rank], *none[1:]]
+        received = self._exchange_unevenly(data, send, receive)
+        return received.view(like.dtype).reshape(like.shape).to(like.device)
+
+    def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
+        if self.group.rank == 0:
+            assert tensor is not None
+            data, result = as_bytes(tensor), tensor
+        else:
+            host = memory.empty(like.shape, like.dtype)
+            data, result = host.reshape(-1).view(torch.uint8), host
+        if data.numel():
+            options = dist.BroadcastOptions()
+            options.rootRank = 0
+            self._wait([self.group.backend.broadcast([data], options)])
+        return result.to(like.device)
+
+    def _exchange_unevenly(self, data: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        """All-to-all of ``send[r]`` bytes to and ``receive[r]`` bytes from rank r. Gloo's send and
+        receive can't be polled.
+        """
+        received = memory.empty([sum(receive)], torch.uint8)
+        self._wait([self.group.backend.alltoall_base(received, data, receive, send)])
+        return received
 
 
 def assemble(gathered: Tensor, offsets: list[int], plan: GatherPlan, dtype: torch.dtype) -> Tensor:
-    """The full tensor out of all shards' bytes; rank r's begin at ``offsets[r]``."""
+    """The full tensor out of all shards' bytes; rank r's begin at ``offsets[r]``. Local."""
     return torch.ops.flex_model.assemble(gathered, offsets, plan.code, plan.full_sizes, dtype)
-
-
-def _exchange(
-    group: PrivateGroup, data: Tensor, send: list[int], receive: list[int], wait: Wait
-) -> Tensor:
-    """All-to-all of ``send[r]`` bytes to and ``receive[r]`` bytes from rank r. Gloo's send and
-    receive can't be polled.
-    """
-    received = torch.empty(sum(receive), dtype=torch.uint8)
-    wait([group.backend.alltoall_base(received, data, receive, send)])
-    return received
-
-
-def gather_bytes_to_first(
-    group: PrivateGroup, data: Tensor, sizes: list[int], wait: Wait
-) -> tuple[Tensor, list[int]] | None:
-    """On rank 0: all ranks' bytes in one buffer, and where each rank's begin. ``sizes[r]`` bytes
-    come from rank r.
-    """
-    none = [0] * group.size
-    received = _exchange(
-        group, data, [data.numel(), *none[1:]], sizes if group.rank == 0 else none, wait
-    )
-    if group.rank != 0:
-        return None
-    return received, [sum(sizes[:rank]) for rank in range(group.size)]
-
-
-def gather_to_first(
-    group: PrivateGroup, shard: Tensor, plan: GatherPlan, wait: Wait
-) -> Tensor | None:
-    """The full tensor on rank 0 of the group, None elsewhere."""
-    gathered = gather_bytes_to_first(group, as_bytes(shard), plan.shard_bytes, wait)
-    return None if gathered is None else assemble(*gathered, plan, shard.dtype).to(shard.device)
-
-
-def scatter_from_first(
-    group: PrivateGroup, full: Tensor | None, like: Tensor, plan: GatherPlan, wait: Wait
-) -> Tensor:
-    """Each rank's shard of rank 0's ``full``; shape, dtype and device are those of ``like``, this
-    rank's own shard.
-    """
-    none = [0] * group.size
-    data, send = torch.empty(0, dtype=torch.uint8), none
-    if group.rank == 0:
-        assert full is not None
-        host = full.detach().cpu().contiguous()
-        data = torch.cat([as_bytes(split(host, plan, rank)) for rank in range(group.size)])
-        send = plan.shard_bytes
-    received = _exchange(group, data, send, [plan.shard_bytes[group.rank], *none[1:]], wait)
-    return received.view(like.dtype).reshape(like.shape).to(like.device)
 
 
 def split(full: Tensor, plan: GatherPlan, rank: int) -> Tensor:
     """One rank's shard, contiguous, out of a contiguous ``full``. Local."""
     return torch.ops.flex_model.split(full, plan.code, rank, plan.shard_sizes[rank])
-
-
-def broadcast(group: PrivateGroup, tensor: Tensor | None, like: Tensor, wait: Wait) -> Tensor:
-    """Rank 0's tensor on every rank; ``like`` has its shape, dtype and device."""
-    if group.rank == 0:
-        assert tensor is not None
-        data = as_bytes(tensor)
-        result = tensor
-    else:
-        host = torch.empty(like.shape, dtype=like.dtype)
-        data = host.reshape(-1).view(torch.uint8)
-        result = host
-    if data.numel():
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        wait([group.backend.broadcast([data], options)])
-    return result if group.rank == 0 else result.to(like.device)
-
-
-def all_reduce_sum(group: PrivateGroup, tensor: Tensor, wait: Wait) -> Tensor:
-    """The sum over ranks, on every rank."""
-    total = tensor.detach().cpu().contiguous().clone()
-    if total.numel():
-        wait([group.backend.allreduce([total])])
-    return total.to(tensor.device)

@@ -1,0 +1,195 @@
+#include "arena.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+
+#include "machine.h"
+
+namespace flex_model {
+namespace {
+
+constexpr int64_t kAlignment = 256;                 // of leases: whole cache lines, any vector
+constexpr int64_t kSmallestSegment = 16 << 20;      // in bytes
+constexpr int64_t kLargestStep = int64_t{1} << 30;  // growth doubles up to it
+
+int64_t round_up(int64_t bytes, int64_t to) { return (bytes + to - 1) / to * to; }
+
+}  // namespace
+
+Arena& Arena::of_process() {
+  // Never destroyed: tensors may outlive everything else at exit.
+  static Arena* arena = [] {
+    auto* made = new Arena;
+    pthread_atfork([] { of_process().lock_for_fork(); }, [] { of_process().unlock_after_fork(); },
+                   [] {
+                     of_process().detach_in_child();
+                     of_process().unlock_after_fork();
+                   });
+    return made;
+  }();
+  return *arena;
+}
+
+char* Arena::lease(int64_t bytes) {
+  if (bytes < 0 || bytes > machine_bytes()) return nullptr;
+  bytes = round_up(std::max<int64_t>(bytes, 1), kAlignment);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (is_forked_) return nullptr;
+  auto found = free_.lower_bound({bytes, -1, -1});
+  if (found == free_.end()) {
+    if (!grow(bytes)) return nullptr;
+    found = free_.lower_bound({bytes, -1, -1});
+  }
+  const FreePart taken = *found;
+  free_.erase(found);
+  Held& held = *held_[taken.segment];
+  held.parts[taken.offset] = {bytes, false, false};
+  if (taken.bytes > bytes) {
+    const FreePart rest{taken.bytes - bytes, taken.segment, taken.offset + bytes};
+    held.parts[rest.offset] = {rest.bytes, true, false};
+    free_.insert(rest);
+  }
+  leased_bytes_ += bytes;
+  return held.segment.data() + taken.offset;
+}
+
+void Arena::end_lease(char* data) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  int64_t index;
+  Held* held = find(data, &index);
+  auto part = held->parts.find(data - held->segment.data());
+  leased_bytes_ -= part->second.bytes;
+  if (part->second.is_retired) return;
+  int64_t offset = part->first, bytes = part->second.bytes;
+  const auto next = std::next(part);
+  if (next != held->parts.end() && next->second.is_free) {
+    free_.erase({next->second.bytes, index, next->first});
+    bytes += next->second.bytes;
+    held->parts.erase(next);
+  }
+  if (part != held->parts.begin()) {
+    const auto before = std::prev(part);
+    if (before->second.is_free) {
+      free_.erase({before->second.bytes, index, before->first});
+      offset = before->first;
+      bytes += before->second.bytes;
+      held->parts.erase(part);
+    }
+  }
+  held->parts[offset] = {bytes, true, false};
+  free_.insert({bytes, index, offset});
+}
+
+void Arena::retire(char* data) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  int64_t index;
+  if (Held* held = find(data, &index)) {
+    held->parts.at(data - held->segment.data()).is_retired = true;
+  }
+}
+
+void Arena::trim() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (is_forked_) return;
+  for (size_t i = 0; i < held_.size(); ++i) {
+    if (!held_[i] || held_[i]->parts.size() != 1 || !held_[i]->parts.at(0).is_free) continue;
+    const int64_t bytes = held_[i]->segment.bytes();
+    free_.erase({bytes, static_cast<int64_t>(i), 0});
+    held_bytes_ -= bytes;
+    held_[i].reset();
+  }
+}
+
+Place Arena::place_of(const char* data, int64_t bytes) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  int64_t index;
+  const Held* held = is_forked_ ? nullptr : find(data, &index);
+  if (held == nullptr) return {};
+  const int64_t offset = data - held->segment.data();
+  if (offset + bytes > held->segment.bytes()) return {};
+  return {index, offset};
+}
+
+SegmentAddress Arena::table() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (is_forked_) throw std::runtime_error("shared memory: a forked process has none");
+  if (table_.data() == nullptr) {
+    table_ = Segment::create(sizeof(ArenaTable));
+    new (table_.data()) ArenaTable{};
+  }
+  return table_.address();
+}
+
+void Arena::set_limit(int64_t bytes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  limit_ = bytes;
+}
+
+int64_t Arena::held_bytes() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return held_bytes_;
+}
+
+int64_t Arena::leased_bytes() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return leased_bytes_;
+}
+
+// Adds a segment that holds `bytes`; each is as large as all before, so that their number stays
+// small.
+bool Arena::grow(int64_t bytes) {
+  const int64_t number = static_cast<int64_t>(held_.size());
+  if (table_.data() == nullptr || number >= ArenaTable::kMaxSegments) return false;
+  int64_t size = round_up(std::max({bytes, kSmallestSegment, std::min(held_bytes_, kLargestStep)}),
+                          kSmallestSegment);
+  const int64_t allowed =
+      std::min(limit_ < 0 ? machine_bytes() : limit_ - held_bytes_, free_machine_bytes() / 2);
+  if (size > allowed) size = round_up(bytes, 4096);
+  if (size > allowed) return false;
+  auto held = std::make_unique<Held>();
+  try {
+    held->segment = Segment::create(size);
+  } catch (const std::runtime_error&) {
+    return false;
+  }
+  auto* table = reinterpret_cast<ArenaTable*>(table_.data());
+  table->segments[number] = held->segment.address();
+  table->num_segments.store(number + 1, std::memory_order_release);
+  held->parts[0] = {size, true, false};
+  free_.insert({size, number, 0});
+  held_.push_back(std::move(held));
+  held_bytes_ += size;
+  return true;
+}
+
+Arena::Held* Arena::find(const char* data, int64_t* index) const {
+  for (size_t i = 0; i < held_.size(); ++i) {
+    if (!held_[i]) continue;
+    const Segment& segment = held_[i]->segment;
+    if (data >= segment.data() && data < segment.data() + segment.bytes()) {
+      *index = static_cast<int64_t>(i);
+      return held_[i].get();
+    }
+  }
+  return nullptr;
+}
+
+// The child keeps what its tensors hold, as after any fork, in memory of its own: what it writes
+// there the parent never sees, nor the child what the parent's peers write.
+void Arena::detach_in_child() noexcept {
+  is_forked_ = true;
+  for (const auto& held : held_) {
+    if (!held) continue;
+    held->segment.detach([&](char* copy) {
+      for (const auto& [offset, part] : held->parts) {
+        if (!part.is_free) std::memcpy(copy + offset, held->segment.data() + offset, part.bytes);
+      }
+    });
+  }
+}
+
+}  // namespace flex_model

@@ -1,0 +1,98 @@
+// The pool of memory from which this process gives out tensors that its peers can write and read.
+//
+// Pages are faulted in once and used again: for tensors of many MiB the faults of fresh memory cost
+// several times the copy. One arena a process, which grows by segments; a lease ends with the
+// tensor that was made of it. Threads may lease and end leases at any time.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <tuple>
+#include <vector>
+
+#include "segment.h"
+
+namespace flex_model {
+
+// A stretch of an arena as peers name it.
+struct Place {
+  int64_t segment = -1;  // -1: not in the arena
+  int64_t offset = 0;
+};
+
+// The segments of an arena, for peers to read: a table in memory of its own, only ever added to.
+struct ArenaTable {
+  static constexpr int64_t kMaxSegments = 1024;
+  std::atomic<int64_t> num_segments;
+  SegmentAddress segments[kMaxSegments];
+};
+
+class Arena {
+ public:
+  // This process's; in a forked child, one that gives out nothing.
+  static Arena& of_process();
+
+  // Bytes of at least this number, or null if the limit or the machine's memory is reached.
+  char* lease(int64_t bytes);
+
+  // `data` was leased, and is free again.
+  void end_lease(char* data);
+
+  // `data` was leased, and a peer that is late may still write to it: it is never given out again.
+  void retire(char* data);
+
+  // Gives segments of which nothing is leased back to the machine. Peers must have no business in
+  // them.
+  void trim();
+
+  // Where `bytes` bytes at `data` lie.
+  Place place_of(const char* data, int64_t bytes) const;
+
+  // Of the table (an ArenaTable). Made when it is asked for first.
+  SegmentAddress table();
+
+  // The most bytes that it may hold; -1 for as much as the machine can give.
+  void set_limit(int64_t bytes);
+
+  int64_t held_bytes() const;    // taken from the machine
+  int64_t leased_bytes() const;  // given out
+
+  void lock_for_fork() { mutex_.lock(); }
+  void unlock_after_fork() { mutex_.unlock(); }
+  void detach_in_child() noexcept;
+
+ private:
+  struct Part {  // of a segment
+    int64_t bytes;
+    bool is_free;
+    bool is_retired;
+  };
+  struct Held {
+    Segment segment;
+    std::map<int64_t, Part> parts;  // by offset; they tile the segment
+  };
+  struct FreePart {
+    int64_t bytes;
+    int64_t segment;
+    int64_t offset;
+    bool operator<(const FreePart& other) const {
+      return std::tie(bytes, segment, offset) < std::tie(other.bytes, other.segment, other.offset);
+    }
+  };
+
+  bool grow(int64_t bytes);
+  Held* find(const char* data, int64_t* index) const;
+
+  mutable std::mutex mutex_;
+  std::vector<std::unique_ptr<Held>> held_;  // null: given back
+  std::set<FreePart> free_;                  // the smallest that fits is taken
+  Segment table_;
+  int64_t held_bytes_ = 0, leased_bytes_ = 0, limit_ = -1;
+  bool is_forked_ = false;
+};
+
+}  // namespace flex_model

@@ -1,0 +1,203 @@
+#include <pybind11/functional.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "arena.h"
+#include "group.h"
+#include "lease.h"
+#include "transfer.h"
+
+namespace py = pybind11;
+
+namespace flex_model {
+namespace {
+
+using AddressTuple = std::tuple<int32_t, int32_t, uint64_t, int64_t>;  // pid, fd, token, bytes
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+AddressTuple to_tuple(const SegmentAddress& address) {
+  return {address.pid, address.fd, address.token, address.bytes};
+}
+
+SegmentAddress to_address(const AddressTuple& tuple) {
+  return {std::get<0>(tuple), std::get<1>(tuple), std::get<2>(tuple), std::get<3>(tuple)};
+}
+
+// Tensors come as addresses: this binary knows nothing of torch.
+const char* read(uintptr_t address) { return reinterpret_cast<const char*>(address); }
+char* write(uintptr_t address) { return reinterpret_cast<char*>(address); }
+
+std::vector<char*> write(const std::vector<uintptr_t>& addresses) {
+  std::vector<char*> result;
+  for (uintptr_t address : addresses) result.push_back(write(address));
+  return result;
+}
+
+// Held by the group's first rank until all have opened it.
+class ControlBlock {
+ public:
+  explicit ControlBlock(int64_t num_ranks) : segment_(Group::make_control(num_ranks)) {}
+  AddressTuple address() const { return to_tuple(segment_.address()); }
+  Segment take() { return std::move(segment_); }
+
+ private:
+  Segment segment_;
+};
+
+std::unique_ptr<Group> make_group(Segment control, const std::vector<AddressTuple>& tables,
+                                  int64_t rank) {
+  std::vector<Group::Rank> ranks;
+  for (const AddressTuple& table : tables) {
+    ranks.push_back({std::get<0>(table), to_address(table)});
+  }
+  auto group = std::make_unique<Group>(std::move(control), std::move(ranks), rank);
+  group->set_interrupt([] {
+    const py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  });
+  return group;
+}
+
+std::vector<py::bytes> exchange_bytes(Group& group, const std::string& mine) {
+  std::string all(mine.size() * group.size(), '\0');
+  {
+    const py::gil_scoped_release no_gil;
+    exchange(group, mine.data(), static_cast<int64_t>(mine.size()), all.data());
+  }
+  std::vector<py::bytes> result;
+  for (int64_t r = 0; r < group.size(); ++r) {
+    result.emplace_back(all.data() + r * mine.size(), mine.size());
+  }
+  return result;
+}
+
+using GatheredTuple = std::tuple<const GatherPlan*, std::vector<int64_t>, uintptr_t, uintptr_t>;
+
+void gather_tuples_to_first(Group& group, const std::vector<GatheredTuple>& tuples) {
+  std::vector<Gathered> tensors;
+  for (const auto& [plan, ranks, shard, full] : tuples) {
+    tensors.push_back({plan, ranks, read(shard), write(full)});
+  }
+  const py::gil_scoped_release no_gil;
+  gather_to_first(group, tensors);
+}
+
+void bind_errors(py::module_& m) {
+  static PyObject* failed = PyErr_NewExceptionWithDoc(
+      "flex_model._C.WaitError",
+      "A wait for other ranks ended without them: (reason, ranks, text), where the reason is "
+      "'late', 'dead', 'broken' or 'out of step'.",
+      PyExc_RuntimeError, nullptr);
+  m.add_object("WaitError", py::reinterpret_borrow<py::object>(failed));
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const WaitError& error) {
+      static const char* const names[] = {"late", "dead", "broken", "out of step"};
+      const py::object arguments = py::make_tuple(names[error.reason], error.ranks, error.text);
+      PyErr_SetObject(failed, arguments.ptr());
+    }
+  });
+}
+
+}  // namespace
+
+void bind_shared_memory(py::module_& m) {
+  bind_errors(m);
+  m.def("lease_tensor", &lease_tensor,
+        "A DLPack capsule of pooled CPU memory that peers can reach, or None if the arena is full.",
+        py::arg("sizes"), py::arg("code"), py::arg("bits"));
+  m.def(
+      "arena_table", [] { return to_tuple(Arena::of_process().table()); },
+      "Where peers find this process's arena: (pid, fd, token, bytes).");
+  m.def(
+      "set_arena_limit", [](int64_t bytes) { Arena::of_process().set_limit(bytes); },
+      "The most bytes that the arena may hold; -1 for what the machine can give.",
+      py::arg("bytes"));
+  m.def(
+      "arena_bytes",
+      [] {
+        return std::make_pair(Arena::of_process().held_bytes(), Arena::of_process().leased_bytes());
+      },
+      "Bytes that the arena holds, and how many of them are leased.");
+  m.def(
+      "trim_arena", [] { Arena::of_process().trim(); },
+      "Give back what is not leased. No group may be in use.");
+
+  py::class_<ControlBlock>(m, "ControlBlock", "What the ranks of a HostGroup share.")
+      .def(py::init<int64_t>(), py::arg("num_ranks"))
+      .def_property_readonly("address", &ControlBlock::address, "As HostGroup.open takes it.");
+
+  py::class_<Group>(m, "HostGroup", "Ranks of one host that share memory.")
+      .def_static(
+          "made",
+          [](ControlBlock& control, const std::vector<AddressTuple>& tables, int64_t rank) {
+            return make_group(control.take(), tables, rank);
+          },
+          "On the rank that made the block. `tables` are the ranks' `arena_table()`.",
+          py::arg("control"), py::arg("tables"), py::arg("rank"))
+      .def_static(
+          "open",
+          [](const AddressTuple& control, const std::vector<AddressTuple>& tables, int64_t rank) {
+            return make_group(Segment::open(to_address(control)), tables, rank);
+          },
+          "On the other ranks. RuntimeError if the memory can't be reached.", py::arg("control"),
+          py::arg("tables"), py::arg("rank"))
+      .def_property_readonly("rank", &Group::rank, "This process's place.")
+      .def_property_readonly("size", &Group::size, "Number of ranks.")
+      .def_property_readonly("is_broken", &Group::is_broken, "Whether a rank has given up.")
+      .def("set_timeout", &Group::set_timeout, "The longest wait, in seconds.", py::arg("seconds"))
+      .def("set_position", &Group::set_position, "Where this rank is: told to who waits for it.",
+           py::arg("text"))
+      .def("position_of", &Group::position_of, "Where a rank was when it had to wait for long.",
+           py::arg("rank"))
+      .def("is_behind", &Group::is_behind, "Whether a rank is not as far as this one.",
+           py::arg("rank"))
+      .def("give_up", &Group::give_up, "Tell all ranks that this group can't be used any more.",
+           py::arg("reason"))
+      .def("exchange_bytes", &exchange_bytes, "The bytes of every rank, all of one length.",
+           py::arg("mine"))
+      .def(
+          "exchange",
+          [](Group& group, uintptr_t mine, int64_t bytes, uintptr_t all) {
+            exchange(group, read(mine), bytes, write(all));
+          },
+          "`bytes` bytes of every rank, one after the other, at `all`.", py::arg("mine"),
+          py::arg("bytes"), py::arg("all"), NoGil())
+      .def(
+          "all_gather",
+          [](Group& group, const GatherPlan& plan, uintptr_t shard,
+             const std::vector<uintptr_t>& fulls) {
+            all_gather(group, plan, read(shard), write(fulls));
+          },
+          "The full tensor at each of `fulls`.", py::arg("plan"), py::arg("shard"),
+          py::arg("fulls"), NoGil())
+      .def("gather_to_first", &gather_tuples_to_first,
+           "Of each (plan, ranks that hold its shards, shard, full): the full tensor on rank 0.",
+           py::arg("tensors"))
+      .def(
+          "scatter_from_first",
+          [](Group& group, const GatherPlan& plan, uintptr_t full, uintptr_t shard) {
+            scatter_from_first(group, plan, read(full), write(shard));
+          },
+          "This rank's shard of rank 0's full tensor.", py::arg("plan"), py::arg("full"),
+          py::arg("shard"), NoGil())
+      .def(
+          "broadcast",
+          [](Group& group, uintptr_t from, int64_t bytes, uintptr_t to) {
+            broadcast(group, read(from), bytes, write(to));
+          },
+          "Rank 0's bytes at `to`.", py::arg("source"), py::arg("bytes"), py::arg("to"), NoGil());
+
+  m.def(
+      "split_into",
+      [](const GatherPlan& plan, int64_t rank, uintptr_t full, uintptr_t shard) {
+        std::vector<char*> shards(plan.boxes().shard_bytes.size(), nullptr);
+        shards.at(rank) = write(shard);
+        split_boxes(plan.boxes().boxes, read(full), shards);
+      },
+      "One rank's shard out of a full tensor, at an address.", py::arg("plan"), py::arg("rank"),
+      py::arg("full"), py::arg("shard"), NoGil());
+}
+
+}  // namespace flex_model

@@ -1,0 +1,77 @@
+#include "flag.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <climits>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace flex_model {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kSpins = 2000;  // some 20 us
+constexpr auto kYielding = std::chrono::milliseconds(1);
+constexpr auto kAsleep = std::chrono::milliseconds(20);
+
+void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#endif
+}
+
+uint32_t* word(std::atomic<uint32_t>& value) { return reinterpret_cast<uint32_t*>(&value); }
+
+// Until the value is no longer `seen`, somebody wakes us, or 20 ms have passed.
+void sleep_while(Flag& flag, uint32_t seen) {
+  const timespec limit{0, std::chrono::nanoseconds(kAsleep).count()};
+  flag.num_sleepers.fetch_add(1, std::memory_order_seq_cst);
+  syscall(SYS_futex, word(flag.value), FUTEX_WAIT, seen, &limit, nullptr, 0);
+  flag.num_sleepers.fetch_sub(1, std::memory_order_relaxed);
+}
+
+}  // namespace
+
+void raise(Flag& flag, uint32_t value) {
+  // Sequentially consistent on both sides: either we see the sleeper, or it sees the value.
+  flag.value.store(value, std::memory_order_seq_cst);
+  if (flag.num_sleepers.load(std::memory_order_seq_cst) > 0) wake_all(flag);
+}
+
+void wake_all(Flag& flag) {
+  syscall(SYS_futex, word(flag.value), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+void wait_for(Flag& flag, uint32_t wanted, const Patience& patience) {
+  const auto is_there = [&] {
+    return has_reached(flag.value.load(std::memory_order_acquire), wanted);
+  };
+  if (is_there()) return;
+  if (patience.spins) {
+    for (int i = 0; i < kSpins; ++i) {
+      pause();
+      if (is_there()) return;
+    }
+  }
+  const auto start = Clock::now();
+  do {
+    sched_yield();
+    if (is_there()) return;
+  } while (Clock::now() - start < kYielding);
+  for (;;) {
+    const uint32_t seen = flag.value.load(std::memory_order_seq_cst);
+    if (has_reached(seen, wanted)) return;
+    sleep_while(flag, seen);
+    if (is_there()) return;
+    patience.look_around();
+  }
+}
+
+}  // namespace flex_model

@@ -1,0 +1,236 @@
+#include "group.h"
+
+#include <poll.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <csignal>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+
+#include "machine.h"
+
+namespace flex_model {
+namespace {
+
+constexpr int64_t kTextBytes = 504;
+
+// A text that others may read while it is written: torn at worst, and only in messages.
+struct SharedText {
+  std::atomic<char> bytes[kTextBytes];
+
+  void write(const std::string& text) {
+    const size_t size = std::min<size_t>(text.size(), kTextBytes - 1);
+    for (size_t i = 0; i < size; ++i) bytes[i].store(text[i], std::memory_order_relaxed);
+    bytes[size].store('\0', std::memory_order_release);
+  }
+  std::string read() const {
+    std::string text;
+    for (const std::atomic<char>& byte : bytes) {
+      const char c = byte.load(std::memory_order_relaxed);
+      if (c == '\0') break;
+      text.push_back(c);
+    }
+    return text;
+  }
+};
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+}  // namespace
+
+struct Group::Message {
+  // The header of a transfer; what the hooks agree on is in the messages themselves.
+  uint32_t round;
+  Act act;
+  uint64_t detail;
+  char padding[48];
+  char bytes[kMessageBytes];
+};
+
+struct Group::Control {
+  struct Rank {
+    Flag posted;
+    SharedText position;
+  };
+  std::atomic<uint32_t> state;  // 0: usable, 1: the reason is being written, 2: broken
+  SharedText reason;
+  Rank ranks[1];  // as many as there are, then two messages of each
+
+  static int64_t bytes_before_messages(int64_t num_ranks) {
+    const int64_t bytes = sizeof(Control) + (num_ranks - 1) * sizeof(Rank);
+    return (bytes + 4095) / 4096 * 4096;
+  }
+};
+
+Segment Group::make_control(int64_t num_ranks) {
+  Segment segment =
+      Segment::create(Control::bytes_before_messages(num_ranks) + 2 * num_ranks * sizeof(Message));
+  segment.keep_from_children();
+  return segment;
+}
+
+Group::Group(Segment control, std::vector<Rank> ranks, int64_t rank)
+    : control_(std::move(control)), ranks_(std::move(ranks)), rank_(rank), pid_(getpid()) {
+  static_assert(std::atomic<uint32_t>::is_always_lock_free, "flags are shared by processes");
+  peers_.resize(ranks_.size());
+  for (size_t r = 0; r < ranks_.size(); ++r) {
+    if (static_cast<int64_t>(r) == rank_) continue;
+    peers_[r].table = Segment::open(ranks_[r].arena_table);
+  }
+  for (const Rank& other : ranks_) {
+    watches_.push_back(static_cast<int>(syscall(SYS_pidfd_open, other.pid, 0)));
+  }
+  patience_.spins = size() <= num_processors();
+}
+
+Group::~Group() {
+  for (int watch : watches_) {
+    if (watch >= 0 && pid_ == getpid()) close(watch);
+  }
+}
+
+Group::Control& Group::control() const { return *reinterpret_cast<Control*>(control_.data()); }
+
+Group::Message& Group::message_at(int64_t rank, uint32_t round) const {
+  auto* messages =
+      reinterpret_cast<Message*>(control_.data() + Control::bytes_before_messages(size()));
+  return messages[2 * rank + round % 2];
+}
+
+std::string Group::position_of(int64_t rank) const { return control().ranks[rank].position.read(); }
+
+bool Group::is_behind(int64_t rank) const {
+  return !has_reached(control().ranks[rank].posted.value.load(std::memory_order_acquire), round_);
+}
+
+bool Group::is_broken() const { return control().state.load(std::memory_order_acquire) != 0; }
+
+void Group::start_giving_up() {
+  uint32_t usable = 0;
+  if (control().state.compare_exchange_strong(usable, 1)) is_giving_up_ = true;
+}
+
+void Group::give_up(const std::string& reason) {
+  if (pid_ != getpid()) return;
+  start_giving_up();
+  if (is_giving_up_) {
+    control().reason.write(reason);
+    control().state.store(2, std::memory_order_release);
+    is_giving_up_ = false;
+  }
+  for (int64_t r = 0; r < size(); ++r) wake_all(control().ranks[r].posted);
+}
+
+void Group::check_unbroken() {
+  if (!is_broken()) return;
+  // The rank that gave up tells why in a moment, unless it died.
+  for (int i = 0; i < 100 && control().state.load(std::memory_order_acquire) != 2; ++i) {
+    usleep(1000);
+  }
+  fail(WaitError::kBroken, {}, control().reason.read());
+}
+
+void Group::check_usable() const {
+  if (pid_ != getpid()) {
+    throw std::runtime_error(
+        "this process was forked from a rank after the model was wrapped, and takes no part in its "
+        "transfers; run the model in the parent, or start processes by spawn");
+  }
+}
+
+void Group::fail(WaitError::Reason reason, std::vector<int64_t> ranks, std::string text) {
+  start_giving_up();  // before anything that a late peer may still read or write is used again
+  throw WaitError(reason, std::move(ranks), std::move(text));
+}
+
+char* Group::begin() {
+  check_usable();
+  check_unbroken();
+  // Who has posted the last round has read the one before it, whose place is written now.
+  for (int64_t r = 0; r < size(); ++r) wait(r, round_);
+  return message_at(rank_, round_ + 1).bytes;
+}
+
+void Group::post(Act act, uint64_t detail) {
+  ++round_;
+  act_ = act;
+  detail_ = detail;
+  Message& mine = message_at(rank_, round_);
+  mine.round = round_;
+  mine.act = act;
+  mine.detail = detail;
+  raise(control().ranks[rank_].posted, round_);
+}
+
+const char* Group::message(int64_t rank) {
+  wait(rank, round_);
+  const Message& message = message_at(rank, round_);
+  if (message.round != round_ || message.act != act_ || message.detail != detail_) {
+    fail(WaitError::kOutOfStep, {rank},
+         "rank " + std::to_string(rank) + " makes another transfer (" +
+             std::to_string(static_cast<uint32_t>(message.act)) + ") than rank " +
+             std::to_string(rank_) + " (" + std::to_string(static_cast<uint32_t>(act_)) + ")");
+  }
+  return message.bytes;
+}
+
+void Group::wait(int64_t rank, uint32_t round) {
+  Flag& posted = control().ranks[rank].posted;
+  if (has_reached(posted.value.load(std::memory_order_acquire), round)) return;
+  waiting_since_ = now();
+  patience_.look_around = [this, rank, round] { look_around(rank, round); };
+  wait_for(posted, round, patience_);
+}
+
+// In a long wait for `rank`.
+void Group::look_around(int64_t rank, uint32_t round) {
+  control().ranks[rank_].position.write(position_);
+  check_unbroken();
+  try {
+    if (interrupt_) interrupt_();
+  } catch (...) {
+    start_giving_up();
+    throw;
+  }
+  const auto is_missing = [&](int64_t r) {
+    return !has_reached(control().ranks[r].posted.value.load(std::memory_order_acquire), round);
+  };
+  std::vector<int64_t> missing, dead;
+  for (int64_t r = 0; r < size(); ++r) {
+    if (!is_missing(r)) continue;
+    missing.push_back(r);
+    pollfd watch{watches_[r], POLLIN, 0};
+    const bool ended = watches_[r] >= 0 ? poll(&watch, 1, 0) > 0 : kill(ranks_[r].pid, 0) != 0;
+    if (ended && is_missing(r)) dead.push_back(r);  // it may have posted, and then ended
+  }
+  if (!dead.empty()) fail(WaitError::kDead, dead, "");
+  if (now() - waiting_since_ > timeout_s_ && is_missing(rank)) {
+    fail(WaitError::kLate, missing, "");
+  }
+}
+
+char* Group::peer(int64_t rank, const Place& place, int64_t bytes) {
+  Peer& peer = peers_[rank];
+  const auto* table = reinterpret_cast<const ArenaTable*>(peer.table.data());
+  while (static_cast<int64_t>(peer.segments.size()) <= place.segment) {
+    const auto number = static_cast<int64_t>(peer.segments.size());
+    if (number >= table->num_segments.load(std::memory_order_acquire)) {
+      fail(WaitError::kOutOfStep, {rank}, "a place in memory that rank does not have");
+    }
+    peer.segments.emplace_back();
+  }
+  Segment& segment = peer.segments[place.segment];
+  if (segment.data() == nullptr) segment = Segment::open(table->segments[place.segment]);
+  if (place.offset < 0 || place.offset + bytes > segment.bytes()) {
+    fail(WaitError::kOutOfStep, {rank}, "a place outside of that rank's memory");
+  }
+  return segment.data() + place.offset;
+}
+
+}  // namespace flex_model

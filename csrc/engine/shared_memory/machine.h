@@ -1,0 +1,13 @@
+// What the machine has: memory and processors, as this process may use them.
+#pragma once
+
+#include <cstdint>
+
+namespace flex_model {
+
+int64_t machine_bytes();       // of memory
+int64_t free_machine_bytes();  // that can be had without pushing others out, by the limits of this
+                               // process's control group too
+int num_processors();          // that this process may run on
+
+}  // namespace flex_model

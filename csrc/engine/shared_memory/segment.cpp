@@ -1,0 +1,135 @@
+#include "segment.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <random>
+#include <stdexcept>
+#include <utility>
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+namespace flex_model {
+namespace {
+
+constexpr int64_t kFirstPage = 4096;  // holds the token
+
+class File {
+ public:
+  explicit File(int fd) : fd_(fd) {}
+  ~File() {
+    if (fd_ >= 0) close(fd_);
+  }
+  int get() const { return fd_; }
+  int release() { return std::exchange(fd_, -1); }
+
+ private:
+  int fd_;
+};
+
+[[noreturn]] void fail(const std::string& what) {
+  throw std::runtime_error("shared memory: " + what + ": " + std::strerror(errno));
+}
+
+// The whole file, its pages at hand.
+char* map(int fd, int64_t bytes) {
+  void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (at == MAP_FAILED) fail("can't map " + std::to_string(bytes) + " bytes");
+  // A fault a page during a copy costs as much as the copy. Older kernels don't know this advice:
+  // there pages come as they are touched.
+  madvise(at, bytes, MADV_POPULATE_WRITE);
+  return static_cast<char*>(at);
+}
+
+}  // namespace
+
+Segment::Segment(Segment&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), address_(other.address_) {
+  other.address_.fd = -1;
+}
+
+Segment& Segment::operator=(Segment&& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(address_, other.address_);
+  return *this;
+}
+
+Segment::~Segment() {
+  if (data_ != nullptr) munmap(data_ - kFirstPage, address_.bytes + kFirstPage);
+  if (address_.fd >= 0 && address_.pid == getpid()) close(address_.fd);
+}
+
+Segment Segment::create(int64_t bytes) {
+  const int64_t size = bytes + kFirstPage;
+  File file(memfd_create("flex_model", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (file.get() < 0) fail("memfd_create");
+  // Allocated now: a page that is not there when it is written would be a SIGBUS.
+  if (fchmod(file.get(), 0600) != 0 || ftruncate(file.get(), size) != 0 ||
+      fallocate(file.get(), 0, 0, size) != 0) {
+    fail("can't get " + std::to_string(size) + " bytes");
+  }
+  // Nobody can shrink it under those who map it.
+  fcntl(file.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
+  Segment segment;
+  char* start = map(file.get(), size);
+  std::random_device random;
+  const uint64_t token = static_cast<uint64_t>(random()) << 32 | random();
+  std::memcpy(start, &token, sizeof(token));
+  segment.data_ = start + kFirstPage;
+  segment.address_ = {getpid(), file.release(), token, bytes};
+  return segment;
+}
+
+Segment Segment::open(const SegmentAddress& address) {
+  const int64_t size = address.bytes + kFirstPage;
+  const std::string path =
+      "/proc/" + std::to_string(address.pid) + "/fd/" + std::to_string(address.fd);
+  File file(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+  if (file.get() < 0) fail("can't open the memory of process " + std::to_string(address.pid));
+  struct stat status;
+  if (fstat(file.get(), &status) != 0 || status.st_size != size) {
+    throw std::runtime_error("shared memory: process " + std::to_string(address.pid) +
+                             " is not the one that was meant: its memory has another size");
+  }
+  Segment segment;
+  char* start = map(file.get(), size);
+  segment.data_ = start + kFirstPage;
+  segment.address_ = address;
+  segment.address_.fd = -1;  // the mapping keeps the file
+  if (std::memcmp(start, &address.token, sizeof(address.token)) != 0) {
+    throw std::runtime_error("shared memory: process " + std::to_string(address.pid) +
+                             " is not the one that was meant; ranks in containers of their own "
+                             "don't share memory");
+  }
+  segment.keep_from_children();
+  return segment;
+}
+
+void Segment::keep_from_children() const {
+  madvise(data_ - kFirstPage, address_.bytes + kFirstPage, MADV_DONTFORK);
+}
+
+char* Segment::begin_detach() const noexcept {
+  void* copy = mmap(nullptr, address_.bytes + kFirstPage, PROT_READ | PROT_WRITE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return copy == MAP_FAILED ? nullptr : static_cast<char*>(copy) + kFirstPage;
+}
+
+void Segment::end_detach(char* copy) noexcept {
+  const int64_t size = address_.bytes + kFirstPage;
+  char* start = data_ - kFirstPage;
+  // Without memory for a copy, no access is better than one to the parent's memory.
+  if (copy == nullptr ||
+      mremap(copy - kFirstPage, size, size, MREMAP_MAYMOVE | MREMAP_FIXED, start) == MAP_FAILED) {
+    mprotect(start, size, PROT_NONE);
+  }
+  if (address_.fd >= 0) close(std::exchange(address_.fd, -1));
+}
+
+}  // namespace flex_model

@@ -1,0 +1,162 @@
+"""Which ranks of a group share a host, and the memory that they share.
+
+Decided once per group, by all its ranks together, when the group is made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flex_model import _C
+from flex_model.errors import HookError
+
+TRANSPORTS = ("auto", "shared_memory", "gloo", "nccl", "peer_memory")
+
+# Says the word of this rank at a place of the group's store, and waits for all ranks' words there.
+Ask = Callable[[str, str], list[str]]
+
+
+@dataclass
+class Hosts:
+    """The hosts of a group.
+
+    Attributes:
+        names: Of the host of each rank.
+        here: The ranks of this host, as far as they share memory; None where they don't.
+        wanted: The transport that ``FLEX_MODEL_TRANSPORT`` asks for, on all ranks alike.
+        why_not_shared: Why ``here`` is None; empty if it is not.
+    """
+
+    names: list[str]
+    here: _C.HostGroup | None
+    wanted: str
+    why_not_shared: str = ""
+
+    @property
+    def is_one(self) -> bool:
+        """Whether all ranks are on one host."""
+        return len(set(self.names)) == 1
+
+    def ranks_of(self, name: str) -> list[int]:
+        return [rank for rank, other in enumerate(self.names) if other == name]
+
+    @property
+    def leaders(self) -> list[int]:
+        """The first rank of each host, in order."""
+        return [self.names.index(name) for name in dict.fromkeys(self.names)]
+
+
+def wanted_transport() -> str:
+    """The value of ``FLEX_MODEL_TRANSPORT``; ValueError if there is no such transport."""
+    wanted = os.environ.get("FLEX_MODEL_TRANSPORT", "auto")
+    if wanted not in TRANSPORTS:
+        raise ValueError(
+            f"FLEX_MODEL_TRANSPORT must be one of {', '.join(TRANSPORTS)}; got {wanted!r}"
+        )
+    return wanted
+
+
+def host_name() -> str:
+    """Equal on two ranks if they run under one kernel. ``FLEX_MODEL_HOST`` sets it, to test several
+    hosts on one.
+    """
+    named = os.environ.get("FLEX_MODEL_HOST")
+    if named:
+        return named
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+
+
+def set_memory_limit() -> None:
+    """Take the limit of the pool from ``FLEX_MODEL_SHARED_MEMORY_LIMIT``: ``"512M"``, ``"2G"``."""
+    text = os.environ.get("FLEX_MODEL_SHARED_MEMORY_LIMIT", "")
+    found = re.fullmatch(r"(\d+)([KMGT]?)", text.strip().upper())
+    if text and not found:
+        raise ValueError(
+            "FLEX_MODEL_SHARED_MEMORY_LIMIT must be a number of bytes, with K, M, G or T for "
+            f"powers of 1024; got {text!r}"
+        )
+    _C.set_arena_limit(
+        int(found[1]) << 10 * ("KMGT".index(found[2]) + 1 if found[2] else 0) if found else -1
+    )
+
+
+def connect(rank: int, ask: Ask) -> Hosts:
+    """Find out where the ranks are, and share memory with those of this host. Collective.
+
+    Raises:
+        HookError: ranks want different transports, or shared memory was asked for and can't be had;
+            on every rank.
+    """
+    mistake, wanted = "", "auto"
+    table: _C.Address | None = None
+    why_no_table = ""
+    try:
+        wanted = wanted_transport()
+        set_memory_limit()
+    except ValueError as error:  # told to all
+        mistake = str(error)
+    try:
+        table = _C.arena_table()
+    except RuntimeError as error:
+        why_no_table = str(error)
+    mine = [host_name(), wanted, table, why_no_table, mistake]
+    told = [json.loads(word) for word in ask("host", json.dumps(mine))]
+    mistakes = [f"rank {r}: {row[4]}" for r, row in enumerate(told) if row[4]]
+    if mistakes:
+        raise HookError("; ".join(mistakes))
+    failures = [f"rank {r}: {row[3]}" for r, row in enumerate(told) if row[3]]
+    names = [row[0] for row in told]
+    if len({row[1] for row in told}) > 1:
+        listed = ", ".join(f"rank {r}: {row[1]}" for r, row in enumerate(told))
+        raise HookError(f"FLEX_MODEL_TRANSPORT differs ({listed}); set it alike on all ranks")
+    if wanted == "gloo" or failures:
+        reason = "; ".join(failures) or "FLEX_MODEL_TRANSPORT=gloo"
+        return _checked(Hosts(names, None, wanted, reason))
+    hosts = Hosts(names, None, wanted)
+    hosts.here, hosts.why_not_shared = _share(rank, hosts, [tuple(row[2]) for row in told], ask)
+    return _checked(hosts)
+
+
+def _share(
+    rank: int, hosts: Hosts, tables: list[_C.Address], ask: Ask
+) -> tuple[_C.HostGroup | None, str]:
+    """The ranks of this host, or why they can't share memory; on all hosts or on none."""
+    here = hosts.ranks_of(hosts.names[rank])
+    tables_here = [tables[other] for other in here]
+    block: _C.ControlBlock | None = None
+    address: _C.Address | None = None
+    failure = ""
+    if rank == here[0]:
+        try:
+            block = _C.ControlBlock(len(here))
+            address = block.address
+        except RuntimeError as error:
+            failure = str(error)
+    blocks = [json.loads(word) for word in ask("block", json.dumps([address, failure]))]
+    address, failure = blocks[here[0]]
+    group = None
+    if address is not None:
+        try:
+            if block is None:
+                pid, fd, token, size = address
+                group = _C.HostGroup.open((pid, fd, token, size), tables_here, here.index(rank))
+            else:
+                group = _C.HostGroup.made(block, tables_here, here.index(rank))
+        except RuntimeError as error:
+            failure = str(error)
+    failures = [
+        f"rank {other}: {word}" for other, word in enumerate(ask("opened", failure)) if word
+    ]
+    return (None, "; ".join(failures)) if failures else (group, "")
+
+
+def _checked(hosts: Hosts) -> Hosts:
+    if hosts.wanted == "shared_memory" and (hosts.here is None or not hosts.is_one):
+        reason = hosts.why_not_shared or f"the ranks are on {len(hosts.leaders)} hosts"
+        raise HookError(f"FLEX_MODEL_TRANSPORT=shared_memory can't be had: {reason}")
+    return hosts

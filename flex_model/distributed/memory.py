@@ -1,0 +1,60 @@
+"""CPU tensors out of a pool that this process's peers can reach.
+
+Fresh memory of many MiB costs several times the copy into it, a page fault at a time; pooled memory
+costs nothing. It goes back to the pool when the tensor dies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from flex_model import _C
+
+POOLED_BYTES = 64 << 10  # below, the allocator's own memory is as good
+
+# DLPack's type codes (int 0, uint 1, float 2, bfloat 4, complex 5, bool 6) and bits. Of other
+# dtypes only the size matters: they are views of bytes.
+_CODES = {
+    torch.int8: (0, 8),
+    torch.int16: (0, 16),
+    torch.int32: (0, 32),
+    torch.int64: (0, 64),
+    torch.uint8: (1, 8),
+    torch.float16: (2, 16),
+    torch.float32: (2, 32),
+    torch.float64: (2, 64),
+    torch.bfloat16: (4, 16),
+    torch.complex64: (5, 64),
+    torch.complex128: (5, 128),
+    torch.bool: (6, 8),
+}
+
+
+def empty(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An uninitialised contiguous CPU tensor, pooled where it is large and the pool has room."""
+    num_bytes = dtype.itemsize
+    for size in sizes:
+        num_bytes *= size
+    if num_bytes < POOLED_BYTES:
+        return torch.empty(sizes, dtype=dtype)
+    code = _CODES.get(dtype)
+    if code is not None:
+        capsule = _C.lease_tensor(sizes, *code)
+        return torch.empty(sizes, dtype=dtype) if capsule is None else from_dlpack(capsule)
+    capsule = _C.lease_tensor([num_bytes], *_CODES[torch.uint8])
+    if capsule is None:
+        return torch.empty(sizes, dtype=dtype)
+    return from_dlpack(capsule).view(dtype).view(sizes)
+
+
+def copy(tensor: Tensor) -> Tensor:
+    """A contiguous CPU copy of a tensor's values, detached, that shares memory with nothing."""
+    tensor = tensor.detach()
+    if tensor.device.type == "cpu" and tensor.nbytes < POOLED_BYTES:
+        tensor = tensor.resolve_conj().resolve_neg()
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return empty(tensor.shape, tensor.dtype).copy_(tensor)

@@ -1,0 +1,87 @@
+"""Memory that the ranks of one host share: each writes its shard where the full tensor is to be.
+
+CUDA tensors are staged through the CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flex_model import _C
+from flex_model._C import GatherPlan
+from flex_model.distributed import memory
+from flex_model.distributed.groups import PrivateGroup
+from flex_model.distributed.transports.transport import Gathered, on_cpu
+
+
+class SharedMemory:
+    """See ``Transport``. ``host`` are the group's ranks, all of this host."""
+
+    name = "shared_memory"
+
+    def __init__(self, group: PrivateGroup, host: _C.HostGroup) -> None:
+        self.group = group
+        self._host = host
+
+    def exchange_bytes(self, data: bytes) -> list[bytes]:
+        return self._host.exchange_bytes(data)
+
+    def exchange(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.contiguous()
+        everyone = torch.empty((self._host.size, *tensor.shape), dtype=tensor.dtype)
+        self._host.exchange(tensor.data_ptr(), tensor.nbytes, everyone.data_ptr())
+        return everyone
+
+    def all_gather(self, shard: Tensor, plan: GatherPlan, num_copies: int = 1) -> list[Tensor]:
+        host = on_cpu(shard)
+        check_bytes(host, plan.shard_bytes[self._host.rank])
+        fulls = [memory.empty(plan.full_sizes, shard.dtype) for _ in range(num_copies)]
+        self._host.all_gather(plan, host.data_ptr(), [full.data_ptr() for full in fulls])
+        return fulls if shard.device.type == "cpu" else [full.to(shard.device) for full in fulls]
+
+    def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
+        rank = self._host.rank
+        fulls, hosts, items = [], [], []
+        for tensor in tensors:
+            shard = full = 0
+            if rank in tensor.ranks:
+                host = on_cpu(tensor.shard)
+                check_bytes(host, tensor.plan.shard_bytes[tensor.ranks.index(rank)])
+                hosts.append(host)
+                shard = host.data_ptr()
+            if rank == 0:
+                fulls.append(memory.empty(tensor.plan.full_sizes, tensor.shard.dtype))
+                full = fulls[-1].data_ptr()
+            items.append((tensor.plan, tensor.ranks, shard, full))
+        self._host.gather_to_first(items)
+        return fulls if rank == 0 else None
+
+    def scatter_from_first(self, full: Tensor | None, like: Tensor, plan: GatherPlan) -> Tensor:
+        host = None if full is None else on_cpu(full)
+        if host is not None:
+            check_bytes(host, plan.full_bytes)
+        shard = memory.empty(like.shape, like.dtype)
+        check_bytes(shard, plan.shard_bytes[self._host.rank])
+        source = 0 if host is None else host.data_ptr()
+        self._host.scatter_from_first(plan, source, shard.data_ptr())
+        return shard.to(like.device)
+
+    def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
+        if self._host.rank == 0:
+            assert tensor is not None
+            host = on_cpu(tensor)
+            self._host.broadcast(host.data_ptr(), host.nbytes, 0)
+            return tensor
+        received = memory.empty(like.shape, like.dtype)
+        self._host.broadcast(0, received.nbytes, received.data_ptr())
+        return received.to(like.device)
+
+
+def check_bytes(tensor: Tensor, expected: int) -> None:
+    """The engine is given addresses: what lies there must be as large as the plan says."""
+    if tensor.nbytes != expected:
+        raise ValueError(
+            f"a tensor of {tensor.nbytes} bytes ({tensor.dtype}, {tuple(tensor.shape)}) does not "
+            f"fit its plan, which has {expected} bytes for it; plan for this shape and dtype"
+        )

@@ -1,0 +1,126 @@
+"""What every transport does, and what they share.
+
+A transport moves bytes along GatherPlans among the ranks of one private group, and gives the same
+bits as any other. That all ranks make the same calls, with the same plans, was agreed on before, by
+the channel; so was what to do when a wait fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from flex_model._C import GatherPlan
+from flex_model.distributed.groups import PrivateGroup
+
+# Waits for works of torch.distributed with the channel's deadline, then raises what they raise.
+Wait = Callable[[list], None]
+
+_SUMMED_BYTES = 8 << 20  # of each rank at a time
+
+
+@dataclass(eq=False)
+class Gathered:
+    """One tensor of several that are gathered together.
+
+    Attributes:
+        plan: Of its shards.
+        ranks: Of the group, that hold them, in the plan's order.
+        shard: This rank's, on the CPU; only its dtype counts on ranks that hold none.
+    """
+
+    plan: GatherPlan
+    ranks: list[int]
+    shard: Tensor
+
+
+class Transport(Protocol):
+    """All methods are collective over the group's ranks, whose first is rank 0.
+
+    Attributes:
+        name: As users name it in ``FLEX_MODEL_TRANSPORT``.
+        group: Its ranks.
+    """
+
+    name: str
+    group: PrivateGroup
+
+    def exchange_bytes(self, data: bytes) -> list[bytes]:
+        """The bytes of every rank, all of one length."""
+        ...
+
+    def exchange(self, tensor: Tensor) -> Tensor:
+        """``(num_ranks, *shape)`` of a CPU tensor that has one shape and dtype on all ranks."""
+        ...
+
+    def all_gather(self, shard: Tensor, plan: GatherPlan, num_copies: int = 1) -> list[Tensor]:
+        """The full tensor, ``num_copies`` times over, in memory of this rank's own and on the
+        device of ``shard``; the number may differ by rank, and may be 0.
+        """
+        ...
+
+    def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
+        """The full tensors on rank 0's CPU, None elsewhere. No payload goes to other ranks."""
+        ...
+
+    def scatter_from_first(self, full: Tensor | None, like: Tensor, plan: GatherPlan) -> Tensor:
+        """Each rank's shard of rank 0's ``full``; shape, dtype and device are those of ``like``,
+        this rank's own shard.
+        """
+        ...
+
+    def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
+        """Rank 0's tensor on every rank; ``like`` has its shape, dtype and device. On rank 0 it is
+        ``tensor`` itself.
+        """
+        ...
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor as a contiguous 1-D uint8 CPU tensor; shares memory where it can."""
+    return on_cpu(tensor).reshape(-1).view(torch.uint8)
+
+
+def on_cpu(tensor: Tensor) -> Tensor:
+    """A contiguous CPU tensor of the same values; shares memory where it can."""
+    tensor = tensor.detach()
+    if tensor.device.type != "cpu":
+        tensor = tensor.cpu()
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+@lru_cache(maxsize=256)
+def stacking(num_ranks: int, num_elements: int, element_bytes: int) -> GatherPlan:
+    """Tensors of one size, one above the other in rank order: ``(num_ranks, num_elements)``."""
+    sizes = [1, num_elements]
+    pieces = [(rank, [rank, 0], [0, 0], sizes) for rank in range(num_ranks)]
+    return GatherPlan([num_ranks, num_elements], [sizes] * num_ranks, pieces, element_bytes)
+
+
+def end_to_end(sizes: list[int]) -> GatherPlan:
+    """Bytes of several ranks, one after the other."""
+    pieces = [(r, [sum(sizes[:r])], [0], [size]) for r, size in enumerate(sizes)]
+    return GatherPlan([sum(sizes)], [[size] for size in sizes], pieces, 1)
+
+
+def all_reduce_sum(transport: Transport, tensor: Tensor) -> Tensor:
+    """The sum over ranks, on every rank. Added in the order of ranks, in the tensor's own dtype:
+    the same bits on all ranks, and by all transports.
+    """
+    shape, flat = tensor.shape, tensor.detach().contiguous().reshape(-1)
+    total = torch.empty_like(flat)
+    step = max(1, _SUMMED_BYTES // flat.element_size())
+    for at in range(0, flat.numel(), step):
+        part = flat[at : at + step]
+        plan = stacking(transport.group.size, part.numel(), part.element_size())
+        (rows,) = transport.all_gather(part.unsqueeze(0), plan)
+        target = total[at : at + step]
+        target.copy_(rows[0])
+        for row in rows[1:]:
+            target += row
+    return total.reshape(shape)
