@@ -76,6 +76,11 @@ class Channel:
             self._transports[key] = choose(group, self._wait)
         return self._transports[key][0]
 
+    @property
+    def transport_name(self) -> str:
+        """What moves CPU tensors among all ranks; ``"local"`` with one rank."""
+        return "local" if self.is_local else self._transport(_GRID).name
+
     def close(self) -> None:
         """Give the private groups back. Local."""
         self._transports.clear()

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from flex_model import _C
-from flex_model.distributed.hosts import Hosts, connect
+from flex_model.distributed.hosts import Hosts, Settings, connect
 from flex_model.errors import HookError
 
 # We poll with our own deadline. The backend's comes after it and ends what an abandoned wait left
@@ -72,6 +72,7 @@ def acquire(ranks: tuple[int, ...], timeout_s: float) -> PrivateGroup:
     name = hashlib.sha1(repr(ranks).encode()).hexdigest()[:16]
     store = dist.PrefixStore(f"flex_model/{name}", dist.distributed_c10d._get_default_store())
     me = ranks.index(dist.get_rank())
+    settings = Settings.now()
     # Wrappers are collected at different times on different ranks, so what one rank still has
     # another may have freed.
     held = max(
@@ -82,6 +83,7 @@ def acquire(ranks: tuple[int, ...], timeout_s: float) -> PrivateGroup:
             and group.broken is None
             and group.timeout_s >= timeout_s
             and group.world is dist.group.WORLD
+            and group.hosts.settings == settings
         ),
         default=0,
     )
@@ -93,14 +95,20 @@ def acquire(ranks: tuple[int, ...], timeout_s: float) -> PrivateGroup:
     if held and set(offers) == {held}:
         group = _groups[ranks, held]
     else:
-        group = _make(dist.PrefixStore(str(number), store), ranks, me, number, timeout_s)
+        store = dist.PrefixStore(str(number), store)
+        group = _make(store, ranks, me, number, settings, timeout_s)
         _groups[ranks, number] = group
     group.num_users += 1
     return group
 
 
 def _make(
-    store: dist.Store, ranks: tuple[int, ...], me: int, number: int, timeout_s: float
+    store: dist.Store,
+    ranks: tuple[int, ...],
+    me: int,
+    number: int,
+    settings: Settings,
+    timeout_s: float,
 ) -> PrivateGroup:
     """A new group. Collective over its ranks."""
 
@@ -108,7 +116,7 @@ def _make(
         return _gather_words(store, place, word, ranks, me, timeout_s)
 
     backend = _backend(store, me, len(ranks), timeout_s)
-    hosts = connect(me, ask)
+    hosts = connect(me, settings, ask)
     leaders = None
     if me in hosts.leaders and not hosts.is_one:
         of_leaders = dist.PrefixStore("leaders", store)
@@ -118,7 +126,7 @@ def _make(
             place,
             _backend(of_leaders, place, len(globals_), timeout_s),
             of_leaders,
-            Hosts([hosts.names[r] for r in hosts.leaders], None, hosts.wanted),
+            Hosts([hosts.names[r] for r in hosts.leaders], None, settings),
             None,
             number,
             timeout_s,

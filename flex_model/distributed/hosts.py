@@ -20,6 +20,54 @@ TRANSPORTS = ("auto", "shared_memory", "gloo", "nccl", "peer_memory")
 Ask = Callable[[str, str], list[str]]
 
 
+@dataclass(frozen=True)
+class Settings:
+    """What the environment says of transports; read when a group is made.
+
+    Attributes:
+        transport: ``FLEX_MODEL_TRANSPORT``: one of ``TRANSPORTS``.
+        memory_limit: ``FLEX_MODEL_SHARED_MEMORY_LIMIT``: the most bytes of the pool, as ``"512M"``.
+        host: ``FLEX_MODEL_HOST``: this rank's host, to test several hosts on one; by default, what
+            ranks under one kernel have in common.
+    """
+
+    transport: str
+    memory_limit: str
+    host: str
+
+    @staticmethod
+    def now() -> Settings:
+        read = os.environ.get
+        return Settings(
+            read("FLEX_MODEL_TRANSPORT", "auto"),
+            read("FLEX_MODEL_SHARED_MEMORY_LIMIT", ""),
+            read("FLEX_MODEL_HOST") or _boot_id(),
+        )
+
+    def limit_bytes(self) -> int:
+        """The limit of the pool, -1 if there is none. ValueError if a setting makes no sense."""
+        if self.transport not in TRANSPORTS:
+            raise ValueError(
+                f"FLEX_MODEL_TRANSPORT must be one of {', '.join(TRANSPORTS)}; "
+                f"got {self.transport!r}"
+            )
+        text = self.memory_limit.strip().upper()
+        if not text:
+            return -1
+        found = re.fullmatch(r"(\d+)([KMGT]?)", text)
+        if not found:
+            raise ValueError(
+                "FLEX_MODEL_SHARED_MEMORY_LIMIT must be a number of bytes, with K, M, G or T for "
+                f"powers of 1024; got {self.memory_limit!r}"
+            )
+        return int(found[1]) << 10 * " KMGT".index(found[2] or " ")
+
+
+def _boot_id() -> str:
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+
+
 @dataclass
 class Hosts:
     """The hosts of a group.
@@ -27,13 +75,13 @@ class Hosts:
     Attributes:
         names: Of the host of each rank.
         here: The ranks of this host, as far as they share memory; None where they don't.
-        wanted: The transport that ``FLEX_MODEL_TRANSPORT`` asks for, on all ranks alike.
+        settings: What this rank's environment said when the group was made.
         why_not_shared: Why ``here`` is None; empty if it is not.
     """
 
     names: list[str]
     here: _C.HostGroup | None
-    wanted: str
+    settings: Settings
     why_not_shared: str = ""
 
     @property
@@ -50,61 +98,25 @@ class Hosts:
         return [self.names.index(name) for name in dict.fromkeys(self.names)]
 
 
-def wanted_transport() -> str:
-    """The value of ``FLEX_MODEL_TRANSPORT``; ValueError if there is no such transport."""
-    wanted = os.environ.get("FLEX_MODEL_TRANSPORT", "auto")
-    if wanted not in TRANSPORTS:
-        raise ValueError(
-            f"FLEX_MODEL_TRANSPORT must be one of {', '.join(TRANSPORTS)}; got {wanted!r}"
-        )
-    return wanted
-
-
-def host_name() -> str:
-    """Equal on two ranks if they run under one kernel. ``FLEX_MODEL_HOST`` sets it, to test several
-    hosts on one.
-    """
-    named = os.environ.get("FLEX_MODEL_HOST")
-    if named:
-        return named
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
-
-
-def set_memory_limit() -> None:
-    """Take the limit of the pool from ``FLEX_MODEL_SHARED_MEMORY_LIMIT``: ``"512M"``, ``"2G"``."""
-    text = os.environ.get("FLEX_MODEL_SHARED_MEMORY_LIMIT", "")
-    found = re.fullmatch(r"(\d+)([KMGT]?)", text.strip().upper())
-    if text and not found:
-        raise ValueError(
-            "FLEX_MODEL_SHARED_MEMORY_LIMIT must be a number of bytes, with K, M, G or T for "
-            f"powers of 1024; got {text!r}"
-        )
-    _C.set_arena_limit(
-        int(found[1]) << 10 * ("KMGT".index(found[2]) + 1 if found[2] else 0) if found else -1
-    )
-
-
-def connect(rank: int, ask: Ask) -> Hosts:
+def connect(rank: int, settings: Settings, ask: Ask) -> Hosts:
     """Find out where the ranks are, and share memory with those of this host. Collective.
 
     Raises:
         HookError: ranks want different transports, or shared memory was asked for and can't be had;
             on every rank.
     """
-    mistake, wanted = "", "auto"
-    table: _C.Address | None = None
-    why_no_table = ""
+    mistake = ""
     try:
-        wanted = wanted_transport()
-        set_memory_limit()
+        _C.set_arena_limit(settings.limit_bytes())
     except ValueError as error:  # told to all
         mistake = str(error)
+    table: _C.Address | None = None
+    why_no_table = ""
     try:
         table = _C.arena_table()
     except RuntimeError as error:
         why_no_table = str(error)
-    mine = [host_name(), wanted, table, why_no_table, mistake]
+    mine = [settings.host, settings.transport, table, why_no_table, mistake]
     told = [json.loads(word) for word in ask("host", json.dumps(mine))]
     mistakes = [f"rank {r}: {row[4]}" for r, row in enumerate(told) if row[4]]
     if mistakes:
@@ -114,10 +126,10 @@ def connect(rank: int, ask: Ask) -> Hosts:
     if len({row[1] for row in told}) > 1:
         listed = ", ".join(f"rank {r}: {row[1]}" for r, row in enumerate(told))
         raise HookError(f"FLEX_MODEL_TRANSPORT differs ({listed}); set it alike on all ranks")
-    if wanted == "gloo" or failures:
+    if settings.transport == "gloo" or failures:
         reason = "; ".join(failures) or "FLEX_MODEL_TRANSPORT=gloo"
-        return _checked(Hosts(names, None, wanted, reason))
-    hosts = Hosts(names, None, wanted)
+        return _checked(Hosts(names, None, settings, reason))
+    hosts = Hosts(names, None, settings)
     hosts.here, hosts.why_not_shared = _share(rank, hosts, [tuple(row[2]) for row in told], ask)
     return _checked(hosts)
 
@@ -156,7 +168,7 @@ def _share(
 
 
 def _checked(hosts: Hosts) -> Hosts:
-    if hosts.wanted == "shared_memory" and (hosts.here is None or not hosts.is_one):
+    if hosts.settings.transport == "shared_memory" and (hosts.here is None or not hosts.is_one):
         reason = hosts.why_not_shared or f"the ranks are on {len(hosts.leaders)} hosts"
         raise HookError(f"FLEX_MODEL_TRANSPORT=shared_memory can't be had: {reason}")
     return hosts

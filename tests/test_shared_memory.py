@@ -1,0 +1,327 @@
+"""The engine's shared memory among processes of one host: rounds, transfers, and what becomes of
+ranks that stop, die or fork. Here without torch.distributed; in a model see test_transports.py.
+"""
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+import traceback
+
+import pytest
+import torch
+
+from flex_model import _C
+from flex_model.distributed import memory
+from flex_model.distributed.transports.transport import end_to_end, stacking
+
+OUTER_TIMEOUT_S = 50
+
+
+class Ranks:
+    """``body(group, rank, *arguments)`` in forked processes; what each returned or raised."""
+
+    def __init__(self, size, body, *arguments, timeout=20.0):
+        self.pipes, self.pids = [], []
+        for rank in range(size):
+            here, there = multiprocessing.Pipe()
+            pid = os.fork()
+            if pid == 0:
+                self._work(rank, size, there, body, arguments, timeout)
+            there.close()
+            self.pipes.append(here)
+            self.pids.append(pid)
+        tables = [self._receive(rank) for rank in range(size)]
+        self.pipes[0].send(tables)
+        block = self._receive(0)
+        for pipe in self.pipes[1:]:
+            pipe.send((block, tables))
+
+    @staticmethod
+    def _work(rank, size, pipe, body, arguments, timeout):
+        signal.alarm(OUTER_TIMEOUT_S)  # nothing outlives the test
+        try:
+            pipe.send(_C.arena_table())
+            if rank == 0:
+                tables, block = pipe.recv(), _C.ControlBlock(size)
+                address = block.address
+                group = _C.HostGroup.made(block, tables, 0)
+                pipe.send(address)
+            else:
+                block, tables = pipe.recv()
+                group = _C.HostGroup.open(block, tables, rank)
+            group.set_timeout(timeout)
+            group.exchange_bytes(b"all have opened it")
+            result = body(group, rank, *arguments)
+        except _C.WaitError as error:
+            group.give_up(f"rank {rank}: {error.args[0]}")
+            result = error.args
+        except BaseException as error:
+            result = (type(error).__name__, traceback.format_exc())
+            group.give_up(result[0])
+        pipe.send(result)
+        os._exit(0)
+
+    def _receive(self, rank, seconds=OUTER_TIMEOUT_S):
+        assert self.pipes[rank].poll(seconds), f"rank {rank} says nothing"
+        return self.pipes[rank].recv()
+
+    def results(self, but=()):
+        """Of all ranks but those that were killed."""
+        found = {rank: self._receive(rank) for rank in range(len(self.pids)) if rank not in but}
+        for pid in self.pids:
+            os.waitpid(pid, 0)
+        return found
+
+
+def numbers(rank, size):
+    return torch.arange(size, dtype=torch.int32) * 7 + rank
+
+
+def any_transfers(group, rank, seed, count):
+    """The same random sequence of transfers on all ranks, each checked."""
+    choose = random.Random(seed)
+    size = group.size
+    for step in range(count):
+        kind = choose.choice(["bytes", "exchange", "all_gather", "first", "scatter", "broadcast"])
+        lengths = [choose.choice([0, 1, 100, 16_384, 16_385, 40_000]) for _ in range(size)]
+        pooled = choose.random() < 0.7
+        dice = random.Random(seed * 1000 + step * 10 + rank)  # ranks come at different times
+        if dice.random() < 0.05:
+            time.sleep(dice.random() * 0.003)
+
+        def empty(length, pooled=pooled):
+            return (
+                memory.empty([length], torch.int32)
+                if pooled
+                else torch.empty(length, dtype=torch.int32)
+            )
+
+        plan = end_to_end([4 * length for length in lengths])
+        mine = numbers(rank, lengths[rank])
+        whole = torch.cat([numbers(r, length) for r, length in enumerate(lengths)])
+        if kind == "bytes":
+            got = group.exchange_bytes(bytes([rank, step % 256]))
+            assert got == [bytes([r, step % 256]) for r in range(size)]
+        elif kind == "exchange":
+            length = lengths[0]
+            everyone = torch.empty(size, length, dtype=torch.int32)
+            part = numbers(rank, length)
+            group.exchange(part.data_ptr(), part.nbytes, everyone.data_ptr())
+            assert torch.equal(everyone, torch.stack([numbers(r, length) for r in range(size)]))
+        elif kind == "all_gather":
+            fulls = [empty(len(whole)) for _ in range(dice.randrange(3))]
+            group.all_gather(plan, mine.data_ptr(), [full.data_ptr() for full in fulls])
+            for full in fulls:
+                assert torch.equal(full, whole)
+        elif kind == "first":
+            full = empty(len(whole)) if rank == 0 else None
+            again = torch.empty_like(whole) if rank == 0 else None
+            group.gather_to_first(
+                [
+                    (
+                        plan,
+                        list(range(size)),
+                        mine.data_ptr(),
+                        full.data_ptr() if full is not None else 0,
+                    ),
+                    (
+                        plan,
+                        list(range(size)),
+                        mine.data_ptr(),
+                        again.data_ptr() if again is not None else 0,
+                    ),
+                ]
+            )
+            if rank == 0:
+                assert torch.equal(full, whole)
+                assert torch.equal(again, whole)
+        elif kind == "scatter":
+            source = empty(len(whole)).copy_(whole) if rank == 0 else None
+            got = torch.empty_like(mine)
+            group.scatter_from_first(plan, source.data_ptr() if rank == 0 else 0, got.data_ptr())
+            if source is not None:
+                source.zero_()  # it may change from now on
+            assert torch.equal(got, mine)
+        else:
+            expected = numbers(0, lengths[0])
+            source = empty(lengths[0]).copy_(expected) if rank == 0 else None
+            got = torch.empty_like(expected)
+            group.broadcast(source.data_ptr() if rank == 0 else 0, expected.nbytes, got.data_ptr())
+            if source is not None:
+                source.zero_()
+            else:
+                assert torch.equal(got, expected)
+    return "done"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_any_sequence_of_transfers(size):
+    """More ranks than cores included, and tensors in the arena or not."""
+    for seed in range(2):
+        assert set(Ranks(size, any_transfers, seed, 150).results().values()) == {"done"}
+
+
+def run_until_stopped(group, rank, *_):
+    plan = stacking(group.size, 50_000, 4)
+    shard = numbers(rank, 50_000)
+    while True:
+        full = memory.empty([group.size, 50_000], torch.int32)
+        group.all_gather(plan, shard.data_ptr(), [full.data_ptr()])
+        group.exchange_bytes(b"x" * 64)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_killed_rank_is_named_at_once(victim):
+    segments = set(os.listdir("/dev/shm"))
+    ranks = Ranks(3, run_until_stopped)
+    time.sleep(random.random() * 0.2)
+    os.kill(ranks.pids[victim], signal.SIGKILL)
+    start = time.monotonic()
+    results = ranks.results(but=[victim])
+    assert time.monotonic() - start < 3
+    assert all(
+        result[:2] == ("dead", [victim]) or result[0] == "broken" for result in results.values()
+    ), results
+    assert any(result[0] == "dead" for result in results.values())
+    assert set(os.listdir("/dev/shm")) <= segments
+
+
+def test_a_stopped_rank_is_named_at_the_deadline_and_a_short_stop_is_no_error():
+    ranks = Ranks(2, run_until_stopped, timeout=1.0)
+    time.sleep(0.1)
+    os.kill(ranks.pids[1], signal.SIGSTOP)
+    time.sleep(0.3)
+    os.kill(ranks.pids[1], signal.SIGCONT)
+    time.sleep(0.2)
+    assert not any(pipe.poll(0) for pipe in ranks.pipes)
+    os.kill(ranks.pids[1], signal.SIGSTOP)
+    start = time.monotonic()
+    assert ranks.pipes[0].poll(5)
+    assert 0.5 < time.monotonic() - start < 2.5
+    assert ranks.pipes[0].recv()[:2] == ("late", [1])
+    os.kill(ranks.pids[1], signal.SIGCONT)  # it hears that the others have given up
+    assert ranks.pipes[1].poll(5)
+    reason, _, text = ranks.pipes[1].recv()
+    assert (reason, text) in [("broken", "rank 0: late"), ("dead", "")]
+
+
+def test_ctrl_c_ends_a_wait_and_the_others_are_told():
+    def body(group, rank):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if rank == 1:
+            while not group.is_broken:
+                time.sleep(0.01)
+        group.exchange_bytes(b"x")
+
+    ranks = Ranks(2, body)
+    time.sleep(0.2)
+    start = time.monotonic()
+    os.kill(ranks.pids[0], signal.SIGINT)
+    results = ranks.results()
+    assert time.monotonic() - start < 1.5
+    assert results[0][0] == "KeyboardInterrupt"
+    assert results[1][0] == "broken"
+    assert results[1][2] == "KeyboardInterrupt"
+
+
+def fork_in_the_middle(group, rank):
+    """The child keeps what it has, and takes no part."""
+    plan = stacking(2, 50_000, 4)
+    full = memory.empty([2, 50_000], torch.int32)
+    shard = numbers(rank, 50_000)
+    group.all_gather(plan, shard.data_ptr(), [full.data_ptr()])
+    expected = torch.stack([numbers(r, 50_000) for r in range(2)])
+    pid = os.fork()
+    if pid == 0:
+        try:
+            assert torch.equal(full, expected)
+            full.zero_()  # its own copy
+            with pytest.raises(RuntimeError, match="forked"):
+                group.exchange_bytes(b"x")
+            fresh = memory.empty([100_000], torch.int32).fill_(3)  # not of the pool
+            assert _C.arena_bytes()[1] == 400_128
+            del full
+            assert fresh.sum() == 300_000
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    for _ in range(20):  # the parent goes on, in the same memory
+        other = memory.empty([2, 50_000], torch.int32)
+        group.all_gather(plan, shard.data_ptr(), [other.data_ptr()])
+        assert torch.equal(other, expected)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert torch.equal(full, expected)
+    return "done"
+
+
+def test_a_forked_child_keeps_its_tensors_and_takes_no_part():
+    assert set(Ranks(2, fork_in_the_middle).results().values()) == {"done"}
+
+
+def test_transfers_out_of_step_are_told():
+    def body(group, rank):
+        if rank == 0:
+            group.exchange_bytes(b"x")
+        else:
+            group.broadcast(0, 10, torch.empty(10, dtype=torch.uint8).data_ptr())
+
+    results = Ranks(2, body).results()
+    assert {result[0] for result in results.values()} <= {"out of step", "broken"}
+    assert any(result[0] == "out of step" for result in results.values())
+
+
+def a_pool_of_any_leases(group, rank):
+    """Leases of random sizes, ended in random order: each keeps its own values."""
+    choose = random.Random(5)
+    held = {}
+    for i in range(600):
+        if held and choose.random() < 0.45:
+            number, tensor = held.popitem() if choose.random() < 0.5 else next(iter(held.items()))
+            held.pop(number, None)
+            assert tensor.eq(number).all()
+        else:
+            size = choose.choice([20_000, 70_000, 300_000])
+            held[i] = memory.empty([size], torch.int32).fill_(i)
+    for number, tensor in held.items():
+        assert tensor.eq(number).all()
+    bytes_held = _C.arena_bytes()[0]
+    held.clear()
+    del tensor
+    assert _C.arena_bytes() == (bytes_held, 0)
+    _C.trim_arena()
+    assert _C.arena_bytes() == (0, 0)
+    assert memory.empty([100_000], torch.int32).fill_(1).sum() == 100_000
+    return "done"
+
+
+def test_leases_never_overlap_and_all_memory_comes_back():
+    assert set(Ranks(1, a_pool_of_any_leases).results().values()) == {"done"}
+
+
+def a_limited_pool(group, rank):
+    _C.set_arena_limit(20 << 20)
+    tensors = [memory.empty([1 << 20], torch.int32).fill_(i) for i in range(10)]
+    assert _C.arena_bytes()[0] <= 20 << 20
+    assert 4 << 20 <= _C.arena_bytes()[1] <= 20 << 20  # the others are the allocator's
+    for i, tensor in enumerate(tensors):
+        assert tensor.eq(i).all()
+    return "done"
+
+
+def test_the_pool_has_a_limit():
+    assert set(Ranks(1, a_limited_pool).results().values()) == {"done"}
+
+
+def test_memory_of_a_process_that_is_another_one_is_refused():
+    def body(group, rank):
+        pid, fd, token, size = _C.arena_table()
+        for wrong in ((pid, fd, token + 1, size), (pid, fd, token, size + 4096), (pid, 999, 1, 1)):
+            with pytest.raises(RuntimeError, match="shared memory"):
+                _C.HostGroup.open(wrong, [_C.arena_table()], 0)
+        return "done"
+
+    assert set(Ranks(1, body).results().values()) == {"done"}

@@ -1,0 +1,319 @@
+"""Every transport moves the same bytes to the same places: compared with torch's own split and with
+each other, bit for bit, on random plans of small and of large tensors.
+"""
+
+import contextlib
+import os
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flex_model import _C
+from flex_model.distributed import memory
+from flex_model.distributed.channel import Channel
+from flex_model.distributed.gather import Move
+from flex_model.distributed.header import Header
+from flex_model.distributed.layout import Shard, ShardLayout
+from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.transports.transport import Gathered
+from flex_model.errors import HookError
+
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.bool,
+    torch.int8,
+    torch.int64,
+    torch.uint8,
+    torch.complex64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+# The environment of each: hosts may be named, to have several on one machine.
+SETTINGS = {
+    "shared_memory": {"FLEX_MODEL_TRANSPORT": "shared_memory"},
+    "gloo": {"FLEX_MODEL_TRANSPORT": "gloo"},
+    "full arena": {"FLEX_MODEL_SHARED_MEMORY_LIMIT": "1"},
+    "a host of each": {"FLEX_MODEL_HOST": "host{rank}"},
+    "two hosts": {"FLEX_MODEL_HOST": "host{half}"},
+    "interleaved hosts": {"FLEX_MODEL_HOST": "host{parity}"},
+}
+NAMES = {
+    "shared_memory": "shared_memory",
+    "gloo": "gloo",
+    "full arena": "shared_memory",
+    "a host of each": "shared_memory inside a host, gloo between hosts",
+    "two hosts": "shared_memory inside a host, gloo between hosts",
+    "interleaved hosts": "shared_memory inside a host, gloo between hosts",
+}
+
+
+@contextlib.contextmanager
+def transport(name, dp=1, timeout=30.0):
+    """A channel over the world with one transport."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    before = dict(os.environ)
+    for key, value in SETTINGS.get(name, {}).items():
+        os.environ[key] = value.format(rank=rank, half=rank // 2, parity=rank % 2)
+    channel = None
+    try:
+        mesh = Mesh.from_sizes(size // dp, 1, dp)
+        channel = Channel(mesh, timeout)
+        yield channel
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        if channel is not None:
+            channel.close()
+
+
+def values(sizes, dtype, generator):
+    """Random bytes as `dtype`: NaN payloads and denormals included; the same on every rank."""
+    if dtype == torch.bool:
+        return torch.randint(0, 2, sizes, generator=generator).bool()
+    data = torch.randint(0, 256, (*sizes, dtype.itemsize), dtype=torch.uint8, generator=generator)
+    return data.view(dtype).squeeze(-1)
+
+
+def bits(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def same_bits(got, expected):
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    assert torch.equal(bits(got), bits(expected))
+
+
+def uneven(total, count, choose):
+    cuts = sorted(choose.randint(0, total) for _ in range(count - 1))
+    return [b - a for a, b in zip([0, *cuts], [*cuts, total])]
+
+
+def cases(dp, tp, large):
+    """Full tensors with a layout and the sizes of the parts: (full, layout, dp parts, tp parts)."""
+    choose, generator = random.Random(large), torch.Generator().manual_seed(7)
+    for i, dtype in enumerate(DTYPES):
+        shape = [choose.randint(0, 7) for _ in range(3)]
+        shape[choose.randrange(3)] = (300_000 if i % 2 else 100_000) if large else 5
+        shape = [max(n, 1) for n in shape] if large else shape
+        dp_dim, tp_dim = choose.randrange(3), choose.randrange(3)
+        layout = ShardLayout(Shard(dp_dim), Shard(tp_dim))
+        dp_parts = uneven(shape[dp_dim], dp, choose)
+        of_dp = dp_parts if dp_dim == tp_dim else [shape[tp_dim]]
+        tp_parts = [uneven(n, tp, choose) for n in of_dp]
+        yield values(shape, dtype, generator), layout, dp_parts, tp_parts * (dp // len(tp_parts))
+
+
+def shards_of(full, layout, dp_parts, tp_parts):
+    rows = full.split(dp_parts, layout.dp.dim)
+    return [part for row, sizes in zip(rows, tp_parts) for part in row.split(sizes, layout.tp.dim)]
+
+
+def moves_every_way(channel, large):
+    """All that a channel does with a tensor, against what torch's split says."""
+    mesh, rank = channel.mesh, channel.mesh.place
+    moved = []
+    for full, layout, dp_parts, tp_parts in cases(mesh.dp_size, mesh.tp_size, large):
+        shards = shards_of(full, layout, dp_parts, tp_parts)
+        mine = shards[rank]  # not contiguous, as a model's may be
+        move = Move.of(channel, layout, [tuple(shard.shape) for shard in shards], full.dtype)
+        wanted = rank % 3  # each rank another number of copies
+        copies = channel.all_gather(move.axes, mine, move.plan, wanted)
+        assert len(copies) == wanted
+        for copy in copies:
+            same_bits(copy, full)
+        places = mesh.members(move.axes, place=0)
+        moved.append((full, Gathered(move.plan, places, mine)))
+        on_first = move.gather_to_first(mine)
+        assert (on_first is None) == (rank != 0)
+        if on_first is not None:
+            same_bits(on_first, full)
+        like = torch.zeros_like(mine, memory_format=torch.contiguous_format)
+        back = move.scatter_from_first(full.clone() if rank == 0 else None, like)
+        same_bits(back, mine.contiguous())
+        same_bits(move.slice(full), mine.contiguous())
+        same_bits(channel.broadcast(full if rank == 0 else None, torch.zeros_like(full)), full)
+        if full.dtype in (torch.float32, torch.bfloat16):
+            term = torch.full((70_000 if large else 3, 2), 0.1 * (rank + 1), dtype=full.dtype)
+            total = term.new_tensor(0.1).expand_as(term).clone()
+            for other in range(1, len(mesh.grid)):
+                total += term.new_tensor(0.1 * (other + 1))
+            same_bits(channel.all_reduce_sum(("dp", "tp"), term), total)
+    together = channel.gather_to_first(("dp", "tp"), [gathered for _, gathered in moved])
+    if rank == 0:
+        for (full, _), got in zip(moved, together):
+            same_bits(got, full)
+    rows = channel.exchange(torch.arange(20_000) + rank)
+    assert torch.equal(rows, torch.arange(20_000) + torch.arange(len(mesh.grid))[:, None])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["shared_memory", "gloo", "full arena", "a host of each"])
+@pytest.mark.parametrize("large", [False, True])
+def test_two_ranks(name, large):
+    with transport(name) as channel:
+        assert channel.transport_name == NAMES[name]
+        moves_every_way(channel, large)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("dp", [1, 2])
+def test_four_ranks(name, dp):
+    with transport(name, dp) as channel:
+        assert channel.transport_name == NAMES[name]
+        moves_every_way(channel, large=False)
+        moves_every_way(channel, large=dp == 2)
+
+
+@pytest.mark.ranks(4)
+def test_groups_of_two_axes_take_turns():
+    """Sub-groups of dp and of tp, and the whole, on one arena."""
+    with transport("shared_memory", dp=2) as channel:
+        rank = channel.mesh.place
+        dp, tp = divmod(rank, 2)
+        for round_ in range(20):
+            size = 50_000 * (1 + round_ % 3)
+            for axes, sum_ in (("tp",), 4 * dp + 1), (("dp",), 2 * tp + 2), (("dp", "tp"), 6):
+                got = channel.all_reduce_sum(axes, torch.full((size,), float(rank)))
+                assert torch.equal(got, torch.full((size,), float(sum_)))
+
+
+@pytest.mark.ranks(2)
+def test_two_channels_take_turns():
+    with transport("shared_memory") as first, transport("gloo") as second:
+        for channel in (first, second) * 10:
+            channel.agree(Header("tensor", site=7), "here")
+            moved = channel.all_reduce_sum(("tp",), torch.ones(40_000))
+            assert torch.equal(moved, torch.full((40_000,), 2.0))
+
+
+@pytest.mark.ranks(2)
+def test_thousand_gathered_tensors_live_side_by_side():
+    with transport("shared_memory") as channel:
+        held = []
+        plan = Move.of(channel, ShardLayout(tp=Shard(0)), [(9_000,), (9_000,)], torch.float32).plan
+        for i in range(1000):
+            shard = torch.full((9_000,), float(2 * i + channel.mesh.place))
+            held += channel.all_gather(("tp",), shard, plan)
+        for i, full in enumerate(held):
+            assert torch.equal(full.view(2, -1)[:, 0], torch.tensor([2.0 * i, 2.0 * i + 1]))
+            assert full.view(2, -1).eq(full.view(2, -1)[:, :1]).all()
+        leased = _C.arena_bytes()[1]
+        del held, full
+        assert _C.arena_bytes()[1] <= leased - 1000 * 72_000
+
+
+@pytest.mark.ranks(2)
+def test_memory_is_used_again():
+    with transport("shared_memory") as channel:
+        shapes = [(1 << 20,), (1 << 20,)]
+        plan = Move.of(channel, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
+        shard = torch.ones(1 << 20)
+        for _ in range(5):
+            channel.all_gather(("tp",), shard, plan)
+        held = _C.arena_bytes()[0]
+        for _ in range(50):
+            channel.all_gather(("tp",), shard, plan)
+        assert _C.arena_bytes()[0] == held
+
+
+@pytest.mark.ranks(2)
+def test_what_an_edit_holds_is_not_given_out_again():
+    """A view keeps the memory, as of any tensor."""
+    with transport("shared_memory") as channel:
+        shapes = [(100_000,), (100_000,)]
+        plan = Move.of(channel, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
+        views = []
+        for i in range(20):
+            (full,) = channel.all_gather(("tp",), torch.full((100_000,), float(i)), plan)
+            views.append(full[50_000:50_010])
+        for i, view in enumerate(views):
+            assert torch.equal(view, torch.full((10,), float(i)))
+
+
+@pytest.mark.ranks(2)
+def test_settings_that_make_no_sense_are_named_on_every_rank():
+    for settings, message in (
+        ({"FLEX_MODEL_TRANSPORT": "pigeon"}, r"(?s)FLEX_MODEL_TRANSPORT.*'pigeon'"),
+        ({"FLEX_MODEL_SHARED_MEMORY_LIMIT": "much"}, r"(?s)SHARED_MEMORY_LIMIT.*'much'"),
+    ):
+        SETTINGS["wrong"] = settings if dist.get_rank() == 1 else {}  # on one rank only
+        with pytest.raises(HookError, match=message), transport("wrong"):
+            pass
+    SETTINGS["wrong"] = {"FLEX_MODEL_TRANSPORT": ["gloo", "shared_memory"][dist.get_rank()]}
+    with pytest.raises(HookError, match="differs"), transport("wrong"):
+        pass
+    SETTINGS["wrong"] = {
+        "FLEX_MODEL_TRANSPORT": "shared_memory",
+        "FLEX_MODEL_HOST": f"host{dist.get_rank()}",
+    }
+    with pytest.raises(HookError, match=r"(?s)shared_memory.*2 hosts"), transport("wrong"):
+        pass
+    with transport("shared_memory") as channel:  # and the next group works
+        assert channel.exchange(torch.ones(1)).sum() == 2
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["shared_memory", "gloo", "a host of each"])
+def test_a_rank_that_does_not_come_is_named(name):
+    with transport(name, timeout=1.0) as channel:
+        channel.exchange(torch.ones(1))
+        start = time.monotonic()
+        if channel.mesh.place == 0:
+            with pytest.raises(HookError, match=r"(?s)waited 1 s.*missing: rank 1 \(global rank 1"):
+                channel.agree(Header("tensor", site=7), "the meeting place")
+            assert time.monotonic() - start < 2.5
+            dist.barrier()
+        else:
+            dist.barrier()  # the user's own group still works
+            if name == "gloo":  # gives what a rank sent before it left
+                channel.agree(Header("tensor", site=7), "the meeting place")
+            with pytest.raises(HookError, match=r"(?s)waited 1 s at the meeting place"):
+                channel.agree(Header("tensor", site=7), "the meeting place")
+        with pytest.raises(HookError, match="can't be used any more"):
+            channel.agree(Header("tensor", site=7), "the meeting place")
+
+
+@pytest.mark.ranks(2)
+def test_memory_offered_to_a_peer_that_never_came_is_not_given_out_again(monkeypatch):
+    """It may come yet, and write."""
+    given = []
+    lease = memory.empty
+
+    def empty(sizes, dtype):
+        tensor = lease(sizes, dtype)
+        given.append(tensor.data_ptr())
+        return tensor
+
+    with transport("shared_memory", timeout=0.5) as channel:
+        channel.exchange(torch.ones(1))
+        shapes = [(100_000,), (100_000,)]
+        plan = Move.of(channel, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
+        if channel.mesh.place == 0:
+            monkeypatch.setattr(memory, "empty", empty)
+            with pytest.raises(HookError, match="missing: rank 1"):
+                channel.all_gather(("tp",), torch.ones(100_000), plan)
+            (offered,) = given
+            again = [empty([200_000], torch.float32) for _ in range(3)]
+            assert offered not in {tensor.data_ptr() for tensor in again}
+            del again[:]  # this memory is
+            assert empty([200_000], torch.float32).data_ptr() in given[1:-1]
+        dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_tensors_that_do_not_fit_their_plan():
+    with transport("shared_memory", timeout=10.0) as channel:
+        channel.exchange(torch.ones(1))
+        shapes = [(100,), (100,)]
+        plan = Move.of(channel, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
+        size = 99 if channel.mesh.place == 0 else 100
+        error, message = (ValueError, "400 bytes") if size == 99 else (HookError, "ValueError")
+        with pytest.raises(error, match=message):
+            channel.all_gather(("tp",), torch.ones(size), plan)
