@@ -23,7 +23,7 @@ from flex_model.hooks.function import KINDS, EditingFunction, HookFunction
 from flex_model.hooks.groups import Members, check_name, matches, pattern_text
 from flex_model.hooks.registration import HookHandle
 from flex_model.hooks.table import EVERYTHING
-from flex_model.inspection import DryRun, Layouts, VerifyReport
+from flex_model.inspection import DryRun, Explanation, Layouts, VerifyReport
 from flex_model.integrations import fsdp, model_mesh
 from flex_model.names import clean, find_module, find_parameter, module_names
 from flex_model.parameters import send_from_rank_0
@@ -517,6 +517,19 @@ class FlexModel(nn.Module):
         Local, and the same on every rank.
         """
         return inspection.layouts.layouts(self._core)
+
+    def explain(self) -> Explanation:
+        """What the last run, with the backward that followed it, cost at each hook: the transport,
+        headers, collectives, bytes moved by this rank, and why. Prints as a table.
+
+        Example::
+
+            flex(tokens)
+            print(flex.explain())
+
+        Counted while it ran, in bytes; ``dry_run`` foretells the same numbers. Local.
+        """
+        return inspection.explain.explain(self._core)
 
     def dry_run(self, *args: Any, **kwargs: Any) -> DryRun:
         """What a run with these inputs would do at each hook: shapes, layout, ranks, bytes moved

@@ -110,6 +110,7 @@ class Records:
             headers = self._channel.agree(header, what)
             if pending:
                 moves = self._agree_on_moves(pending, resolve)
+                self._channel.meter.turn_to(header.site)
                 deliver = self._deliver_to_all if self.on_all_ranks else self._deliver_to_first
                 with torch.inference_mode(False), torch.no_grad():  # records are plain tensors
                     deliver(pending, moves)
@@ -137,12 +138,14 @@ class Records:
                 )
             shapes: list[Shape] = [shape for _, shape in told]
             move = resolve(record.call, shapes, record.shard.dtype, record.known, record.shard)
+            self._channel.meter.turn_to(record.call.registration.site)
             record.shard = move.summed(record.shard)
             moves.append(move)
         return moves
 
     def _deliver_to_all(self, pending: list[PendingRecord], moves: list[Move]) -> None:
         for record, move in zip(pending, moves):
+            self._channel.meter.turn_to(record.call.registration.site)
             full = move.copies(record.shard, 1)[0] if move.axes else record.shard
             self._fill(record, full)
 
@@ -156,7 +159,12 @@ class Records:
         if not split:
             return
         tensors = [
-            Gathered(move.plan, mesh.members(move.axes, place=0), record.shard)
+            Gathered(
+                move.plan,
+                mesh.members(move.axes, place=0),
+                record.shard,
+                site=record.call.registration.site,
+            )
             for record, move in split
         ]
         fulls = self._channel.gather_to_first(("dp", "tp"), tensors)

@@ -181,6 +181,17 @@ def test_costs_are_those_that_a_run_counts(settings, axis):
     )
     assert (dry.forward.headers, dry.forward.payloads) == forward, dry
     assert (dry.backward.headers, dry.backward.payloads) == backward, dry
+    counted = flex.explain()
+    assert len(counted) == len(dry) + 1  # what all hooks share comes last
+    rank = dist.get_rank()
+    for row, cost in zip(dry, counted):
+        both = row.forward + row.backward
+        assert (row.name, row.kind) == (cost.name, cost.kind)
+        assert (both.headers, both.payloads) == (cost.headers, cost.collectives), (row, cost)
+        assert (both.bytes_by_rank or (0, 0))[rank] == cost.bytes_moved, (row, cost)
+        assert bool(cost.bytes_moved) == bool(cost.transport)
+    assert set(counted.transports.values()) == {("shared_memory", "the ranks are on one host")}
+    assert "bytes moved" in str(counted) and "the ranks are on one host" in str(counted)
     full, shard = (4 * 8 * 8, 2 * 8 * 8 if not is_tp else 4 * 4 * 8)
     row = next(row for row in dry if (row.name, row.kind) == ("fc1", "forward"))
     assert row.owners == (0, 1) and row.full_shape == (4, 8)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flex_model._C import GatherPlan, WaitError
-from flex_model.distributed import groups
+from flex_model.distributed import costs, groups
 from flex_model.distributed.header import ERROR, FAILED, OK, Header
 from flex_model.distributed.mesh import Axis, Mesh
 from flex_model.distributed.transports import transport
@@ -53,6 +53,7 @@ class Channel:
         self.sequence = 0
         self.where = "nothing yet"
         self.num_payloads = 0  # payload collectives so far
+        self.meter = costs.Meter()  # of the run
         self._error: tuple[int, str, BaseException | None] = (OK, "", None)
         self._groups: dict[tuple[Axis, ...], groups.PrivateGroup] = {}
         self._transports: dict[tuple[Axis, ...], tuple[Transport, str]] = {}
@@ -80,6 +81,10 @@ class Channel:
     def transport_name(self) -> str:
         """What moves CPU tensors among all ranks; ``"local"`` with one rank."""
         return "local" if self.is_local else self._transport(_GRID).name
+
+    def transports(self) -> dict[str, tuple[str, str]]:
+        """By the axes of the ranks that talked so far: the transport, and why it is this one."""
+        return {_text_of(axes): (to.name, why) for axes, (to, why) in self._transports.items()}
 
     def close(self) -> None:
         """Give the private groups back. Local."""
@@ -118,6 +123,7 @@ class Channel:
         """
         self.sequence += 1
         self.where = where
+        self.meter.header(header.site)
         header = replace(header, sequence=self.sequence, state=self._error[0])
         packed = header.pack()
         rows = [packed] if self.is_local else self._call("exchange_bytes", _GRID, packed)
@@ -216,32 +222,41 @@ class Channel:
         self, axes: tuple[Axis, ...], shard: Tensor, plan: GatherPlan, num_copies: int = 1
     ) -> list[Tensor]:
         """The full tensor ``num_copies`` times over: a number of each rank's own."""
-        self.num_payloads += 1
+        self._count(axes, costs.of_all_gather(plan))
         return self._call("all_gather", axes, shard, plan, num_copies)
 
     def gather_to_first(
         self, axes: tuple[Axis, ...], tensors: list[Gathered]
     ) -> list[Tensor] | None:
         """The full tensors in the CPU memory of the first rank along ``axes``, None elsewhere."""
-        self.num_payloads += 1
+        to = self._transport(axes)
+        self._count(axes, 0)
+        for tensor in tensors:
+            moved = costs.of_gather_to_first(tensor.plan, tensor.ranks, to.group.rank)
+            self.meter.part_of_payload(tensor.site, moved, to.name)
         return self._call("gather_to_first", axes, tensors)
 
     def scatter_from_first(
         self, axes: tuple[Axis, ...], full: Tensor | None, like: Tensor, plan: GatherPlan
     ) -> Tensor:
         """This rank's shard of the first rank's ``full``."""
-        self.num_payloads += 1
+        rank, size = self._transport(axes).group.rank, self._transport(axes).group.size
+        self._count(axes, costs.of_gather_to_first(plan, range(size), rank))
         return self._call("scatter_from_first", axes, full, like, plan)
 
     def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
         """The tensor of rank 0 of the grid on every rank."""
-        self.num_payloads += 1
+        self._count(_GRID, costs.of_broadcast(like.nbytes))
         return self._call("broadcast", _GRID, tensor, like)
 
     def all_reduce_sum(self, axes: tuple[Axis, ...], tensor: Tensor) -> Tensor:
         """The sum over the ranks along ``axes``, on every rank."""
-        self.num_payloads += 1
+        self._count(axes, costs.of_all_reduce(tensor.nbytes))
         return self._guarded(axes, lambda to: transport.all_reduce_sum(to, tensor))
+
+    def _count(self, axes: tuple[Axis, ...], num_bytes: int) -> None:
+        self.num_payloads += 1
+        self.meter.payload(num_bytes, self._transport(axes).name)
 
     # Waiting.
 
@@ -361,6 +376,12 @@ class Channel:
                 f"{reason} This wrap can't be used any more; your own process groups are untouched"
             )
         )
+
+
+def _text_of(axes: tuple[Axis, ...]) -> str:
+    """``dp x tp``; a part of an axis as ``tp (2 pieces)``."""
+    texts = [axis if isinstance(axis, str) else f"{axis[0]} ({axis[1]} pieces)" for axis in axes]
+    return " x ".join(texts)
 
 
 def agreed(error):

@@ -157,9 +157,8 @@ class Move:
             return [_copy(shard) for _ in range(number)] if is_first else None
         if not self.rank_0_gathers:
             return None
-        gathered = Gathered(self.plan, list(range(len(self.plan.shard_sizes))), shard)
-        fulls = self.channel.gather_to_first(self.axes, [gathered] * number)
-        return fulls
+        gathered = Gathered(self.plan, list(range(len(self.plan.shard_sizes))), shard, number)
+        return self.channel.gather_to_first(self.axes, [gathered])
 
     def gather_to_first(self, shard: Tensor) -> Tensor | None:
         """The full tensor on rank 0 of the grid, on the device of ``shard``; None elsewhere."""

@@ -158,6 +158,7 @@ class HookCore:
         run = RunContext(self.table.active, direct_depth=int(direct), first_node=next_sequence())
         self._thread = threading.get_ident()
         self.tracking.reset()
+        self.channel.meter.clear()
         self.run = run
         self._runs.append(run)
         try:

@@ -1,8 +1,9 @@
-"""See what hooks see, before and after running: layouts, a run on shapes alone, a comparison with
-the unsharded model.
+"""See what hooks see, before and after running: layouts, a run on shapes alone, what a run cost, a
+comparison with the unsharded model.
 """
 
 from flex_model.inspection.dry_run import Cost, DryRun, DryRunRow
+from flex_model.inspection.explain import Explanation, HookCost
 from flex_model.inspection.layouts import Layouts, SiteLayout
 from flex_model.inspection.verify import SiteDifference, VerifyReport
 
@@ -10,6 +11,8 @@ __all__ = [
     "Cost",
     "DryRun",
     "DryRunRow",
+    "Explanation",
+    "HookCost",
     "Layouts",
     "SiteDifference",
     "SiteLayout",

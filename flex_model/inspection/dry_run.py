@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flex_model.distributed import inference
+from flex_model.distributed import costs, inference
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.gather import Move
 from flex_model.distributed.header import DTYPES, Header, site_hash
@@ -465,27 +465,28 @@ class _Costs:
         return cost
 
     def _all_reduce(self, axis: str) -> Cost:
-        return Cost(payloads=1, bytes_by_rank=tuple(2 * n for n in self._shard_bytes))
+        return Cost(payloads=1, bytes_by_rank=tuple(map(costs.of_all_reduce, self._shard_bytes)))
 
     def _all_gather(self) -> Cost:
         if not self._move.axes:
             return Cost()
-        return Cost(payloads=1, bytes_by_rank=(self._full_bytes,) * len(self._shard_bytes))
+        return self._alike(costs.of_all_gather(self._move.plan))
 
     def _to_first(self) -> Cost:
         if not self._move.axes:
             return Cost()
-        moved = [0] * len(self._shard_bytes)
-        for place in self._places():
-            if place:
-                moved[place] = self._shard_bytes[place]
-        moved[0] = self._full_bytes - self._shard_bytes[0]
+        holders, plan = self._places(), self._move.plan
+        ranks = range(len(self._shard_bytes))
+        moved = [costs.of_gather_to_first(plan, holders, rank) for rank in ranks]
         return Cost(payloads=1, bytes_by_rank=tuple(moved))
 
     def _from_first(self) -> Cost:
         if self._move.covers_grid and self._move.axes:
             return self._to_first()
-        return Cost(payloads=1, bytes_by_rank=(self._full_bytes,) * len(self._shard_bytes))
+        return self._alike(costs.of_broadcast(self._full_bytes))
+
+    def _alike(self, num_bytes: int) -> Cost:
+        return Cost(payloads=1, bytes_by_rank=(num_bytes,) * len(self._shard_bytes))
 
 
 def _bytes(shape: Shape, dtype: torch.dtype) -> int:

@@ -80,7 +80,7 @@ class AcrossHosts:
                 everyone[holder][start : start + num_bytes]
                 for holder, start, num_bytes in zip(tensor.ranks, placed, tensor.plan.shard_bytes)
             ]
-            fulls.append(_put_together(shards, tensor.plan, tensor.shard.dtype))
+            fulls += tensor.copies(_put_together(shards, tensor.plan, tensor.shard.dtype))
         return fulls
 
     def scatter_from_first(self, full: Tensor | None, like: Tensor, plan: GatherPlan) -> Tensor:

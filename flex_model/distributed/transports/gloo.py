@@ -62,15 +62,12 @@ class Gloo:
         if rank != 0:
             return None
         before = [sum(sizes[:holder]) for holder in range(size)]
-        return [
-            assemble(
-                received,
-                [before[holder] + start for holder, start in zip(tensor.ranks, placed)],
-                tensor.plan,
-                tensor.shard.dtype,
-            )
-            for tensor, placed in zip(tensors, starts)
-        ]
+        fulls = []
+        for tensor, placed in zip(tensors, starts):
+            offsets = [before[holder] + start for holder, start in zip(tensor.ranks, placed)]
+            full = assemble(received, offsets, tensor.plan, tensor.shard.dtype)
+            fulls += tensor.copies(full)
+        return fulls
 
     def scatter_from_first(self, full: Tensor | None, like: Tensor, plan: GatherPlan) -> Tensor:
         none = [0] * self.group.size

@@ -44,16 +44,18 @@ class SharedMemory:
         rank = self._host.rank
         fulls, hosts, items = [], [], []
         for tensor in tensors:
-            shard = full = 0
+            shard = 0
             if rank in tensor.ranks:
                 host = on_cpu(tensor.shard)
                 check_bytes(host, tensor.plan.shard_bytes[tensor.ranks.index(rank)])
                 hosts.append(host)
                 shard = host.data_ptr()
-            if rank == 0:
-                fulls.append(memory.empty(tensor.plan.full_sizes, tensor.shard.dtype))
-                full = fulls[-1].data_ptr()
-            items.append((tensor.plan, tensor.ranks, shard, full))
+            for _ in range(tensor.num_copies):
+                full = 0
+                if rank == 0:
+                    fulls.append(memory.empty(tensor.plan.full_sizes, tensor.shard.dtype))
+                    full = fulls[-1].data_ptr()
+                items.append((tensor.plan, tensor.ranks, shard, full))
         self._host.gather_to_first(items)
         return fulls if rank == 0 else None
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flex_model._C import GatherPlan
+from flex_model.distributed import memory
 from flex_model.distributed.groups import PrivateGroup
 
 # Waits for works of torch.distributed with the channel's deadline, then raises what they raise.
@@ -32,11 +33,19 @@ class Gathered:
         plan: Of its shards.
         ranks: Of the group, that hold them, in the plan's order.
         shard: This rank's, on the CPU; only its dtype counts on ranks that hold none.
+        num_copies: How many full tensors of it are wanted.
+        site: The hook that it is for, in the count of costs.
     """
 
     plan: GatherPlan
     ranks: list[int]
     shard: Tensor
+    num_copies: int = 1
+    site: int = 0
+
+    def copies(self, full: Tensor) -> list[Tensor]:
+        """As many as are wanted of a full tensor, itself the first."""
+        return [full, *(memory.copy(full) for _ in range(self.num_copies - 1))]
 
 
 class Transport(Protocol):
@@ -65,7 +74,9 @@ class Transport(Protocol):
         ...
 
     def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
-        """The full tensors on rank 0's CPU, None elsewhere. No payload goes to other ranks."""
+        """The full tensors on rank 0's CPU, copies one after the other; None elsewhere. No payload
+        goes to other ranks.
+        """
         ...
 
     def scatter_from_first(self, full: Tensor | None, like: Tensor, plan: GatherPlan) -> Tensor:

@@ -1,0 +1,139 @@
+"""What the last run cost at each hook, counted while it ran, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flex_model.distributed.costs import Spent
+from flex_model.hooks.registration import Registration
+from flex_model.inspection import text
+
+if TYPE_CHECKING:
+    from flex_model.hooks.core import HookCore
+
+
+@dataclass(frozen=True)
+class HookCost:
+    """One hook, or what all hooks share (``name`` is then ``"(all hooks)"``).
+
+    Attributes:
+        name, kind, unpack_idx: As in ``SiteLayout``.
+        transport: What moved its tensors; empty if nothing was moved.
+        headers: Exchanges of 64 bytes, each among all ranks of the model.
+        collectives: That moved tensors of this hook alone.
+        bytes_moved: By this rank: what it sent of its own and received of others'.
+        why: Why it cost this.
+    """
+
+    name: str
+    kind: str
+    unpack_idx: int
+    transport: str
+    headers: int
+    collectives: int
+    bytes_moved: int
+    why: str
+
+
+class Explanation(list[HookCost]):
+    """A list of ``HookCost`` that prints as a table.
+
+    Attributes:
+        transports: The transport of each group of ranks in use, by the mesh axes that they are
+            along, and why it is this one.
+    """
+
+    def __init__(self, rows: Iterable[HookCost], transports: dict[str, tuple[str, str]]) -> None:
+        super().__init__(rows)
+        self.transports = transports
+
+    @property
+    def bytes_moved(self) -> int:
+        """By this rank, for all hooks."""
+        return sum(row.bytes_moved for row in self)
+
+    def __str__(self) -> str:
+        if not self:
+            return "no hooks are registered"
+        headers = ("site", "kind", "transport", "headers", "collectives", "bytes moved", "why")
+        lines = [text.table(headers, [self._row(row) for row in self])]
+        lines += [
+            f"ranks along {axes}: {name}, because {why}"
+            for axes, (name, why) in self.transports.items()
+        ]
+        return "\n".join(lines)
+
+    @staticmethod
+    def _row(row: HookCost) -> list[str]:
+        return [
+            text.site(row.name, row.unpack_idx),
+            row.kind,
+            row.transport,
+            str(row.headers),
+            str(row.collectives),
+            text.size(row.bytes_moved),
+            row.why,
+        ]
+
+
+def explain(core: HookCore) -> Explanation:
+    """The table of a wrap's hooks. Local; bytes are this rank's."""
+    channel = core.channel
+    sites = {registration.site for registration in core.table.registrations}
+    spent = channel.meter.spent
+    rows = [
+        _row(registration, spent.get(registration.site), core)
+        for registration in core.table.registrations
+    ]
+    shared = [cost for site, cost in spent.items() if site not in sites]
+    if shared:
+        transports = {name for cost in shared for name in cost.transports}
+        rows.append(
+            HookCost(
+                "(all hooks)",
+                "",
+                0,
+                ", ".join(sorted(transports)),
+                sum(cost.headers for cost in shared),
+                sum(cost.payloads for cost in shared),
+                sum(cost.num_bytes for cost in shared),
+                "one header, and one transfer of all collected tensors, when a run ends; new hooks "
+                "are agreed on once",
+            )
+        )
+    return Explanation(rows, channel.transports())
+
+
+def _row(registration: Registration, spent: Spent | None, core: HookCore) -> HookCost:
+    spent = spent or Spent()
+    return HookCost(
+        registration.name,
+        registration.kind,
+        registration.hook_function.unpack_idx,
+        ", ".join(sorted(spent.transports)),
+        spent.headers,
+        spent.payloads,
+        spent.num_bytes,
+        _why(registration, spent, core),
+    )
+
+
+def _why(registration: Registration, spent: Spent, core: HookCore) -> str:
+    if core.channel.is_local:
+        return "one rank: the tensor is whole"
+    if not registration.moves:
+        return "not called yet"
+    layout = list(registration.moves.values())[-1].layout
+    where = f"{layout}, {layout.source}" if layout.source else str(layout)
+    if not spent.headers and not spent.num_bytes:
+        if registration.edits:
+            return f"not called in the last run ({where})"
+        return f"only looked at: nothing to move from this rank ({where})"
+    if not registration.edits:
+        return f"only looked at: goes to rank 0 when the run ends ({where})"
+    if not spent.payloads:
+        return f"every rank has the whole tensor: only a header ({where})"
+    place = "every rank" if core.caller.edits_on_all else "rank 0"
+    return f"edited on {place} ({where})"
