@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from flex_model.hooks.registration import Registration
 
 _MAX_DIMS = 64  # torch's own limit
+_REMEMBERED_RUNS = 64  # generation may bring new shapes with every step
 
 
 @dataclass(eq=False)
@@ -52,6 +53,8 @@ class Records:
         self.on_all_ranks = output_ranks == "all"
         self.keeps = self.on_all_ranks or channel.mesh.rank == 0
         self._channel = channel
+        # What all ranks held at the end of runs, by the hashes that they told.
+        self._tensors: dict[tuple[int, ...], list[list[tuple[torch.dtype, Shape]]]] = {}
 
     def now(self, registration: Registration, full: Tensor) -> None:
         """Record a full tensor that this rank holds."""
@@ -98,18 +101,22 @@ class Records:
                 new.
         """
         pending = context.pending
-        names = [record.call.registration.describe() for record in pending]
-        listed = "; ".join(names[:8]) + (f"; and {len(names) - 8} more" if len(names) > 8 else "")
+        names = [record.call.registration.describe() for record in pending[:9]]
+        listed = "; ".join(names[:8])
+        listed += f"; and {len(pending) - 8} more" if len(pending) > 8 else ""
+        mine = [(record.shard.dtype, tuple(record.shard.shape)) for record in pending]
         header = Header(
             kind,
             site=site_hash(*(record.call.registration.site for record in pending)),
+            seed=site_hash(*mine),  # not a seed here: tells whether shapes are those of before
             flags=Header.CONSUMED if context.consumed else 0,
         )
         try:
             what = f"{kind}, with {len(pending)} records to deliver ({listed or 'none'})"
             headers = self._channel.agree(header, what)
             if pending:
-                moves = self._agree_on_moves(pending, resolve)
+                key = (header.site, *(other.seed for other in headers))
+                moves = self._agree_on_moves(pending, self._tensors_of_all(key, mine), resolve)
                 self._channel.meter.turn_to(header.site)
                 deliver = self._deliver_to_all if self.on_all_ranks else self._deliver_to_first
                 with torch.inference_mode(False), torch.no_grad():  # records are plain tensors
@@ -120,23 +127,40 @@ class Records:
         pending.clear()
         return any(other.flags & Header.CONSUMED for other in headers)
 
-    def _agree_on_moves(self, pending: list[PendingRecord], resolve) -> list[Move]:
-        rows = torch.zeros(len(pending), 2 + _MAX_DIMS, dtype=torch.int64)
-        for row, record in zip(rows, pending):
-            shape = record.shard.shape
-            row[0], row[1] = DTYPES.index(record.shard.dtype), len(shape)
+    def _tensors_of_all(
+        self, key: tuple[int, ...], mine: list[tuple[torch.dtype, Shape]]
+    ) -> list[list[tuple[torch.dtype, Shape]]]:
+        """Dtype and shape of each record's tensor, by rank. Exchanged where ``key`` is new, which
+        it is on all ranks or on none.
+        """
+        if key in self._tensors:
+            return self._tensors[key]
+        rows = torch.zeros(len(mine), 2 + _MAX_DIMS, dtype=torch.int64)
+        for row, (dtype, shape) in zip(rows, mine):
+            row[0], row[1] = DTYPES.index(dtype), len(shape)
             row[2 : 2 + len(shape)] = torch.tensor(shape, dtype=torch.int64)
         table = self._channel.exchange(rows).tolist()
+        while len(self._tensors) >= _REMEMBERED_RUNS:
+            del self._tensors[next(iter(self._tensors))]
+        told = [[(DTYPES[row[0]], tuple(row[2 : 2 + row[1]])) for row in rows] for rows in table]
+        self._tensors[key] = told
+        return told
+
+    def _agree_on_moves(
+        self,
+        pending: list[PendingRecord],
+        told: list[list[tuple[torch.dtype, Shape]]],
+        resolve,
+    ) -> list[Move]:
         moves = []
-        for i, record in enumerate(pending):
-            told = [(DTYPES[rank[i][0]], tuple(rank[i][2 : 2 + rank[i][1]])) for rank in table]
-            if len({(dtype, len(shape)) for dtype, shape in told}) > 1:
-                own = told[self._channel.mesh.place]
+        for record, *tensors in zip(pending, *told):
+            if len({(dtype, len(shape)) for dtype, shape in tensors}) > 1:
+                own = tensors[self._channel.mesh.place]
                 raise self._channel.mismatch(
                     f"{record.call.registration.describe()} with {own[0]} of shape {own[1]}",
                     "have different tensors",
                 )
-            shapes: list[Shape] = [shape for _, shape in told]
+            shapes: list[Shape] = [shape for _, shape in tensors]
             move = resolve(record.call, shapes, record.shard.dtype, record.known, record.shard)
             self._channel.meter.turn_to(record.call.registration.site)
             record.shard = move.summed(record.shard)
