@@ -6,12 +6,14 @@ import contextlib
 import os
 import random
 import time
+import traceback
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from flex_model import _C
+import models
+from flex_model import _C, FlexModel, HookFunction
 from flex_model.distributed import memory
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.gather import Move
@@ -322,3 +324,25 @@ def test_tensors_that_do_not_fit_their_plan():
         error, message = (ValueError, "400 bytes") if size == 99 else (HookError, "ValueError")
         with pytest.raises(error, match=message):
             channel.all_gather(("tp",), torch.ones(size), plan)
+
+
+@pytest.mark.ranks(2)
+def test_a_forked_child_of_a_rank_is_refused_and_its_parent_goes_on():
+    records = {}
+    flex = FlexModel(models.mlp(), records, tensor_parallel_size=2)
+    flex.register_forward_hook(HookFunction("fc1", editing_function=lambda m, x, s, d: x * 2))
+    batch = models.random(4, 6)
+    expected = flex(batch)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with pytest.raises(HookError, match=r"forked.*run the model in the parent"):
+                flex(batch)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    assert torch.equal(flex(batch), expected)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert torch.equal(flex(batch), expected)
+    flex.restore()

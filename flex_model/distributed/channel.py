@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -57,6 +58,7 @@ class Channel:
         self._error: tuple[int, str, BaseException | None] = (OK, "", None)
         self._groups: dict[tuple[Axis, ...], groups.PrivateGroup] = {}
         self._transports: dict[tuple[Axis, ...], tuple[Transport, str]] = {}
+        self._pid = os.getpid()
         if not self.is_local:
             self._transport(_GRID)
 
@@ -205,7 +207,8 @@ class Channel:
         """Tell the others that the model itself failed on this rank; bounded, and silent about its
         own troubles.
         """
-        if self.is_local or any(group.broken for group in self._groups.values()):
+        is_child = os.getpid() != self._pid
+        if self.is_local or is_child or any(group.broken for group in self._groups.values()):
             return
         self.set_error(text, cause, FAILED)
         timeout_s, self.timeout_s = self.timeout_s, min(self.timeout_s, _GRACE_S)
@@ -265,6 +268,7 @@ class Channel:
 
     def _guarded(self, axes: tuple[Axis, ...], transfer: Callable[[Transport], Any]) -> Any:
         """What ``transfer`` returns; if it fails in any way, nobody is left waiting for it."""
+        self._check_process()
         to = self._transport(axes)
         self._check_usable()
         here = to.group.hosts.here
@@ -282,6 +286,16 @@ class Channel:
                 f"{type(error).__name__}: {error}."
             )
             raise
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise agreed(
+                HookError(
+                    "this process was forked from a rank after the model was wrapped, and takes no "
+                    "part in its transfers: run the model in the parent, or start the process by "
+                    "spawn and wrap a model of its own there"
+                )
+            )
 
     def _check_usable(self) -> None:
         for group in self._groups.values():

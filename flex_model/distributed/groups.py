@@ -188,7 +188,7 @@ def release(group: PrivateGroup) -> None:
     if group.num_users <= 0:
         _groups.pop((group.ranks, group.number), None)
     if not _groups:
-        _C.trim_arena()
+        _C.close_arena()
 
 
 def give_up(group: PrivateGroup, reason: str) -> None:

@@ -38,7 +38,7 @@ char* Arena::lease(int64_t bytes) {
   if (bytes < 0 || bytes > machine_bytes()) return nullptr;
   bytes = round_up(std::max<int64_t>(bytes, 1), kAlignment);
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (is_forked_) return nullptr;
+  if (!has_peers_) return nullptr;
   auto found = free_.lower_bound({bytes, -1, -1});
   if (found == free_.end()) {
     if (!grow(bytes)) return nullptr;
@@ -82,6 +82,7 @@ void Arena::end_lease(char* data) {
   }
   held->parts[offset] = {bytes, true, false};
   free_.insert({bytes, index, offset});
+  if (!has_peers_ && !is_forked_) give_back_if_free(index);
 }
 
 void Arena::retire(char* data) {
@@ -92,22 +93,26 @@ void Arena::retire(char* data) {
   }
 }
 
-void Arena::trim() {
+void Arena::close() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (is_forked_) return;
-  for (size_t i = 0; i < held_.size(); ++i) {
-    if (!held_[i] || held_[i]->parts.size() != 1 || !held_[i]->parts.at(0).is_free) continue;
-    const int64_t bytes = held_[i]->segment.bytes();
-    free_.erase({bytes, static_cast<int64_t>(i), 0});
-    held_bytes_ -= bytes;
-    held_[i].reset();
-  }
+  has_peers_ = false;
+  for (size_t i = 0; i < held_.size(); ++i) give_back_if_free(i);
+}
+
+void Arena::give_back_if_free(size_t index) {
+  if (!held_[index] || held_[index]->parts.size() != 1) return;
+  const Part& whole = held_[index]->parts.at(0);
+  if (!whole.is_free) return;
+  free_.erase({whole.bytes, static_cast<int64_t>(index), 0});
+  held_bytes_ -= whole.bytes;
+  held_[index].reset();
 }
 
 Place Arena::place_of(const char* data, int64_t bytes) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   int64_t index;
-  const Held* held = is_forked_ ? nullptr : find(data, &index);
+  const Held* held = has_peers_ ? find(data, &index) : nullptr;
   if (held == nullptr) return {};
   const int64_t offset = data - held->segment.data();
   if (offset + bytes > held->segment.bytes()) return {};
@@ -117,6 +122,7 @@ Place Arena::place_of(const char* data, int64_t bytes) const {
 SegmentAddress Arena::table() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (is_forked_) throw std::runtime_error("shared memory: a forked process has none");
+  has_peers_ = true;
   if (table_.data() == nullptr) {
     table_ = Segment::create(sizeof(ArenaTable));
     new (table_.data()) ArenaTable{};
@@ -142,8 +148,9 @@ int64_t Arena::leased_bytes() const {
 // Adds a segment that holds `bytes`; each is as large as all before, so that their number stays
 // small.
 bool Arena::grow(int64_t bytes) {
-  const int64_t number = static_cast<int64_t>(held_.size());
-  if (table_.data() == nullptr || number >= ArenaTable::kMaxSegments) return false;
+  // A place in the table is used again: peers of now have not seen what was there.
+  const int64_t number = std::find(held_.begin(), held_.end(), nullptr) - held_.begin();
+  if (number >= ArenaTable::kMaxSegments) return false;
   int64_t size = round_up(std::max({bytes, kSmallestSegment, std::min(held_bytes_, kLargestStep)}),
                           kSmallestSegment);
   const int64_t allowed =
@@ -158,10 +165,11 @@ bool Arena::grow(int64_t bytes) {
   }
   auto* table = reinterpret_cast<ArenaTable*>(table_.data());
   table->segments[number] = held->segment.address();
-  table->num_segments.store(number + 1, std::memory_order_release);
+  if (number == static_cast<int64_t>(held_.size())) held_.emplace_back();
+  table->num_segments.store(static_cast<int64_t>(held_.size()), std::memory_order_release);
   held->parts[0] = {size, true, false};
   free_.insert({size, number, 0});
-  held_.push_back(std::move(held));
+  held_[number] = std::move(held);
   held_bytes_ += size;
   return true;
 }
@@ -182,6 +190,7 @@ Arena::Held* Arena::find(const char* data, int64_t* index) const {
 // there the parent never sees, nor the child what the parent's peers write.
 void Arena::detach_in_child() noexcept {
   is_forked_ = true;
+  has_peers_ = false;
   for (const auto& held : held_) {
     if (!held) continue;
     held->segment.detach([&](char* copy) {

@@ -33,10 +33,11 @@ struct ArenaTable {
 
 class Arena {
  public:
-  // This process's; in a forked child, one that gives out nothing.
+  // This process's; in a forked child, one that has no peers.
   static Arena& of_process();
 
-  // Bytes of at least this number, or null if the limit or the machine's memory is reached.
+  // Bytes of at least this number; null if there are no peers, or the limit or the machine's
+  // memory is reached.
   char* lease(int64_t bytes);
 
   // `data` was leased, and is free again.
@@ -45,14 +46,14 @@ class Arena {
   // `data` was leased, and a peer that is late may still write to it: it is never given out again.
   void retire(char* data);
 
-  // Gives segments of which nothing is leased back to the machine. Peers must have no business in
-  // them.
-  void trim();
+  // There are no peers any more: gives back what is not leased, and the rest as its leases end.
+  // Until the table is asked for again, nothing is given out.
+  void close();
 
   // Where `bytes` bytes at `data` lie.
   Place place_of(const char* data, int64_t bytes) const;
 
-  // Of the table (an ArenaTable). Made when it is asked for first.
+  // Of the table (an ArenaTable), for peers: from now on there are some.
   SegmentAddress table();
 
   // The most bytes that it may hold; -1 for as much as the machine can give.
@@ -85,14 +86,16 @@ class Arena {
   };
 
   bool grow(int64_t bytes);
+  void give_back_if_free(size_t index);
   Held* find(const char* data, int64_t* index) const;
 
   mutable std::mutex mutex_;
   std::vector<std::unique_ptr<Held>> held_;  // null: given back
   std::set<FreePart> free_;                  // the smallest that fits is taken
   Segment table_;
-  int64_t held_bytes_ = 0, leased_bytes_ = 0, limit_ = -1;
   bool is_forked_ = false;
+  int64_t held_bytes_ = 0, leased_bytes_ = 0, limit_ = -1;
+  bool has_peers_ = false;
 };
 
 }  // namespace flex_model

@@ -121,8 +121,8 @@ void bind_shared_memory(py::module_& m) {
       },
       "Bytes that the arena holds, and how many of them are leased.");
   m.def(
-      "trim_arena", [] { Arena::of_process().trim(); },
-      "Give back what is not leased. No group may be in use.");
+      "close_arena", [] { Arena::of_process().close(); },
+      "There are no groups any more: give back what is not leased, and the rest as leases end.");
 
   py::class_<ControlBlock>(m, "ControlBlock", "What the ranks of a HostGroup share.")
       .def(py::init<int64_t>(), py::arg("num_ranks"))
