@@ -346,3 +346,47 @@ def test_a_forked_child_of_a_rank_is_refused_and_its_parent_goes_on():
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert torch.equal(flex(batch), expected)
     flex.restore()
+
+
+def mixing(module, full, save_ctx, modules):
+    """Over rows and over features: over both axes of the mesh."""
+    features = models.random(full.shape[-1], full.shape[-1], seed=3).to(full.dtype)
+    rows = models.random(full.shape[0], full.shape[0], seed=4).to(full.dtype)
+    return full + 0.5 * full @ features - 0.5 * rows @ full
+
+
+def run_hooked(parallelism, batch, **settings):
+    """Records, output and gradients of a model with hooks that look, edit and edit gradients."""
+    records = {}
+    flex = FlexModel(parallelism.shard(models.mlp()), records, **parallelism.sizes, **settings)
+    flex.register_forward_hook(HookFunction("inp", editing_function=mixing))
+    flex.register_forward_hook(HookFunction("fc1", editing_function=mixing))
+    flex.register_forward_hook(HookFunction("fc2"))
+    flex.register_full_backward_hook(
+        HookFunction("act", output_name="act.grad", editing_function=mixing)
+    )
+    output = flex(parallelism.my_rows(batch))
+    output.square().mean().backward()
+    gradients = [parameter.grad for parameter in flex.parameters()]
+    assert all(gradient is not None for gradient in gradients)
+    flex.restore()
+    return [*records.get("inp", []), *records.get("fc1", []), *records.get("fc2", []),
+            *records.get("act.grad", []), output.detach(), *gradients]  # fmt: skip
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("settings", [{}, {"edit_on": "rank0"}, {"output_ranks": "all"}], ids=str)
+def test_a_model_with_hooks_gives_the_same_bits_by_every_transport(settings):
+    parallelism = models.FOUR_RANKS["tp x dp"]
+    results = {}
+    for name in SETTINGS:
+        if name == "wrong":
+            continue
+        with transport(name, dp=2):
+            results[name] = run_hooked(parallelism, models.random(8, 6), **settings)
+    expected = results.pop("gloo")
+    records = 4 if dist.get_rank() == 0 or "output_ranks" in settings else 0
+    assert len(expected) == records + 1 + len(list(models.mlp().parameters()))
+    for name, tensors in results.items():
+        for got, tensor in zip(tensors, expected, strict=True):
+            assert torch.equal(got, tensor), name
