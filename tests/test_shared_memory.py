@@ -5,9 +5,12 @@ ranks that stop, die or fork. Here without torch.distributed; in a model see tes
 import multiprocessing
 import os
 import random
+import shutil
 import signal
+import subprocess
 import time
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -330,3 +333,34 @@ def test_memory_of_a_process_that_is_another_one_is_refused():
         return "done"
 
     assert set(Ranks(1, body).results().values()) == {"done"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_the_protocol_under_sanitizers(sanitizer, tmp_path):
+    """With threads for ranks, on one mapping, so that every access is seen."""
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    root = Path(__file__).parents[1]
+    engine = root / "csrc" / "engine"
+    python = {"bind.cpp", "lease.cpp"}
+    sources = [s for s in (engine / "shared_memory").glob("*.cpp") if s.name not in python]
+    program = tmp_path / "threads_as_ranks"
+    command = [compiler, "-std=c++17", "-O1", "-g", f"-fsanitize={sanitizer}", "-o", program]
+    command += [f"-I{root / 'csrc'}", f"-I{engine}", root / "tests/engine/threads_as_ranks.cpp"]
+    command += [*sources, engine / "layout" / "gather_plan.cpp", "-lpthread"]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "cannot find" in built.stderr:
+        pytest.skip(f"the compiler has no {sanitizer} sanitizer")
+    assert built.returncode == 0, built.stderr
+    for ranks, steps in ((2, 200), (5, 60)):
+        ran = subprocess.run(
+            [program, str(ranks), str(steps)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=OUTER_TIMEOUT_S,
+        )
+        assert ran.returncode == 0, ran.stderr
+        assert not ran.stderr

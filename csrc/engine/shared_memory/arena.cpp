@@ -119,6 +119,11 @@ Place Arena::place_of(const char* data, int64_t bytes) const {
   return {index, offset};
 }
 
+char* Arena::at(const Place& place) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return held_.at(place.segment)->segment.data() + place.offset;
+}
+
 SegmentAddress Arena::table() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (is_forked_) throw std::runtime_error("shared memory: a forked process has none");

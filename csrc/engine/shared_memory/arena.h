@@ -50,6 +50,9 @@ class Arena {
   // Until the table is asked for again, nothing is given out.
   void close();
 
+  // The inverse of place_of.
+  char* at(const Place& place) const;
+
   // Where `bytes` bytes at `data` lie.
   Place place_of(const char* data, int64_t bytes) const;
 

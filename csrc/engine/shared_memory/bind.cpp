@@ -50,7 +50,8 @@ std::unique_ptr<Group> make_group(Segment control, const std::vector<AddressTupl
   for (const AddressTuple& table : tables) {
     ranks.push_back({std::get<0>(table), to_address(table)});
   }
-  auto group = std::make_unique<Group>(std::move(control), std::move(ranks), rank);
+  auto shared = std::make_shared<Segment>(std::move(control));
+  auto group = std::make_unique<Group>(std::move(shared), std::move(ranks), rank);
   group->set_interrupt([] {
     const py::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();

@@ -75,12 +75,12 @@ Segment Group::make_control(int64_t num_ranks) {
   return segment;
 }
 
-Group::Group(Segment control, std::vector<Rank> ranks, int64_t rank)
+Group::Group(std::shared_ptr<Segment> control, std::vector<Rank> ranks, int64_t rank)
     : control_(std::move(control)), ranks_(std::move(ranks)), rank_(rank), pid_(getpid()) {
   static_assert(std::atomic<uint32_t>::is_always_lock_free, "flags are shared by processes");
   peers_.resize(ranks_.size());
   for (size_t r = 0; r < ranks_.size(); ++r) {
-    if (static_cast<int64_t>(r) == rank_) continue;
+    if (ranks_[r].pid == pid_) continue;
     peers_[r].table = Segment::open(ranks_[r].arena_table);
   }
   for (const Rank& other : ranks_) {
@@ -95,11 +95,11 @@ Group::~Group() {
   }
 }
 
-Group::Control& Group::control() const { return *reinterpret_cast<Control*>(control_.data()); }
+Group::Control& Group::control() const { return *reinterpret_cast<Control*>(control_->data()); }
 
 Group::Message& Group::message_at(int64_t rank, uint32_t round) const {
   auto* messages =
-      reinterpret_cast<Message*>(control_.data() + Control::bytes_before_messages(size()));
+      reinterpret_cast<Message*>(control_->data() + Control::bytes_before_messages(size()));
   return messages[2 * rank + round % 2];
 }
 
@@ -216,6 +216,7 @@ void Group::look_around(int64_t rank, uint32_t round) {
 }
 
 char* Group::peer(int64_t rank, const Place& place, int64_t bytes) {
+  if (ranks_[rank].pid == pid_) return Arena::of_process().at(place);
   Peer& peer = peers_[rank];
   const auto* table = reinterpret_cast<const ArenaTable*>(peer.table.data());
   while (static_cast<int64_t>(peer.segments.size()) <= place.segment) {

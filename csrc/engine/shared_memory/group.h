@@ -48,8 +48,9 @@ class Group {
   static Segment make_control(int64_t num_ranks);
 
   // `control` is the block, own or opened; `ranks` in their order, `rank` this process's place.
-  // std::runtime_error if a rank's memory can't be reached.
-  Group(Segment control, std::vector<Rank> ranks, int64_t rank);
+  // Ranks may be threads of one process: their control block is one. std::runtime_error if a rank's
+  // memory can't be reached.
+  Group(std::shared_ptr<Segment> control, std::vector<Rank> ranks, int64_t rank);
   ~Group();
 
   int64_t rank() const { return rank_; }
@@ -97,7 +98,7 @@ class Group {
   void start_giving_up();
   [[noreturn]] void fail(WaitError::Reason reason, std::vector<int64_t> ranks, std::string text);
 
-  Segment control_;
+  std::shared_ptr<Segment> control_;
   std::vector<Rank> ranks_;
   int64_t rank_;
   int32_t pid_;
