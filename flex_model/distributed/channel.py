@@ -34,6 +34,7 @@ _SPIN = 50  # polls that only yield the processor, before the first sleep
 _MAX_PAUSE_S = 0.002
 _LOOK_AROUND_S = 0.1  # between looks at the store for a peer's error
 _GRID: tuple[Axis, ...] = ("dp", "tp")  # all ranks of a stage
+_HOOKS_GRACE_S = 5.0  # how late a rank may register its hooks
 _GRACE_S = 10.0  # how long a rank whose model failed waits to tell the others
 
 
@@ -58,6 +59,9 @@ class Channel:
         self._error: tuple[int, str, BaseException | None] = (OK, "", None)
         self._groups: dict[tuple[Axis, ...], groups.PrivateGroup] = {}
         self._transports: dict[tuple[Axis, ...], tuple[Transport, str]] = {}
+        self._number = 0  # of this wrap, among those of its ranks
+        self._hooks = ""  # a digest of those that this rank has registered
+        self._compares_hooks = False
         self._pid = os.getpid()
         if not self.is_local:
             self._transport(_GRID)
@@ -73,11 +77,17 @@ class Channel:
         key = _GRID if len(places) == len(self.mesh.grid) else axes
         if key not in self._transports:
             ranks = tuple(self.mesh.grid[place] for place in places)
-            group = self._groups[key] = groups.acquire(ranks, self.timeout_s)
-            if group.hosts.here is not None:
-                group.hosts.here.set_timeout(self.timeout_s)
+            group, number = groups.acquire(ranks, self.timeout_s)
+            self._groups[key] = group
+            if key == _GRID:
+                self._number = number
             self._transports[key] = choose(group, self._wait)
         return self._transports[key][0]
+
+    @property
+    def is_child(self) -> bool:
+        """Whether this process was forked from the one that wrapped the model."""
+        return os.getpid() != self._pid
 
     @property
     def transport_name(self) -> str:
@@ -152,6 +162,41 @@ class Channel:
             )
         return headers
 
+    def publish_hooks(self, digest: str) -> None:
+        """Put up which hooks this rank has registered; ``""`` for none. Local."""
+        self._hooks = digest
+        if not self.is_local and not self.is_child:
+            self._groups[_GRID].publish(self._number, digest)
+
+    def agree_on_hooks(self, header: Header, where: str) -> None:
+        """As ``agree``. A rank that has registered other hooks, and so may never come, is told of
+        after a few seconds.
+        """
+        self._compares_hooks = True
+        try:
+            self.agree(header, where)
+        finally:
+            self._compares_hooks = False
+
+    def _compare_hooks(self, waited_s: float) -> None:
+        """During a long wait: whether some rank's hooks are still others than this rank's."""
+        if waited_s < min(_HOOKS_GRACE_S, self.timeout_s / 2):
+            return
+        group = self._groups[_GRID]
+        told = [group.published(self._number, rank) for rank in range(group.size)]
+        others = [rank for rank, hooks in enumerate(told) if hooks not in (None, self._hooks)]
+        if not others:
+            return
+        listed = "; ".join(
+            f"rank {rank} has registered {'other hooks' if told[rank] else 'no hooks'}"
+            for rank in others
+        )
+        reason = (
+            f"rank {group.rank} waited {waited_s:.0f} s at {self.where}, but {listed}. Every rank "
+            "must register the same hooks in the same order before it runs the model."
+        )
+        raise self._break(reason, HookMismatchError)
+
     def exchange(self, tensor: Tensor) -> Tensor:
         """``(num_ranks, *shape)`` of a CPU tensor that has the same shape and dtype on every
         rank.
@@ -207,8 +252,7 @@ class Channel:
         """Tell the others that the model itself failed on this rank; bounded, and silent about its
         own troubles.
         """
-        is_child = os.getpid() != self._pid
-        if self.is_local or is_child or any(group.broken for group in self._groups.values()):
+        if self.is_local or self.is_child or any(group.broken for group in self._groups.values()):
             return
         self.set_error(text, cause, FAILED)
         timeout_s, self.timeout_s = self.timeout_s, min(self.timeout_s, _GRACE_S)
@@ -273,7 +317,9 @@ class Channel:
         self._check_usable()
         here = to.group.hosts.here
         if here is not None:
+            here.set_timeout(self.timeout_s)
             here.set_position(self.where)
+            here.set_watch(self._compare_hooks if self._compares_hooks else None)
         try:
             return transfer(to)
         except HookError:
@@ -288,7 +334,7 @@ class Channel:
             raise
 
     def _check_process(self) -> None:
-        if os.getpid() != self._pid:
+        if self.is_child:
             raise agreed(
                 HookError(
                     "this process was forked from a rank after the model was wrapped, and takes no "
@@ -358,6 +404,8 @@ class Channel:
         group.store.set(f"at/{group.rank}", position)
         if group.store.check(["broken"]):
             raise self._break(group.store.get("broken").decode())
+        if self._compares_hooks:
+            self._compare_hooks(waited_s)
         if waited_s < self.timeout_s:
             return
         absent = []
@@ -376,7 +424,7 @@ class Channel:
             f"{', '.join(absent) or 'none'}."
         )
 
-    def _break(self, reason: str) -> HookError:
+    def _break(self, reason: str, kind: type[HookError] = HookError) -> HookError:
         """Give the private groups up, tell the others, and return what to raise."""
         for group in self._groups.values():
             if group.broken is None:
@@ -386,7 +434,7 @@ class Channel:
                 groups.give_up(group, reason)
         self.clear_error()
         return agreed(
-            HookError(
+            kind(
                 f"{reason} This wrap can't be used any more; your own process groups are untouched"
             )
         )

@@ -9,9 +9,10 @@ leaves nothing behind to collide with.
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -41,6 +42,7 @@ class PrivateGroup:
         hosts: Which of them share memory.
         leaders: With several hosts, on the first rank of each: a group of these.
         number: Of groups with these ranks, by which the members tell them apart.
+        notices: What this rank put up, by the wrap (its number among those of these ranks).
     """
 
     ranks: tuple[int, ...]
@@ -54,14 +56,40 @@ class PrivateGroup:
     world: dist.ProcessGroup | None  # torch.distributed may be destroyed and initialised again
     num_users: int = 0
     broken: str | None = None  # why it can't be used any more
+    notices: dict[int, str] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
+    def publish(self, wrap: int, notice: str) -> None:
+        """Put up a notice of this rank's about a wrap, for others to read while they wait. Local.
+        A short one: there is room for about 500 bytes.
+        """
+        self.notices[wrap] = notice
+        board = json.dumps(self.notices)
+        if self.hosts.here is not None and self.hosts.is_one:
+            self.hosts.here.publish(board)
+        else:
+            self.store.set(f"notices/{self.rank}", board)
 
-def acquire(ranks: tuple[int, ...], timeout_s: float) -> PrivateGroup:
-    """The shared private group of these global ranks. Collective over them when it is made first.
+    def published(self, wrap: int, rank: int) -> str | None:
+        """What a rank put up; None if that can't be told. Local."""
+        if self.hosts.here is not None and self.hosts.is_one:
+            board = self.hosts.here.published(rank)
+        else:
+            place = f"notices/{rank}"
+            board = self.store.get(place).decode() if self.store.check([place]) else ""
+        try:
+            notices = json.loads(board or "{}")
+        except ValueError:  # read while it was written, or too long
+            return None
+        return notices.get(str(wrap), "")
+
+
+def acquire(ranks: tuple[int, ...], timeout_s: float) -> tuple[PrivateGroup, int]:
+    """The shared private group of these global ranks, and the number of this request for it, the
+    same on all of them. Collective over them.
 
     Raises:
         HookError: some of the ranks did not come within ``timeout_s`` seconds; the message names
@@ -99,7 +127,7 @@ def acquire(ranks: tuple[int, ...], timeout_s: float) -> PrivateGroup:
         group = _make(store, ranks, me, number, settings, timeout_s)
         _groups[ranks, number] = group
     group.num_users += 1
-    return group
+    return group, number
 
 
 def _make(

@@ -80,6 +80,7 @@ class HookCore:
         self.num_active = 0
         self._runs: deque[RunContext] = deque(maxlen=_REMEMBERED_RUNS)
         self._agreed_hooks = site_hash()
+        self._num_published, self._published = 0, site_hash()
         self._root_handles: list[Any] = []
         self._thread: int | None = None
         self._deferred: _Deferred | None = None  # a run that begins with the first module it runs
@@ -100,11 +101,26 @@ class HookCore:
         return registration
 
     def _active_hooks_changed(self) -> None:
+        self._publish_hooks()
         self.num_active = len(self.table.active)
         self._install_root()
         if self.run is not None:
             self.run.active |= self.table.active
             self._cover(self.run)
+
+    def _publish_hooks(self) -> None:
+        """Let the other ranks see which hooks are registered here, whether this rank runs the model
+        or not.
+        """
+        sites = [registration.site for registration in self.table.registrations]
+        if len(sites) == self._num_published or self.is_closed:
+            return
+        new = sites[-1:] if len(sites) == self._num_published + 1 else sites
+        digest = self._published if len(new) < len(sites) else site_hash()
+        for site in new:
+            digest = site_hash(digest, site)
+        self._num_published, self._published = len(sites), digest
+        self.channel.publish_hooks(f"{digest:x}" if sites else "")
 
     # Runs.
 
@@ -187,7 +203,7 @@ class HookCore:
         names = "; ".join(
             f"{registration.kind} {registration.hook_function!r}" for registration in registrations
         )
-        self.channel.agree(
+        self.channel.agree_on_hooks(
             Header("registered hooks", site=digest),
             f"the start of a run (edit_on, output_ranks, mesh: {self._settings}) with these "
             f"hooks: {names}",

@@ -2,6 +2,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
+
 #include "arena.h"
 #include "group.h"
 #include "lease.h"
@@ -44,6 +46,15 @@ class ControlBlock {
   Segment segment_;
 };
 
+// In long waits: Python's signal handlers run, Ctrl-C's too, and then `callback` if there is one.
+void watch(Group& group, const std::optional<std::function<void(double)>>& callback) {
+  group.set_watch([callback](double waited_s) {
+    const py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    if (callback) (*callback)(waited_s);
+  });
+}
+
 std::unique_ptr<Group> make_group(Segment control, const std::vector<AddressTuple>& tables,
                                   int64_t rank) {
   std::vector<Group::Rank> ranks;
@@ -52,10 +63,7 @@ std::unique_ptr<Group> make_group(Segment control, const std::vector<AddressTupl
   }
   auto shared = std::make_shared<Segment>(std::move(control));
   auto group = std::make_unique<Group>(std::move(shared), std::move(ranks), rank);
-  group->set_interrupt([] {
-    const py::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-  });
+  watch(*group, {});
   return group;
 }
 
@@ -150,6 +158,11 @@ void bind_shared_memory(py::module_& m) {
       .def("set_timeout", &Group::set_timeout, "The longest wait, in seconds.", py::arg("seconds"))
       .def("set_position", &Group::set_position, "Where this rank is: told to who waits for it.",
            py::arg("text"))
+      .def("set_watch", &watch,
+           "What to call during long waits, with the seconds waited; what it raises ends the wait.",
+           py::arg("callback"))
+      .def("publish", &Group::publish, "Put up a notice of this rank's.", py::arg("notice"))
+      .def("published", &Group::published, "A rank's notice.", py::arg("rank"))
       .def("position_of", &Group::position_of, "Where a rank was when it had to wait for long.",
            py::arg("rank"))
       .def("is_behind", &Group::is_behind, "Whether a rank is not as far as this one.",

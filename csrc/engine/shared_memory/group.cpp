@@ -57,6 +57,7 @@ struct Group::Control {
   struct Rank {
     Flag posted;
     SharedText position;
+    SharedText notice;
   };
   std::atomic<uint32_t> state;  // 0: usable, 1: the reason is being written, 2: broken
   SharedText reason;
@@ -104,6 +105,12 @@ Group::Message& Group::message_at(int64_t rank, uint32_t round) const {
 }
 
 std::string Group::position_of(int64_t rank) const { return control().ranks[rank].position.read(); }
+
+void Group::publish(const std::string& notice) {
+  if (pid_ == getpid()) control().ranks[rank_].notice.write(notice);
+}
+
+std::string Group::published(int64_t rank) const { return control().ranks[rank].notice.read(); }
 
 bool Group::is_behind(int64_t rank) const {
   return !has_reached(control().ranks[rank].posted.value.load(std::memory_order_acquire), round_);
@@ -193,7 +200,7 @@ void Group::look_around(int64_t rank, uint32_t round) {
   control().ranks[rank_].position.write(position_);
   check_unbroken();
   try {
-    if (interrupt_) interrupt_();
+    if (watch_) watch_(now() - waiting_since_);
   } catch (...) {
     start_giving_up();
     throw;

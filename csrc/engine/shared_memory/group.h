@@ -56,11 +56,15 @@ class Group {
   int64_t rank() const { return rank_; }
   int64_t size() const { return static_cast<int64_t>(ranks_.size()); }
 
-  // How long a wait may take, in seconds, where this rank is (told to others that wait for it), and
-  // what else to do during long waits (see signals, say).
+  // How long a wait may take, in seconds; where this rank is, told to others that wait for it; what
+  // else to do every 20 ms of a long wait, given how long it has lasted (see signals, say).
   void set_timeout(double seconds) { timeout_s_ = seconds; }
   void set_position(std::string text) { position_ = std::move(text); }
-  void set_interrupt(std::function<void()> check) { interrupt_ = std::move(check); }
+  void set_watch(std::function<void(double)> watch) { watch_ = std::move(watch); }
+
+  // A notice of this rank's, and what stands on another's: to be read without an exchange.
+  void publish(const std::string& notice);
+  std::string published(int64_t rank) const;
 
   // Where a rank was when it last had to wait for long, and whether it is further on than this one.
   std::string position_of(int64_t rank) const;
@@ -106,7 +110,7 @@ class Group {
   std::vector<Peer> peers_;
   double timeout_s_ = 60;
   std::string position_;
-  std::function<void()> interrupt_;
+  std::function<void(double)> watch_;
   Patience patience_;
   uint32_t round_ = 0;    // of the last post
   Act act_ = Act::kDone;  // of the last post
