@@ -1,8 +1,9 @@
 // Strided copies, several boxes in one launch: bytes move, so any dtype goes.
 //
-// Grid: (tiles of the largest copy, copies of the batch). A thread moves kUnroll chunks, a block
-// apart, so that neighbouring threads read neighbouring chunks, and all its loads are in flight
-// before the first store.
+// A block makes one tile of one copy: kUnroll pieces per thread, a block's width apart, so that
+// neighbouring threads touch neighbouring bytes. All loads of a thread are in flight before its
+// first store. What is read and written is not needed again soon (streaming hints), but for the
+// bytes that two windows share.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -12,58 +13,132 @@
 namespace flex_model {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kUnroll = 4;
-
-template <typename Chunk>
-__global__ __launch_bounds__(kThreads) void copy_boxes_kernel(
-    const __grid_constant__ CopyBatch batch) {
-  const Copy& copy = batch.copies[blockIdx.y];
-  const uint32_t first = blockIdx.x * (kThreads * kUnroll) + threadIdx.x;
-  if (first >= copy.num_chunks) return;
-
-  Chunk chunks[kUnroll];
-  char* targets[kUnroll];
+template <typename Chunk, typename Batch>
+__global__ __launch_bounds__(kThreads) void copy_chunks(const __grid_constant__ Batch batch) {
+  for (uint32_t block = blockIdx.x; block < batch.num_blocks; block += gridDim.x) {
+    uint32_t tile;
+    const Copy& copy = batch.copies[batch.find_tile(block, &tile)];
+    const uint32_t first = tile * kTile + threadIdx.x, num_pieces = copy.num_pieces;
+    Chunk chunks[kUnroll];
+    char* targets[kUnroll];
 #pragma unroll
-  for (int k = 0; k < kUnroll; ++k) {
-    const uint32_t i = first + k * kThreads;
-    if (i >= copy.num_chunks) break;
-    const char* source;
-    copy.locate(i, sizeof(Chunk), &source, &targets[k]);
-    chunks[k] =
-        __ldcs(reinterpret_cast<const Chunk*>(source));  // read once: leave the cache to others
-  }
+    for (int k = 0; k < kUnroll; ++k) {
+      const uint32_t i = first + k * kThreads;
+      if (i < num_pieces) {
+        const char* source;
+        copy.find_chunk(i, sizeof(Chunk), &source, &targets[k]);
+        chunks[k] = __ldcs(reinterpret_cast<const Chunk*>(source));
+      }
+    }
 #pragma unroll
-  for (int k = 0; k < kUnroll; ++k) {
-    if (first + k * kThreads >= copy.num_chunks) break;
-    *reinterpret_cast<Chunk*>(targets[k]) = chunks[k];
+    for (int k = 0; k < kUnroll; ++k) {
+      if (first + k * kThreads < num_pieces)
+        __stcs(reinterpret_cast<Chunk*>(targets[k]), chunks[k]);
+    }
   }
 }
 
-template <typename Chunk>
-cudaError_t launch(const CopyBatch& batch, cudaStream_t stream) {
-  uint32_t largest = 0;
-  for (int c = 0; c < batch.num_copies; ++c)
-    largest = std::max(largest, batch.copies[c].num_chunks);
-  const uint32_t tiles = (largest + kThreads * kUnroll - 1) / (kThreads * kUnroll);
-  copy_boxes_kernel<Chunk><<<dim3(tiles, batch.num_copies), kThreads, 0, stream>>>(batch);
-  return cudaGetLastError();
+__device__ __forceinline__ Words as_words(const uint4& vector) {
+  return {{vector.x, vector.y, vector.z, vector.w}};
+}
+
+// A window that its run does not fill.
+template <typename Unit>
+__device__ __forceinline__ void copy_part(const Window& window) {
+  constexpr int kUnits = kWindowBytes / sizeof(Unit);
+  Unit units[kUnits];
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+    const int at = u * static_cast<int>(sizeof(Unit));
+    if (at >= window.begin && at < window.end) {
+      units[u] = *reinterpret_cast<const Unit*>(window.from + at);
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+    const int at = u * static_cast<int>(sizeof(Unit));
+    if (at >= window.begin && at < window.end) {
+      *reinterpret_cast<Unit*>(window.to + at) = units[u];
+    }
+  }
+}
+
+// Two wide loads reach up to 15 bytes beyond the window's own on either side. Both contain bytes of
+// the window and are aligned, so they stay in the memory that holds it.
+template <typename Unit, typename Batch>
+__global__ __launch_bounds__(kThreads) void copy_windows(const __grid_constant__ Batch batch) {
+  for (uint32_t block = blockIdx.x; block < batch.num_blocks; block += gridDim.x) {
+    uint32_t tile;
+    const Copy& copy = batch.copies[batch.find_tile(block, &tile)];
+    const uint32_t first = tile * kTile + threadIdx.x, num_pieces = copy.num_pieces;
+    uint4 low[kUnroll], high[kUnroll];
+    Window windows[kUnroll];
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) {
+      const uint32_t i = first + k * kThreads;
+      windows[k] = {nullptr, nullptr, 0, 0};
+      if (i < num_pieces) {
+        windows[k] = copy.find_window(i);
+        if (windows[k].is_whole()) {
+          const uintptr_t source = reinterpret_cast<uintptr_t>(windows[k].from);
+          const auto* aligned = reinterpret_cast<const uint4*>(source - source % kWindowBytes);
+          low[k] = aligned[0];
+          if (source % kWindowBytes != 0) high[k] = aligned[1];
+        }
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) {
+      if (windows[k].is_whole()) {
+        const uint32_t shift =
+            static_cast<uint32_t>(reinterpret_cast<uintptr_t>(windows[k].from) % kWindowBytes);
+        const Words words = shifted(as_words(low[k]), as_words(high[k]), shift);
+        __stcs(reinterpret_cast<uint4*>(windows[k].to),
+               make_uint4(words.word[0], words.word[1], words.word[2], words.word[3]));
+      } else if (windows[k].begin < windows[k].end) {
+        copy_part<Unit>(windows[k]);
+      }
+    }
+  }
+}
+
+template <typename Batch>
+cudaError_t launch(const Batch& batch, const Cut& cut, uint32_t max_blocks, cudaStream_t stream) {
+  const uint32_t blocks =
+      max_blocks == 0 ? batch.num_blocks : std::min(max_blocks, batch.num_blocks);
+  const auto start = [&](auto kernel) {
+    kernel<<<blocks, kThreads, 0, stream>>>(batch);
+    return cudaGetLastError();
+  };
+  if (cut.windows) {
+    switch (cut.unit) {
+      case 4: return start(copy_windows<uint32_t, Batch>);
+      case 2: return start(copy_windows<uint16_t, Batch>);
+      case 1: return start(copy_windows<uint8_t, Batch>);
+    }
+    return cudaErrorInvalidValue;
+  }
+  switch (cut.unit) {
+    case 16: return start(copy_chunks<uint4, Batch>);
+    case 8: return start(copy_chunks<uint2, Batch>);
+    case 4: return start(copy_chunks<unsigned int, Batch>);
+    case 2: return start(copy_chunks<unsigned short, Batch>);
+    case 1: return start(copy_chunks<unsigned char, Batch>);
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace
 }  // namespace flex_model
 
-extern "C" int flex_model_copy_boxes(const flex_model::CopyBatch* batch, int chunk_bytes,
-                                     void* stream) {
-  const auto on = static_cast<cudaStream_t>(stream);
-  switch (chunk_bytes) {
-    case 16: return flex_model::launch<uint4>(*batch, on);
-    case 8: return flex_model::launch<uint2>(*batch, on);
-    case 4: return flex_model::launch<unsigned int>(*batch, on);
-    case 2: return flex_model::launch<unsigned short>(*batch, on);
-    case 1: return flex_model::launch<unsigned char>(*batch, on);
-  }
-  return cudaErrorInvalidValue;
+extern "C" int flex_model_copy_small(const flex_model::SmallBatch* batch, flex_model::Cut cut,
+                                     uint32_t max_blocks, void* stream) {
+  return flex_model::launch(*batch, cut, max_blocks, static_cast<cudaStream_t>(stream));
+}
+
+extern "C" int flex_model_copy_large(const flex_model::LargeBatch* batch, flex_model::Cut cut,
+                                     uint32_t max_blocks, void* stream) {
+  return flex_model::launch(*batch, cut, max_blocks, static_cast<cudaStream_t>(stream));
 }
 
 extern "C" const char* flex_model_cuda_error(int error) {
