@@ -76,7 +76,7 @@ def test_what_ranks_pack_is_assembled_by_tensor(gap):
         at += total
     rebuilt = ops.assemble_tensors(
         torch.cat(buffers),
-        sum(offsets, []),
+        [offset for places in offsets for offset in places],
         lists([plan.code for plan in plans]),
         lists([list(full.shape) for full in fulls]),
         fulls,

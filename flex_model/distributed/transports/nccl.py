@@ -55,7 +55,7 @@ class Nccl:
         self._host_wait = wait
         self._device = device
         self._pool: Any = None
-        self._backend = self._connect()
+        self._backend: Any = self._connect()
         if register:
             self._register()
 
@@ -63,13 +63,13 @@ class Nccl:
         group = self.group
         # A store's keys outlive the group, so a name is never used twice; all ranks count alike.
         number = group.store.add(f"nccl/{group.rank}", 1)
-        options = dist.ProcessGroupNCCL.Options()
+        options: Any = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=group.timeout_s + _BACKEND_SLACK_S)
         options.global_ranks_in_group = list(group.ranks)
         options.group_name = f"flex_model/nccl/{group.number}/{number}"
         store = dist.PrefixStore(f"nccl/{number}", group.store)
         with torch.cuda.device(self._device):
-            backend = dist.ProcessGroupNCCL(store, group.rank, group.size, options)
+            backend: Any = dist.ProcessGroupNCCL(store, group.rank, group.size, options)
         # Connecting blocks the thread until all are there: make sure first that they are coming.
         everyone = torch.empty(group.size, dtype=torch.uint8)
         self._host_wait([group.backend._allgather_base(everyone, everyone[:1].clone())])
@@ -160,9 +160,7 @@ class Nccl:
             for _ in range(num_copies)
         ]
 
-    def gather_to_first(
-        self, shards: list[Tensor], plans: list[GatherPlan]
-    ) -> list[Tensor] | None:
+    def gather_to_first(self, shards: list[Tensor], plans: list[GatherPlan]) -> list[Tensor] | None:
         """The full tensors in CPU memory on rank 0 of the group, None elsewhere.
 
         Many tensors share a message. Payload goes to rank 0 only, which holds at most 256 MiB of

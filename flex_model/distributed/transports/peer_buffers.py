@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -139,8 +139,9 @@ class SymmetricMemory(_CudaBuffers):
         # Names and keys outlive the group, so none is used twice; all ranks count alike.
         number = group.store.add(f"symmetric_memory/{group.rank}", 1)
         ranks = "_".join(map(str, group.ranks))
-        self._name = f"flex_model/symmetric_memory/{ranks}/{group.number}/{number}"
-        store = group.store
+        name = f"flex_model/symmetric_memory/{ranks}/{group.number}/{number}"
+        self._name = cast(Any, name)  # a type of its own in torch's stubs
+        store: Any = group.store
         with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
             # A deadline of its own: the rendezvous waits on the store for a rank that failed, and
             # must be over before those that wait for us give up.
@@ -151,7 +152,7 @@ class SymmetricMemory(_CudaBuffers):
         # torch finds the ranks by name: of a process group in some versions, of a "group info" in
         # others.
         c10d = torch._C._distributed_c10d
-        self._group = dist.ProcessGroup(self._store, group.rank, group.size)
+        self._group: Any = dist.ProcessGroup(self._store, group.rank, group.size)
         self._group._set_group_name(self._name)
         c10d._register_process_group(self._name, self._group)
         c10d._SymmetricMemory.set_group_info(self._name, group.rank, group.size, self._store)

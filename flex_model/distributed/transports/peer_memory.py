@@ -118,9 +118,7 @@ class PeerMemory:
         self._memory.finish()
         return fulls
 
-    def gather_to_first(
-        self, shards: list[Tensor], plans: list[GatherPlan]
-    ) -> list[Tensor] | None:
+    def gather_to_first(self, shards: list[Tensor], plans: list[GatherPlan]) -> list[Tensor] | None:
         """The full tensors in CPU memory on rank 0 of the group, None elsewhere; the others read
         nothing. Many tensors share a meeting.
         """
