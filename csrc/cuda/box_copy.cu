@@ -44,27 +44,16 @@ __device__ __forceinline__ Words as_words(const uint4& vector) {
 
 // A window that its run does not fill.
 template <typename Unit>
-__device__ __forceinline__ void copy_part(const Window& window) {
-  constexpr int kUnits = kWindowBytes / sizeof(Unit);
-  Unit units[kUnits];
+__device__ __forceinline__ void store_part(const Window& window, const Words& words) {
 #pragma unroll
-  for (int u = 0; u < kUnits; ++u) {
-    const int at = u * static_cast<int>(sizeof(Unit));
+  for (int at = 0; at < kWindowBytes; at += static_cast<int>(sizeof(Unit))) {
     if (at >= window.begin && at < window.end) {
-      units[u] = *reinterpret_cast<const Unit*>(window.from + at);
-    }
-  }
-#pragma unroll
-  for (int u = 0; u < kUnits; ++u) {
-    const int at = u * static_cast<int>(sizeof(Unit));
-    if (at >= window.begin && at < window.end) {
-      *reinterpret_cast<Unit*>(window.to + at) = units[u];
+      const uint32_t bits = words.word[at / 4] >> (at % 4 * 8);
+      *reinterpret_cast<Unit*>(window.to + at) = static_cast<Unit>(bits);
     }
   }
 }
 
-// Two wide loads reach up to 15 bytes beyond the window's own on either side. Both contain bytes of
-// the window and are aligned, so they stay in the memory that holds it.
 template <typename Unit, typename Batch>
 __global__ __launch_bounds__(kThreads) void copy_windows(const __grid_constant__ Batch batch) {
   for (uint32_t block = blockIdx.x; block < batch.num_blocks; block += gridDim.x) {
@@ -77,26 +66,22 @@ __global__ __launch_bounds__(kThreads) void copy_windows(const __grid_constant__
     for (int k = 0; k < kUnroll; ++k) {
       const uint32_t i = first + k * kThreads;
       windows[k] = {nullptr, nullptr, 0, 0};
+      low[k] = high[k] = make_uint4(0, 0, 0, 0);
       if (i < num_pieces) {
         windows[k] = copy.find_window(i);
-        if (windows[k].is_whole()) {
-          const uintptr_t source = reinterpret_cast<uintptr_t>(windows[k].from);
-          const auto* aligned = reinterpret_cast<const uint4*>(source - source % kWindowBytes);
-          low[k] = aligned[0];
-          if (source % kWindowBytes != 0) high[k] = aligned[1];
-        }
+        const auto* aligned = reinterpret_cast<const uint4*>(windows[k].from - windows[k].shift());
+        if (windows[k].needs_low()) low[k] = aligned[0];
+        if (windows[k].needs_high()) high[k] = aligned[1];
       }
     }
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
+      const Words words = shifted(as_words(low[k]), as_words(high[k]), windows[k].shift());
       if (windows[k].is_whole()) {
-        const uint32_t shift =
-            static_cast<uint32_t>(reinterpret_cast<uintptr_t>(windows[k].from) % kWindowBytes);
-        const Words words = shifted(as_words(low[k]), as_words(high[k]), shift);
         __stcs(reinterpret_cast<uint4*>(windows[k].to),
                make_uint4(words.word[0], words.word[1], words.word[2], words.word[3]));
-      } else if (windows[k].begin < windows[k].end) {
-        copy_part<Unit>(windows[k]);
+      } else {
+        store_part<Unit>(windows[k], words);
       }
     }
   }

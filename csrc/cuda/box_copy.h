@@ -5,9 +5,9 @@
 //
 //   chunks    of 1, 2, 4, 8 or 16 bytes that divide addresses, strides and the run: each is one
 //             load and one store
-//   windows   the aligned 16 bytes of the target that the run touches. A whole window is one wide
-//             store of what two wide loads have; the first and the last may be parts, copied in
-//             units of 1, 2 or 4 bytes. For runs whose two sides are aligned differently
+//   windows   the aligned 16 bytes of the target that the run touches, brought by two aligned wide
+//             loads. A whole window is one wide store; the first and the last may be parts, stored
+//             in units of 1, 2 or 4 bytes. For runs whose two sides are aligned differently
 //
 // Every count fits 31 bits, so that one multiplication replaces each division.
 #pragma once
@@ -66,6 +66,18 @@ struct Window {
   int32_t end;
 
   FLEX_MODEL_HOST_DEVICE bool is_whole() const { return begin == 0 && end == kWindowBytes; }
+
+  // The bytes are in the aligned 16 from `from - shift()` on and in the 16 after them. Only those
+  // are to be loaded that have some: then the load stays in the memory that the run lies in.
+  FLEX_MODEL_HOST_DEVICE int32_t shift() const {
+    return static_cast<int32_t>(reinterpret_cast<uintptr_t>(from) % kWindowBytes);
+  }
+  FLEX_MODEL_HOST_DEVICE bool needs_low() const {
+    return begin < end && begin + shift() < kWindowBytes;
+  }
+  FLEX_MODEL_HOST_DEVICE bool needs_high() const {
+    return begin < end && shift() + end > kWindowBytes;
+  }
 };
 
 // One box: runs of `run` pieces (chunks or windows), repeated by the levels, innermost first.

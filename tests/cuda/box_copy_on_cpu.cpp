@@ -75,18 +75,20 @@ void move_chunk(const Copy& copy, uint32_t i, int unit) {
 void move_window(const Copy& copy, uint32_t i, int unit) {
   const Window window = copy.find_window(i);
   if (reinterpret_cast<uintptr_t>(window.to) % kWindowBytes) fail("a window is not aligned");
+  const char* aligned = window.from - window.shift();
+  Words low{}, high{};
+  if (window.needs_low()) low = load(aligned);
+  if (window.needs_high()) high = load(aligned + kWindowBytes);
+  const Words words = shifted(low, high, window.shift());
   if (window.is_whole()) {
-    const uint32_t shift = reinterpret_cast<uintptr_t>(window.from) % kWindowBytes;
-    const Words low = load(window.from - shift);
-    const Words words = shifted(low, shift ? load(window.from - shift + kWindowBytes) : low, shift);
     std::memcpy(window.to, &words, kWindowBytes);
     return;
   }
   int moved = 0;
   for (int at = 0; at < kWindowBytes; at += unit) {
     if (at < window.begin || at >= window.end) continue;
-    if (reinterpret_cast<uintptr_t>(window.from + at) % unit) fail("a part is not aligned");
-    std::memcpy(window.to + at, window.from + at, unit);
+    const uint32_t bits = words.word[at / 4] >> (at % 4 * 8);
+    std::memcpy(window.to + at, &bits, unit);
     moved += unit;
   }
   if (window.begin < window.end && moved != window.end - window.begin) fail("a part is cut short");
