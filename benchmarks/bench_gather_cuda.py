@@ -291,6 +291,7 @@ def bench_one_gpu(args):
 def bench_ranks(args):
     from flex_model.distributed import groups
     from flex_model.distributed.transports import nccl, peer_buffers
+    from flex_model.distributed.transports.choice import choose
     from flex_model.distributed.transports.peer_memory import PeerMemory
 
     rank, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -308,7 +309,7 @@ def bench_ranks(args):
         for work in works:
             work.wait()
 
-    memory = peer_buffers.connect(group, wait, device)
+    memory = peer_buffers.connect(choose(group, wait)[0], wait, device)
     transports = {f"peer memory ({type(memory).__name__})": PeerMemory(group, memory)}
     if own_gpu:
         transports["nccl"] = nccl.Nccl(group, wait, device)

@@ -1,13 +1,16 @@
 """The NCCL transport's plans and buffers, with gloo and CPU tensors in NCCL's place."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from flex_model.distributed import groups
+from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.nccl import Nccl
+from flex_model.distributed.transports.transport import Gathered, all_reduce_sum
 from tests.test_ops import as_bytes, blocks, plan_of, random_tensor
 
 
@@ -74,13 +77,16 @@ def test_several_tensors_go_to_the_first_rank_together():
         case(torch.float32, (0, 2), ([], [1])),
         case(torch.complex128, (3, 3), ([3], [])),
     ]
-    plans, shards = [plan for _, plan, _ in cases], [shard for *_, shard in cases]
+    some = [Gathered(plan, [0, 1], shard) for _, plan, shard in cases]
+    whole, other = random_tensor((3, 3)), plan_of((3, 3), blocks((3, 3), ([], [])), 4)
+    some.append(Gathered(other, [1], whole if dist.get_rank() == 1 else whole[:0], 2))
+    cases += [(whole,), (whole,)]
     with connected() as transport:
-        got = transport.gather_to_first(shards, plans)
+        got = transport.gather_to_first(some)
     if dist.get_rank() != 0:
         assert got is None
         return
-    for (full, *_), tensor in zip(cases, got):
+    for (full, *_), tensor in zip(cases, got, strict=True):
         assert (tensor.shape, tensor.dtype) == (full.shape, full.dtype)
         assert torch.equal(as_bytes(tensor), as_bytes(full))
 
@@ -101,6 +107,43 @@ def test_broadcast_and_sum():
     terms = torch.randn(2, 3, 5).to(torch.bfloat16)
     with connected() as transport:
         got = transport.broadcast(full if dist.get_rank() == 0 else None, torch.empty_like(full))
-        total = transport.all_reduce_sum(terms[dist.get_rank()])
+        total = all_reduce_sum(transport, terms[dist.get_rank()])
     assert torch.equal(as_bytes(got), as_bytes(full))
     assert torch.equal(total, terms[0] + terms[1])
+
+
+class Named:
+    """A transport that tells that it was asked."""
+
+    def __init__(self, name, group=None):
+        self.name, self.group = name, group
+
+    def all_gather(self, shard, plan, num_copies):
+        return [self.name] * num_copies
+
+    def gather_to_first(self, tensors):
+        return [(self.name, t.plan) for t in tensors for _ in range(t.num_copies)]
+
+
+class OnGpu:
+    """What a tensor of a GPU looks like here."""
+
+    is_cuda = True
+
+
+def test_tensors_go_by_their_device():
+    group = SimpleNamespace(rank=0, size=1)
+    way = ByDevice(Named("cpu", group), Named("gpu"))
+    assert way.name == "gpu"
+    assert way.all_gather(torch.zeros(1), None, 2) == ["cpu", "cpu"]
+    assert way.all_gather(OnGpu(), None, 1) == ["gpu"]
+    some = [
+        Gathered("a", [0], OnGpu()),
+        Gathered("b", [0], torch.zeros(1), 2),
+        Gathered("c", [0], OnGpu()),
+    ]
+    expected = [("gpu", "a"), ("cpu", "b"), ("cpu", "b"), ("gpu", "c")]
+    assert way.gather_to_first(some) == expected
+    assert way.gather_to_first(some[::2]) == [("gpu", "a"), ("gpu", "c")]
+    group.rank = 1
+    assert way.gather_to_first(some) is None

@@ -9,6 +9,7 @@ import torch
 
 import flex_model  # noqa: F401  (loads the ops)
 from flex_model.distributed.transports.peer_memory import PeerMemory, slot_bytes_for
+from flex_model.distributed.transports.transport import Gathered, all_reduce_sum
 from tests.test_ops import as_bytes, blocks, plan_of, random_tensor
 
 
@@ -109,16 +110,19 @@ def test_a_slot_is_not_overwritten_before_all_have_read_it():
 def test_gather_to_first_shares_a_meeting():
     full, plan, shards = case()
     other = random_tensor((4, 3))
-    other_plan = plan_of((4, 3), blocks((4, 3), ([1, 2, 3], [])), 4)
+    other_plan = plan_of((4, 3), blocks((4, 3), ([3], [])), 4)  # held by ranks 3 and 1
 
     def body(transport, memory):
         rank = transport.group.rank
-        mine = [shards[rank], other[rank : rank + 1]]
-        return transport.gather_to_first(mine, [plan, other_plan]), memory.num_meetings
+        some = [
+            Gathered(plan, [0, 1, 2, 3], shards[rank]),
+            Gathered(other_plan, [3, 1], {3: other[:3], 1: other[3:]}.get(rank, other[:0]), 2),
+        ]
+        return transport.gather_to_first(some), memory.num_meetings
 
     results = on_ranks(4, body)
     assert results[1:] == [(None, 1)] * 3
-    for got, expected in zip(results[0][0], [full, other]):
+    for got, expected in zip(results[0][0], [full, other, other], strict=True):
         assert torch.equal(as_bytes(got), as_bytes(expected))
 
 
@@ -130,7 +134,7 @@ def test_scatter_broadcast_and_sum():
         rank = transport.group.rank
         mine = transport.scatter_from_first(full if rank == 0 else None, shards[rank], plan)
         same = transport.broadcast(full if rank == 0 else None, torch.empty_like(full))
-        return mine, same, transport.all_reduce_sum(terms[rank])
+        return mine, same, all_reduce_sum(transport, terms[rank])
 
     expected = ((terms[0] + terms[1]) + terms[2]) + terms[3]
     for rank, (mine, same, total) in enumerate(on_ranks(4, body)):
@@ -158,9 +162,9 @@ def test_empty_tensors_need_no_meeting():
 
     def body(transport, memory):
         (full,) = transport.all_gather(torch.zeros(0, 2), plan)
-        fulls = transport.gather_to_first([torch.zeros(0, 2)], [plan])
+        fulls = transport.gather_to_first([Gathered(plan, [0, 1], torch.zeros(0, 2))])
         transport.scatter_from_first(torch.zeros(0, 4), torch.zeros(0, 2), plan)
-        total = transport.all_reduce_sum(torch.zeros(0))
+        total = all_reduce_sum(transport, torch.zeros(0))
         return full.shape, fulls and fulls[0].shape, total.shape, memory.num_meetings
 
     assert on_ranks(2, body) == [((0, 4), (0, 4), (0,), 0), ((0, 4), None, (0,), 0)]

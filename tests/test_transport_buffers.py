@@ -67,23 +67,25 @@ def test_packed_shards_of_all_ranks_are_assembled(data):
         plans.append(plan_along(full.shape, dim, parts, dtype.itemsize))
         for rank, shard in enumerate(full.split(parts, dim)):
             shards[rank].append(shard)
-    packing = buffers.Packing.of(plans, num_ranks)
-    assert all(at % buffers.ALIGNMENT == 0 for own in packing.offsets for at in own)
-    gathered = torch.cat(
-        [
-            torch.ops.flex_model.pack_tensors(own, offsets, total)
-            for own, offsets, total in zip(shards, packing.offsets, packing.totals)
-        ]
-    )
+    packing = buffers.Packing.of([(plan, list(range(num_ranks))) for plan in plans], num_ranks)
+    assert all(at % buffers.ALIGNMENT == 0 for placed in packing.offsets for at in placed)
+    packed = []
+    for rank, total in enumerate(packing.totals):
+        offsets = [offset for _, offset in packing.of_rank(rank)]
+        packed.append(torch.ops.flex_model.pack_tensors(shards[rank], offsets, total))
+    gathered = torch.cat(packed)
     for full, tensor in zip(fulls, buffers.assemble_tensors(gathered, packing, plans, fulls)):
         assert (tensor.shape, tensor.dtype) == (full.shape, full.dtype)
         assert torch.equal(as_bytes(tensor), as_bytes(full))
 
 
-def test_sums_are_in_rank_order_and_in_the_dtype():
-    parts = torch.tensor([1.0, 1e-8, -1.0])
-    assert buffers.sum_in_rank_order(parts) == (parts[0] + parts[1]) + parts[2]
-    assert buffers.sum_in_rank_order(torch.ones(3, 2, dtype=torch.bfloat16)).dtype == torch.bfloat16
+def test_tensors_that_some_ranks_hold():
+    plan = plan_along((20,), 0, [5, 15], 1)
+    packing = buffers.Packing.of([(plan, [2, 0]), (plan, [0, 1])], 3)
+    assert packing.totals == [32, 16, 16]
+    assert packing.starts == [0, 32, 48]
+    assert [packing.of_rank(rank) for rank in range(3)] == [[(0, 0), (1, 16)], [(1, 0)], [(0, 0)]]
+    assert packing.among_all() == [[48, 0], [16, 32]]
 
 
 def test_bytes_of_any_tensor():

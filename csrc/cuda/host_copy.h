@@ -10,19 +10,9 @@
 #include <vector>
 
 #include "cuda/copy_plan.h"
+#include "cuda/launch.h"
 
 namespace flex_model {
-
-// `num_rows` rows of `row_bytes`. The pitches, from row to row, are not below `row_bytes`; 0 of one
-// row.
-struct RowCopy {
-  const char* from;
-  char* to;
-  int64_t row_bytes;
-  int64_t num_rows;
-  int64_t from_pitch;
-  int64_t to_pitch;
-};
 
 constexpr int64_t kMaxPitch = (int64_t{1} << 31) - 1;  // of every CUDA device
 constexpr int64_t kMaxRowCopies = 64;                  // of one box

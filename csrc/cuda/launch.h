@@ -4,12 +4,24 @@
 #pragma once
 
 #include "cuda/box_copy.h"
-#include "cuda/host_copy.h"
 #include "cuda/peers.h"
 
 namespace flex_model {
+
 constexpr int64_t kIpcHandleBytes = 64;
-}
+
+// `num_rows` rows of `row_bytes`. The pitches, from row to row, are not below `row_bytes`; 0 of one
+// row.
+struct RowCopy {
+  const char* from;
+  char* to;
+  int64_t row_bytes;
+  int64_t num_rows;
+  int64_t from_pitch;
+  int64_t to_pitch;
+};
+
+}  // namespace flex_model
 
 extern "C" {
 

@@ -14,8 +14,11 @@ import torch.distributed as dist
 
 from flex_model.distributed import groups
 from flex_model.distributed.transports import peer_buffers
+from flex_model.distributed.transports.by_device import ByDevice
+from flex_model.distributed.transports.choice import choose
 from flex_model.distributed.transports.nccl import Nccl
 from flex_model.distributed.transports.peer_memory import PeerMemory
+from flex_model.distributed.transports.transport import Gathered, all_reduce_sum
 from tests.test_ops import as_bytes, blocks, plan_of
 
 TIMEOUT_S = 40.0
@@ -33,14 +36,12 @@ def wait(works):
 
 
 def transport_of(means, group, device):
-    if means == "nccl":
-        return Nccl(group, wait, device)
-    if means == "nccl, registered":
-        return Nccl(group, wait, device, register=True)
+    on_cpu, _ = choose(group, wait)
+    if means.startswith("nccl"):
+        return ByDevice(on_cpu, Nccl(group, wait, device, register=means == "nccl, registered"))
     kind = {"symmetric memory": peer_buffers.SymmetricMemory, "cuda ipc": peer_buffers.CudaIpc}
-    if means == "best":
-        return PeerMemory(group, peer_buffers.connect(group, wait, device))
-    return PeerMemory(group, kind[means](group, wait, device))
+    connect = kind.get(means, peer_buffers.connect)
+    return ByDevice(on_cpu, PeerMemory(group, connect(on_cpu, wait, device)))
 
 
 def same_bits(got, expected):
@@ -83,7 +84,8 @@ def check_all(transport, rank, num_ranks, device):
                     same_bits(got, full)
                 mine = transport.scatter_from_first(on_gpu if rank == 0 else None, shard, plan)
                 same_bits(mine, shard)
-                many = transport.gather_to_first([shard, shard], [plan, plan])
+                one = Gathered(plan, list(range(num_ranks)), shard)
+                many = transport.gather_to_first([one, one])
                 assert (many is None) == (rank != 0)
                 for got in many or []:
                     assert got.device.type == "cpu"
@@ -92,7 +94,7 @@ def check_all(transport, rank, num_ranks, device):
     total = terms[0].clone()
     for term in terms[1:]:
         total += term
-    same_bits(transport.all_reduce_sum(terms[rank].to(device)), total)
+    same_bits(all_reduce_sum(transport, terms[rank].to(device)), total)
     got = transport.broadcast(terms.to(device) if rank == 0 else None, terms.to(device))
     same_bits(got, terms)
     # Ranks out of step, and buffers that grow.
@@ -125,7 +127,7 @@ def main():
     if rank == 0:  # a closed one leaves room for the next
         print(means, "passed")
     second = transport_of(means, group, device)
-    second.all_reduce_sum(torch.ones(3, device=device))
+    all_reduce_sum(second, torch.ones(3, device=device))
     second.close()
     groups.release(group)
     dist.destroy_process_group()

@@ -63,37 +63,44 @@ class Packing:
     """Several tensors' shards in one buffer per rank, and those buffers one after the other.
 
     Attributes:
-        offsets: ``offsets[r][i]``: where tensor i's shard begins in rank r's buffer.
+        offsets: ``offsets[i][j]``: where tensor i's j-th shard begins in its holder's buffer.
+        holders: ``holders[i][j]``: the rank that has it.
         totals: ``totals[r]``: the size of rank r's buffer.
         starts: ``starts[r]``: where rank r's buffer begins among all.
     """
 
     offsets: list[list[int]]
+    holders: list[list[int]]
     totals: list[int]
     starts: list[int]
 
     @staticmethod
-    def of(plans: Sequence[GatherPlan], num_ranks: int) -> Packing:
-        offsets, totals, starts, start = [], [], [], 0
-        for rank in range(num_ranks):
-            own, total = [], 0
-            for plan in plans:
-                own.append(total)
-                total += aligned(plan.shard_bytes[rank])
-            offsets.append(own)
-            totals.append(total)
-            starts.append(start)
-            start += total
-        return Packing(offsets, totals, starts)
+    def of(tensors: Sequence[tuple[GatherPlan, list[int]]], num_ranks: int) -> Packing:
+        """``tensors`` are plans, and the ranks that hold the shards of each."""
+        totals = [0] * num_ranks
+        offsets = []
+        for plan, holders in tensors:
+            placed = []
+            for holder, num_bytes in zip(holders, plan.shard_bytes):
+                placed.append(totals[holder])
+                totals[holder] += aligned(num_bytes)
+            offsets.append(placed)
+        starts = [sum(totals[:rank]) for rank in range(num_ranks)]
+        return Packing(offsets, [holders for _, holders in tensors], totals, starts)
 
-    def offsets_of_tensors(self) -> list[int]:
-        """By tensor, then by rank: where its shards begin among all, as ``assemble_tensors`` takes
-        it.
-        """
+    def of_rank(self, rank: int) -> list[tuple[int, int]]:
+        """The tensors that a rank holds shards of, and where in its buffer."""
         return [
-            start + own[i]
-            for i in range(len(self.offsets[0]))
-            for start, own in zip(self.starts, self.offsets)
+            (i, placed[holders.index(rank)])
+            for i, (placed, holders) in enumerate(zip(self.offsets, self.holders))
+            if rank in holders
+        ]
+
+    def among_all(self) -> list[list[int]]:
+        """``offsets``, counted from the first rank's buffer."""
+        return [
+            [self.starts[holder] + offset for holder, offset in zip(holders, placed)]
+            for holders, placed in zip(self.holders, self.offsets)
         ]
 
 
@@ -103,28 +110,11 @@ def assemble_tensors(
     """The full tensors out of all ranks' buffers; ``like[i]`` has the dtype of the i-th. Local."""
     return torch.ops.flex_model.assemble_tensors(
         gathered,
-        packing.offsets_of_tensors(),
+        [offset for placed in packing.among_all() for offset in placed],
         [number for plan in plans for code in [plan.code] for number in (len(code), *code)],
         [size for plan in plans for size in (len(plan.full_sizes), *plan.full_sizes)],
         like,
     )
-
-
-def stacking(num_ranks: int, num_bytes: int) -> GatherPlan:
-    """Equal shards, each ``num_bytes``, along a new first dim."""
-    shards = [[1, num_bytes]] * num_ranks
-    pieces = [(rank, [rank, 0], [0, 0], [1, num_bytes]) for rank in range(num_ranks)]
-    return GatherPlan([num_ranks, num_bytes], shards, pieces, 1)
-
-
-def sum_in_rank_order(stacked: Tensor) -> Tensor:
-    """The sum over dim 0, one after the other in the tensor's own dtype: all transports and all
-    ranks get the same bits. Local.
-    """
-    total = stacked[0].clone()
-    for part in stacked[1:]:
-        total += part
-    return total
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ untouched.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flex_model._C import GatherPlan
+from flex_model.distributed import memory
 from flex_model.distributed.groups import PrivateGroup
 from flex_model.distributed.transports import buffers
-
-Wait = Callable[[list], None]
+from flex_model.distributed.transports.transport import Gathered, Wait
 
 # NCCL's own watchdog ends the process at its timeout, so ours must come well before.
 _BACKEND_SLACK_S = 60.0
@@ -34,7 +34,7 @@ def is_available() -> bool:
 
 
 class Nccl:
-    """Transfers among CUDA devices, one per rank.
+    """What ``Transport`` says of tensors on CUDA devices, one per rank; see ``ByDevice``.
 
     All methods but ``close`` are collective over the group. Making one is, too: the communicator
     is connected at once, so that a rank that does not come is found here, with a deadline.
@@ -160,20 +160,16 @@ class Nccl:
             for _ in range(num_copies)
         ]
 
-    def gather_to_first(self, shards: list[Tensor], plans: list[GatherPlan]) -> list[Tensor] | None:
-        """The full tensors in CPU memory on rank 0 of the group, None elsewhere.
-
-        Many tensors share a message. Payload goes to rank 0 only, which holds at most 256 MiB of
-        shards at once, or one tensor.
+    def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
+        """Many tensors share a message. Rank 0 holds at most 256 MiB of shards at once on its GPU,
+        or one tensor.
         """
         fulls: list[Tensor] = []
-        for part in buffers.rounds(plans, _ROUND_BYTES):
-            own_plans, own_shards = [plans[i] for i in part], [shards[i] for i in part]
-            packing = buffers.Packing.of(own_plans, self.group.size)
-            rank = self.group.rank
-            packed = torch.ops.flex_model.pack_tensors(
-                own_shards, packing.offsets[rank], packing.totals[rank]
-            )
+        rank = self.group.rank
+        for part in buffers.rounds([tensor.plan for tensor in tensors], _ROUND_BYTES):
+            some = [tensors[i] for i in part]
+            packing = buffers.Packing.of([(t.plan, t.ranks) for t in some], self.group.size)
+            packed = self._packed(some, packing)
             if rank != 0:
                 self._grouped([(packed, 0)], [])
                 continue
@@ -181,9 +177,21 @@ class Nccl:
             parts = gathered.split(packing.totals)
             parts[0].copy_(packed)
             self._grouped([], [(parts[r], r) for r in range(1, self.group.size)])
-            tensors = buffers.assemble_tensors(gathered, packing, own_plans, own_shards)
-            fulls += [tensor.cpu() for tensor in tensors]
-        return fulls if self.group.rank == 0 else None
+            plans, shards = [t.plan for t in some], [t.shard for t in some]
+            for tensor, full in zip(
+                some, buffers.assemble_tensors(gathered, packing, plans, shards)
+            ):
+                fulls += tensor.copies(memory.copy(full))
+        return fulls if rank == 0 else None
+
+    def _packed(self, tensors: list[Gathered], packing: buffers.Packing) -> Tensor:
+        """This rank's shards in one buffer."""
+        own = packing.of_rank(self.group.rank)
+        if not own:
+            return self._empty(0)
+        shards = [tensors[i].shard.detach() for i, _ in own]
+        total = packing.totals[self.group.rank]
+        return torch.ops.flex_model.pack_tensors(shards, [offset for _, offset in own], total)
 
     def scatter_from_first(self, full: Tensor | None, like: Tensor, plan: GatherPlan) -> Tensor:
         """This rank's shard of rank 0's ``full``, with the shape, dtype and device of ``like``."""
@@ -193,7 +201,7 @@ class Nccl:
             return shard
         assert full is not None
         full = full.detach().contiguous()
-        packing = buffers.Packing.of([plan], self.group.size)
+        packing = buffers.Packing.of([(plan, list(range(self.group.size)))], self.group.size)
         packed = torch.ops.flex_model.pack(full, plan.code, packing.starts, sum(packing.totals))
         parts = [
             packed.narrow(0, start, size) for start, size in zip(packing.starts, plan.shard_bytes)
@@ -214,9 +222,3 @@ class Nccl:
             options.rootRank = 0
             self._wait([self._backend.broadcast([data], options)])
         return result
-
-    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks, in rank order, on every rank."""
-        stacked = tensor.detach().new_empty((self.group.size, *tensor.shape))
-        self._gathered(buffers.as_bytes(tensor), buffers.as_bytes(stacked))
-        return buffers.sum_in_rank_order(stacked)

@@ -9,7 +9,6 @@ the host.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
 
@@ -17,50 +16,50 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flex_model.distributed.groups import PrivateGroup
+from flex_model.distributed.transports.transport import Transport, Wait
 from flex_model.errors import HookError
-
-Wait = Callable[[list], None]
 
 MAX_RANKS = 128  # kMaxPeers of csrc/cuda/peers.h
 _FLAG_BYTES = 4096  # at the head of an IPC buffer: a uint32 per rank, and the alignment of the rest
 _IPC_HANDLE_BYTES = 64
 
 
-def connect(group: PrivateGroup, wait: Wait, device: torch.device) -> SymmetricMemory | CudaIpc:
+def connect(on_cpu: Transport, wait: Wait, device: torch.device) -> SymmetricMemory | CudaIpc:
     """The best means that serves all ranks. Collective.
 
+    Args:
+        on_cpu: Over the same ranks.
+        wait: Waits for works with a deadline, then raises what they raise.
+        device: This rank's GPU.
+
     Raises:
-        HookError: neither does, on every rank alike: the GPUs are no peers, or on several hosts.
+        RuntimeError: neither does, on every rank alike: the GPUs are no peers, or on several hosts.
     """
     reasons = []
     for means in (SymmetricMemory, CudaIpc):
         memory, error = None, ""
         try:
-            memory = means(group, wait, device)
+            memory = means(on_cpu, wait, device)
             memory.allocate(1 << 20)
         except HookError:  # of the wait: a rank is missing, and the group is broken
             raise
-        except Exception as reason:
-            error = f"{type(reason).__name__}: {reason}"
-        if all(flag == 0 for flag in _exchange(group, wait, [int(bool(error))])):
+        except RuntimeError as reason:
+            error = " ".join(str(reason).split())[:300]
+        if not any(_exchange(on_cpu, [int(bool(error))])):
             assert memory is not None
             return memory
         reasons.append(f"{means.__name__}: {error or 'it failed on another rank'}")
         if memory is not None:
             memory.close()
-    raise HookError(
-        f"the GPUs of ranks {list(group.ranks)} can't reach each other's memory: "
-        f"{'; '.join(reasons)}. Use FLEX_MODEL_TRANSPORT=nccl or gloo"
+    raise RuntimeError(
+        f"the GPUs of ranks {list(on_cpu.group.ranks)} can't reach each other's memory: "
+        f"{'; '.join(reasons)}"
     )
 
 
-def _exchange(group: PrivateGroup, wait: Wait, words: list[int]) -> list[int]:
+def _exchange(on_cpu: Transport, words: list[int]) -> list[int]:
     """The words of every rank, as many from each, one after the other. Collective."""
-    own = torch.tensor(words, dtype=torch.int64)
-    everyone = torch.empty(group.size * len(words), dtype=torch.int64)
-    wait([group.backend._allgather_base(everyone, own)])
-    return everyone.tolist()
+    return on_cpu.exchange(torch.tensor(words, dtype=torch.int64)).reshape(-1).tolist()
 
 
 class _Finished:
@@ -84,10 +83,11 @@ class _Finished:
 class _CudaBuffers:
     """What both means share: the meetings."""
 
-    def __init__(self, group: PrivateGroup, wait: Wait, device: torch.device) -> None:
+    def __init__(self, on_cpu: Transport, wait: Wait, device: torch.device) -> None:
+        group = self.group = on_cpu.group
         if group.size > MAX_RANKS:
-            raise ValueError(f"at most {MAX_RANKS} ranks can share memory, got {group.size}")
-        self.group = group
+            raise RuntimeError(f"at most {MAX_RANKS} ranks can share memory, got {group.size}")
+        self._on_cpu = on_cpu
         self._wait = wait
         self._device = device
         self._number = 0  # of meetings so far
@@ -96,7 +96,7 @@ class _CudaBuffers:
         # Written by kernels: 1 + a rank that did not come.
         self._failed = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         uuid = str(torch.cuda.get_device_properties(device).uuid).replace("-", "")
-        words = _exchange(group, wait, [int(uuid[:8], 16), int(uuid[8:16], 16)])
+        words = _exchange(on_cpu, [int(uuid[:8], 16), int(uuid[8:16], 16)])
         gpus = set(zip(words[::2], words[1::2]))
         self.meets_on_device = len(gpus) == group.size
 
@@ -113,7 +113,7 @@ class _CudaBuffers:
             )
         else:
             self._finish_own()
-            _exchange(self.group, self._wait, [0])
+            _exchange(self._on_cpu, [0])
 
     def _finish_own(self) -> None:
         self._wait([_Finished(self._device, self._failed)])
@@ -134,8 +134,9 @@ class SymmetricMemory(_CudaBuffers):
     Ranks may share a GPU with ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1``.
     """
 
-    def __init__(self, group: PrivateGroup, wait: Wait, device: torch.device) -> None:
-        super().__init__(group, wait, device)
+    def __init__(self, on_cpu: Transport, wait: Wait, device: torch.device) -> None:
+        super().__init__(on_cpu, wait, device)
+        group = self.group
         # Names and keys outlive the group, so none is used twice; all ranks count alike.
         number = group.store.add(f"symmetric_memory/{group.rank}", 1)
         ranks = "_".join(map(str, group.ranks))
@@ -185,8 +186,8 @@ class CudaIpc(_CudaBuffers):
     Memory must not be freed while another process reads it, so every transfer ends together.
     """
 
-    def __init__(self, group: PrivateGroup, wait: Wait, device: torch.device) -> None:
-        super().__init__(group, wait, device)
+    def __init__(self, on_cpu: Transport, wait: Wait, device: torch.device) -> None:
+        super().__init__(on_cpu, wait, device)
         self._opened: list[int] = []
 
     def allocate(self, num_bytes: int) -> tuple[Tensor, list[int]]:
@@ -217,7 +218,7 @@ class CudaIpc(_CudaBuffers):
     def _agreed(self, words: list[int], error: RuntimeError | None) -> list[list[int]]:
         """Every rank's words; an error on all ranks if one has an error. Collective."""
         width = len(words) + 1
-        everyone = _exchange(self.group, self._wait, [int(error is not None), *words])
+        everyone = _exchange(self._on_cpu, [int(error is not None), *words])
         rows = [everyone[at : at + width] for at in range(0, len(everyone), width)]
         failed = [rank for rank, row in enumerate(rows) if row[0]]
         if failed:
@@ -226,7 +227,7 @@ class CudaIpc(_CudaBuffers):
 
     def finish(self) -> None:
         self._finish_own()
-        _exchange(self.group, self._wait, [0])
+        _exchange(self._on_cpu, [0])
 
     def close(self) -> None:
         like = torch.empty(0, dtype=torch.uint8, device=self._device)

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from flex_model._C import GatherPlan
+from flex_model.distributed import memory
 from flex_model.distributed.groups import PrivateGroup
 from flex_model.distributed.transports import buffers
+from flex_model.distributed.transports.transport import Gathered, end_to_end
 
 _MIN_SLOT_BYTES = 1 << 20
 _STEP_BYTES = 64 << 20  # of large slots
@@ -49,20 +51,20 @@ class PeerBuffers(Protocol):
 
 
 class PeerMemory:
-    """Transfers by reading and writing the memory of peers.
+    """What ``Transport`` says, by reading and writing the memory of peers; see ``ByDevice``.
 
     All methods but ``close`` are collective over the group.
 
     Args:
         group: The ranks, on one host.
-        memory: What they can all reach.
+        peers: The memory that they can all reach.
     """
 
-    name = "peer memory"
+    name = "peer_memory"
 
-    def __init__(self, group: PrivateGroup, memory: PeerBuffers) -> None:
+    def __init__(self, group: PrivateGroup, peers: PeerBuffers) -> None:
         self.group = group
-        self._memory = memory
+        self._peers = peers
         self._slot_bytes = 0
         self._number = 0  # of transfers so far
         self._own: Tensor | None = None
@@ -72,7 +74,7 @@ class PeerMemory:
         """Free the buffer. Local."""
         self._own = None
         self._slot_bytes = 0
-        self._memory.close()
+        self._peers.close()
 
     def _take_slot(self, num_bytes: int) -> tuple[Tensor, list[int]]:
         """This rank's bytes of the next slot, and every rank's address of it. ``num_bytes`` is the
@@ -81,23 +83,24 @@ class PeerMemory:
         if num_bytes > self._slot_bytes:
             self._own = None
             self._slot_bytes = slot_bytes_for(num_bytes)
-            self._own, self._addresses = self._memory.allocate(2 * self._slot_bytes)
+            self._own, self._addresses = self._peers.allocate(2 * self._slot_bytes)
         assert self._own is not None
         start = self._number % 2 * self._slot_bytes
         self._number += 1
         own = self._own[start : start + self._slot_bytes]
         return own, [address + start for address in self._addresses]
 
-    def _offer(self, shards: list[Tensor], plans: list[GatherPlan]) -> list[list[int]]:
-        """Put shards where peers can read them; by tensor, then by rank, the addresses to read."""
-        packing = buffers.Packing.of(plans, self.group.size)
+    def _offer(self, tensors: list[Gathered]) -> list[list[int]]:
+        """Put shards where peers can read them; by tensor, then by holder, the addresses."""
+        packing = buffers.Packing.of([(t.plan, t.ranks) for t in tensors], self.group.size)
         own, addresses = self._take_slot(max(packing.totals))
-        for shard, offset in zip(shards, packing.offsets[self.group.rank]):
-            _place(own, offset, shard).copy_(shard.detach())
-        self._memory.meet()
+        for i, offset in packing.of_rank(self.group.rank):
+            shard = tensors[i].shard.detach()
+            _place(own, offset, shard).copy_(shard)
+        self._peers.meet()
         return [
-            [address + packing.offsets[rank][i] for rank, address in enumerate(addresses)]
-            for i in range(len(plans))
+            [addresses[holder] + offset for holder, offset in zip(holders, placed)]
+            for holders, placed in zip(packing.holders, packing.offsets)
         ]
 
     def _pull(self, full: Tensor, addresses: list[int], plan: GatherPlan) -> Tensor:
@@ -111,32 +114,27 @@ class PeerMemory:
         fulls: list[Tensor] = []
         if plan.full_bytes == 0:
             return [shard.detach().new_empty(plan.full_sizes) for _ in range(num_copies)]
-        (addresses,) = self._offer([shard], [plan])
+        (addresses,) = self._offer([Gathered(plan, list(range(self.group.size)), shard)])
         if num_copies:
             full = self._pull(shard.detach().new_empty(plan.full_sizes), addresses, plan)
             fulls = [full, *(full.clone() for _ in range(num_copies - 1))]
-        self._memory.finish()
+        self._peers.finish()
         return fulls
 
-    def gather_to_first(self, shards: list[Tensor], plans: list[GatherPlan]) -> list[Tensor] | None:
-        """The full tensors in CPU memory on rank 0 of the group, None elsewhere; the others read
-        nothing. Many tensors share a meeting.
-        """
+    def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
+        """Many tensors share a meeting; who is not rank 0 reads nothing."""
         fulls: list[Tensor] = []
-        for part in buffers.rounds(plans, _ROUND_BYTES):
-            own_plans, own_shards = [plans[i] for i in part], [shards[i] for i in part]
-            if not any(plan.full_bytes for plan in own_plans):
-                pulled = [s.detach().new_empty(p.full_sizes) for s, p in zip(own_shards, own_plans)]
-            else:
-                addresses = self._offer(own_shards, own_plans)
-                pulled = []
-                if self.group.rank == 0:
-                    pulled = [
-                        self._pull(shard.detach().new_empty(plan.full_sizes), where, plan)
-                        for shard, where, plan in zip(own_shards, addresses, own_plans)
-                    ]
-                self._memory.finish()
-            fulls += [full.cpu() for full in pulled]
+        for part in buffers.rounds([tensor.plan for tensor in tensors], _ROUND_BYTES):
+            some = [tensors[i] for i in part]
+            first = self.group.rank == 0
+            pulled = [t.shard.detach().new_empty(t.plan.full_sizes) for t in some if first]
+            if any(tensor.plan.full_bytes for tensor in some):
+                addresses = self._offer(some)
+                for tensor, full, where in zip(some, pulled, addresses):
+                    self._pull(full, where, tensor.plan)
+                self._peers.finish()
+            for tensor, full in zip(some, pulled):
+                fulls += tensor.copies(memory.copy(full))
         return fulls if self.group.rank == 0 else None
 
     def scatter_from_first(self, full: Tensor | None, like: Tensor, plan: GatherPlan) -> Tensor:
@@ -155,10 +153,10 @@ class PeerMemory:
             first = 1 % self.group.size
             torch.ops.flex_model.push(full, others, plan.code, first)
             shard = torch.ops.flex_model.split(full, plan.code, 0, list(like.shape))
-        self._memory.meet()
+        self._peers.meet()
         if self.group.rank != 0:
             shard.copy_(_place(own, 0, like))
-        self._memory.finish()
+        self._peers.finish()
         return shard
 
     def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
@@ -169,24 +167,14 @@ class PeerMemory:
         if self.group.rank == 0:
             assert tensor is not None
             _place(own, 0, tensor).copy_(tensor.detach())
-        self._memory.meet()
+        self._peers.meet()
         result = tensor
         if result is None or self.group.rank != 0:
             result = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-            whole = buffers.stacking(1, like.nbytes)
+            whole = end_to_end([like.nbytes])
             torch.ops.flex_model.pull_(result, addresses[:1], whole.code, 0)
-        self._memory.finish()
+        self._peers.finish()
         return result
-
-    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks, in rank order, on every rank."""
-        stacked = tensor.detach().new_empty((self.group.size, *tensor.shape))
-        if tensor.nbytes:
-            plan = buffers.stacking(self.group.size, tensor.nbytes)
-            (addresses,) = self._offer([tensor], [plan])
-            self._pull(stacked, addresses, plan)
-            self._memory.finish()
-        return buffers.sum_in_rank_order(stacked)
 
 
 def slot_bytes_for(num_bytes: int) -> int:
