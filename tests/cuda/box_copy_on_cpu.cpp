@@ -1,13 +1,17 @@
-// Runs the index maths of the CUDA copy kernel on the CPU, against the plain strided copy of
+// Runs the CUDA copy kernels and their index maths on the CPU, against the plain strided copy of
 // boxes.h. Prints what is wrong and returns 1, or returns 0. Built and run by
 // tests/test_cuda_maths.py.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <random>
+#include <set>
 #include <utility>
 #include <vector>
 
+#include "cuda_on_cpu.h"
+
+#include "cuda/copy_kernels.cuh"
 #include "cuda/copy_plan.h"
 
 namespace {
@@ -123,6 +127,31 @@ struct RunBatch {
   }
 };
 
+// The kernels themselves, with any number of blocks.
+struct RunKernel {
+  static inline std::set<int> cuts_seen;
+
+  template <typename Batch>
+  int operator()(const Batch& batch, const Cut& cut) {
+    const uint32_t blocks = static_cast<uint32_t>(pick(1, batch.num_blocks + 1));
+    const auto run = [&](auto kernel) { launch_on_cpu(kernel, blocks, kThreads, batch); };
+    const int kind = cut.windows ? -cut.unit : cut.unit;
+    cuts_seen.insert(kind);
+    switch (kind) {
+      case -4: run(copy_windows<uint32_t, Batch>); break;
+      case -2: run(copy_windows<uint16_t, Batch>); break;
+      case -1: run(copy_windows<uint8_t, Batch>); break;
+      case 16: run(copy_chunks<uint4, Batch>); break;
+      case 8: run(copy_chunks<uint2, Batch>); break;
+      case 4: run(copy_chunks<uint32_t, Batch>); break;
+      case 2: run(copy_chunks<uint16_t, Batch>); break;
+      case 1: run(copy_chunks<uint8_t, Batch>); break;
+      default: fail("a cut that no kernel makes");
+    }
+    return 0;
+  }
+};
+
 // A box of up to five levels, in a shard and a full tensor with gaps; one in four has a large
 // alignment.
 Box random_box() {
@@ -187,6 +216,8 @@ void check_box(Direction direction, int64_t max_pieces) {
   plan.add(box, direction, from.data + shift, to.data + to_shift);
   plan.for_each_batch(RunBatch());
   check("a plan differs from the plain copy");
+  plan.for_each_batch(RunKernel());
+  check("a kernel differs from the plain copy");
 }
 
 // Boxes of all widths at once: one launch if it is little, several if it is much.
@@ -205,6 +236,9 @@ void check_many_boxes(int64_t num_boxes, int64_t run_bytes, int64_t rows) {
   RunBatch run;
   plan.for_each_batch([&](const auto& batch, const Cut& cut) { return run(batch, cut); });
   if (std::memcmp(to.data, expected.data, to.size)) fail("many boxes differ from the plain copies");
+  std::fill(to.bytes.begin(), to.bytes.end(), 0);
+  plan.for_each_batch(RunKernel());
+  if (std::memcmp(to.data, expected.data, to.size)) fail("kernels differ from the plain copies");
   const int64_t few = (num_boxes + 239) / 240;
   if (to.size < (1 << 20) && run.launches != few) fail("little work takes more launches than one");
   if (run.launches > few + 7) fail("too many launches");
@@ -285,5 +319,6 @@ int main() {
   check_many_boxes(19, 200, 400);
   check_shifts();
   check_large();
+  if (RunKernel::cuts_seen.size() != 8) fail("some kernel was not run");
   return 0;
 }
