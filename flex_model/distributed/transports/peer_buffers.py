@@ -9,6 +9,7 @@ the host.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
@@ -183,15 +184,22 @@ class SymmetricMemory(_CudaBuffers):
 class CudaIpc(_CudaBuffers):
     """Allocations that every process opens by a handle, of GPUs that are peers or the same one.
 
-    Memory must not be freed while another process reads it, so every transfer ends together.
+    Memory must not be freed while another process has it open: every transfer ends together, and
+    the buffer outlives this object until all have closed it.
     """
 
     def __init__(self, on_cpu: Transport, wait: Wait, device: torch.device) -> None:
         super().__init__(on_cpu, wait, device)
         self._opened: list[int] = []
+        # Keys outlive the group, so none is used twice; all ranks count alike.
+        group = self.group
+        self._place = f"cuda_ipc/{group.store.add(f'cuda_ipc/{group.rank}', 1)}/closed"
+        _kept[:] = [kept for kept in _kept if not kept.is_closed_by_all()]
 
     def allocate(self, num_bytes: int) -> tuple[Tensor, list[int]]:
-        self.close()
+        self._close_peers()
+        self._agreed([], None)  # all have closed the buffers that are freed now
+        self._reset()
         like = torch.empty(0, dtype=torch.uint8, device=self._device)
         ops, size = torch.ops.flex_model, self.group.size
         buffer, handle, error = like, [0] * _IPC_HANDLE_BYTES, None
@@ -230,9 +238,37 @@ class CudaIpc(_CudaBuffers):
         _exchange(self._on_cpu, [0])
 
     def close(self) -> None:
+        self._close_peers()
+        if self._buffer is not None:
+            with contextlib.suppress(RuntimeError):  # the store may have died with its host
+                self.group.store.set(f"{self._place}/{self.group.rank}", "")
+            kept = _Kept(self._buffer, self.group.store, self._place, self.group.size)
+            if not kept.is_closed_by_all():
+                _kept.append(kept)
+        self._reset()
+
+    def _close_peers(self) -> None:
         like = torch.empty(0, dtype=torch.uint8, device=self._device)
         for address in self._opened:
             with contextlib.suppress(RuntimeError):  # its owner may be gone
                 torch.ops.flex_model.ipc_close(like, address)
         self._opened = []
-        self._reset()
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A buffer that others may have open still."""
+
+    buffer: Tensor
+    store: dist.Store
+    place: str
+    num_ranks: int
+
+    def is_closed_by_all(self) -> bool:
+        try:
+            return self.store.check([f"{self.place}/{rank}" for rank in range(self.num_ranks)])
+        except RuntimeError:
+            return True  # the ranks are gone, with their store
+
+
+_kept: list[_Kept] = []
