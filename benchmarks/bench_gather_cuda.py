@@ -3,14 +3,14 @@
     python benchmarks/bench_gather_cuda.py [--repeats N] [--max-mib N] [--json FILE]
     torchrun --nproc-per-node N benchmarks/bench_gather_cuda.py [...]
 
-The first needs one GPU and no process group: the shards of n ranks are n tensors on it, so it shows
-the kernels at the speed of its memory. The second times the transports between processes, each with
-a GPU of its own or all sharing one (then only `wrong` counts, for they take turns on it).
-``--dry-run`` is for machines without a GPU: tiny cases on the CPU, whose times mean nothing.
+The first takes one GPU: the shards of n ranks are n tensors on it, so it shows the kernels at the
+speed of its memory. The second times transports between processes, each with a GPU of its own or
+all sharing one (then only `wrong` counts, for they take turns on it). ``--dry-run`` is for machines
+without a GPU: tiny cases on the CPU, whose times mean nothing.
 
-In each repeat every case is timed once, so that drift of the machine falls on all alike; a case is
-called often enough to take about a millisecond, and timed by CUDA events, or by the clock where it
-waits on the host. Results are compared with the full tensor, bit for bit, in the same run.
+Cases take turns, so that drift of the machine falls on all alike. A case is called often enough to
+take about a millisecond, and timed by CUDA events, or by the clock where it waits on the host.
+Results are compared with the full tensor, bit for bit, in the same run.
 
 Columns of the first:
     case       ``assemble``: the full tensor from n shards, by addresses (pull_); ``gathered``: from
@@ -26,11 +26,10 @@ Columns of the first:
     mib        of the full tensor (host: of the shard)
     min_us, median_us   of one call
     gbs        bytes read and written / min_us (host: bytes over the bus)
-    share      cudaMemcpy of as many contiguous bytes / this case, by min_us: 1 is as fast. Goals:
-               0.90 for runs of at least 512 bytes and 64 MiB, 0.5 for odd ones; host: 0.9 for runs
-               of at least 4 KiB
-    speedup    ``flat + cat`` / this case; the goal for ``assemble`` at 64 MiB is 1.8
-               (``GEMM + host``: ``GEMM`` / this case, at least 0.97)
+    share      cudaMemcpy of as many contiguous bytes / this case, by min_us. Goals: 0.9 for runs of
+               at least 512 bytes and 64 MiB, 0.5 for odd ones; host: 0.9 for runs from 4 KiB on
+    speedup    ``flat + cat`` / this case, the goal for ``assemble`` at 64 MiB being 1.8
+               (``GEMM + host``: ``GEMM`` / this case, 0.97)
     extra_mib  memory beside inputs and result, at its peak
     wrong      bytes that differ: 0
 
@@ -41,8 +40,6 @@ Columns of the second:
     busbw      (n - 1) / n of the full tensor's bytes / min_us, GB/s
     speedup    ``nccl + cat`` (``gloo + cat`` where ranks share a GPU) / this case
 """
-
-from __future__ import annotations
 
 import argparse
 import itertools
@@ -82,6 +79,7 @@ class Timer:
 
     def __init__(self, device, dry_run):
         self.device, self.dry_run = device, dry_run
+        self.synchronize = int if dry_run else torch.cuda.synchronize
 
     def seconds(self, run, inner):
         if self.dry_run:
@@ -118,10 +116,9 @@ class Timer:
         before = torch.cuda.memory_allocated()
         result = run()
         torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
-        kept = torch.cuda.memory_allocated() - before
+        kept, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated() - before
         del result
-        return peak - kept
+        return peak - (kept - before)
 
 
 def row(case, times, **columns):
@@ -206,7 +203,7 @@ def reorder_rows(timer, n, name, dim, sizes, repeats):
 
 
 def host_rows(timer, repeats):
-    """A shard of half the width into page-locked memory, for short and long rows."""
+    """Half the width of a full tensor into page-locked memory, for short and long rows."""
     rows = []
     for run_bytes in [64, 4096] if timer.dry_run else [64, 256, 512, 1024, 4096, 65536]:
         count = (MIB if timer.dry_run else 64 * MIB) // run_bytes
@@ -223,12 +220,10 @@ def host_rows(timer, repeats):
         times = timer.measure(cases, repeats)
         contiguous = min(times["contiguous"])
         for how, seconds in times.items():
-            if not timer.dry_run:
-                torch.cuda.synchronize()
+            timer.synchronize()
             host.zero_()
             cases[how]()
-            if not timer.dry_run:
-                torch.cuda.synchronize()
+            timer.synchronize()
             got = flat if how == "contiguous" else host[:, run_bytes:]
             rows.append(
                 row(f"host, {how}", seconds, n=2, dim="-1", run=run_bytes, mib=shard.nbytes / MIB)
@@ -282,8 +277,8 @@ def overlap_rows(timer, repeats):
 def bench_one_gpu(args):
     timer = Timer(torch.device("cpu" if args.dry_run else "cuda"), args.dry_run)
     rows = []
-    for n, name, dim, sizes in grid_of_cases(args.max_mib, args.dry_run):
-        rows += reorder_rows(timer, n, name, dim, sizes, args.repeats)
+    for case in grid_of_cases(args.max_mib, args.dry_run):
+        rows += reorder_rows(timer, *case, args.repeats)
     rows += host_rows(timer, args.repeats)
     return rows if args.dry_run else rows + overlap_rows(timer, args.repeats)
 
@@ -297,7 +292,6 @@ def bench_ranks(args):
     rank, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     own_gpu = torch.cuda.device_count() >= n
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if own_gpu else 0)
-    torch.cuda.set_device(device)
     if not own_gpu:
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     dist.init_process_group("cpu:gloo,cuda:nccl" if own_gpu else "gloo")
@@ -309,15 +303,22 @@ def bench_ranks(args):
         for work in works:
             work.wait()
 
-    memory = peer_buffers.connect(choose(group, wait)[0], wait, device)
-    transports = {f"peer memory ({type(memory).__name__})": PeerMemory(group, memory)}
+    on_cpu, _ = choose(group, wait)
+    if args.dry_run:
+        device, transports, synchronize = torch.device("cpu"), {on_cpu.name: on_cpu}, int
+    else:
+        torch.cuda.set_device(device)
+        synchronize = torch.cuda.synchronize
+        memory = peer_buffers.connect(on_cpu, wait, device)
+        transports = {f"peer_memory ({type(memory).__name__})": PeerMemory(group, memory)}
     if own_gpu:
         transports["nccl"] = nccl.Nccl(group, wait, device)
         transports["nccl, registered"] = nccl.Nccl(group, wait, device, register=True)
     baseline = "nccl + cat" if own_gpu else "gloo + cat"
 
     rows = []
-    for mib, dim in itertools.product([m for m in (1, 16, 64, 256) if m <= args.max_mib], (0, 1)):
+    sizes_mib = [1] if args.dry_run else [m for m in (1, 16, 64, 256) if m <= args.max_mib]
+    for mib, dim in itertools.product(sizes_mib, (0, 1)):
         sizes = (n * 128, mib * MIB // 2 // (n * 128) // n * n)
         full = torch.arange(sizes[0] * sizes[1], dtype=torch.int32, device=device)
         full = full.to(torch.int16).view(torch.bfloat16).view(sizes)
@@ -330,7 +331,7 @@ def bench_ranks(args):
             dist.all_gather_into_tensor(flat, mine)
             full = flat if dim == 0 else torch.cat(flat.chunk(n), dim)
             full = full.to(device)
-            torch.cuda.synchronize()
+            synchronize()
             return full
 
         cases = {
@@ -340,7 +341,7 @@ def bench_ranks(args):
         times = {name: [] for name in cases}
         for _ in range(args.repeats + 2):
             for name, run in cases.items():
-                torch.cuda.synchronize()
+                synchronize()
                 wait([group.backend.allreduce([torch.zeros(1)])])
                 start = time.perf_counter()
                 run()
@@ -359,8 +360,9 @@ def bench_ranks(args):
                     "wrong": wrong.item(),
                 }
             )
-    for transport in transports.values():
-        transport.close()
+    if not args.dry_run:
+        for transport in transports.values():
+            transport.close()
     groups.release(group)
     dist.destroy_process_group()
     return rows if rank == 0 else []
@@ -370,9 +372,8 @@ def report(rows):
     for i, line in enumerate(rows):
         if i == 0 or list(line) != list(rows[i - 1]):
             print(f"{'case':>32}", *(f"{name:>10}" for name in list(line)[1:]))
-        values = (f"{v:>10.2f}" if isinstance(v, float) else f"{v:>10}" for v in line.values())
-        next(values)
-        print(f"{line['case']:>32}", *values)
+        case, *values = (f"{v:.2f}" if isinstance(v, float) else str(v) for v in line.values())
+        print(f"{case:>32}", *(f"{value:>10}" for value in values))
 
 
 def main():

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,3 +20,12 @@ def test_copies_that_a_gpu_would_make(tmp_path, name):
     subprocess.run(command, check=True)
     done = subprocess.run([program], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_gpu_benchmark_runs_through():
+    """Its cases and checks, on the CPU."""
+    command = [sys.executable, ROOT / "benchmarks" / "bench_gather_cuda.py", "--repeats", "1"]
+    done = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "assemble" in done.stdout
