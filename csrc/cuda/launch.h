@@ -48,6 +48,6 @@ int flex_model_ipc_handle(void* memory, void* handle);
 int flex_model_ipc_open(const void* handle, void** memory);
 int flex_model_ipc_close(void* memory);
 
-// What an error code means.
+// What an error code means; the runtime forgets it.
 const char* flex_model_cuda_error(int error);
 }

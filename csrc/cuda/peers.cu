@@ -65,7 +65,9 @@ extern "C" int flex_model_ipc_malloc(int64_t size, void** memory) {
   return error;
 }
 
-extern "C" void flex_model_ipc_free(void* memory) { cudaFree(memory); }
+extern "C" void flex_model_ipc_free(void* memory) {
+  if (cudaFree(memory) != cudaSuccess) cudaGetLastError();  // the process may be ending
+}
 
 extern "C" int flex_model_ipc_handle(void* memory, void* handle) {
   static_assert(sizeof(cudaIpcMemHandle_t) == flex_model::kIpcHandleBytes, "as launch.h says");

@@ -122,6 +122,11 @@ class _CudaBuffers:
     def finish(self) -> None:
         self._finish_own()
 
+    def _make_room(self, num_bytes: int) -> None:
+        """What torch's allocator holds for later is not to be had by others."""
+        if torch.cuda.mem_get_info(self._device)[0] < 2 * num_bytes:
+            torch.cuda.empty_cache()
+
     def _reset(self) -> None:
         """New flags are zero."""
         self._number = 0
@@ -163,6 +168,7 @@ class SymmetricMemory(_CudaBuffers):
         memory = torch._C._distributed_c10d._SymmetricMemory
         self._reset()
         self._handle = None
+        self._make_room(num_bytes)
         buffer = memory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self._device, self._name)
         handle = memory.rendezvous(buffer, self._name)
         addresses = list(handle.buffer_ptrs)
@@ -200,6 +206,7 @@ class CudaIpc(_CudaBuffers):
         self._close_peers()
         self._agreed([], None)  # all have closed the buffers that are freed now
         self._reset()
+        self._make_room(num_bytes)
         like = torch.empty(0, dtype=torch.uint8, device=self._device)
         ops, size = torch.ops.flex_model, self.group.size
         buffer, handle, error = like, [0] * _IPC_HANDLE_BYTES, None
