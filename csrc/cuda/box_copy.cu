@@ -1,71 +1,54 @@
-// Strided copies, several boxes in one launch: bytes move, so any dtype goes.
-//
-// Grid: (tiles of the largest copy, copies of the batch). A thread moves kUnroll chunks, a block
-// apart, so that neighbouring threads read neighbouring chunks, and all its loads are in flight
-// before the first store.
+// Launches of the strided copies.
 #include <cuda_runtime.h>
 
 #include <algorithm>
 
+#include "cuda/copy_kernels.cuh"
 #include "cuda/launch.h"
 
 namespace flex_model {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kUnroll = 4;
-
-template <typename Chunk>
-__global__ __launch_bounds__(kThreads) void copy_boxes_kernel(
-    const __grid_constant__ CopyBatch batch) {
-  const Copy& copy = batch.copies[blockIdx.y];
-  const uint32_t first = blockIdx.x * (kThreads * kUnroll) + threadIdx.x;
-  if (first >= copy.num_chunks) return;
-
-  Chunk chunks[kUnroll];
-  char* targets[kUnroll];
-#pragma unroll
-  for (int k = 0; k < kUnroll; ++k) {
-    const uint32_t i = first + k * kThreads;
-    if (i >= copy.num_chunks) break;
-    const char* source;
-    copy.locate(i, sizeof(Chunk), &source, &targets[k]);
-    chunks[k] =
-        __ldcs(reinterpret_cast<const Chunk*>(source));  // read once: leave the cache to others
+template <typename Batch>
+cudaError_t launch(const Batch& batch, const Cut& cut, uint32_t max_blocks, cudaStream_t stream) {
+  const uint32_t blocks =
+      max_blocks == 0 ? batch.num_blocks : std::min(max_blocks, batch.num_blocks);
+  const auto start = [&](auto kernel) {
+    kernel<<<blocks, kThreads, 0, stream>>>(batch);
+    return cudaGetLastError();
+  };
+  if (cut.windows) {
+    switch (cut.unit) {
+      case 4: return start(copy_windows<uint32_t, Batch>);
+      case 2: return start(copy_windows<uint16_t, Batch>);
+      case 1: return start(copy_windows<uint8_t, Batch>);
+    }
+    return cudaErrorInvalidValue;
   }
-#pragma unroll
-  for (int k = 0; k < kUnroll; ++k) {
-    if (first + k * kThreads >= copy.num_chunks) break;
-    *reinterpret_cast<Chunk*>(targets[k]) = chunks[k];
+  switch (cut.unit) {
+    case 16: return start(copy_chunks<uint4, Batch>);
+    case 8: return start(copy_chunks<uint2, Batch>);
+    case 4: return start(copy_chunks<unsigned int, Batch>);
+    case 2: return start(copy_chunks<unsigned short, Batch>);
+    case 1: return start(copy_chunks<unsigned char, Batch>);
   }
-}
-
-template <typename Chunk>
-cudaError_t launch(const CopyBatch& batch, cudaStream_t stream) {
-  uint32_t largest = 0;
-  for (int c = 0; c < batch.num_copies; ++c)
-    largest = std::max(largest, batch.copies[c].num_chunks);
-  const uint32_t tiles = (largest + kThreads * kUnroll - 1) / (kThreads * kUnroll);
-  copy_boxes_kernel<Chunk><<<dim3(tiles, batch.num_copies), kThreads, 0, stream>>>(batch);
-  return cudaGetLastError();
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace
 }  // namespace flex_model
 
-extern "C" int flex_model_copy_boxes(const flex_model::CopyBatch* batch, int chunk_bytes,
-                                     void* stream) {
-  const auto on = static_cast<cudaStream_t>(stream);
-  switch (chunk_bytes) {
-    case 16: return flex_model::launch<uint4>(*batch, on);
-    case 8: return flex_model::launch<uint2>(*batch, on);
-    case 4: return flex_model::launch<unsigned int>(*batch, on);
-    case 2: return flex_model::launch<unsigned short>(*batch, on);
-    case 1: return flex_model::launch<unsigned char>(*batch, on);
-  }
-  return cudaErrorInvalidValue;
+extern "C" int flex_model_copy_small(const flex_model::SmallBatch* batch, flex_model::Cut cut,
+                                     uint32_t max_blocks, void* stream) {
+  return flex_model::launch(*batch, cut, max_blocks, static_cast<cudaStream_t>(stream));
+}
+
+extern "C" int flex_model_copy_large(const flex_model::LargeBatch* batch, flex_model::Cut cut,
+                                     uint32_t max_blocks, void* stream) {
+  return flex_model::launch(*batch, cut, max_blocks, static_cast<cudaStream_t>(stream));
 }
 
 extern "C" const char* flex_model_cuda_error(int error) {
+  cudaGetLastError();  // or the next launch that asks for the last error would find this one
   return cudaGetErrorString(static_cast<cudaError_t>(error));
 }

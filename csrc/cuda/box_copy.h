@@ -1,85 +1,200 @@
-// One batch of strided copies as a kernel takes it, and the index maths of that kernel.
+// A batch of strided copies as a kernel takes it, and the index maths of that kernel.
 //
 // Free of CUDA and torch: the same code runs in the kernel (box_copy.cu) and in a test on the CPU.
-// A copy is counted in chunks of 1, 2, 4, 8 or 16 bytes; no chunk straddles two runs. Every count
-// fits 31 bits, so that one multiplication replaces each division.
+// There are two ways to cut a run:
+//
+//   chunks    of 1, 2, 4, 8 or 16 bytes that divide addresses, strides and the run: each is one
+//             load and one store
+//   windows   the aligned 16 bytes of the target that the run touches, brought by two aligned wide
+//             loads. A whole window is one wide store; the first and the last may be parts, stored
+//             in units of 1, 2 or 4 bytes. For runs whose two sides are aligned differently
+//
+// Every count fits 31 bits, so that one multiplication replaces each division.
 #pragma once
 
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define FLEX_MODEL_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define FLEX_MODEL_HOST_DEVICE inline
-#endif
+#include "cuda/divisor.h"
 
 namespace flex_model {
 
 constexpr int kMaxLevels = 3;  // above the run; boxes with more are cut by the host
-constexpr int kMaxCopies =
-    32;  // per launch: the batch is a kernel parameter, and those hold 4 KB everywhere
+constexpr int kWindowBytes = 16;
+constexpr int kThreads = 128;  // of a block
+constexpr int kUnroll = 4;     // pieces of a thread: its loads are all in flight before it stores
+constexpr uint32_t kTile = kThreads * kUnroll;  // pieces of a block
 
-// Division by a constant of numbers below 2^31.
-// Source: Granlund and Montgomery, "Division by Invariant Integers using Multiplication",
-// figure 4.1.
-struct Divisor {
-  uint32_t value;
-  uint32_t magic;
-  uint32_t shift;
+// How the runs of a batch are cut: into chunks of `unit` bytes, or windows with parts of `unit`.
+struct Cut {
+  int32_t unit;
+  bool windows;
+};
 
-  static Divisor of(uint32_t value) {
-    uint32_t shift = 0;
-    while ((uint64_t{1} << shift) < value) ++shift;
-    const uint64_t power = uint64_t{1} << shift;
-    return {value, static_cast<uint32_t>(((power - value) << 32) / value + 1), shift};
-  }
+// Sixteen bytes in order, as a wide load brings them.
+struct Words {
+  uint32_t word[4];
+};
 
-  FLEX_MODEL_HOST_DEVICE uint32_t quotient(uint32_t n) const {
+// The bytes from `shift` (below 16) on of `low` followed by `high`.
+FLEX_MODEL_HOST_DEVICE Words shifted(const Words& low, const Words& high, uint32_t shift) {
+  // By selections, for an index that is not known to the compiler would spill the words.
+  const bool by_two = shift & 8, by_one = shift & 4;
+  const uint32_t a0 = by_two ? low.word[2] : low.word[0], a1 = by_two ? low.word[3] : low.word[1];
+  const uint32_t a2 = by_two ? high.word[0] : low.word[2], a3 = by_two ? high.word[1] : low.word[3];
+  const uint32_t a4 = by_two ? high.word[2] : high.word[0],
+                 a5 = by_two ? high.word[3] : high.word[1];
+  const uint32_t b0 = by_one ? a1 : a0, b1 = by_one ? a2 : a1, b2 = by_one ? a3 : a2;
+  const uint32_t b3 = by_one ? a4 : a3, b4 = by_one ? a5 : a4;
+  const uint32_t bits = (shift & 3) * 8;
 #ifdef __CUDA_ARCH__
-    const uint32_t high = __umulhi(n, magic);
+  return {{__funnelshift_r(b0, b1, bits), __funnelshift_r(b1, b2, bits),
+           __funnelshift_r(b2, b3, bits), __funnelshift_r(b3, b4, bits)}};
 #else
-    const uint32_t high = static_cast<uint32_t>((static_cast<uint64_t>(n) * magic) >> 32);
+  const auto joined = [bits](uint32_t first, uint32_t second) {
+    return static_cast<uint32_t>((uint64_t{second} << 32 | first) >> bits);
+  };
+  return {{joined(b0, b1), joined(b1, b2), joined(b2, b3), joined(b3, b4)}};
 #endif
-    return (high + n) >> shift;
+}
+
+// Part of a run: bytes [begin, end) of the 16 at `to`, which is a multiple of 16, from the same
+// bytes at `from`. `end` is not above `begin` where the run does not reach.
+struct Window {
+  const char* from;
+  char* to;
+  int32_t begin;
+  int32_t end;
+
+  FLEX_MODEL_HOST_DEVICE bool is_whole() const { return begin == 0 && end == kWindowBytes; }
+
+  // The bytes are in the aligned 16 from `from - shift()` on and in the 16 after them. Only those
+  // are to be loaded that have some: then the load stays in the memory that the run lies in.
+  FLEX_MODEL_HOST_DEVICE int32_t shift() const {
+    return static_cast<int32_t>(reinterpret_cast<uintptr_t>(from) % kWindowBytes);
+  }
+  FLEX_MODEL_HOST_DEVICE bool needs_low() const {
+    return begin < end && begin + shift() < kWindowBytes;
+  }
+  FLEX_MODEL_HOST_DEVICE bool needs_high() const {
+    return begin < end && shift() + end > kWindowBytes;
   }
 };
 
-// One box: runs of `run` chunks, repeated by the levels, innermost first. Strides are in bytes.
+// One box: runs of `run` pieces (chunks or windows), repeated by the levels, innermost first.
+// Strides are in bytes.
 struct Copy {
   const char* from;
   char* to;
+  int64_t run_bytes;
   int64_t from_strides[kMaxLevels];
   int64_t to_strides[kMaxLevels];
   Divisor run;
-  Divisor counts[kMaxLevels];  // that of the outermost level is not used: what is left is its index
-  uint32_t num_chunks;
+  Divisor counts[kMaxLevels - 1];  // of the outermost level, what is left is the index
+  uint32_t num_pieces;
   int32_t num_levels;
 
-  // Where chunk `i` of the copy is read and written.
-  FLEX_MODEL_HOST_DEVICE void locate(uint32_t i, int chunk_bytes, const char** read,
-                                     char** write) const {
-    uint32_t left = run.quotient(i);
-    const uint32_t in_run = (i - left * run.value) * static_cast<uint32_t>(chunk_bytes);
-    const char* source = from + in_run;
-    char* target = to + in_run;
-    for (int level = 0; level < kMaxLevels; ++level) {
-      if (level >= num_levels) break;
-      const uint32_t next = level + 1 < num_levels ? counts[level].quotient(left) : 0;
-      const uint32_t index = left - next * counts[level].value;
-      source += index * from_strides[level];
-      target += index * to_strides[level];
-      left = next;
+  // Where the run of piece `i` begins on both sides; returns the number of the piece in it.
+  FLEX_MODEL_HOST_DEVICE uint32_t find_run(uint32_t i, const char** read, char** write) const {
+    const char* source = from;
+    char* target = to;
+    uint32_t in_run = i;
+    if (num_levels > 0) {
+      uint32_t left = run.quotient(i);
+      in_run -= left * run.value;
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+      for (int level = 0; level < kMaxLevels; ++level) {
+        if (level >= num_levels) break;
+        uint32_t index = left;
+        if (level + 1 < num_levels) {
+          const Divisor& count = counts[level < kMaxLevels - 1 ? level : 0];
+          left = count.quotient(left);
+          index -= left * count.value;
+        }
+        source += index * from_strides[level];
+        target += index * to_strides[level];
+      }
     }
     *read = source;
     *write = target;
+    return in_run;
+  }
+
+  // Where chunk `i` is read and written.
+  FLEX_MODEL_HOST_DEVICE void find_chunk(uint32_t i, int chunk_bytes, const char** read,
+                                         char** write) const {
+    const int64_t at = static_cast<int64_t>(find_run(i, read, write)) * chunk_bytes;
+    *read += at;
+    *write += at;
+  }
+
+  FLEX_MODEL_HOST_DEVICE Window find_window(uint32_t i) const {
+    const char* source;
+    char* target;
+    const uint32_t number = find_run(i, &source, &target);
+    const int32_t skew = static_cast<int32_t>(reinterpret_cast<uintptr_t>(target) % kWindowBytes);
+    const int64_t at = static_cast<int64_t>(number) * kWindowBytes - skew;
+    const int64_t left = run_bytes - at;
+    return {source + at, target + at, number == 0 ? skew : 0,
+            left < kWindowBytes ? static_cast<int32_t>(left) : kWindowBytes};
   }
 };
 
+// The copies of one launch. Blocks take tiles of the copies in turns, so that the runs which lie
+// between each other in the full tensor are written at about the same time; the copies that have
+// more tiles than the smallest finish one after the other.
+template <int kCapacity>
 struct CopyBatch {
-  Copy copies[kMaxCopies];
-  int32_t num_copies;
+  Copy copies[kCapacity];
+  uint32_t ends[kCapacity];  // of the blocks, after the turns, of each copy
+  Divisor num_copies;
+  uint32_t num_turns;
+  uint32_t num_blocks;
+
+  // Fills in the rest, for copies[0] to copies[count - 1].
+  void arrange(uint32_t count) {
+    num_turns = ~uint32_t{0};
+    for (uint32_t c = 0; c < count; ++c) {
+      const uint32_t tiles = num_tiles(copies[c]);
+      num_turns = tiles < num_turns ? tiles : num_turns;
+    }
+    uint32_t end = 0;
+    for (uint32_t c = 0; c < count; ++c) ends[c] = end += num_tiles(copies[c]) - num_turns;
+    num_copies = Divisor::of(count);
+    num_blocks = num_turns * count + end;
+  }
+
+  static uint32_t num_tiles(const Copy& copy) { return (copy.num_pieces + kTile - 1) / kTile; }
+
+  // Which copy block `block` makes, and which of its tiles.
+  FLEX_MODEL_HOST_DEVICE uint32_t find_tile(uint32_t block, uint32_t* tile) const {
+    const uint32_t turn = num_copies.quotient(block);
+    if (turn < num_turns) {
+      *tile = turn;
+      return block - turn * num_copies.value;
+    }
+    const uint32_t rest = block - num_turns * num_copies.value;
+    uint32_t low = 0, high = num_copies.value - 1;
+    while (low < high) {
+      const uint32_t middle = (low + high) / 2;
+      if (rest < ends[middle]) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    *tile = num_turns + rest - (low == 0 ? 0 : ends[low - 1]);
+    return low;
+  }
 };
 
-static_assert(sizeof(CopyBatch) <= 4096, "a kernel parameter may have 4 KB on every device");
+// A batch is the kernel's parameter, which the launch copies: the small one for a tensor of a few
+// ranks, the large one for many tensors in one launch.
+using SmallBatch = CopyBatch<16>;
+using LargeBatch = CopyBatch<240>;
+
+static_assert(sizeof(SmallBatch) <= 4096, "as small as parameters always were");
+static_assert(sizeof(LargeBatch) <= 32764, "the most that a kernel's parameters may have");
 
 }  // namespace flex_model

@@ -1,9 +1,9 @@
-// From the boxes of a plan to batches of copies for the kernel. Host code, free of CUDA and torch.
+// From the boxes of plans to batches of copies for the kernel. Host code, free of CUDA and torch.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
-#include <map>
+#include <limits>
 #include <vector>
 
 #include "boxes/boxes.h"
@@ -12,7 +12,7 @@
 namespace flex_model {
 
 // Copies of one box, in bytes and between addresses of its own: `from` and `to` may be of different
-// ranks.
+// ranks, tensors or devices.
 struct Transfer {
   const char* from;
   char* to;
@@ -51,85 +51,143 @@ inline int chunk_bytes_of(const Transfer& transfer) {
   return chunk;
 }
 
-// Appends `transfer` as copies whose counts fit the kernel: of at most `max_chunks` chunks (below
-// 2^31) and kMaxLevels levels. A larger one is cut along its outermost level, or along the run.
-inline void append_copies(const Transfer& transfer, int chunk_bytes, int64_t max_chunks,
+// A window costs two wide loads: narrow chunks are better where they are not so narrow, and where
+// most windows of a run would be parts.
+inline Cut cut_of(int chunk_bytes, int64_t run_bytes) {
+  constexpr int64_t kMinRunBytes = 2 * kWindowBytes;
+  return {chunk_bytes, chunk_bytes < 8 && run_bytes >= kMinRunBytes};
+}
+
+// Pieces that a run takes at most; of windows it depends on where the run begins.
+inline int64_t num_pieces_of(const Cut& cut, int64_t run_bytes) {
+  return cut.windows ? (run_bytes + 2 * (kWindowBytes - 1)) / kWindowBytes : run_bytes / cut.unit;
+}
+
+// Appends `transfer` as copies whose counts fit the kernel: of at most `max_pieces` pieces (3 or
+// more, below 2^31) and kMaxLevels levels. A larger one is cut along its outermost level, or along
+// the run.
+inline void append_copies(const Transfer& transfer, const Cut& cut, int64_t max_pieces,
                           std::vector<Copy>* copies) {
-  int64_t inner = transfer.run_bytes / chunk_bytes;  // chunks below the outermost level
   if (transfer.steps.empty()) {
-    for (int64_t at = 0; at < inner; at += max_chunks) {
-      const uint32_t chunks = static_cast<uint32_t>(std::min(max_chunks, inner - at));
-      copies->push_back({transfer.from + at * chunk_bytes,
-                         transfer.to + at * chunk_bytes,
-                         {},
-                         {},
-                         Divisor::of(chunks),
-                         {},
-                         chunks,
-                         0});
+    const int64_t longest =
+        cut.windows ? (max_pieces - 2) * kWindowBytes : max_pieces * int64_t{cut.unit};
+    for (int64_t at = 0; at < transfer.run_bytes; at += longest) {
+      Copy copy{};
+      copy.from = transfer.from + at;
+      copy.to = transfer.to + at;
+      copy.run_bytes = std::min(longest, transfer.run_bytes - at);
+      copy.num_pieces = static_cast<uint32_t>(num_pieces_of(cut, copy.run_bytes));
+      copies->push_back(copy);
     }
     return;
   }
   const Transfer::Step outermost = transfer.steps.back();
-  for (size_t l = 0; l + 1 < transfer.steps.size(); ++l) inner *= transfer.steps[l].count;
-  const bool fits = transfer.steps.size() <= kMaxLevels && inner <= max_chunks;
-  const int64_t per_copy = fits ? max_chunks / inner : 1;
+  // Pieces below the outermost level; a run that is too long is told by a number that is, too.
+  int64_t inner = num_pieces_of(cut, transfer.run_bytes);
+  for (size_t l = 0; l + 1 < transfer.steps.size() && inner <= max_pieces; ++l) {
+    inner *= std::min<int64_t>(transfer.steps[l].count, std::numeric_limits<int32_t>::max());
+  }
+  const bool fits = transfer.steps.size() <= kMaxLevels && inner <= max_pieces;
+  const int64_t per_copy = fits ? max_pieces / inner : 1;
   for (int64_t at = 0; at < outermost.count; at += per_copy) {
     Transfer part = transfer;
     part.from += at * outermost.from_stride;
     part.to += at * outermost.to_stride;
     if (!fits) {
       part.steps.pop_back();
-      append_copies(part, chunk_bytes, max_chunks, copies);
+      append_copies(part, cut, max_pieces, copies);
       continue;
     }
     part.steps.back().count = std::min(per_copy, outermost.count - at);
-    Copy copy{part.from,
-              part.to,
-              {},
-              {},
-              Divisor::of(static_cast<uint32_t>(part.run_bytes / chunk_bytes)),
-              {},
-              static_cast<uint32_t>(inner * part.steps.back().count),
-              static_cast<int32_t>(part.steps.size())};
+    Copy copy{};
+    copy.from = part.from;
+    copy.to = part.to;
+    copy.run_bytes = part.run_bytes;
+    copy.run = Divisor::of(static_cast<uint32_t>(num_pieces_of(cut, part.run_bytes)));
+    copy.num_pieces = static_cast<uint32_t>(inner * part.steps.back().count);
+    copy.num_levels = static_cast<int32_t>(part.steps.size());
     for (size_t l = 0; l < part.steps.size(); ++l) {
       copy.from_strides[l] = part.steps[l].from_stride;
       copy.to_strides[l] = part.steps[l].to_stride;
-      copy.counts[l] = Divisor::of(static_cast<uint32_t>(part.steps[l].count));
+      if (l + 1 < part.steps.size()) {
+        copy.counts[l] = Divisor::of(static_cast<uint32_t>(part.steps[l].count));
+      }
     }
     copies->push_back(copy);
   }
 }
 
-// All copies of a plan, by the chunk that they can be made with.
+// All copies of an op, in as few launches as their cuts allow.
 class CopyPlan {
  public:
   void add(const Box& box, Direction direction, const char* from, char* to) {
     if (num_bytes(box) == 0) return;
-    const Transfer transfer = transfer_of(box, direction, from, to);
-    const int chunk_bytes = chunk_bytes_of(transfer);
-    append_copies(transfer, chunk_bytes, kMaxChunks, &copies_[chunk_bytes]);
+    num_bytes_ += num_bytes(box);
+    transfers_.push_back(transfer_of(box, direction, from, to));
+    const Transfer& transfer = transfers_.back();
+    cuts_.push_back(cut_of(chunk_bytes_of(transfer), transfer.run_bytes));
   }
 
-  // Calls `launch(batch, chunk_bytes)` for each batch; stops at and returns the first result that
-  // is not 0.
+  bool empty() const { return transfers_.empty(); }
+
+  // Calls `launch(batch, cut)` for each SmallBatch or LargeBatch; stops at and returns the first
+  // result that is not 0.
   template <typename Launch>
-  int for_each_batch(Launch launch) const {
-    for (const auto& [chunk_bytes, copies] : copies_) {
-      for (size_t at = 0; at < copies.size(); at += kMaxCopies) {
-        CopyBatch batch{};
-        batch.num_copies = static_cast<int32_t>(std::min<size_t>(kMaxCopies, copies.size() - at));
-        std::copy_n(copies.begin() + at, batch.num_copies, batch.copies);
-        if (const int error = launch(batch, chunk_bytes)) return error;
+  int for_each_batch(Launch launch) {
+    if (num_bytes_ <= kSmallBytes) unite_cuts();
+    constexpr Cut kCuts[] = {{16, false}, {8, false}, {4, true}, {4, false},
+                             {2, true},   {2, false}, {1, true}, {1, false}};
+    std::vector<Copy> copies;
+    for (const Cut& cut : kCuts) {
+      copies.clear();
+      for (size_t i = 0; i < transfers_.size(); ++i) {
+        if (cuts_[i].unit != cut.unit || cuts_[i].windows != cut.windows) continue;
+        append_copies(transfers_[i], cut, kMaxPieces, &copies);
+      }
+      for (size_t at = 0; at < copies.size();) {
+        const int error = copies.size() - at <= kCapacity<SmallBatch>
+                              ? launch_some<SmallBatch>(copies, &at, cut, launch)
+                              : launch_some<LargeBatch>(copies, &at, cut, launch);
+        if (error) return error;
       }
     }
     return 0;
   }
 
  private:
-  // A launch must not make the kernel's chunk number, rounded up to whole blocks, pass 2^31.
-  static constexpr int64_t kMaxChunks = int64_t{1} << 30;
-  std::map<int, std::vector<Copy>> copies_;
+  // The blocks of a batch must be fewer than 2^31: 240 copies of 2^30 pieces are 503 million.
+  static constexpr int64_t kMaxPieces = int64_t{1} << 30;
+  // Below this, a launch costs more than narrow loads do.
+  static constexpr int64_t kSmallBytes = int64_t{1} << 20;
+
+  template <typename Batch>
+  static constexpr size_t kCapacity = sizeof(Batch::copies) / sizeof(Copy);
+
+  template <typename Batch, typename Launch>
+  static int launch_some(const std::vector<Copy>& copies, size_t* at, const Cut& cut,
+                         Launch launch) {
+    Batch batch;
+    const size_t count = std::min(kCapacity<Batch>, copies.size() - *at);
+    std::copy_n(copies.begin() + *at, count, batch.copies);
+    batch.arrange(static_cast<uint32_t>(count));
+    *at += count;
+    return launch(batch, cut);
+  }
+
+  // One cut that does for all, so that there is one launch.
+  void unite_cuts() {
+    Cut united{16, true};
+    for (size_t i = 0; i < cuts_.size(); ++i) {
+      united.unit = std::min(united.unit, cuts_[i].unit);
+      united.windows = united.windows && cut_of(1, transfers_[i].run_bytes).windows;
+    }
+    united.windows = united.windows && cut_of(united.unit, transfers_[0].run_bytes).windows;
+    std::fill(cuts_.begin(), cuts_.end(), united);
+  }
+
+  int64_t num_bytes_ = 0;
+  std::vector<Transfer> transfers_;
+  std::vector<Cut> cuts_;  // of each transfer
 };
 
 }  // namespace flex_model

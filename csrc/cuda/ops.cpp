@@ -1,52 +1,78 @@
-// assemble, split and pack on CUDA: on the device of the input and its current stream. What is
-// checked and allocated is the CPU's (ops/reorder.h); fingerprint is CPU only, as the schema says.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
+// The ops on CUDA. What is checked and allocated is the CPU's (csrc/ops); fingerprint is CPU only,
+// as the schema says.
 #include <torch/csrc/stable/library.h>
 
-#include "cuda/copy_plan.h"
-#include "cuda/launch.h"
+#include "cuda/device.h"
+#include "ops/addresses.h"
+#include "ops/many_tensors.h"
 #include "ops/reorder.h"
 
 namespace flex_model {
 namespace {
 
-class Cuda {
- public:
-  Cuda(const char* op, int32_t device) : op_(op), device_(device), guard_(device) {}
-
-  void assemble(const std::vector<Box>& boxes, const std::vector<const char*>& shards, char* full) {
-    CopyPlan copies;
-    for (const Box& box : boxes) copies.add(box, Direction::kToFull, shards[box.rank], full);
-    launch(copies);
+void meet_peers(const Tensor& buffer, const Ints& pads, int64_t rank, int64_t number,
+                int64_t timeout_ms, int64_t failed) {
+  const char* op = "meet_peers";
+  const int64_t num_ranks = static_cast<int64_t>(pads.size());
+  check(num_ranks <= kMaxPeers, op, ": at most ", kMaxPeers, " ranks can meet, got ", num_ranks);
+  check(rank >= 0 && rank < num_ranks, op, ": rank must be in [0, ", num_ranks - 1, "], got ",
+        rank);
+  check(timeout_ms >= 0 && failed != 0, op, ": `timeout_ms` must not be negative, `failed` not 0");
+  Pads flags{};
+  flags.num_ranks = static_cast<int32_t>(num_ranks);
+  flags.rank = static_cast<int32_t>(rank);
+  for (int64_t r = 0; r < num_ranks; ++r) {
+    check(pads[r] != 0, op, ": the flags of rank ", r, " have no address");
+    flags.of_rank[r] = reinterpret_cast<uint32_t*>(pads[r]);
   }
+  Cuda device(op, buffer.get_device());
+  device.check_started(flex_model_meet_peers(&flags, static_cast<uint32_t>(number),
+                                             static_cast<uint64_t>(timeout_ms) * 1'000'000,
+                                             reinterpret_cast<void*>(failed), device.stream()));
+}
 
-  void split(const std::vector<Box>& boxes, const char* full, const std::vector<char*>& shards) {
-    CopyPlan copies;
-    for (const Box& box : boxes) {
-      if (shards[box.rank] != nullptr) copies.add(box, Direction::kToShard, full, shards[box.rank]);
-    }
-    launch(copies);
-  }
+Tensor ipc_buffer(const Tensor& like, int64_t size) {
+  const char* op = "ipc_buffer";
+  check(size > 0, op, ": `size` must be a positive number of bytes, got ", size);
+  Cuda device(op, like.get_device());
+  void* memory = nullptr;
+  device.check_started(flex_model_ipc_malloc(size, &memory));
+  const Ints sizes{size}, strides{1};
+  return torch::stable::from_blob(memory, sizes, strides, like.device(), ScalarType::Byte,
+                                  [](void* ended) { flex_model_ipc_free(ended); });
+}
 
- private:
-  void launch(const CopyPlan& copies) {
-    void* stream = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream));
-    const int error = copies.for_each_batch([&](const CopyBatch& batch, int chunk_bytes) {
-      return flex_model_copy_boxes(&batch, chunk_bytes, stream);
-    });
-    check(error == 0, op_, ": the kernel did not start on CUDA device ", device_, ": ",
-          error ? flex_model_cuda_error(error) : "",
-          "; if earlier work on the device failed, CUDA_LAUNCH_BLOCKING=1 finds it. If there is no "
-          "kernel for this "
-          "device, rebuild with TORCH_CUDA_ARCH_LIST set for it");
-  }
+Tensor ipc_handle(const Tensor& buffer) {
+  const char* op = "ipc_handle";
+  check_buffer(op, "buffer", buffer);
+  Cuda device(op, buffer.get_device());
+  unsigned char handle[kIpcHandleBytes];
+  device.check_started(flex_model_ipc_handle(buffer.mutable_data_ptr(), handle));
+  const Ints sizes{kIpcHandleBytes}, strides{1};
+  Tensor result = torch::stable::from_blob(
+      new unsigned char[kIpcHandleBytes], sizes, strides,
+      torch::stable::Device(torch::headeronly::DeviceType::CPU), ScalarType::Byte,
+      [](void* ended) { delete[] static_cast<unsigned char*>(ended); });
+  std::copy_n(handle, kIpcHandleBytes, static_cast<unsigned char*>(result.mutable_data_ptr()));
+  return result;
+}
 
-  const char* op_;
-  int32_t device_;
-  torch::stable::accelerator::DeviceGuard guard_;
-};
+int64_t ipc_open(const Tensor& like, const Ints& handle) {
+  const char* op = "ipc_open";
+  check(handle.size() == kIpcHandleBytes, op, ": `handle` must have ", kIpcHandleBytes,
+        " bytes, got ", handle.size());
+  unsigned char bytes[kIpcHandleBytes];
+  std::copy(handle.begin(), handle.end(), bytes);
+  Cuda device(op, like.get_device());
+  void* memory = nullptr;
+  device.check_started(flex_model_ipc_open(bytes, &memory));
+  return reinterpret_cast<int64_t>(memory);
+}
+
+void ipc_close(const Tensor& like, int64_t address) {
+  Cuda device("ipc_close", like.get_device());
+  device.check_started(flex_model_ipc_close(reinterpret_cast<void*>(address)));
+}
 
 }  // namespace
 
@@ -54,6 +80,16 @@ STABLE_TORCH_LIBRARY_IMPL(flex_model, CUDA, m) {
   m.impl("assemble", TORCH_BOX(&assemble<Cuda>));
   m.impl("split", TORCH_BOX(&split<Cuda>));
   m.impl("pack", TORCH_BOX(&pack<Cuda>));
+  m.impl("pack_tensors", TORCH_BOX(&pack_tensors<Cuda>));
+  m.impl("assemble_tensors", TORCH_BOX(&assemble_tensors<Cuda>));
+  m.impl("pull_", TORCH_BOX(&pull_<Cuda>));
+  m.impl("push", TORCH_BOX(&push<Cuda>));
+  m.impl("copy_to_host", TORCH_BOX(&copy_to_host<Cuda>));
+  m.impl("meet_peers", TORCH_BOX(&meet_peers));
+  m.impl("ipc_buffer", TORCH_BOX(&ipc_buffer));
+  m.impl("ipc_handle", TORCH_BOX(&ipc_handle));
+  m.impl("ipc_open", TORCH_BOX(&ipc_open));
+  m.impl("ipc_close", TORCH_BOX(&ipc_close));
 }
 
 }  // namespace flex_model

@@ -4,7 +4,8 @@
 // `Device` is made before the result is allocated, so that it can choose where; it has
 //   Device(op, index)
 //   assemble(boxes, shards, full), split(boxes, full, shards)   as assemble_boxes and split_boxes
-//   of boxes.h
+//   of boxes.h; a null shard leaves its boxes out run()   starts what was asked for since, in as
+//   few launches as it takes
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -42,6 +43,7 @@ Tensor assemble(const Tensor& gathered, const Ints& offsets, const Ints& code, c
   Tensor full = torch::stable::new_empty(gathered, sizes, dtype);
   check_num_bytes(op, "sizes", full, plan.full_bytes);
   device.assemble(plan.boxes, shards_in(read_bytes(gathered), offsets), write_bytes(full));
+  device.run();
   return full;
 }
 
@@ -60,6 +62,7 @@ Tensor split(const Tensor& full, const Ints& code, int64_t rank, const Ints& siz
   std::vector<char*> shards(plan.shard_bytes.size(), nullptr);
   shards[rank] = write_bytes(shard);
   device.split(plan.boxes, read_bytes(full), shards);
+  device.run();
   return shard;
 }
 
@@ -78,6 +81,7 @@ Tensor pack(const Tensor& full, const Ints& code, const Ints& offsets, int64_t t
   Tensor packed = has_gaps ? torch::stable::new_zeros(full, {total}, ScalarType::Byte)
                            : torch::stable::new_empty(full, {total}, ScalarType::Byte);
   device.split(plan.boxes, read_bytes(full), shards_in(write_bytes(packed), offsets));
+  device.run();
   return packed;
 }
 

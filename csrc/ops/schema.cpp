@@ -2,14 +2,16 @@
 //
 //   full      the unsharded tensor, contiguous
 //   gathered  1-D uint8: the shards of all ranks in one buffer, rank r's at byte offsets[r]; -1
-//   where
-//             a rank is absent, which is an error if the plan needs it
+//             where a rank is absent, which is an error if the plan needs it
 //   plan      a GatherPlan's `code`: which bytes of which shard go where (boxes/boxes.h)
 //   sizes     of the result
+//   address   of memory that no tensor of this process owns: a peer's, or shared by the ranks of a
+//             host. Bytes at it are not checked, so the caller must know them to be there
 //
-// All are functional: they allocate what they return, on the device of their input. Inputs must be
-// contiguous: an error says so, because a silent copy would cost as much as the op itself. CPU
-// kernels are beside this file, CUDA kernels in csrc/cuda, fake kernels in flex_model/_ops_fake.py.
+// Ops without addresses are functional: they allocate what they return, on the device of their
+// input. Inputs must be contiguous: an error says so, because a silent copy would cost as much as
+// the op itself. CPU kernels are beside this file, CUDA kernels in csrc/cuda, fake kernels in
+// flex_model/_ops_fake.py.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(flex_model, m) {
@@ -26,4 +28,43 @@ STABLE_TORCH_LIBRARY(flex_model, m) {
   // have the same bits (or it has none) else 0. CPU only: the hash is made to be exchanged, so it
   // is needed on the host at once, and tensors that are not there are copied first.
   m.def("fingerprint(Tensor tensor) -> Tensor");
+
+  // ---- several tensors in one buffer, for one collective ----
+
+  // The bytes of each tensor, in its own order, at its offset in one uint8 buffer of `total` bytes;
+  // the rest is zero. Tensors may be strided.
+  m.def("pack_tensors(Tensor[] tensors, int[] offsets, int total) -> Tensor");
+  // The full tensors out of one buffer with all their shards. By tensor, one after the other:
+  // `offsets` has those of its ranks, `plans` its plan's length and code, `sizes` its number of
+  // dims and sizes, `like` a tensor of its dtype.
+  m.def(
+      "assemble_tensors(Tensor gathered, int[] offsets, int[] plans, int[] sizes, Tensor[] like) "
+      "-> Tensor[]");
+
+  // ---- memory that others own ----
+
+  // Writes `full` from the shards at addresses[rank]; peers are read from rank `first` on, so that
+  // not all ranks ask the same one first.
+  m.def("pull_(Tensor(a!) full, int[] addresses, int[] plan, int first) -> ()");
+  // Writes each rank's shard of `full` to addresses[rank]; 0 leaves a rank out.
+  m.def("push(Tensor full, int[] addresses, int[] plan, int first) -> ()");
+  // Writes one rank's shard into the full tensor at `address`, in host memory (page-locked, for a
+  // shard on a GPU), on the current stream. `how`: "copy engine", "kernel" or "auto".
+  m.def("copy_to_host(Tensor shard, int address, int[] plan, int rank, str how) -> ()");
+
+  // ---- peers of a CUDA device; CUDA only ----
+
+  // On the current stream: tells all ranks that this one has come for the `number`-th time, and
+  // waits until all have. pads[r] is the address of rank r's flags, one uint32 per rank, zero at
+  // first. After `timeout_ms` it gives up and writes 1 + a missing rank to the int32 at the host
+  // address `failed`. `buffer` tells the device.
+  m.def(
+      "meet_peers(Tensor buffer, int[] pads, int rank, int number, int timeout_ms, int failed) -> "
+      "()");
+  // A zeroed uint8 buffer, on the device of `like`, that other processes can open; its handle
+  // (uint8 on the CPU); the address at which this process sees another's buffer; the end of that.
+  m.def("ipc_buffer(Tensor like, int size) -> Tensor");
+  m.def("ipc_handle(Tensor buffer) -> Tensor");
+  m.def("ipc_open(Tensor like, int[] handle) -> int");
+  m.def("ipc_close(Tensor like, int address) -> ()");
 }

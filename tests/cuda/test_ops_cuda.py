@@ -87,6 +87,79 @@ def test_empty_tensors_and_shards():
     check(random_tensor((4, 6), torch.float32), [[], [0, 3, 3]])
 
 
+def test_many_boxes_and_a_large_one():
+    """The blocks of a launch go to copies of very different sizes."""
+    check(random_tensor((64, 5000), torch.float32), [[], [*range(1, 600), 601]])
+
+
+@pytest.mark.parametrize("run", [33, 40, 257, 1001])
+@pytest.mark.parametrize("start", [0, 1, 2, 7])
+def test_runs_that_begin_anywhere(start, run):
+    """Runs of two bytes' alignment, in tensors of two bytes' alignment."""
+    sizes = (500, 3 * run)
+    plan = grid_plan(sizes, [[], [run, 2 * run]], 2)
+    memory = random_tensor((500 * 3 * run + start,), torch.bfloat16)
+    full = memory[start:].view(sizes)
+    on_gpu = memory.cuda()[start:].view(sizes)
+    for rank, shard_sizes in enumerate(plan.shard_sizes):
+        got = ops.split(on_gpu, plan.code, rank, shard_sizes)
+        assert torch.equal(as_bytes(got), as_bytes(ops.split(full, plan.code, rank, shard_sizes)))
+    target = torch.full((on_gpu.numel() + 64,), -1, dtype=torch.bfloat16, device="cuda")
+    shards = [
+        ops.split(on_gpu, plan.code, rank, shard_sizes)
+        for rank, shard_sizes in enumerate(plan.shard_sizes)
+    ]
+    part = target[start + 1 : start + 1 + on_gpu.numel()].view(sizes)
+    ops.pull_(part, [shard.data_ptr() for shard in shards], plan.code, 1)
+    assert torch.equal(as_bytes(part), as_bytes(full))
+    assert bool((target[: start + 1] == -1).all())
+    assert bool((target[start + 1 + on_gpu.numel() :] == -1).all())
+
+
+def test_many_tensors_in_one_buffer():
+    tensors = [random_tensor((7, 2 * i + 1, 5), DTYPES[i % 5]).transpose(0, 1) for i in range(100)]
+    plans = [grid_plan(tensor.shape, [[], [], []], tensor.itemsize) for tensor in tensors]
+    offsets, total = [], 0
+    for tensor in tensors:
+        offsets.append(total)
+        total += tensor.nbytes + 3
+    on_gpu = [tensor.cuda() for tensor in tensors]
+    packed = ops.pack_tensors(on_gpu, offsets, total)
+    assert torch.equal(packed.cpu(), ops.pack_tensors(tensors, offsets, total))
+    rebuilt = ops.assemble_tensors(
+        packed,
+        offsets,
+        [number for plan in plans for number in (len(plan.code), *plan.code)],
+        [size for tensor in tensors for size in (3, *tensor.shape)],
+        on_gpu,
+    )
+    for tensor, got in zip(tensors, rebuilt):
+        assert (got.shape, got.dtype, got.is_cuda) == (tensor.shape, tensor.dtype, True)
+        assert torch.equal(as_bytes(got), as_bytes(tensor))
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_pull_and_push(first):
+    full = random_tensor((50, 70), torch.bfloat16)
+    plan = grid_plan(full.shape, [[20], [33]], 2)
+    on_gpu = full.cuda()
+    shards = [torch.zeros(sizes, dtype=full.dtype, device="cuda") for sizes in plan.shard_sizes]
+    addresses = [shard.data_ptr() for shard in shards]
+    ops.push(on_gpu, addresses, plan.code, first)
+    pulled = torch.empty_like(on_gpu)
+    ops.pull_(pulled, addresses, plan.code, first)
+    assert torch.equal(as_bytes(pulled), as_bytes(full))
+
+
+def test_a_copy_of_more_than_4_gib():
+    if torch.cuda.get_device_properties(0).total_memory < 24 << 30:
+        pytest.skip("a small GPU")
+    rows = 5 << 30
+    full = torch.randint(0, 256, (2 * rows,), dtype=torch.uint8, device="cuda")
+    plan = grid_plan((2 * rows,), [[rows]], 1)
+    assert torch.equal(ops.split(full, plan.code, 1, [rows]), full[rows:])
+
+
 def test_a_large_tensor():
     check(random_tensor((4096, 5000), torch.float32), [[], [1250, 2500, 3750]])
 

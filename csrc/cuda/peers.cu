@@ -1,0 +1,86 @@
+// Ranks meet on their GPUs, and processes open each other's memory.
+#include <cuda_runtime.h>
+
+#include <cstring>
+
+#include "cuda/launch.h"
+
+namespace flex_model {
+namespace {
+
+__device__ __forceinline__ void store_release(uint32_t* address, uint32_t value) {
+  asm volatile("st.release.sys.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ uint64_t now_ns() {
+  uint64_t ns;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
+  return ns;
+}
+
+// One thread per peer. A peer that never comes must not hold the GPU for ever, and a trap would
+// destroy the user's CUDA context: after the deadline the thread notes the peer and ends, and the
+// host raises before anyone sees what was read too early.
+__global__ void meet_peers_kernel(const __grid_constant__ Pads pads, uint32_t number,
+                                  uint64_t timeout_ns, volatile int32_t* failed) {
+  const int peer = threadIdx.x;
+  if (peer >= pads.num_ranks || peer == pads.rank) return;
+  __threadfence_system();  // what this stream wrote before is seen before the flag is
+  store_release(pads.of_rank[peer] + pads.rank, number);
+  const uint32_t* flag = pads.of_rank[pads.rank] + peer;
+  const uint64_t start = now_ns();
+  while (static_cast<int32_t>(load_acquire(flag) - number) < 0) {
+    if (now_ns() - start > timeout_ns) {
+      *failed = 1 + peer;
+      __threadfence_system();
+      return;
+    }
+    __nanosleep(100);
+  }
+}
+
+}  // namespace
+}  // namespace flex_model
+
+extern "C" int flex_model_meet_peers(const flex_model::Pads* pads, uint32_t number,
+                                     uint64_t timeout_ns, void* failed, void* stream) {
+  const int threads = (pads->num_ranks + 31) / 32 * 32;
+  flex_model::meet_peers_kernel<<<1, threads, 0, static_cast<cudaStream_t>(stream)>>>(
+      *pads, number, timeout_ns, static_cast<volatile int32_t*>(failed));
+  return cudaGetLastError();
+}
+
+// Returns on failure what cudaMalloc or cudaMemset say, with nothing allocated.
+extern "C" int flex_model_ipc_malloc(int64_t size, void** memory) {
+  if (const cudaError_t error = cudaMalloc(memory, size)) return error;
+  cudaError_t error = cudaMemset(*memory, 0, size);
+  if (error == cudaSuccess) error = cudaDeviceSynchronize();
+  if (error != cudaSuccess) cudaFree(*memory);
+  return error;
+}
+
+extern "C" void flex_model_ipc_free(void* memory) {
+  if (cudaFree(memory) != cudaSuccess) cudaGetLastError();  // the process may be ending
+}
+
+extern "C" int flex_model_ipc_handle(void* memory, void* handle) {
+  static_assert(sizeof(cudaIpcMemHandle_t) == flex_model::kIpcHandleBytes, "as launch.h says");
+  cudaIpcMemHandle_t own;
+  const cudaError_t error = cudaIpcGetMemHandle(&own, memory);
+  if (error == cudaSuccess) std::memcpy(handle, &own, sizeof(own));
+  return error;
+}
+
+extern "C" int flex_model_ipc_open(const void* handle, void** memory) {
+  cudaIpcMemHandle_t other;
+  std::memcpy(&other, handle, sizeof(other));
+  return cudaIpcOpenMemHandle(memory, other, cudaIpcMemLazyEnablePeerAccess);
+}
+
+extern "C" int flex_model_ipc_close(void* memory) { return cudaIpcCloseMemHandle(memory); }

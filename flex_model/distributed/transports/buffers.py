@@ -1,0 +1,125 @@
+"""Where shards lie in the buffers of a collective: pure functions of plans, the same on all ranks.
+
+Offsets and sizes are in bytes. A plan's shards are numbered by rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flex_model._C import GatherPlan
+
+ALIGNMENT = 16  # of shards in a buffer: the widest load and store of a GPU
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def even_width(plan: GatherPlan) -> int:
+    """Bytes that each rank brings to an all-gather, which takes as many from all.
+
+    The shards' own size where they are equal, for then they need no copy into a wider buffer; else
+    the widest, rounded up so that every rank's are aligned.
+    """
+    widest = max(plan.shard_bytes)
+    return widest if min(plan.shard_bytes) == widest else aligned(widest)
+
+
+def is_concatenation(plan: GatherPlan) -> bool:
+    """Whether equal shards, one after the other, are the full tensor already."""
+    width = plan.full_bytes // len(plan.shard_bytes)
+    expected: list[int] = []
+    for rank in range(len(plan.shard_bytes)):
+        expected += [rank, rank * width, 0, width, 0]
+    num_ranks = len(plan.shard_bytes)
+    return (
+        width > 0
+        and plan.shard_bytes == [width] * num_ranks
+        and plan.code[2 + num_ranks :] == [num_ranks, *expected]
+    )
+
+
+def rounds(plans: Sequence[GatherPlan], max_bytes: int) -> list[range]:
+    """Consecutive plans whose full tensors, and their gaps, fit ``max_bytes``; one that is larger
+    is alone.
+    """
+    parts, first, total = [], 0, 0
+    for i, plan in enumerate(plans):
+        num_bytes = sum(map(aligned, plan.shard_bytes))
+        if i > first and total + num_bytes > max_bytes:
+            parts.append(range(first, i))
+            first, total = i, 0
+        total += num_bytes
+    return [*parts, range(first, len(plans))] if plans else []
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Several tensors' shards in one buffer per rank, and those buffers one after the other.
+
+    Attributes:
+        offsets: ``offsets[i][j]``: where tensor i's j-th shard begins in its holder's buffer.
+        holders: ``holders[i][j]``: the rank that has it.
+        totals: ``totals[r]``: the size of rank r's buffer.
+        starts: ``starts[r]``: where rank r's buffer begins among all.
+    """
+
+    offsets: list[list[int]]
+    holders: list[list[int]]
+    totals: list[int]
+    starts: list[int]
+
+    @staticmethod
+    def of(tensors: Sequence[tuple[GatherPlan, list[int]]], num_ranks: int) -> Packing:
+        """``tensors`` are plans, and the ranks that hold the shards of each."""
+        totals = [0] * num_ranks
+        offsets = []
+        for plan, holders in tensors:
+            placed = []
+            for holder, num_bytes in zip(holders, plan.shard_bytes):
+                placed.append(totals[holder])
+                totals[holder] += aligned(num_bytes)
+            offsets.append(placed)
+        starts = [sum(totals[:rank]) for rank in range(num_ranks)]
+        return Packing(offsets, [holders for _, holders in tensors], totals, starts)
+
+    def of_rank(self, rank: int) -> list[tuple[int, int]]:
+        """The tensors that a rank holds shards of, and where in its buffer."""
+        return [
+            (i, placed[holders.index(rank)])
+            for i, (placed, holders) in enumerate(zip(self.offsets, self.holders))
+            if rank in holders
+        ]
+
+    def among_all(self) -> list[list[int]]:
+        """``offsets``, counted from the first rank's buffer."""
+        return [
+            [self.starts[holder] + offset for holder, offset in zip(holders, placed)]
+            for holders, placed in zip(self.holders, self.offsets)
+        ]
+
+
+def assemble_tensors(
+    gathered: Tensor, packing: Packing, plans: Sequence[GatherPlan], like: list[Tensor]
+) -> list[Tensor]:
+    """The full tensors out of all ranks' buffers; ``like[i]`` has the dtype of the i-th. Local."""
+    return torch.ops.flex_model.assemble_tensors(
+        gathered,
+        [offset for placed in packing.among_all() for offset in placed],
+        [number for plan in plans for code in [plan.code] for number in (len(code), *code)],
+        [size for plan in plans for size in (len(plan.full_sizes), *plan.full_sizes)],
+        like,
+    )
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A tensor's bytes, contiguous and 1-D, on its device; shares memory where it can."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.numel() == 0:  # which is contiguous whatever its strides, but has no byte view
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,71 @@
+"""One transport for the tensors of CPUs, another for those of GPUs, of the same ranks."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from flex_model._C import GatherPlan
+from flex_model.distributed.transports.transport import Gathered, Transport
+
+
+class GpuTransport(Protocol):
+    """The part of ``Transport`` that moves tensors of GPUs."""
+
+    name: str
+
+    def all_gather(self, shard: Tensor, plan: GatherPlan, num_copies: int = 1) -> list[Tensor]: ...
+    def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None: ...
+    def scatter_from_first(self, full: Tensor | None, like: Tensor, plan: GatherPlan) -> Tensor: ...
+    def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor: ...
+    def close(self) -> None: ...
+
+
+class ByDevice:
+    """See ``Transport``.
+
+    A tensor is on the same kind of device on all ranks, as its layout says. That holds for
+    ``Gathered.shard`` of ranks that hold none, too: an empty tensor there must be on that device.
+
+    Args:
+        on_cpu: Moves what is on CPUs, and exchanges of a few bytes.
+        on_gpu: Moves what is on GPUs.
+    """
+
+    def __init__(self, on_cpu: Transport, on_gpu: GpuTransport) -> None:
+        self.name = on_gpu.name
+        self.group = on_cpu.group
+        self._on_cpu, self._on_gpu = on_cpu, on_gpu
+
+    def _of(self, tensor: Tensor) -> Transport | GpuTransport:
+        return self._on_gpu if tensor.is_cuda else self._on_cpu
+
+    def exchange_bytes(self, data: bytes) -> list[bytes]:
+        return self._on_cpu.exchange_bytes(data)
+
+    def exchange(self, tensor: Tensor) -> Tensor:
+        return self._on_cpu.exchange(tensor)
+
+    def all_gather(self, shard: Tensor, plan: GatherPlan, num_copies: int = 1) -> list[Tensor]:
+        return self._of(shard).all_gather(shard, plan, num_copies)
+
+    def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
+        ways: list[Transport | GpuTransport] = [self._on_cpu, self._on_gpu]
+        sides = [[t for t in tensors if t.shard.is_cuda is on_gpu] for on_gpu in (False, True)]
+        fulls = [iter(way.gather_to_first(side) or []) for way, side in zip(ways, sides) if side]
+        if self.group.rank != 0:
+            return None
+        if not all(sides):
+            return [full for side in fulls for full in side]
+        return [next(fulls[t.shard.is_cuda]) for t in tensors for _ in range(t.num_copies)]
+
+    def scatter_from_first(self, full: Tensor | None, like: Tensor, plan: GatherPlan) -> Tensor:
+        return self._of(like).scatter_from_first(full, like, plan)
+
+    def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
+        return self._of(like).broadcast(tensor, like)
+
+    def close(self) -> None:
+        """Free what the transport of GPUs holds. Local."""
+        self._on_gpu.close()

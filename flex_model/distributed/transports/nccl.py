@@ -1,0 +1,224 @@
+"""Collectives of a private NCCL group, on bytes, along a GatherPlan: for CUDA shards of any hosts.
+
+The group is ours alone. A collective runs on NCCL's own stream; every method waits, on the host and
+with the channel's deadline, until it is done, and the current stream comes after it. When a wait
+fails the communicator is aborted, which ends its kernels on the GPU; the user's groups are
+untouched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flex_model._C import GatherPlan
+from flex_model.distributed import memory
+from flex_model.distributed.groups import PrivateGroup
+from flex_model.distributed.transports import buffers
+from flex_model.distributed.transports.transport import Gathered, Wait
+
+# NCCL's own watchdog ends the process at its timeout, so ours must come well before.
+_BACKEND_SLACK_S = 60.0
+_ROUND_BYTES = 256 << 20  # of what rank 0 of the group gathers on its GPU at once
+
+
+def is_available() -> bool:
+    """Whether torch has NCCL and there is a GPU. Local."""
+    return torch.cuda.is_available() and dist.is_nccl_available()
+
+
+class Nccl:
+    """What ``Transport`` says of tensors on CUDA devices, one per rank; see ``ByDevice``.
+
+    All methods but ``close`` are collective over the group. Making one is, too: the communicator
+    is connected at once, so that a rank that does not come is found here, with a deadline.
+
+    Args:
+        group: The ranks; its gloo backend and its store are used to connect.
+        wait: Waits for works with a deadline, then raises what they raise.
+        device: This rank's GPU; no two ranks of the group may have the same.
+        register: Whether buffers are registered with NCCL, which spares it a copy through its own.
+    """
+
+    name = "nccl"
+
+    def __init__(
+        self, group: PrivateGroup, wait: Wait, device: torch.device, register: bool = False
+    ) -> None:
+        self.group = group
+        self._host_wait = wait
+        self._device = device
+        self._pool: Any = None
+        self._backend: Any = self._connect()
+        if register:
+            self._register()
+
+    def _connect(self) -> Any:
+        group = self.group
+        # A store's keys outlive the group, so a name is never used twice; all ranks count alike.
+        number = group.store.add(f"nccl/{group.rank}", 1)
+        options: Any = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=group.timeout_s + _BACKEND_SLACK_S)
+        options.global_ranks_in_group = list(group.ranks)
+        options.group_name = f"flex_model/nccl/{group.number}/{number}"
+        store = dist.PrefixStore(f"nccl/{number}", group.store)
+        with torch.cuda.device(self._device):
+            backend: Any = dist.ProcessGroupNCCL(store, group.rank, group.size, options)
+        # Connecting blocks the thread until all are there: make sure first that they are coming.
+        everyone = torch.empty(group.size, dtype=torch.uint8)
+        self._host_wait([group.backend._allgather_base(everyone, everyone[:1].clone())])
+        self._backend = backend
+        flags = torch.zeros(group.size, dtype=torch.uint8, device=self._device)
+        self._wait([backend._allgather_base(flags, flags[:1].clone())])
+        return backend
+
+    def _register(self) -> None:
+        """Let NCCL allocate our buffers, in a pool whose memory it registers."""
+        self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
+        with torch.cuda.use_mem_pool(self._pool, self._device):
+            torch.empty(1 << 20, dtype=torch.uint8, device=self._device)  # the pool's first segment
+        self._backend.register_mem_pool(self._pool)
+
+    def close(self) -> None:
+        """End the communicator. Local."""
+        self._abort()
+
+    def _abort(self) -> None:
+        backend, self._backend = self._backend, None
+        if backend is None:
+            return
+        with contextlib.suppress(RuntimeError):  # it may be broken already
+            if self._pool is not None:
+                backend.deregister_mem_pool(self._pool)
+            backend.abort()
+        self._pool = None
+
+    def _wait(self, works: list) -> None:
+        try:
+            self._host_wait(works)
+        except BaseException:
+            self._abort()
+            raise
+
+    def _empty(self, num_bytes: int) -> Tensor:
+        """A buffer for NCCL."""
+        pool = (
+            torch.cuda.use_mem_pool(self._pool, self._device)
+            if self._pool is not None
+            else contextlib.nullcontext()
+        )
+        with pool:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def _gathered(self, data: Tensor, out: Tensor) -> Tensor:
+        """``out`` with what every rank has in ``data``, in rank order."""
+        if data.numel():
+            self._wait([self._backend._allgather_base(out, data)])
+        return out
+
+    def _grouped(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]):
+        """Sends to and receives from ranks, all at once."""
+        sends = [(data, rank) for data, rank in sends if data.numel()]
+        receives = [(data, rank) for data, rank in receives if data.numel()]
+        if not sends and not receives:
+            return
+        self._backend._start_coalescing()
+        for data, rank in sends:
+            self._backend.send([data], rank, 0)
+        for data, rank in receives:
+            self._backend.recv([data], rank, 0)
+        self._wait([self._backend._end_coalescing()])
+
+    def all_gather(self, shard: Tensor, plan: GatherPlan, num_copies: int = 1) -> list[Tensor]:
+        """``num_copies`` full tensors, on the device of ``shard``; each rank's own number.
+
+        Where shards are whole pieces of the full tensor, they are received where they belong; else
+        all are received in one buffer, and one kernel puts them there.
+        """
+        shard = shard.detach()
+        if buffers.is_concatenation(plan):
+            full = shard.new_empty(plan.full_sizes)
+            self._gathered(buffers.as_bytes(shard), full.reshape(-1).view(torch.uint8))
+            return [full, *(full.clone() for _ in range(num_copies - 1))][:num_copies]
+        width = buffers.even_width(plan)
+        if shard.nbytes == width:
+            data = buffers.as_bytes(shard)
+        else:
+            data = torch.ops.flex_model.pack_tensors([shard], [0], width)
+        gathered = self._gathered(data, self._empty(self.group.size * width))
+        offsets = [rank * width for rank in range(self.group.size)]
+        return [
+            torch.ops.flex_model.assemble(
+                gathered, offsets, plan.code, plan.full_sizes, shard.dtype
+            )
+            for _ in range(num_copies)
+        ]
+
+    def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
+        """Many tensors share a message. Rank 0 holds at most 256 MiB of shards at once on its GPU,
+        or one tensor.
+        """
+        fulls: list[Tensor] = []
+        rank = self.group.rank
+        for part in buffers.rounds([tensor.plan for tensor in tensors], _ROUND_BYTES):
+            some = [tensors[i] for i in part]
+            packing = buffers.Packing.of([(t.plan, t.ranks) for t in some], self.group.size)
+            packed = self._packed(some, packing)
+            if rank != 0:
+                self._grouped([(packed, 0)], [])
+                continue
+            gathered = self._empty(sum(packing.totals))
+            parts = gathered.split(packing.totals)
+            parts[0].copy_(packed)
+            self._grouped([], [(parts[r], r) for r in range(1, self.group.size)])
+            plans, shards = [t.plan for t in some], [t.shard for t in some]
+            for tensor, full in zip(
+                some, buffers.assemble_tensors(gathered, packing, plans, shards)
+            ):
+                fulls += tensor.copies(memory.copy(full))
+        return fulls if rank == 0 else None
+
+    def _packed(self, tensors: list[Gathered], packing: buffers.Packing) -> Tensor:
+        """This rank's shards in one buffer."""
+        own = packing.of_rank(self.group.rank)
+        if not own:
+            return self._empty(0)
+        shards = [tensors[i].shard.detach() for i, _ in own]
+        total = packing.totals[self.group.rank]
+        return torch.ops.flex_model.pack_tensors(shards, [offset for _, offset in own], total)
+
+    def scatter_from_first(self, full: Tensor | None, like: Tensor, plan: GatherPlan) -> Tensor:
+        """This rank's shard of rank 0's ``full``, with the shape, dtype and device of ``like``."""
+        if self.group.rank != 0:
+            shard = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            self._grouped([], [(buffers.as_bytes(shard), 0)])
+            return shard
+        assert full is not None
+        full = full.detach().contiguous()
+        packing = buffers.Packing.of([(plan, list(range(self.group.size)))], self.group.size)
+        packed = torch.ops.flex_model.pack(full, plan.code, packing.starts, sum(packing.totals))
+        parts = [
+            packed.narrow(0, start, size) for start, size in zip(packing.starts, plan.shard_bytes)
+        ]
+        self._grouped([(parts[rank], rank) for rank in range(1, self.group.size)], [])
+        return torch.ops.flex_model.split(full, plan.code, 0, list(like.shape))
+
+    def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
+        """Rank 0's tensor on every rank; ``like`` has its shape, dtype and device."""
+        if self.group.rank == 0:
+            assert tensor is not None
+            result, data = tensor, buffers.as_bytes(tensor)
+        else:
+            result = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            data = buffers.as_bytes(result)
+        if data.numel():
+            options = dist.BroadcastOptions()
+            options.rootRank = 0
+            self._wait([self._backend.broadcast([data], options)])
+        return result

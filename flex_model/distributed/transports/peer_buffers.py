@@ -1,0 +1,281 @@
+"""GPU memory that all ranks of a host can reach, and their meetings, for ``PeerMemory``.
+
+Two means: torch's symmetric memory, and CUDA IPC where that can't serve. Ranks of different GPUs
+meet on their streams, by flags in each other's memory. Ranks that share a GPU take turns on it, so
+that a kernel which waits for another process may hold up the very one it waits for: they meet on
+the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flex_model.distributed.transports.transport import Transport, Wait
+from flex_model.errors import HookError
+
+MAX_RANKS = 128  # kMaxPeers of csrc/cuda/peers.h
+_FLAG_BYTES = 4096  # at the head of an IPC buffer: a uint32 per rank, and the alignment of the rest
+_IPC_HANDLE_BYTES = 64
+
+
+def connect(on_cpu: Transport, wait: Wait, device: torch.device) -> SymmetricMemory | CudaIpc:
+    """The best means that serves all ranks. Collective.
+
+    Args:
+        on_cpu: Over the same ranks.
+        wait: Waits for works with a deadline, then raises what they raise.
+        device: This rank's GPU.
+
+    Raises:
+        RuntimeError: neither does, on every rank alike: the GPUs are no peers, or on several hosts.
+    """
+    reasons = []
+    for means in (SymmetricMemory, CudaIpc):
+        memory, error = None, ""
+        try:
+            memory = means(on_cpu, wait, device)
+            memory.allocate(1 << 20)
+        except HookError:  # of the wait: a rank is missing, and the group is broken
+            raise
+        except RuntimeError as reason:
+            error = " ".join(str(reason).split())[:300]
+        if not any(_exchange(on_cpu, [int(bool(error))])):
+            assert memory is not None
+            return memory
+        reasons.append(f"{means.__name__}: {error or 'it failed on another rank'}")
+        if memory is not None:
+            memory.close()
+    raise RuntimeError(
+        f"the GPUs of ranks {list(on_cpu.group.ranks)} can't reach each other's memory: "
+        f"{'; '.join(reasons)}"
+    )
+
+
+def _exchange(on_cpu: Transport, words: list[int]) -> list[int]:
+    """The words of every rank, as many from each, one after the other. Collective."""
+    return on_cpu.exchange(torch.tensor(words, dtype=torch.int64)).reshape(-1).tolist()
+
+
+class _Finished:
+    """A stream's work so far, as a channel waits for it."""
+
+    def __init__(self, device: torch.device, failed: Tensor) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(device))
+        self._failed = failed
+
+    def is_completed(self) -> bool:
+        return self._event.query()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+        missing = int(self._failed[0])
+        if missing:
+            raise RuntimeError(f"rank {missing - 1} of the group did not come to a meeting")
+
+
+class _CudaBuffers:
+    """What both means share: the meetings."""
+
+    def __init__(self, on_cpu: Transport, wait: Wait, device: torch.device) -> None:
+        group = self.group = on_cpu.group
+        if group.size > MAX_RANKS:
+            raise RuntimeError(f"at most {MAX_RANKS} ranks can share memory, got {group.size}")
+        self._on_cpu = on_cpu
+        self._wait = wait
+        self._device = device
+        self._number = 0  # of meetings so far
+        self._flags: list[int] = []  # addresses of each rank's
+        self._buffer: Tensor | None = None
+        # Written by kernels: 1 + a rank that did not come.
+        self._failed = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        uuid = str(torch.cuda.get_device_properties(device).uuid).replace("-", "")
+        words = _exchange(on_cpu, [int(uuid[:8], 16), int(uuid[8:16], 16)])
+        gpus = set(zip(words[::2], words[1::2]))
+        self.meets_on_device = len(gpus) == group.size
+
+    def meet(self) -> None:
+        self._number += 1
+        if self.meets_on_device:
+            torch.ops.flex_model.meet_peers(
+                self._buffer,
+                self._flags,
+                self.group.rank,
+                self._number,
+                int(1000 * self.group.timeout_s),
+                self._failed.data_ptr(),
+            )
+        else:
+            self._finish_own()
+            _exchange(self._on_cpu, [0])
+
+    def _finish_own(self) -> None:
+        self._wait([_Finished(self._device, self._failed)])
+
+    def finish(self) -> None:
+        self._finish_own()
+
+    def _make_room(self, num_bytes: int) -> None:
+        """What torch's allocator holds for later is not to be had by others."""
+        if torch.cuda.mem_get_info(self._device)[0] < 2 * num_bytes:
+            torch.cuda.empty_cache()
+
+    def _reset(self) -> None:
+        """New flags are zero."""
+        self._number = 0
+        self._flags = []
+        self._buffer = None
+
+
+class SymmetricMemory(_CudaBuffers):
+    """``torch.distributed._symmetric_memory``: driver allocations mapped by every rank.
+
+    Ranks may share a GPU with ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1``.
+    """
+
+    def __init__(self, on_cpu: Transport, wait: Wait, device: torch.device) -> None:
+        super().__init__(on_cpu, wait, device)
+        group = self.group
+        # Names and keys outlive the group, so none is used twice; all ranks count alike.
+        number = group.store.add(f"symmetric_memory/{group.rank}", 1)
+        ranks = "_".join(map(str, group.ranks))
+        name = f"flex_model/symmetric_memory/{ranks}/{group.number}/{number}"
+        self._name = cast(Any, name)  # a type of its own in torch's stubs
+        store: Any = group.store
+        with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
+            # A deadline of its own: the rendezvous waits on the store for a rank that failed, and
+            # must be over before those that wait for us give up.
+            store = store.clone()
+            store.set_timeout(timedelta(seconds=group.timeout_s / 2))
+        self._store = dist.PrefixStore(f"symmetric_memory/{number}", store)
+        self._handle: Any = None
+        # torch finds the ranks by name: of a process group in some versions, of a "group info" in
+        # others.
+        c10d = torch._C._distributed_c10d
+        self._group: Any = dist.ProcessGroup(self._store, group.rank, group.size)
+        self._group._set_group_name(self._name)
+        c10d._register_process_group(self._name, self._group)
+        c10d._SymmetricMemory.set_group_info(self._name, group.rank, group.size, self._store)
+
+    def allocate(self, num_bytes: int) -> tuple[Tensor, list[int]]:
+        memory = torch._C._distributed_c10d._SymmetricMemory
+        self._reset()
+        self._handle = None
+        self._make_room(num_bytes)
+        buffer = memory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self._device, self._name)
+        handle = memory.rendezvous(buffer, self._name)
+        addresses = list(handle.buffer_ptrs)
+        if addresses[self.group.rank] != buffer.data_ptr() or not all(addresses):
+            raise RuntimeError("symmetric memory is at another address than its buffer")
+        # Where torch frees what a peer still maps, the peer's mapping keeps the memory.
+        self._buffer, self._handle = buffer, handle
+        self._flags = list(handle.signal_pad_ptrs)
+        return buffer, addresses
+
+    def close(self) -> None:
+        self._reset()
+        self._handle = None
+        if self._group is not None:
+            torch._C._distributed_c10d._unregister_process_group(self._name)
+            self._group = None
+
+
+class CudaIpc(_CudaBuffers):
+    """Allocations that every process opens by a handle, of GPUs that are peers or the same one.
+
+    Memory must not be freed while another process has it open: every transfer ends together, and
+    the buffer outlives this object until all have closed it.
+    """
+
+    def __init__(self, on_cpu: Transport, wait: Wait, device: torch.device) -> None:
+        super().__init__(on_cpu, wait, device)
+        self._opened: list[int] = []
+        # Keys outlive the group, so none is used twice; all ranks count alike.
+        group = self.group
+        self._place = f"cuda_ipc/{group.store.add(f'cuda_ipc/{group.rank}', 1)}/closed"
+        _kept[:] = [kept for kept in _kept if not kept.is_closed_by_all()]
+
+    def allocate(self, num_bytes: int) -> tuple[Tensor, list[int]]:
+        self._close_peers()
+        self._agreed([], None)  # all have closed the buffers that are freed now
+        self._reset()
+        self._make_room(num_bytes)
+        like = torch.empty(0, dtype=torch.uint8, device=self._device)
+        ops, size = torch.ops.flex_model, self.group.size
+        buffer, handle, error = like, [0] * _IPC_HANDLE_BYTES, None
+        try:
+            buffer = ops.ipc_buffer(like, _FLAG_BYTES + num_bytes)
+            handle = ops.ipc_handle(buffer).tolist()
+        except RuntimeError as reason:
+            error = reason
+        rows = self._agreed([*handle], error)
+        addresses = [0] * size
+        try:
+            for rank, row in enumerate(rows):
+                if rank == self.group.rank:
+                    addresses[rank] = buffer.data_ptr()
+                    continue
+                addresses[rank] = ops.ipc_open(buffer, row)
+                self._opened.append(addresses[rank])
+        except RuntimeError as reason:
+            error = reason
+        self._agreed([], error)
+        self._buffer, self._flags = buffer, addresses
+        return buffer[_FLAG_BYTES:], [address + _FLAG_BYTES for address in addresses]
+
+    def _agreed(self, words: list[int], error: RuntimeError | None) -> list[list[int]]:
+        """Every rank's words; an error on all ranks if one has an error. Collective."""
+        width = len(words) + 1
+        everyone = _exchange(self._on_cpu, [int(error is not None), *words])
+        rows = [everyone[at : at + width] for at in range(0, len(everyone), width)]
+        failed = [rank for rank, row in enumerate(rows) if row[0]]
+        if failed:
+            raise RuntimeError(f"ranks {failed} could not share memory") from error
+        return [row[1:] for row in rows]
+
+    def finish(self) -> None:
+        self._finish_own()
+        _exchange(self._on_cpu, [0])
+
+    def close(self) -> None:
+        self._close_peers()
+        if self._buffer is not None:
+            with contextlib.suppress(RuntimeError):  # the store may have died with its host
+                self.group.store.set(f"{self._place}/{self.group.rank}", "")
+            kept = _Kept(self._buffer, self.group.store, self._place, self.group.size)
+            if not kept.is_closed_by_all():
+                _kept.append(kept)
+        self._reset()
+
+    def _close_peers(self) -> None:
+        like = torch.empty(0, dtype=torch.uint8, device=self._device)
+        for address in self._opened:
+            with contextlib.suppress(RuntimeError):  # its owner may be gone
+                torch.ops.flex_model.ipc_close(like, address)
+        self._opened = []
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A buffer that others may have open still."""
+
+    buffer: Tensor
+    store: dist.Store
+    place: str
+    num_ranks: int
+
+    def is_closed_by_all(self) -> bool:
+        try:
+            return self.store.check([f"{self.place}/{rank}" for rank in range(self.num_ranks)])
+        except RuntimeError:
+            return True  # the ranks are gone, with their store
+
+
+_kept: list[_Kept] = []

@@ -1,0 +1,137 @@
+"""Several processes, one GPU or one each: what test_peers_cuda.py starts.
+
+    python -m tests.cuda.peers RANK NUM_RANKS STORE_FILE MEANS SHARE_GPU
+
+Prints nothing and exits with 0 if every transfer gave the right bits.
+"""
+
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from flex_model.distributed import groups
+from flex_model.distributed.transports import peer_buffers
+from flex_model.distributed.transports.by_device import ByDevice
+from flex_model.distributed.transports.choice import choose
+from flex_model.distributed.transports.nccl import Nccl
+from flex_model.distributed.transports.peer_memory import PeerMemory
+from flex_model.distributed.transports.transport import Gathered, all_reduce_sum
+from tests.test_ops import as_bytes, blocks, plan_of
+
+TIMEOUT_S = 40.0
+
+
+def wait(works):
+    """As the channel does: poll with a deadline."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not all(work.is_completed() for work in works):
+        if time.monotonic() > deadline:
+            raise RuntimeError("a rank did not come")
+        time.sleep(1e-4)
+    for work in works:
+        work.wait()
+
+
+def transport_of(means, group, device):
+    on_cpu, _ = choose(group, wait)
+    if means.startswith("nccl"):
+        return ByDevice(on_cpu, Nccl(group, wait, device, register=means == "nccl, registered"))
+    kind = {"symmetric memory": peer_buffers.SymmetricMemory, "cuda ipc": peer_buffers.CudaIpc}
+    connect = kind.get(means, peer_buffers.connect)
+    return ByDevice(on_cpu, PeerMemory(group, connect(on_cpu, wait, device)))
+
+
+def same_bits(got, expected):
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    assert torch.equal(as_bytes(got.cpu()), as_bytes(expected.cpu()))
+
+
+def cuts_for(sizes, num_ranks):
+    """Along each dim, uneven; and over a grid where the number of ranks allows it."""
+    for dim, size in enumerate(sizes):
+        cuts = [[] for _ in sizes]
+        cuts[dim] = sorted(min(size, size * r // num_ranks + r % 2) for r in range(1, num_ranks))
+        yield cuts
+    if num_ranks % 2 == 0:
+        rows = [sizes[0] // 2] if sizes[0] > 1 else [0]
+        yield [
+            rows,
+            *([] for _ in sizes[2:]),
+            [sizes[-1] * r // (num_ranks // 2) for r in range(1, num_ranks // 2)],
+        ]
+
+
+def check_all(transport, rank, num_ranks, device):
+    generator = torch.Generator().manual_seed(7)
+    dtypes = [torch.bool, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.complex128]
+    for sizes in [(8, 33), (3, 16, 64), (5, 700, 129), (1, 2)]:
+        for dtype in dtypes:
+            count = torch.Size(sizes).numel() * dtype.itemsize
+            high = 2 if dtype == torch.bool else 256
+            data = torch.randint(0, high, (count,), dtype=torch.uint8, generator=generator)
+            full = data.view(dtype).reshape(sizes)
+            on_gpu = full.to(device)
+            for cuts in cuts_for(sizes, num_ranks):
+                slices = blocks(sizes, cuts)
+                plan = plan_of(sizes, slices, dtype.itemsize)
+                shard = on_gpu[slices[rank]]
+                copies = transport.all_gather(shard, plan, rank % 3)
+                assert len(copies) == rank % 3
+                for got in copies:
+                    same_bits(got, full)
+                mine = transport.scatter_from_first(on_gpu if rank == 0 else None, shard, plan)
+                same_bits(mine, shard)
+                one = Gathered(plan, list(range(num_ranks)), shard)
+                many = transport.gather_to_first([one, one])
+                assert (many is None) == (rank != 0)
+                for got in many or []:
+                    assert got.device.type == "cpu"
+                    same_bits(got, full)
+    terms = torch.randn(num_ranks, 1000, generator=generator).to(torch.bfloat16)
+    total = terms[0].clone()
+    for term in terms[1:]:
+        total += term
+    same_bits(all_reduce_sum(transport, terms[rank].to(device)), total)
+    got = transport.broadcast(terms.to(device) if rank == 0 else None, terms.to(device))
+    same_bits(got, terms)
+    # Ranks out of step, and buffers that grow.
+    for i in range(50):
+        if (i + rank) % 3 == 0:
+            torch.cuda._sleep(2_000_000)
+        sizes = (num_ranks, 1 << (10 + i % 12))
+        plan = plan_of(sizes, blocks(sizes, (list(range(1, num_ranks)), [])), 4)
+        mine = torch.full((1, sizes[1]), i * num_ranks + rank, dtype=torch.int32, device=device)
+        (got,) = transport.all_gather(mine, plan)
+        expected = i * num_ranks + torch.arange(num_ranks, dtype=torch.int32)
+        same_bits(got, expected[:, None].expand(sizes).contiguous())
+
+
+def main():
+    rank, num_ranks, path, means, share = *map(int, sys.argv[1:3]), *sys.argv[3:6]
+    device = torch.device("cuda", 0 if share == "share" else rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{path}",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+    group = groups.acquire(tuple(range(num_ranks)), TIMEOUT_S)
+    transport = transport_of(means, group, device)
+    check_all(transport, rank, num_ranks, device)
+    transport.close()
+    if rank == 0:  # a closed one leaves room for the next
+        print(means, "passed")
+    second = transport_of(means, group, device)
+    all_reduce_sum(second, torch.ones(3, device=device))
+    second.close()
+    groups.release(group)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Transports between processes on CUDA: peer memory by both means, NCCL. Needs a GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flex_model.distributed.transports import nccl
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+
+
+def run(tmp_path, num_ranks, means, share):
+    """The same checks in ``num_ranks`` processes: see peers.py."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1" if share else "0",
+    }
+    command = [sys.executable, "-m", "tests.cuda.peers"]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(num_ranks), str(tmp_path / "store"), means]
+            + ["share" if share else "own"],
+            env=environment,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    outputs = []
+    for process in processes:
+        try:
+            outputs.append(process.communicate(timeout=240)[0])
+        except subprocess.TimeoutExpired:
+            for other in processes:
+                other.kill()
+            outputs.append(process.communicate()[0] + "\n(timed out)")
+    codes = [process.returncode for process in processes]
+    assert codes == [0] * num_ranks, "\n\n".join(outputs)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("means", ["symmetric memory", "cuda ipc", "best"])
+def test_processes_that_share_a_gpu(tmp_path, means, num_ranks):
+    run(tmp_path, num_ranks, means, share=True)
+
+
+@pytest.mark.parametrize("means", ["symmetric memory", "cuda ipc", "nccl", "nccl, registered"])
+def test_processes_with_a_gpu_each(tmp_path, means):
+    num_ranks = min(torch.cuda.device_count(), 8)
+    if num_ranks < 2:
+        pytest.skip("one GPU")
+    run(tmp_path, num_ranks, means, share=False)
+
+
+@pytest.mark.parametrize("means", ["nccl", "nccl, registered", "symmetric memory", "cuda ipc"])
+def test_one_rank(tmp_path, means):
+    if means.startswith("nccl") and not nccl.is_available():
+        pytest.skip("torch has no NCCL")
+    run(tmp_path, 1, means, share=False)
+
+
+def test_a_meeting_that_a_peer_misses_ends():
+    """The kernel gives up at its deadline, and names the peer."""
+    flags = torch.zeros(2, 2, dtype=torch.int32, device="cuda")
+    failed = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    pads = [row.data_ptr() for row in flags]
+    torch.ops.flex_model.meet_peers(flags, pads, 0, 1, 200, failed.data_ptr())
+    torch.cuda.synchronize()
+    assert failed.item() == 2
+    assert flags.tolist() == [[0, 0], [1, 0]]
+
+
+def test_a_meeting_of_two_streams():
+    """Two ranks of one process, on two streams."""
+    flags = torch.zeros(2, 2, dtype=torch.int32, device="cuda")
+    failed = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    pads = [row.data_ptr() for row in flags]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for number in range(1, 20):
+        for rank, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                torch.ops.flex_model.meet_peers(
+                    flags, pads, rank, number, 20_000, failed.data_ptr()
+                )
+    torch.cuda.synchronize()
+    assert failed.item() == 0
+    assert flags.tolist() == [[0, 19], [19, 0]]

@@ -1,0 +1,149 @@
+"""The NCCL transport's plans and buffers, with gloo and CPU tensors in NCCL's place."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flex_model.distributed import groups
+from flex_model.distributed.transports.by_device import ByDevice
+from flex_model.distributed.transports.nccl import Nccl
+from flex_model.distributed.transports.transport import Gathered, all_reduce_sum
+from tests.test_ops import as_bytes, blocks, plan_of, random_tensor
+
+
+def wait(works):
+    for work in works:
+        work.wait()
+
+
+class OverGloo(Nccl):
+    """All but how to connect, and how several messages make one call."""
+
+    def _connect(self):
+        return self.group.backend
+
+    def _grouped(self, sends, receives):
+        works = [self._backend.send([data], rank, 0) for data, rank in sends]
+        works += [self._backend.recv([data], rank, 0) for data, rank in receives]
+        self._wait(works)
+
+
+@contextlib.contextmanager
+def connected():
+    group = groups.acquire(tuple(range(dist.get_world_size())), 20.0)
+    yield OverGloo(group, wait, torch.device("cpu"))
+    groups.release(group)
+
+
+def case(dtype, sizes=(5, 7), cuts=([2], [])):
+    full = random_tensor(sizes, dtype)
+    slices = blocks(sizes, cuts)
+    return full, plan_of(sizes, slices, full.itemsize), full[slices[dist.get_rank()]]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.complex128])
+@pytest.mark.parametrize(
+    ("sizes", "cuts"),
+    [
+        ((5, 7), ([2], [])),
+        ((5, 7), ([], [3])),
+        ((4, 6), ([2], [])),
+        ((4, 6), ([], [3])),
+        ((4, 6), ([], [6])),
+        ((0, 6), ([], [3])),
+    ],
+)
+def test_all_gather(dtype, sizes, cuts):
+    full, plan, shard = case(dtype, sizes, cuts)
+    copies = 2 * dist.get_rank()  # each rank its own number
+    with connected() as transport:
+        fulls = transport.all_gather(shard, plan, copies)
+    assert len(fulls) == copies
+    for got in fulls:
+        assert (got.shape, got.dtype) == (full.shape, dtype)
+        assert torch.equal(as_bytes(got), as_bytes(full))
+        assert got._base is None
+
+
+@pytest.mark.ranks(2)
+def test_several_tensors_go_to_the_first_rank_together():
+    cases = [
+        case(torch.bool),
+        case(torch.bfloat16, (5, 7), ([], [3])),
+        case(torch.float32, (0, 2), ([], [1])),
+        case(torch.complex128, (3, 3), ([3], [])),
+    ]
+    some = [Gathered(plan, [0, 1], shard) for _, plan, shard in cases]
+    whole, other = random_tensor((3, 3)), plan_of((3, 3), blocks((3, 3), ([], [])), 4)
+    some.append(Gathered(other, [1], whole if dist.get_rank() == 1 else whole[:0], 2))
+    cases += [(whole,), (whole,)]
+    with connected() as transport:
+        got = transport.gather_to_first(some)
+    if dist.get_rank() != 0:
+        assert got is None
+        return
+    for (full, *_), tensor in zip(cases, got, strict=True):
+        assert (tensor.shape, tensor.dtype) == (full.shape, full.dtype)
+        assert torch.equal(as_bytes(tensor), as_bytes(full))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("cuts", [([2], []), ([], [3]), ([], [7])])
+def test_scatter(cuts):
+    full, plan, shard = case(torch.bfloat16, (5, 7), cuts)
+    with connected() as transport:
+        got = transport.scatter_from_first(full if dist.get_rank() == 0 else None, shard, plan)
+    assert (got.shape, got.dtype) == (shard.shape, shard.dtype)
+    assert torch.equal(as_bytes(got), as_bytes(shard))
+
+
+@pytest.mark.ranks(2)
+def test_broadcast_and_sum():
+    full = random_tensor((3, 4))
+    terms = torch.randn(2, 3, 5).to(torch.bfloat16)
+    with connected() as transport:
+        got = transport.broadcast(full if dist.get_rank() == 0 else None, torch.empty_like(full))
+        total = all_reduce_sum(transport, terms[dist.get_rank()])
+    assert torch.equal(as_bytes(got), as_bytes(full))
+    assert torch.equal(total, terms[0] + terms[1])
+
+
+class Named:
+    """A transport that tells that it was asked."""
+
+    def __init__(self, name, group=None):
+        self.name, self.group = name, group
+
+    def all_gather(self, shard, plan, num_copies):
+        return [self.name] * num_copies
+
+    def gather_to_first(self, tensors):
+        return [(self.name, t.plan) for t in tensors for _ in range(t.num_copies)]
+
+
+class OnGpu:
+    """What a tensor of a GPU looks like here."""
+
+    is_cuda = True
+
+
+def test_tensors_go_by_their_device():
+    group = SimpleNamespace(rank=0, size=1)
+    way = ByDevice(Named("cpu", group), Named("gpu"))
+    assert way.name == "gpu"
+    assert way.all_gather(torch.zeros(1), None, 2) == ["cpu", "cpu"]
+    assert way.all_gather(OnGpu(), None, 1) == ["gpu"]
+    some = [
+        Gathered("a", [0], OnGpu()),
+        Gathered("b", [0], torch.zeros(1), 2),
+        Gathered("c", [0], OnGpu()),
+    ]
+    expected = [("gpu", "a"), ("cpu", "b"), ("cpu", "b"), ("gpu", "c")]
+    assert way.gather_to_first(some) == expected
+    assert way.gather_to_first(some[::2]) == [("gpu", "a"), ("gpu", "c")]
+    group.rank = 1
+    assert way.gather_to_first(some) is None

@@ -1,0 +1,176 @@
+"""The peer-memory transport over host memory, with threads as ranks: layouts, slots, meetings."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import flex_model  # noqa: F401  (loads the ops)
+from flex_model.distributed.transports.peer_memory import PeerMemory, slot_bytes_for
+from flex_model.distributed.transports.transport import Gathered, all_reduce_sum
+from tests.test_ops import as_bytes, blocks, plan_of, random_tensor
+
+
+class HostBuffers:
+    """What a ``PeerBuffers`` is, of threads: nothing waits but ``allocate`` and ``meet``."""
+
+    def __init__(self, rank, addresses, barrier, kept):
+        self.kept = kept  # peers may read after a rank has left
+        self.rank, self.addresses, self.barrier = rank, addresses, barrier
+        self.num_allocations = self.num_meetings = 0
+
+    def allocate(self, num_bytes):
+        self.num_allocations += 1
+        buffer = torch.zeros(num_bytes, dtype=torch.uint8)
+        self.kept.append(buffer)
+        self.addresses[self.rank] = buffer.data_ptr()
+        self.barrier.wait()
+        addresses = list(self.addresses)
+        self.barrier.wait()
+        return buffer, addresses
+
+    def meet(self):
+        self.num_meetings += 1
+        self.barrier.wait()
+
+    def finish(self):
+        pass
+
+    def close(self):
+        pass
+
+
+def on_ranks(num_ranks, body):
+    """What ``body(transport, memory)`` returns on each rank."""
+    addresses, barrier = [0] * num_ranks, threading.Barrier(num_ranks, timeout=20)
+    results, errors, kept = [None] * num_ranks, [], []
+
+    def run(rank):
+        memory = HostBuffers(rank, addresses, barrier, kept)
+        try:
+            group = SimpleNamespace(rank=rank, size=num_ranks)
+            results[rank] = body(PeerMemory(group, memory), memory)
+        except BaseException as error:
+            barrier.abort()
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def case(dtype=torch.bfloat16):
+    """A (5, 7) tensor unevenly over a 2 x 2 grid: full, plan, shards."""
+    full = random_tensor((5, 7), dtype)
+    slices = blocks((5, 7), ([2], [3]))
+    return full, plan_of(full.shape, slices, full.itemsize), [full[block] for block in slices]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.complex128])
+def test_all_gather_gives_each_rank_its_number_of_copies(dtype):
+    full, plan, shards = case(dtype)
+    copies = [1, 0, 2, 3]
+
+    def body(transport, memory):
+        rank = transport.group.rank
+        return transport.all_gather(shards[rank], plan, copies[rank])
+
+    for rank, fulls in enumerate(on_ranks(4, body)):
+        assert len(fulls) == copies[rank]
+        assert len({tensor.data_ptr() for tensor in fulls}) == len(fulls)
+        for tensor in fulls:
+            assert (tensor.shape, tensor.dtype) == (full.shape, dtype)
+            assert torch.equal(as_bytes(tensor), as_bytes(full))
+
+
+def test_a_slot_is_not_overwritten_before_all_have_read_it():
+    """Ranks are as far ahead of each other as meetings let them."""
+    _, plan, shards = case()
+
+    def body(transport, memory):
+        rank, wrong = transport.group.rank, 0
+        for i in range(40):
+            if (i + rank) % 4 == 0:
+                time.sleep(0.002)
+            mine = torch.full(shards[rank].shape, i, dtype=torch.bfloat16)
+            (full,) = transport.all_gather(mine, plan)
+            wrong += int((full != i).sum())
+        return wrong, memory.num_meetings, memory.num_allocations
+
+    assert on_ranks(4, body) == [(0, 40, 1)] * 4
+
+
+def test_gather_to_first_shares_a_meeting():
+    full, plan, shards = case()
+    other = random_tensor((4, 3))
+    other_plan = plan_of((4, 3), blocks((4, 3), ([3], [])), 4)  # held by ranks 3 and 1
+
+    def body(transport, memory):
+        rank = transport.group.rank
+        some = [
+            Gathered(plan, [0, 1, 2, 3], shards[rank]),
+            Gathered(other_plan, [3, 1], {3: other[:3], 1: other[3:]}.get(rank, other[:0]), 2),
+        ]
+        return transport.gather_to_first(some), memory.num_meetings
+
+    results = on_ranks(4, body)
+    assert results[1:] == [(None, 1)] * 3
+    for got, expected in zip(results[0][0], [full, other, other], strict=True):
+        assert torch.equal(as_bytes(got), as_bytes(expected))
+
+
+def test_scatter_broadcast_and_sum():
+    full, plan, shards = case(torch.float32)
+    terms = [torch.randn(3, 5).to(torch.bfloat16) for _ in range(4)]
+
+    def body(transport, memory):
+        rank = transport.group.rank
+        mine = transport.scatter_from_first(full if rank == 0 else None, shards[rank], plan)
+        same = transport.broadcast(full if rank == 0 else None, torch.empty_like(full))
+        return mine, same, all_reduce_sum(transport, terms[rank])
+
+    expected = ((terms[0] + terms[1]) + terms[2]) + terms[3]
+    for rank, (mine, same, total) in enumerate(on_ranks(4, body)):
+        assert torch.equal(as_bytes(mine), as_bytes(shards[rank]))
+        assert torch.equal(as_bytes(same), as_bytes(full))
+        assert torch.equal(total, expected)
+
+
+def test_buffers_grow():
+    def body(transport, memory):
+        wrong = 0
+        for rows in (1, 4 << 10, 2, 8 << 10):
+            full = torch.arange(rows * 2 * 50).reshape(rows, 100)
+            slices = blocks(full.shape, ([], [50]))
+            plan = plan_of(full.shape, slices, 8)
+            (got,) = transport.all_gather(full[slices[transport.group.rank]], plan)
+            wrong += int((got != full).sum())
+        return wrong, memory.num_allocations
+
+    assert on_ranks(2, body) == [(0, 3)] * 2
+
+
+def test_empty_tensors_need_no_meeting():
+    plan = plan_of((0, 4), blocks((0, 4), ([], [2])), 4)
+
+    def body(transport, memory):
+        (full,) = transport.all_gather(torch.zeros(0, 2), plan)
+        fulls = transport.gather_to_first([Gathered(plan, [0, 1], torch.zeros(0, 2))])
+        transport.scatter_from_first(torch.zeros(0, 4), torch.zeros(0, 2), plan)
+        total = all_reduce_sum(transport, torch.zeros(0))
+        return full.shape, fulls and fulls[0].shape, total.shape, memory.num_meetings
+
+    assert on_ranks(2, body) == [((0, 4), (0, 4), (0,), 0), ((0, 4), None, (0,), 0)]
+
+
+def test_sizes_of_slots():
+    mib = 1 << 20
+    sizes = [1, mib, mib + 1, 64 * mib, 65 * mib, 200 * mib]
+    assert [slot_bytes_for(size) // mib for size in sizes] == [1, 1, 2, 64, 128, 256]
