@@ -25,6 +25,7 @@ from flex_model.distributed import costs, groups
 from flex_model.distributed.header import ERROR, FAILED, OK, Header
 from flex_model.distributed.mesh import Axis, Mesh
 from flex_model.distributed.transports import transport
+from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.choice import choose
 from flex_model.distributed.transports.transport import Gathered, Transport
 from flex_model.errors import HookError, HookMismatchError
@@ -47,9 +48,10 @@ class Channel:
     Args:
         mesh: The ranks.
         timeout_s: Deadline of one wait, in seconds.
+        device: Where this rank's model is: decides what moves tensors of GPUs.
     """
 
-    def __init__(self, mesh: Mesh, timeout_s: float) -> None:
+    def __init__(self, mesh: Mesh, timeout_s: float, device: torch.device | None = None) -> None:
         self.mesh = mesh
         self.timeout_s = timeout_s
         self.sequence = 0
@@ -59,6 +61,7 @@ class Channel:
         self._error: tuple[int, str, BaseException | None] = (OK, "", None)
         self._groups: dict[tuple[Axis, ...], groups.PrivateGroup] = {}
         self._transports: dict[tuple[Axis, ...], tuple[Transport, str]] = {}
+        self._device = device or torch.device("cpu")
         self._number = 0  # of this wrap, among those of its ranks
         self._hooks = ""  # a digest of those that this rank has registered
         self._compares_hooks = False
@@ -77,11 +80,11 @@ class Channel:
         key = _GRID if len(places) == len(self.mesh.grid) else axes
         if key not in self._transports:
             ranks = tuple(self.mesh.grid[place] for place in places)
-            group, number = groups.acquire(ranks, self.timeout_s)
+            group, number = groups.acquire(ranks, self.timeout_s, self._device.type)
             self._groups[key] = group
             if key == _GRID:
                 self._number = number
-            self._transports[key] = choose(group, self._wait)
+            self._transports[key] = choose(group, self._wait, self._device)
         return self._transports[key][0]
 
     @property
@@ -100,6 +103,9 @@ class Channel:
 
     def close(self) -> None:
         """Give the private groups back. Local."""
+        for to, _ in self._transports.values():
+            if isinstance(to, ByDevice):
+                to.close()
         self._transports.clear()
         while self._groups:
             groups.release(self._groups.popitem()[1])

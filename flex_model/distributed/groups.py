@@ -87,9 +87,11 @@ class PrivateGroup:
         return notices.get(str(wrap), "")
 
 
-def acquire(ranks: tuple[int, ...], timeout_s: float) -> tuple[PrivateGroup, int]:
+def acquire(
+    ranks: tuple[int, ...], timeout_s: float, device: str = "cpu"
+) -> tuple[PrivateGroup, int]:
     """The shared private group of these global ranks, and the number of this request for it, the
-    same on all of them. Collective over them.
+    same on all of them. ``device`` is the kind of this rank's. Collective over them.
 
     Raises:
         HookError: some of the ranks did not come within ``timeout_s`` seconds; the message names
@@ -112,6 +114,7 @@ def acquire(ranks: tuple[int, ...], timeout_s: float) -> tuple[PrivateGroup, int
             and group.timeout_s >= timeout_s
             and group.world is dist.group.WORLD
             and group.hosts.settings == settings
+            and group.hosts.devices[me] == device
         ),
         default=0,
     )
@@ -124,7 +127,7 @@ def acquire(ranks: tuple[int, ...], timeout_s: float) -> tuple[PrivateGroup, int
         group = _groups[ranks, held]
     else:
         store = dist.PrefixStore(str(number), store)
-        group = _make(store, ranks, me, number, settings, timeout_s)
+        group = _make(store, ranks, me, number, settings, device, timeout_s)
         _groups[ranks, number] = group
     group.num_users += 1
     return group, number
@@ -136,6 +139,7 @@ def _make(
     me: int,
     number: int,
     settings: Settings,
+    device: str,
     timeout_s: float,
 ) -> PrivateGroup:
     """A new group. Collective over its ranks."""
@@ -144,7 +148,7 @@ def _make(
         return _gather_words(store, place, word, ranks, me, timeout_s)
 
     backend = _backend(store, me, len(ranks), timeout_s)
-    hosts = connect(me, settings, ask)
+    hosts = connect(me, settings, device, ask)
     leaders = None
     if me in hosts.leaders and not hosts.is_one:
         of_leaders = dist.PrefixStore("leaders", store)
@@ -154,7 +158,7 @@ def _make(
             place,
             _backend(of_leaders, place, len(globals_), timeout_s),
             of_leaders,
-            Hosts([hosts.names[r] for r in hosts.leaders], None, settings),
+            Hosts([hosts.names[r] for r in hosts.leaders], None, settings, []),
             None,
             number,
             timeout_s,

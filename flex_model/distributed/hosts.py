@@ -76,12 +76,14 @@ class Hosts:
         names: Of the host of each rank.
         here: The ranks of this host, as far as they share memory; None where they don't.
         settings: What this rank's environment said when the group was made.
+        devices: The kind of each rank's device: ``"cpu"``, ``"cuda"``.
         why_not_shared: Why ``here`` is None; empty if it is not.
     """
 
     names: list[str]
     here: _C.HostGroup | None
     settings: Settings
+    devices: list[str]
     why_not_shared: str = ""
 
     @property
@@ -98,7 +100,7 @@ class Hosts:
         return [self.names.index(name) for name in dict.fromkeys(self.names)]
 
 
-def connect(rank: int, settings: Settings, ask: Ask) -> Hosts:
+def connect(rank: int, settings: Settings, device: str, ask: Ask) -> Hosts:
     """Find out where the ranks are, and share memory with those of this host. Collective.
 
     Raises:
@@ -116,20 +118,20 @@ def connect(rank: int, settings: Settings, ask: Ask) -> Hosts:
         table = _C.arena_table()
     except RuntimeError as error:
         why_no_table = str(error)
-    mine = [settings.host, settings.transport, table, why_no_table, mistake]
+    mine = [settings.host, settings.transport, table, why_no_table, mistake, device]
     told = [json.loads(word) for word in ask("host", json.dumps(mine))]
     mistakes = [f"rank {r}: {row[4]}" for r, row in enumerate(told) if row[4]]
     if mistakes:
         raise HookError("; ".join(mistakes))
     failures = [f"rank {r}: {row[3]}" for r, row in enumerate(told) if row[3]]
-    names = [row[0] for row in told]
+    names, devices = [row[0] for row in told], [row[5] for row in told]
     if len({row[1] for row in told}) > 1:
         listed = ", ".join(f"rank {r}: {row[1]}" for r, row in enumerate(told))
         raise HookError(f"FLEX_MODEL_TRANSPORT differs ({listed}); set it alike on all ranks")
     if settings.transport == "gloo" or failures:
         reason = "; ".join(failures) or "FLEX_MODEL_TRANSPORT=gloo"
-        return _checked(Hosts(names, None, settings, reason))
-    hosts = Hosts(names, None, settings)
+        return _checked(Hosts(names, None, settings, devices, reason))
+    hosts = Hosts(names, None, settings, devices)
     hosts.here, hosts.why_not_shared = _share(rank, hosts, [tuple(row[2]) for row in told], ask)
     return _checked(hosts)
 

@@ -7,6 +7,7 @@ the model.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import threading
 import weakref
@@ -61,7 +62,7 @@ class HookCore:
     ) -> None:
         self.module = module
         self.mesh = mesh
-        self.channel = Channel(mesh, timeout_s)
+        self.channel = Channel(mesh, timeout_s, _device_of(module))
         self.records = Records(output_ptr, self.channel, output_ranks)
         self.parameters = Parameters(module, self.channel)
         self.tracking = Tracking(module, self.channel)
@@ -518,6 +519,12 @@ class HookCore:
         self._runs.clear()
         self.run = None
         self.channel.close()
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    """Where a model is, by its first parameter or buffer."""
+    first = next(itertools.chain(module.parameters(), module.buffers()), None)
+    return torch.device("cpu") if first is None else first.device
 
 
 def _in_backward() -> bool:

@@ -1,16 +1,33 @@
-"""Which transport a group uses: decided by what its ranks found out together when it was made."""
+"""Which transport a group uses: decided by its ranks together when they first talk."""
 
 from __future__ import annotations
 
+import torch
+
 from flex_model.distributed.groups import PrivateGroup
+from flex_model.distributed.transports import on_gpu
 from flex_model.distributed.transports.across_hosts import AcrossHosts
 from flex_model.distributed.transports.gloo import Gloo
 from flex_model.distributed.transports.shared_memory import SharedMemory
 from flex_model.distributed.transports.transport import Transport, Wait
+from flex_model.errors import HookError
 
 
-def choose(group: PrivateGroup, wait: Wait) -> tuple[Transport, str]:
-    """The transport of CPU tensors, and why it is this one. Local, and alike on all ranks."""
+def choose(group: PrivateGroup, wait: Wait, device: torch.device) -> tuple[Transport, str]:
+    """The transport of a group's tensors, and why it is this one. Collective where a rank's
+    ``device`` is a GPU; alike on all ranks.
+    """
+    on_cpu, why = _choose_on_cpu(group, wait)
+    if "cuda" not in group.hosts.devices:
+        return on_cpu, why
+    wanted = group.hosts.settings.transport
+    chosen, why = on_gpu.connect(on_cpu, why, wait, device, wanted)
+    if wanted in on_gpu.NAMES and chosen is on_cpu:
+        raise HookError(f"FLEX_MODEL_TRANSPORT={wanted} can't be had: {why}")
+    return chosen, why
+
+
+def _choose_on_cpu(group: PrivateGroup, wait: Wait) -> tuple[Transport, str]:
     hosts = group.hosts
     if hosts.here is None:
         return Gloo(group, wait), hosts.why_not_shared

@@ -18,6 +18,7 @@ from torch import Tensor
 from flex_model._C import GatherPlan
 from flex_model.distributed import memory
 from flex_model.distributed.groups import PrivateGroup
+from flex_model.distributed.transports import buffers
 
 # Waits for works of torch.distributed with the channel's deadline, then raises what they raise.
 Wait = Callable[[list], None]
@@ -94,7 +95,7 @@ class Transport(Protocol):
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a tensor as a contiguous 1-D uint8 CPU tensor; shares memory where it can."""
-    return on_cpu(tensor).reshape(-1).view(torch.uint8)
+    return buffers.as_bytes(tensor.detach().cpu())
 
 
 def on_cpu(tensor: Tensor) -> Tensor:
