@@ -498,3 +498,33 @@ def test_an_exception_of_the_model_itself_keeps_its_type():
     for _ in range(2):
         with pytest.raises(KeyError, match="mine"):
             flex(BATCH)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_a_rank_that_has_registered_no_hooks_never_comes_and_is_named(transport, monkeypatch):
+    monkeypatch.setenv("FLEX_MODEL_TRANSPORT", transport)
+    flex = FlexModel(models.mlp(), tensor_parallel_size=2, timeout=30)
+    if dist.get_rank() == 0:
+        flex.register_forward_hook(HookFunction("fc1"))
+        start = time.monotonic()
+        with pytest.raises(HookMismatchError, match=r"rank 1 has registered no hooks"):
+            flex(BATCH)
+        assert 4 < time.monotonic() - start < 10
+    else:
+        flex(BATCH)  # goes through: nothing is asked of it
+    dist.barrier()
+    flex.register_forward_hook(HookFunction("fc2"))
+    with pytest.raises(HookError, match="has registered no hooks"):  # as rank 0 said
+        flex(BATCH)
+    flex.restore()
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_may_register_its_hooks_a_little_later():
+    flex = FlexModel(models.mlp(), tensor_parallel_size=2, timeout=30)
+    if dist.get_rank() == 1:
+        time.sleep(1)
+    flex.register_forward_hook(HookFunction("fc1"))
+    flex(BATCH)
+    flex.restore()
