@@ -28,6 +28,11 @@ class TraceError(RuntimeError):
     """A model could not be traced, or the traced graph does not compute what the model computes."""
 
 
+def see(section: str) -> str:
+    """Where a message is explained: a section of docs/errors.md."""
+    return f"see docs/errors.md#{section}"
+
+
 def nearest(name: str, names: Iterable[str], what: str = "name") -> str:
     """A sentence that names the entries of ``names`` most like ``name``, or all of a short list."""
     names = list(dict.fromkeys(names))

@@ -502,9 +502,10 @@ def test_an_exception_of_the_model_itself_keeps_its_type():
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
-def test_a_rank_that_has_registered_no_hooks_never_comes_and_is_named(transport, monkeypatch):
-    monkeypatch.setenv("FLEX_MODEL_TRANSPORT", transport)
-    flex = FlexModel(models.mlp(), tensor_parallel_size=2, timeout=30)
+def test_a_rank_that_has_registered_no_hooks_never_comes_and_is_named(transport):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLEX_MODEL_TRANSPORT", transport)
+        flex = FlexModel(models.mlp(), tensor_parallel_size=2, timeout=30)
     if dist.get_rank() == 0:
         flex.register_forward_hook(HookFunction("fc1"))
         start = time.monotonic()

@@ -288,7 +288,7 @@ def test_a_rank_that_does_not_come_is_named(name):
 
 
 @pytest.mark.ranks(2)
-def test_memory_offered_to_a_peer_that_never_came_is_not_given_out_again(monkeypatch):
+def test_memory_offered_to_a_peer_that_never_came_is_not_given_out_again():
     """It may come yet, and write."""
     given = []
     lease = memory.empty
@@ -303,9 +303,10 @@ def test_memory_offered_to_a_peer_that_never_came_is_not_given_out_again(monkeyp
         shapes = [(100_000,), (100_000,)]
         plan = Move.of(channel, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
         if channel.mesh.place == 0:
-            monkeypatch.setattr(memory, "empty", empty)
-            with pytest.raises(HookError, match="missing: rank 1"):
-                channel.all_gather(("tp",), torch.ones(100_000), plan)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(memory, "empty", empty)
+                with pytest.raises(HookError, match="missing: rank 1"):
+                    channel.all_gather(("tp",), torch.ones(100_000), plan)
             (offered,) = given
             again = [empty([200_000], torch.float32) for _ in range(3)]
             assert offered not in {tensor.data_ptr() for tensor in again}

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from flex_model._C import GatherPlan, WaitError
+from flex_model.diagnostics import Steps, logger
 from flex_model.distributed import costs, groups
 from flex_model.distributed.header import ERROR, FAILED, OK, Header
 from flex_model.distributed.mesh import Axis, Mesh
@@ -28,7 +29,7 @@ from flex_model.distributed.transports import transport
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.choice import choose
 from flex_model.distributed.transports.transport import Gathered, Transport
-from flex_model.errors import HookError, HookMismatchError
+from flex_model.errors import HookError, HookMismatchError, see
 
 _TEXT_BYTES = 2048
 _SPIN = 50  # polls that only yield the processor, before the first sleep
@@ -56,6 +57,7 @@ class Channel:
         self.timeout_s = timeout_s
         self.sequence = 0
         self.where = "nothing yet"
+        self.steps = Steps()
         self.num_payloads = 0  # payload collectives so far
         self.meter = costs.Meter()  # of the run
         self._error: tuple[int, str, BaseException | None] = (OK, "", None)
@@ -84,7 +86,8 @@ class Channel:
             self._groups[key] = group
             if key == _GRID:
                 self._number = number
-            self._transports[key] = choose(group, self._wait, self._device)
+            to, why = self._transports[key] = choose(group, self._wait, self._device)
+            logger.info("ranks %s talk by %s: %s", list(ranks), to.name, why)
         return self._transports[key][0]
 
     @property
@@ -141,6 +144,7 @@ class Channel:
         """
         self.sequence += 1
         self.where = where
+        self.steps.add(where)
         self.meter.header(header.site)
         header = replace(header, sequence=self.sequence, state=self._error[0])
         packed = header.pack()
@@ -234,11 +238,16 @@ class Channel:
         failed = [
             f"rank {rank}: {texts[rank]}" for rank, other in enumerate(headers) if other.state != OK
         ]
-        error = HookError(
-            "; ".join(failed) + ("" if state != OK else f" (this rank was at: {where})")
-        )
+        here = "" if state != OK else f" (this rank was at: {where})"
+        error = HookError(f"{'; '.join(failed)}{here}{self._steps_of_all()}")
         error.__cause__ = cause
         return agreed(error)
+
+    def _steps_of_all(self) -> str:
+        """What all ranks did last, to end a message with. Collective."""
+        texts = self.exchange_text(str(self.steps))
+        lines = [f"\n  rank {rank}: {text}" for rank, text in enumerate(texts)]
+        return "\nLast steps:" + "".join(lines)
 
     def mismatch(self, description: str, what: str) -> HookMismatchError:
         """What to raise, on every rank alike, when an exchange showed that ranks differ.
@@ -250,7 +259,7 @@ class Channel:
         return agreed(
             HookMismatchError(
                 f"ranks {what}: {listed}. Every rank must register the same hooks in the same "
-                "order and run the same model"
+                f"order and run the same model ({see('ranks-differ')}){self._steps_of_all()}"
             )
         )
 
@@ -345,7 +354,7 @@ class Channel:
                 HookError(
                     "this process was forked from a rank after the model was wrapped, and takes no "
                     "part in its transfers: run the model in the parent, or start the process by "
-                    "spawn and wrap a model of its own there"
+                    f"spawn and wrap a model of its own there ({see('a-forked-process')})"
                 )
             )
 
@@ -355,7 +364,8 @@ class Channel:
                 raise HookError(
                     "this wrap can't be used any more, because an earlier wait failed: "
                     f"{group.broken} Call restore() "
-                    "and wrap the model again on every rank; your own process groups still work"
+                    "and wrap the model again on every rank; your own process groups still work "
+                    f"({see('a-rank-is-missing')})"
                 )
 
     def _explained(self, failure: WaitError, group: groups.PrivateGroup) -> str:
@@ -439,9 +449,12 @@ class Channel:
                         group.store.set("broken", reason)
                 groups.give_up(group, reason)
         self.clear_error()
+        logger.error("%s Last steps: %s", reason, self.steps)
+        anchor = "ranks-differ" if kind is HookMismatchError else "a-rank-is-missing"
         return agreed(
             kind(
-                f"{reason} This wrap can't be used any more; your own process groups are untouched"
+                f"{reason} This wrap can't be used any more; your own process groups are untouched "
+                f"({see(anchor)})\nLast steps of rank {self.mesh.place}: {self.steps}"
             )
         )
 
