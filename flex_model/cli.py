@@ -1,4 +1,4 @@
-"""The command line: ``python -m flex_model inspect MODEL [--tp N] [--dp N]``."""
+"""The command line: ``python -m flex_model inspect | doctor``; ``--help`` after each tells more."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from flex_model.diagnostics import doctor
 from flex_model.distributed.layout import Shape
 from flex_model.inspection import offline
 
@@ -15,6 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flex_model", description="flex_model's tools")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_inspect(commands)
+    _add_doctor(commands)
     options = parser.parse_args(arguments)
     try:
         return int(options.run(options))
@@ -65,3 +67,22 @@ def _inspect(options: argparse.Namespace) -> int:
     tree = offline.inspect(options.model, options.tp, options.dp, options.input)
     tree.print(show_all=options.all)
     return 0
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="what is installed, built and loaded, and which transports work between two ranks",
+        description="Looks at this machine and this installation, and starts two processes for "
+        "each transport, which gather a tensor and compare it bit for bit. Takes half a minute. "
+        "The exit status is 0 if all that must work does.",
+        epilog="example: python -m flex_model doctor --json > report.json",
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    report = doctor.examine()
+    print(report.json() if options.json else report)
+    return 0 if report.is_well else 1

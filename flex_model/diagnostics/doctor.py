@@ -1,0 +1,180 @@
+"""What is installed, built and loaded, which transports work here, and whether two ranks of this
+machine see one full tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import platform
+import resource
+import time
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from importlib import metadata
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flex_model import _load
+from flex_model.distributed.channel import Channel
+from flex_model.distributed.gather import Move
+from flex_model.distributed.header import Header
+from flex_model.distributed.layout import Shard, ShardLayout
+from flex_model.distributed.mesh import Mesh
+
+PACKAGES = ("transformers", "megatron-core", "fairscale", "accelerate", "deepspeed", "safetensors")
+_TRANSPORTS = ("shared_memory", "gloo", "nccl", "peer_memory")
+_START_S = 120  # a rank imports torch first
+_TIMEOUT_S = 30.0
+
+
+@dataclass
+class Trial:
+    """One transport between two ranks of this machine.
+
+    Attributes:
+        works: Whether both ranks got the full tensor, bit for bit.
+        reason: Why it is used, or why it can't be.
+        header_us: Time of one exchange of 64 bytes, the least of many, in microseconds.
+        gather_ms: Time of a gather of 16 MiB to both ranks, the least of some, in milliseconds.
+    """
+
+    transport: str
+    works: bool
+    reason: str
+    header_us: float | None = None
+    gather_ms: float | None = None
+
+
+@dataclass
+class Report:
+    """What ``doctor`` found; prints as text."""
+
+    machine: dict[str, Any]
+    build: dict[str, Any]
+    packages: dict[str, str]
+    settings: dict[str, str]
+    trials: list[Trial] = field(default_factory=list)
+
+    @property
+    def is_well(self) -> bool:
+        """Whether all that must work does: the binaries are loaded, and gloo moves tensors."""
+        return any(trial.works and trial.transport == "gloo" for trial in self.trials)
+
+    def json(self) -> str:
+        return json.dumps({**asdict(self), "is_well": self.is_well}, indent=2, default=str)
+
+    def __str__(self) -> str:
+        lines = ["machine:"] + [f"  {name:14} {value}" for name, value in self.machine.items()]
+        lines += ["flex_model:", *(f"  {line}" for line in str(self.build).splitlines())]
+        lines += ["packages:"] + [f"  {name:14} {value}" for name, value in self.packages.items()]
+        lines += ["settings:"] + [f"  {name}={value}" for name, value in self.settings.items()]
+        lines += ["between two ranks of this machine:"]
+        for trial in self.trials:
+            figures = (
+                f"header {trial.header_us:.1f} us, 16 MiB {trial.gather_ms:.2f} ms"
+                if trial.works
+                else "does not work"
+            )
+            lines.append(f"  {trial.transport:14} {figures} ({trial.reason})")
+        lines.append("all is well" if self.is_well else "something is wrong: see above")
+        return "\n".join(lines)
+
+
+def examine() -> Report:
+    """Look at this machine, and try each transport with two processes. Takes some seconds."""
+    report = Report(
+        machine={
+            "system": f"{platform.system()} {platform.release()}",
+            "cores": len(os.sched_getaffinity(0)),
+            "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB",
+            "locked memory": _limit(resource.RLIMIT_MEMLOCK),
+            "GPUs": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        },
+        build=_load.build_info(),
+        packages={name: _version(name) for name in PACKAGES},
+        settings={name: value for name, value in os.environ.items() if name.startswith("FLEX_")},
+    )
+    report.trials = [_try(name) for name in _TRANSPORTS]
+    return report
+
+
+def _limit(which: int) -> str:
+    soft, _ = resource.getrlimit(which)
+    return "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:.0f} MiB"
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _try(transport: str) -> Trial:
+    if transport in ("nccl", "peer_memory") and not torch.cuda.is_available():
+        return Trial(transport, False, "there is no GPU")
+    context = multiprocessing.get_context("spawn")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes, ranks = [], []
+    for rank in range(2):
+        here, there = context.Pipe()
+        ranks.append(
+            context.Process(target=_rank, args=(rank, store.port, transport, there), daemon=True)
+        )
+        ranks[-1].start()
+        there.close()
+        pipes.append(here)
+    trials = []
+    for rank, pipe in enumerate(pipes):
+        try:
+            told = pipe.recv() if pipe.poll(_START_S) else "says nothing"
+        except EOFError:
+            told = f"ended with status {ranks[rank].exitcode}"
+        trials.append(
+            told if isinstance(told, Trial) else Trial(transport, False, f"rank {rank} {told}")
+        )
+    for process in ranks:
+        process.join(5)
+        process.kill()
+    return next((trial for trial in trials if not trial.works), trials[0])
+
+
+def _rank(rank: int, port: int, transport: str, pipe: Connection) -> None:
+    try:
+        pipe.send(_trial(rank, port, transport))
+    except BaseException as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        pipe.send(Trial(transport, False, text[:300]))
+    os._exit(0)  # gloo's threads abort an orderly exit now and then
+
+
+def _trial(rank: int, port: int, transport: str) -> Trial:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    timeout = timedelta(seconds=_TIMEOUT_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+    os.environ["FLEX_MODEL_TRANSPORT"] = transport
+    on_gpu = transport in ("nccl", "peer_memory")
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else None
+    channel = Channel(Mesh.from_sizes(2), _TIMEOUT_S, device)
+    name, reason = next(iter(channel.transports().values()))
+    full = torch.arange(2048 * 2048, dtype=torch.int32, device=device).reshape(2048, 2048)
+    shards = full.chunk(2, dim=1)
+    shapes = [tuple(shard.shape) for shard in shards]
+    move = Move.of(channel, ShardLayout(tp=Shard(1)), shapes, full.dtype)
+    works = torch.equal(move.all_gather(shards[rank]), full)
+    gathers = [_seconds(lambda: move.all_gather(shards[rank])) for _ in range(10)]
+    headers = [_seconds(lambda: channel.agree(Header("tensor"), "a trial")) for _ in range(300)]
+    dist.barrier()
+    return Trial(name, works, reason, 1e6 * min(headers), 1e3 * min(gathers))
+
+
+def _seconds(run: Any) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start

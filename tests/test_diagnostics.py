@@ -1,0 +1,121 @@
+"""The log, the last steps that errors tell, and ``python -m flex_model doctor``."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import models
+from flex_model import FlexModel, HookFunction
+from flex_model.diagnostics import Steps, log, logger
+from flex_model.errors import HookError, HookMismatchError
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def own_logger():
+    before = logger.handlers[:], logger.level, logger.propagate
+    yield logger
+    logger.handlers[:], level, logger.propagate = before
+    logger.setLevel(level)
+
+
+def test_the_log_names_the_rank_and_goes_to_a_file(own_logger, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    log.set_up(f"info:{tmp_path}/flex.{{rank}}.log")
+    logger.debug("too much")
+    logger.info("hello from %s", "here")
+    (line,) = (tmp_path / "flex.3.log").read_text().splitlines()
+    assert re.fullmatch(r"\[flex_model rank 3 [\d :,-]+\] hello from here", line)
+
+
+def test_a_level_that_there_is_not(own_logger):
+    with pytest.raises(ValueError, match=r"(?s)FLEX_MODEL_LOG.*debug.*'loud'"):
+        log.set_up("loud")
+
+
+def test_steps_are_counted_and_forgotten():
+    steps = Steps()
+    assert str(steps) == "nothing"
+    for name in ("a", "b", "b", "b", "a"):
+        steps.add(name)
+    assert str(steps) == "a; b (x3); a"
+    for i in range(100):
+        steps.add(f"step {i}")
+    assert str(steps).startswith("... step 88;") and str(steps).endswith("; step 99")
+
+
+@pytest.mark.ranks(2)
+def test_errors_of_several_ranks_tell_what_each_did_last():
+    rank = dist.get_rank()
+    flex = FlexModel(models.mlp(), tensor_parallel_size=2)
+    flex.register_forward_hook(HookFunction("fc1", editing_function=lambda m, x, s, d: x * 2))
+    batch = models.random(4, 6)
+    flex(batch)
+    wrong = HookFunction(["act", "fc2"][rank])
+    handle = flex.register_forward_hook(wrong)
+    with pytest.raises(HookMismatchError) as error:
+        flex(batch)
+    text = str(error.value)
+    assert "see docs/errors.md#ranks-differ" in text
+    steps = text.split("Last steps:")[1].splitlines()
+    for other in range(2):
+        (line,) = [step for step in steps if step.startswith(f"  rank {other}: ")]
+        assert "forward hook on 'fc1'" in line and "end of the run" in line
+    handle.remove()
+    flex(batch)
+    flex.restore()
+
+
+def sections():
+    text = (ROOT / "docs" / "errors.md").read_text()
+    titles = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+
+
+def test_every_section_that_a_message_names_is_there():
+    named = set()
+    for path in (ROOT / "flex_model").rglob("*.py"):
+        named |= set(re.findall(r"""see\(['"]([\w-]+)['"]\)""", path.read_text()))
+        named |= set(re.findall(r'anchor = "([\w-]+)" if', path.read_text()))
+        named |= set(re.findall(r'else "([\w-]+)"\n\s+return agreed', path.read_text()))
+    assert {"ranks-differ", "a-rank-is-missing", "a-forked-process"} <= named <= sections()
+
+
+def test_the_doctor_tries_two_ranks():
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    run = subprocess.run(
+        [sys.executable, "-m", "flex_model", "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        env={**environment, "PYTHONPATH": str(ROOT), "FLEX_MODEL_LOG": "info"},
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    report = json.loads(run.stdout)
+    trials = {trial["transport"]: trial for trial in report["trials"]}
+    assert report["is_well"] and report["build"]["torch"] == torch.__version__
+    assert trials["shared_memory"]["works"] and trials["gloo"]["works"]
+    assert trials["shared_memory"]["header_us"] > 0 and trials["gloo"]["gather_ms"] > 0
+    assert trials["nccl"]["works"] == (torch.cuda.device_count() > 1)
+    assert "talk by shared_memory: the ranks are on one host" in run.stderr
+
+
+@pytest.mark.ranks(2)
+def test_an_error_of_an_edit_tells_the_steps_too():
+    def edit(module, full, save_ctx, modules):
+        raise ArithmeticError("no")
+
+    flex = FlexModel(models.mlp(), tensor_parallel_size=2)
+    flex.register_forward_hook(HookFunction("fc1", editing_function=edit))
+    with pytest.raises(HookError, match=r"(?s)ArithmeticError: no.*Last steps:.*rank 1: "):
+        flex(models.random(4, 6))
+    flex.restore()
