@@ -40,16 +40,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import gathers
 import ranks
-from ranks import Report, Timing, compared, measure
-
 import torch
 import torch.distributed as dist
+from ranks import Report, Timing, compared, measure
 from torch import Tensor
 
 from flex_model.distributed.channel import Channel
@@ -196,8 +193,8 @@ class Bench:
             "DTensor": lambda: gathers.by_dtensor(shard, dim, full.shape, self.mesh),
         }
 
-        def wrong(result: Tensor) -> int:
-            return num_wrong(even.full if result.shape == even.full.shape else full, result)
+        def wrong(name: str, result: Tensor) -> int:
+            return num_wrong(even.full if name == "even" else full, result)
 
         times = measure(cases, wrong, self.budget_s)
         self._row(case, "all", times, "even", "<= 1.1")
@@ -233,7 +230,8 @@ class Bench:
         return self.channel.agree(header, "a benchmark")
 
     def _measure(self, case: Case, cases: dict, expected: Tensor | None) -> dict[str, Timing]:
-        return measure(cases, partial(num_wrong, expected), self.budget_s, case.calls)
+        check = lambda name, result: num_wrong(expected, result)  # noqa: E731
+        return measure(cases, check, self.budget_s, case.calls)
 
     def _best_gloo(self, case: Case, operation: str, times: dict[str, Timing], goal: str) -> None:
         """A row for the fastest way over gloo, and one for each of the others."""
@@ -243,7 +241,7 @@ class Bench:
         against = times | {f"best gloo: {best}": times[best]}
         self._row(case, operation, against, f"best gloo: {best}", goal)
         for name in times:
-            if name in others and name != best or name == "flat + cat, warm":
+            if (name in others and name != best) or name == "flat + cat, warm":
                 self._row(case, operation, times, name, "-")
 
     def _row(
@@ -277,7 +275,9 @@ def body(report: Report, options: argparse.Namespace) -> None:
         mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         channel = Channel(Mesh.from_sizes(tp_size=2, dp_size=2), 60.0)
         for num_bytes in (MIB, *large):
-            bench.dp_x_tp(num_bytes, torch.float32, channel, (mesh["dp"].get_group(), mesh["tp"].get_group()))
+            bench.dp_x_tp(
+                num_bytes, torch.float32, channel, (mesh["dp"].get_group(), mesh["tp"].get_group())
+            )
 
 
 def main() -> None:

@@ -102,7 +102,7 @@ class Timing:
 
 def measure(
     cases: dict[str, Callable[[], Any]],
-    num_wrong: Callable[[Any], int],
+    num_wrong: Callable[[str, Any], int],
     budget_s: float,
     calls: int = 1,
 ) -> dict[str, Timing]:
@@ -110,8 +110,8 @@ def measure(
 
     Args:
         cases: Collective over the world. Their results live until the clock has stopped.
-        num_wrong: Counts the elements of a result that differ from what they should be. Applied to
-            the results of the first and of the last repeat.
+        num_wrong: Counts, of a case and its result, the elements that are not what they should be.
+            Applied to the results of the first and of the last repeat.
         budget_s: How long the repeats may take together, in seconds; there are at least two.
         calls: How many calls one timing is the mean of.
     """
@@ -127,7 +127,7 @@ def measure(
                 result = run()
             times.append((time.perf_counter() - start) / calls)
             if checked:
-                wrong[name] += num_wrong(result)
+                wrong[name] += num_wrong(name, result)
         return times
 
     repeat(checked=True)  # connects, allocates
