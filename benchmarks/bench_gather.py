@@ -200,7 +200,13 @@ class Bench:
         self._row(case, "all", times, "even", "<= 1.1")
         self._best_gloo(case, "all", times, "-")
 
-    def dp_x_tp(self, num_bytes: int, dtype: torch.dtype, channel: Channel, groups: tuple) -> None:
+    def dp_x_tp(
+        self,
+        num_bytes: int,
+        dtype: torch.dtype,
+        channel: Channel,
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+    ) -> None:
         case = Case(num_bytes, 0, dtype)
         mesh, (dp, tp) = channel.mesh, groups
         rows = case.full.tensor_split(mesh.dp_size)[dp.rank()]
@@ -288,8 +294,8 @@ def main() -> None:
     ranks.add_arguments(parser)
     options = parser.parse_args()
     options.sizes = (64 * KIB, 16 * MIB) if options.quick else SIZES
-    if options.ranks > 2:
-        options.sizes = tuple(size for size in (*options.sizes, 64 * MIB) if size < 256 * MIB)
+    if options.ranks > 2:  # more copies of everything
+        options.sizes = (64 * MIB,) if options.quick else SIZES[:-1]
     options.budget_s = 0.5 if options.quick else 2.0
     ranks.report(ranks.rows_of(options.ranks, body, options), options)
 

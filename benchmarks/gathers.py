@@ -1,4 +1,4 @@
-"""The ways in which others bring shards together, and release 0.1.0's: what we are measured against.
+"""How others bring shards together, and how release 0.1.0 did: what we are measured against.
 
 All functions are collective over ``group``; shards are even unless a function says otherwise.
 """
