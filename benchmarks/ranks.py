@@ -131,6 +131,7 @@ def measure(
         return times
 
     repeat(checked=True)  # connects, allocates
+    repeat(checked=False)
     start = time.perf_counter()
     times = [repeat(checked=False)]
     took_s = _slowest(torch.tensor([time.perf_counter() - start])).item()
@@ -200,7 +201,7 @@ def report(rows: Iterator[dict], options: argparse.Namespace) -> None:
             continue
         if widths is None:
             widths = [max(len(name), 9) for name in row]
-            widths[list(row).index("against")] = 22
+            widths[0] = widths[list(row).index("against")] = 22
             print(*(f"{name:>{width}}" for name, width in zip(row, widths)))
         texts = (f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values())
         print(*(f"{text:>{width}}" for text, width in zip(texts, widths)), flush=True)
