@@ -3,10 +3,11 @@
     python benchmarks/bench_hooks.py [--ranks 4] [--quick] [--json FILE]
                                      [--original PATH_OF_FLEX_MODEL_0.1.0]
 
-The model is a chain of column-parallel and row-parallel layers, so narrow between them that its own
-time is small. Times are what the hooks add to a forward: the model with hooks less the bare model,
-which takes its turn in the same run; that of the slowest rank, under ``no_grad``. All models have
-the same weights, and every output and every record is compared bit by bit.
+The model is column-parallel layers side by side and one row-parallel layer on their sum: one
+collective of its own, so that its time is small and steady. Times are what the hooks add to a
+forward: the model with hooks less the bare model, which takes its turn in the same run; that of the
+slowest rank, under ``no_grad``. All models have the same weights, and every output and every record
+is compared bit by bit.
 
 Columns:
     operation  ``edit``: one hook whose function returns ``full * 0.5``; ``edit in place``:
@@ -45,7 +46,7 @@ from torch import Tensor, nn
 from flex_model import FlexModel, HookFunction
 
 KIB, MIB = 1 << 10, 1 << 20
-NARROW = 4  # features between the blocks
+NARROW = 4  # features of input and output
 NUM_COLLECTED = 8
 
 Function = Callable[[Tensor], Tensor | None]
@@ -82,19 +83,21 @@ class RowLinear(nn.Module):
         return x
 
 
-class Block(nn.Module):
-    def __init__(self, width: int, generator: torch.Generator) -> None:
+class Model(nn.Module):
+    """Column-parallel layers side by side, their sum through one row-parallel layer."""
+
+    def __init__(self, num_layers: int, width: int) -> None:
         super().__init__()
-        self.up = ColumnLinear(torch.randn(width, NARROW, generator=generator))
+        generator = torch.Generator().manual_seed(1)
+        weights = (torch.randn(width, NARROW, generator=generator) for _ in range(num_layers))
+        self.up = nn.ModuleList(ColumnLinear(weight) for weight in weights)
         self.down = RowLinear(torch.randn(NARROW, width, generator=generator) / width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(x))
-
-
-def chain(num_blocks: int, width: int) -> nn.Sequential:
-    generator = torch.Generator().manual_seed(1)
-    return nn.Sequential(*(Block(width, generator) for _ in range(num_blocks)))
+        hidden = self.up[0](x)
+        for layer in self.up[1:]:
+            hidden = hidden + layer(x)
+        return self.down(hidden)
 
 
 # ---- What edits do -------------------------------------------------------------------------------
@@ -151,11 +154,11 @@ class Bench:
         self.is_first = dist.get_rank() == 0
 
     def edits(self, num_bytes: int, names: tuple[str, ...]) -> None:
-        """One block, with one hook where its activation is split."""
+        """One column-parallel layer, with one hook."""
         width = 4096
         x = torch.randn(num_bytes // 4 // width, NARROW, generator=torch.Generator().manual_seed(2))
-        models = {name: chain(1, width) for name in ("bare", self.original.name, *names)}
-        full = gathers.list_then_cat(models["bare"][0].up(x), -1, dist.group.WORLD)
+        models = {name: Model(1, width) for name in ("bare", self.original.name, *names)}
+        full = gathers.list_then_cat(models["bare"].up[0](x), -1, dist.group.WORLD)
         records: dict[str, list[Tensor]] = {}
 
         def hook(module: nn.Module, args: tuple, shard: Tensor) -> Tensor:
@@ -163,7 +166,7 @@ class Bench:
             records["up"] = [full]
             return self.original.scatter(halve(full), -1, dist.group.WORLD)
 
-        models[self.original.name][0].up.register_forward_hook(hook)
+        models[self.original.name].up[0].register_forward_hook(hook)
 
         def theirs() -> Result:
             output = models[self.original.name](x)
@@ -180,11 +183,11 @@ class Bench:
                 models[name], {}, tensor_parallel_size=dist.get_world_size(), edit_on=edit_on
             )
             edit = partial(_edit, function)
-            flex.register_forward_hook(HookFunction("0.up", editing_function=edit))
+            flex.register_forward_hook(HookFunction("up.0", editing_function=edit))
             cases[name] = partial(_run, flex, x)
 
-        block = models["bare"][0]
-        halved, unchanged = block.down(block.up(x) * 0.5), block.down(block.up(x))
+        layers = models["bare"]
+        halved, unchanged = layers.down(layers.up[0](x) * 0.5), layers(x)
         record = [full] if self.is_first else []
         expected = dict.fromkeys(cases, (halved, record))
         expected |= {"bare": (unchanged, []), "look": (unchanged, record)}
@@ -206,10 +209,10 @@ class Bench:
         self._row("edit, but the function", num_bytes, times, row)
 
     def collects(self, num_bytes: int) -> None:
-        """Eight blocks, with a hook on each."""
+        """Eight column-parallel layers, with a hook on each."""
         width = 2048
         x = torch.randn(num_bytes // 4 // width, NARROW, generator=torch.Generator().manual_seed(2))
-        bare, hooked, wrapped = (chain(NUM_COLLECTED, width) for _ in range(3))
+        bare, hooked, wrapped = (Model(NUM_COLLECTED, width) for _ in range(3))
         records: list[Tensor] = []
 
         def hook(module: nn.Module, args: tuple, shard: Tensor) -> None:
@@ -217,8 +220,8 @@ class Bench:
             if self.is_first:
                 records.append(full)
 
-        for block in hooked:
-            block.up.register_forward_hook(hook)
+        for layer in hooked.up:
+            layer.register_forward_hook(hook)
 
         def theirs() -> Result:
             records.clear()
@@ -226,7 +229,7 @@ class Bench:
 
         flex = FlexModel(wrapped, {}, tensor_parallel_size=dist.get_world_size())
         for i in range(NUM_COLLECTED):
-            flex.register_forward_hook(HookFunction(f"{i}.up"))
+            flex.register_forward_hook(HookFunction(f"up.{i}"))
         cases = {
             "bare": lambda: (bare(x), []),
             "collect": partial(_run, flex, x),
