@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import sys
 import time
@@ -106,7 +107,8 @@ def measure(
     budget_s: float,
     calls: int = 1,
 ) -> dict[str, Timing]:
-    """Time the cases in turns, so that drift of the machine meets all of them.
+    """Time the cases in turns, so that drift of the machine meets all of them, and in another order
+    each time, so that none always finds the caches that the same other one left.
 
     Args:
         cases: Collective over the world. Their results live until the clock has stopped.
@@ -116,19 +118,23 @@ def measure(
         calls: How many calls one timing is the mean of.
     """
     wrong = dict.fromkeys(cases, 0)
+    order = list(cases)
+    dice = random.Random(0)  # alike on all ranks
 
     def repeat(checked: bool) -> list[float]:
-        times = []
-        for name, run in cases.items():
+        times = {}
+        dice.shuffle(order)
+        for name in order:
+            run = cases[name]
             result = None  # frees the last one before the clock runs
             dist.barrier()
             start = time.perf_counter()
             for _ in range(calls):
                 result = run()
-            times.append((time.perf_counter() - start) / calls)
+            times[name] = (time.perf_counter() - start) / calls
             if checked:
                 wrong[name] += num_wrong(name, result)
-        return times
+        return [times[name] for name in cases]
 
     repeat(checked=True)  # connects, allocates
     repeat(checked=False)
