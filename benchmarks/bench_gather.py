@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import gathers
 import ranks
@@ -257,18 +257,16 @@ class Bench:
         self.report(case.columns(operation) | row)
 
 
-def grid(
-    sizes: Sequence[int], dtypes: Sequence[torch.dtype]
-) -> Iterator[tuple[int, int, torch.dtype]]:
+def grid(options: argparse.Namespace) -> Iterator[tuple[int, int, torch.dtype]]:
     """256 MiB, seconds a collective, along the last dim only, where ours has the most to do."""
-    for num_bytes, dtype, dim in itertools.product(sizes, dtypes, (0, -1)):
+    for num_bytes, dtype, dim in itertools.product(options.sizes, options.dtypes, options.dims):
         if num_bytes < 256 * MIB or (dim == -1 and dtype == torch.bfloat16):
             yield num_bytes, dim, dtype
 
 
 def body(report: Report, options: argparse.Namespace) -> None:
     bench = Bench(report, options)
-    for num_bytes, dim, dtype in grid(options.sizes, options.dtypes):
+    for num_bytes, dim, dtype in grid(options):
         case = Case(num_bytes, dim, dtype)
         bench.to_all(case)
         if dtype == torch.float32 or num_bytes == 256 * MIB:
@@ -276,7 +274,7 @@ def body(report: Report, options: argparse.Namespace) -> None:
             bench.from_first(case)
             bench.there_and_back(case)
     large = [size for size in options.sizes if 16 * MIB <= size < 256 * MIB]
-    for num_bytes, dim in itertools.product(large, (0, -1)):
+    for num_bytes, dim in itertools.product(large, options.dims):
         even = Case(num_bytes, dim, torch.float32)
         bench.uneven(even, Case(num_bytes, dim, torch.float32, "uneven"))
     if bench.num_ranks == 4:
@@ -298,6 +296,7 @@ def main() -> None:
     options.sizes = (64 * KIB, 16 * MIB) if options.quick else SIZES
     if options.ranks > 2:  # more copies of everything
         options.sizes = (64 * MIB,) if options.quick else SIZES[:-1]
+    options.dims = (-1,) if options.quick and options.ranks > 2 else (0, -1)
     options.dtypes = DTYPES[:1] if options.quick else DTYPES
     options.budget_s = 0.5 if options.quick else 2.0
     ranks.report(ranks.rows_of(options.ranks, body, options), options)
