@@ -105,17 +105,19 @@ class Records:
         listed = "; ".join(names[:8])
         listed += f"; and {len(pending) - 8} more" if len(pending) > 8 else ""
         mine = [(record.shard.dtype, tuple(record.shard.shape)) for record in pending]
+        digest = site_hash(*mine)
         header = Header(
             kind,
             site=site_hash(*(record.call.registration.site for record in pending)),
-            seed=site_hash(*mine),  # not a seed here: tells whether shapes are those of before
+            # Not sizes here: they tell whether the tensors are those of before.
+            shape=(digest & 0x7FFFFFFF, digest >> 32),
             flags=Header.CONSUMED if context.consumed else 0,
         )
         try:
             what = f"{kind}, with {len(pending)} records to deliver ({listed or 'none'})"
             headers = self._channel.agree(header, what)
             if pending:
-                key = (header.site, *(other.seed for other in headers))
+                key = (header.site, *(size for other in headers for size in other.shape))
                 moves = self._agree_on_moves(pending, self._tensors_of_all(key, mine), resolve)
                 self._channel.meter.turn_to(header.site)
                 deliver = self._deliver_to_all if self.on_all_ranks else self._deliver_to_first

@@ -12,7 +12,7 @@
 namespace flex_model {
 
 // From how many written bytes on it pays.
-constexpr int64_t kStreamingBytes = int64_t{4} << 20;
+constexpr int64_t kStreamingBytes = int64_t{16} << 20;
 
 namespace detail {
 

@@ -63,6 +63,7 @@ class Channel:
         self._error: tuple[int, str, BaseException | None] = (OK, "", None)
         self._groups: dict[tuple[Axis, ...], groups.PrivateGroup] = {}
         self._transports: dict[tuple[Axis, ...], tuple[Transport, str]] = {}
+        self._by_axes: dict[tuple[Axis, ...], Transport] = {}
         self._device = device or torch.device("cpu")
         self._number = 0  # of this wrap, among those of its ranks
         self._hooks = ""  # a digest of those that this rank has registered
@@ -78,6 +79,9 @@ class Channel:
 
     def _transport(self, axes: tuple[Axis, ...]) -> Transport:
         """Of the ranks along ``axes``; made, collectively, when it is used first."""
+        to = self._by_axes.get(axes)
+        if to is not None:
+            return to
         places = self.mesh.members(axes)
         key = _GRID if len(places) == len(self.mesh.grid) else axes
         if key not in self._transports:
@@ -88,7 +92,8 @@ class Channel:
                 self._number = number
             to, why = self._transports[key] = choose(group, self._wait, self._device)
             logger.info("ranks %s talk by %s: %s", list(ranks), to.name, why)
-        return self._transports[key][0]
+        self._by_axes[axes] = self._transports[key][0]
+        return self._by_axes[axes]
 
     @property
     def is_child(self) -> bool:
@@ -110,6 +115,7 @@ class Channel:
             if isinstance(to, ByDevice):
                 to.close()
         self._transports.clear()
+        self._by_axes.clear()
         while self._groups:
             groups.release(self._groups.popitem()[1])
 
@@ -146,9 +152,13 @@ class Channel:
         self.where = where
         self.steps.add(where)
         self.meter.header(header.site)
-        header = replace(header, sequence=self.sequence, state=self._error[0])
-        packed = header.pack()
+        state = self._error[0]
+        packed = header.pack(self.sequence, state)
         rows = [packed] if self.is_local else self._call("exchange_bytes", _GRID, packed)
+        seed = Header.seed_if_alike(rows, packed) if state == OK else None
+        if seed is not None:
+            return [replace(header, seed=seed)] * len(rows)
+        header = replace(header, sequence=self.sequence, state=state)
         try:
             headers = [Header.unpack(row) for row in rows]
         except ValueError as error:

@@ -225,11 +225,11 @@ class HookCaller:
 
     def _agree(self, call: Call, tensor: Tensor, kind: str) -> list[Shape]:
         """Exchange headers; the local shapes of all ranks."""
-        run = call.run
+        run, is_first = call.run, self._channel.mesh.place == 0
         header = Header(
             kind,
             site=call.registration.site,
-            seed=seed_of_state() if run.seed is None else run.seed,
+            seed=run.seed or (seed_of_state() if is_first else 0),  # rank 0's counts
             dtype=tensor.dtype,
             shape=tuple(tensor.shape),
         )

@@ -17,7 +17,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kSpins = 2000;  // some 20 us
+constexpr int kSpins = 150;  // some 4 us: longer ones would hold up a rank on the same core
 constexpr auto kYielding = std::chrono::milliseconds(1);
 constexpr auto kAsleep = std::chrono::milliseconds(20);
 

@@ -100,10 +100,10 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def on_cpu(tensor: Tensor) -> Tensor:
     """A contiguous CPU tensor of the same values; shares memory where it can."""
-    tensor = tensor.detach()
-    if tensor.device.type != "cpu":
-        tensor = tensor.cpu()
-    return tensor.resolve_conj().resolve_neg().contiguous()
+    tensor = tensor.detach().cpu()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous()
 
 
 @lru_cache(maxsize=256)
