@@ -31,6 +31,7 @@ from flex_model.hooks.function import HookFunction
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.table import EVERYTHING, Choice, HookTable
 from flex_model.hooks.tracking import Tracking
+from flex_model.integrations import compiled
 from flex_model.outputs import Records
 from flex_model.parameters import Parameters
 
@@ -82,6 +83,8 @@ class HookCore:
         self._runs: deque[RunContext] = deque(maxlen=_REMEMBERED_RUNS)
         self._agreed_hooks = site_hash()
         self._num_published, self._published = 0, site_hash()
+        self.is_compiled, self._has_new_hooks = False, False
+        self._look_for_compiled()
         self._root_handles: list[Any] = []
         self._thread: int | None = None
         self._deferred: _Deferred | None = None  # a run that begins with the first module it runs
@@ -121,7 +124,16 @@ class HookCore:
         for site in new:
             digest = site_hash(digest, site)
         self._num_published, self._published = len(sites), digest
+        self._has_new_hooks = True
         self.channel.publish_hooks(f"{digest:x}" if sites else "")
+
+    def _look_for_compiled(self) -> bool:
+        """Whether the model is compiled, and was not before."""
+        if self.is_compiled or not compiled.is_compiled(self.module):
+            return False
+        self.is_compiled = True
+        compiled.see_hooks()
+        return True
 
     # Runs.
 
@@ -169,6 +181,10 @@ class HookCore:
         """Start an outermost run: choose hooks, agree on them where they are new, start their lists
         afresh.
         """
+        if self._has_new_hooks:
+            self._has_new_hooks = False
+            if self._look_for_compiled():  # since it was wrapped
+                self.table.refresh()
         # A run without gradients leaves parameters to the graph of the run before it.
         keeps = not torch.is_grad_enabled()
         self.table.choose(choice, self.table.choices[1] if keeps else choice)

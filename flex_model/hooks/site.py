@@ -45,7 +45,13 @@ class _Edge(Function):
 
 
 class SiteOwner(Protocol):
-    """What sites call: HookCore."""
+    """What sites call: HookCore.
+
+    Attributes:
+        is_compiled: Whether the model, or a part of it, is known to be compiled.
+    """
+
+    is_compiled: bool
 
     def backward_handler(
         self, registrations: Sequence[Registration], module: nn.Module, leaf: Tensor
@@ -102,6 +108,8 @@ class ModuleSite:
             wanted[f"post+{inputs:d}{outputs:d}"] = self._edges_hook(inputs, outputs)
         elif self._is_active("forward"):
             wanted["post"] = self._forward_hook()
+        if self._owner.is_compiled:  # they run between two pieces of the graph
+            wanted = {f"{name}!": torch.compiler.disable(hook) for name, hook in wanted.items()}
         for name in [name for name in self._handles if name not in wanted]:
             self._handles.pop(name).remove()
         for name, hook in wanted.items():
@@ -110,7 +118,9 @@ class ModuleSite:
             if name.startswith("pre"):
                 self._handles[name] = module.register_forward_pre_hook(hook, with_kwargs=True)
             else:
-                self._handles[name] = module.register_forward_hook(hook, with_kwargs=name != "post")
+                self._handles[name] = module.register_forward_hook(
+                    hook, with_kwargs=name.startswith("post+")
+                )
 
     def remove(self) -> None:
         """Take everything off."""

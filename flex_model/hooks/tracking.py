@@ -20,7 +20,7 @@ from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.propagation import Split
 from flex_model.distributed.tracking import LayoutTracker, named_weights, tensors_of
 from flex_model.hooks.registration import Registration
-from flex_model.integrations import dtensor, layers
+from flex_model.integrations import compiled, dtensor, layers
 
 _MAX_FORWARDS = 8  # for hooks whose module is not reached, or whose layout nothing settles
 _SAMPLE = 4096  # elements of a weight that are compared between ranks
@@ -77,7 +77,7 @@ class Tracking:
             not self._channel.is_local
             and self._forwards_left > 0
             and any(r.kind != "tensor" and not r.splits for r in active)
-            and not _is_compiled(self._root)
+            and not compiled.is_compiled(self._root)
         )
 
     # What hooks ask.
@@ -203,12 +203,3 @@ def _sketch(tensor: Tensor) -> Tensor:
     row[2] = len(shape)
     row[3 : 3 + len(shape)] = torch.tensor(shape, dtype=torch.int64)
     return row
-
-
-def _is_compiled(root: nn.Module) -> bool:
-    """Whether a part of the model is compiled: its operations can't be followed."""
-    return any(
-        getattr(module, "_compiled_call_impl", None) is not None
-        or type(module).__name__ == "OptimizedModule"
-        for module in root.modules()
-    )
