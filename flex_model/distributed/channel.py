@@ -342,9 +342,12 @@ class Channel:
         self._check_usable()
         here = to.group.hosts.here
         if here is not None:
-            here.set_timeout(self.timeout_s)
-            here.set_position(self.where)
-            here.set_watch(self._compare_hooks if self._compares_hooks else None)
+            told = (self.where, self.timeout_s, self._compares_hooks)
+            if told != to.group.told:
+                to.group.told = told
+                here.set_position(self.where)
+                here.set_timeout(self.timeout_s)
+                here.set_watch(self._compare_hooks if self._compares_hooks else None)
         try:
             return transfer(to)
         except HookError:

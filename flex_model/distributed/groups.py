@@ -43,6 +43,8 @@ class PrivateGroup:
         leaders: With several hosts, on the first rank of each: a group of these.
         number: Of groups with these ranks, by which the members tell them apart.
         notices: What this rank put up, by the wrap (its number among those of these ranks).
+        told: What the shared memory was told last of this rank's waits: where it is, for how long
+            it waits, and whether it compares hooks meanwhile.
     """
 
     ranks: tuple[int, ...]
@@ -57,6 +59,7 @@ class PrivateGroup:
     num_users: int = 0
     broken: str | None = None  # why it can't be used any more
     notices: dict[int, str] = field(default_factory=dict)
+    told: tuple[str, float, bool] | None = None
 
     @property
     def size(self) -> int:

@@ -14,7 +14,7 @@ from torch.utils.dlpack import from_dlpack
 
 from flex_model import _C
 
-POOLED_BYTES = 64 << 10  # below, the allocator's own memory is as good
+POOLED_BYTES = 32 << 10  # below, the allocator's own memory is as good
 
 # DLPack's type codes (int 0, uint 1, float 2, bfloat 4, complex 5, bool 6) and bits. Of other
 # dtypes only the size matters: they are views of bytes.

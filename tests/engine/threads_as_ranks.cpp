@@ -77,8 +77,9 @@ void run(std::shared_ptr<Segment> control, std::vector<Group::Rank> ranks, int64
   for (int step = 0; step < num_steps; ++step) {
     std::vector<int64_t> sizes;
     for (int64_t r = 0; r < size; ++r) {
-      const int64_t options[] = {0, 1, 1000, kMessageBytes, kMessageBytes + 1, 200000};
-      sizes.push_back(options[choose() % 6]);
+      const int64_t options[] = {
+          0, 1, 1000, 16 << 10, (16 << 10) + 1, kMessageBytes, kMessageBytes + 1, 200000};
+      sizes.push_back(options[choose() % 8]);
     }
     const GatherPlan plan = end_to_end(sizes);
     Buffer shard(sizes[rank], own() % 2);

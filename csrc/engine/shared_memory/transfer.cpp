@@ -10,6 +10,9 @@ namespace {
 
 using Bytes = std::unique_ptr<char[]>;
 
+// The largest shards that travel inside messages to every rank: larger ones are written once, where
+// they are to be, for less than the second copy costs.
+constexpr int64_t kInlineBytes = 16 << 10;
 constexpr int64_t kMaxPlaces = kMessageBytes / sizeof(Place);
 
 int64_t largest(const std::vector<int64_t>& values) {
@@ -83,7 +86,7 @@ void all_gather(Group& group, const GatherPlan& plan, const char* shard,
                 const std::vector<char*>& fulls) {
   const Boxes& boxes = plan.boxes();
   const int64_t me = group.rank(), size = group.size();
-  if (largest(boxes.shard_bytes) <= kMessageBytes) {
+  if (largest(boxes.shard_bytes) <= kInlineBytes) {
     char* message = group.begin();
     if (boxes.shard_bytes[me] > 0) std::memcpy(message, shard, boxes.shard_bytes[me]);
     group.post(Act::kAllGather, plan.hash());
