@@ -1,7 +1,8 @@
 """Collected activations: owned CPU copies in the user's ``output_ptr``, on rank 0 or on all ranks.
 
 A hook that edits has the full tensor at hand, and its record is made at once. One that only looks
-keeps this rank's shard, and all such shards of a run travel together when the run ends.
+keeps a snapshot of this rank's shard, and all such shards of a run travel together when the run
+ends.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from flex_model.distributed.gather import Move
 from flex_model.distributed.header import DTYPES, Header, site_hash
 from flex_model.distributed.layout import Shape, ShardLayout
 from flex_model.distributed.transports.transport import Gathered
+from flex_model.snapshots import Snapshot, Snapshots
 
 if TYPE_CHECKING:
     from flex_model.hooks.context import Call
@@ -32,7 +34,7 @@ class PendingRecord:
     """A shard that waits for the end of its run."""
 
     call: Call
-    shard: Tensor  # an owned copy
+    snapshot: Snapshot
     known: ShardLayout | None  # what the tensor itself told of its layout
     slot: tuple[list[Any], int] | None  # where the record goes; None on ranks that keep none
 
@@ -53,6 +55,7 @@ class Records:
         self.on_all_ranks = output_ranks == "all"
         self.keeps = self.on_all_ranks or channel.mesh.rank == 0
         self._channel = channel
+        self._snapshots = Snapshots(channel)
         # What all ranks held at the end of runs, by the hashes that they told.
         self._tensors: dict[tuple[int, ...], list[list[tuple[torch.dtype, Shape]]]] = {}
 
@@ -77,7 +80,7 @@ class Records:
             records = self._list(call.registration)
             records.append(None)
             slot = (records, len(records) - 1)
-        call.run.pending.append(PendingRecord(call, owned_copy(shard), known, slot))
+        call.run.pending.append(PendingRecord(call, self._snapshots.take(shard), known, slot))
 
     def _list(self, registration: Registration) -> list[Any]:
         return self.output_ptr.setdefault(registration.hook_function.record_name, [])
@@ -89,6 +92,10 @@ class Records:
                 records, index = record.slot
                 if index < len(records) and records[index] is None:
                     del records[index]
+        self._release(context)
+
+    def _release(self, context) -> None:
+        self._snapshots.drop([record.snapshot for record in context.pending])
         context.pending.clear()
 
     def join(self, context, kind: str, resolve) -> bool:
@@ -104,7 +111,8 @@ class Records:
         names = [record.call.registration.describe() for record in pending[:9]]
         listed = "; ".join(names[:8])
         listed += f"; and {len(pending) - 8} more" if len(pending) > 8 else ""
-        mine = [(record.shard.dtype, tuple(record.shard.shape)) for record in pending]
+        tensors = [record.snapshot.tensor for record in pending]
+        mine = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
         digest = site_hash(*mine)
         header = Header(
             kind,
@@ -126,7 +134,7 @@ class Records:
         except BaseException:
             self.forget(context)
             raise
-        pending.clear()
+        self._release(context)
         return any(other.flags & Header.CONSUMED for other in headers)
 
     def _tensors_of_all(
@@ -163,40 +171,48 @@ class Records:
                     "have different tensors",
                 )
             shapes: list[Shape] = [shape for _, shape in tensors]
-            move = resolve(record.call, shapes, record.shard.dtype, record.known, record.shard)
+            snapshot = record.snapshot
+            snapshot.wait()
+            shard = snapshot.tensor
+            move = resolve(record.call, shapes, shard.dtype, record.known, shard)
             self._channel.meter.turn_to(record.call.registration.site)
-            record.shard = move.summed(record.shard)
+            if move.layout.partial_axes:  # a sum needs one kind of device on all ranks
+                self._snapshots.to_cpu([snapshot])
+                snapshot.tensor = move.summed(snapshot.tensor)
             moves.append(move)
         return moves
 
     def _deliver_to_all(self, pending: list[PendingRecord], moves: list[Move]) -> None:
+        self._snapshots.to_cpu([record.snapshot for record in pending])
         for record, move in zip(pending, moves):
             self._channel.meter.turn_to(record.call.registration.site)
-            full = move.copies(record.shard, 1)[0] if move.axes else record.shard
-            self._fill(record, full)
+            shard = record.snapshot.tensor
+            self._fill(record, move.copies(shard, 1)[0] if move.axes else shard)
 
     def _deliver_to_first(self, pending: list[PendingRecord], moves: list[Move]) -> None:
         """All records in one transfer; ranks whose parts rank 0 does not need send nothing."""
         mesh = self._channel.mesh
         split = [(record, move) for record, move in zip(pending, moves) if move.axes]
-        for record, move in zip(pending, moves):
-            if not move.axes:
-                self._fill(record, record.shard)
-        if not split:
-            return
-        tensors = [
-            Gathered(
-                move.plan,
-                mesh.members(move.axes, place=0),
-                record.shard,
-                site=record.call.registration.site,
-            )
-            for record, move in split
-        ]
-        fulls = self._channel.gather_to_first(("dp", "tp"), tensors)
-        if fulls is not None:
-            for (record, _), full in zip(split, fulls):
+        if self._channel.host_gather is None:
+            self._snapshots.to_cpu([record.snapshot for record, _ in split])
+        if split:
+            tensors = [
+                Gathered(
+                    move.plan,
+                    mesh.members(move.axes, place=0),
+                    record.snapshot.tensor,
+                    site=record.call.registration.site,
+                    ready=record.snapshot.ready,
+                )
+                for record, move in split
+            ]
+            fulls = self._channel.gather_to_first(("dp", "tp"), tensors)
+            for (record, _), full in zip(split, fulls or []):
                 self._fill(record, full)
+        whole = [record for record, move in zip(pending, moves) if not move.axes and record.slot]
+        self._snapshots.to_cpu([record.snapshot for record in whole])
+        for record in whole:
+            self._fill(record, record.snapshot.tensor)
 
     @staticmethod
     def _fill(record: PendingRecord, full: Tensor) -> None:

@@ -1,4 +1,4 @@
-// Copies of rows from a GPU to page-locked host memory, by the copy engine.
+// Page-locked host memory, and copies of rows from a GPU to it by the copy engine.
 #include <cuda_runtime.h>
 
 #include "cuda/launch.h"
@@ -19,3 +19,9 @@ extern "C" int flex_model_mapped_address(const void* host, void** mapped) {
   if (attributes.type == cudaMemoryTypeHost) *mapped = attributes.devicePointer;
   return cudaSuccess;
 }
+
+extern "C" int flex_model_page_lock(void* host, int64_t size) {
+  return cudaHostRegister(host, size, cudaHostRegisterPortable | cudaHostRegisterMapped);
+}
+
+extern "C" int flex_model_page_unlock(void* host) { return cudaHostUnregister(host); }

@@ -34,6 +34,10 @@ int flex_model_copy_large(const flex_model::LargeBatch* batch, flex_model::Cut c
 // Starts a copy of rows to page-locked host memory.
 int flex_model_copy_rows(const flex_model::RowCopy* copy, void* stream);
 
+// Page-locks `size` bytes of host memory for all devices, and undoes it.
+int flex_model_page_lock(void* host, int64_t size);
+int flex_model_page_unlock(void* host);
+
 // Where kernels see page-locked host memory; null if `host` is not page-locked.
 int flex_model_mapped_address(const void* host, void** mapped);
 

@@ -31,6 +31,25 @@ void meet_peers(const Tensor& buffer, const Ints& pads, int64_t rank, int64_t nu
                                              reinterpret_cast<void*>(failed), device.stream()));
 }
 
+void page_lock(const Tensor& like, int64_t address, int64_t size) {
+  const char* op = "page_lock";
+  check(address != 0 && size > 0, op, ": `address` must not be 0, and `size` be positive, got ",
+        size);
+  Cuda device(op, like.get_device());
+  const int error = flex_model_page_lock(at_address(address), size);
+  check(error == 0, op, ": ", size,
+        " bytes of host memory can't be page-locked: ", error ? flex_model_cuda_error(error) : "",
+        "; is the limit on locked memory (ulimit -l) too low?");
+}
+
+void page_unlock(const Tensor& like, int64_t address) {
+  const char* op = "page_unlock";
+  Cuda device(op, like.get_device());
+  const int error = flex_model_page_unlock(at_address(address));
+  check(error == 0, op, ": the host memory at ", static_cast<const void*>(at_address(address)),
+        " can't be unlocked: ", error ? flex_model_cuda_error(error) : "");
+}
+
 Tensor ipc_buffer(const Tensor& like, int64_t size) {
   const char* op = "ipc_buffer";
   check(size > 0, op, ": `size` must be a positive number of bytes, got ", size);
@@ -85,6 +104,8 @@ STABLE_TORCH_LIBRARY_IMPL(flex_model, CUDA, m) {
   m.impl("pull_", TORCH_BOX(&pull_<Cuda>));
   m.impl("push", TORCH_BOX(&push<Cuda>));
   m.impl("copy_to_host", TORCH_BOX(&copy_to_host<Cuda>));
+  m.impl("page_lock", TORCH_BOX(&page_lock));
+  m.impl("page_unlock", TORCH_BOX(&page_unlock));
   m.impl("meet_peers", TORCH_BOX(&meet_peers));
   m.impl("ipc_buffer", TORCH_BOX(&ipc_buffer));
   m.impl("ipc_handle", TORCH_BOX(&ipc_handle));

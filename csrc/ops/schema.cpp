@@ -52,6 +52,11 @@ STABLE_TORCH_LIBRARY(flex_model, m) {
   // shard on a GPU), on the current stream. `how`: "copy engine", "kernel" or "auto".
   m.def("copy_to_host(Tensor shard, int address, int[] plan, int rank, str how) -> ()");
 
+  // Page-locks host memory of this process, so that every GPU can write to it, and undoes it. CUDA
+  // only; `like` tells the device.
+  m.def("page_lock(Tensor like, int address, int size) -> ()");
+  m.def("page_unlock(Tensor like, int address) -> ()");
+
   // ---- peers of a CUDA device; CUDA only ----
 
   // On the current stream: tells all ranks that this one has come for the `number`-th time, and

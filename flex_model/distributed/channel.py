@@ -28,6 +28,7 @@ from flex_model.distributed.mesh import Axis, Mesh
 from flex_model.distributed.transports import transport
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.choice import choose
+from flex_model.distributed.transports.host_gather import HostGather
 from flex_model.distributed.transports.transport import Gathered, Transport
 from flex_model.errors import HookError, HookMismatchError, see
 
@@ -107,7 +108,18 @@ class Channel:
 
     def transports(self) -> dict[str, tuple[str, str]]:
         """By the axes of the ranks that talked so far: the transport, and why it is this one."""
-        return {_text_of(axes): (to.name, why) for axes, (to, why) in self._transports.items()}
+        return {
+            _text_of(axes): (to.name, why + _seen_since(to, why))
+            for axes, (to, why) in self._transports.items()
+        }
+
+    @property
+    def host_gather(self) -> HostGather | None:
+        """What takes shards of any device, each rank its own, in ``gather_to_first`` of the whole
+        grid; None where all ranks must bring theirs on one kind of device.
+        """
+        to = None if self.is_local else self._transport(_GRID)
+        return to.host_gather if isinstance(to, ByDevice) else None
 
     def close(self) -> None:
         """Give the private groups back. Local."""
@@ -302,10 +314,13 @@ class Channel:
     ) -> list[Tensor] | None:
         """The full tensors in the CPU memory of the first rank along ``axes``, None elsewhere."""
         to = self._transport(axes)
-        self._count(axes, 0)
+        host_gather = to.host_gather if isinstance(to, ByDevice) else None
+        name = to.name if host_gather is None else host_gather.name
+        self.num_payloads += 1
+        self.meter.payload(0, name)
         for tensor in tensors:
             moved = costs.of_gather_to_first(tensor.plan, tensor.ranks, to.group.rank)
-            self.meter.part_of_payload(tensor.site, moved, to.name)
+            self.meter.part_of_payload(tensor.site, moved, name)
         return self._call("gather_to_first", axes, tensors)
 
     def scatter_from_first(
@@ -470,6 +485,13 @@ class Channel:
                 f"({see(anchor)})\nLast steps of rank {self.mesh.place}: {self.steps}"
             )
         )
+
+
+def _seen_since(to: Transport, why: str) -> str:
+    """What this rank has seen of a transport since it was chosen, if it is not told yet."""
+    host_gather = to.host_gather if isinstance(to, ByDevice) else None
+    refused = host_gather.why_not_locked() if host_gather is not None else ""
+    return f"; host_copies: staged in part on this rank: {refused}" * (refused not in why)
 
 
 def _text_of(axes: tuple[Axis, ...]) -> str:

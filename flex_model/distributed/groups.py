@@ -19,7 +19,9 @@ from typing import Any
 import torch.distributed as dist
 
 from flex_model import _C
+from flex_model.distributed import page_locks
 from flex_model.distributed.hosts import Hosts, Settings, connect
+from flex_model.distributed.page_locks import PageLocks
 from flex_model.errors import HookError
 
 # We poll with our own deadline. The backend's comes after it and ends what an abandoned wait left
@@ -45,6 +47,7 @@ class PrivateGroup:
         notices: What this rank put up, by the wrap (its number among those of these ranks).
         told: What the shared memory was told last of this rank's waits: where it is, for how long
             it waits, and whether it compares hooks meanwhile.
+        locks: Of the memory of others that is mapped with the group.
     """
 
     ranks: tuple[int, ...]
@@ -60,6 +63,7 @@ class PrivateGroup:
     broken: str | None = None  # why it can't be used any more
     notices: dict[int, str] = field(default_factory=dict)
     told: tuple[str, float, bool] | None = None
+    locks: PageLocks = field(default_factory=PageLocks)
 
     @property
     def size(self) -> int:
@@ -221,8 +225,10 @@ def release(group: PrivateGroup) -> None:
     """Give the group back; freed when nobody uses it. Local."""
     group.num_users -= 1
     if group.num_users <= 0:
+        group.locks.release()
         _groups.pop((group.ranks, group.number), None)
     if not _groups:
+        page_locks.of_arena.release()
         _C.close_arena()
 
 

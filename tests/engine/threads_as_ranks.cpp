@@ -86,7 +86,7 @@ void run(std::shared_ptr<Segment> control, std::vector<Group::Rank> ranks, int64
     for (int64_t i = 0; i < sizes[rank]; ++i) shard.data[i] = byte_of(rank, i, step);
     Buffer full(plan.boxes().full_bytes, own() % 3 > 0);
     if (own() % 8 == 0) std::this_thread::yield();
-    switch (choose() % 4) {
+    switch (choose() % 5) {
       case 0: {
         all_gather(group, plan, shard.data, {full.data});
         check_whole(full.data, sizes, rank, step);
@@ -96,6 +96,31 @@ void run(std::shared_ptr<Segment> control, std::vector<Group::Rank> ranks, int64
         std::vector<int64_t> everyone(size);
         for (int64_t r = 0; r < size; ++r) everyone[r] = r;
         gather_to_first(group, {{&plan, everyone, shard.data, rank == 0 ? full.data : nullptr}});
+        if (rank == 0) check_whole(full.data, sizes, rank, step);
+        break;
+      }
+      case 4: {  // each rank writes by its own means, or leaves it to the end
+        std::vector<int64_t> everyone(size);
+        for (int64_t r = 0; r < size; ++r) everyone[r] = r;
+        const std::vector<Gathered> tensors{
+            {&plan, everyone, nullptr, rank == 0 ? full.data : nullptr}};
+        OpenGather gather(group, tensors);
+        const OpenGather::Target& target = gather.target(0);
+        const char* left = shard.data;
+        if (target.full != nullptr && own() % 2) {
+          const char* begin = target.segment.data;
+          expect(begin <= target.full && target.full < begin + target.segment.bytes, "segment",
+                 rank, step);
+          std::vector<const char*> shards(size, nullptr);
+          shards[rank] = shard.data;
+          std::vector<Box> boxes;
+          for (const Box& box : plan.boxes().boxes) {
+            if (box.rank == rank) boxes.push_back(box);
+          }
+          assemble_boxes(boxes, shards, target.full);
+          left = nullptr;
+        }
+        gather.end({left});
         if (rank == 0) check_whole(full.data, sizes, rank, step);
         break;
       }

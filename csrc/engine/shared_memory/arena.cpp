@@ -85,12 +85,13 @@ void Arena::end_lease(char* data) {
   if (!has_peers_ && !is_forked_) give_back_if_free(index);
 }
 
-void Arena::retire(char* data) {
+void Arena::set_retired(char* data, bool is_retired) {
   const std::lock_guard<std::mutex> lock(mutex_);
   int64_t index;
-  if (Held* held = find(data, &index)) {
-    held->parts.at(data - held->segment.data()).is_retired = true;
-  }
+  Held* held = find(data, &index);
+  if (held == nullptr) return;
+  auto part = std::prev(held->parts.upper_bound(data - held->segment.data()));
+  part->second.is_retired = is_retired;
 }
 
 void Arena::close() {
@@ -117,6 +118,13 @@ Place Arena::place_of(const char* data, int64_t bytes) const {
   const int64_t offset = data - held->segment.data();
   if (offset + bytes > held->segment.bytes()) return {};
   return {index, offset};
+}
+
+Stretch Arena::segment_of(const char* data) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  int64_t index;
+  const Held* held = find(data, &index);
+  return held == nullptr ? Stretch{} : held->segment.stretch();
 }
 
 char* Arena::at(const Place& place) const {

@@ -43,8 +43,10 @@ class Arena {
   // `data` was leased, and is free again.
   void end_lease(char* data);
 
-  // `data` was leased, and a peer that is late may still write to it: it is never given out again.
-  void retire(char* data);
+  // `data` was leased, and a peer that is late may still write to it: it is never given out again,
+  // unless it is reinstated before its lease ends.
+  void retire(char* data) { set_retired(data, true); }
+  void reinstate(char* data) { set_retired(data, false); }
 
   // There are no peers any more: gives back what is not leased, and the rest as its leases end.
   // Until the table is asked for again, nothing is given out.
@@ -55,6 +57,9 @@ class Arena {
 
   // Where `bytes` bytes at `data` lie.
   Place place_of(const char* data, int64_t bytes) const;
+
+  // The segment that `data` is in, as mapped here; null if it is not in the arena.
+  Stretch segment_of(const char* data) const;
 
   // Of the table (an ArenaTable), for peers: from now on there are some.
   SegmentAddress table();
@@ -88,6 +93,7 @@ class Arena {
     }
   };
 
+  void set_retired(char* data, bool is_retired);
   bool grow(int64_t bytes);
   void give_back_if_free(size_t index);
   Held* find(const char* data, int64_t* index) const;

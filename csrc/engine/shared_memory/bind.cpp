@@ -91,6 +91,43 @@ void gather_tuples_to_first(Group& group, const std::vector<GatheredTuple>& tupl
   gather_to_first(group, tensors);
 }
 
+// An OpenGather with what it refers to.
+class OwningGather {
+ public:
+  using Tuple = std::tuple<py::object, std::vector<int64_t>, uintptr_t>;  // plan, ranks, full
+  using Target = std::tuple<uintptr_t, uintptr_t, int64_t>;  // full, segment and its bytes
+
+  OwningGather(Group& group, const std::vector<Tuple>& tuples) {
+    for (const auto& [plan, ranks, full] : tuples) {
+      plans_.push_back(plan);
+      tensors_.push_back({plan.cast<const GatherPlan*>(), ranks, nullptr, write(full)});
+    }
+    const py::gil_scoped_release no_gil;
+    gather_ = std::make_unique<OpenGather>(group, tensors_);
+  }
+
+  std::vector<Target> targets() const {
+    std::vector<Target> result;
+    for (size_t t = 0; t < tensors_.size(); ++t) {
+      const OpenGather::Target& target = gather_->target(t);
+      result.emplace_back(reinterpret_cast<uintptr_t>(target.full),
+                          reinterpret_cast<uintptr_t>(target.segment.data), target.segment.bytes);
+    }
+    return result;
+  }
+
+  void end(const std::vector<uintptr_t>& shards) {
+    std::vector<const char*> from;
+    for (uintptr_t shard : shards) from.push_back(read(shard));
+    gather_->end(from);
+  }
+
+ private:
+  std::vector<py::object> plans_;
+  std::vector<Gathered> tensors_;
+  std::unique_ptr<OpenGather> gather_;
+};
+
 void bind_errors(py::module_& m) {
   static PyObject* failed = PyErr_NewExceptionWithDoc(
       "flex_model._C.WaitError",
@@ -129,6 +166,14 @@ void bind_shared_memory(py::module_& m) {
         return std::make_pair(Arena::of_process().held_bytes(), Arena::of_process().leased_bytes());
       },
       "Bytes that the arena holds, and how many of them are leased.");
+  m.def(
+      "arena_segment",
+      [](uintptr_t address) {
+        const Stretch segment = Arena::of_process().segment_of(read(address));
+        return std::make_pair(reinterpret_cast<uintptr_t>(segment.data), segment.bytes);
+      },
+      "Address and bytes of the arena's segment that an address is in; (0, 0) if it is in none.",
+      py::arg("address"));
   m.def(
       "close_arena", [] { Arena::of_process().close(); },
       "There are no groups any more: give back what is not leased, and the rest as leases end.");
@@ -190,6 +235,13 @@ void bind_shared_memory(py::module_& m) {
            "Of each (plan, ranks that hold its shards, shard, full): the full tensor on rank 0.",
            py::arg("tensors"))
       .def(
+          "open_gather",
+          [](Group& group, const std::vector<OwningGather::Tuple>& tensors) {
+            return std::make_unique<OwningGather>(group, tensors);
+          },
+          "gather_to_first in two halves, of (plan, ranks that hold its shards, full) of each.",
+          py::keep_alive<0, 1>(), py::arg("tensors"))
+      .def(
           "scatter_from_first",
           [](Group& group, const GatherPlan& plan, uintptr_t full, uintptr_t shard) {
             scatter_from_first(group, plan, read(full), write(shard));
@@ -202,6 +254,15 @@ void bind_shared_memory(py::module_& m) {
             broadcast(group, read(from), bytes, write(to));
           },
           "Rank 0's bytes at `to`.", py::arg("source"), py::arg("bytes"), py::arg("to"), NoGil());
+
+  py::class_<OwningGather>(m, "OpenGather", "A gather whose shards are on their way.")
+      .def_property_readonly(
+          "targets", &OwningGather::targets,
+          "Of each tensor: (full, segment, bytes of the segment), addresses in this process; full "
+          "is 0 where this rank's shard, if it has one, must be given to `end`.")
+      .def("end", &OwningGather::end,
+           "Move the shards, by address; 0 where there is none, or it was written to its target.",
+           py::arg("shards"), NoGil());
 
   m.def(
       "split_into",

@@ -222,8 +222,12 @@ void Group::look_around(int64_t rank, uint32_t round) {
   }
 }
 
-char* Group::peer(int64_t rank, const Place& place, int64_t bytes) {
-  if (ranks_[rank].pid == pid_) return Arena::of_process().at(place);
+char* Group::peer(int64_t rank, const Place& place, int64_t bytes, Stretch* stretch) {
+  if (ranks_[rank].pid == pid_) {
+    char* data = Arena::of_process().at(place);
+    if (stretch != nullptr) *stretch = Arena::of_process().segment_of(data);
+    return data;
+  }
   Peer& peer = peers_[rank];
   const auto* table = reinterpret_cast<const ArenaTable*>(peer.table.data());
   while (static_cast<int64_t>(peer.segments.size()) <= place.segment) {
@@ -238,6 +242,7 @@ char* Group::peer(int64_t rank, const Place& place, int64_t bytes) {
   if (place.offset < 0 || place.offset + bytes > segment.bytes()) {
     fail(WaitError::kOutOfStep, {rank}, "a place outside of that rank's memory");
   }
+  if (stretch != nullptr) *stretch = segment.stretch();
   return segment.data() + place.offset;
 }
 

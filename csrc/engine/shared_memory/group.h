@@ -83,8 +83,8 @@ class Group {
   // WaitError if a rank has given up: what was read from it meanwhile may be of other tensors.
   void check_unbroken();
 
-  // The memory of another rank's arena.
-  char* peer(int64_t rank, const Place& place, int64_t bytes);
+  // The memory of another rank's arena, and the segment that it is in, as mapped here.
+  char* peer(int64_t rank, const Place& place, int64_t bytes, Stretch* stretch = nullptr);
 
  private:
   struct Control;

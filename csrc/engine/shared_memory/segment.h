@@ -19,6 +19,12 @@ struct SegmentAddress {
   int64_t bytes;
 };
 
+// Memory of this process.
+struct Stretch {
+  char* data = nullptr;
+  int64_t bytes = 0;
+};
+
 class Segment {
  public:
   // New zeroed memory of this process, with all pages at hand. std::runtime_error if there is none.
@@ -34,6 +40,7 @@ class Segment {
 
   char* data() const { return data_; }
   int64_t bytes() const { return address_.bytes; }
+  Stretch stretch() const { return {data_, address_.bytes}; }
   const SegmentAddress& address() const { return address_; }
 
   // Forked children don't have it.

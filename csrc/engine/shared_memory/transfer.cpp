@@ -6,6 +6,22 @@
 #include <stdexcept>
 
 namespace flex_model {
+// Tensors of this process's arena that peers write to. Until it is done they are retired: if the
+// transfer fails, in whichever way, a peer that is late may write yet, and nobody else shall have
+// their memory then.
+class Offer {
+ public:
+  explicit Offer(std::vector<char*> tensors) : tensors_(std::move(tensors)) {
+    for (char* tensor : tensors_) Arena::of_process().retire(tensor);
+  }
+  void done() {
+    for (char* tensor : tensors_) Arena::of_process().reinstate(tensor);
+  }
+
+ private:
+  std::vector<char*> tensors_;
+};
+
 namespace {
 
 using Bytes = std::unique_ptr<char[]>;
@@ -18,22 +34,6 @@ constexpr int64_t kMaxPlaces = kMessageBytes / sizeof(Place);
 int64_t largest(const std::vector<int64_t>& values) {
   return values.empty() ? 0 : *std::max_element(values.begin(), values.end());
 }
-
-// Tensors that peers write to. If the transfer fails, a peer that is late may write yet: then their
-// memory is not used again.
-class Open {
- public:
-  explicit Open(std::vector<char*> tensors) : tensors_(std::move(tensors)) {}
-  ~Open() {
-    if (is_done_) return;
-    for (char* tensor : tensors_) Arena::of_process().retire(tensor);
-  }
-  void done() { is_done_ = true; }
-
- private:
-  std::vector<char*> tensors_;
-  bool is_done_ = false;
-};
 
 // Every rank's bytes in one stream, piece by piece through the messages. Who receives has `into`
 // with a buffer for each rank; null elsewhere.
@@ -112,7 +112,7 @@ void all_gather(Group& group, const GatherPlan& plan, const char* shard,
     }
   }
   mine[0] = {num_places, static_cast<int64_t>(elsewhere.size())};
-  Open open(in_arena);
+  Offer offer(in_arena);
   group.post(Act::kAllGather, plan.hash());
 
   std::vector<char*> targets;
@@ -140,101 +140,141 @@ void all_gather(Group& group, const GatherPlan& plan, const char* shard,
   group.begin();
   group.post(Act::kDone, plan.hash());
   wait_for_all(group);
-  open.done();
+  offer.done();
 }
 
 void gather_to_first(Group& group, const std::vector<Gathered>& tensors) {
-  const int64_t me = group.rank(), size = group.size();
-  if (static_cast<int64_t>(tensors.size()) > kMaxPlaces) {
-    for (size_t at = 0; at < tensors.size(); at += kMaxPlaces) {
-      const size_t end = std::min<size_t>(at + kMaxPlaces, tensors.size());
-      gather_to_first(group, {tensors.begin() + at, tensors.begin() + end});
-    }
-    return;
-  }
-  // Of each rank: the bytes of all its shards, and where each shard begins among them.
-  std::vector<int64_t> bytes_of_rank(size, 0);
-  std::vector<std::vector<int64_t>> starts;
-  uint64_t hash = tensors.size();
+  std::vector<const char*> shards;
+  for (const Gathered& tensor : tensors) shards.push_back(tensor.shard);
+  OpenGather(group, tensors).end(shards);
+}
+
+OpenGather::OpenGather(Group& group, const std::vector<Gathered>& tensors)
+    : group_(group),
+      tensors_(tensors),
+      targets_(tensors.size()),
+      has_place_(tensors.size(), false),
+      hash_(tensors.size()) {
+  std::vector<int64_t> bytes_of_rank(group.size(), 0);
   for (const Gathered& tensor : tensors) {
-    starts.emplace_back();
     for (size_t i = 0; i < tensor.ranks.size(); ++i) {
-      starts.back().push_back(bytes_of_rank[tensor.ranks[i]]);
-      bytes_of_rank[tensor.ranks[i]] += tensor.plan->boxes().shard_bytes[i];
+      bytes_of_rank.at(tensor.ranks[i]) += tensor.plan->boxes().shard_bytes.at(i);
     }
-    hash = hash * 0x9e3779b97f4a7c15 + tensor.plan->hash();
+    hash_ = hash_ * 0x9e3779b97f4a7c15 + tensor.plan->hash();
   }
-  const auto place_in = [&](const Gathered& tensor) {
-    const auto found = std::find(tensor.ranks.begin(), tensor.ranks.end(), me);
-    return found == tensor.ranks.end() ? int64_t{-1} : found - tensor.ranks.begin();
-  };
-  const auto pack = [&](char* to) {
-    for (const Gathered& tensor : tensors) {
-      const int64_t i = place_in(tensor);
-      if (i < 0) continue;
-      const int64_t bytes = tensor.plan->boxes().shard_bytes[i];
-      if (bytes > 0) std::memcpy(to, tensor.shard, bytes);
-      to += bytes;
-    }
-  };
-  const auto unpack = [&](const auto& buffer_of_rank, const auto& wanted) {
-    for (size_t t = 0; t < tensors.size(); ++t) {
-      if (!wanted(tensors[t])) continue;
-      std::vector<const char*> shards;
-      for (size_t i = 0; i < tensors[t].ranks.size(); ++i) {
-        shards.push_back(buffer_of_rank(tensors[t].ranks[i]) + starts[t][i]);
-      }
-      assemble_boxes(tensors[t].plan->boxes().boxes, shards, tensors[t].full);
-    }
-  };
+  is_small_ = largest(bytes_of_rank) <= kMessageBytes;
+  if (!is_small_) meet();
+}
 
-  if (largest(bytes_of_rank) <= kMessageBytes) {
-    pack(group.begin());
-    group.post(Act::kGather, hash);
-    if (me != 0) return;
-    unpack([&](int64_t r) { return group.message(r); }, [](const Gathered&) { return true; });
-    wait_for_all(group);
+OpenGather::~OpenGather() = default;
+
+// The place of this rank's shard in the plan; -1 if it has none.
+int64_t OpenGather::place_of_me(size_t tensor) const {
+  const std::vector<int64_t>& ranks = tensors_[tensor].ranks;
+  const auto found = std::find(ranks.begin(), ranks.end(), group_.rank());
+  return found == ranks.end() ? -1 : found - ranks.begin();
+}
+
+// Finds the targets, by as many messages as their places take.
+void OpenGather::meet() {
+  const Arena& arena = Arena::of_process();
+  const bool is_first = group_.rank() == 0;
+  std::vector<Place> places;
+  if (is_first) {
+    std::vector<char*> in_arena;
+    for (const Gathered& tensor : tensors_) {
+      places.push_back(arena.place_of(tensor.full, tensor.plan->boxes().full_bytes));
+      if (places.back().segment >= 0) in_arena.push_back(tensor.full);
+    }
+    offer_ = std::make_unique<Offer>(std::move(in_arena));
+  }
+  const size_t max_places = kMessageBytes / sizeof(Place);
+  for (size_t first = 0; first < tensors_.size(); first += max_places) {
+    const size_t count = std::min(max_places, tensors_.size() - first);
+    char* message = group_.begin();
+    if (is_first) std::memcpy(message, &places[first], count * sizeof(Place));
+    group_.post(Act::kGather, hash_);
+    const auto* told = reinterpret_cast<const Place*>(group_.message(0));
+    for (size_t t = first; t < first + count; ++t) {
+      const Place& place = told[t - first];
+      has_place_[t] = place.segment >= 0;
+      if (!has_place_[t] || place_of_me(t) < 0) continue;
+      if (is_first) {
+        targets_[t] = {tensors_[t].full, arena.segment_of(tensors_[t].full)};
+      } else {
+        const int64_t bytes = tensors_[t].plan->boxes().full_bytes;
+        targets_[t].full = group_.peer(0, place, bytes, &targets_[t].segment);
+      }
+    }
+  }
+}
+
+void OpenGather::end(const std::vector<const char*>& shards) {
+  for (size_t t = 0; t < tensors_.size(); ++t) {
+    const int64_t i = place_of_me(t);
+    const bool is_needed =
+        i >= 0 && targets_[t].full == nullptr && tensors_[t].plan->boxes().shard_bytes[i] > 0;
+    if (shards.size() != tensors_.size() || (is_needed && shards[t] == nullptr)) {
+      throw std::invalid_argument("OpenGather.end: a shard that has no target is missing");
+    }
+  }
+  for (size_t t = 0; t < tensors_.size(); ++t) {
+    if (targets_[t].full == nullptr || shards[t] == nullptr) continue;
+    write_into(*tensors_[t].plan, place_of_me(t), shards[t], {targets_[t].full});
+  }
+  const bool streams = std::find(has_place_.begin(), has_place_.end(), false) != has_place_.end();
+  if (streams) move_through_messages(shards);
+  if (is_small_) return;
+  group_.begin();
+  group_.post(Act::kDone, hash_);
+  if (group_.rank() != 0) return;
+  wait_for_all(group_);
+  offer_->done();
+}
+
+// What has no place, packed, in one message where all is small.
+void OpenGather::move_through_messages(const std::vector<const char*>& shards) {
+  // Of each rank: the bytes of all its shards, and where each shard begins among them.
+  std::vector<int64_t> bytes_of_rank(group_.size(), 0);
+  std::vector<std::vector<int64_t>> starts(tensors_.size());
+  for (size_t t = 0; t < tensors_.size(); ++t) {
+    for (size_t i = 0; !has_place_[t] && i < tensors_[t].ranks.size(); ++i) {
+      starts[t].push_back(bytes_of_rank[tensors_[t].ranks[i]]);
+      bytes_of_rank[tensors_[t].ranks[i]] += tensors_[t].plan->boxes().shard_bytes[i];
+    }
+  }
+  const auto pack = [&](char* to) {
+    for (size_t t = 0; t < tensors_.size(); ++t) {
+      const int64_t i = place_of_me(t);
+      if (has_place_[t] || i < 0) continue;
+      const int64_t bytes = tensors_[t].plan->boxes().shard_bytes[i];
+      if (bytes > 0) std::memcpy(to + starts[t][i], shards[t], bytes);
+    }
+  };
+  const auto unpack = [&](const auto& buffer_of_rank) {
+    for (size_t t = 0; t < tensors_.size(); ++t) {
+      if (has_place_[t]) continue;
+      std::vector<const char*> from;
+      for (size_t i = 0; i < tensors_[t].ranks.size(); ++i) {
+        from.push_back(buffer_of_rank(tensors_[t].ranks[i]) + starts[t][i]);
+      }
+      assemble_boxes(tensors_[t].plan->boxes().boxes, from, tensors_[t].full);
+    }
+  };
+  const bool is_first = group_.rank() == 0;
+  if (is_small_) {
+    pack(group_.begin());
+    group_.post(Act::kGather, hash_);
+    if (!is_first) return;
+    unpack([&](int64_t r) { return group_.message(r); });
+    wait_for_all(group_);
     return;
   }
-
-  const Arena& arena = Arena::of_process();
-  std::vector<char*> in_arena;
-  const auto lies_in_arena = [&](const Gathered& tensor) {
-    return arena.place_of(tensor.full, tensor.plan->boxes().full_bytes).segment >= 0;
-  };
-  auto* mine = reinterpret_cast<Place*>(group.begin());
-  if (me == 0) {
-    for (size_t t = 0; t < tensors.size(); ++t) {
-      mine[t] = arena.place_of(tensors[t].full, tensors[t].plan->boxes().full_bytes);
-      if (mine[t].segment >= 0) in_arena.push_back(tensors[t].full);
-    }
-  }
-  Open open(in_arena);
-  group.post(Act::kGather, hash);
-  const auto* places = reinterpret_cast<const Place*>(group.message(0));
-  bool streams = false;
-  for (size_t t = 0; t < tensors.size(); ++t) {
-    const Gathered& tensor = tensors[t];
-    streams = streams || places[t].segment < 0;
-    const int64_t i = place_in(tensor);
-    if (i < 0 || places[t].segment < 0) continue;
-    char* full = me == 0 ? tensor.full : group.peer(0, places[t], tensor.plan->boxes().full_bytes);
-    write_into(*tensor.plan, i, tensor.shard, {full});
-  }
-  if (streams) {
-    Bytes packed(new char[std::max<int64_t>(1, bytes_of_rank[me])]);
-    pack(packed.get());
-    std::vector<Bytes> all;
-    stream(group, packed.get(), bytes_of_rank, me == 0 ? &all : nullptr);
-    if (me == 0) {
-      unpack([&](int64_t r) { return static_cast<const char*>(all[r].get()); },
-             [&](const Gathered& tensor) { return !lies_in_arena(tensor); });
-    }
-  }
-  group.begin();
-  group.post(Act::kDone, hash);
-  if (me == 0) wait_for_all(group);
-  open.done();
+  Bytes packed(new char[std::max<int64_t>(1, bytes_of_rank[group_.rank()])]);
+  pack(packed.get());
+  std::vector<Bytes> all;
+  stream(group_, packed.get(), bytes_of_rank, is_first ? &all : nullptr);
+  if (is_first) unpack([&](int64_t r) { return static_cast<const char*>(all[r].get()); });
 }
 
 namespace {

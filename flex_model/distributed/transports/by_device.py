@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from flex_model._C import GatherPlan
+from flex_model.distributed.transports.host_gather import HostGather
 from flex_model.distributed.transports.transport import Gathered, Transport
 
 
@@ -30,16 +31,24 @@ class ByDevice:
 
     Args:
         on_cpu: Moves what is on CPUs, and exchanges of a few bytes.
-        on_gpu: Moves what is on GPUs.
+        on_gpu: Moves what is on GPUs; None: ``on_cpu`` does, which stages it.
+        host_gather: Gathers on rank 0, where it can be had. Of what it gathers, each rank's shard
+            may be on a device of its own.
     """
 
-    def __init__(self, on_cpu: Transport, on_gpu: GpuTransport) -> None:
-        self.name = on_gpu.name
+    def __init__(
+        self,
+        on_cpu: Transport,
+        on_gpu: GpuTransport | None,
+        host_gather: HostGather | None = None,
+    ) -> None:
+        self.name = on_cpu.name if on_gpu is None else on_gpu.name
         self.group = on_cpu.group
+        self.host_gather = host_gather
         self._on_cpu, self._on_gpu = on_cpu, on_gpu
 
     def _of(self, tensor: Tensor) -> Transport | GpuTransport:
-        return self._on_gpu if tensor.is_cuda else self._on_cpu
+        return self._on_gpu if tensor.is_cuda and self._on_gpu is not None else self._on_cpu
 
     def exchange_bytes(self, data: bytes) -> list[bytes]:
         return self._on_cpu.exchange_bytes(data)
@@ -51,6 +60,10 @@ class ByDevice:
         return self._of(shard).all_gather(shard, plan, num_copies)
 
     def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
+        if self.host_gather is not None:
+            return self.host_gather.gather_to_first(tensors)
+        if self._on_gpu is None:
+            return self._on_cpu.gather_to_first(tensors)
         ways: list[Transport | GpuTransport] = [self._on_cpu, self._on_gpu]
         sides = [[t for t in tensors if t.shard.is_cuda is on_gpu] for on_gpu in (False, True)]
         fulls = [iter(way.gather_to_first(side) or []) for way, side in zip(ways, sides) if side]
@@ -68,4 +81,5 @@ class ByDevice:
 
     def close(self) -> None:
         """Free what the transport of GPUs holds. Local."""
-        self._on_gpu.close()
+        if self._on_gpu is not None:
+            self._on_gpu.close()

@@ -22,7 +22,7 @@ def choose(group: PrivateGroup, wait: Wait, device: torch.device) -> tuple[Trans
         return on_cpu, why
     wanted = group.hosts.settings.transport
     chosen, why = on_gpu.connect(on_cpu, why, wait, device, wanted)
-    if wanted in on_gpu.NAMES and chosen is on_cpu:
+    if wanted in on_gpu.NAMES and chosen.name == on_cpu.name:
         raise HookError(f"FLEX_MODEL_TRANSPORT={wanted} can't be had: {why}")
     return chosen, why
 

@@ -10,10 +10,12 @@ import torch
 from flex_model import _load
 from flex_model.distributed.transports import nccl, peer_buffers
 from flex_model.distributed.transports.by_device import ByDevice, GpuTransport
+from flex_model.distributed.transports.host_gather import HostGather
 from flex_model.distributed.transports.peer_memory import PeerMemory
 from flex_model.distributed.transports.transport import Transport, Wait
 
 NAMES = ("peer_memory", "nccl")
+_REASON_BYTES = 300
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,9 @@ def connect(
 ) -> tuple[Transport, str]:
     """A transport of CPU and GPU tensors, and why it is this one. Collective.
 
-    Where no GPU transport can be had it is ``on_cpu``, which stages GPU tensors through the CPU;
-    then ``why``, of that one, goes before the reasons.
+    Where no GPU transport can be had, ``on_cpu`` stages GPU tensors through the CPU; then ``why``,
+    of that one, goes before the reasons. What is gathered on rank 0 goes by its host memory where
+    that can be had: see ``HostGather``.
 
     Args:
         device: Of this rank's model; may be a CPU.
@@ -73,6 +76,9 @@ def connect(
     told = on_cpu.exchange(torch.tensor(_facts(device), dtype=torch.int64)).tolist()
     ranks = [Rank(row[0], bool(row[1]), bool(row[2])) for row in told]
     names, reasons = candidates(ranks, group.hosts.is_one, wanted)
+    host_gather = None
+    if wanted not in NAMES and all(rank.gpu and rank.has_kernels for rank in ranks):
+        host_gather = connect_host_gather(on_cpu, device, reasons)
     for name in names:
         way, error = None, ""
         try:
@@ -83,11 +89,33 @@ def connect(
             error = " ".join(str(reason).split())[:300]
         if not on_cpu.exchange(torch.tensor([bool(error)])).any():
             assert way is not None
-            return ByDevice(on_cpu, way), "; ".join(["the ranks' GPUs reach each other", *reasons])
+            why = "; ".join(["the ranks' GPUs reach each other", *reasons])
+            return ByDevice(on_cpu, way, host_gather), why
         if way is not None:
             way.close()
         reasons.append(f"{name}: {error or 'it failed on another rank'}")
-    return on_cpu, "; ".join([why, *reasons])
+    why = "; ".join([why, *reasons])
+    return (on_cpu if host_gather is None else ByDevice(on_cpu, None, host_gather)), why
+
+
+def connect_host_gather(
+    on_cpu: Transport, device: torch.device, reasons: list[str]
+) -> HostGather | None:
+    """What gathers GPU tensors in the host memory of rank 0, if the ranks share it; adds what is to
+    be told of it to ``reasons``. Collective.
+    """
+    group = on_cpu.group
+    if group.hosts.here is None or not group.hosts.is_one:
+        reasons.append("host_copies: the ranks share no host memory")
+        return None
+    gather = HostGather(group, group.hosts.here, device)
+    word = gather.try_locking().encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
+    words = [other.rstrip(b"\0").decode(errors="replace") for other in on_cpu.exchange_bytes(word)]
+    reasons.append("collected shards go from each GPU to host memory that the ranks share")
+    refused = [f"rank {rank}: {other}" for rank, other in enumerate(words) if other]
+    if refused:
+        reasons.append(f"host_copies: staged through other memory on {', '.join(refused)}")
+    return gather
 
 
 def _make(name: str, on_cpu: Transport, wait: Wait, device: torch.device) -> GpuTransport:

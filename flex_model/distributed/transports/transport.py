@@ -33,9 +33,11 @@ class Gathered:
     Attributes:
         plan: Of its shards.
         ranks: Of the group, that hold them, in the plan's order.
-        shard: This rank's, on the CPU; only its dtype counts on ranks that hold none.
+        shard: This rank's; only its dtype counts on ranks that hold none.
         num_copies: How many full tensors of it are wanted.
         site: The hook that it is for, in the count of costs.
+        ready: Of a shard on a GPU: when its values are there; None: when the current stream comes
+            to the transfer.
     """
 
     plan: GatherPlan
@@ -43,6 +45,7 @@ class Gathered:
     shard: Tensor
     num_copies: int = 1
     site: int = 0
+    ready: torch.cuda.Event | None = None
 
     def copies(self, full: Tensor) -> list[Tensor]:
         """As many as are wanted of a full tensor, itself the first."""

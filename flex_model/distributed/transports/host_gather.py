@@ -1,0 +1,126 @@
+"""Full tensors in host memory that the ranks of a host share, out of shards on any device.
+
+Rank 0 tells where its tensors are; GPUs copy their shards there, each over its own bus, and the CPU
+writes the rest. Which it is, each rank decides alone, shard by shard: it may have moved one to the
+CPU before, or may not be allowed to page-lock memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flex_model import _C
+from flex_model.distributed import memory, page_locks
+from flex_model.distributed.groups import PrivateGroup
+from flex_model.distributed.transports import buffers, host_copies
+from flex_model.distributed.transports.host_copies import HostCopies
+from flex_model.distributed.transports.shared_memory import check_bytes
+from flex_model.distributed.transports.transport import Gathered, end_to_end, on_cpu
+
+
+class HostGather:
+    """``gather_to_first`` of a ``Transport`` that takes shards of any device.
+
+    Args:
+        group: The ranks, all of one host, ``host``.
+        device: This rank's GPU.
+    """
+
+    name = "host_copies"
+
+    def __init__(self, group: PrivateGroup, host: _C.HostGroup, device: torch.device) -> None:
+        self.group = group
+        self._host = host
+        self._copies = HostCopies(device)
+        # The memory of rank 0's pool: mapped with the group, but on rank 0 itself.
+        self._locks = page_locks.of_arena if group.rank == 0 else group.locks
+
+    def why_not_locked(self) -> str:
+        """Why some of this rank's shards are staged through other memory; empty if none is.
+        Local.
+        """
+        return self._locks.why_refused or page_locks.of_arena.why_refused
+
+    def try_locking(self) -> str:
+        """As ``why_not_locked``, after a first try. Local."""
+        probe = memory.empty([memory.POOLED_BYTES], torch.uint8)
+        segment, num_bytes = _C.arena_segment(probe.data_ptr())
+        if segment:
+            page_locks.of_arena.has(segment, num_bytes)
+        return self.why_not_locked()
+
+    def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
+        """As ``Transport.gather_to_first``; the shards of one tensor may be on several kinds of
+        devices. Collective.
+
+        ValueError if a shard does not fit its plan.
+        """
+        rank, is_first = self.group.rank, self.group.rank == 0
+        mine = [(i, t.ranks.index(rank)) for i, t in enumerate(tensors) if rank in t.ranks]
+        for i, place in mine:
+            check_bytes(tensors[i].shard, tensors[i].plan.shard_bytes[place])
+        fulls = [memory.empty(t.plan.full_sizes, t.shard.dtype) for t in tensors if is_first]
+        addresses = [full.data_ptr() for full in fulls] or [0] * len(tensors)
+        opened = self._host.open_gather([(t.plan, t.ranks, a) for t, a in zip(tensors, addresses)])
+        by_cpu = []
+        for (i, place), target in [(own, opened.targets[own[0]]) for own in mine]:
+            tensor, (address, segment, num_bytes) = tensors[i], target
+            if (
+                address
+                and tensor.shard.nbytes
+                and host_copies.is_on_gpu(tensor.shard)
+                and self._locks.has(segment, num_bytes)
+            ):
+                self._copies.start(tensor.shard, address, tensor.plan, place, tensor.ready)
+            else:
+                by_cpu.append(i)
+        staged = _on_cpu([(tensors[i].shard, tensors[i].ready) for i in by_cpu])
+        shards = [0] * len(tensors)
+        for i, shard in zip(by_cpu, staged):
+            shards[i] = shard.data_ptr()
+        self._copies.wait(lambda: self._host.is_broken)  # then `end` tells why
+        opened.end(shards)
+        if not is_first:
+            return None
+        return [copy for tensor, full in zip(tensors, fulls) for copy in tensor.copies(full)]
+
+    def to_host(self, tensors: list[tuple[Tensor, torch.cuda.Event | None]]) -> list[Tensor]:
+        """Owned CPU copies, each of a tensor when it is ready. Local."""
+        results, staged = [], []
+        for tensor, ready in tensors:
+            full = memory.empty(tensor.shape, tensor.dtype)
+            results.append(full)
+            segment, num_bytes = _C.arena_segment(full.data_ptr())
+            if segment and page_locks.of_arena.has(segment, num_bytes):
+                whole = end_to_end([full.nbytes])
+                self._copies.start(tensor, full.data_ptr(), whole, 0, ready)
+            else:
+                staged.append((full, tensor, ready))
+        for (full, *_), host in zip(staged, _on_cpu([(t, ready) for _, t, ready in staged])):
+            full.copy_(host)
+        self._copies.wait()
+        return results
+
+
+def _on_cpu(tensors: list[tuple[Tensor, torch.cuda.Event | None]]) -> list[Tensor]:
+    """Contiguous tensors of the same values on the CPU; many small ones of a GPU in one copy."""
+    results: list[Tensor | None] = []
+    small = []
+    for i, (tensor, ready) in enumerate(tensors):
+        if ready is not None:
+            ready.wait()
+        is_small = host_copies.is_on_gpu(tensor) and 0 < tensor.nbytes < memory.POOLED_BYTES
+        results.append(None if is_small else on_cpu(tensor))
+        if is_small:
+            small.append((i, tensor.detach().resolve_conj().resolve_neg()))
+    if small:
+        offsets, total = [], 0
+        for _, tensor in small:
+            offsets.append(total)
+            total += buffers.aligned(tensor.nbytes)
+        packed = torch.ops.flex_model.pack_tensors([t for _, t in small], offsets, total).cpu()
+        for (i, tensor), offset in zip(small, offsets):
+            data = packed[offset : offset + tensor.nbytes]
+            results[i] = data.view(tensor.dtype).view(tensor.shape)
+    return [result for result in results if result is not None]

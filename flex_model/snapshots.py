@@ -1,0 +1,90 @@
+"""A rank's shards as they were when their hooks ran: kept until the run ends.
+
+A GPU's are cloned there, which the host does not wait for, and neither does the model. When they
+take too much of its memory, the oldest are moved to the CPU.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flex_model.distributed import memory
+from flex_model.distributed.channel import Channel
+from flex_model.distributed.transports import host_copies
+
+MAX_GPU_BYTES = 1 << 30  # of a rank's GPU
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """A copy that nothing else can change: never an alias, never an inference tensor.
+
+    Attributes:
+        tensor: Contiguous, on its GPU or on the CPU.
+        ready: Of one on a GPU: when its values are there.
+    """
+
+    tensor: Tensor
+    ready: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        """Let the current stream wait until its values are there; the host does not wait."""
+        if self.ready is not None:
+            self.ready.wait()
+
+
+class Snapshots:
+    """The snapshots of a wrapped model's hooks. All methods are local, so ranks may have the shards
+    of one tensor on several kinds of devices.
+
+    Args:
+        max_gpu_bytes: Of snapshots on this rank's GPU; back-pressure beyond.
+    """
+
+    def __init__(self, channel: Channel, max_gpu_bytes: int = MAX_GPU_BYTES) -> None:
+        self._channel = channel
+        self._max_gpu_bytes = max_gpu_bytes
+        self._on_gpu: deque[Snapshot] = deque()  # the oldest first
+        self._gpu_bytes = 0
+
+    def take(self, tensor: Tensor) -> Snapshot:
+        """A snapshot of a tensor as it is when the current stream comes here."""
+        with torch.inference_mode(False):
+            if not host_copies.is_on_gpu(tensor):
+                return Snapshot(memory.copy(tensor))
+            try:
+                clone = tensor.detach().clone(memory_format=torch.contiguous_format)
+            except torch.OutOfMemoryError:  # the model's memory comes first
+                return Snapshot(memory.copy(tensor))
+            snapshot = Snapshot(clone, host_copies.ready_now(clone))
+            self._on_gpu.append(snapshot)
+            self._gpu_bytes += clone.nbytes
+            oldest = []
+            while self._gpu_bytes > self._max_gpu_bytes:
+                oldest.append(self._on_gpu.popleft())
+                self._gpu_bytes -= oldest[-1].tensor.nbytes
+            self.to_cpu(oldest)
+            return snapshot
+
+    def to_cpu(self, snapshots: list[Snapshot]) -> None:
+        """Move them to the CPU, those that are not there."""
+        elsewhere = [s for s in snapshots if host_copies.is_on_gpu(s.tensor)]
+        gather = self._channel.host_gather
+        if gather is not None and elsewhere:
+            copies = gather.to_host([(s.tensor, s.ready) for s in elsewhere])
+        else:
+            for snapshot in elsewhere:
+                snapshot.wait()
+            copies = [memory.copy(s.tensor) for s in elsewhere]
+        for snapshot, copy in zip(elsewhere, copies):
+            snapshot.tensor, snapshot.ready = copy, None
+
+    def drop(self, snapshots: list[Snapshot]) -> None:
+        """They are not needed any more."""
+        dropped = set(map(id, snapshots))
+        self._on_gpu = deque(s for s in self._on_gpu if id(s) not in dropped)
+        self._gpu_bytes = sum(s.tensor.nbytes for s in self._on_gpu)
