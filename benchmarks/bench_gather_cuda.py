@@ -248,7 +248,7 @@ def overlap_rows(timer, repeats):
     shard = torch.randn(4096, 2048, dtype=torch.bfloat16, device=device)
     plan = plan_along((4096, 4096), 1, 2, 2)
     host = torch.empty(8, 4096, 4096, dtype=torch.bfloat16, pin_memory=True)
-    copies = HostCopies(device)
+    copies = HostCopies()
 
     def gemms():
         for _ in range(20):

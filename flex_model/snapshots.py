@@ -29,7 +29,7 @@ class Snapshot:
     """
 
     tensor: Tensor
-    ready: torch.cuda.Event | None = None
+    ready: host_copies.Ready | None = None
 
     def wait(self) -> None:
         """Let the current stream wait until its values are there; the host does not wait."""

@@ -13,17 +13,17 @@ import os
 import torch
 
 
-def lock(address: int, num_bytes: int) -> None:
-    """Page-lock memory of this process for all its GPUs. Local.
+def lock(address: int, num_bytes: int, device: torch.device) -> None:
+    """Page-lock memory of this process for all its GPUs, of which ``device`` is one in use. Local.
 
     RuntimeError if CUDA refuses: the limit on locked memory, for one.
     """
-    torch.ops.flex_model.page_lock(torch.empty(0, device="cuda"), address, num_bytes)
+    torch.ops.flex_model.page_lock(torch.empty(0, device=device), address, num_bytes)
 
 
-def unlock(address: int) -> None:
+def unlock(address: int, device: torch.device) -> None:
     """Undo ``lock``, before the memory is unmapped; copies to it must be done. Local."""
-    torch.ops.flex_model.page_unlock(torch.empty(0, device="cuda"), address)
+    torch.ops.flex_model.page_unlock(torch.empty(0, device=device), address)
 
 
 class PageLocks:
@@ -36,26 +36,28 @@ class PageLocks:
     def __init__(self) -> None:
         self.why_refused = ""
         self._pid = os.getpid()
-        self._is_locked: dict[int, bool] = {}  # by the segment's address
+        # By the segment's address: with which GPU it was locked; None where it was refused.
+        self._devices: dict[int, torch.device | None] = {}
 
-    def has(self, segment: int, num_bytes: int) -> bool:
+    def has(self, segment: int, num_bytes: int, device: torch.device) -> bool:
         """Whether a segment is locked, which it is now if it can be."""
-        if segment not in self._is_locked:
+        if segment not in self._devices:
             try:
-                lock(segment, num_bytes)
-                self._is_locked[segment] = True
+                lock(segment, num_bytes, device)
+                self._devices[segment] = device
             except RuntimeError as error:
-                self._is_locked[segment] = False
+                self._devices[segment] = None
                 self.why_refused = " ".join(str(error).split())[:200]
-        return self._is_locked[segment]
+        return self._devices[segment] is not None
 
     def release(self) -> None:
         """Unlock all. A forked child forgets them: CUDA is its parent's."""
-        for segment, is_locked in self._is_locked.items():
-            if is_locked and self._pid == os.getpid():
+        for segment, device in self._devices.items():
+            if device is not None and self._pid == os.getpid():
                 with contextlib.suppress(RuntimeError):  # CUDA may have ended before
-                    unlock(segment)
-        self._is_locked.clear()
+                    unlock(segment, device)
+        self._devices.clear()
+        self.why_refused = ""
 
 
 of_arena = PageLocks()  # this process's own pool

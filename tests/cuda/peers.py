@@ -36,7 +36,7 @@ def wait(works):
 
 
 def transport_of(means, group, device):
-    on_cpu, _ = choose(group, wait)
+    on_cpu, _ = choose(group, wait, torch.device("cpu"))
     if means.startswith("nccl"):
         return ByDevice(on_cpu, Nccl(group, wait, device, register=means == "nccl, registered"))
     kind = {"symmetric memory": peer_buffers.SymmetricMemory, "cuda ipc": peer_buffers.CudaIpc}
@@ -120,7 +120,7 @@ def main():
         world_size=num_ranks,
         timeout=timedelta(seconds=TIMEOUT_S),
     )
-    group = groups.acquire(tuple(range(num_ranks)), TIMEOUT_S)
+    group, _ = groups.acquire(tuple(range(num_ranks)), TIMEOUT_S)
     transport = transport_of(means, group, device)
     check_all(transport, rank, num_ranks, device)
     transport.close()

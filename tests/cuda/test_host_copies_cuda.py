@@ -1,8 +1,11 @@
 """Shards of a GPU in one page-locked full tensor on the host. Needs a GPU."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from tests.cuda.processes import run_ranks
 from tests.test_ops import as_bytes, blocks, plan_of, random_tensor
 
 pytestmark = [
@@ -24,13 +27,14 @@ CASES = [
 @pytest.fixture
 def page_locked():
     """A tensor that CUDA knows by its address alone, as the arena of a host's ranks."""
-    from flex_model.distributed.transports import host_copies
+    from flex_model.distributed import page_locks
 
     buffer = torch.full((8 << 20,), 255, dtype=torch.uint8)
-    host_copies.register(buffer.data_ptr(), buffer.nbytes)
+    device = torch.device("cuda", torch.cuda.current_device())
+    page_locks.lock(buffer.data_ptr(), buffer.nbytes, device)
     yield buffer
     torch.cuda.synchronize()
-    host_copies.unregister(buffer.data_ptr())
+    page_locks.unlock(buffer.data_ptr(), device)
 
 
 @pytest.mark.parametrize("how", ["auto", "copy engine", "kernel"])
@@ -58,21 +62,50 @@ def test_memory_that_is_not_page_locked_is_refused():
 
 
 def test_what_is_copied_is_what_it_was(page_locked):
-    """The model writes over its output at once."""
+    """The model writes over its output at once; and the host waits for nothing before the end."""
     from flex_model.distributed.transports.host_copies import HostCopies
+    from flex_model.snapshots import Snapshots
 
     device = torch.device("cuda", torch.cuda.current_device())
-    copies = HostCopies(device, max_pending_bytes=3 << 20)
+    copies, snapshots = HostCopies(), Snapshots(SimpleNamespace(host_gather=None))
     sizes = (512, 1024)
     plan = plan_of(sizes, blocks(sizes, ([], [])), 2)
     shard = torch.empty(sizes, dtype=torch.bfloat16, device=device)
-    for i in range(8):
-        torch.cuda._sleep(1_000_000)
-        shard.fill_(i)
-        copies.start(shard, page_locked.data_ptr() + i * shard.nbytes, plan, 0)
-        shard.fill_(-1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for i in range(8):
+            torch.cuda._sleep(1_000_000)
+            shard.fill_(i)
+            taken = snapshots.take(shard)
+            shard.fill_(-1)
+            address = page_locked.data_ptr() + i * shard.nbytes
+            copies.start(taken.tensor, address, plan, 0, taken.ready)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     copies.wait()
     assert copies.is_completed()
     got = page_locked.view(torch.bfloat16).reshape(8, -1)
     for i in range(8):
         assert bool((got[i] == i).all())
+
+
+def test_a_refused_lock_leaves_no_error_behind(page_locked):
+    """Locked already: the error is raised, and no later launch finds it."""
+    from flex_model.distributed import page_locks
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    with pytest.raises(RuntimeError, match=r"page_lock: .* can't be page-locked"):
+        page_locks.lock(page_locked.data_ptr(), page_locked.nbytes, device)
+    assert torch.ones(3, device=device).sum().item() == 3
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_records_of_processes_that_share_a_gpu(tmp_path, num_ranks):
+    run_ranks(tmp_path, "tests.cuda.records", num_ranks, "share")
+
+
+def test_records_of_processes_with_a_gpu_each(tmp_path):
+    num_ranks = min(torch.cuda.device_count(), 8) // 2 * 2
+    if num_ranks < 2:
+        pytest.skip("one GPU")
+    run_ranks(tmp_path, "tests.cuda.records", num_ranks, "own")

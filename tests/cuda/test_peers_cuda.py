@@ -1,16 +1,10 @@
 """Transports between processes on CUDA: peer memory by both means, NCCL. Needs a GPU."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from flex_model.distributed.transports import nccl
-
-ROOT = Path(__file__).parents[2]
+from tests.cuda.processes import run_ranks
 
 pytestmark = [
     pytest.mark.cuda,
@@ -20,34 +14,7 @@ pytestmark = [
 
 def run(tmp_path, num_ranks, means, share):
     """The same checks in ``num_ranks`` processes: see peers.py."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1" if share else "0",
-    }
-    command = [sys.executable, "-m", "tests.cuda.peers"]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(num_ranks), str(tmp_path / "store"), means]
-            + ["share" if share else "own"],
-            env=environment,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
-    outputs = []
-    for process in processes:
-        try:
-            outputs.append(process.communicate(timeout=240)[0])
-        except subprocess.TimeoutExpired:
-            for other in processes:
-                other.kill()
-            outputs.append(process.communicate()[0] + "\n(timed out)")
-    codes = [process.returncode for process in processes]
-    assert codes == [0] * num_ranks, "\n\n".join(outputs)
+    run_ranks(tmp_path, "tests.cuda.peers", num_ranks, means, "share" if share else "own")
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

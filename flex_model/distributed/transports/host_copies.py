@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,11 +23,23 @@ def is_on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def ready_now(tensor: Tensor) -> torch.cuda.Event:
+@dataclass(frozen=True)
+class Ready:
+    """When what a stream of a GPU was given so far is done."""
+
+    event: torch.cuda.Event
+    device: torch.device
+
+    def wait(self) -> None:
+        """Let the current stream of the GPU wait for it. The host does not."""
+        self.event.wait(torch.cuda.current_stream(self.device))
+
+
+def ready_now(tensor: Tensor) -> Ready:
     """When what the current stream of a tensor's GPU was given so far is done."""
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(tensor.device))
-    return event
+    return Ready(event, tensor.device)
 
 
 class SideStream:
@@ -36,12 +49,12 @@ class SideStream:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def run(self, start: Callable[[], None], ready: torch.cuda.Event | None) -> None:
+    def run(self, start: Callable[[], None], ready: Ready | None) -> None:
         """Start copies when ``ready``; None: when the current stream comes here."""
         if ready is None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         else:
-            self._stream.wait_event(ready)
+            self._stream.wait_event(ready.event)
         with torch.cuda.stream(self._stream):
             start()
 
@@ -50,14 +63,12 @@ class SideStream:
 
 
 class HostCopies:
-    """Copies of one rank's shards to host memory, on a stream of their own. All methods are local.
-
-    Args:
-        device: This rank's GPU.
+    """Copies of one rank's shards to host memory, on streams of their own, one for each GPU that
+    has some. All methods are local.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = SideStream(device)
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, SideStream] = {}
         self._shards: list[Tensor] = []  # of copies under way: their memory is not for others yet
 
     def start(
@@ -66,7 +77,7 @@ class HostCopies:
         address: int,
         plan: GatherPlan,
         rank: int,
-        ready: torch.cuda.Event | None = None,
+        ready: Ready | None = None,
     ) -> None:
         """Start the copy of rank ``rank``'s shard into the full tensor at ``address``, contiguous
         and page-locked. The shard must not change until it is done.
@@ -82,13 +93,16 @@ class HostCopies:
         self._shards.append(shard)
         code = plan.code
         copy = torch.ops.flex_model.copy_to_host
-        self._stream.run(lambda: copy(shard, address, code, rank, "auto"), ready)
+        if shard.device not in self._streams:
+            self._streams[shard.device] = SideStream(shard.device)
+        stream = self._streams[shard.device]
+        stream.run(lambda: copy(shard, address, code, rank, "auto"), ready)
 
     def is_completed(self) -> bool:
         """Whether all copies are done. What they wrote may be read then, by this process, and by
         others that are told so.
         """
-        if self._shards and self._stream.is_done():
+        if self._shards and all(stream.is_done() for stream in self._streams.values()):
             self._shards.clear()
         return not self._shards
 

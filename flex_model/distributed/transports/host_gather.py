@@ -14,7 +14,7 @@ from flex_model import _C
 from flex_model.distributed import memory, page_locks
 from flex_model.distributed.groups import PrivateGroup
 from flex_model.distributed.transports import buffers, host_copies
-from flex_model.distributed.transports.host_copies import HostCopies
+from flex_model.distributed.transports.host_copies import HostCopies, Ready
 from flex_model.distributed.transports.shared_memory import check_bytes
 from flex_model.distributed.transports.transport import Gathered, end_to_end, on_cpu
 
@@ -32,7 +32,8 @@ class HostGather:
     def __init__(self, group: PrivateGroup, host: _C.HostGroup, device: torch.device) -> None:
         self.group = group
         self._host = host
-        self._copies = HostCopies(device)
+        self._device = device
+        self._copies = HostCopies()
         # The memory of rank 0's pool: mapped with the group, but on rank 0 itself.
         self._locks = page_locks.of_arena if group.rank == 0 else group.locks
 
@@ -47,7 +48,7 @@ class HostGather:
         probe = memory.empty([memory.POOLED_BYTES], torch.uint8)
         segment, num_bytes = _C.arena_segment(probe.data_ptr())
         if segment:
-            page_locks.of_arena.has(segment, num_bytes)
+            page_locks.of_arena.has(segment, num_bytes, self._device)
         return self.why_not_locked()
 
     def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
@@ -70,7 +71,7 @@ class HostGather:
                 address
                 and tensor.shard.nbytes
                 and host_copies.is_on_gpu(tensor.shard)
-                and self._locks.has(segment, num_bytes)
+                and self._locks.has(segment, num_bytes, self._device)
             ):
                 self._copies.start(tensor.shard, address, tensor.plan, place, tensor.ready)
             else:
@@ -85,14 +86,14 @@ class HostGather:
             return None
         return [copy for tensor, full in zip(tensors, fulls) for copy in tensor.copies(full)]
 
-    def to_host(self, tensors: list[tuple[Tensor, torch.cuda.Event | None]]) -> list[Tensor]:
+    def to_host(self, tensors: list[tuple[Tensor, Ready | None]]) -> list[Tensor]:
         """Owned CPU copies, each of a tensor when it is ready. Local."""
         results, staged = [], []
         for tensor, ready in tensors:
             full = memory.empty(tensor.shape, tensor.dtype)
             results.append(full)
             segment, num_bytes = _C.arena_segment(full.data_ptr())
-            if segment and page_locks.of_arena.has(segment, num_bytes):
+            if segment and page_locks.of_arena.has(segment, num_bytes, self._device):
                 whole = end_to_end([full.nbytes])
                 self._copies.start(tensor, full.data_ptr(), whole, 0, ready)
             else:
@@ -103,24 +104,26 @@ class HostGather:
         return results
 
 
-def _on_cpu(tensors: list[tuple[Tensor, torch.cuda.Event | None]]) -> list[Tensor]:
+def _on_cpu(tensors: list[tuple[Tensor, Ready | None]]) -> list[Tensor]:
     """Contiguous tensors of the same values on the CPU; many small ones of a GPU in one copy."""
     results: list[Tensor | None] = []
-    small = []
+    small: dict[torch.device, list[int]] = {}
     for i, (tensor, ready) in enumerate(tensors):
         if ready is not None:
             ready.wait()
-        is_small = host_copies.is_on_gpu(tensor) and 0 < tensor.nbytes < memory.POOLED_BYTES
-        results.append(None if is_small else on_cpu(tensor))
-        if is_small:
-            small.append((i, tensor.detach().resolve_conj().resolve_neg()))
-    if small:
+        if host_copies.is_on_gpu(tensor) and 0 < tensor.nbytes < memory.POOLED_BYTES:
+            small.setdefault(tensor.device, []).append(i)
+            results.append(None)
+        else:
+            results.append(on_cpu(tensor))
+    for places in small.values():
         offsets, total = [], 0
-        for _, tensor in small:
+        for i in places:
             offsets.append(total)
-            total += buffers.aligned(tensor.nbytes)
-        packed = torch.ops.flex_model.pack_tensors([t for _, t in small], offsets, total).cpu()
-        for (i, tensor), offset in zip(small, offsets):
+            total += buffers.aligned(tensors[i][0].nbytes)
+        plain = [tensors[i][0].detach().resolve_conj().resolve_neg() for i in places]
+        packed = torch.ops.flex_model.pack_tensors(plain, offsets, total).cpu()
+        for i, tensor, offset in zip(places, plain, offsets):
             data = packed[offset : offset + tensor.nbytes]
             results[i] = data.view(tensor.dtype).view(tensor.shape)
     return [result for result in results if result is not None]

@@ -19,6 +19,7 @@ from flex_model._C import GatherPlan
 from flex_model.distributed import memory
 from flex_model.distributed.groups import PrivateGroup
 from flex_model.distributed.transports import buffers
+from flex_model.distributed.transports.host_copies import Ready
 
 # Waits for works of torch.distributed with the channel's deadline, then raises what they raise.
 Wait = Callable[[list], None]
@@ -45,7 +46,7 @@ class Gathered:
     shard: Tensor
     num_copies: int = 1
     site: int = 0
-    ready: torch.cuda.Event | None = None
+    ready: Ready | None = None
 
     def copies(self, full: Tensor) -> list[Tensor]:
         """As many as are wanted of a full tensor, itself the first."""

@@ -1,0 +1,42 @@
+"""One process for each rank, for tests that need a CUDA context of each."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_ranks(tmp_path, module, num_ranks, *arguments):
+    """``python -m module RANK NUM_RANKS STORE_FILE *arguments``, by ranks; all must exit with 0.
+
+    ``"share"`` among the arguments: the ranks have one GPU.
+    """
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1" if "share" in arguments else "0",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, str(rank), str(num_ranks), str(tmp_path / "store")]
+            + list(arguments),
+            env=environment,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    outputs = []
+    for process in processes:
+        try:
+            outputs.append(process.communicate(timeout=240)[0])
+        except subprocess.TimeoutExpired:
+            for other in processes:
+                other.kill()
+            outputs.append(process.communicate()[0] + "\n(timed out)")
+    codes = [process.returncode for process in processes]
+    assert codes == [0] * num_ranks, "\n\n".join(outputs)

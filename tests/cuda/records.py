@@ -1,0 +1,83 @@
+"""Processes on one GPU or one each, whose hooks collect: test_host_copies_cuda.py starts them.
+
+    python -m tests.cuda.records RANK NUM_RANKS STORE_FILE SHARE
+
+Prints nothing and exits with 0 if every record has the right bits.
+"""
+
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from flex_model import FlexModel, HookFunction
+from flex_model.snapshots import Snapshots
+
+TIMEOUT_S = 60.0
+
+
+class Overwriting(torch.nn.Module):
+    """Writes over what its hooked modules gave, as fused and in-place layers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = torch.nn.Identity(), torch.nn.Identity()
+
+    def forward(self, x, y):
+        first = self.wide(x + 1)
+        first.zero_()
+        second = self.narrow(y * 2)
+        second.fill_(7)
+        return first.sum() + second.sum()
+
+
+def check_records(rank, num_ranks, dp, device):
+    """Sharded and replicated, small and large."""
+    tp, records = num_ranks // dp, {}
+    flex = FlexModel(
+        Overwriting().to(device), records, tensor_parallel_size=tp, data_parallel_size=dp
+    )
+    flex.register_forward_hook(HookFunction("wide", expected_shape=(None, 2400)))
+    flex.register_forward_hook(HookFunction("narrow", expected_shape=(None, 6)))
+    generator = torch.Generator().manual_seed(1)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for rows in (8, 600, 6000):
+            wide = torch.randn(rows, 2400, generator=generator).to(dtype)
+            narrow = torch.randn(rows, 6, generator=generator).to(dtype)
+            part = wide.chunk(dp)[rank // tp].chunk(tp, 1)[rank % tp].to(device)
+            flex(part, narrow.chunk(dp)[rank // tp].to(device))
+            if rank:
+                assert not records
+                continue
+            for name, expected in (("wide", wide + 1), ("narrow", narrow * 2)):
+                (record,) = records[name]
+                assert record.device.type == "cpu"
+                assert torch.equal(record, expected), (name, dtype, rows)
+    if rank == 0:
+        told = str(flex.explain())
+        assert "host_copies" in told, told
+        assert "staged" not in told, told  # page-locking was granted
+    flex.restore()
+
+
+def main():
+    rank, num_ranks, path, share = *map(int, sys.argv[1:3]), *sys.argv[3:5]
+    device = torch.device("cuda", 0 if share == "share" else rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{path}",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+    for max_gpu_bytes in (1 << 30, 1 + rank << 20):  # ranks move different shards to the CPU
+        Snapshots.__init__.__defaults__ = (max_gpu_bytes,)
+        for dp in (1, 2):
+            check_records(rank, num_ranks, dp, device)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
