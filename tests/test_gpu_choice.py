@@ -42,10 +42,10 @@ def test_what_is_left_out_says_why():
 
 @pytest.mark.ranks(2)
 def test_ranks_without_gpus_stay_with_the_cpu():
-    group = groups.acquire((0, 1), 20.0)
+    group, _ = groups.acquire((0, 1), 20.0)
     try:
-        on_cpu, why = choose(group, lambda works: [work.wait() for work in works])
         device = torch.device("cpu")
+        on_cpu, why = choose(group, lambda works: [work.wait() for work in works], device)
         to, reason = on_gpu.connect(on_cpu, why, lambda works: None, device)
         assert to is on_cpu
         assert reason.startswith(why)
@@ -74,14 +74,16 @@ class Made:
 def test_all_ranks_fall_back_if_one_fails():
     """Rank 1 can't have peer memory, so both go on to the next."""
     patch = pytest.MonkeyPatch()
-    group = groups.acquire((0, 1), 20.0)
+    group, _ = groups.acquire((0, 1), 20.0)
     try:
         patch.setattr(on_gpu, "_facts", lambda device: [dist.get_rank() + 1, 1, 1])
         made = Made()
         peers = Broken if dist.get_rank() == 1 else (lambda *args: made)
         ways = {"peer_memory": peers, "nccl": Made}
         patch.setattr(on_gpu, "_make", lambda name, *args: ways[name]())
-        on_cpu, why = choose(group, lambda works: [work.wait() for work in works])
+        on_cpu, why = choose(
+            group, lambda works: [work.wait() for work in works], torch.device("cpu")
+        )
         to, reason = on_gpu.connect(on_cpu, why, lambda works: None, torch.device("cpu"))
         assert to.name == "nccl"
         assert made.closed == (dist.get_rank() == 0)

@@ -33,7 +33,7 @@ class OverGloo(Nccl):
 
 @contextlib.contextmanager
 def connected():
-    group = groups.acquire(tuple(range(dist.get_world_size())), 20.0)
+    group, _ = groups.acquire(tuple(range(dist.get_world_size())), 20.0)
     yield OverGloo(group, wait, torch.device("cpu"))
     groups.release(group)
 
