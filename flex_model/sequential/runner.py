@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flex_model.hooks.batches import BatchRuns
 from flex_model.hooks.context import advance_generator
 from flex_model.model import FlexModel
-from flex_model.sequential import inventory, rebuild, targets as choosing
+from flex_model.sequential import heap, inventory, rebuild, targets as choosing
 from flex_model.sequential.activations import ActivationKeeper
 from flex_model.sequential.engine import Batch, Engine
 from flex_model.sequential.loading import WeightLoader
@@ -187,12 +187,12 @@ def _loaded(
     wanted: Iterable[str],
 ) -> Iterator[WeightLoader]:
     """Inside, weights come and go; the model is as it was afterwards."""
-    source = None if weights is None else as_source(weights)
+    source = None if weights is None else as_source(weights, module)
     stock = inventory.take(module, found, _finder(module, source), wanted)
     _check_given(module, stock)
     loader = WeightLoader(source, stock, found, place, prefetch)
     try:
-        with rebuild.rebuilt(module, stock.rebuilt, place):
+        with heap.small(), rebuild.rebuilt(module, stock.rebuilt, place):
             loader.load_resident()
             yield loader
     finally:

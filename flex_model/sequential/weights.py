@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from flex_model.errors import nearest
+from flex_model.integrations import checkpoints
 
 
 @runtime_checkable
@@ -139,10 +140,10 @@ def _files_of(path: Path) -> list[Path]:
     return files
 
 
-def as_source(weights: str | Path | WeightSource) -> WeightSource:
+def as_source(weights: str | Path | WeightSource, model: nn.Module) -> WeightSource:
     """The source that ``run(weights=...)`` means."""
     if isinstance(weights, (str, Path)):
-        return CheckpointWeights(weights)
+        return checkpoints.for_model(model, CheckpointWeights(weights))
     if isinstance(weights, Mapping):
         return DictWeights(weights)
     if isinstance(weights, WeightSource):
