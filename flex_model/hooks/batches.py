@@ -78,10 +78,18 @@ class BatchRuns:
     def made(self) -> BatchRun:
         """A batch that has not begun."""
         core = self._core
+        return BatchRun(Namespace(**vars(core.save_ctx)), self._next_seed(), core.table.choices)
+
+    def skip(self, num_batches: int) -> None:
+        """As if this many batches had been made."""
+        for _ in range(num_batches):
+            self._next_seed()
+
+    def _next_seed(self) -> int:
         with _default_state(self._generator):
             seed = seed_of_state()
             advance_generator()  # as if the edits of every batch drew numbers
-        return BatchRun(Namespace(**vars(core.save_ctx)), seed, core.table.choices)
+        return seed
 
     @contextlib.contextmanager
     def run(self, batch: BatchRun) -> Iterator[None]:

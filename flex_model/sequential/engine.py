@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -68,15 +69,29 @@ class Batch:
         self.put_away: Any = None
 
 
+@dataclass(frozen=True)
+class Reports:
+    """Whom the engine tells.
+
+    Attributes:
+        deliver: Gets the batches that are done, in their order.
+        on_target_end: Gets a target's name and the batches that left it in a step.
+        on_step: Called after each step.
+        on_window: Called when all batches of a window are done.
+    """
+
+    deliver: Callable[[Batch], None]
+    on_target_end: Callable[[str, list[int]], Any] | None
+    on_step: Callable[[], None]
+    on_window: Callable[[], None]
+
+
 class Engine:
     """One sequential run.
 
     Args:
         hooks: The hook core's part; None for a module without hooks.
         loader, keeper: None where there is nothing to load, or to keep elsewhere.
-        deliver: ``(batch) -> None``, in the order of the batches.
-        on_step: ``(step) -> None``, after a step was taken.
-        on_target_end: ``(name, indices) -> None``.
 
     Attributes:
         has_drawn: Whether a batch drew random numbers.
@@ -88,15 +103,13 @@ class Engine:
         hooks: BatchRuns | None,
         loader: Loader | None,
         keeper: Keeper | None,
-        deliver: Callable[[Batch], None],
-        on_target_end: Callable[[str, list[int]], None] | None,
-        on_step: Callable[[], None],
+        reports: Reports,
         cuda_device: int | None,
     ) -> None:
         self._targets = {target.module: target for target in targets}
         self._num_steps = max(target.step for target in targets) + 1
         self._hooks, self._loader, self._keeper = hooks, loader, keeper
-        self._deliver, self._on_target_end, self._on_step = deliver, on_target_end, on_step
+        self._reports = reports
         self._cuda_device = cuda_device
         self._current: Batch | None = None
         self._step: int | None = None
@@ -104,9 +117,17 @@ class Engine:
         self._followers: dict[int, int] = {}  # the step that came after a step, as last seen
         self.has_drawn = False
 
-    def run(self, batches: Iterable[Any], window: int | None, call: Callable[[Any], Any]) -> None:
-        """Run ``call(batch)`` for all of them. An exception of a batch has its ``batch_index``."""
-        source, first = iter(batches), 0
+    def run(
+        self,
+        batches: Iterable[Any],
+        window: int | None,
+        call: Callable[[Any], Any],
+        first: int = 0,
+    ) -> None:
+        """Run ``call(batch)`` for all of them, numbered from ``first``. An exception of a batch has
+        its ``batch_index``.
+        """
+        source = iter(batches)
         caller = CallerState()
         begins_with = ProcessState.now(self._cuda_device)
         with self._suspending():
@@ -119,6 +140,7 @@ class Engine:
                 first += len(following)
                 following = list(itertools.islice(source, 1))  # so that its first target is read
                 self._run_window(window_batches, bool(following))
+                self._reports.on_window()
                 following += itertools.islice(source, window - 1 if window else 0)
 
     def _made(
@@ -156,7 +178,7 @@ class Engine:
 
     def _deliver_done(self, todo: list[Batch]) -> None:
         while todo and todo[0].call.is_done:
-            self._deliver(todo.pop(0))
+            self._reports.deliver(todo.pop(0))
 
     def _take_step(self, waiting: list[Batch], is_followed: bool) -> None:
         """Let all that wait at the first target go on, beyond the targets of its step."""
@@ -178,9 +200,9 @@ class Engine:
                 self._followers[step] = batch.waits_at.step
         left, self._left = self._left, {}
         for target, indices in left.items():  # the inner ones first
-            if self._on_target_end is not None:
-                self._on_target_end(target.name, sorted(indices))
-        self._on_step()
+            if self._reports.on_target_end is not None:
+                self._reports.on_target_end(target.name, sorted(indices))
+        self._reports.on_step()
 
     def _steps_after(self, step: int, others: list[Batch], is_followed: bool) -> list[int]:
         """The steps that will probably be next: those seen to follow, or that others wait at."""

@@ -66,7 +66,9 @@ def test_records_are_in_batch_order_then_call_order():
     assert len(found["blocks.0"]) == 2  # begun afresh
 
 
-@pytest.mark.parametrize("settings", [{"groups": "edits"}, {"groups": ()}, {"groups": "edits", "complement": True}])
+@pytest.mark.parametrize(
+    "settings", [{"groups": "edits"}, {"groups": ()}, {"groups": "edits", "complement": True}]
+)
 def test_groups_are_those_of_a_forward(settings):
     flex = FlexModel(Stack(3), found := {})
     edit = hook("blocks.1", halve)
