@@ -138,9 +138,15 @@ class Engine:
                     for i, batch in enumerate(following)
                 ]
                 first += len(following)
-                following = list(itertools.islice(source, 1))  # so that its first target is read
+                failure: Exception | None = None
+                try:  # so that the first weights of the next window are read ahead
+                    following = list(itertools.islice(source, 1))
+                except Exception as error:  # it is not this window's
+                    failure, following = error, []
                 self._run_window(window_batches, bool(following))
                 self._reports.on_window()
+                if failure is not None:
+                    raise failure
                 following += itertools.islice(source, window - 1 if window else 0)
 
     def _made(

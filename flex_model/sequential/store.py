@@ -202,7 +202,7 @@ class ActivationStore:
             )
             self._manifest["batches"] += self._waiting_inputs
             self._waiting, self._waiting_inputs = {}, []
-        elif self.is_complete == is_complete:
+        elif self.is_complete or not is_complete:
             return
         self._manifest["is_complete"] = is_complete
         self._write_manifest()
