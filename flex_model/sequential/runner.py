@@ -106,6 +106,10 @@ def run(
     Returns:
         The outputs in batch order, with ``save_ctxs``, ``loads`` and ``bytes_read``.
 
+    Bits are those of a model whose weights lie where torch puts them, at multiples of 64 bytes.
+    ``from_pretrained`` leaves them where they are in the file, on which the last bits of some
+    matrix products depend on CPUs.
+
     Random numbers: the first batch begins with the caller's random state, the others each with
     one of their own that follows from it, the same for every window. Random edits draw what they
     draw in a plain loop.

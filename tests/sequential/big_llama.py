@@ -2,6 +2,7 @@
 or ``full FOLDER`` (one line of JSON: peak anonymous memory over the start in bytes, what was loaded, hashes).
 """
 
+import copy
 import hashlib
 import json
 import sys
@@ -109,7 +110,7 @@ def full(folder):
 
     from flex_model import FlexModel, HookFunction
 
-    flex = FlexModel(LlamaForCausalLM.from_pretrained(folder).eval(), records := {})
+    flex = FlexModel(copy.deepcopy(LlamaForCausalLM.from_pretrained(folder)).eval(), records := {})
     site = f"model.layers.{NUM_LAYERS // 2}.mlp"
     flex.register_forward_hook(HookFunction(site))
     report = {"logits": [], "records": []}
