@@ -8,7 +8,6 @@ in the order of the batches. Random edits draw what they draw in a plain loop ov
 from __future__ import annotations
 
 import contextlib
-import threading
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field

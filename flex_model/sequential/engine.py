@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from flex_model import _C
 from flex_model.hooks.batches import BatchRun, BatchRuns
-from flex_model.sequential.suspension import SuspendedCall
+from flex_model.sequential.suspension import SuspendedCall, Threads
 from flex_model.sequential.targets import Target
 from flex_model.sequential.thread_state import CallerState, ProcessState
 
@@ -110,6 +110,7 @@ class Engine:
         self._num_steps = max(target.step for target in targets) + 1
         self._hooks, self._loader, self._keeper = hooks, loader, keeper
         self._reports = reports
+        self._threads = Threads()
         self._cuda_device = cuda_device
         self._current: Batch | None = None
         self._step: int | None = None
@@ -165,7 +166,7 @@ class Engine:
             with self._hooks.run(hooks):
                 return call(arguments)
 
-        batch = Batch(index, arguments, SuspendedCall(function, caller), hooks)
+        batch = Batch(index, arguments, SuspendedCall(function, caller, self._threads), hooks)
         batch.process = begins_with.of_batch(index)
         return batch
 
@@ -286,6 +287,7 @@ class Engine:
         finally:
             for handle in handles:
                 handle.remove()
+            self._threads.close()
 
     def _is_outside(self, module: nn.Module) -> bool:
         """Not the run's business: a copy, another thread, a recomputation in backward."""

@@ -14,8 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
-from flex_model.sequential.shards import local_of, part_of, with_local
 from flex_model.sequential.inventory import Inventory, Weight
+from flex_model.sequential.shards import local_of, part_of, with_local
 from flex_model.sequential.targets import Target
 from flex_model.sequential.weights import WeightSource
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +23,42 @@ class AbandonedError(BaseException):
     """Raised where a call has stopped that won't go on, so that what it entered is left."""
 
 
+class Threads:
+    """Threads that wait for calls; those of one window serve the next. To start one costs as much
+    as many turns do.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[_Worker] = []
+
+    def take(self) -> _Worker:
+        return self._idle.pop() if self._idle else _Worker()
+
+    def give_back(self, worker: _Worker) -> None:
+        self._idle.append(worker)
+
+    def close(self) -> None:
+        """End those that were given back; they are gone then."""
+        for worker in self._idle:
+            worker.jobs.put(None)
+        while self._idle:
+            self._idle[-1].thread.join()
+            self._idle.pop()
+
+
+class _Worker:
+    def __init__(self) -> None:
+        self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # A daemon, else an interpreter that is being ended would wait for it.
+        self.thread = threading.Thread(target=self._work, name="flex_model batch", daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            job()
+            del job  # and with it a batch
+
+
 class SuspendedCall:
     """``function()``, begun by the first ``resume()``.
 
@@ -29,7 +67,7 @@ class SuspendedCall:
         value: What it returned.
     """
 
-    def __init__(self, function: Callable[[], Any], caller: CallerState) -> None:
+    def __init__(self, function: Callable[[], Any], caller: CallerState, threads: Threads) -> None:
         self.is_done = False
         self.value: Any = None
         self._function = function
@@ -40,7 +78,8 @@ class SuspendedCall:
         # between any two instructions, and then a turn is announced twice rather than never.
         self._turn = self._turns_taken = 0
         self._go, self._back = threading.Lock(), threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._threads = threads
+        self._worker: _Worker | None = None
 
     def resume(self) -> None:
         """Let it go on until it stops or is done. Raises what it raised.
@@ -66,12 +105,12 @@ class SuspendedCall:
     @property
     def is_here(self) -> bool:
         """Whether the thread that asks is that of the call."""
-        return threading.current_thread() is self._thread
+        return self._worker is not None and threading.current_thread() is self._worker.thread
 
     def abandon(self) -> BaseException | None:
-        """End it where it stopped; its thread is gone then. What it raised besides, if anything."""
+        """End it where it stopped. What it raised besides, if anything."""
         self._is_abandoned = True
-        if self._thread is None or self.is_done:
+        if self._worker is None or self.is_done:
             self.is_done = True
             return None
         interruption = self._run_on()
@@ -83,26 +122,22 @@ class SuspendedCall:
         """Let it go on and wait; what interrupted the wait."""
         interruption: BaseException | None = None
         self._turn = self._turns_taken + 1
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._caller.context.copy().run,
-                args=(self._run,),
-                name="flex_model batch",
-                daemon=True,  # else an interpreter that is being ended would wait for it
-            )
-            self._thread.start()
+        if self._worker is None:
+            self._worker = self._threads.take()
+            self._worker.jobs.put(functools.partial(self._caller.context.copy().run, self._run))
+        thread = self._worker.thread
         while self._turns_taken != self._turn:
             try:
                 _wake(self._go)
                 self._back.acquire(timeout=-1 if interruption is None else _POLL_S)
-                if interruption is not None and not self._thread.is_alive():  # on its last steps
+                if interruption is not None and not thread.is_alive():  # on its last steps
                     self.is_done, self._turns_taken = True, self._turn
             except BaseException as error:
                 if interruption is None:
                     interruption = error
-                    _raise_in(self._thread, type(error))
+                    _raise_in(thread, type(error))
         if self.is_done:
-            self._thread.join()
+            self._threads.give_back(self._worker)
         return interruption
 
     def _run(self) -> None:
