@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -108,3 +109,37 @@ def _automatic(model: nn.Module) -> Iterable[nn.Module]:
 def _in_lists(model: nn.Module) -> set[nn.Module]:
     lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
     return {child for one in lists for child in one}
+
+
+# Names and arguments of the traced helpers.
+
+
+def get_sequential_ancestors(model: nn.Module, targets: set[nn.Module]) -> set[nn.Module]:
+    """The modules that hold a target, at any depth; targets themselves are none."""
+    return {
+        module
+        for module in model.modules()
+        if module not in targets and not targets.isdisjoint(module.modules())
+    }
+
+
+def get_sequential_targets(modifiers: Sequence[Any], model: nn.Module, args: Any) -> list[str]:
+    """What to take as targets: ``sequential_targets`` of the one modifier that has them, else of
+    ``args``, else the class names of what "auto" finds.
+
+    Raises:
+        ValueError: several modifiers have them, or both a modifier and ``args``.
+    """
+    stated = [m for m in modifiers if getattr(m, "sequential_targets", None) is not None]
+    given = getattr(args, "sequential_targets", None)
+    if len(stated) > 1 or (stated and given is not None):
+        names = [type(modifier).__name__ for modifier in stated]
+        names += ["args"] * (given is not None)
+        raise ValueError(
+            f"get_sequential_targets: {' and '.join(names)} all have sequential_targets; give them "
+            "in one place"
+        )
+    found = stated[0].sequential_targets if stated else given
+    if found is None:
+        return sorted({type(module).__name__ for module in _automatic(model)})
+    return [found] if isinstance(found, str) else list(found)
