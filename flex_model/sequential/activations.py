@@ -110,7 +110,7 @@ class ActivationKeeper:
         assert self._folder is not None
         path = Path(self._folder.name, f"{index}.safetensors")
         save_file({str(i): content.cpu() for i, content in enumerate(contents)}, path)
-        with safe_open(str(path), framework="pt") as file:  # type: ignore[no-untyped-call]
+        with safe_open(str(path), framework="pt") as file:
             mapped = [file.get_tensor(str(i)) for i in range(len(contents))]
         path.unlink()  # the disk has it as long as it is mapped, even after a kill
         return mapped
@@ -120,7 +120,7 @@ def _memory_of(tensor: Tensor) -> Tensor:
     """All bytes of its storage."""
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         made = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        return made.set_(tensor.untyped_storage())  # type: ignore[call-overload, no-any-return]
+        return made.set_(tensor.untyped_storage())
 
 
 def _give_memory(tensor: Tensor, content: Tensor) -> None:

@@ -25,9 +25,9 @@ def dispatch_for_sequential(model: _Model) -> _Model:
     Raises:
         ImportError: there is a GPU and no accelerate, which moves the weights.
     """
-    accelerate: Any = sys.modules.get("accelerate")
-    if any(hasattr(module, "_hf_hook") for module in model.modules()) and accelerate is not None:
-        accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    loaded: Any = sys.modules.get("accelerate")
+    if any(hasattr(module, "_hf_hook") for module in model.modules()) and loaded is not None:
+        loaded.hooks.remove_hook_from_module(model, recurse=True)
     if not torch.cuda.is_available():
         warnings.warn("dispatch_for_sequential: no GPU; the model stays on the CPU", stacklevel=2)
         return model

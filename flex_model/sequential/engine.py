@@ -249,11 +249,10 @@ class Engine:
         assert batch.process is not None
         batch.process.restore()
         self._current = batch
-        hooks = (
-            contextlib.nullcontext() if batch.hooks is None else self._hooks.goes_on(batch.hooks)
-        )
         try:
-            with hooks:
+            with contextlib.ExitStack() as stack:
+                if self._hooks is not None and batch.hooks is not None:
+                    stack.enter_context(self._hooks.goes_on(batch.hooks))
                 yield
         finally:
             self._current = None

@@ -47,10 +47,8 @@ def _finder(module: nn.Module, source: WeightSource | None) -> Callable[[list[st
     has = getattr(source, "has", None) or set(source.names()).__contains__
 
     def find(names: list[str]) -> str | None:
-        for name in [*names, *(other for name in names for other in tied.get(name, ()))]:
-            if has(name):
-                return name
-        return None
+        others = [other for name in names for other in tied.get(name, ())]
+        return next((name for name in [*names, *others] if has(name)), None)
 
     return find
 
@@ -115,7 +113,7 @@ def _check_given(module: nn.Module, stock: inventory.Inventory) -> None:
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(
-            f"sequential.run: nothing gives {missing[0]!r}{more}: it is on meta, and the weights do "
-            "not have it. If they have it by another name: CheckpointWeights(path, rename=...); if "
-            "the model is to be run as it is, build it on a real device"
+            f"sequential.run: nothing gives {missing[0]!r}{more}: it is on meta, and the weights "
+            "do not have it. If they have it by another name: CheckpointWeights(path, rename=...); "
+            "if the model is to be run as it is, build it on a real device"
         )

@@ -87,8 +87,11 @@ class WeightLoader:
                 self._ahead[step] = self._reader.submit(self._fill, step, self._buffer())
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in the memory of a step's weights, which the next ones will take."""
-        place = tensor.untyped_storage().data_ptr()
+        """Whether a tensor lies in the memory of a step's weights, which others will take."""
+        local = local_of(tensor)
+        if type(local) is not Tensor:  # what a collective will have made
+            return False
+        place = local.untyped_storage().data_ptr()
         return any(buffer.memory.data_ptr() == place for buffer in self._loaded.values())
 
     def close(self) -> None:

@@ -28,8 +28,8 @@ def rebuilt(model: nn.Module, buffers: list[Weight], device: torch.device) -> It
             if made is None:
                 raise ValueError(
                     f"sequential.run: nothing gives the buffer {weight.names[0]!r}: the weights do "
-                    f"not have it, and {type(model).__name__} can't compute it; make it persistent, "
-                    "add it to the weights, or build the model with that module on the CPU"
+                    f"not have it, and {type(model).__name__} can't compute it; make it "
+                    "persistent, add it to the weights, or build that module on the CPU"
                 )
             weight.put(made.to(device))
         yield

@@ -140,7 +140,7 @@ def run(
             stack.enter_context(torch.no_grad())
         hooks = loader = keeper = records = None
         if core is not None:
-            model._check_open()  # type: ignore[operator, union-attr]
+            model._check_open()  # type: ignore[operator]
             hooks = stack.enter_context(BatchRuns(core, core.table.choice(groups, complement)))
         if core is not None and store is not None:
             records = stack.enter_context(StoredRecords(store, core))

@@ -146,9 +146,9 @@ class ActivationStore:
         from safetensors import safe_open
 
         if file not in self._files:
-            opened = safe_open(str(self.folder / file), framework="pt")  # type: ignore[no-untyped-call]
+            opened = safe_open(str(self.folder / file), framework="pt")
             keys: dict[int, list[str]] = {}
-            for key in opened.keys():
+            for key in list(opened.keys()):
                 keys.setdefault(int(key.partition("/")[0]), []).append(key)
             self._files = {file: (opened, keys)}
         return self._files[file]
@@ -180,7 +180,11 @@ class ActivationStore:
             )
 
     def append(self, inputs: str, records: Mapping[str, list[Tensor]]) -> None:
-        """The next batch; on disk after ``flush``, or when a file is full. ``inputs``: their hash."""
+        """The next batch; on disk after ``flush``, or when a file is full.
+
+        Args:
+            inputs: Their hash.
+        """
         index = self.num_batches + len(self._waiting_inputs)
         for name, calls in records.items():
             for call, tensor in enumerate(calls):
@@ -259,6 +263,7 @@ class StoredRecords:
 
     def take(self, batch: Batch) -> None:
         """Put a batch's records into the store rather than into ``output_ptr``."""
+        assert batch.hooks is not None
         records, batch.hooks.records = batch.hooks.records, {}
         inputs = self._hashes.pop(batch.index)
         if self._store is not None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.fx
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
@@ -46,7 +45,7 @@ class Subgraph:
     _forward: Any = field(default=None, repr=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it: ``forward(model, **values)``. A dict by node name; the last one of a model returns
+        """Run it: ``forward(model, **values)``. A dict by node name; the last one of a model gives
         what the model returns.
         """
         if self._forward is None:
@@ -63,8 +62,8 @@ def trace_subgraphs(
     sequential_targets: list[str],
     ignore: Sequence[str] = (),
 ) -> list[Subgraph]:
-    """Split a model into one subgraph per target and a last one; run in order, they equal the model,
-    also on other batch sizes, lengths and masks.
+    """Split a model into one subgraph per target and a last one; run in order, they equal the
+    model, also on other batch sizes, lengths and masks.
 
     Args:
         sample_input: Arguments by name. Their lengths and truths are taken to be those of all.
@@ -172,14 +171,13 @@ def topological_partition(graph: GraphModule, targets: set[nn.Module]) -> list[l
 
 
 def partition_graph(model: nn.Module, partitions: list[list[Node]]) -> list[Subgraph]:
-    """A Subgraph for each partition. ``consumed_names`` are empty until ``trace_consumed_names``."""
+    """A Subgraph for each partition; ``trace_consumed_names`` fills their ``consumed_names``."""
     return [_subgraph_of(model, nodes) for nodes in partitions]
 
 
 def _subgraph_of(model: nn.Module, nodes: list[Node]) -> Subgraph:
     inside = set(nodes)
     outside = {n: None for node in nodes for n in node.all_input_nodes if n not in inside}
-    # The model's own arguments are inputs of each subgraph that uses them.
     graph = Graph()
     graph.owning_module = None
     copies: dict[Node, Node] = {}

@@ -1,7 +1,7 @@
 """Traces the modules around a model's targets into a ``torch.fx`` graph.
 
-Every value that the traced code meets has a sample beside it: the model is run, on the sample, while
-it is traced. So any question that code asks (a length, a truth, an index) has an answer, and
+Every value that the traced code meets has a sample beside it: the model is run, on the sample,
+while it is traced. So any question that code asks (a length, a truth, an index) has an answer, and
 functions that the tracer can't look into (masks, caches) become single nodes, which are called
 again with real values when the graph is run. What was true of the sample only, makes a graph that
 is wrong for others: `trace_check` finds out.
@@ -24,14 +24,15 @@ from torch.fx.node import map_arg
 
 # Factories of tensors: torch does not ask their arguments, which may be sizes, for their type.
 _FACTORIES = (
-    "arange empty eye full linspace ones tensor zeros as_tensor randn rand full_like".split()
+    *("arange", "as_tensor", "empty", "eye", "full", "full_like", "linspace"),
+    *("ones", "rand", "randn", "tensor", "zeros"),
 )
 _NO_SAMPLE = object()
 
 
 class SampledProxy(torch.fx.Proxy):
-    """A proxy that knows what it is for the sample. Sizes stay proxies; dtypes, devices and the like
-    are taken to be the same for all inputs, and so are lengths, truths and indices.
+    """A proxy that knows what it is for the sample. Sizes stay proxies; dtypes, devices and the
+    like are taken to be the same for all inputs, and so are lengths, truths and indices.
     """
 
     @property
@@ -71,7 +72,7 @@ class SampledProxy(torch.fx.Proxy):
             return super().__iter__()
         if isinstance(self.sample, dict):
             return iter(self.sample)
-        return iter([self[i] for i in range(len(self.sample))])
+        return iter([operator.getitem(self, i) for i in range(len(self.sample))])
 
 
 def _sample_of(value: Any) -> Any:
@@ -257,8 +258,8 @@ def _filled(template: Any, values: tuple[Any, ...]) -> Any:
 
 
 def _bound(function: Callable[..., Any], template: Any) -> Callable[..., Any]:
-    """``function`` of what fills the slots. All else (configurations, flags) is no value of a graph,
-    and is kept here.
+    """``function`` of what fills the slots. All else (configurations, flags) is no value of a
+    graph, and is kept here.
     """
 
     def bound(*values: Any) -> Any:

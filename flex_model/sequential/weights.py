@@ -81,7 +81,7 @@ class CheckpointWeights:
         self._files: dict[str, Any] = {}
         for file in _files_of(self.path):
             try:
-                opened = safe_open(str(file), framework="pt")  # type: ignore[no-untyped-call]
+                opened = safe_open(str(file), framework="pt")
             except SafetensorError as error:
                 raise ValueError(
                     f"CheckpointWeights: {file.name} in {self.path} is no safetensors file "

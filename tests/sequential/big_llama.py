@@ -1,5 +1,7 @@
-"""A random Llama of 724 MiB, for processes of their own: ``make FOLDER``, or ``run FOLDER WINDOW``
-or ``full FOLDER`` (one line of JSON: peak anonymous memory over the start in bytes, what was loaded, hashes).
+"""A random Llama of 724 MiB, for processes of their own.
+
+``make FOLDER`` writes it; ``run FOLDER WINDOW`` and ``full FOLDER`` print one line of JSON: hashes,
+and for ``run`` the peak of anonymous memory over the start in bytes, and what was loaded.
 """
 
 import copy

@@ -1,5 +1,7 @@
 """Activations that wait elsewhere: the same bits, and nothing left on disk."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from families import FAMILIES
@@ -77,7 +79,7 @@ def test_strides_views_dtypes_and_arguments(mode, moved):
 
 def test_a_mask_that_batches_share_is_right_meanwhile(moved):
     class Cached(Stack):
-        masks = {}  # beyond what can be seen of the model
+        masks: ClassVar = {}  # beyond what can be seen of the model
 
         def forward(self, x):
             mask = self.masks.setdefault(x.shape[1], torch.arange(6.0).add(1))

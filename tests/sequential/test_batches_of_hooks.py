@@ -80,7 +80,7 @@ def test_groups_are_those_of_a_forward(settings):
     for output, batch in zip(outputs, BATCHES):
         assert torch.equal(output, flex(batch, **settings))
         assert set(found) == names
-    with pytest.raises(ValueError, match="'edit'.*nearest"):
+    with pytest.raises(ValueError, match=r"'edit'.*nearest"):
         sequential.run(flex, BATCHES, groups="edit")
 
 

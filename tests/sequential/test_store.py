@@ -61,7 +61,7 @@ def test_the_records_of_output_ptr(tmp_path, window, files):
     assert set(store.batch(3)) == set(SITES)
     with pytest.raises(IndexError, match="no batch 5"):
         store.batch(5)
-    with pytest.raises(KeyError, match="no record 'blocks.1'"):
+    with pytest.raises(KeyError, match=r"no record 'blocks.1'"):
         next(store.tensors("blocks.1"))
 
 
@@ -115,7 +115,7 @@ def test_what_does_not_belong_together_is_refused(tmp_path):
     sequential.run(flex, BATCHES[:2], store=ActivationStore(tmp_path / "a", key={"data": 1}))
     with pytest.raises(ValueError, match=r"with key \{'data': 1\}, not \{'data': 2\}"):
         ActivationStore(tmp_path / "a", key={"data": 2})
-    with pytest.raises(ValueError, match="batch 1 .* from other inputs"):
+    with pytest.raises(ValueError, match=r"batch 1 .* from other inputs"):
         sequential.run(flex, [BATCHES[0], BATCHES[2]], store=ActivationStore(tmp_path / "a"))
     flex.register_forward_hook(HookFunction("blocks.1", editing_function=halve))
     with pytest.raises(ValueError, match="records of other hooks"):

@@ -244,9 +244,9 @@ def test_what_nothing_gives_is_named_before_the_first_batch(tmp_path):
         yield
 
     empty = on_meta(model)
-    with pytest.raises(ValueError, match="nothing gives 'blocks.1.bias': it is on meta"):
+    with pytest.raises(ValueError, match=r"nothing gives 'blocks.1.bias': it is on meta"):
         sequential.run(empty, batches(), weights=state)
-    with pytest.raises(ValueError, match="'blocks.0.weight' and 3 more"):
+    with pytest.raises(ValueError, match=r"'blocks.0.weight' and 3 more"):
         sequential.run(empty, batches())
     empty.register_buffer("table", torch.ones(2, device="meta"), persistent=False)
     with pytest.raises(ValueError, match="nothing gives the buffer 'table'"):
@@ -256,12 +256,12 @@ def test_what_nothing_gives_is_named_before_the_first_batch(tmp_path):
 
 def test_files_that_do_not_fit(tmp_path):
     model = Stack(2)
-    with pytest.raises(FileNotFoundError, match="no nowhere|nowhere; give a"):
+    with pytest.raises(FileNotFoundError, match=r"no nowhere|nowhere; give a"):
         sequential.run(on_meta(model), BATCHES, weights=tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match="no .safetensors file"):
+    with pytest.raises(FileNotFoundError, match=r"no .safetensors file"):
         sequential.run(on_meta(model), BATCHES, weights=tmp_path)
     (tmp_path / "bad.safetensors").write_bytes(b"no header")
-    with pytest.raises(ValueError, match="bad.safetensors .* is no safetensors file"):
+    with pytest.raises(ValueError, match=r"bad.safetensors .* is no safetensors file"):
         sequential.run(on_meta(model), BATCHES, weights=tmp_path)
     other = model.state_dict() | {"blocks.1.weight": torch.ones(3, 6)}
     with pytest.raises(ValueError, match=r"'blocks.1.weight' has shape \(6, 6\) .* \(3, 6\)"):
