@@ -93,8 +93,16 @@ def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers()
 
 
-def is_elsewhere(module: nn.Module, place: torch.device) -> bool:
-    return any(tensor.device != place for tensor in _tensors_of(module))
+def needs_loading(
+    module: nn.Module, device: str | torch.device | None, place: torch.device
+) -> bool:
+    """Whether the model's own weights must come to ``place``, or are nowhere. A model of several
+    devices, or one whose own hooks bring its weights (accelerate), is run as it is.
+    """
+    if device is not None:
+        return any(tensor.device != place for tensor in _tensors_of(module))
+    is_dispatched = any(hasattr(part, "_hf_hook") for part in module.modules())
+    return not is_dispatched and any(tensor.is_meta for tensor in _tensors_of(module))
 
 
 def moved(batch: Any, place: torch.device) -> Any:

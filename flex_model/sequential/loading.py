@@ -110,9 +110,9 @@ class WeightLoader:
         for weight, _ in buffer.parts:
             weight.put(weight.tensor)
         buffer.parts = []
-        buffer.is_free_after = torch.cuda.Event() if self._device.type == "cuda" else None
-        if buffer.is_free_after is not None:
-            buffer.is_free_after.record()
+        if self._device.type == "cuda":
+            buffer.is_free_after = torch.cuda.Event()
+            buffer.is_free_after.record(torch.cuda.current_stream(self._device))
         self._free.append(buffer)
 
     def _buffer(self) -> _Buffer:

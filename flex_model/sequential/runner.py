@@ -18,7 +18,7 @@ from flex_model.sequential import checks
 from flex_model.sequential import targets as choosing
 from flex_model.sequential.activations import ActivationKeeper
 from flex_model.sequential.engine import Batch, Engine, Reports
-from flex_model.sequential.loaded import device_of, is_elsewhere, loaded, moved, weights_of_hooks
+from flex_model.sequential.loaded import device_of, loaded, moved, needs_loading, weights_of_hooks
 from flex_model.sequential.progress import Progress
 from flex_model.sequential.store import ActivationStore, StoredRecords
 from flex_model.sequential.weights import WeightSource
@@ -93,7 +93,8 @@ def run(
             be), ``"cpu"`` or ``"disk"``.
         offload_dir: For ``"disk"``: where a folder for them is made; it is deleted at the end.
         device: Where it runs. Default: where the model is; for meta, the current CUDA device if
-            there is one, else the CPU. With weights to load, batches are moved there.
+            there is one, else the CPU. With weights to load, batches are moved there; those of a
+            model that is elsewhere in memory are copied there target by target, too.
         groups, complement: Of hooks, as in ``FlexModel.forward``.
         call: ``call(model, batch)`` instead of calling the model.
         on_output: ``on_output(index, output)``, in batch order; what it returns is kept instead.
@@ -135,7 +136,7 @@ def run(
     result = RunResult()
     with contextlib.ExitStack() as stack:
         place = device_of(module, device)
-        is_loaded = weights is not None or is_elsewhere(module, place)
+        is_loaded = weights is not None or needs_loading(module, device, place)
         if is_loaded:
             stack.enter_context(torch.no_grad())
         hooks = loader = keeper = records = None

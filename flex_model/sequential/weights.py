@@ -66,7 +66,8 @@ class CheckpointWeights:
     Args:
         path: A ``.safetensors`` file, or a folder: with an index, as ``save_pretrained`` writes
             it, or with any number of ``.safetensors`` files.
-        rename: From a name in the model to that in the files; the same by default.
+        rename: From a name in the model to that in the files. By default the same, or as
+            transformers renames, merges and splits tensors for models of its own.
 
     Raises:
         FileNotFoundError: there is no such file, or no safetensors file in the folder.
@@ -77,6 +78,7 @@ class CheckpointWeights:
         from safetensors import SafetensorError, safe_open
 
         self.path = Path(path)
+        self.is_renamed = rename is not None
         self._rename = rename or (lambda name: name)
         self._files: dict[str, Any] = {}
         for file in _files_of(self.path):
@@ -143,7 +145,9 @@ def _files_of(path: Path) -> list[Path]:
 def as_source(weights: str | Path | WeightSource, model: nn.Module) -> WeightSource:
     """The source that ``run(weights=...)`` means."""
     if isinstance(weights, (str, Path)):
-        return checkpoints.for_model(model, CheckpointWeights(weights))
+        weights = CheckpointWeights(weights)
+    if isinstance(weights, CheckpointWeights) and not weights.is_renamed:
+        return checkpoints.for_model(model, weights)
     if isinstance(weights, Mapping):
         return DictWeights(weights)
     if isinstance(weights, WeightSource):

@@ -193,6 +193,26 @@ def redrawn(module):
         module.reset_parameters()
 
 
+def test_an_explicit_device_copies_a_model_in_memory_there():
+    model = Stack(2)
+    outputs = sequential.run(model, BATCHES, device="cpu")
+    assert outputs.loads == {} and outputs[0].requires_grad
+    device = "cuda" if torch.cuda.is_available() else "meta"
+    outputs = sequential.run(model, BATCHES, device=device)
+    assert outputs[0].device.type == device and outputs.loads == {"blocks.0": 1, "blocks.1": 1}
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+
+
+def test_a_model_that_accelerate_dispatched_is_run_as_it_is():
+    accelerate = pytest.importorskip("accelerate")
+    model = Stack(3)
+    expected = [model(batch).detach() for batch in BATCHES]
+    accelerate.cpu_offload(model, torch.device("cpu"))
+    with torch.no_grad():
+        outputs = sequential.run(model, BATCHES, window=2)
+    assert all(torch.equal(one, other) for one, other in zip(outputs, expected))
+
+
 def test_an_output_that_is_a_weight_outlives_it():
     class Table(nn.Module):
         def __init__(self, value):
