@@ -56,7 +56,12 @@ class Batch:
     """
 
     def __init__(
-        self, index: int, arguments: Any, call: SuspendedCall, hooks: BatchRun | None
+        self,
+        index: int,
+        arguments: Any,
+        call: SuspendedCall,
+        hooks: BatchRun | None,
+        process: ProcessState,
     ) -> None:
         self.index = index
         self.arguments = arguments
@@ -65,7 +70,7 @@ class Batch:
         self.waits_at: Target | None = None
         self.inputs: tuple[Any, Any] | None = None
         self.path: list[Target] = []
-        self.process: ProcessState | None = None
+        self.begins_with = self.process = process
         self.put_away: Any = None
 
 
@@ -166,15 +171,15 @@ class Engine:
             with self._hooks.run(hooks):
                 return call(arguments)
 
-        batch = Batch(index, arguments, SuspendedCall(function, caller, self._threads), hooks)
-        batch.process = begins_with.of_batch(index)
-        return batch
+        suspended = SuspendedCall(function, caller, self._threads)
+        return Batch(index, arguments, suspended, hooks, begins_with.of_batch(index))
 
     def _run_window(self, batches: list[Batch], is_followed: bool) -> None:
         todo = list(batches)
         try:
-            for batch in batches:
-                self._go_on(batch)
+            with self._callers_state_kept():
+                for batch in batches:
+                    self._go_on(batch)
             self._deliver_done(todo)
             while waiting := [batch for batch in todo if batch.waits_at is not None]:
                 self._take_step(waiting, is_followed)
@@ -198,8 +203,9 @@ class Engine:
                 self._loader.acquire(entered | {step})
                 others = [batch for batch in waiting if batch not in going]
                 self._loader.read_ahead(self._steps_after(step, others, is_followed))
-            for batch in going:
-                self._go_on(batch)
+            with self._callers_state_kept():
+                for batch in going:
+                    self._go_on(batch)
         finally:
             self._step = None
         for batch in going:
@@ -245,20 +251,26 @@ class Engine:
 
     @contextlib.contextmanager
     def _current_is(self, batch: Batch) -> Iterator[None]:
-        before = ProcessState.now(self._cuda_device)
-        assert batch.process is not None
         batch.process.restore()
         self._current = batch
         try:
-            with contextlib.ExitStack() as stack:
-                if self._hooks is not None and batch.hooks is not None:
-                    stack.enter_context(self._hooks.goes_on(batch.hooks))
+            if self._hooks is not None and batch.hooks is not None:
+                with self._hooks.goes_on(batch.hooks):
+                    yield
+            else:
                 yield
         finally:
             self._current = None
-            after = ProcessState.now(self._cuda_device)
-            self.has_drawn |= after.has_drawn_since(batch.process)
-            batch.process = after
+            batch.process = ProcessState.now(self._cuda_device)
+            if batch.call.is_done:
+                self.has_drawn |= batch.process.has_drawn_since(batch.begins_with)
+
+    @contextlib.contextmanager
+    def _callers_state_kept(self) -> Iterator[None]:
+        before = ProcessState.now(self._cuda_device)
+        try:
+            yield
+        finally:
             before.restore()
 
     def _abandon(self, batches: list[Batch]) -> None:
@@ -266,7 +278,7 @@ class Engine:
         for batch in reversed(batches):
             while not batch.call.is_done:
                 try:
-                    with self._current_is(batch):
+                    with self._callers_state_kept(), self._current_is(batch):
                         batch.call.abandon()
                 except BaseException:  # a second Ctrl-C: the first one is raised, after all ended
                     continue

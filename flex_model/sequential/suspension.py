@@ -78,6 +78,8 @@ class SuspendedCall:
         # between any two instructions, and then a turn is announced twice rather than never.
         self._turn = self._turns_taken = 0
         self._go, self._back = threading.Lock(), threading.Lock()
+        self._go.acquire()
+        self._back.acquire()
         self._threads = threads
         self._worker: _Worker | None = None
 
