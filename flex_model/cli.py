@@ -1,6 +1,4 @@
-"""The command line: ``python -m flex_model inspect | doctor | harvest``; ``--help`` after each tells
-more.
-"""
+"""The command line: ``python -m flex_model inspect | doctor | harvest``; ``--help`` tells more."""
 
 from __future__ import annotations
 

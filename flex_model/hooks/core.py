@@ -24,7 +24,7 @@ from flex_model import _C
 from flex_model.distributed.channel import Channel, agreed, is_agreed
 from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.mesh import Mesh
-from flex_model.errors import HookError
+from flex_model.errors import HookError, see
 from flex_model.hooks.call import HookCaller
 from flex_model.hooks.context import Call, RunContext, advance_generator, next_sequence
 from flex_model.hooks.function import HookFunction
@@ -414,7 +414,8 @@ class HookCore:
                 "the model is computed once more in backward (checkpointing) after a sequential "
                 "run, and which batch it is for is not known: each was run in a thread of its own, "
                 "and autograd numbers nodes by thread; call backward inside the batch's own call "
-                "(sequential.run(..., call=...)), or do without checkpointing"
+                "(sequential.run(..., call=...)), or do without checkpointing; "
+                + see("which-batch-is-computed-once-more-is-not-known")
             )
         last = self._last_run
         if not found and last is not None and node._sequence_nr() >= last.last_node:
