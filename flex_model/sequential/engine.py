@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from flex_model import _C
 from flex_model.hooks.batches import BatchRun, BatchRuns
+from flex_model.sequential.interrupts import deferred
 from flex_model.sequential.suspension import SuspendedCall, Threads
 from flex_model.sequential.targets import Target
 from flex_model.sequential.thread_state import CallerState, ProcessState
@@ -185,7 +186,8 @@ class Engine:
                 self._take_step(waiting, is_followed)
                 self._deliver_done(todo)
         except BaseException:
-            self._abandon(todo)
+            with deferred():
+                self._abandon(todo)
             raise
 
     def _deliver_done(self, todo: list[Batch]) -> None:
@@ -289,16 +291,19 @@ class Engine:
     def _suspending(self) -> Iterator[None]:
         handles = []
         try:
-            for module in self._targets:
-                handles.append(
-                    module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
-                )
-                handles.append(module.register_forward_hook(self._leave, always_call=True))
+            with deferred():
+                for module in self._targets:
+                    enter = module.register_forward_pre_hook(
+                        self._enter, prepend=True, with_kwargs=True
+                    )
+                    leave = module.register_forward_hook(self._leave, always_call=True)
+                    handles += [enter, leave]
             yield
         finally:
-            for handle in handles:
-                handle.remove()
-            self._threads.close()
+            with deferred():
+                for handle in handles:
+                    handle.remove()
+                self._threads.close()
 
     def _is_outside(self, module: nn.Module) -> bool:
         """Not the run's business: a copy, another thread, a recomputation in backward."""

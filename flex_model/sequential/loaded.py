@@ -33,7 +33,6 @@ def loaded(
     loader = WeightLoader(source, stock, found, place, prefetch)
     try:
         with heap.small(), rebuild.rebuilt(module, stock.rebuilt, place):
-            loader.load_resident()
             yield loader
     finally:
         loader.close()

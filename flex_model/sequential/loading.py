@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
+from flex_model.sequential.interrupts import deferred
 from flex_model.sequential.inventory import Inventory, Weight
 from flex_model.sequential.shards import local_of, part_of, with_local
 from flex_model.sequential.targets import Target
@@ -84,7 +85,7 @@ class WeightLoader:
             self._free.append(self._ahead.pop(step).result())
         for step in wanted:
             if step not in self._ahead:
-                self._ahead[step] = self._reader.submit(self._fill, step, self._buffer())
+                self._ahead[step] = self._submitted(step)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the memory of a step's weights, which others will take."""
@@ -98,10 +99,10 @@ class WeightLoader:
         """Put back what the modules had, and end the reading thread."""
         if self._reader is not None:
             self._reader.shutdown(wait=True, cancel_futures=True)
-        for step in list(self._loaded):
-            self._release(step)
-        for weight in self._inventory.resident:
-            weight.put(weight.tensor)
+        for weights in (self._inventory.resident, *self._inventory.steps.values()):
+            for weight in weights:  # all: what was being loaded may have been interrupted
+                weight.put(weight.tensor)
+        self._loaded.clear()
         self._ahead.clear()
         self._free.clear()
 
@@ -122,7 +123,12 @@ class WeightLoader:
         """Read now; in the reading thread where there is one, after what it is at."""
         if self._reader is None:
             return self._fill(step, self._buffer())
-        return self._reader.submit(self._fill, step, self._buffer()).result()
+        return self._submitted(step).result()
+
+    def _submitted(self, step: int) -> Future[_Buffer]:
+        assert self._reader is not None
+        with deferred():  # the first one starts the thread, which the reader must know of
+            return self._reader.submit(self._fill, step, self._buffer())
 
     def _fill(self, step: int, buffer: _Buffer) -> _Buffer:
         with torch.no_grad():

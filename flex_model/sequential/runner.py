@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from flex_model.sequential import checks
 from flex_model.sequential import targets as choosing
 from flex_model.sequential.activations import ActivationKeeper
 from flex_model.sequential.engine import Batch, Engine, Reports
+from flex_model.sequential.interrupts import Cleanup, deferred
 from flex_model.sequential.loaded import device_of, loaded, moved, needs_loading, weights_of_hooks
 from flex_model.sequential.progress import Progress
 from flex_model.sequential.store import ActivationStore, StoredRecords
@@ -134,24 +134,28 @@ def run(
     found = choosing.choose(module, targets, targets_per_step)
     checks.check_not_compiled(module, found)
     result = RunResult()
-    with contextlib.ExitStack() as stack:
+    with Cleanup() as stack:
         place = device_of(module, device)
         is_loaded = weights is not None or needs_loading(module, device, place)
-        if is_loaded:
-            stack.enter_context(torch.no_grad())
         hooks = loader = keeper = records = None
-        if core is not None:
-            model._check_open()  # type: ignore[operator]
-            hooks = stack.enter_context(BatchRuns(core, core.table.choice(groups, complement)))
-        if core is not None and store is not None:
-            records = stack.enter_context(StoredRecords(store, core))
-        if is_loaded:
-            wanted = [] if core is None else weights_of_hooks(core)
-            loader = stack.enter_context(loaded(module, found, weights, place, prefetch, wanted))
-        if offload_activations != "none":
-            keeper = ActivationKeeper(module, offload_activations, offload_dir)
-            stack.callback(keeper.close)
-        bar = stack.enter_context(Progress(progress, batches, window, found, loader))
+        with deferred():  # so that nothing begins of which the stack does not know
+            if is_loaded:
+                stack.enter_context(torch.no_grad())
+            if core is not None:
+                model._check_open()  # type: ignore[operator]
+                hooks = stack.enter_context(BatchRuns(core, core.table.choice(groups, complement)))
+            if core is not None and store is not None:
+                records = stack.enter_context(StoredRecords(store, core))
+            if is_loaded:
+                wanted = [] if core is None else weights_of_hooks(core)
+                made = loaded(module, found, weights, place, prefetch, wanted)
+                loader = stack.enter_context(made)
+            if offload_activations != "none":
+                keeper = ActivationKeeper(module, offload_activations, offload_dir)
+                stack.callback(keeper.close)
+            bar = stack.enter_context(Progress(progress, batches, window, found, loader))
+        if loader is not None:
+            loader.load_resident()
 
         def deliver(batch: Batch) -> None:
             output, batch.call.value = batch.call.value, None

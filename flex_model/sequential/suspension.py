@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from flex_model.sequential.interrupts import deferred
 from flex_model.sequential.thread_state import CallerState
 
 _POLL_S = 0.1
@@ -32,7 +33,11 @@ class Threads:
         self._idle: list[_Worker] = []
 
     def take(self) -> _Worker:
-        return self._idle.pop() if self._idle else _Worker()
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.thread.is_alive():
+                return worker
+        return _Worker()
 
     def give_back(self, worker: _Worker) -> None:
         self._idle.append(worker)
@@ -54,9 +59,11 @@ class _Worker:
         self.thread.start()
 
     def _work(self) -> None:
-        while (job := self.jobs.get()) is not None:
-            job()
-            del job  # and with it a batch
+        # An interruption of a call may come when it is just over: the run ends all the same.
+        with contextlib.suppress(KeyboardInterrupt):
+            while (job := self.jobs.get()) is not None:
+                job()
+                del job  # and with it a batch
 
 
 class SuspendedCall:
@@ -123,11 +130,12 @@ class SuspendedCall:
     def _run_on(self) -> BaseException | None:
         """Let it go on and wait; what interrupted the wait."""
         interruption: BaseException | None = None
-        self._turn = self._turns_taken + 1
         if self._worker is None:
-            self._worker = self._threads.take()
-            self._worker.jobs.put(functools.partial(self._caller.context.copy().run, self._run))
+            with deferred():
+                self._worker = self._threads.take()
+                self._worker.jobs.put(functools.partial(self._caller.context.copy().run, self._run))
         thread = self._worker.thread
+        self._turn = self._turns_taken + 1
         while self._turns_taken != self._turn:
             try:
                 _wake(self._go)
@@ -145,6 +153,8 @@ class SuspendedCall:
     def _run(self) -> None:
         try:
             self._await_turn()
+            if self._is_abandoned:
+                raise AbandonedError
             with self._caller.entered():
                 self.value = self._function()
         except BaseException as error:

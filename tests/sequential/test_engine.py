@@ -1,6 +1,8 @@
 """Suspended runs against plain loops over the batches: the same bits."""
 
 import contextlib
+import copy
+import random
 import threading
 import time
 
@@ -357,6 +359,29 @@ def test_ctrl_c_ends_the_run(where):
     assert time.monotonic() - start < 5
     assert_nothing_left(model)
     assert len(sequential.run(Stack(2), BATCHES)) == len(BATCHES)
+
+
+def test_ctrl_c_at_any_moment_leaves_nothing():
+    pytest.importorskip("safetensors")
+    model = Stack(4)
+    expected, state = [model(batch).detach() for batch in BATCHES], model.state_dict()
+    flex = FlexModel(copy.deepcopy(model).to("meta"), {})
+    flex.register_forward_hook(HookFunction("blocks.2"))
+    before = [id(parameter) for parameter in flex.module.parameters()]
+    hooks, chance, num_interrupted = len(torch_hooks(flex.module)), random.Random(0), 0
+    for _ in range(60):
+        interrupt_main_thread_after(chance.uniform(0, 0.02))
+        with contextlib.suppress(KeyboardInterrupt):
+            try:
+                outputs = sequential.run(flex, BATCHES, weights=state, window=2)
+                assert all(torch.equal(one, other) for one, other in zip(outputs, expected))
+            except KeyboardInterrupt:
+                num_interrupted += 1
+            time.sleep(0.03)  # for the interruption, if it is still to come
+        assert [id(parameter) for parameter in flex.module.parameters()] == before
+        assert len(torch_hooks(flex.module)) == hooks
+        assert not any(t.name.startswith("flex_model") for t in threading.enumerate())
+    assert num_interrupted > 5
 
 
 def test_a_model_that_swallows_its_end_is_ended():
