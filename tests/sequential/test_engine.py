@@ -339,7 +339,9 @@ def interrupt_main_thread_after(seconds):
         time.sleep(seconds)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-    threading.Thread(target=interrupt, name="interrupter").start()
+    thread = threading.Thread(target=interrupt, name="interrupter")
+    thread.start()
+    return thread
 
 
 @pytest.mark.parametrize("where", ["python code", "many short steps"])
@@ -370,14 +372,14 @@ def test_ctrl_c_at_any_moment_leaves_nothing():
     before = [id(parameter) for parameter in flex.module.parameters()]
     hooks, chance, num_interrupted = len(torch_hooks(flex.module)), random.Random(0), 0
     for _ in range(60):
-        interrupt_main_thread_after(chance.uniform(0, 0.02))
+        interrupter = interrupt_main_thread_after(chance.uniform(0, 0.02))
         with contextlib.suppress(KeyboardInterrupt):
             try:
                 outputs = sequential.run(flex, BATCHES, weights=state, window=2)
                 assert all(torch.equal(one, other) for one, other in zip(outputs, expected))
             except KeyboardInterrupt:
                 num_interrupted += 1
-            time.sleep(0.03)  # for the interruption, if it is still to come
+            interrupter.join()  # the interruption may still be to come
         assert [id(parameter) for parameter in flex.module.parameters()] == before
         assert len(torch_hooks(flex.module)) == hooks
         assert not any(t.name.startswith("flex_model") for t in threading.enumerate())
