@@ -73,12 +73,18 @@ def trace_subgraphs(
         TraceError: the model does not trace, a target is missing or called twice, or the subgraphs
             do not equal the model, on the sample or on other shapes. ``run`` traces nothing, and is
             exact for these too.
-        ValueError: no target, or an argument that the model needs is missing.
+        ValueError: no target, a model on meta, or an argument that the model needs is missing.
     """
     targets = match_modules(model, list(sequential_targets))
     if not targets:
         raise ValueError(
             f"trace_subgraphs: {list(sequential_targets)} match no module of {type(model).__name__}"
+        )
+    meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if meta is not None:
+        raise ValueError(
+            f"trace_subgraphs compares what it traced with the model itself, and {meta!r} is on "
+            "meta; load the model, or use sequential.run(model, batches, weights=...)"
         )
     concrete_args = populate_concrete_args(model, sample_input)
     with trace_check.quiet(model):

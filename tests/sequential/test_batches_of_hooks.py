@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 
+import families
 import pytest
 import torch
 from test_engine import BATCHES, Stack, assert_nothing_left, halve
@@ -64,6 +65,27 @@ def test_records_are_in_batch_order_then_call_order():
     assert found["mine"] == [1]
     sequential.run(flex, BATCHES[:1])
     assert len(found["blocks.0"]) == 2  # begun afresh
+
+
+def test_the_root_inputs_of_targets_and_generation():
+    pytest.importorskip("transformers")
+
+    def generate(model, batch):
+        return model.generate(**batch, max_new_tokens=3, do_sample=False, pad_token_id=0)
+
+    flex = FlexModel(families.llama(), found := {})
+    flex.register_forward_hook(hook(""))
+    flex.register_forward_pre_hook(hook("model.layers.1", halve, output_name="before"))
+    flex.register_forward_hook(hook("model.layers.1", halve))
+    with torch.no_grad():
+        outputs = sequential.run(flex, families.TEXTS, call=generate, window=3)
+        records = {name: iter(list(values)) for name, values in found.items()}
+        for output, batch in zip(outputs, families.TEXTS):
+            assert torch.equal(output, generate(flex, batch))
+            for name, values in found.items():
+                assert len(values) == 3
+                assert all(torch.equal(value, next(records[name])) for value in values)
+    assert all(next(rest, None) is None for rest in records.values())
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,18 @@ def test_no_target_and_a_missing_argument():
         trace_subgraphs(Stack(), {"x": BATCHES[0]}, ["Conv2d"])
     with pytest.raises(ValueError, match="forward needs 'x'"):
         trace_subgraphs(Stack(), {}, ["Linear"])
+    with pytest.raises(ValueError, match="'blocks.0.weight' is on meta"):
+        trace_subgraphs(Stack().to("meta"), {"x": BATCHES[0]}, ["Linear"])
+
+
+def test_a_tracer_without_a_sample_is_that_of_torch():
+    model = Stack(2)
+    ancestors = sequential.get_sequential_ancestors(model, set(model.blocks))
+    graph = SequentialTracer(ancestors, {model}).trace(model)
+    assert [node.target for node in graph.nodes if node.op == "call_module"] == [
+        "blocks.0",
+        "blocks.1",
+    ]
 
 
 def test_hooks_do_not_run_while_tracing_and_are_there_afterwards():
