@@ -31,6 +31,7 @@ class BatchRun:
         records: By name, those that wait for the batches before this one.
     """
 
+    index: int
     save_ctx: Namespace
     seed: int
     choice: tuple[Choice, Choice]
@@ -51,7 +52,7 @@ class BatchRuns:
         self._core = core
         self._choice = choice
         self._generator = torch.Generator()
-        self._num_consumed = 0
+        self._num_made = self._num_consumed = 0
 
     def __enter__(self) -> BatchRuns:
         core = self._core
@@ -77,7 +78,9 @@ class BatchRuns:
     def made(self) -> BatchRun:
         """A batch that has not begun."""
         core = self._core
-        return BatchRun(Namespace(**vars(core.save_ctx)), self._next_seed(), core.table.choices)
+        save_ctx = Namespace(**vars(core.save_ctx))
+        index, seed = self._num_made, self._next_seed()
+        return BatchRun(index, save_ctx, seed, core.table.choices)
 
     def skip(self, num_batches: int) -> None:
         """As if this many batches had been made."""
@@ -85,6 +88,7 @@ class BatchRuns:
             self._next_seed()
 
     def _next_seed(self) -> int:
+        self._num_made += 1
         with _default_state(self._generator):
             seed = seed_of_state()
             advance_generator()  # as if the edits of every batch drew numbers
@@ -96,7 +100,7 @@ class BatchRuns:
         Collective where hooks are active.
         """
         run = self._core.begin(self._choice)
-        run.save_ctx, run.seed = batch.save_ctx, batch.seed
+        run.save_ctx, run.seed, run.batch = batch.save_ctx, batch.seed, batch.index
         try:
             yield
         except BaseException as error:

@@ -25,6 +25,7 @@ from flex_model.distributed.channel import Channel, agreed, is_agreed
 from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.mesh import Mesh
 from flex_model.errors import HookError, see
+from flex_model.hooks.backward_order import BackwardOrder
 from flex_model.hooks.call import HookCaller
 from flex_model.hooks.context import Call, RunContext, advance_generator, next_sequence
 from flex_model.hooks.function import HookFunction
@@ -65,6 +66,7 @@ class HookCore:
         self.mesh = mesh
         self.channel = Channel(mesh, timeout_s, _device_of(module))
         self.records = Records(output_ptr, self.channel, output_ranks)
+        self.backward_order = BackwardOrder(output_ptr)
         self.parameters = Parameters(module, self.channel)
         self.tracking = Tracking(module, self.channel)
         self.caller = HookCaller(
@@ -492,8 +494,11 @@ class HookCore:
                     is_followed=is_followed,
                     activation=activation,
                 )
+                name = registration.hook_function.record_name
+                position = self.backward_order.position(name)
                 try:
                     grad = self.caller.gradient(call, grad)
+                    self.backward_order.note(name, position, run.batch)
                 except Exception as error:
                     self.hook_failed(registration, error)
             return grad
@@ -529,6 +534,7 @@ class HookCore:
         if run.backward_task == task or task == -1:
             return
         run.backward_task = task
+        self.backward_order.begins(task)
         core = self
 
         def end() -> None:
@@ -536,6 +542,7 @@ class HookCore:
             if core.is_closed:
                 return
             core._deliver(run, "end of the backward")
+            core.backward_order.ends()
 
         torch.autograd.Variable._execution_engine.queue_callback(end)
 

@@ -152,6 +152,21 @@ def test_trainable_modules_and_gradients():
         assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+def test_records_of_one_backward_are_in_batch_order():
+    flex = FlexModel(Stack(3, order=(0, 1, 0, 2)), found := {})
+    flex.register_full_backward_pre_hook(hook("blocks.0", output_name="looked"))
+    flex.register_full_backward_hook(hook("blocks.2", halve, output_name="edited"))
+    outputs = sequential.run(flex, BATCHES)
+    sum(output.square().sum() for output in outputs).backward()
+    records = {name: list(values) for name, values in found.items()}
+    assert [len(x) for x in records["edited"]] == [len(batch) for batch in BATCHES]
+    assert [len(x) for x in records["looked"]] == [len(b) for b in BATCHES for _ in range(2)]
+    for i, batch in enumerate(BATCHES):
+        flex(batch).square().sum().backward()
+        assert_close(found["edited"], records["edited"][i : i + 1])
+        assert_close(found["looked"], records["looked"][2 * i : 2 * i + 2])
+
+
 def test_random_edits_draw_what_they_draw_in_a_loop():
     def noise(module, x, save_ctx, modules):
         return x + torch.randn_like(x) + torch.rand(())

@@ -166,3 +166,20 @@ def test_an_edit_that_fails_on_one_rank_is_an_error_on_both():
     for output, batch in zip(outputs, BATCHES):
         assert_close(output, unsharded()(batch))
     flex.restore()
+
+
+@pytest.mark.ranks(2)
+def test_gradients_are_recorded_in_batch_order():
+    records = {}
+    for name in ("tp", "unsharded"):
+        settings = SHARDED["tp"].sizes if name == "tp" else {"output_ranks": "all"}
+        if name == "unsharded":
+            settings["process_group"] = models.mesh(2, 1)["tp"].get_group()
+        model = SHARDED["tp"].shard(unsharded()) if name == "tp" else unsharded()
+        flex = FlexModel(model, records.setdefault(name, {}), **settings)
+        flex.register_full_backward_pre_hook(HookFunction("blocks.1.fc1"))
+        outputs = sequential.run(flex, BATCHES)
+        sum(output.square().sum() for output in outputs).backward()
+        flex.restore()
+    if dist.get_rank() == 0:
+        assert_close(records["tp"]["blocks.1.fc1"], records["unsharded"]["blocks.1.fc1"])

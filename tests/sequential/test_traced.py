@@ -221,7 +221,7 @@ def test_no_target_and_a_missing_argument():
         trace_subgraphs(Stack(), {"x": BATCHES[0]}, ["Conv2d"])
     with pytest.raises(ValueError, match="forward needs 'x'"):
         trace_subgraphs(Stack(), {}, ["Linear"])
-    with pytest.raises(ValueError, match="'blocks.0.weight' is on meta"):
+    with pytest.raises(ValueError, match=r"'blocks\.0\.weight' is on meta"):
         trace_subgraphs(Stack().to("meta"), {"x": BATCHES[0]}, ["Linear"])
 
 
