@@ -79,7 +79,7 @@ def run(
         model: A module, or a FlexModel, whose hooks run. ``save_ctx`` of an editing function is its
             batch's own, begun as a shallow copy of ``flex.save_ctx``; ``flex.shared_ctx`` is one
             for all. ``output_ptr`` is in batch order, then call order.
-        batches: Read a window at a time. A Mapping is called as ``model(**batch)``, a tuple or list
+        batches: Read a window at a time, and the first of the next. A Mapping is called as ``model(**batch)``, a tuple or list
             as ``model(*batch)``, anything else as ``model(batch)``. Shapes may differ.
         targets: ``"auto"`` (the model's ``_no_split_modules``, else the members of its largest
             ModuleList), or names, class names and ``re:`` patterns, as in ``match_modules``.
@@ -153,7 +153,8 @@ def run(
             if offload_activations != "none":
                 keeper = ActivationKeeper(module, offload_activations, offload_dir)
                 stack.callback(keeper.close)
-            bar = stack.enter_context(Progress(progress, batches, window, found, loader))
+            is_shown = progress and (core is None or core.channel.mesh.rank == 0)
+            bar = stack.enter_context(Progress(is_shown, batches, window, found, loader))
         if loader is not None:
             loader.load_resident()
 
