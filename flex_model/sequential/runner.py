@@ -79,8 +79,9 @@ def run(
         model: A module, or a FlexModel, whose hooks run. ``save_ctx`` of an editing function is its
             batch's own, begun as a shallow copy of ``flex.save_ctx``; ``flex.shared_ctx`` is one
             for all. ``output_ptr`` is in batch order, then call order.
-        batches: Read a window at a time, and the first of the next. A Mapping is called as ``model(**batch)``, a tuple or list
-            as ``model(*batch)``, anything else as ``model(batch)``. Shapes may differ.
+        batches: Read a window at a time, and the first of the next one. A Mapping is called as
+            ``model(**batch)``, a tuple or list as ``model(*batch)``, anything else as
+            ``model(batch)``. Shapes may differ.
         targets: ``"auto"`` (the model's ``_no_split_modules``, else the members of its largest
             ModuleList), or names, class names and ``re:`` patterns, as in ``match_modules``.
         weights: None: the model's own. Else a safetensors file, a Hugging Face folder or a

@@ -30,6 +30,7 @@ class Threads:
     """
 
     def __init__(self) -> None:
+        self._all: list[_Worker] = []
         self._idle: list[_Worker] = []
 
     def take(self) -> _Worker:
@@ -37,18 +38,19 @@ class Threads:
             worker = self._idle.pop()
             if worker.thread.is_alive():
                 return worker
-        return _Worker()
+        worker = _Worker()
+        self._all.append(worker)
+        return worker
 
     def give_back(self, worker: _Worker) -> None:
         self._idle.append(worker)
 
     def close(self) -> None:
-        """End those that were given back; they are gone then."""
-        for worker in self._idle:
+        """End them all, when their calls are done; they are gone then."""
+        for worker in self._all:
             worker.jobs.put(None)
-        while self._idle:
-            self._idle[-1].thread.join()
-            self._idle.pop()
+        for worker in self._all:
+            worker.thread.join()
 
 
 class _Worker:

@@ -355,10 +355,10 @@ def test_ctrl_c_ends_the_run(where):
 
     model = Endless(2)
     start = time.monotonic()
-    interrupt_main_thread_after(0.3)
     with pytest.raises(KeyboardInterrupt):
+        interrupt_main_thread_after(0.3)
         sequential.run(model, BATCHES)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     assert_nothing_left(model)
     assert len(sequential.run(Stack(2), BATCHES)) == len(BATCHES)
 
@@ -372,8 +372,8 @@ def test_ctrl_c_at_any_moment_leaves_nothing():
     before = [id(parameter) for parameter in flex.module.parameters()]
     hooks, chance, num_interrupted = len(torch_hooks(flex.module)), random.Random(0), 0
     for _ in range(60):
-        interrupter = interrupt_main_thread_after(chance.uniform(0, 0.02))
         with contextlib.suppress(KeyboardInterrupt):
+            interrupter = interrupt_main_thread_after(chance.uniform(0, 0.02))
             try:
                 outputs = sequential.run(flex, BATCHES, weights=state, window=2)
                 assert all(torch.equal(one, other) for one, other in zip(outputs, expected))
