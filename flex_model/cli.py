@@ -1,4 +1,4 @@
-"""The command line: ``python -m flex_model inspect | doctor``; ``--help`` after each tells more."""
+"""The command line: ``python -m flex_model inspect | doctor | harvest``; ``--help`` tells more."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from flex_model.diagnostics import doctor
 from flex_model.distributed.layout import Shape
 from flex_model.inspection import offline
+from flex_model.sequential.command import add_harvest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,6 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_inspect(commands)
     _add_doctor(commands)
+    add_harvest(commands)
     options = parser.parse_args(arguments)
     try:
         return int(options.run(options))

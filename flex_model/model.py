@@ -68,7 +68,9 @@ class FlexModel(nn.Module):
     Attributes:
         module: The wrapped model.
         output_ptr: The very dict given.
-        save_ctx: A ``Namespace`` for editing functions to keep things in, from run to run.
+        save_ctx: A ``Namespace`` for editing functions to keep things in, from run to run; in a
+            sequential run, the batch's own.
+        shared_ctx: A ``Namespace`` that all batches of sequential runs share.
         trainable_modules: ``nn.ModuleDict`` of modules that editing functions can use and train.
         hook_functions: Registered hooks by module name.
         tp_size, pp_size, dp_size: Sizes of the axes.
@@ -123,6 +125,7 @@ class FlexModel(nn.Module):
             float(timeout),
         )
         self.__dict__["_core"] = core
+        self.shared_ctx = Namespace()
         self.__dict__["_finalizer"] = weakref.finalize(self, core.close)
 
     @property
@@ -131,7 +134,8 @@ class FlexModel(nn.Module):
 
     @property
     def save_ctx(self) -> Namespace:
-        return self._core.save_ctx
+        run = self._core.run
+        return self._core.save_ctx if run is None or run.save_ctx is None else run.save_ctx
 
     @property
     def tp_size(self) -> int:

@@ -92,6 +92,17 @@ def test_fsdp2(tmp_path):
 
 
 @pytest.mark.slow
+def test_harvest_of_a_model_larger_than_its_memory(tmp_path):
+    pytest.importorskip("transformers")
+    output = run(tmp_path, "harvest_sequential.py", "--quiet")
+    facts = {line[:16].strip(): line[16:] for line in output.splitlines()}
+    assert int(facts["model"].split()[0]) > 700
+    assert int(facts["peak memory"].split()[0]) <= 250
+    assert facts["layer loads"] == "32 for 16 batches"
+    assert output.splitlines()[-1] == "equal to the full forward"
+
+
+@pytest.mark.slow
 def test_training_script_saves_a_model_that_loads(tmp_path):
     transformers = pytest.importorskip("transformers")
     output = run(tmp_path, "train_induction_model.py", "--steps", "3", "--out", "model")

@@ -40,6 +40,8 @@ class RunContext:
             before the last.
         backward_task: The backward pass at whose end its records will be delivered; -1 if none goes
             on.
+        save_ctx, batch: Of a batch that is run beside others: its own, and its number; None: the
+            wrapper's.
     """
 
     active: frozenset[int] = frozenset()
@@ -54,6 +56,8 @@ class RunContext:
     first_node: int = 0
     last_node: int = 2**63
     backward_task: int = -1
+    save_ctx: Namespace | None = None
+    batch: int | None = None
 
     def holds(self, node: object) -> bool:
         """Whether an autograd node was made during this run."""

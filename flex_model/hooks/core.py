@@ -24,7 +24,8 @@ from flex_model import _C
 from flex_model.distributed.channel import Channel, agreed, is_agreed
 from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.mesh import Mesh
-from flex_model.errors import HookError
+from flex_model.errors import HookError, see
+from flex_model.hooks.backward_order import BackwardOrder
 from flex_model.hooks.call import HookCaller
 from flex_model.hooks.context import Call, RunContext, advance_generator, next_sequence
 from flex_model.hooks.function import HookFunction
@@ -65,6 +66,7 @@ class HookCore:
         self.mesh = mesh
         self.channel = Channel(mesh, timeout_s, _device_of(module))
         self.records = Records(output_ptr, self.channel, output_ranks)
+        self.backward_order = BackwardOrder(output_ptr)
         self.parameters = Parameters(module, self.channel)
         self.tracking = Tracking(module, self.channel)
         self.caller = HookCaller(
@@ -86,7 +88,8 @@ class HookCore:
         self.is_compiled, self._has_new_hooks = False, False
         self._look_for_compiled()
         self._root_handles: list[Any] = []
-        self._thread: int | None = None
+        self.thread: int | None = None  # that runs the model now
+        self.resting: Choice = EVERYTHING  # what is chosen between runs
         self._deferred: _Deferred | None = None  # a run that begins with the first module it runs
         self.is_closed = False
         serves_records = self.channel.is_local and self.records.keeps
@@ -189,7 +192,7 @@ class HookCore:
         keeps = not torch.is_grad_enabled()
         self.table.choose(choice, self.table.choices[1] if keeps else choice)
         run = RunContext(self.table.active, direct_depth=int(direct), first_node=next_sequence())
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         self.tracking.reset()
         self.channel.meter.clear()
         self.run = run
@@ -252,7 +255,7 @@ class HookCore:
         run.outer_error = None
         self.run = None
         self.table.dispatcher.in_run = False
-        self.table.choose(EVERYTHING, self.table.choices[1])
+        self.table.choose(self.resting, self.table.choices[1])
 
     def _fail_run(self, run: RunContext, error: BaseException) -> None:
         self.records.forget(run)
@@ -405,9 +408,26 @@ class HookCore:
         node = torch._C._current_autograd_node()
         if node is None:
             return self._runs[-1] if self._runs else None
-        if self._runs and node._sequence_nr() >= self._runs[-1].last_node:
+        found = [run for run in reversed(self._runs) if run.holds(node)]
+        if self.run in found:
+            return self.run
+        if len(found) > 1 and any(run.save_ctx is not None for run in found):
+            raise HookError(
+                "the model is computed once more in backward (checkpointing) after a sequential "
+                "run, and which batch it is for is not known: each was run in a thread of its own, "
+                "and autograd numbers nodes by thread; call backward inside the batch's own call "
+                "(sequential.run(..., call=...)), or do without checkpointing; "
+                + see("which-batch-is-computed-once-more-is-not-known")
+            )
+        last = self._last_run
+        if not found and last is not None and node._sequence_nr() >= last.last_node:
             return self._lone_run()  # a part of the model that was called on its own
-        return next((run for run in reversed(self._runs) if run.holds(node)), None)
+        return found[0] if found else None
+
+    @property
+    def _last_run(self) -> RunContext | None:
+        """The last one of this wrap; not that of a batch, which numbers nodes for itself."""
+        return next((run for run in reversed(self._runs) if run.save_ctx is None), None)
 
     def chosen_now(self, registrations: Sequence[Registration]) -> Sequence[Registration]:
         """Of active hooks, those that a recomputed forward had too."""
@@ -418,8 +438,8 @@ class HookCore:
 
     def _check_thread(self, registration: Registration) -> None:
         if (
-            self._thread is not None
-            and self._thread != threading.get_ident()
+            self.thread is not None
+            and self.thread != threading.get_ident()
             and self.run is not None
         ):
             raise HookError(
@@ -474,8 +494,11 @@ class HookCore:
                     is_followed=is_followed,
                     activation=activation,
                 )
+                name = registration.hook_function.record_name
+                position = self.backward_order.position(name)
                 try:
                     grad = self.caller.gradient(call, grad)
+                    self.backward_order.note(name, position, run.batch)
                 except Exception as error:
                     self.hook_failed(registration, error)
             return grad
@@ -486,7 +509,7 @@ class HookCore:
         """For a part of the model that is called on its own: the nodes since the last run are its
         own too.
         """
-        first_node = self._runs[-1].last_node if self._runs else 0
+        first_node = 0 if self._last_run is None else self._last_run.last_node
         run = RunContext(self.table.active, set(self.table.active), first_node=first_node)
         run.last_node = next_sequence() + 1
         self._runs.append(run)
@@ -496,9 +519,7 @@ class HookCore:
         """The hooks on a parameter's gradient; the gradient that goes on."""
         if self.is_closed:
             return grad
-        run = (
-            self.run if self.run is not None else self._runs[-1] if self._runs else self._lone_run()
-        )
+        run = self.run or self._last_run or self._lone_run()
         self._expect_end_of_backward(run)
         for registration in registrations:
             try:
@@ -513,6 +534,7 @@ class HookCore:
         if run.backward_task == task or task == -1:
             return
         run.backward_task = task
+        self.backward_order.begins(task)
         core = self
 
         def end() -> None:
@@ -520,6 +542,7 @@ class HookCore:
             if core.is_closed:
                 return
             core._deliver(run, "end of the backward")
+            core.backward_order.ends()
 
         torch.autograd.Variable._execution_engine.queue_callback(end)
 

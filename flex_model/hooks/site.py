@@ -226,6 +226,11 @@ class ModuleSite:
             groups.setdefault(registration.hook_function.unpack_idx, []).append(registration)
         return list(groups.items())
 
+    def exchange_calls(self, calls: list[Any]) -> list[Any]:
+        """Put the calls under way of another batch in the place of those that are there."""
+        before, self._entered = self._entered, calls
+        return before
+
     def forget_calls(self) -> None:
         """Drop what calls that ended in an exception left behind."""
         self._entered.clear()

@@ -191,6 +191,14 @@ class HookTable:
             if registration.index in indices:
                 self._output_ptr.pop(registration.hook_function.record_name, None)
 
+    def exchange_calls(self, calls: dict[int, Any]) -> dict[int, Any]:
+        """Put the calls under way of another batch in the place of those that are there."""
+        return {
+            key: before
+            for key, site in self._modules.items()
+            if (before := site.exchange_calls(calls.get(key, [])))
+        }
+
     def forget_calls(self) -> None:
         """Drop what calls that ended in an exception left behind."""
         for site in self._modules.values():

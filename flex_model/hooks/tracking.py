@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,16 +28,32 @@ _SAMPLE = 4096  # elements of a weight that are compared between ranks
 _MAX_DIMS = 16
 
 
+@dataclass(eq=False)
+class FollowedForward:
+    """What is known of the forward that goes on.
+
+    Attributes:
+        depth: Of the wrapped module's calls inside itself.
+        numbers: By registration index: how often the hook was called.
+    """
+
+    tracker: LayoutTracker | None = None
+    depth: int = 0
+    numbers: dict[int, int] = field(default_factory=dict)
+
+
 class Tracking:
-    """Of one wrap. ``begin`` and ``end`` bracket a forward of the wrapped module."""
+    """Of one wrap. ``begin`` and ``end`` bracket a forward of the wrapped module.
+
+    Attributes:
+        forward: Exchanged with that of another batch where several are under way.
+    """
 
     def __init__(self, root: nn.Module, channel: Channel) -> None:
         self._root = root
         self._channel = channel
-        self._tracker: LayoutTracker | None = None
         self._forwards_left = 0
-        self._depth = 0
-        self._numbers: dict[int, int] = {}
+        self.forward = FollowedForward()
 
     def hooks_changed(self) -> None:
         """There may be layouts to find."""
@@ -44,32 +61,32 @@ class Tracking:
 
     def begin(self, args: Any, kwargs: Any, active: Iterable[Registration]) -> None:
         """A forward of the wrapped module begins. Collective where layouts are to be found."""
-        self._depth += 1
-        if self._depth > 1:
+        self.forward.depth += 1
+        if self.forward.depth > 1:
             return
-        self._numbers.clear()
+        self.forward.numbers.clear()
         if self._is_wanted(active):
             self._forwards_left -= 1
             tracker = LayoutTracker(self._channel.mesh)
             self.seed(tracker, list(tensors_of((args, kwargs))))
             tracker.__enter__()
-            self._tracker = tracker
+            self.forward.tracker = tracker
 
     def end(self) -> None:
         """The forward that began last is over."""
-        self._depth = max(0, self._depth - 1)
-        if self._depth == 0:
+        self.forward.depth = max(0, self.forward.depth - 1)
+        if self.forward.depth == 0:
             self._leave()
 
     def reset(self) -> None:
         """A run begins or is over, whatever became of its forwards."""
-        self._depth = 0
-        self._numbers.clear()
+        self.forward.depth = 0
+        self.forward.numbers.clear()
         self._leave()
 
     def _leave(self) -> None:
-        if self._tracker is not None:
-            tracker, self._tracker = self._tracker, None
+        if self.forward.tracker is not None:
+            tracker, self.forward.tracker = self.forward.tracker, None
             tracker.__exit__(None, None, None)
 
     def _is_wanted(self, active: Iterable[Registration]) -> bool:
@@ -84,27 +101,27 @@ class Tracking:
 
     def number(self, registration: Registration) -> int:
         """Which call of the hook this is in the forward that goes on."""
-        number = self._numbers.get(registration.index, 0)
-        self._numbers[registration.index] = number + 1
+        number = self.forward.numbers.get(registration.index, 0)
+        self.forward.numbers[registration.index] = number + 1
         return number
 
     @property
     def is_following(self) -> bool:
         """Whether the forward that goes on is followed."""
-        return self._tracker is not None
+        return self.forward.tracker is not None
 
     def splits(self, tensor: Tensor) -> Splits:
         """How the tensor is split, as far as it was followed. Local."""
-        return UNKNOWN if self._tracker is None else self._tracker.splits(tensor)
+        return UNKNOWN if self.forward.tracker is None else self.forward.tracker.splits(tensor)
 
     def note(self, tensor: Tensor, layout: ShardLayout) -> None:
         """What a hook found, or put in place of a tensor, is split like this. Local."""
-        if self._tracker is not None:
-            self._tracker.note_layout(tensor, layout)
+        if self.forward.tracker is not None:
+            self.forward.tracker.note_layout(tensor, layout)
 
     def paused(self) -> AbstractContextManager[None]:
         """What runs inside is no part of the model."""
-        return nullcontext() if self._tracker is None else self._tracker.paused()
+        return nullcontext() if self.forward.tracker is None else self.forward.tracker.paused()
 
     # What is known at the start.
 

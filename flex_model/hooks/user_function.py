@@ -38,7 +38,9 @@ class UserFunction:
         assert function.editing_function is not None
         number = _number_of(call, leaf)
         seed = seed_of_call(call.run.seed or 0, call.registration.seed, number)
-        save_ctx = throw_away(self._save_ctx) if call.is_replay else self._save_ctx
+        save_ctx = self._save_ctx if call.run.save_ctx is None else call.run.save_ctx
+        if call.is_replay:
+            save_ctx = throw_away(save_ctx)
         version = full._version
         expected = _kind_of(full)
         function.parameters = parameters

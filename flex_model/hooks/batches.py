@@ -1,0 +1,165 @@
+"""The runs of several batches that are under way at once, one of them going on at a time.
+
+A suspended batch keeps what belongs to its run: hooks that are being run, the numbers of its
+calls, the layouts that are followed, ``save_ctx``, and its records, which join those of the user
+in the order of the batches. Random edits draw what they draw in a plain loop over the batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flex_model.hooks.context import RunContext, advance_generator, seed_of_state
+from flex_model.hooks.core import HookCore
+from flex_model.hooks.table import EVERYTHING, Choice
+from flex_model.hooks.tracking import FollowedForward
+
+
+@dataclass(eq=False)
+class BatchRun:
+    """What the hook core keeps of one batch while another one goes on.
+
+    Attributes:
+        save_ctx: The batch's own, for its editing functions.
+        records: By name, those that wait for the batches before this one.
+    """
+
+    index: int
+    save_ctx: Namespace
+    seed: int
+    choice: tuple[Choice, Choice]
+    records: dict[str, list[Tensor]] = field(default_factory=dict)
+    run: RunContext | None = None
+    thread: int | None = None
+    in_run: bool = False
+    forward: FollowedForward = field(default_factory=FollowedForward)
+    calls: dict[int, list[Any]] = field(default_factory=dict)
+
+
+class BatchRuns:
+    """Use it as a context; inside, every batch is ``made``, ``goes_on`` any number of times, in
+    which one thread calls ``begin`` and ``end``, and is ``delivered``.
+    """
+
+    def __init__(self, core: HookCore, choice: Choice) -> None:
+        self._core = core
+        self._choice = choice
+        self._generator = torch.Generator()
+        self._num_made = self._num_consumed = 0
+
+    def __enter__(self) -> BatchRuns:
+        core = self._core
+        if core.run is not None or core.resting != EVERYTHING:
+            raise RuntimeError(
+                "sequential.run: a run of this FlexModel is going on; call it outside of forward, "
+                "active() and other sequential runs"
+            )
+        core.resting = self._choice
+        parameters = core.table.choices[1] if not torch.is_grad_enabled() else self._choice
+        core.table.choose(self._choice, parameters)
+        core.table.clear_records(core.table.active)
+        self._generator.set_state(torch.default_generator.get_state())
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        core = self._core
+        core.resting = EVERYTHING
+        core.table.choose(EVERYTHING, core.table.choices[1])
+        for _ in range(self._num_consumed):
+            advance_generator()
+
+    def made(self) -> BatchRun:
+        """A batch that has not begun."""
+        core = self._core
+        save_ctx = Namespace(**vars(core.save_ctx))
+        index, seed = self._num_made, self._next_seed()
+        return BatchRun(index, save_ctx, seed, core.table.choices)
+
+    def skip(self, num_batches: int) -> None:
+        """As if this many batches had been made."""
+        for _ in range(num_batches):
+            self._next_seed()
+
+    def _next_seed(self) -> int:
+        self._num_made += 1
+        with _default_state(self._generator):
+            seed = seed_of_state()
+            advance_generator()  # as if the edits of every batch drew numbers
+        return seed
+
+    @contextlib.contextmanager
+    def run(self, batch: BatchRun) -> Iterator[None]:
+        """The batch's run is what happens inside. Used once, in its thread, while it goes on.
+        Collective where hooks are active.
+        """
+        run = self._core.begin(self._choice)
+        run.save_ctx, run.seed, run.batch = batch.save_ctx, batch.seed, batch.index
+        try:
+            yield
+        except BaseException as error:
+            self._core.end(run, error)
+            raise
+        before = torch.default_generator.get_state()
+        self._core.end(run, None)
+        if not torch.equal(before, torch.default_generator.get_state()):
+            self._num_consumed += 1  # an edit drew, on whichever rank
+            torch.default_generator.set_state(before)  # not the model
+
+    @contextlib.contextmanager
+    def goes_on(self, batch: BatchRun) -> Iterator[None]:
+        """Inside, the core serves this batch, in the thread that the batch began in."""
+        core = self._core
+        core.run, core.thread = batch.run, batch.thread
+        core.table.dispatcher.in_run = batch.in_run
+        core.tracking.forward, others = batch.forward, core.tracking.forward
+        core.table.exchange_calls(batch.calls)
+        before = self._exchange_records(batch.records)
+        core.table.choose(*batch.choice)
+        try:
+            yield
+        finally:
+            batch.choice = core.table.choices
+            batch.records = self._exchange_records(before)
+            batch.calls = core.table.exchange_calls({})
+            batch.forward, core.tracking.forward = core.tracking.forward, others
+            batch.in_run, core.table.dispatcher.in_run = core.table.dispatcher.in_run, False
+            batch.run, batch.thread = core.run, core.thread
+            core.run = core.thread = None
+            core.table.choose(self._choice, core.table.choices[1])
+
+    def delivered(self, batch: BatchRun) -> None:
+        """Its records join the user's. Called in the order of the batches, when all is over."""
+        output_ptr = self._core.records.output_ptr
+        for name, records in batch.records.items():
+            output_ptr.setdefault(name, []).extend(records)
+        batch.records = {}
+
+    def _exchange_records(self, records: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+        """Put a batch's lists in the place of those that are there, which are returned."""
+        output_ptr = self._core.records.output_ptr
+        found = {}
+        for registration in self._core.table.registrations:
+            name = registration.hook_function.record_name
+            if name in output_ptr:
+                found[name] = output_ptr.pop(name)
+        output_ptr.update(records)
+        return found
+
+
+@contextlib.contextmanager
+def _default_state(generator: torch.Generator) -> Iterator[None]:
+    """Inside, torch's CPU generator stands where ``generator`` does, and that follows it."""
+    before = torch.default_generator.get_state()
+    torch.default_generator.set_state(generator.get_state())
+    try:
+        yield
+    finally:
+        generator.set_state(torch.default_generator.get_state())
+        torch.default_generator.set_state(before)

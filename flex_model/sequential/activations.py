@@ -1,0 +1,133 @@
+"""Where the activations of a suspended batch are: what it has given to the target that it waits at.
+
+Only memory that no other tensor shares is moved, and the tensor objects stay the same ones, since
+the functions that wait hold them too. A tensor on disk is a memory-mapped file meanwhile: whoever
+reads it after all, say another batch that shares a cached mask, reads the right values.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flex_model import _C
+from flex_model.sequential.engine import Batch
+
+_OWN = 2  # references to the storage of a lone tensor: the tensor's, and that of who asks
+
+
+@dataclass(frozen=True)
+class _Moved:
+    tensor: Tensor
+    device: torch.device  # where it was
+
+
+class ActivationKeeper:
+    """Of one run.
+
+    Args:
+        where: ``"cpu"`` or ``"disk"``.
+        folder: For ``"disk"``: where a folder for the run is made (default: the system's own).
+
+    Attributes:
+        bytes_moved: Bytes that were moved away.
+    """
+
+    def __init__(self, model: nn.Module, where: str, folder: str | Path | None) -> None:
+        self.bytes_moved = 0
+        self._model = model
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        if where == "disk":
+            if folder is not None:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+            self._folder = tempfile.TemporaryDirectory(prefix="activations-", dir=folder)
+
+    def put_away(self, batch: Batch) -> None:
+        """Move what the batch waits with."""
+        moved = [_Moved(tensor, tensor.device) for tensor in self._movable(batch)]
+        contents = [_memory_of(one.tensor) for one in moved]
+        self.bytes_moved += sum(content.nbytes for content in contents)
+        if self._folder is not None:
+            contents = self._on_disk(batch.index, contents)
+        else:
+            contents = [content.cpu() for content in contents]
+        for one, content in zip(moved, contents):
+            _give_memory(one.tensor, content)
+        batch.put_away = moved
+
+    def bring_back(self, batch: Batch) -> None:
+        """Put it where it was: in memory of its own, aligned as torch aligns it, on which the bits
+        of later results may depend.
+        """
+        for one in batch.put_away or ():
+            content = _memory_of(one.tensor)
+            is_there = content.device == one.device
+            _give_memory(one.tensor, content.clone() if is_there else content.to(one.device))
+        batch.put_away = None
+
+    def close(self) -> None:
+        """Delete what is on disk."""
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _movable(self, batch: Batch) -> Iterator[Tensor]:
+        """Tensors that the batch's functions alone hold, as far as can be seen."""
+        theirs = {id(tensor) for tensor in self._tensors_of_model()}
+        theirs |= {id(tensor) for tensor in _C.flatten(batch.arguments)[0]}
+        for tensor in _C.flatten(batch.inputs)[0]:
+            if type(tensor) is not Tensor or id(tensor) in theirs or tensor.requires_grad:
+                continue
+            if tensor.layout != torch.strided or not tensor.numel():
+                continue
+            if self._folder is None and tensor.device.type == "cpu":
+                continue
+            if torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == _OWN:
+                theirs.add(id(tensor))
+                yield tensor
+
+    def _tensors_of_model(self) -> Iterator[Tensor]:
+        """Parameters, buffers, and what modules keep in attributes: caches of masks and tables."""
+        yield from self._model.parameters()
+        yield from self._model.buffers()
+        for module in self._model.modules():
+            for name, value in vars(module).items():
+                if isinstance(value, Tensor):
+                    yield value
+                elif isinstance(value, (dict, list, tuple)) and not name.startswith("_"):
+                    items = value.values() if isinstance(value, dict) else value
+                    yield from (item for item in items if isinstance(item, Tensor))
+
+    def _on_disk(self, index: int, contents: list[Tensor]) -> list[Tensor]:
+        from safetensors import safe_open
+        from safetensors.torch import save_file
+
+        assert self._folder is not None
+        path = Path(self._folder.name, f"{index}.safetensors")
+        save_file({str(i): content.cpu() for i, content in enumerate(contents)}, path)
+        with safe_open(str(path), framework="pt") as file:
+            mapped = [file.get_tensor(str(i)) for i in range(len(contents))]
+        path.unlink()  # the disk has it as long as it is mapped, even after a kill
+        return mapped
+
+
+def _memory_of(tensor: Tensor) -> Tensor:
+    """All bytes of its storage."""
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        made = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        return made.set_(tensor.untyped_storage())
+
+
+def _give_memory(tensor: Tensor, content: Tensor) -> None:
+    """Have the tensor lie in these bytes, as it lies in its own."""
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        made: Any = torch.empty(0, dtype=tensor.dtype, device=content.device)
+        made.set_(
+            content.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
+        tensor.data = made

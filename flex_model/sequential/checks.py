@@ -1,0 +1,62 @@
+"""What can be wrong with the arguments of a sequential run, before its first batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from flex_model.hooks.core import HookCore
+from flex_model.sequential.store import ActivationStore
+from flex_model.sequential.targets import Target
+
+
+def check_counts(window: object, targets_per_step: object, prefetch: object) -> None:
+    for name, value, least in (
+        ("window", 1 if window is None else window, 1),
+        ("targets_per_step", targets_per_step, 1),
+        ("prefetch", prefetch, 0),
+    ):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(
+                f"sequential.run: {name} must be a whole number of at least {least}, got {value!r}"
+            )
+
+
+def check_offload(offload_activations: str, has_weights: bool) -> None:
+    if offload_activations not in ("none", "cpu", "disk"):
+        raise ValueError(
+            "sequential.run: offload_activations must be 'none', 'cpu' or 'disk', got "
+            f"{offload_activations!r}"
+        )
+    if offload_activations != "none" and torch.is_grad_enabled() and not has_weights:
+        raise ValueError(
+            f"sequential.run: offload_activations={offload_activations!r} needs gradients off, "
+            "since a graph holds activations where they are; run it under torch.no_grad()"
+        )
+
+
+def check_store(store: object, core: HookCore | None) -> None:
+    if store is None:
+        return
+    if not isinstance(store, ActivationStore):
+        raise TypeError(
+            f"sequential.run: store must be an ActivationStore, got a {type(store).__name__}; "
+            "sequential.ActivationStore(folder)"
+        )
+    if core is None:
+        raise TypeError(
+            "sequential.run: a store keeps what hooks record, and a plain module has none; give a "
+            "FlexModel with hooks"
+        )
+
+
+def check_not_compiled(module: nn.Module, found: list[Target]) -> None:
+    for name, part in module.named_modules():
+        is_compiled = getattr(part, "_compiled_call_impl", None) is not None
+        if not is_compiled and type(part).__name__ != "OptimizedModule":
+            continue
+        if any(target.module in set(part.modules()) for target in found):
+            raise ValueError(
+                f"sequential.run: {name or 'the model'} is compiled, and compiled code can't be "
+                "suspended at a target inside; run the module that was compiled (._orig_mod)"
+            )

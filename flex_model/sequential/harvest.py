@@ -1,0 +1,209 @@
+"""``python -m flex_model harvest``: the activations of a Hugging Face model over a text file, on
+disk; the model may be larger than memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flex_model.errors import nearest
+from flex_model.hooks.function import HookFunction
+from flex_model.model import FlexModel
+from flex_model.sequential.runner import RunResult, run
+from flex_model.sequential.store import ActivationStore
+from flex_model.sequential.targets import match_modules
+
+
+class TextBatches:
+    """The lines of a text file that are not empty, ``batch_size`` at a time, tokenized and padded
+    to the longest of them. Sized, and read anew for each iteration.
+
+    Args:
+        max_length: Tokens of a line; what is longer is cut.
+        names: Of the arguments that the model takes.
+    """
+
+    def __init__(
+        self, file: str | Path, tokenizer: Any, batch_size: int, max_length: int, names: set[str]
+    ) -> None:
+        self._file, self._tokenizer = Path(file), tokenizer
+        self._batch_size, self._max_length, self._names = batch_size, max_length, names
+        self._num_lines = sum(1 for _ in self._lines())
+        if not self._num_lines:
+            raise ValueError(f"harvest: {file} has no line with text")
+
+    def __len__(self) -> int:
+        return -(-self._num_lines // self._batch_size)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        lines: list[str] = []
+        for line in self._lines():
+            lines.append(line)
+            if len(lines) == self._batch_size:
+                yield self._batch(lines)
+                lines = []
+        if lines:
+            yield self._batch(lines)
+
+    def _lines(self) -> Iterator[str]:
+        with self._file.open(encoding="utf-8") as file:
+            for line in file:
+                if line.strip():
+                    yield line.rstrip("\n")
+
+    def _batch(self, lines: list[str]) -> dict[str, Any]:
+        made = self._tokenizer(
+            lines, return_tensors="pt", padding=True, truncation=True, max_length=self._max_length
+        )
+        batch = {name: value for name, value in made.items() if name in self._names}
+        if "use_cache" in self._names:
+            batch["use_cache"] = False  # keys and values of every layer would pile up
+        return batch
+
+
+def harvest(
+    model: str | Path,
+    modules: Sequence[str],
+    data: str | Path,
+    out: str | Path,
+    *,
+    batch_size: int = 8,
+    max_length: int = 512,
+    window: int | None = 16,
+    dtype: torch.dtype | None = None,
+    inputs: bool = False,
+    progress: bool = False,
+    **settings: Any,
+) -> RunResult:
+    """Write the activations of chosen modules for every line of a text file into an
+    ``ActivationStore``. Called again after a kill, it goes on where it was.
+
+    Example::
+
+        harvest("checkpoint/", ["model.layers.7.mlp"], "lines.txt", "activations/", window=8)
+        for tensor in ActivationStore("activations/").tensors("model.layers.7.mlp"):
+            ...                                          # (lines, tokens, features) of each batch
+
+    Args:
+        model: A Hugging Face folder with a tokenizer.
+        modules: Names, class names or ``re:`` patterns, as in ``match_modules``.
+        data: One text a line; empty lines are skipped.
+        dtype: What the model computes in (default: its configuration's own).
+        inputs: Take what modules are given (their first tensor) rather than what they return.
+        settings: As in ``run``: ``targets``, ``prefetch``, ``offload_activations``, ``device``, ...
+
+    Raises:
+        ValueError: no module is like that, or no text.
+        FileNotFoundError: there is no such folder or file.
+    """
+    folder = Path(model)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"harvest: {folder} has no config.json; give a folder as save_pretrained writes it"
+        )
+    empty = _on_meta(folder, dtype)
+    batches = TextBatches(data, _tokenizer(folder), batch_size, max_length, _arguments_of(empty))
+    with FlexModel(empty, {}) as flex:
+        register = flex.register_forward_pre_hook if inputs else flex.register_forward_hook
+        for name in _names(empty, modules):
+            register(HookFunction(name))
+        store = ActivationStore(out, key=_key(folder, empty, batch_size, max_length))
+        return run(
+            flex,
+            batches,
+            weights=folder,
+            window=window,
+            store=store,
+            progress=progress,
+            on_output=lambda index, output: None,
+            **settings,
+        )
+
+
+def _on_meta(folder: Path, dtype: torch.dtype | None) -> nn.Module:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    name = (getattr(config, "architectures", None) or [None])[0]
+    kind = getattr(transformers, name or "", None)
+    own = getattr(config, "dtype", None)
+    with torch.device("meta"), _default_dtype(dtype or own or torch.float32):
+        model = transformers.AutoModel.from_config(config) if kind is None else kind(config)
+    return model.eval()
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _tokenizer(folder: Path) -> Any:
+    import transformers
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"harvest: no tokenizer in {folder} ({error}); save it there with save_pretrained, or "
+            "call flex_model.sequential.run with batches of your own"
+        ) from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _arguments_of(model: nn.Module) -> set[str]:
+    return set(inspect.signature(model.forward).parameters)
+
+
+def _names(model: nn.Module, wanted: Sequence[str]) -> list[str]:
+    names = {module: name for name, module in model.named_modules() if name}
+    found: set[str] = set()
+    for pattern in wanted:
+        matched = {names[module] for module in match_modules(model, [pattern]) if module in names}
+        if not matched:
+            raise ValueError(
+                f"harvest: {pattern!r} matches no module of {type(model).__name__}; "
+                f"{nearest(pattern, names.values(), 'module')}"
+            )
+        found |= matched
+    return [name for name in names.values() if name in found]
+
+
+def _key(folder: Path, model: nn.Module, batch_size: int, max_length: int) -> dict[str, Any]:
+    """What records depend on beside hooks and inputs; by content, so that folders may move."""
+    digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
+    for file in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{file.name} {file.stat().st_size}".encode())
+    dtype = next((str(parameter.dtype) for parameter in model.parameters()), "none")
+    return {
+        "model": digest.hexdigest(),
+        "dtype": dtype,
+        "batch_size": batch_size,
+        "max_length": max_length,
+    }
+
+
+def report(result: RunResult, out: str | Path) -> None:
+    """Say what a harvest wrote, and what it cost."""
+    store = ActivationStore(out)
+    loads = sum(result.loads.values())
+    print(f"{out}: {store.num_batches} batches of {', '.join(store.names)}")
+    print(
+        f"{loads} loads of {len(result.loads)} targets, {result.bytes_read / 2**20:.1f} MiB read",
+        file=sys.stderr,
+    )

@@ -1,0 +1,210 @@
+"""``run``: a model over a data set, target by target."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flex_model.hooks.batches import BatchRuns
+from flex_model.hooks.context import advance_generator
+from flex_model.model import FlexModel
+from flex_model.sequential import checks
+from flex_model.sequential import targets as choosing
+from flex_model.sequential.activations import ActivationKeeper
+from flex_model.sequential.engine import Batch, Engine, Reports
+from flex_model.sequential.interrupts import Cleanup, deferred
+from flex_model.sequential.loaded import device_of, loaded, moved, needs_loading, weights_of_hooks
+from flex_model.sequential.progress import Progress
+from flex_model.sequential.store import ActivationStore, StoredRecords
+from flex_model.sequential.weights import WeightSource
+
+
+class RunResult(list[Any]):
+    """The outputs of a run in the order of its batches.
+
+    Attributes:
+        save_ctxs: The batches' ``save_ctx``, in their order; [] without a FlexModel.
+        loads: How often each target's weights were loaded, by name; {} without weights.
+        bytes_read: Bytes of weights read from their source.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_ctxs: list[Namespace] = []
+        self.loads: dict[str, int] = {}
+        self.bytes_read = 0
+
+
+def run(
+    model: nn.Module,
+    batches: Iterable[Any],
+    targets: str | Sequence[str] = "auto",
+    *,
+    weights: str | Path | WeightSource | None = None,
+    window: int | None = None,
+    targets_per_step: int = 1,
+    prefetch: int = 1,
+    offload_activations: str = "none",
+    offload_dir: str | Path | None = None,
+    device: str | torch.device | None = None,
+    groups: str | Iterable[str] = "all",
+    complement: bool = False,
+    call: Callable[[nn.Module, Any], Any] | None = None,
+    on_output: Callable[[int, Any], Any] | None = None,
+    on_target_end: Callable[[str, list[int]], Any] | None = None,
+    progress: bool = False,
+    store: ActivationStore | None = None,
+) -> RunResult:
+    """Run a model over many batches, target by target (usually decoder layer by decoder layer):
+    each target's weights are loaded once per window of batches.
+
+    The result equals ``[model(**batch) for batch in batches]`` bit for bit, hooks and edits
+    included, for any Python control flow: each batch's forward is a plain one that is suspended
+    at the entry of a target until that target's turn comes.
+
+    Example::
+
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config).eval()
+        flex = FlexModel(model, activations := {})
+        flex.register_forward_hook(HookFunction("model.layers.7.mlp", editing_function=steer))
+        outputs = sequential.run(flex, batches, weights="checkpoint/", window=8)
+
+    Args:
+        model: A module, or a FlexModel, whose hooks run. ``save_ctx`` of an editing function is its
+            batch's own, begun as a shallow copy of ``flex.save_ctx``; ``flex.shared_ctx`` is one
+            for all. ``output_ptr`` is in batch order, then call order.
+        batches: Read a window at a time, and the first of the next one. A Mapping is called as
+            ``model(**batch)``, a tuple or list as ``model(*batch)``, anything else as
+            ``model(batch)``. Shapes may differ.
+        targets: ``"auto"`` (the model's ``_no_split_modules``, else the members of its largest
+            ModuleList), or names, class names and ``re:`` patterns, as in ``match_modules``.
+        weights: None: the model's own. Else a safetensors file, a Hugging Face folder or a
+            ``WeightSource``: the model may be on meta, gradients are off, and what targets don't
+            hold (embedding, norm, head) is loaded once. Parameters are what they were afterwards.
+        window: How many batches are under way at once (default: all). Memory grows with it.
+        targets_per_step: How many neighbouring targets are loaded together.
+        prefetch: How many steps are read ahead in a thread; 0: none.
+        offload_activations: Where a waiting batch's activations are: ``"none"`` (where they came to
+            be), ``"cpu"`` or ``"disk"``.
+        offload_dir: For ``"disk"``: where a folder for them is made; it is deleted at the end.
+        device: Where it runs. Default: where the model is; for meta, the current CUDA device if
+            there is one, else the CPU. With weights to load, batches are moved there; those of a
+            model that is elsewhere in memory are copied there target by target, too.
+        groups, complement: Of hooks, as in ``FlexModel.forward``.
+        call: ``call(model, batch)`` instead of calling the model.
+        on_output: ``on_output(index, output)``, in batch order; what it returns is kept instead.
+        on_target_end: ``on_target_end(name, indices)``, when these batches have left the target.
+        progress: Show a bar on stderr (needs tqdm).
+        store: Where records go instead of ``output_ptr``, on disk. Batches that it has are not run:
+            their outputs are None. It is written after each window, so a run that was killed goes
+            on from there when it is called again.
+
+    Returns:
+        The outputs in batch order, with ``save_ctxs``, ``loads`` and ``bytes_read``.
+
+    Bits are those of a model whose weights lie where torch puts them, at multiples of 64 bytes.
+    ``from_pretrained`` leaves them where they are in the file, on which the last bits of some
+    matrix products depend on CPUs.
+
+    Random numbers: the first batch begins with the caller's random state, the others each with
+    one of their own that follows from it, the same for every window. Random edits draw what they
+    draw in a plain loop.
+
+    Not equal to a loop: forwards that depend on the batches before (BatchNorm in training, a state
+    kept in the model).
+
+    Collective on a sharded model: every rank gives the same number of batches in the same order.
+
+    Raises:
+        ValueError: a target that matches nothing; a weight that nothing gives, named, before the
+            first batch; activations to be offloaded with gradients on.
+        Exception: what a batch raised, with its own type (``HookError`` for editing functions);
+            ``error.batch_index`` says which batch. No thread, hook or loaded weight is left.
+    """
+    core = model._core if isinstance(model, FlexModel) else None
+    module: nn.Module = model.module if isinstance(model, FlexModel) else model
+    checks.check_counts(window, targets_per_step, prefetch)
+    checks.check_offload(offload_activations, weights is not None)
+    checks.check_store(store, core)
+    found = choosing.choose(module, targets, targets_per_step)
+    checks.check_not_compiled(module, found)
+    result = RunResult()
+    with Cleanup() as stack:
+        place = device_of(module, device)
+        is_loaded = weights is not None or needs_loading(module, device, place)
+        hooks = loader = keeper = records = None
+        with deferred():  # so that nothing begins of which the stack does not know
+            if is_loaded:
+                stack.enter_context(torch.no_grad())
+            if core is not None:
+                model._check_open()  # type: ignore[operator]
+                hooks = stack.enter_context(BatchRuns(core, core.table.choice(groups, complement)))
+            if core is not None and store is not None:
+                records = stack.enter_context(StoredRecords(store, core))
+            if is_loaded:
+                wanted = [] if core is None else weights_of_hooks(core)
+                made = loaded(module, found, weights, place, prefetch, wanted)
+                loader = stack.enter_context(made)
+            if offload_activations != "none":
+                keeper = ActivationKeeper(module, offload_activations, offload_dir)
+                stack.callback(keeper.close)
+            is_shown = progress and (core is None or core.channel.mesh.rank == 0)
+            bar = stack.enter_context(Progress(is_shown, batches, window, found, loader))
+        if loader is not None:
+            loader.load_resident()
+
+        def deliver(batch: Batch) -> None:
+            output, batch.call.value = batch.call.value, None
+            if hooks is not None and batch.hooks is not None:
+                result.save_ctxs.append(batch.hooks.save_ctx)
+                if records is not None:
+                    records.take(batch)
+                hooks.delivered(batch.hooks)
+            result.append(output if on_output is None else on_output(batch.index, output))
+            bar.delivered()
+
+        def end_of_window() -> None:
+            if records is not None:
+                records.flush()
+
+        def forward(batch: Any) -> Any:
+            if loader is not None:
+                batch = moved(batch, place)
+            return _call(module, batch) if call is None else call(model, batch)
+
+        if records is not None and hooks is not None:
+            batches = records.missing(batches)
+            hooks.skip(records.num_done)
+            result.extend([None] * records.num_done)
+            result.save_ctxs.extend(Namespace() for _ in range(records.num_done))
+            bar.delivered(records.num_done)
+        engine = Engine(
+            found,
+            hooks,
+            loader,
+            keeper,
+            Reports(deliver, on_target_end, bar.step, end_of_window),
+            place.index if place.type == "cuda" else None,
+        )
+        engine.run(batches, window, forward, first=0 if records is None else records.num_done)
+        if records is not None:
+            records.flush(is_complete=True)
+        if loader is not None:
+            result.loads, result.bytes_read = dict(loader.loads), loader.bytes_read
+    if engine.has_drawn:
+        advance_generator()
+    return result
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    return model(batch)

@@ -1,0 +1,222 @@
+"""A model as a list of subgraphs, each with one target: for models that trace."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from flex_model.errors import TraceError
+from flex_model.sequential import trace_check
+from flex_model.sequential.targets import get_sequential_ancestors, match_modules
+from flex_model.sequential.tracer import SequentialTracer
+
+
+@dataclass
+class Subgraph:
+    """A part of a model that runs on its own.
+
+    Example::
+
+        values = dict(batch)
+        for subgraph in trace_subgraphs(model, batch, ["LlamaDecoderLayer"]):
+            inputs = {name: values[name] for name in subgraph.input_names}
+            output = subgraph.forward(model, **inputs)
+            for name in subgraph.consumed_names:
+                del values[name]
+            if subgraph is not last:
+                values.update(output)
+
+    Attributes:
+        graph: What it computes.
+        input_names: Names of the values that ``forward`` takes: arguments of the model, and outputs
+            of subgraphs before.
+        consumed_names: Those of them that no later one takes.
+    """
+
+    graph: Graph
+    input_names: set[str]
+    consumed_names: set[str]
+    _forward: Any = field(default=None, repr=False)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it: ``forward(model, **values)``. A dict by node name; the last one of a model gives
+        what the model returns.
+        """
+        if self._forward is None:
+            code = self.graph.python_code("self")
+            found = dict(code.globals)
+            exec(compile(code.src, "<subgraph>", "exec"), found)
+            self._forward = found["forward"]
+        return self._forward(*args, **kwargs)
+
+
+def trace_subgraphs(
+    model: nn.Module,
+    sample_input: dict[str, Any],
+    sequential_targets: list[str],
+    ignore: Sequence[str] = (),
+) -> list[Subgraph]:
+    """Split a model into one subgraph per target and a last one; run in order, they equal the
+    model, also on other batch sizes, lengths and masks.
+
+    Args:
+        sample_input: Arguments by name. Their lengths and truths are taken to be those of all.
+        sequential_targets: As in ``match_modules``.
+        ignore: Names of methods, of the modules around targets, not to look into.
+
+    Raises:
+        TraceError: the model does not trace, a target is missing or called twice, or the subgraphs
+            do not equal the model, on the sample or on other shapes. ``run`` traces nothing, and is
+            exact for these too.
+        ValueError: no target, a model on meta, or an argument that the model needs is missing.
+    """
+    targets = match_modules(model, list(sequential_targets))
+    if not targets:
+        raise ValueError(
+            f"trace_subgraphs: {list(sequential_targets)} match no module of {type(model).__name__}"
+        )
+    meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if meta is not None:
+        raise ValueError(
+            f"trace_subgraphs compares what it traced with the model itself, and {meta!r} is on "
+            "meta; load the model, or use sequential.run(model, batches, weights=...)"
+        )
+    concrete_args = populate_concrete_args(model, sample_input)
+    with trace_check.quiet(model):
+        graph = _traced(model, targets, sample_input, concrete_args, set(ignore))
+        trace_check.targets_once(model, graph, targets)
+        partitions = topological_partition(graph, targets)
+        subgraphs = partition_graph(model, partitions)
+        trace_consumed_names(subgraphs)
+        trace_check.equal(model, subgraphs, len(targets), sample_input, concrete_args)
+    return subgraphs
+
+
+def _traced(
+    model: nn.Module,
+    targets: set[nn.Module],
+    sample_input: dict[str, Any],
+    concrete_args: dict[str, Any],
+    ignore: set[str],
+) -> GraphModule:
+    tracer = SequentialTracer(get_sequential_ancestors(model, targets), set())
+    tracer.sample_input = dict(sample_input)
+    try:
+        with tracer.leaf_functions(ignore):
+            graph = tracer.trace(model, concrete_args)
+        return GraphModule(model, graph)
+    except Exception as error:
+        raise TraceError(
+            f"trace_subgraphs: {type(model).__name__} does not trace: {type(error).__name__}: "
+            f"{error}. {trace_check.ADVICE}"
+        ) from error
+
+
+def populate_concrete_args(model: nn.Module, sample_input: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of ``model.forward`` that the sample does not have, by name: their defaults, an
+    empty list or dict for variadic ones, and no cache.
+
+    Raises:
+        ValueError: one that has no default.
+    """
+    concrete: dict[str, Any] = {}
+    for name, parameter in inspect.signature(model.forward).parameters.items():
+        if name in sample_input:
+            continue
+        if parameter.kind == inspect.Parameter.VAR_POSITIONAL:
+            concrete[name] = []
+        elif parameter.kind == inspect.Parameter.VAR_KEYWORD:
+            concrete[name] = {}
+        elif name == "use_cache":
+            concrete[name] = False
+        elif parameter.default is inspect.Parameter.empty:
+            raise ValueError(
+                f"{type(model).__name__}.forward needs {name!r}, and sample_input has only "
+                f"{sorted(sample_input)}; add it"
+            )
+        else:
+            concrete[name] = parameter.default
+    return concrete
+
+
+def find_target_nodes(graph: GraphModule, targets: set[nn.Module]) -> set[Node]:
+    """The nodes that call a target."""
+    return {
+        node
+        for node in graph.graph.nodes
+        if node.op == "call_module" and graph.get_submodule(node.target) in targets
+    }
+
+
+def topological_partition(graph: GraphModule, targets: set[nn.Module]) -> list[list[Node]]:
+    """The nodes in the order of the graph, cut after each target; weights are fetched where they
+    are first used.
+    """
+    if not graph_is_well_formed(graph.graph):
+        raise ValueError("topological_partition: users and inputs of the graph's nodes differ")
+    ends = find_target_nodes(graph, targets)
+    partitions: list[list[Node]] = [[]]
+    place: dict[Node, int] = {}
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            continue
+        place[node] = len(partitions) - 1
+        partitions[-1].append(node)
+        if node in ends:
+            partitions.append([])
+    for node in reversed(graph.graph.find_nodes(op="get_attr")):
+        if node.users:
+            partitions[min(place[user] for user in node.users)].insert(0, node)
+    return partitions
+
+
+def partition_graph(model: nn.Module, partitions: list[list[Node]]) -> list[Subgraph]:
+    """A Subgraph for each partition; ``trace_consumed_names`` fills their ``consumed_names``."""
+    return [_subgraph_of(model, nodes) for nodes in partitions]
+
+
+def _subgraph_of(model: nn.Module, nodes: list[Node]) -> Subgraph:
+    inside = set(nodes)
+    outside = {n: None for node in nodes for n in node.all_input_nodes if n not in inside}
+    graph = Graph()
+    graph.owning_module = None
+    copies: dict[Node, Node] = {}
+    for node in [*outside, *(node for node in nodes if node.op == "placeholder")]:
+        copies[node] = graph.placeholder(node.name)
+    for node in nodes:
+        if node.op != "placeholder":
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+    if not any(node.op == "output" for node in nodes):
+        graph.output(
+            {
+                node.name: copies[node]
+                for node in nodes
+                if any(user not in inside for user in node.users)
+            }
+        )
+    graph.lint()
+    return Subgraph(graph, {node.name for node in graph.nodes if node.op == "placeholder"}, set())
+
+
+def trace_consumed_names(subgraphs: list[Subgraph]) -> None:
+    """Fill ``consumed_names``: each input belongs to the last subgraph that takes it."""
+    for subgraph in subgraphs:
+        subgraph.consumed_names = set()
+    later: set[str] = set()
+    for subgraph in reversed(subgraphs):
+        subgraph.consumed_names |= subgraph.input_names - later
+        later |= subgraph.input_names
+
+
+def graph_is_well_formed(graph: Graph) -> bool:
+    """Whether each node is among the users of its inputs, and among the inputs of its users."""
+    return all(
+        all(node in user.all_input_nodes for user in node.users)
+        and all(node in given.users for given in node.all_input_nodes)
+        for node in graph.nodes
+    )

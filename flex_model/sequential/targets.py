@@ -1,0 +1,145 @@
+"""Which modules a sequential run stops at, in which order, and how many are taken in one step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from flex_model.errors import nearest
+from flex_model.names import clean
+
+
+def match_modules(model: nn.Module, target_names: list[str]) -> set[nn.Module]:
+    """The modules whose name or class name is among ``target_names``, or whose name (from its
+    start) or class name fits a pattern there that begins with ``re:``.
+
+    Example::
+
+        match_modules(model, ["LlamaDecoderLayer"])
+        match_modules(model, ["lm_head", r"re:.*layers\\.[02]$"])
+    """
+    return {
+        module
+        for name, module in model.named_modules()
+        if any(_fits(target, model, name, module) for target in target_names)
+    }
+
+
+def _fits(target: str, model: nn.Module, name: str, module: nn.Module) -> bool:
+    names = {name, clean(model, name)}
+    kinds = {kind.__name__ for kind in type(module).__mro__ if kind not in (nn.Module, object)}
+    if not target.startswith("re:"):
+        return target in names or target in kinds
+    pattern = re.compile(target[len("re:") :])
+    return any(pattern.match(text) for text in names | {type(module).__name__})
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A module that a run stops at.
+
+    Attributes:
+        index: Its place in the order of the model's modules.
+        step: Number of the step that takes it, with its neighbours.
+    """
+
+    name: str
+    module: nn.Module
+    index: int
+    step: int
+
+
+def choose(model: nn.Module, targets: str | Sequence[str], per_step: int) -> list[Target]:
+    """The targets of a run, in the order of the model's modules.
+
+    Raises:
+        ValueError: nothing matches, or nothing says what "auto" would be.
+    """
+    if isinstance(targets, str) and targets == "auto":
+        modules = set(_automatic(model))
+        if not modules:
+            raise ValueError(
+                f"sequential.run: targets='auto' found neither _no_split_modules nor a ModuleList "
+                f"in {type(model).__name__}; name the modules, targets=['encoder', ...]"
+            )
+    else:
+        names = [targets] if isinstance(targets, str) else list(targets)
+        modules = match_modules(model, names)
+        for name in names:
+            if not match_modules(model, [name]):
+                raise ValueError(
+                    f"sequential.run: the target {name!r} matches no module of "
+                    f"{type(model).__name__}; {nearest(name, _choices(model), 'name')}"
+                )
+    found = [(name, module) for name, module in model.named_modules() if module in modules]
+    return [
+        Target(name, module, index, index // per_step) for index, (name, module) in enumerate(found)
+    ]
+
+
+def _choices(model: nn.Module) -> Iterable[str]:
+    names = [name for name, _ in model.named_modules() if name]
+    return [*names, *sorted({type(module).__name__ for module in model.modules()})]
+
+
+def _automatic(model: nn.Module) -> Iterable[nn.Module]:
+    """What the model itself says must not be split, else the largest list of modules. The
+    outermost ones: a block rather than the blocks in it.
+    """
+    stated = {
+        kind
+        for module in model.modules()
+        for kind in (getattr(module, "_no_split_modules", None) or ())
+    }
+    found = [m for m in model.modules() if type(m).__name__ in stated and m is not model]
+    if found:
+        inner = {child for m in found for child in m.modules() if child is not m}
+        blocks = _in_lists(model)
+        # An embedding may be stated too: it isn't one of many, and is left with the rest.
+        outer = [m for m in found if m not in inner]
+        return [m for m in outer if m in blocks] or outer
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    return max(lists, key=len, default=nn.ModuleList())
+
+
+def _in_lists(model: nn.Module) -> set[nn.Module]:
+    lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
+    return {child for one in lists for child in one}
+
+
+# Names and arguments of the traced helpers.
+
+
+def get_sequential_ancestors(model: nn.Module, targets: set[nn.Module]) -> set[nn.Module]:
+    """The modules that hold a target, at any depth; targets themselves are none."""
+    return {
+        module
+        for module in model.modules()
+        if module not in targets and not targets.isdisjoint(module.modules())
+    }
+
+
+def get_sequential_targets(modifiers: Sequence[Any], model: nn.Module, args: Any) -> list[str]:
+    """What to take as targets: ``sequential_targets`` of the one modifier that has them, else of
+    ``args``, else the class names of what "auto" finds.
+
+    Raises:
+        ValueError: several modifiers have them, or both a modifier and ``args``.
+    """
+    stated = [m for m in modifiers if getattr(m, "sequential_targets", None) is not None]
+    given = getattr(args, "sequential_targets", None)
+    if len(stated) > 1 or (stated and given is not None):
+        names = [type(modifier).__name__ for modifier in stated]
+        names += ["args"] * (given is not None)
+        raise ValueError(
+            f"get_sequential_targets: {' and '.join(names)} all have sequential_targets; give them "
+            "in one place"
+        )
+    found = stated[0].sequential_targets if stated else given
+    if found is None:
+        return sorted({type(module).__name__ for module in _automatic(model)})
+    return [found] if isinstance(found, str) else list(found)

@@ -1,0 +1,158 @@
+"""Where a sequential run reads weights from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from flex_model.errors import nearest
+from flex_model.integrations import checkpoints
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """Anything that has weights by their names in the model's ``state_dict()``.
+
+    Example::
+
+        class FromBucket:
+            def names(self):
+                return index.keys()
+
+            def read(self, name):  # a CPU tensor of the full shape; any dtype
+                return download(index[name])
+
+        sequential.run(model, batches, weights=FromBucket())
+
+    ``read`` is called once per name and load, maybe from another thread, never from two at once.
+    """
+
+    def names(self) -> Iterable[str]: ...
+    def read(self, name: str) -> Tensor: ...
+
+
+class DictWeights:
+    """The weights of a state dict. The tensors are not copied.
+
+    Example::
+
+        sequential.run(model, batches, weights=DictWeights(torch.load(path, mmap=True)))
+    """
+
+    def __init__(self, state_dict: Mapping[str, Tensor]) -> None:
+        self._tensors = dict(state_dict)
+
+    def names(self) -> Iterable[str]:
+        """The names of the dict."""
+        return self._tensors.keys()
+
+    def read(self, name: str) -> Tensor:
+        """The very tensor of the dict."""
+        return self._tensors[name]
+
+
+class CheckpointWeights:
+    """The weights of safetensors files: memory-mapped, so that reading one copies nothing and takes
+    no memory of the process.
+
+    Example::
+
+        weights = CheckpointWeights("checkpoint/", rename=lambda name: f"model.{name}")
+
+    Args:
+        path: A ``.safetensors`` file, or a folder: with an index, as ``save_pretrained`` writes
+            it, or with any number of ``.safetensors`` files.
+        rename: From a name in the model to that in the files. By default the same, or as
+            transformers renames, merges and splits tensors for models of its own.
+
+    Raises:
+        FileNotFoundError: there is no such file, or no safetensors file in the folder.
+        ValueError: a file that is not safetensors.
+    """
+
+    def __init__(self, path: str | Path, *, rename: Callable[[str], str] | None = None) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self.path = Path(path)
+        self.is_renamed = rename is not None
+        self._rename = rename or (lambda name: name)
+        self._files: dict[str, Any] = {}
+        for file in _files_of(self.path):
+            try:
+                opened = safe_open(str(file), framework="pt")
+            except SafetensorError as error:
+                raise ValueError(
+                    f"CheckpointWeights: {file.name} in {self.path} is no safetensors file "
+                    f"({error}); save the model with save_pretrained or safetensors.torch.save_file"
+                ) from error
+            self._files.update(dict.fromkeys(opened.keys(), opened))
+
+    def names(self) -> Iterable[str]:
+        """The names in the files."""
+        return self._files.keys()
+
+    def has(self, name: str) -> bool:
+        """Whether the files have what the model calls ``name``."""
+        return self._rename(name) in self._files
+
+    def read(self, name: str) -> Tensor:
+        """The tensor that the model calls ``name``, in the file's memory: not to be written to.
+
+        Raises:
+            ValueError: the files do not have it; the message has the nearest names.
+        """
+        file_name = self._rename(name)
+        if file_name not in self._files:
+            raise ValueError(
+                f"CheckpointWeights: no {file_name!r} in {self.path}; "
+                f"{nearest(file_name, self._files, 'tensor')}"
+            )
+        tensor: Tensor = self._files[file_name].get_tensor(file_name)
+        return tensor
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"CheckpointWeights: there is no {path}; give a .safetensors file, or a folder as "
+            "save_pretrained writes it"
+        )
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        missing = [shard for shard in shards if not (path / shard).is_file()]
+        if missing:
+            raise FileNotFoundError(
+                f"CheckpointWeights: {path} lacks {', '.join(missing)}, which its index lists; "
+                "download the checkpoint again"
+            )
+        return [path / shard for shard in shards]
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(
+            f"CheckpointWeights: {path} has no .safetensors file; save the model with "
+            "save_pretrained (files of torch.save are not read)"
+        )
+    return files
+
+
+def as_source(weights: str | Path | WeightSource, model: nn.Module) -> WeightSource:
+    """The source that ``run(weights=...)`` means."""
+    if isinstance(weights, (str, Path)):
+        weights = CheckpointWeights(weights)
+    if isinstance(weights, CheckpointWeights) and not weights.is_renamed:
+        return checkpoints.for_model(model, weights)
+    if isinstance(weights, Mapping):
+        return DictWeights(weights)
+    if isinstance(weights, WeightSource):
+        return weights
+    raise TypeError(
+        "sequential.run: weights must be None, a path, a WeightSource (with names() and read()), "
+        f"or a state dict, got a {type(weights).__name__}"
+    )

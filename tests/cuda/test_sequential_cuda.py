@@ -1,0 +1,69 @@
+"""Sequential runs on a GPU: weights through pinned memory, activations that wait on the CPU."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import models
+from flex_model import FlexModel, HookFunction, sequential
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+BATCHES = [models.random(rows, 256, seed=rows, dtype=torch.float32) for rows in (2, 3, 1, 5)]
+
+
+def chain():
+    return models.seeded(lambda: nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))))
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("window", [None, 2])
+def test_weights_are_whole_when_they_are_used(prefetch, window):
+    model = chain()
+    flex = FlexModel(copy.deepcopy(model).to("meta"), found := {})
+    flex.register_forward_hook(HookFunction("3"))
+    outputs = sequential.run(
+        flex,
+        BATCHES,
+        ["Linear"],
+        weights=model.state_dict(),
+        window=window,
+        prefetch=prefetch,
+        device="cuda",
+    )
+    model = model.cuda()
+    with torch.no_grad():
+        for output, record, batch in zip(outputs, found["3"], BATCHES):
+            assert output.is_cuda and torch.equal(output, model(batch.cuda()))
+            assert torch.equal(record, model[:4](batch.cuda()).cpu())
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_activations_wait_elsewhere(where):
+    model = chain().cuda()
+    batches = [batch.cuda() for batch in BATCHES]
+    with torch.no_grad():
+        outputs = sequential.run(model, batches, ["Linear"], offload_activations=where)
+        assert all(torch.equal(o, model(batch)) for o, batch in zip(outputs, batches))
+
+
+def test_streams_and_random_states_are_the_batchs_own():
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(256, 256), nn.Dropout(0.5)).cuda()
+    ones, runs = torch.ones(4, 256, device="cuda"), []
+    stream = torch.cuda.Stream()
+    for window in (1, None):
+        torch.manual_seed(3)
+        with torch.cuda.stream(stream):
+            seen = []
+            model[1].register_forward_hook(
+                lambda *_, seen=seen: seen.append(torch.cuda.current_stream())
+            )
+            runs.append(sequential.run(model, [ones] * 3, ["1", "2"], window=window))
+            assert set(seen) == {stream}
+    stream.synchronize()
+    assert all(torch.equal(one, other) for one, other in zip(*runs))
+    assert not torch.equal(runs[0][0], runs[0][1])

@@ -1,0 +1,248 @@
+"""Hooks in sequential runs: as in one forward after the other."""
+
+from argparse import Namespace
+
+import families
+import pytest
+import torch
+from test_engine import BATCHES, Stack, assert_nothing_left, halve
+from torch import nn
+from torch.testing import assert_close
+
+from flex_model import FlexModel, HookFunction, sequential
+
+
+def hook(name, edit=None, **settings):
+    return HookFunction(name, editing_function=edit, **settings)
+
+
+def test_save_ctx_is_each_batchs_own_and_shared_ctx_is_one():
+    def keep(module, x, save_ctx, modules):
+        assert flex.save_ctx is save_ctx
+        save_ctx.total = x.detach().sum()
+        save_ctx.begun_as.append(len(x))
+
+    def record(module, x, save_ctx, modules):
+        flex.shared_ctx.totals.append(float(save_ctx.total))
+        return x + save_ctx.total
+
+    model = Stack(4)
+    flex = FlexModel(model)
+    flex.register_forward_hook(hook("blocks.0", keep))
+    flex.register_forward_hook(hook("blocks.2", record))
+    flex.save_ctx.begun_as = []
+    flex.shared_ctx.totals = []
+    outputs = sequential.run(flex, BATCHES)
+    totals, flex.shared_ctx.totals = flex.shared_ctx.totals, []
+    assert vars(flex.save_ctx) == {"begun_as": [len(batch) for batch in BATCHES]}
+    for i, (output, batch) in enumerate(zip(outputs, BATCHES)):
+        assert torch.equal(output, flex(batch))
+        assert isinstance(outputs.save_ctxs[i], Namespace)
+        assert torch.equal(outputs.save_ctxs[i].total, flex.save_ctx.total)
+    assert totals == flex.shared_ctx.totals
+
+
+def test_records_are_in_batch_order_then_call_order():
+    model = Stack(3, order=(0, 1, 0, 2))
+    flex = FlexModel(model, found := {"mine": [1]})
+    flex.register_forward_hook(hook("blocks.0"))
+    flex.register_forward_pre_hook(hook("blocks.2", output_name="before"))
+    flex.register_forward_hook(hook("blocks.2", halve))
+    lengths = []
+    sequential.run(
+        flex, BATCHES, window=2, on_output=lambda i, o: lengths.append(len(found["blocks.0"]))
+    )
+    assert lengths == [2, 4, 6, 8, 10]  # a batch's records are there with its output
+    expected = {"blocks.0": [], "before": [], "blocks.2": []}
+    records = {name: list(found[name]) for name in expected}
+    for batch in BATCHES:
+        flex(batch)
+        for name, values in expected.items():
+            values += found[name]
+    for name, values in expected.items():
+        assert len(records[name]) == len(values)
+        assert all(torch.equal(one, other) for one, other in zip(records[name], values))
+    assert found["mine"] == [1]
+    sequential.run(flex, BATCHES[:1])
+    assert len(found["blocks.0"]) == 2  # begun afresh
+
+
+def test_the_root_inputs_of_targets_and_generation():
+    pytest.importorskip("transformers")
+
+    def generate(model, batch):
+        return model.generate(**batch, max_new_tokens=3, do_sample=False, pad_token_id=0)
+
+    flex = FlexModel(families.llama(), found := {})
+    flex.register_forward_hook(hook(""))
+    flex.register_forward_pre_hook(hook("model.layers.1", halve, output_name="before"))
+    flex.register_forward_hook(hook("model.layers.1", halve))
+    with torch.no_grad():
+        outputs = sequential.run(flex, families.TEXTS, call=generate, window=3)
+        records = {name: iter(list(values)) for name, values in found.items()}
+        for output, batch in zip(outputs, families.TEXTS):
+            assert torch.equal(output, generate(flex, batch))
+            for name, values in found.items():
+                assert len(values) == 3
+                assert all(torch.equal(value, next(records[name])) for value in values)
+    assert all(next(rest, None) is None for rest in records.values())
+
+
+@pytest.mark.parametrize(
+    "settings", [{"groups": "edits"}, {"groups": ()}, {"groups": "edits", "complement": True}]
+)
+def test_groups_are_those_of_a_forward(settings):
+    flex = FlexModel(Stack(3), found := {})
+    edit = hook("blocks.1", halve)
+    flex.register_forward_hook(edit)
+    flex.update_hook_groups(edit, "edits")
+    flex.register_forward_hook(hook("blocks.2"))
+    outputs = sequential.run(flex, BATCHES, window=2, **settings)
+    names = set(found)
+    for output, batch in zip(outputs, BATCHES):
+        assert torch.equal(output, flex(batch, **settings))
+        assert set(found) == names
+    with pytest.raises(ValueError, match=r"'edit'.*nearest"):
+        sequential.run(flex, BATCHES, groups="edit")
+
+
+def test_a_choice_inside_a_batch_is_its_own():
+    flex = FlexModel(Stack(3), {})
+    for name in ("blocks.0", "blocks.2"):
+        flex.register_forward_hook(one := hook(name, halve))
+        flex.update_hook_groups(one, name)
+
+    def call(model, batch):
+        return model(model(batch, groups=f"blocks.{2 * (len(batch) % 2)}"))
+
+    outputs = sequential.run(flex, BATCHES, call=call)
+    for output, batch in zip(outputs, BATCHES):
+        with flex.active():
+            assert torch.equal(output, call(flex, batch))
+
+
+def test_trainable_modules_and_gradients():
+    def use(module, x, save_ctx, modules):
+        return x + modules["probe"](x)
+
+    def double(module, grad, save_ctx, modules):
+        save_ctx.grad = grad
+        return grad * 2
+
+    gradients = []
+    for way in ("loop", "sequential"):
+        flex = FlexModel(Stack(3), found := {})
+        torch.manual_seed(0)
+        flex.register_trainable_module("probe", nn.Linear(6, 6))
+        flex.register_forward_hook(hook("blocks.1", use))
+        flex.register_full_backward_hook(hook("blocks.2", double, output_name="grad"))
+        if way == "loop":
+            outputs = [flex(batch) for batch in BATCHES]
+        else:
+            outputs = sequential.run(flex, BATCHES, window=3)
+        for output in outputs:
+            output.square().sum().backward()
+        if way == "sequential":
+            assert len(found["grad"]) == len(BATCHES)
+            for ctx, record in zip(outputs.save_ctxs, found["grad"]):
+                assert torch.equal(ctx.grad, record)
+        parameters = [*flex.module.parameters(), *flex.trainable_modules.parameters()]
+        gradients.append([parameter.grad for parameter in parameters])
+    for one, other in zip(*gradients):
+        assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_records_of_one_backward_are_in_batch_order():
+    flex = FlexModel(Stack(3, order=(0, 1, 0, 2)), found := {})
+    flex.register_full_backward_pre_hook(hook("blocks.0", output_name="looked"))
+    flex.register_full_backward_hook(hook("blocks.2", halve, output_name="edited"))
+    outputs = sequential.run(flex, BATCHES)
+    sum(output.square().sum() for output in outputs).backward()
+    records = {name: list(values) for name, values in found.items()}
+    assert [len(x) for x in records["edited"]] == [len(batch) for batch in BATCHES]
+    assert [len(x) for x in records["looked"]] == [len(b) for b in BATCHES for _ in range(2)]
+    for i, batch in enumerate(BATCHES):
+        flex(batch).square().sum().backward()
+        assert_close(found["edited"], records["edited"][i : i + 1])
+        assert_close(found["looked"], records["looked"][2 * i : 2 * i + 2])
+
+
+def test_random_edits_draw_what_they_draw_in_a_loop():
+    def noise(module, x, save_ctx, modules):
+        return x + torch.randn_like(x) + torch.rand(())
+
+    flex = FlexModel(Stack(3))
+    flex.register_forward_hook(hook("blocks.0", noise))
+    flex.register_forward_hook(hook("blocks.2", noise))
+    torch.manual_seed(5)
+    expected = [flex(batch) for batch in BATCHES]
+    state = torch.get_rng_state()
+    for window in (1, 2, None):
+        torch.manual_seed(5)
+        outputs = sequential.run(flex, BATCHES, window=window)
+        assert all(torch.equal(one, other) for one, other in zip(outputs, expected))
+        assert torch.equal(state, torch.get_rng_state())
+
+
+def test_checkpointing_after_the_run_is_refused_where_the_batch_is_not_known():
+    from torch.utils.checkpoint import checkpoint
+
+    from flex_model import HookError
+
+    class Checkpointed(Stack):
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    def edit(module, x, save_ctx, modules):
+        return (x * save_ctx.factor).sin() * x
+
+    def step(model, batch):
+        loss = model(batch).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    flex = FlexModel(Checkpointed(2))
+    flex.save_ctx.factor = 0.5
+    flex.register_forward_hook(hook("blocks.0", edit))
+    with pytest.raises(HookError, match="which batch it is for is not known"):
+        sum(output.sum() for output in sequential.run(flex, BATCHES)).backward()
+    flex.zero_grad()
+    losses = sequential.run(flex, BATCHES, call=step)
+    gradient = flex.module.blocks[0].weight.grad.clone()
+    flex.zero_grad()
+    assert [step(flex, batch) for batch in BATCHES] == list(losses)
+    assert_close(flex.module.blocks[0].weight.grad, gradient)
+
+
+def test_a_run_inside_a_run_is_refused():
+    flex = FlexModel(Stack(2))
+    flex.register_forward_hook(hook("blocks.0"))
+    with flex.active(), pytest.raises(RuntimeError, match="is going on"):
+        sequential.run(flex, BATCHES)
+    with pytest.raises(RuntimeError, match="is going on"):
+        sequential.run(flex, BATCHES, call=lambda model, batch: sequential.run(model, [batch]))
+    assert len(sequential.run(flex, BATCHES)) == 5
+    flex.restore()
+    assert_nothing_left(flex.module)
+    with pytest.raises(RuntimeError, match="restored"):
+        sequential.run(flex, BATCHES)
+
+
+def test_an_exception_leaves_the_wrapper_as_it_was():
+    def fail(module, x, save_ctx, modules):
+        if len(x) == 1:
+            raise ValueError("one row")
+
+    flex = FlexModel(Stack(3), found := {})
+    failing = flex.register_forward_hook(hook("blocks.1", fail, output_name="failing"))
+    flex.register_forward_hook(hook("blocks.2"))
+    with pytest.raises(RuntimeError, match="one row"):
+        sequential.run(flex, BATCHES, groups="all", window=2)
+    assert len(found["blocks.2"]) == 2  # of the batches that were over
+    failing.remove()
+    outputs = sequential.run(flex, BATCHES)
+    assert len(outputs) == len(found["blocks.2"]) == 5
+    flex(BATCHES[0])
+    assert len(found["blocks.2"]) == 1

@@ -1,0 +1,449 @@
+"""Suspended runs against plain loops over the batches: the same bits."""
+
+import contextlib
+import copy
+import random
+import threading
+import time
+
+import pytest
+import torch
+from families import FAMILIES, tensors_of
+from torch import nn
+
+import models
+from flex_model import FlexModel, HookError, HookFunction, sequential
+
+
+def assert_equal(found, expected):
+    found, expected = tensors_of(found), tensors_of(expected)
+    assert len(found) == len(expected) > 0
+    for one, other in zip(found, expected):
+        assert torch.equal(one, other)
+
+
+def torch_hooks(module):
+    return [
+        hook
+        for child in module.modules()
+        for name, value in vars(child).items()
+        if name.endswith("_hooks")
+        for hook in value or ()
+    ]
+
+
+def assert_nothing_left(module):
+    assert torch_hooks(module) == []
+    assert [t.name for t in threading.enumerate() if t.name.startswith("flex_model")] == []
+
+
+def halve(module, x, save_ctx, modules):
+    return x * 0.5
+
+
+def blocks(num=3, width=6):
+    return models.seeded(lambda: nn.Sequential(*(nn.Linear(width, width) for _ in range(num))))
+
+
+class Stack(nn.Module):
+    """Blocks in a ModuleList; ``order`` says which ones are called, ``stops`` ends early."""
+
+    def __init__(self, num=4, order=None, stops=False):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks(num))
+        self.order, self.stops = order or range(num), stops
+
+    def forward(self, x):
+        for i in self.order:
+            x = self.blocks[i](x).tanh()
+            if self.stops and x.sum() > 0:
+                break
+        return x
+
+
+BATCHES = [models.random(rows, 6, seed=rows, dtype=torch.float32) for rows in (2, 3, 1, 5, 4)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("window", [None, 3])
+def test_families_equal_plain_loops(name, window):
+    pytest.importorskip("transformers")
+    make, batches, sites = FAMILIES[name]
+    model = make()
+    flex = FlexModel(model, found := {})
+    for site in sites:
+        flex.register_forward_hook(HookFunction(site))
+    edited = sites[-1]
+    flex.register_forward_hook(HookFunction(edited, editing_function=halve, output_name="edited"))
+    with torch.no_grad():
+        outputs = sequential.run(flex, batches, window=window)
+        records = dict(found)
+        for i, batch in enumerate(batches):
+            assert_equal(outputs[i], flex(**batch))
+            for site in [*sites, "edited"]:
+                assert torch.equal(records[site][i], found[site][0])
+    assert all(len(records[site]) == len(batches) for site in sites)
+    flex.restore()
+    assert_nothing_left(model)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2])
+@pytest.mark.parametrize("per_step", [1, 3])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"order": (2, 0, 0, 3, 0, 2)}, {"stops": True}, {"stops": True, "order": [0, 1, 2] * 3}],
+    ids=["straight", "repeated", "early exit", "loop of its own length"],
+)
+def test_any_control_flow(settings, window, per_step):
+    model = Stack(**settings)
+    outputs = sequential.run(model, BATCHES, window=window, targets_per_step=per_step)
+    for output, batch in zip(outputs, BATCHES):
+        assert torch.equal(output, model(batch))
+    assert len(outputs) == len(BATCHES)
+    assert_nothing_left(model)
+
+
+def test_targets_inside_targets_and_a_shared_one():
+    model = nn.Sequential(Stack(2), Stack(3), blocks(1))
+    model.add_module("again", model[0])
+    names = ["0", "1", "0.blocks.1", "1.blocks.0", "1.blocks.2"]
+    ended = []
+    outputs = sequential.run(
+        model, BATCHES, names, window=2, on_target_end=lambda name, i: ended.append((name, i))
+    )
+    for output, batch in zip(outputs, BATCHES):
+        assert torch.equal(output, model(batch))
+    of_first_window = [name for name, indices in ended if indices == [0, 1]]
+    assert of_first_window == [
+        "0.blocks.1",
+        "0",
+        "1.blocks.0",
+        "1.blocks.2",
+        "1",
+        "0.blocks.1",
+        "0",
+    ]
+
+
+def test_layer_by_layer_with_a_bounded_window():
+    model = Stack(3)
+    calls, under_way = [], []
+    for i, block in enumerate(model.blocks):
+        block.register_forward_hook(lambda m, a, o, i=i: calls.append((i, len(a[0]))))
+
+    def batches():
+        for i, batch in enumerate(BATCHES):
+            under_way.append(i)
+            yield batch
+
+    delivered = []
+
+    def on_output(index, output):
+        delivered.append((index, len(under_way)))
+        return index * 10
+
+    result = sequential.run(model, batches(), window=2, on_output=on_output)
+    assert result == [0, 10, 20, 30, 40]
+    assert [block for block, _ in calls] == [0, 0, 1, 1, 2, 2] * 2 + [0, 1, 2]
+    # One batch more than the window is asked for, so that its first weights can be read ahead.
+    assert delivered == [(0, 3), (1, 3), (2, 5), (3, 5), (4, 5)]
+
+
+def test_arguments_of_every_kind_and_a_call_of_ones_own():
+    model = Stack(2)
+    x = BATCHES[0]
+    outputs = sequential.run(model, [x, (x,), [x], {"x": x}])
+    assert all(torch.equal(output, model(x)) for output in outputs)
+    doubled = sequential.run(model, [x], call=lambda model, batch: model(model(batch)))
+    assert torch.equal(doubled[0], model(model(x)))
+    assert sequential.run(model, []) == []
+
+
+# ---- what torch keeps per thread and per process ----------------------------------------------
+
+
+class Modes(nn.Module):
+    """Each block finds and changes the modes that torch keeps per thread or process."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks(3))
+
+    def forward(self, x, dtype, has_grad):
+        seen = []
+        torch.set_default_dtype(dtype)
+        with torch.set_grad_enabled(has_grad), torch.autocast("cpu", torch.bfloat16, has_grad):
+            for block in self.blocks:
+                x = block(x)
+                seen.append((torch.get_default_dtype(), x.dtype, x.requires_grad))
+                x = x.float() + torch.rand(())
+        torch.set_default_dtype(torch.float32)
+        return x, seen
+
+
+@pytest.mark.parametrize("outer", ["grad", "no_grad", "inference", "autocast"])
+def test_modes_are_each_batchs_own_and_the_callers_are_kept(outer):
+    model = Modes()
+    batches = [(BATCHES[0], torch.float64, True), (BATCHES[1], torch.float32, False)] * 2
+    context = {
+        "grad": torch.enable_grad(),
+        "no_grad": torch.no_grad(),
+        "inference": torch.inference_mode(),
+        "autocast": torch.autocast("cpu", torch.float16),
+    }[outer]
+
+    def seeded(model, batch):
+        torch.manual_seed(len(batch[0]))
+        return model(*batch)
+
+    with context:
+        state = torch.get_rng_state(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+        outputs = sequential.run(model, batches, call=seeded)
+        after = torch.get_rng_state(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+        assert state[1:] == after[1:] and torch.get_default_dtype() == torch.float32
+        for (found, seen), batch in zip(outputs, batches):
+            expected, expected_seen = seeded(model, batch)
+            assert torch.equal(found, expected) and seen == expected_seen
+
+
+def test_random_numbers_do_not_depend_on_the_window():
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6))
+    ones = torch.ones(4, 6)
+    torch.manual_seed(3)
+    first = model(ones)
+    runs = []
+    for window in (1, 2, None):
+        torch.manual_seed(3)
+        runs.append(sequential.run(model, [ones] * 3, ["1", "3"], window=window))
+    assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other))
+    assert torch.equal(runs[0][0], first)  # as a plain call does
+    assert not torch.equal(runs[0][0], runs[0][1])
+    assert not torch.equal(runs[0][1], runs[0][2])
+    again = sequential.run(model, [ones] * 3, ["1", "3"])
+    assert not torch.equal(again[0], runs[0][0])  # the caller's state went on
+
+
+def test_a_run_without_random_numbers_leaves_the_state():
+    before = torch.get_rng_state()
+    sequential.run(Stack(), BATCHES)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_modes_of_the_caller_reach_the_batches():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = Stack()
+    with FlopCounterMode(display=False) as counter, torch.device("meta"):
+        made = sequential.run(model, BATCHES[:1], call=lambda m, b: (m(b), torch.ones(1)))
+    assert counter.get_total_flops() > 0
+    assert made[0][1].is_meta
+
+
+# ---- gradients ---------------------------------------------------------------------------------
+
+
+def test_gradients_flow_to_the_model():
+    model = Stack()
+    for batch in BATCHES:
+        model(batch).square().sum().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    outputs = sequential.run(model, BATCHES, window=3)
+    sum(output.square().sum() for output in outputs).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_backward_inside_each_batch_with_checkpointing():
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(Stack):
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    def step(model, batch):
+        loss = model(batch).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    model = Checkpointed(3)
+    expected = [step(model, batch) for batch in BATCHES]
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    assert sequential.run(model, BATCHES, call=step) == expected
+    for parameter, gradient in zip(model.parameters(), gradients):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+# ---- what goes wrong ---------------------------------------------------------------------------
+
+
+class Failing(Stack):
+    """Raises in one of the blocks, for batches of one number of rows."""
+
+    def __init__(self, rows, error, at=2):
+        super().__init__(3)
+        self.log = []
+        model = self
+
+        def fail(module, args):
+            if len(args[0]) == rows:
+                raise error
+
+        self.blocks[at].register_forward_pre_hook(fail)
+        self.forward = lambda x: model.logged(x)
+
+    def logged(self, x):
+        try:
+            return Stack.forward(self, x)
+        finally:
+            self.log.append(len(x))
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_an_exception_reaches_the_caller_with_its_batch(window):
+    error = KeyError("of the model")
+    model = Failing(BATCHES[2].shape[0], error)
+    with pytest.raises(KeyError) as caught:
+        sequential.run(model, BATCHES, window=window)
+    assert caught.value is error and error.batch_index == 2
+    started = BATCHES if window is None else BATCHES[:4]
+    assert sorted(model.log) == sorted(len(batch) for batch in started)  # all were left in order
+    model.blocks[2]._forward_pre_hooks.clear()
+    assert_nothing_left(model)
+    assert len(sequential.run(model, BATCHES)) == 5
+
+
+def test_an_error_of_the_batches_and_of_on_output():
+    def batches():
+        yield BATCHES[0]
+        raise OSError("no more data")
+
+    def on_output(index, output):
+        raise LookupError("of on_output")
+
+    model = Stack()
+    with pytest.raises(OSError, match="no more data"):
+        sequential.run(model, batches())
+    with pytest.raises(LookupError, match="of on_output"):
+        sequential.run(model, BATCHES, on_output=on_output)
+    assert_nothing_left(model)
+
+
+def interrupt_main_thread_after(seconds):
+    import signal
+
+    def interrupt():
+        time.sleep(seconds)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt, name="interrupter")
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("where", ["python code", "many short steps"])
+def test_ctrl_c_ends_the_run(where):
+    class Endless(Stack):
+        def forward(self, x):
+            if x is BATCHES[0]:
+                interrupt_main_thread_after(0.3)
+            while True:
+                if where == "many short steps":
+                    x = self.blocks[0](x)
+                    x = self.blocks[1](x)
+
+    model = Endless(2)
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        sequential.run(model, BATCHES)
+    assert time.monotonic() - start < 20
+    assert_nothing_left(model)
+    assert len(sequential.run(Stack(2), BATCHES)) == len(BATCHES)
+
+
+def test_ctrl_c_at_any_moment_leaves_nothing():
+    pytest.importorskip("safetensors")
+    model = Stack(4)
+    expected, state = [model(batch).detach() for batch in BATCHES], model.state_dict()
+    flex = FlexModel(copy.deepcopy(model).to("meta"), {})
+    flex.register_forward_hook(HookFunction("blocks.2"))
+    before = [id(parameter) for parameter in flex.module.parameters()]
+    hooks, chance, num_interrupted = len(torch_hooks(flex.module)), random.Random(0), 0
+    for _ in range(60):
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupter = interrupt_main_thread_after(chance.uniform(0, 0.02))
+            try:
+                outputs = sequential.run(flex, BATCHES, weights=state, window=2)
+                assert all(torch.equal(one, other) for one, other in zip(outputs, expected))
+            except KeyboardInterrupt:
+                num_interrupted += 1
+            interrupter.join()  # the interruption may still be to come
+        assert [id(parameter) for parameter in flex.module.parameters()] == before
+        assert len(torch_hooks(flex.module)) == hooks
+        assert not any(t.name.startswith("flex_model") for t in threading.enumerate())
+    assert num_interrupted > 5
+
+
+def test_a_model_that_swallows_its_end_is_ended():
+    class Stubborn(Stack):
+        def forward(self, x):
+            for block in self.blocks:
+                with contextlib.suppress(BaseException):
+                    x = block(x)
+            if len(x) == 3:
+                raise ArithmeticError("the second batch")
+            return x
+
+    model = Stubborn(3)
+    with pytest.raises(ArithmeticError):
+        sequential.run(model, BATCHES)
+    assert_nothing_left(model)
+
+
+def test_wrong_arguments():
+    model = Stack()
+    for match, settings in (
+        ("matches no module of Stack; nearest names: 'blocks'", {"targets": ["block"]}),
+        ("window must be a whole number of at least 1, got 0", {"window": 0}),
+        ("targets_per_step must be", {"targets_per_step": 0}),
+        ("prefetch must be", {"prefetch": -1}),
+        ("'none', 'cpu' or 'disk', got 'gpu'", {"offload_activations": "gpu"}),
+        ("needs gradients off", {"offload_activations": "disk"}),
+    ):
+        with pytest.raises(ValueError, match=match):
+            sequential.run(model, BATCHES, **settings)
+    with pytest.raises(ValueError, match="found neither"):
+        sequential.run(nn.Linear(6, 6), BATCHES)
+    compiled = torch.compile(Stack(), backend="eager")
+    with pytest.raises(ValueError, match="is compiled"):
+        sequential.run(compiled, BATCHES)
+
+
+def test_matching_modules():
+    model = nn.Sequential(Stack(2), Stack(3))
+    match = sequential.match_modules
+    assert match(model, ["Stack"]) == set(model)
+    assert match(model, ["0.blocks.1", "1"]) == {model[0].blocks[1], model[1]}
+    assert match(model, [r"re:.*blocks\.1$"]) == {model[0].blocks[1], model[1].blocks[1]}
+    assert match(model, ["re:Lin"]) == {m for m in model.modules() if isinstance(m, nn.Linear)}
+    assert match(model, ["nothing"]) == set()
+
+
+def test_an_editing_function_that_fails():
+    flex = FlexModel(model := Stack())
+
+    def fail(module, x, save_ctx, modules):
+        if len(x) == 1:
+            raise ZeroDivisionError("in an edit")
+        return x
+
+    flex.register_forward_hook(HookFunction("blocks.1", editing_function=fail))
+    with pytest.raises(HookError, match="in an edit") as caught:
+        sequential.run(flex, BATCHES)
+    assert caught.value.batch_index == 2
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    flex.restore()
+    assert_nothing_left(model)

@@ -1,0 +1,82 @@
+"""``python -m flex_model harvest``, and the example."""
+
+import pytest
+import torch
+from families import llama
+
+from flex_model import cli
+from flex_model.sequential import ActivationStore
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+LINES = ["one two three", "", "two", "four one two one", "   ", "three three", "one"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model and a tokenizer, as save_pretrained writes them."""
+    words = {word: i for i, word in enumerate(["<pad>", "<unk>", "one", "two", "three", "four"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>"
+    )
+    fast.save_pretrained(tmp_path / "model")
+    llama().save_pretrained(tmp_path / "model")
+    (tmp_path / "lines.txt").write_text("\n".join(LINES))
+    return tmp_path
+
+
+def arguments(folder, *more):
+    given = ["harvest", str(folder / "model"), "--data", str(folder / "lines.txt")]
+    return [*given, "--out", str(folder / "out"), "--quiet", "--batch-size", "2", *more]
+
+
+def test_activations_equal_those_of_the_whole_model(folder, capsys):
+    modules = ["model.layers.1.mlp", r"re:model\.layers\.[02]$"]
+    assert cli.main(arguments(folder, "--window", "2", "--modules", *modules)) == 0
+    shown = capsys.readouterr()
+    assert "3 batches of model.layers.0, model.layers.1.mlp, model.layers.2" in shown.out
+    assert "6 loads of 3 targets" in shown.err
+    store = ActivationStore(folder / "out")
+    model = llama()  # not `from_pretrained`, which leaves weights where they lie in the file
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    lines = [line for line in LINES if line.strip()]
+    found = {}
+    for name in ("model.layers.0", "model.layers.1.mlp"):
+        model.get_submodule(name).register_forward_hook(
+            lambda m, a, output, name=name: found.update({name: output})
+        )
+    for index in range(3):
+        batch = tokenizer(lines[2 * index : 2 * index + 2], return_tensors="pt", padding=True)
+        batch.pop("token_type_ids", None)
+        with torch.no_grad():
+            model(**batch, use_cache=False)
+        for name, expected in found.items():
+            assert torch.equal(store.batch(index)[name][0], expected)
+
+
+def test_the_same_command_again_reads_nothing(folder, capsys):
+    command = arguments(folder, "--modules", "model.norm", "--inputs", "--dtype", "bfloat16")
+    assert cli.main(command) == 0
+    assert next(ActivationStore(folder / "out").tensors("model.norm")).dtype == torch.bfloat16
+    capsys.readouterr()
+    assert cli.main(command) == 0
+    assert "0 loads of 0 targets" in capsys.readouterr().err
+    assert cli.main([*command, "--max-length", "9"]) == 1
+    assert "records with key" in capsys.readouterr().err
+
+
+def test_what_is_wrong_is_said(folder, capsys):
+    assert cli.main(arguments(folder, "--modules", "model.layer.1")) == 1
+    assert "matches no module of LlamaForCausalLM; nearest modules" in capsys.readouterr().err
+    assert not (folder / "out").exists()
+    (folder / "lines.txt").write_text("\n \n")
+    assert cli.main(arguments(folder, "--modules", "model.norm")) == 1
+    assert "no line with text" in capsys.readouterr().err
+    (folder / "model" / "config.json").unlink()
+    assert cli.main(arguments(folder, "--modules", "model.norm")) == 1
+    assert "no config.json" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(arguments(folder, "--modules", "model.norm", "--window", "0"))

@@ -1,0 +1,44 @@
+"""Memory: bounded by the window and two targets, whatever the model's size."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+MIB = 2**20
+
+
+def python(*arguments):
+    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
+    environment.pop("MALLOC_MMAP_THRESHOLD_", None)  # the default allocator
+    finished = subprocess.run(
+        [sys.executable, str(HERE / "big_llama.py"), *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+@pytest.mark.slow
+def test_a_model_of_724_mib_takes_less_than_200(tmp_path):
+    pytest.importorskip("transformers")
+    python("make", tmp_path)
+    size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    assert size > 700 * MIB
+    expected = json.loads(python("full", tmp_path))
+    for window, num_windows in ((8, 1), (4, 2)):
+        found = json.loads(python("run", tmp_path, window))
+        assert found["bytes"] <= 200 * MIB, found["bytes"] / MIB
+        assert len(found["loads"]) == 16 and set(found["loads"].values()) == {num_windows}
+        assert found["logits"] == expected["logits"]
+        assert found["records"] == expected["records"]
+        assert (found["threads"], found["hooks"]) == (1, 0)
+        print(window, round(found["bytes"] / MIB), "MiB", found["read"] / MIB)

@@ -1,0 +1,185 @@
+"""Two ranks of a sharded model run the same order; hooks see full tensors."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing import assert_close
+
+import models
+from flex_model import FlexModel, HookError, HookFunction, sequential
+from flex_model.sequential import ActivationStore
+
+
+class Blocks(nn.Module):
+    """Three blocks of a column- and a row-parallel layer."""
+
+    columns = tuple(f"blocks.{i}.fc1" for i in range(3))
+    rows = tuple(f"blocks.{i}.fc2" for i in range(3))
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(models.MLP() for _ in range(3))
+        for block in self.blocks:
+            block.out = nn.Identity()
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+BATCHES = [models.random(rows, 6, seed=rows) for rows in (2, 4, 6, 4)]
+SHARDED = {name: models.TWO_RANKS[name] for name in ("tp", "dtensor")}
+
+
+def unsharded():
+    return models.seeded(Blocks).double()
+
+
+def mix(module, x, save_ctx, modules):
+    save_ctx.sum = float(x.detach().sum())
+    return x.flip(-1) * 2 + torch.rand(())
+
+
+def read(module, x, save_ctx, modules):
+    return x + save_ctx.sum
+
+
+def hooked(model, **settings):
+    flex = FlexModel(model, {}, **settings)
+    flex.register_forward_hook(HookFunction("blocks.0.fc1", editing_function=mix))
+    flex.register_forward_hook(HookFunction("blocks.1.fc1"))
+    flex.register_forward_hook(HookFunction("blocks.2.fc1", editing_function=read))
+    return flex
+
+
+def expected_of_loop():
+    """Outputs and records of plain forwards of the unsharded model, on this rank alone."""
+    group = models.mesh(2, 1)["tp"].get_group()  # of one rank
+    flex = hooked(unsharded(), process_group=group, output_ranks="all")
+    torch.manual_seed(7)
+    outputs, records = [], {}
+    for batch in BATCHES:
+        outputs.append(flex(batch).detach())
+        for name, found in flex.output_ptr.items():
+            records.setdefault(name, []).extend(found)
+    flex.restore()
+    return outputs, records
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("edit_on", ["all", "rank0"])
+def test_ranks_equal_the_unsharded_loop(name, window, edit_on):
+    expected, expected_records = expected_of_loop()
+    way = SHARDED[name]
+    flex = hooked(way.shard(unsharded()), **way.sizes, edit_on=edit_on)
+    torch.manual_seed(7)
+    outputs = sequential.run(flex, BATCHES, window=window)
+    for output, other in zip(outputs, expected):
+        assert_close(output.detach(), other)
+    if dist.get_rank() == 0:
+        assert set(flex.output_ptr) == set(expected_records)
+        for site, records in expected_records.items():
+            assert len(flex.output_ptr[site]) == len(records)
+            for one, other in zip(flex.output_ptr[site], records):
+                assert_close(one, other)
+    else:
+        assert flex.output_ptr == {}
+    flex.restore()
+
+
+@pytest.mark.ranks(2)
+def test_each_rank_has_its_own_rows():
+    way = models.TWO_RANKS["dp"]
+    flex = FlexModel(unsharded(), {}, **way.sizes)
+    flex.register_forward_hook(
+        HookFunction("blocks.1", editing_function=lambda m, x, ctx, mods: x - x.mean(0))
+    )
+    outputs = sequential.run(flex, [way.my_rows(batch) for batch in BATCHES])
+    flex.restore()
+    model = unsharded()
+    model.blocks[1].register_forward_hook(lambda m, a, output: output - output.mean(0))
+    for output, batch in zip(outputs, BATCHES):
+        assert_close(output, way.my_rows(model(batch)))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_weights_of_dtensors_are_read_in_parts(prefetch):
+    expected, expected_records = expected_of_loop()
+    model, way = unsharded(), SHARDED["dtensor"]
+    state = model.state_dict()
+    empty = way.shard(model.to("meta"))
+    flex = hooked(empty, **way.sizes)
+    torch.manual_seed(7)
+    outputs = sequential.run(flex, BATCHES, weights=state, window=2, prefetch=prefetch)
+    for output, other in zip(outputs, expected):
+        assert_close(output, other.detach())
+    if dist.get_rank() == 0:
+        for site, records in expected_records.items():
+            for one, other in zip(flex.output_ptr[site], records):
+                assert_close(one, other)
+    assert outputs.loads == {f"blocks.{i}": 2 for i in range(3)}
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    flex.restore()
+
+
+@pytest.mark.ranks(2)
+def test_rank_0_writes_the_store_and_all_go_on_from_it(tmp_path):
+    way = SHARDED["tp"]
+    flex = FlexModel(way.shard(unsharded()), {}, **way.sizes)
+    flex.register_forward_hook(HookFunction("blocks.1.fc1"))
+    sequential.run(flex, BATCHES[:3], window=2, store=ActivationStore(tmp_path))
+    outputs = sequential.run(flex, BATCHES, window=2, store=ActivationStore(tmp_path))
+    assert outputs[:3] == [None] * 3 and outputs[3] is not None
+    flex.restore()
+    dist.barrier()
+    records = list(ActivationStore(tmp_path).tensors("blocks.1.fc1"))
+    model = unsharded()
+    found = []
+    model.blocks[1].fc1.register_forward_hook(lambda m, a, output: found.append(output))
+    for batch in BATCHES:
+        model(batch)
+    assert len(records) == len(BATCHES)
+    for one, other in zip(records, found):
+        assert_close(one, other.detach())
+
+
+@pytest.mark.ranks(2)
+def test_an_edit_that_fails_on_one_rank_is_an_error_on_both():
+    def fail(module, x, save_ctx, modules):
+        if dist.get_rank() == 1 and len(x) == 6:
+            raise ValueError("on rank 1")
+        return x * 2
+
+    way = SHARDED["tp"]
+    flex = FlexModel(way.shard(unsharded()), {}, **way.sizes)
+    handle = flex.register_forward_hook(HookFunction("blocks.1.fc1", editing_function=fail))
+    with pytest.raises(HookError, match="on rank 1"):
+        sequential.run(flex, BATCHES)
+    handle.remove()
+    flex.register_forward_hook(HookFunction("blocks.1.fc1"))
+    outputs = sequential.run(flex, BATCHES)
+    for output, batch in zip(outputs, BATCHES):
+        assert_close(output, unsharded()(batch))
+    flex.restore()
+
+
+@pytest.mark.ranks(2)
+def test_gradients_are_recorded_in_batch_order():
+    records = {}
+    for name in ("tp", "unsharded"):
+        settings = SHARDED["tp"].sizes if name == "tp" else {"output_ranks": "all"}
+        if name == "unsharded":
+            settings["process_group"] = models.mesh(2, 1)["tp"].get_group()
+        model = SHARDED["tp"].shard(unsharded()) if name == "tp" else unsharded()
+        flex = FlexModel(model, records.setdefault(name, {}), **settings)
+        flex.register_full_backward_pre_hook(HookFunction("blocks.1.fc1"))
+        outputs = sequential.run(flex, BATCHES)
+        sum(output.square().sum() for output in outputs).backward()
+        flex.restore()
+    if dist.get_rank() == 0:
+        assert_close(records["tp"]["blocks.1.fc1"], records["unsharded"]["blocks.1.fc1"])

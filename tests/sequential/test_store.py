@@ -1,0 +1,195 @@
+"""Records on disk: those of output_ptr, whole, and complete after any number of kills."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+import warnings
+
+import pytest
+import torch
+from test_engine import BATCHES, Stack, assert_nothing_left, halve
+
+from flex_model import FlexModel, HookFunction, sequential
+from flex_model.sequential import ActivationStore
+
+safetensors = pytest.importorskip("safetensors.torch")
+SITES = ("blocks.0", "blocks.2")
+
+
+def wrapped(model=None, pause_s=0.0):
+    """A wrapper with a hook that only looks, and one that edits with random numbers."""
+
+    def edit(module, x, save_ctx, modules):
+        time.sleep(pause_s)
+        return x * torch.rand(())
+
+    flex = FlexModel(model or Stack(4), {})
+    flex.register_forward_hook(HookFunction(SITES[0], editing_function=edit))
+    flex.register_forward_hook(HookFunction(SITES[1]))
+    return flex
+
+
+def expected_records():
+    flex = wrapped()
+    sequential.run(flex, BATCHES)
+    return {name: list(flex.output_ptr[name]) for name in SITES}
+
+
+def assert_holds(store, expected):
+    assert store.is_complete and store.num_batches == len(BATCHES)
+    assert store.names == sorted(expected)
+    for name, records in expected.items():
+        found = list(store.tensors(name))
+        assert len(found) == len(records)
+        assert all(torch.equal(one, other) for one, other in zip(found, records))
+
+
+@pytest.mark.parametrize("window, files", [(None, 1), (2, 3)])
+def test_the_records_of_output_ptr(tmp_path, window, files):
+    torch.manual_seed(1)
+    expected = expected_records()
+    torch.manual_seed(1)
+    flex = wrapped()
+    outputs = sequential.run(flex, BATCHES, window=window, store=ActivationStore(tmp_path))
+    assert flex.output_ptr == {} and len(outputs) == len(BATCHES)
+    store = ActivationStore(tmp_path)
+    assert_holds(store, expected)
+    assert len(list(tmp_path.glob("*.safetensors"))) == files
+    assert set(store.batch(3)) == set(SITES)
+    with pytest.raises(IndexError, match="no batch 5"):
+        store.batch(5)
+    with pytest.raises(KeyError, match=r"no record 'blocks.1'"):
+        next(store.tensors("blocks.1"))
+
+
+def test_files_are_bounded(tmp_path):
+    flex = wrapped()
+    sequential.run(flex, BATCHES, store=ActivationStore(tmp_path, shard_bytes=200))
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert ActivationStore(tmp_path).num_batches == len(BATCHES)
+
+
+def test_a_run_that_failed_goes_on_where_it_was(tmp_path):
+    torch.manual_seed(1)
+    expected = expected_records()
+    torch.manual_seed(1)
+    flex = wrapped()
+    ran = []
+    flex.module.register_forward_pre_hook(lambda module, args: ran.append(len(args[0])))
+
+    def broken():
+        yield from BATCHES[:4]
+        raise OSError("the network")
+
+    with pytest.raises(OSError, match="the network"):
+        sequential.run(flex, broken(), window=2, store=ActivationStore(tmp_path))
+    store = ActivationStore(tmp_path)
+    assert (store.num_batches, store.is_complete) == (4, False)
+    assert_holds_first(store, expected, 4)
+    (tmp_path / "batches-00000004-00000005.safetensors").write_bytes(b"of a run that was killed")
+    (tmp_path / "manifest.json.part").write_text("{")
+    torch.manual_seed(1)
+    ran.clear()
+    outputs = sequential.run(flex, BATCHES, window=2, store=ActivationStore(tmp_path))
+    assert ran == [len(BATCHES[4])]
+    assert outputs[:4] == [None] * 4 and outputs[4] is not None and len(outputs.save_ctxs) == 5
+    assert_holds(ActivationStore(tmp_path), expected)
+    assert not list(tmp_path.glob("*.part"))
+    ran.clear()
+    assert sequential.run(flex, BATCHES, store=ActivationStore(tmp_path)) == [None] * 5
+    assert ran == []
+
+
+def assert_holds_first(store, expected, num_batches):
+    for name, records in expected.items():
+        found = list(store.tensors(name))
+        assert len(found) == num_batches
+        assert all(torch.equal(one, other) for one, other in zip(found, records))
+
+
+def test_what_does_not_belong_together_is_refused(tmp_path):
+    flex = wrapped()
+    sequential.run(flex, BATCHES[:2], store=ActivationStore(tmp_path / "a", key={"data": 1}))
+    with pytest.raises(ValueError, match=r"with key \{'data': 1\}, not \{'data': 2\}"):
+        ActivationStore(tmp_path / "a", key={"data": 2})
+    with pytest.raises(ValueError, match=r"batch 1 .* from other inputs"):
+        sequential.run(flex, [BATCHES[0], BATCHES[2]], store=ActivationStore(tmp_path / "a"))
+    flex.register_forward_hook(HookFunction("blocks.1", editing_function=halve))
+    with pytest.raises(ValueError, match="records of other hooks"):
+        sequential.run(flex, BATCHES, store=ActivationStore(tmp_path / "a"))
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "thesis.tex").write_text("mine")
+    with pytest.raises(ValueError, match="holds other files"):
+        ActivationStore(tmp_path / "b")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "manifest.json").write_text(json.dumps({"format": "else"}))
+    with pytest.raises(ValueError, match="written by something else"):
+        ActivationStore(tmp_path / "c")
+    with pytest.raises(TypeError, match="a plain module has none"):
+        sequential.run(Stack(), BATCHES, store=ActivationStore(tmp_path / "d"))
+    with pytest.raises(TypeError, match="got a str"):
+        sequential.run(flex, BATCHES, store=str(tmp_path))
+    flex.restore()
+    assert_nothing_left(flex.module)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_killed_at_random_moments_it_ends_with_the_same_store(tmp_path):
+    torch.manual_seed(1)
+    expected = expected_records()
+    model = Stack(4)
+    safetensors.save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    chance = random.Random(0)
+    num_killed = num_partial = num_complete = 0
+    while num_killed < 8 or not num_partial or not num_complete:
+        child = forked(lambda: harvest(tmp_path))
+        time.sleep(chance.uniform(0.0, 0.2))
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        num_killed += os.WIFSIGNALED(status)
+        if not (tmp_path / "store" / "manifest.json").exists():
+            continue
+        store = ActivationStore(tmp_path / "store")  # never torn
+        for index in range(store.num_batches):
+            for name, records in store.batch(index).items():
+                assert torch.equal(records[0], expected[name][index])
+        num_partial += 0 < store.num_batches < len(BATCHES)
+        if store.is_complete:
+            num_complete += 1
+            assert_holds(store, expected)
+            assert not list((tmp_path / "store").glob("*.part"))
+            shutil.rmtree(tmp_path / "store")
+
+
+def harvest(folder):
+    torch.manual_seed(1)
+    flex = wrapped(Stack(4).to("meta"), pause_s=0.02)
+    weights = folder / "weights.safetensors"
+    store = ActivationStore(folder / "store")
+    sequential.run(flex, BATCHES, weights=weights, window=2, store=store)
+
+
+def forked(function):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of threads: the child uses none of them
+        child = os.fork()
+    if child == 0:
+        try:
+            function()
+        finally:
+            os._exit(0)
+    return child
+
+
+def test_the_progress_bar(capsys, tmp_path):
+    pytest.importorskip("tqdm")
+    model = Stack(4)
+    weights = model.state_dict()
+    sequential.run(model.to("meta"), BATCHES, weights=weights, window=2, progress=True)
+    last = capsys.readouterr().err.split("\r")[-1]
+    assert "12/12" in last and "batches=5/5" in last and "loads=12" in last and "MiB" in last
+    sequential.run(Stack(2), iter(BATCHES))
+    assert capsys.readouterr().err == ""

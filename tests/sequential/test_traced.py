@@ -1,0 +1,258 @@
+"""Subgraphs equal the model, or are a TraceError."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from families import FAMILIES, images, llama, tokens
+from test_engine import BATCHES, Stack, assert_equal, assert_nothing_left
+from torch import nn
+from torch.fx import GraphModule
+
+import models
+from flex_model import FlexModel, HookFunction, TraceError, sequential
+from flex_model.sequential import SequentialTracer, Subgraph, trace_subgraphs
+
+TARGETS = {
+    "llama": ("LlamaDecoderLayer", 3),
+    "gpt2": ("GPT2Block", 3),
+    "mixtral": ("MixtralDecoderLayer", 3),
+    "qwen3_moe": ("Qwen3MoeDecoderLayer", 3),
+    "gemma3": ("Gemma3DecoderLayer", 3),
+    "t5": ("T5Block", 4),
+    "vit": ("ViTLayer", 3),
+    "clip": ("CLIPEncoderLayer", 4),
+}
+
+
+def run_by_hand(model, subgraphs, inputs):
+    values = dict(inputs)
+    for subgraph in subgraphs:
+        output = subgraph.forward(model, **{name: values[name] for name in subgraph.input_names})
+        for name in subgraph.consumed_names:
+            del values[name]
+        if subgraph is not subgraphs[-1]:
+            assert isinstance(output, dict)
+            values.update(output)
+    assert values == {}
+    return output
+
+
+def called(model, subgraph):
+    return [
+        model.get_submodule(node.target)
+        for node in subgraph.graph.nodes
+        if node.op == "call_module"
+    ]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(name):
+    pytest.importorskip("transformers")
+    make, batches, _ = FAMILIES[name]
+    model, (target, count) = make(), TARGETS[name]
+    subgraphs = trace_subgraphs(model, batches[0], [target], [])
+    assert len(subgraphs) == count + 1
+    targets = sequential.match_modules(model, [target])
+    in_subgraphs = [sum(m in targets for m in called(model, one)) for one in subgraphs]
+    assert in_subgraphs == [1] * count + [0]
+    consumed = [name for one in subgraphs for name in one.consumed_names]
+    assert len(consumed) == len(set(consumed))
+    assert set(consumed) == set().union(*(one.input_names for one in subgraphs))
+    others = {"vit": images(5, 7), "clip": tokens(3, 11, 9) | images(2, 8)}.get(name)
+    if others is None:
+        others = tokens(3, 11, 9)
+        others |= {"decoder_input_ids": others["input_ids"][:, :6]} if name == "t5" else {}
+    settings = {} if name in ("vit", "clip") else {"use_cache": False}
+    with torch.no_grad():
+        for batch in [*batches, others]:
+            assert_equal(run_by_hand(model, subgraphs, batch), model(**batch, **settings))
+    assert_nothing_left(model)
+
+
+def test_the_names_of_the_reference():
+    model = Stack(3)
+    targets = sequential.match_modules(model, ["re:blocks"]) - {model.blocks}
+    ancestors = sequential.get_sequential_ancestors(model, targets)
+    assert ancestors == {model, model.blocks}
+    sample = {"x": BATCHES[0]}
+    concrete = sequential.populate_concrete_args(model, sample)
+    assert concrete == {}
+    tracer = SequentialTracer(ancestors, set())
+    tracer.sample_input = sample
+    graph = GraphModule(model, tracer.trace(model, concrete_args=concrete))
+    assert sequential.graph_is_well_formed(graph.graph)
+    nodes = sequential.find_target_nodes(graph, targets)
+    assert {node.target for node in nodes} == {f"blocks.{i}" for i in range(3)}
+    partitions = sequential.topological_partition(graph, targets)
+    assert [sum(node in nodes for node in part) for part in partitions] == [1, 1, 1, 0]
+    subgraphs = sequential.partition_graph(model, partitions)
+    assert all(isinstance(one, Subgraph) and one.consumed_names == set() for one in subgraphs)
+    sequential.trace_consumed_names(subgraphs)
+    assert [one.consumed_names for one in subgraphs] == [one.input_names for one in subgraphs]
+    x = BATCHES[3]
+    assert torch.equal(run_by_hand(model, subgraphs, {"x": x}), model(x))
+
+
+def test_a_graph_that_is_not_well_formed():
+    graph = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))).graph
+    assert sequential.graph_is_well_formed(graph)
+    first = next(node for node in graph.nodes if node.op == "call_module")
+    first.users.clear()
+    assert not sequential.graph_is_well_formed(graph)
+
+
+def test_concrete_arguments():
+    class Model(nn.Module):
+        def forward(self, x, scale=2, *more, use_cache=True, **options):
+            return x
+
+    populate = sequential.populate_concrete_args
+    expected = {"scale": 2, "more": [], "use_cache": False, "options": {}}
+    assert populate(Model(), {"x": 1}) == expected
+    with pytest.raises(ValueError, match="forward needs 'x'"):
+        populate(Model(), {"scale": 1})
+
+
+def test_sequential_targets_of_modifiers():
+    get, model = sequential.get_sequential_targets, Stack(2)
+    nothing = SimpleNamespace(sequential_targets=None)
+    one = SimpleNamespace(sequential_targets="Block")
+    two = SimpleNamespace(sequential_targets=["A", "B"])
+    assert get([], model, nothing) == ["Linear"]
+    assert get([nothing, one], model, nothing) == ["Block"]
+    assert get([nothing], model, two) == ["A", "B"]
+    for modifiers, args in (([one, two], nothing), ([one], two)):
+        with pytest.raises(ValueError, match="in one place"):
+            get(modifiers, model, args)
+    pytest.importorskip("transformers")
+    assert get([], llama(), nothing) == ["LlamaDecoderLayer"]
+
+
+def test_dispatch_gives_the_same_object():
+    model = Stack(2)
+    if torch.cuda.is_available():
+        pytest.importorskip("accelerate")
+        assert sequential.dispatch_for_sequential(model) is model
+    else:
+        with pytest.warns(UserWarning, match="stays on the CPU"):
+            assert sequential.dispatch_for_sequential(model) is model
+
+
+class Parent(nn.Module):
+    """``combine(self, x)`` is the forward; two blocks, a parameter and a buffer of its own."""
+
+    def __init__(self, combine):
+        super().__init__()
+        self.blocks = models.seeded(lambda: nn.ModuleList(nn.Linear(6, 6) for _ in range(2)))
+        self.scale = nn.Parameter(torch.full((6,), 1.5))
+        self.register_buffer("shift", torch.arange(6.0))
+        self.combine = combine
+
+    def forward(self, x):
+        return self.combine(self, x)
+
+
+def plain(self, x):
+    mask = torch.ones(x.shape[0], 1).cumsum(0) / len(x)
+    for block in self.blocks:
+        x = block(x) * self.scale + self.shift * mask
+    return {"x": x, "rows": torch.arange(x.shape[0])}
+
+
+def test_weights_and_factories_of_the_parent():
+    model = Parent(lambda self, x: (self.blocks[1](self.blocks[0](x)) * self.scale + self.shift,))
+    subgraphs = trace_subgraphs(model, {"x": BATCHES[0]}, ["Linear"])
+    assert_equal(run_by_hand(model, subgraphs, {"x": BATCHES[3]}), model(BATCHES[3]))
+
+
+WRONG = {
+    # what is true of the sample only
+    "a branch on values": (
+        lambda self, x: self.blocks[1](self.blocks[0](x)) * (2 if x.shape[0] > 2 else 3),
+        "differs from the model's",
+    ),
+    "a length taken as a constant": (plain, "differs from the model's"),
+    "a loop over rows": (
+        lambda self, x: self.blocks[1](torch.stack([self.blocks[0](x)[i] for i in range(len(x))])),
+        "called more than once|differs|fail|returns",
+    ),
+    # targets
+    "called twice": (
+        lambda self, x: self.blocks[1](self.blocks[0](self.blocks[0](x))),
+        "'blocks.0' is called more than once",
+    ),
+    "never called": (lambda self, x: self.blocks[1](x), "'blocks.0' is never called"),
+    # what can't be followed
+    "leaves torch": (
+        lambda self, x: self.blocks[1](torch.from_numpy(self.blocks[0](x).detach().numpy() * 2)),
+        "does not trace|differs|fail",
+    ),
+    "type questions": (
+        lambda self, x: (
+            self.blocks[1](self.blocks[0](x)) * (1 if isinstance(x, torch.Tensor) else 2)
+        ),
+        "differs from the model's",
+    ),
+    "draws numbers": (
+        lambda self, x: self.blocks[1](self.blocks[0](x) + torch.randn(())),
+        "differs from the model's",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_equal_the_model_is_an_error(name):
+    combine, match = WRONG[name]
+    model = Parent(combine)
+    attributes = set(vars(model))
+    with pytest.raises(TraceError, match=match) as caught:
+        trace_subgraphs(model, {"x": BATCHES[0]}, ["Linear"])
+    assert "sequential.run" in str(caught.value)
+    assert_nothing_left(model)
+    assert set(vars(model)) == attributes
+    if name != "draws numbers":
+        outputs = sequential.run(model, BATCHES)
+        assert all(assert_equal(o, model(b)) is None for o, b in zip(outputs, BATCHES))
+
+
+def test_no_target_and_a_missing_argument():
+    with pytest.raises(ValueError, match="match no module"):
+        trace_subgraphs(Stack(), {"x": BATCHES[0]}, ["Conv2d"])
+    with pytest.raises(ValueError, match="forward needs 'x'"):
+        trace_subgraphs(Stack(), {}, ["Linear"])
+    with pytest.raises(ValueError, match=r"'blocks\.0\.weight' is on meta"):
+        trace_subgraphs(Stack().to("meta"), {"x": BATCHES[0]}, ["Linear"])
+
+
+def test_a_tracer_without_a_sample_is_that_of_torch():
+    model = Stack(2)
+    ancestors = sequential.get_sequential_ancestors(model, set(model.blocks))
+    graph = SequentialTracer(ancestors, {model}).trace(model)
+    assert [node.target for node in graph.nodes if node.op == "call_module"] == [
+        "blocks.0",
+        "blocks.1",
+    ]
+
+
+def test_hooks_do_not_run_while_tracing_and_are_there_afterwards():
+    flex = FlexModel(model := Stack(2), found := {})
+    flex.register_forward_hook(HookFunction("blocks.0"))
+    subgraphs = trace_subgraphs(model, {"x": BATCHES[0]}, ["Linear"])
+    assert found == {}
+    run_by_hand(model, subgraphs, {"x": BATCHES[1]})
+    assert torch.equal(found["blocks.0"][0], model.blocks[0](BATCHES[1]))
+
+
+def test_methods_to_ignore_are_single_nodes():
+    def combine(self, x):
+        return self.blocks[1](self.odd(self.blocks[0](x)))
+
+    class Odd(Parent):
+        def odd(self, x):
+            return x * 2 if float(x.detach().sum()) > 0 else x * 3
+
+    model = Odd(combine)
+    subgraphs = trace_subgraphs(model, {"x": BATCHES[0]}, ["Linear"], ["odd"])
+    for batch in BATCHES:
+        assert torch.equal(run_by_hand(model, subgraphs, {"x": batch}), model(batch))

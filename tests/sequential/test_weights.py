@@ -1,0 +1,318 @@
+"""Models on meta, run from files: equal to the loaded model, each weight read once per window."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from families import FAMILIES
+from test_engine import BATCHES, Stack, assert_equal, assert_nothing_left
+from torch import nn
+
+import models
+from flex_model import FlexModel, HookFunction, sequential
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+
+def on_meta(model):
+    return copy.deepcopy(model).to("meta")
+
+
+def saved(model, folder):
+    safetensors.save_file(
+        {name: tensor.contiguous() for name, tensor in model.state_dict().items()},
+        folder / "model.safetensors",
+    )
+    return folder
+
+
+def assert_as_before(model, state):
+    assert_nothing_left(model)
+    assert {name: id(tensor) for name, tensor in state} == {
+        name: id(tensor) for name, tensor in tensors_of(model)
+    }
+
+
+def tensors_of(model):
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def stack_weights(model):
+    return sum(tensor.nbytes for tensor in model.state_dict().values())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_from_a_folder(tmp_path, name):
+    transformers = pytest.importorskip("transformers")
+    make, batches, sites = FAMILIES[name]
+    model = make()
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        empty = type(model)(config).eval()
+    state = tensors_of(empty)
+    flex = FlexModel(empty, found := {})
+    for site in sites:
+        flex.register_forward_hook(HookFunction(site))
+    outputs = sequential.run(flex, batches, weights=tmp_path, window=3)
+    flex.restore()
+    with torch.no_grad(), FlexModel(model, expected := {}) as whole:
+        for site in sites:
+            whole.register_forward_hook(HookFunction(site))
+        for i, batch in enumerate(batches):
+            assert_equal(outputs[i], whole(**batch))
+            for site in sites:
+                assert torch.equal(found[site][i], expected[site][0])
+    assert set(outputs.loads.values()) == {2}  # 4 batches, 3 at a time
+    assert_as_before(empty, state)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("per_step", [1, 3])
+def test_each_target_is_read_once_per_window(tmp_path, prefetch, per_step):
+    model = Stack(4)
+    empty = on_meta(model)
+    state = tensors_of(empty)
+    outputs = sequential.run(
+        empty,
+        BATCHES,
+        weights=saved(model, tmp_path),
+        window=2,
+        prefetch=prefetch,
+        targets_per_step=per_step,
+    )
+    assert all(torch.equal(output, model(batch)) for output, batch in zip(outputs, BATCHES))
+    assert outputs.loads == {f"blocks.{i}": 3 for i in range(4)}
+    assert outputs.bytes_read == 3 * stack_weights(model)
+    assert_as_before(empty, state)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"order": (2, 0, 0, 3, 0, 2)}, {"stops": True}, {"stops": True, "order": [0, 1] * 4}],
+)
+def test_control_flow_with_weights(settings):
+    model = Stack(**settings)
+    outputs = sequential.run(
+        on_meta(model), BATCHES, weights=sequential.DictWeights(model.state_dict()), window=3
+    )
+    for output, batch in zip(outputs, BATCHES):
+        assert torch.equal(output, model(batch))
+
+
+def test_targets_inside_targets_keep_the_outer_ones_weights():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.inner, self.last = nn.Linear(6, 6), Stack(2), nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.last(self.inner(self.first(x)))
+
+    model = models.seeded(nn.Sequential, Outer(), Outer())
+    outputs = sequential.run(
+        on_meta(model), BATCHES, ["0", "1", "re:.*blocks"], weights=model.state_dict(), window=2
+    )
+    for output, batch in zip(outputs, BATCHES):
+        assert torch.equal(output, model(batch))
+    assert outputs.loads["0"] == outputs.loads["1"] == outputs.loads["0.inner.blocks.1"] == 3
+
+
+class Tied(nn.Module):
+    """Weights shared by targets, and by a target and the rest; buffers of both kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList([Stack(1), Stack(1), Stack(1)])
+        self.blocks[2].blocks[0].weight = self.blocks[0].blocks[0].weight
+        self.blocks[1].blocks[0].weight = self.inp.weight
+        self.blocks[1].register_buffer("scale", torch.full((6,), 3.0))
+
+    def forward(self, x):
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x) * self.blocks[1].blocks[0].weight.sum()
+        return x
+
+
+def test_tied_weights_are_read_once(tmp_path):
+    model = models.seeded(Tied)
+    with torch.device("meta"):
+        empty = Tied()
+    names = dict(model.named_parameters()) | dict(model.named_buffers())
+    safetensors.save_file({n: t.detach() for n, t in names.items()}, tmp_path / "w.safetensors")
+    read = []
+
+    class Counting(sequential.CheckpointWeights):
+        def read(self, name):
+            read.append(name)
+            return super().read(name)
+
+    weights = Counting(tmp_path / "w.safetensors")
+    outputs = sequential.run(empty, BATCHES, ["re:blocks.[0-9]$"], weights=weights)
+    assert all(torch.equal(output, model(batch)) for output, batch in zip(outputs, BATCHES))
+    assert sorted(read) == sorted(names)  # those that are tied have one name there
+
+
+def test_dtypes_are_the_models(tmp_path):
+    model = Stack(3)
+    saved(model, tmp_path)
+    empty = on_meta(model).bfloat16()
+    batches = [batch.bfloat16() for batch in BATCHES]
+    outputs = sequential.run(empty, batches, weights=tmp_path)
+    model = model.bfloat16()
+    assert all(torch.equal(output, model(batch)) for output, batch in zip(outputs, batches))
+    assert outputs.bytes_read == 2 * stack_weights(model)
+
+
+def test_names_in_the_file_may_be_others(tmp_path):
+    model = Stack(2)
+    state = {f"net.{name}": tensor for name, tensor in model.state_dict().items()}
+    safetensors.save_file(state, tmp_path / "other.safetensors")
+    weights = sequential.CheckpointWeights(tmp_path, rename=lambda name: f"net.{name}")
+    outputs = sequential.run(on_meta(model), BATCHES, weights=weights)
+    assert torch.equal(outputs[0], model(BATCHES[0]))
+
+
+def test_a_model_in_memory_gets_its_own_weights_back(tmp_path):
+    model, other = Stack(3), models.seeded(lambda: Stack(3).apply(redrawn))
+    before = {name: (id(t), t.clone()) for name, t in tensors_of(model)}
+    outputs = sequential.run(model, BATCHES, weights=saved(other, tmp_path))
+    assert torch.equal(outputs[1], other(BATCHES[1]))
+    for name, tensor in tensors_of(model):
+        assert before[name][0] == id(tensor) and torch.equal(before[name][1], tensor)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not outputs[0].requires_grad
+
+
+def redrawn(module):
+    if isinstance(module, nn.Linear):
+        module.reset_parameters()
+
+
+def test_an_explicit_device_copies_a_model_in_memory_there():
+    model = Stack(2)
+    outputs = sequential.run(model, BATCHES, device="cpu")
+    assert outputs.loads == {} and outputs[0].requires_grad
+    device = "cuda" if torch.cuda.is_available() else "meta"
+    outputs = sequential.run(model, BATCHES, device=device)
+    assert outputs[0].device.type == device and outputs.loads == {"blocks.0": 1, "blocks.1": 1}
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+
+
+def test_a_model_that_accelerate_dispatched_is_run_as_it_is():
+    accelerate = pytest.importorskip("accelerate")
+    model = Stack(3)
+    expected = [model(batch).detach() for batch in BATCHES]
+    accelerate.cpu_offload(model, torch.device("cpu"))
+    with torch.no_grad():
+        outputs = sequential.run(model, BATCHES, window=2)
+    assert all(torch.equal(one, other) for one, other in zip(outputs, expected))
+
+
+def test_an_output_that_is_a_weight_outlives_it():
+    class Table(nn.Module):
+        def __init__(self, value):
+            super().__init__()
+            self.table = nn.Parameter(torch.full((4, 6), float(value)))
+
+        def forward(self, x):
+            return self.table[: len(x)]
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Table(i) for i in range(5))
+
+        def forward(self, x):
+            return torch.stack([block(x) for block in self.blocks])
+
+    model = Model()
+    outputs = sequential.run(on_meta(model), BATCHES[:2], weights=model.state_dict())
+    assert all(torch.equal(output, model(batch)) for output, batch in zip(outputs, BATCHES))
+
+
+def test_hooks_have_the_parameters_that_they_name():
+    model = Stack(4)
+
+    def edit(module, x, save_ctx, modules):
+        return x @ hook.parameters["blocks.3.weight"] + module.weight.sum()
+
+    hook = HookFunction("blocks.1", editing_function=edit, parameters=["blocks.3.weight"])
+    flex = FlexModel(on_meta(model))
+    flex.register_forward_hook(hook)
+    found = sequential.run(flex, BATCHES, weights=model.state_dict())
+    flex.restore()
+    flex = FlexModel(model)
+    flex.register_forward_hook(hook)
+    assert all(torch.equal(output, flex(batch)) for output, batch in zip(found, BATCHES))
+
+
+# ---- what goes wrong ---------------------------------------------------------------------------
+
+
+def test_what_nothing_gives_is_named_before_the_first_batch(tmp_path):
+    model = Stack(2)
+    state = model.state_dict()
+    del state["blocks.1.bias"]
+
+    def batches():
+        raise AssertionError("a batch was asked for")
+        yield
+
+    empty = on_meta(model)
+    with pytest.raises(ValueError, match=r"nothing gives 'blocks.1.bias': it is on meta"):
+        sequential.run(empty, batches(), weights=state)
+    with pytest.raises(ValueError, match=r"'blocks.0.weight' and 3 more"):
+        sequential.run(empty, batches())
+    empty.register_buffer("table", torch.ones(2, device="meta"), persistent=False)
+    with pytest.raises(ValueError, match="nothing gives the buffer 'table'"):
+        sequential.run(empty, batches(), weights=model.state_dict())
+    assert_nothing_left(empty)
+
+
+def test_files_that_do_not_fit(tmp_path):
+    model = Stack(2)
+    with pytest.raises(FileNotFoundError, match=r"no nowhere|nowhere; give a"):
+        sequential.run(on_meta(model), BATCHES, weights=tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"no .safetensors file"):
+        sequential.run(on_meta(model), BATCHES, weights=tmp_path)
+    (tmp_path / "bad.safetensors").write_bytes(b"no header")
+    with pytest.raises(ValueError, match=r"bad.safetensors .* is no safetensors file"):
+        sequential.run(on_meta(model), BATCHES, weights=tmp_path)
+    other = model.state_dict() | {"blocks.1.weight": torch.ones(3, 6)}
+    with pytest.raises(ValueError, match=r"'blocks.1.weight' has shape \(6, 6\) .* \(3, 6\)"):
+        sequential.run(on_meta(model), BATCHES, weights=other)
+    with pytest.raises(TypeError, match="weights must be None, a path"):
+        sequential.run(on_meta(model), BATCHES, weights=3)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_source_that_fails(prefetch):
+    class Failing(sequential.DictWeights):
+        def read(self, name):
+            if name == "blocks.2.weight":
+                raise ConnectionError("the disk is gone")
+            return super().read(name)
+
+    model = Stack(4)
+    empty = on_meta(model)
+    state = tensors_of(empty)
+    with pytest.raises(ConnectionError, match="the disk is gone"):
+        sequential.run(empty, BATCHES, weights=Failing(model.state_dict()), prefetch=prefetch)
+    assert_as_before(empty, state)
+
+
+def test_an_exception_in_a_batch_leaves_no_weight_and_no_thread():
+    model = Stack(4)
+    empty = on_meta(model)
+    state = tensors_of(empty)
+    handle = empty.blocks[2].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        sequential.run(empty, BATCHES, weights=model.state_dict())
+    handle.remove()
+    assert_as_before(empty, state)
+    assert threading.active_count() < 20
