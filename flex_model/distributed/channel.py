@@ -292,6 +292,19 @@ class Channel:
             self.timeout_s = timeout_s
             self.clear_error()
 
+    def leave(self, error: BaseException) -> None:
+        """This rank leaves a run in the middle and will not come to its end (Ctrl-C, for one).
+        Local.
+        """
+        if not (self.is_local or self.is_child or any(g.broken for g in self._groups.values())):
+            self._break(self._leaving(error))
+
+    def _leaving(self, error: BaseException) -> str:
+        return (
+            f"rank {self.mesh.place} left while it was at {self.where}: "
+            f"{type(error).__name__}: {error}."
+        )
+
     # Payload. Every method is collective over the ranks of `axes`, and follows an `agree`.
 
     def all_gather(
@@ -356,10 +369,7 @@ class Channel:
         except WaitError as failure:
             raise self._break(self._explained(failure, to.group)) from None
         except BaseException as error:  # Ctrl-C, for one: the others must not wait for this rank
-            self._break(
-                f"rank {self.mesh.place} left while it was at {self.where}: "
-                f"{type(error).__name__}: {error}."
-            )
+            self._break(self._leaving(error))
             raise
 
     def _check_process(self) -> None:

@@ -257,12 +257,10 @@ class HookCore:
     def _fail_run(self, run: RunContext, error: BaseException) -> None:
         self.records.forget(run)
         self.table.forget_calls()
-        if (
-            self.channel.is_local
-            or not run.covered
-            or is_agreed(error)
-            or not isinstance(error, Exception)
-        ):
+        if self.channel.is_local or not run.covered or is_agreed(error):
+            return
+        if not isinstance(error, Exception):
+            self.channel.leave(error)
             return
         self.channel.tell_failure(
             f"the model's own forward failed: {type(error).__name__}: {error}",
