@@ -61,6 +61,7 @@ class Channel:
         self.steps = Steps()
         self.num_payloads = 0  # payload collectives so far
         self.meter = costs.Meter()  # of the run
+        self.edit_of = ""  # the hook whose editing function runs: nothing may be transferred in it
         self._error: tuple[int, str, BaseException | None] = (OK, "", None)
         self._groups: dict[tuple[Axis, ...], groups.PrivateGroup] = {}
         self._transports: dict[tuple[Axis, ...], tuple[Transport, str]] = {}
@@ -149,6 +150,7 @@ class Channel:
             HookMismatchError: ranks do different things, or tensors of another dtype or number of
                 dims.
         """
+        self._check_no_edit()
         self.sequence += 1
         self.where = where
         self.steps.add(where)
@@ -355,6 +357,7 @@ class Channel:
     def _guarded(self, axes: tuple[Axis, ...], transfer: Callable[[Transport], Any]) -> Any:
         """What ``transfer`` returns; if it fails in any way, nobody is left waiting for it."""
         self._check_process()
+        self._check_no_edit()
         to = self._transport(axes)
         self._check_usable()
         here = to.group.hosts.here
@@ -371,6 +374,14 @@ class Channel:
         except BaseException as error:  # Ctrl-C, for one: the others must not wait for this rank
             self._break(self._leaving(error))
             raise
+
+    def _check_no_edit(self) -> None:
+        if self.edit_of:
+            raise HookError(
+                f"{self.edit_of}: a transfer among ranks inside an editing function, which may run "
+                "on one rank only, and at its own time; name the weights that it needs in "
+                f"HookFunction(parameters=...) ({see('inside-an-editing-function')})"
+            )
 
     def _check_process(self) -> None:
         if self.is_child:

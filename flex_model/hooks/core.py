@@ -24,7 +24,7 @@ from flex_model import _C
 from flex_model.distributed.channel import Channel, agreed, is_agreed
 from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.mesh import Mesh
-from flex_model.errors import HookError
+from flex_model.errors import HookError, see
 from flex_model.hooks.call import HookCaller
 from flex_model.hooks.context import Call, RunContext, advance_generator, next_sequence
 from flex_model.hooks.function import HookFunction
@@ -147,7 +147,10 @@ class HookCore:
         core = self
 
         def begin(module, args, kwargs):
-            if module is not core.module or _in_backward():
+            if module is not core.module:
+                return
+            core.check_entry()
+            if _in_backward():
                 return
             if core.run is None:
                 run = core.begin(EVERYTHING, direct=core._deferred is None)
@@ -160,7 +163,7 @@ class HookCore:
 
         def end(module, args, output):
             run = core.run
-            if module is not core.module or run is None or _in_backward():
+            if module is not core.module or run is None or _in_backward() or core._refusal():
                 return
             core.tracking.end()
             if not run.direct_depth:
@@ -277,9 +280,36 @@ class HookCore:
         if consumed:
             advance_generator()
 
+    def check_entry(self) -> None:
+        """HookError where the model may not be run now."""
+        refusal = self._refusal()
+        if refusal:
+            raise HookError(refusal)
+
+    def _refusal(self) -> str:
+        if (
+            self.run is not None
+            and self._thread not in (None, threading.get_ident())
+            and not _in_backward()
+        ):
+            return (
+                "the model is called from a second thread while a run of this FlexModel goes on in "
+                "another; run the model from one thread at a time, or wrap it once per thread "
+                f"({see('two-threads')})"
+            )
+        if self.channel.edit_of:
+            return (
+                f"{self.channel.edit_of}: the hooked model, or a hooked part of it, is run inside "
+                "an editing function; compute there with plain tensors, with "
+                "HookFunction(parameters=...) or with modules of register_trainable_module "
+                f"({see('inside-an-editing-function')})"
+            )
+        return ""
+
     @contextlib.contextmanager
     def chosen(self, choice: Choice) -> Iterator[None]:
         """Another choice of hooks inside a run that goes on; its own choice where none is made."""
+        self.check_entry()
         before, parent = self.table.choices, self.run
         in_recomputation = parent is None or _in_backward()
         if in_recomputation or choice in (EVERYTHING, before[0]):
@@ -327,6 +357,7 @@ class HookCore:
 
     def _run_hook(self, registration: Registration, module: nn.Module, tree: Any) -> Any:
         """A forward or forward-pre hook: the tree of tensors that the model goes on with."""
+        self.check_entry()
         if _in_backward():
             return self._replay(registration, module, tree)
         if self.run is None and self._deferred is not None:
@@ -334,6 +365,7 @@ class HookCore:
         run = self.run
         if run is None:  # a part of the model is called on its own
             run = self.run = self._lone_run()
+            self._thread = threading.get_ident()
             self.records.output_ptr.pop(registration.hook_function.record_name, None)
             failure = None
             try:
@@ -349,7 +381,6 @@ class HookCore:
         self, run: RunContext, registration: Registration, module: nn.Module, tree: Any
     ) -> Any:
         try:
-            self._check_thread(registration)
             number = self.tracking.number(registration)
             with self.tracking.paused():
                 leaf = registration.leaf(tree)
@@ -413,18 +444,6 @@ class HookCore:
             return registrations
         run = self._run_of_backward()
         return [r for r in registrations if run is None or r.index in run.active]
-
-    def _check_thread(self, registration: Registration) -> None:
-        if (
-            self._thread is not None
-            and self._thread != threading.get_ident()
-            and self.run is not None
-        ):
-            raise HookError(
-                f"{registration.describe()}: called from a second thread while a run of this "
-                "FlexModel goes on in another; "
-                "run the model from one thread at a time, or wrap it once per thread"
-            )
 
     def hook_failed(self, registration: Registration, error: Exception) -> None:
         """An error of one hook. One rank: raise it. Several: go on as if unedited, all raise at the
