@@ -81,6 +81,7 @@ class HookCore:
         self.run: RunContext | None = None
         self.num_active = 0
         self._runs: deque[RunContext] = deque(maxlen=_REMEMBERED_RUNS)
+        self._replayed: tuple[int, RunContext] | None = None  # in which backward pass, and what
         self._agreed_hooks = site_hash()
         self._num_published, self._published = 0, site_hash()
         self.is_compiled, self._has_new_hooks = False, False
@@ -197,6 +198,7 @@ class HookCore:
         self.channel.meter.clear()
         self.run = run
         self._runs.append(run)
+        self._replayed = None
         try:
             self._cover(run)
         except BaseException:
@@ -435,8 +437,27 @@ class HookCore:
         if node is None:
             return self._runs[-1] if self._runs else None
         if self._runs and node._sequence_nr() >= self._runs[-1].last_node:
+            if self._replayed is not None and self._replayed[0] != _backward_task():
+                return self._replayed[1]  # a checkpoint inside one that is being computed once more
             return self._lone_run()  # a part of the model that was called on its own
-        return next((run for run in reversed(self._runs) if run.holds(node)), None)
+        run = next((run for run in reversed(self._runs) if run.holds(node)), None)
+        if run is not None:
+            self._note_replay(run)
+        return run
+
+    def _note_replay(self, run: RunContext) -> None:
+        """A part of ``run`` is computed once more in the backward pass that goes on. Reentrant
+        checkpointing makes new nodes there, and runs a backward pass of theirs inside this one.
+        """
+        task = _backward_task()
+        if self._replayed is None or self._replayed[0] != task:
+
+            def end() -> None:
+                if self._replayed is not None and self._replayed[0] == task:
+                    self._replayed = None
+
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+        self._replayed = task, run
 
     def chosen_now(self, registrations: Sequence[Registration]) -> Sequence[Registration]:
         """Of active hooks, those that a recomputed forward had too."""
@@ -526,7 +547,7 @@ class HookCore:
 
     def _expect_end_of_backward(self, run: RunContext) -> None:
         """Deliver what this backward collects when it ends, once."""
-        task = torch._C._current_graph_task_id()
+        task = _backward_task()
         if run.backward_task == task or task == -1:
             return
         run.backward_task = task
@@ -550,7 +571,7 @@ class HookCore:
         self.table.close()
         self._install_root()
         self._runs.clear()
-        self.run = None
+        self.run = self._replayed = None
         self.channel.close()
 
 
@@ -561,4 +582,9 @@ def _device_of(module: nn.Module) -> torch.device:
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return _backward_task() != -1
+
+
+def _backward_task() -> int:
+    """The number of the backward pass that goes on; -1 if there is none."""
+    return torch._C._current_graph_task_id()
