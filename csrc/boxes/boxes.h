@@ -244,9 +244,10 @@ void copy_steps(const Box& box, int64_t begin, int64_t end, char* full, char* sh
 inline int64_t num_steps(const Box& box) { return box.levels.empty() ? 1 : box.levels[0].count; }
 
 // Whether two boxes go through the full tensor in the same steps, so that their runs lie between
-// each other's.
+// each other's. Empty ones do not: they may have any number of steps.
 inline bool interleave(const Box& a, const Box& b) {
-  return !a.levels.empty() && !b.levels.empty() && a.levels[0].count == b.levels[0].count &&
+  return num_bytes(a) > 0 && num_bytes(b) > 0 && !a.levels.empty() && !b.levels.empty() &&
+         a.levels[0].count == b.levels[0].count &&
          a.levels[0].full_stride == b.levels[0].full_stride;
 }
 

@@ -38,6 +38,7 @@ _MAX_PAUSE_S = 0.002
 _LOOK_AROUND_S = 0.1  # between looks at the store for a peer's error
 _GRID: tuple[Axis, ...] = ("dp", "tp")  # all ranks of a stage
 _HOOKS_GRACE_S = 5.0  # how late a rank may register its hooks
+_ANSWER_S = 2.0  # how long a rank that lost a connection waits for those that live
 _GRACE_S = 10.0  # how long a rank whose model failed waits to tell the others
 
 
@@ -61,6 +62,7 @@ class Channel:
         self.steps = Steps()
         self.num_payloads = 0  # payload collectives so far
         self.meter = costs.Meter()  # of the run
+        self.edit_of = ""  # the hook whose editing function runs: nothing may be transferred in it
         self._error: tuple[int, str, BaseException | None] = (OK, "", None)
         self._groups: dict[tuple[Axis, ...], groups.PrivateGroup] = {}
         self._transports: dict[tuple[Axis, ...], tuple[Transport, str]] = {}
@@ -160,6 +162,7 @@ class Channel:
             HookMismatchError: ranks do different things, or tensors of another dtype or number of
                 dims.
         """
+        self._check_no_edit()
         self.sequence += 1
         self.where = where
         self.steps.add(where)
@@ -286,19 +289,35 @@ class Channel:
         )
 
     def tell_failure(self, text: str, cause: BaseException, kind: str) -> None:
-        """Tell the others that the model itself failed on this rank; bounded, and silent about its
-        own troubles.
+        """Tell the others that the model itself failed on this rank; bounded. Of its own troubles,
+        which may be why the model failed, it leaves a note on ``cause``.
         """
         if self.is_local or self.is_child or any(group.broken for group in self._groups.values()):
             return
         self.set_error(text, cause, FAILED)
         timeout_s, self.timeout_s = self.timeout_s, min(self.timeout_s, _GRACE_S)
         try:
-            with contextlib.suppress(HookError):
-                self.agree(Header(kind), f"{kind} after a failure")
+            self.agree(Header(kind), f"{kind} after a failure")
+        except HookError as error:
+            is_new = any(group.broken for group in self._groups.values())
+            if is_new and hasattr(cause, "add_note"):  # from Python 3.11 on
+                cause.add_note(f"flex_model: {error}")
         finally:
             self.timeout_s = timeout_s
             self.clear_error()
+
+    def leave(self, error: BaseException) -> None:
+        """This rank leaves a run in the middle and will not come to its end (Ctrl-C, for one).
+        Local.
+        """
+        if not (self.is_local or self.is_child or any(g.broken for g in self._groups.values())):
+            self._break(self._leaving(error))
+
+    def _leaving(self, error: BaseException) -> str:
+        return (
+            f"rank {self.mesh.place} left while it was at {self.where}: "
+            f"{type(error).__name__}: {error}."
+        )
 
     # Payload. Every method is collective over the ranks of `axes`, and follows an `agree`.
 
@@ -353,6 +372,7 @@ class Channel:
     def _guarded(self, axes: tuple[Axis, ...], transfer: Callable[[Transport], Any]) -> Any:
         """What ``transfer`` returns; if it fails in any way, nobody is left waiting for it."""
         self._check_process()
+        self._check_no_edit()
         to = self._transport(axes)
         self._check_usable()
         here = to.group.hosts.here
@@ -370,11 +390,16 @@ class Channel:
         except WaitError as failure:
             raise self._break(self._explained(failure, to.group)) from None
         except BaseException as error:  # Ctrl-C, for one: the others must not wait for this rank
-            self._break(
-                f"rank {self.mesh.place} left while it was at {self.where}: "
-                f"{type(error).__name__}: {error}."
-            )
+            self._break(self._leaving(error))
             raise
+
+    def _check_no_edit(self) -> None:
+        if self.edit_of:
+            raise HookError(
+                f"{self.edit_of}: a transfer among ranks inside an editing function, which may run "
+                "on one rank only, and at its own time; name the weights that it needs in "
+                f"HookFunction(parameters=...) ({see('inside-an-editing-function')})"
+            )
 
     def _check_process(self) -> None:
         if self.is_child:
@@ -436,10 +461,27 @@ class Channel:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            reason = (
-                f"the connection to another rank was lost at {self.where}: a rank ended or died."
-            )
-            raise self._break(reason) from error
+            raise self._break(self._who_is_lost(self._groups[_GRID])) from error
+
+    def _who_is_lost(self, group: groups.PrivateGroup) -> str:
+        """Why a connection was lost. Gloo does not tell whose it was; those who live say so."""
+        lost = f"the connection to another rank was lost at {self.where}:"
+        silent = [rank for rank in range(group.size) if rank != group.rank]
+        until = time.monotonic() + (0 if group.size == 2 else _ANSWER_S)
+        try:
+            group.store.set("lost", "")
+            group.store.set(f"lives/{group.rank}", "")
+            while True:
+                if group.store.check(["broken"]):
+                    return group.store.get("broken").decode()
+                silent = [rank for rank in silent if not group.store.check([f"lives/{rank}"])]
+                if not silent or time.monotonic() > until:
+                    break
+                time.sleep(0.01)
+        except RuntimeError:
+            return f"{lost} a rank ended or died, and with it the store by which ranks meet."
+        names = ", ".join(f"rank {rank} (global rank {group.ranks[rank]})" for rank in silent)
+        return f"{lost} {names or 'a rank that was there a moment ago'} ended or died."
 
     def _look_around(self, waited_s: float) -> None:
         """Tell where this rank waits, and see whether a peer gave up or the deadline has passed."""
@@ -448,6 +490,8 @@ class Channel:
         group.store.set(f"at/{group.rank}", position)
         if group.store.check(["broken"]):
             raise self._break(group.store.get("broken").decode())
+        if group.store.check(["lost"]):
+            group.store.set(f"lives/{group.rank}", "")
         if self._compares_hooks:
             self._compare_hooks(waited_s)
         if waited_s < self.timeout_s:

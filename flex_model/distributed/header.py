@@ -100,6 +100,8 @@ class Header:
 
     @staticmethod
     def unpack(packed: bytes) -> Header:
+        if len(packed) != _WORDS.size:
+            raise ValueError(f"a header has {_WORDS.size} bytes; got {len(packed)}")
         words = _WORDS.unpack(packed)
         first = words[0]
         values = []
@@ -113,6 +115,18 @@ class Header:
             )
         microbatch, flags, ndim, dtype, kind, state = values
         sizes = [half for word in words[4:] for half in (word >> 32, word & 0xFFFFFFFF)]
+        if (
+            state not in (OK, ERROR, FAILED)
+            or kind >= len(KINDS)
+            or (dtype != 255 and dtype >= len(DTYPES))
+            or ndim > MAX_DIMS
+            or not all(0 <= size < 2**31 for size in sizes)
+            or any(sizes[ndim:])
+        ):
+            raise ValueError(
+                f"a header that this version of flex_model does not know: {packed.hex()}; do all "
+                "ranks run the same version, of flex_model and of torch?"
+            )
         return Header(
             kind=KINDS[kind],
             site=words[2],

@@ -157,9 +157,19 @@ class HookCaller:
             self._records.now(call.registration, leaf)
         if call.run.seed is None:
             call.run.seed = seed_of_state()
-        edited = self._function.run(call, _handed(leaf), leaf, self._parameters(call, leaf))
+        edited = self._run_function(call, _handed(leaf), leaf, self._parameters(call, leaf))
         # A copy, as shards are: the model may change it in place, and the user may keep it.
         return None if edited is None else edited.clone()
+
+    def _run_function(
+        self, call: Call, full: Tensor, leaf: Tensor, parameters: dict[str, Tensor]
+    ) -> Tensor | None:
+        """The editing function, in which the model may not be run."""
+        outer, self._channel.edit_of = self._channel.edit_of, call.describe()
+        try:
+            return self._function.run(call, full, leaf, parameters)
+        finally:
+            self._channel.edit_of = outer
 
     def _edit_together(self, call: Call, leaf: Tensor, known: ShardLayout | None) -> Tensor | None:
         shapes = self._agree(call, leaf, call.registration.kind)
@@ -179,7 +189,7 @@ class HookCaller:
         full = _gathered(gather.gather, leaf, trip)
         if records:
             self._records.put(call.registration, trip.record, full)
-        edited = self._function.run(call, full, leaf, parameters)
+        edited = self._run_function(call, full, leaf, parameters)
         return self._noted(call, None if edited is None else gather.scatter(edited, trip), move)
 
     def _noted(self, call: Call, edited: Tensor | None, move: Move) -> Tensor | None:
@@ -205,7 +215,7 @@ class HookCaller:
             if trip.num_records:
                 self._records.put(registration, trip.record, gathered)
             try:
-                edited = self._function.run(call, gathered, leaf, parameters)
+                edited = self._run_function(call, gathered, leaf, parameters)
             except Exception as error:
                 if call.is_replay:
                     raise

@@ -83,6 +83,7 @@ class HookCore:
         self.run: RunContext | None = None
         self.num_active = 0
         self._runs: deque[RunContext] = deque(maxlen=_REMEMBERED_RUNS)
+        self._replayed: tuple[int, RunContext] | None = None  # in which backward pass, and what
         self._agreed_hooks = site_hash()
         self._num_published, self._published = 0, site_hash()
         self.is_compiled, self._has_new_hooks = False, False
@@ -150,7 +151,10 @@ class HookCore:
         core = self
 
         def begin(module, args, kwargs):
-            if module is not core.module or _in_backward():
+            if module is not core.module:
+                return
+            core.check_entry()
+            if _in_backward():
                 return
             if core.run is None:
                 run = core.begin(EVERYTHING, direct=core._deferred is None)
@@ -163,7 +167,7 @@ class HookCore:
 
         def end(module, args, output):
             run = core.run
-            if module is not core.module or run is None or _in_backward():
+            if module is not core.module or run is None or _in_backward() or core._refusal():
                 return
             core.tracking.end()
             if not run.direct_depth:
@@ -197,6 +201,7 @@ class HookCore:
         self.channel.meter.clear()
         self.run = run
         self._runs.append(run)
+        self._replayed = None
         try:
             self._cover(run)
         except BaseException:
@@ -260,12 +265,10 @@ class HookCore:
     def _fail_run(self, run: RunContext, error: BaseException) -> None:
         self.records.forget(run)
         self.table.forget_calls()
-        if (
-            self.channel.is_local
-            or not run.covered
-            or is_agreed(error)
-            or not isinstance(error, Exception)
-        ):
+        if self.channel.is_local or not run.covered or is_agreed(error):
+            return
+        if not isinstance(error, Exception):
+            self.channel.leave(error)
             return
         self.channel.tell_failure(
             f"the model's own forward failed: {type(error).__name__}: {error}",
@@ -282,9 +285,36 @@ class HookCore:
         if consumed:
             advance_generator()
 
+    def check_entry(self) -> None:
+        """HookError where the model may not be run now."""
+        refusal = self._refusal()
+        if refusal:
+            raise HookError(refusal)
+
+    def _refusal(self) -> str:
+        if (
+            self.run is not None
+            and self.thread not in (None, threading.get_ident())
+            and not _in_backward()
+        ):
+            return (
+                "the model is called from a second thread while a run of this FlexModel goes on in "
+                "another; run the model from one thread at a time, or wrap it once per thread "
+                f"({see('two-threads')})"
+            )
+        if self.channel.edit_of:
+            return (
+                f"{self.channel.edit_of}: the hooked model, or a hooked part of it, is run inside "
+                "an editing function; compute there with plain tensors, with "
+                "HookFunction(parameters=...) or with modules of register_trainable_module "
+                f"({see('inside-an-editing-function')})"
+            )
+        return ""
+
     @contextlib.contextmanager
     def chosen(self, choice: Choice) -> Iterator[None]:
         """Another choice of hooks inside a run that goes on; its own choice where none is made."""
+        self.check_entry()
         before, parent = self.table.choices, self.run
         in_recomputation = parent is None or _in_backward()
         if in_recomputation or choice in (EVERYTHING, before[0]):
@@ -332,6 +362,7 @@ class HookCore:
 
     def _run_hook(self, registration: Registration, module: nn.Module, tree: Any) -> Any:
         """A forward or forward-pre hook: the tree of tensors that the model goes on with."""
+        self.check_entry()
         if _in_backward():
             return self._replay(registration, module, tree)
         if self.run is None and self._deferred is not None:
@@ -339,6 +370,7 @@ class HookCore:
         run = self.run
         if run is None:  # a part of the model is called on its own
             run = self.run = self._lone_run()
+            self.thread = threading.get_ident()
             self.records.output_ptr.pop(registration.hook_function.record_name, None)
             failure = None
             try:
@@ -354,7 +386,6 @@ class HookCore:
         self, run: RunContext, registration: Registration, module: nn.Module, tree: Any
     ) -> Any:
         try:
-            self._check_thread(registration)
             number = self.tracking.number(registration)
             with self.tracking.paused():
                 leaf = registration.leaf(tree)
@@ -409,7 +440,8 @@ class HookCore:
         if node is None:
             return self._runs[-1] if self._runs else None
         found = [run for run in reversed(self._runs) if run.holds(node)]
-        if self.run in found:
+        if self.run is not None and self.run in found:
+            self._note_replay(self.run)
             return self.run
         if len(found) > 1 and any(run.save_ctx is not None for run in found):
             raise HookError(
@@ -419,15 +451,34 @@ class HookCore:
                 "(sequential.run(..., call=...)), or do without checkpointing; "
                 + see("which-batch-is-computed-once-more-is-not-known")
             )
+        if found:
+            self._note_replay(found[0])
+            return found[0]
         last = self._last_run
-        if not found and last is not None and node._sequence_nr() >= last.last_node:
-            return self._lone_run()  # a part of the model that was called on its own
-        return found[0] if found else None
+        if last is None or node._sequence_nr() < last.last_node:
+            return None
+        if self._replayed is not None and self._replayed[0] != _backward_task():
+            return self._replayed[1]  # a checkpoint inside one that is being computed once more
+        return self._lone_run()  # a part of the model that was called on its own
 
     @property
     def _last_run(self) -> RunContext | None:
         """The last one of this wrap; not that of a batch, which numbers nodes for itself."""
         return next((run for run in reversed(self._runs) if run.save_ctx is None), None)
+
+    def _note_replay(self, run: RunContext) -> None:
+        """A part of ``run`` is computed once more in the backward pass that goes on. Reentrant
+        checkpointing makes new nodes there, and runs a backward pass of theirs inside this one.
+        """
+        task = _backward_task()
+        if self._replayed is None or self._replayed[0] != task:
+
+            def end() -> None:
+                if self._replayed is not None and self._replayed[0] == task:
+                    self._replayed = None
+
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+        self._replayed = task, run
 
     def chosen_now(self, registrations: Sequence[Registration]) -> Sequence[Registration]:
         """Of active hooks, those that a recomputed forward had too."""
@@ -435,18 +486,6 @@ class HookCore:
             return registrations
         run = self._run_of_backward()
         return [r for r in registrations if run is None or r.index in run.active]
-
-    def _check_thread(self, registration: Registration) -> None:
-        if (
-            self.thread is not None
-            and self.thread != threading.get_ident()
-            and self.run is not None
-        ):
-            raise HookError(
-                f"{registration.describe()}: called from a second thread while a run of this "
-                "FlexModel goes on in another; "
-                "run the model from one thread at a time, or wrap it once per thread"
-            )
 
     def hook_failed(self, registration: Registration, error: Exception) -> None:
         """An error of one hook. One rank: raise it. Several: go on as if unedited, all raise at the
@@ -530,7 +569,7 @@ class HookCore:
 
     def _expect_end_of_backward(self, run: RunContext) -> None:
         """Deliver what this backward collects when it ends, once."""
-        task = torch._C._current_graph_task_id()
+        task = _backward_task()
         if run.backward_task == task or task == -1:
             return
         run.backward_task = task
@@ -556,7 +595,7 @@ class HookCore:
         self.table.close()
         self._install_root()
         self._runs.clear()
-        self.run = None
+        self.run = self._replayed = None
         self.channel.close()
 
 
@@ -567,4 +606,9 @@ def _device_of(module: nn.Module) -> torch.device:
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return _backward_task() != -1
+
+
+def _backward_task() -> int:
+    """The number of the backward pass that goes on; -1 if there is none."""
+    return torch._C._current_graph_task_id()

@@ -21,8 +21,9 @@ class Registration:
     """One HookFunction at one site.
 
     Attributes:
-        index: Counts registrations of the wrap: the same on every rank that registers the same
-            hooks.
+        index: Counts registrations of the wrap on this rank, removed ones included.
+        number: Among the hooks at one place: the same on every rank that has the same hooks now,
+            whatever it had before.
         hook: The dispatcher's view of it (groups, activity).
         site: Stands for it in headers: ranks that differ in any of it must not talk of one site.
         seed: Its part of the seeds of its calls: the same on any sharding.
@@ -35,6 +36,7 @@ class Registration:
     hook_function: HookFunction
     kind: str
     index: int
+    number: int
     module: weakref.ref[nn.Module] | None
     hook: _C.Hook = field(init=False)
     moves: dict[Any, Any] = field(default_factory=dict)
@@ -47,15 +49,18 @@ class Registration:
     def __post_init__(self) -> None:
         function = self.hook_function
         self.name = function.module_name
-        place = (self.kind, function.module_name, function.unpack_idx)
-        self.seed = site_hash(*place, self.index)
+        self.seed = site_hash(*self.place_of(function, self.kind), self.number)
         self.site = site_hash(
-            *place,
+            *self.place_of(function, self.kind),
             function.expected_shape,
             function.record_name,
             self.edits,
-            self.index,
+            self.number,
         )
+
+    @staticmethod
+    def place_of(function: HookFunction, kind: str) -> tuple[str, str, int]:
+        return kind, function.module_name, function.unpack_idx
 
     @property
     def edits(self) -> bool:

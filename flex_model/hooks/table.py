@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -82,7 +83,8 @@ class HookTable:
             )
         self._check_record_name(function, kind)
         module_ref = weakref.ref(target) if isinstance(target, nn.Module) else None
-        registration = Registration(function, kind, self._next_index, module_ref)
+        number = self._free_number(Registration.place_of(function, kind))
+        registration = Registration(function, kind, self._next_index, number, module_ref)
         self._next_index += 1
         registration.hook = _C.Hook(
             registration,
@@ -104,6 +106,14 @@ class HookTable:
         function._registration = registration
         self.refresh()
         return registration
+
+    def _free_number(self, place: tuple[str, str, int]) -> int:
+        taken = {
+            other.number
+            for other in self.registrations
+            if other.place_of(other.hook_function, other.kind) == place
+        }
+        return next(number for number in itertools.count() if number not in taken)
 
     def _is_served_by_dispatcher(self, registration: Registration) -> bool:
         """One rank, nothing to edit, nothing to check."""

@@ -1,0 +1,254 @@
+"""Errors that the user catches, so that the loop goes on: no later record is another batch's."""
+
+import random
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing import assert_close
+
+import models
+from flex_model import FlexModel, HookError, HookFunction
+
+BATCH = models.random(4, 6)
+STEPS = 50
+TRANSPORTS = ["shared_memory", "gloo"]
+
+
+class Failing(models.MLP):
+    """Raises in its forward when told to, where no collective of its own comes after."""
+
+    fails = False
+
+    def forward(self, x):
+        x = self.fc2(self.act(self.fc1(self.inp(x))))
+        if self.fails:
+            raise LookupError("the model went wrong")
+        return self.out(x)
+
+
+def double(module, full, save_ctx, modules):
+    return full * 2
+
+
+def expected_records(batch):
+    """Of each hook below, on one rank: values that only this batch has."""
+    model = models.seeded(Failing).double()
+    hidden = model.fc1(model.inp(batch))
+    act = model.act(2 * hidden)
+    act.retain_grad()
+    output = model.out(model.fc2(act))
+    output.square().sum().backward()
+    return {"fc1": [hidden.detach()], "act": [act.detach()], "grad": [act.grad], "out": [output]}
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("edit_on", ["all", "rank0"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_after_fifty_caught_errors_no_record_is_of_another_batch(transport, edit_on, monkeypatch):
+    """An edit of the forward, an edit of the backward, or the model itself, on any rank."""
+    monkeypatch.setenv("FLEX_MODEL_TRANSPORT", transport)
+    choose, rank, failing, records = random.Random(edit_on), dist.get_rank(), [None], {}
+
+    def edit_of(kind):
+        def edit(module, full, save_ctx, modules):
+            if failing[0] == kind:
+                raise ArithmeticError(f"the {kind} edit went wrong")
+            return full * 2 if kind == "forward" else None
+
+        return edit
+
+    model = models.TWO_RANKS["tp"].shard(models.seeded(Failing).double())
+    flex = FlexModel(model, records, tensor_parallel_size=2, edit_on=edit_on, timeout=30)
+    flex.register_forward_hook(HookFunction("fc1", (None, 8), edit_of("forward")))
+    flex.register_forward_hook(HookFunction("act", (None, 8)))
+    flex.register_forward_hook(HookFunction("out"))
+    hook = HookFunction("act", (None, 8), edit_of("backward"), output_name="grad")
+    flex.register_full_backward_pre_hook(hook)
+    slowest, errors = 0.0, 0
+    for step in range(STEPS):
+        kind = choose.choice([None, "forward", "backward", "model"])
+        where = 0 if edit_on == "rank0" and kind != "model" else choose.randrange(2)
+        failing[0] = kind if rank == where else None
+        model.fails = kind == "model" and rank == where
+        batch, start = BATCH + step, time.monotonic()
+        if kind is not None:
+            mine = LookupError if kind == "model" and rank == where else HookError
+            with pytest.raises(mine, match=r"went wrong") as error:
+                flex(batch).square().sum().backward()
+            assert mine is LookupError or f"rank {where}" in str(error.value)
+            slowest = max(slowest, time.monotonic() - start)
+            errors += 1
+            continue
+        output = flex(batch)
+        output.square().sum().backward()
+        assert_close(output, expected_records(batch)["out"][0])
+        if rank == 0:
+            assert_close(records, expected_records(batch))
+    assert errors > STEPS / 2
+    assert slowest < 2
+    print(f"{errors} errors, slowest {slowest:.3f} s")
+    flex.restore()
+
+
+@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_error_on_any_of_four_ranks_is_raised_by_all(transport, monkeypatch):
+    monkeypatch.setenv("FLEX_MODEL_TRANSPORT", transport)
+    parallelism, rank, failing, records = models.FOUR_RANKS["tp x dp"], dist.get_rank(), [-1], {}
+
+    def edit(module, full, save_ctx, modules):
+        if failing[0] == rank:
+            raise ArithmeticError("it went wrong")
+        return full * 2
+
+    flex = FlexModel(parallelism.shard(models.mlp()), records, **parallelism.sizes, timeout=30)
+    flex.register_forward_hook(HookFunction("fc1", (None, 8), edit))
+    oracle = models.mlp()
+    for step in range(20):
+        batch, failing[0] = BATCH + step, (step % 6) - 1
+        if 0 <= failing[0] < 4:
+            start = time.monotonic()
+            with pytest.raises(HookError, match=rf"(?s)rank {failing[0]}.*'fc1'.*ArithmeticError"):
+                flex(parallelism.my_rows(batch))
+            assert time.monotonic() - start < 2
+            continue
+        flex(parallelism.my_rows(batch))
+        if rank == 0:
+            assert_close(records["fc1"], [oracle.fc1(oracle.inp(batch)).detach()])
+    flex.restore()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("edit_on", ["all", "rank0"])
+def test_a_model_that_fails_between_two_edits_is_told_to_the_other_rank(
+    transport, edit_on, monkeypatch
+):
+    """Rank 0 waits at the hook on out for rank 1, which will not come there."""
+    monkeypatch.setenv("FLEX_MODEL_TRANSPORT", transport)
+    model, records = models.seeded(Failing).double(), {}
+    flex = FlexModel(model, records, tensor_parallel_size=2, edit_on=edit_on, timeout=30)
+    flex.register_forward_hook(HookFunction("fc1", editing_function=double))
+    flex.register_forward_hook(HookFunction("out", editing_function=double))
+    rank, oracle = dist.get_rank(), models.mlp()
+    for step in range(10):
+        model.fails = step % 3 != 2 and rank == step % 2
+        if step % 3 == 2:
+            flex(BATCH + step)
+            if rank == 0:
+                assert_close(records["fc1"], [oracle.fc1(oracle.inp(BATCH + step)).detach()])
+                assert len(records["out"]) == 1
+            continue
+        start = time.monotonic()
+        with pytest.raises(LookupError if model.fails else HookError, match="the model went wrong"):
+            flex(BATCH + step)
+        assert time.monotonic() - start < 2
+
+
+# ---- Calls from where they are not awaited --------------------------------------------------------
+
+
+def calls_the_wrap(flex):
+    def edit(module, full, save_ctx, modules):
+        flex(BATCH)
+        return full
+
+    return edit
+
+
+def calls_the_module(flex):
+    def edit(module, full, save_ctx, modules):
+        flex.module(BATCH)
+        return full
+
+    return edit
+
+
+def calls_its_own_module(flex):
+    def edit(module, full, save_ctx, modules):
+        return module(full[:, :6])
+
+    return edit
+
+
+def gathers_a_parameter(flex):
+    def edit(module, full, save_ctx, modules):
+        return full + flex.get_module_parameter("out.bias").sum()
+
+    return edit
+
+
+REENTRANT = [calls_the_wrap, calls_the_module, calls_its_own_module]
+AMONG_RANKS = [*REENTRANT, gathers_a_parameter]
+
+
+def check_reentrancy(reenter, **settings):
+    records, model = {}, models.mlp()
+    flex = FlexModel(model, records, timeout=20, **settings)
+    handle = flex.register_forward_hook(HookFunction("fc1", editing_function=reenter(flex)))
+    start = time.monotonic()
+    with pytest.raises(HookError, match=r"'fc1'.*inside an editing function"):
+        flex(BATCH)
+    assert time.monotonic() - start < 2
+    handle.remove()
+    flex.register_forward_hook(HookFunction("fc1", editing_function=double))
+    flex(BATCH)
+    if "tensor_parallel_size" not in settings or dist.get_rank() == 0:
+        oracle = models.mlp()
+        assert_close(records["fc1"], [oracle.fc1(oracle.inp(BATCH)).detach()])
+
+
+@pytest.mark.parametrize("reenter", REENTRANT)
+def test_an_edit_that_runs_the_hooked_model_is_an_error(reenter):
+    check_reentrancy(reenter)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", [reenter.__name__ for reenter in AMONG_RANKS])
+@pytest.mark.parametrize("edit_on", ["all", "rank0"])
+def test_an_edit_that_runs_the_hooked_model_is_an_error_on_two_ranks(name, edit_on):
+    check_reentrancy(globals()[name], tensor_parallel_size=2, edit_on=edit_on)
+
+
+@pytest.mark.ranks(2)
+def test_a_second_thread_is_refused_on_the_ranks_that_start_one():
+    """While a run goes on in another; alone it may run the model."""
+    inside, leave, failures = threading.Event(), threading.Event(), []
+
+    class Waits(nn.Module):
+        def forward(self, x):
+            inside.set()
+            assert leave.wait(20)
+            return x
+
+    records = {}
+    model = nn.Sequential(models.mlp(), Waits())
+    flex = FlexModel(model, records, tensor_parallel_size=2, timeout=20)
+    flex.register_forward_hook(HookFunction("0.fc1", editing_function=double))
+
+    def second():
+        assert inside.wait(20)
+        try:
+            flex(BATCH + 1)
+        except HookError as error:
+            failures.append(str(error))
+        leave.set()
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    flex(BATCH)
+    thread.join(20)
+    (text,) = failures
+    assert "second thread" in text
+    if dist.get_rank() == 0:
+        oracle = models.mlp()
+        assert_close(records["0.fc1"], [oracle.fc1(oracle.inp(BATCH)).detach()])
+    failures.clear()
+    alone = threading.Thread(target=lambda: failures.append(flex(BATCH + 2)))
+    alone.start()
+    alone.join(20)
+    assert isinstance(failures[0], torch.Tensor)

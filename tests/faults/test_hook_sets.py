@@ -1,0 +1,135 @@
+"""Ranks whose hooks, orders, groups or settings differ: every one is found before a payload moves."""
+
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import models
+from flex_model import FlexModel, HookFunction, HookMismatchError
+
+BATCH = models.random(4, 6)
+SITES = ["inp", "fc1", "act", "fc2", "out"]
+KINDS = ["forward", "forward_pre", "full_backward", "full_backward_pre"]
+
+
+def double(module, full, save_ctx, modules):
+    return full * 2
+
+
+def any_hooks(choose):
+    """One to five hooks as (kind, site, tensor index, whether it edits), in any order."""
+    places = [(kind, site) for kind in KINDS for site in SITES]
+    chosen = choose.sample(places, choose.randint(1, 5))
+    return [(*place, choose.random() < 0.5) for place in chosen]
+
+
+def another(hooks, choose):
+    """Hooks that differ from ``hooks`` in one way or in all; and sometimes not."""
+    way = choose.choice(["none", "order", "more", "fewer", "site", "kind", "all"])
+    hooks = list(hooks)
+    if way == "order":
+        choose.shuffle(hooks)
+    elif way == "all":
+        return any_hooks(choose)
+    elif way == "more":
+        hooks.insert(choose.randrange(len(hooks) + 1), any_hooks(choose)[0])
+    elif way == "fewer" and len(hooks) > 1:
+        del hooks[choose.randrange(len(hooks))]
+    elif way in ("site", "kind"):
+        at = choose.randrange(len(hooks))
+        kind, site, edits = hooks[at]
+        if way == "site":
+            hooks[at] = kind, choose.choice(SITES), edits
+        else:
+            hooks[at] = choose.choice(KINDS), site, edits
+    return hooks
+
+
+def register(flex, hooks):
+    handles = []
+    for i, (kind, site, edits) in enumerate(hooks):
+        edit = double if edits else None
+        shape = (None, 8) if is_split(kind, site) else None
+        hook = HookFunction(site, shape, edit, output_name=f"{kind} {site} {i}")
+        handles.append(getattr(flex, f"register_{kind}_hook")(hook))
+    return handles
+
+
+def is_split(kind, site):
+    """Whether the hook sees hidden features, of which each rank has half."""
+    outputs = {"forward", "full_backward_pre"}  # the others see inputs
+    return (
+        site == "act"
+        or (site == "fc1" and kind in outputs)
+        or (site == "fc2" and kind not in outputs)
+    )
+
+
+def sites_of(hooks):
+    return [(kind, site) for kind, site, _ in hooks]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+def test_hundred_pairs_of_hook_sets_of_which_none_is_taken_for_the_other(transport, monkeypatch):
+    """200 with both transports. The pairs that are alike run."""
+    monkeypatch.setenv("FLEX_MODEL_TRANSPORT", transport)
+    choose = random.Random(transport)
+    rank, found = dist.get_rank(), 0
+    flex = FlexModel(models.TWO_RANKS["tp"].shard(models.mlp()), tensor_parallel_size=2)
+    for _ in range(100):
+        first = any_hooks(choose)
+        pair = first, another(first, choose)
+        handles = register(flex, pair[rank])
+        payloads = flex._core.channel.num_payloads
+        start = time.monotonic()
+        try:
+            flex(BATCH).sum().backward()
+            assert sites_of(pair[0]) == sites_of(pair[1])
+        except HookMismatchError as error:
+            found += 1
+            assert sites_of(pair[0]) != sites_of(pair[1]), error
+            assert time.monotonic() - start < 2
+            assert flex._core.channel.num_payloads == payloads
+            for rank_, hooks in enumerate(pair):
+                shown = str(error).split(f"rank {rank_} is at ")[1].split("; rank")[0]
+                assert all(f"{site!r}" in shown for _, site, _ in hooks)
+        for handle in handles:
+            handle.remove()
+    assert 50 < found < 100
+    flex.restore()
+
+
+@pytest.mark.ranks(2)
+def test_groups_that_differ_between_ranks_are_found():
+    rank = dist.get_rank()
+    flex = FlexModel(models.mlp(), tensor_parallel_size=2, timeout=5)
+    for site in ("inp", "fc2"):
+        flex.register_forward_hook(HookFunction(site, editing_function=double))
+        flex.update_hook_groups(site, site)
+    with pytest.raises(HookMismatchError, match=r"(?s)'inp'.*'fc2'|'fc2'.*'inp'"):
+        flex(BATCH, groups=["inp", "fc2"][rank])
+    expected = models.mlp()
+    expected = expected.out(expected.fc2(expected.act(expected.fc1(2 * expected.inp(BATCH)))))
+    assert torch.equal(flex(BATCH, groups="inp"), expected)
+
+
+@pytest.mark.ranks(2)
+def test_a_run_without_hooks_on_one_rank_is_not_taken_for_the_next_one():
+    """Rank 0 chooses a hook that rank 1 does not: what rank 1 runs next does not answer for it."""
+    records = {}
+    flex = FlexModel(models.mlp(), records, tensor_parallel_size=2, timeout=5)
+    for site in ("inp", "fc2"):
+        flex.register_forward_hook(HookFunction(site))
+        flex.update_hook_groups(site, site)
+    flex(BATCH)
+    with pytest.raises(HookMismatchError, match=r"(?s)'inp'.*'fc2'|'fc2'.*'inp'"):
+        if dist.get_rank() == 0:
+            flex(BATCH, groups="inp")
+        else:
+            flex(BATCH, groups=())  # goes through: nothing is asked of it
+            flex(BATCH, groups="fc2")
+    assert records.get("inp", []) == []

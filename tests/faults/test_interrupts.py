@@ -1,0 +1,94 @@
+"""Ctrl-C on one rank: it leaves at once, wherever it is, and the others hear of it at once."""
+
+import random
+import signal
+import time
+
+import pytest
+import torch
+from forked_ranks import Ranks
+from torch import nn
+
+import models
+from flex_model import FlexModel, HookFunction
+
+TRANSPORTS = ["shared_memory", "gloo"]
+BATCH = models.random(4, 8)
+
+
+class Slow(nn.Module):
+    """Computes for a while, in Python."""
+
+    seconds = 0.0
+
+    def forward(self, x):
+        until = time.monotonic() + self.seconds
+        while time.monotonic() < until:
+            x = x + torch.zeros(())
+        return x
+
+
+def double(module, full, save_ctx, modules):
+    return full * 2
+
+
+def wrapped(size):
+    model = nn.Sequential(Slow(), models.mlp(width=8))
+    flex = FlexModel(model, {}, data_parallel_size=size, timeout=60)
+    flex.register_forward_hook(HookFunction("1.fc1", (None, 8), double))
+    flex.register_forward_hook(HookFunction("1.act"))
+    flex.register_full_backward_hook(HookFunction("1.fc2"))
+    flex(BATCH).sum().backward()
+    return flex
+
+
+def train(rank, tell, size, seconds):
+    """Until Ctrl-C, and then the process lives on, so that the others can't hear of it by its end.
+
+    ``seconds``: of each rank's own forward.
+    """
+    flex = wrapped(size)
+    flex.module[0].seconds = seconds[rank]
+    tell("training")
+    try:
+        while True:
+            flex(BATCH).sum().backward()
+    except KeyboardInterrupt:
+        tell("left", time.monotonic())
+        time.sleep(60)
+
+
+def interrupt(size, transport, seconds, after, victim):
+    """How long the interrupted rank took to leave, and the slowest of the others to hear of it."""
+    environment = {"FLEX_MODEL_TRANSPORT": transport}
+    with Ranks(size, train, size, seconds, environment=environment) as ranks:
+        ranks.told("training")
+        time.sleep(after)
+        start = ranks.signal(victim, signal.SIGINT)
+        left = ranks.hears(victim, "left", 5) - start
+        others = ranks.outcomes(5, of=set(range(size)) - {victim})
+    for other in others.values():
+        assert other.kind == "HookError", other
+        assert f"rank {victim} left" in other.text, other
+        assert "KeyboardInterrupt" in other.text, other
+    heard = max(other.when for other in others.values()) - start
+    assert left < 1
+    assert heard < 3
+    return left, heard
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("where", ["in a gather", "in the model"])
+def test_a_rank_leaves_a_gather_at_ctrl_c_and_the_others_are_told(where, transport):
+    seconds = [0.0, 2.0] if where == "in a gather" else [20.0, 0.0]  # of rank 0, who is interrupted
+    print(interrupt(2, transport, seconds, after=0.5, victim=0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_ctrl_c_at_any_moment(size, transport):
+    choose = random.Random(f"{size} {transport}")
+    for _ in range(4):
+        seconds = [choose.choice([0.0, 0.02]) for _ in range(size)]
+        print(interrupt(size, transport, seconds, choose.random() * 0.3, choose.randrange(size)))

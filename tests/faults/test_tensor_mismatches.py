@@ -1,0 +1,96 @@
+"""Tensors that do not fit together, at every kind of hook: an error on every rank, never a wrong
+record or a crash, and the next run works.
+"""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import models
+from flex_model import FlexModel, HookError, HookFunction
+
+BATCH = models.random(4, 6)
+# What rank 1 has where rank 0 has BATCH, and what both are told of it.
+OTHERS = {
+    "shape": lambda x: x[:3],
+    "same numel": lambda x: x.reshape(6, 4),
+    "numel": lambda x: x.repeat(1, 2),
+    "nothing": lambda x: x[:0],
+    "more dims": lambda x: x.unsqueeze(0),
+    "fewer dims": lambda x: x[0],
+    "scalar": lambda x: x.sum(),
+    "wide": lambda x: x.reshape(1, 1, 1, 1, 1, 1, 1, 4, 6),
+    "float32": lambda x: x.float(),
+    "bfloat16": lambda x: x.bfloat16(),
+    "none": lambda x: None,
+}
+
+
+def words_for(name):
+    """What an error must say: the value of each rank, where they are two tensors."""
+    other = OTHERS[name](BATCH)
+    if other is None:
+        return ["rank 1"]
+    if other.dtype != BATCH.dtype:
+        return [str(other.dtype), str(BATCH.dtype)]
+    return [str(tuple(other.shape)), str(tuple(BATCH.shape))]
+
+
+class Gives(nn.Module):
+    """On rank 1 what ``other`` makes of its input; the gradient of it, where that can be."""
+
+    def __init__(self):
+        super().__init__()
+        self.site = nn.Identity()
+        self.other = None
+
+    def forward(self, x):
+        return self.site(x if self.other is None or dist.get_rank() == 0 else self.other(x))
+
+
+def double(module, full, save_ctx, modules):
+    return full * 2
+
+
+HOOKS = {
+    "read": ("forward", None, "all"),
+    "read before": ("forward_pre", None, "all"),
+    "edit": ("forward", double, "all"),
+    "edit before": ("forward_pre", double, "all"),
+    "edit on rank 0": ("forward", double, "rank0"),
+    "read gradient": ("full_backward", None, "all"),
+    "edit gradient": ("full_backward_pre", double, "all"),
+}
+
+
+@pytest.mark.ranks(2, timeout=100)
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_tensors_that_do_not_fit_are_an_error_on_every_rank(hook, transport, monkeypatch):
+    monkeypatch.setenv("FLEX_MODEL_TRANSPORT", transport)
+    kind, edit, edit_on = HOOKS[hook]
+    records, model = {}, Gives()
+    flex = FlexModel(model, records, tensor_parallel_size=2, edit_on=edit_on, timeout=20)
+    getattr(flex, f"register_{kind}_hook")(HookFunction("site", editing_function=edit))
+    for name, model.other in OTHERS.items():
+        start = time.monotonic()
+        with pytest.raises((HookError, ValueError), match="'site'") as error:
+            output = flex(BATCH.clone().requires_grad_())
+            if kind.startswith("full_backward"):
+                output.sum().backward()
+        assert time.monotonic() - start < 5, name
+        assert all(word in str(error.value) for word in words_for(name)), (name, error.value)
+        model.other = None
+        x = BATCH.clone().requires_grad_()
+        output = flex(x)
+        output.sum().backward()
+        edited = 2 if edit else 1
+        if dist.get_rank() == 0:
+            (record,) = records["site"]
+            assert torch.equal(record, torch.ones_like(BATCH) if "gradient" in hook else BATCH)
+        assert torch.equal(output, BATCH * (1 if "gradient" in hook else edited))
+        assert torch.equal(x.grad, torch.full_like(BATCH, edited))
+    flex.restore()
