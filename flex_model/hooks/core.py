@@ -177,6 +177,8 @@ class HookCore:
                 error = sys.exc_info()[1]
                 core.end(run, None if error is run.outer_error else error)
 
+        if self.is_compiled:
+            begin, end = torch.compiler.disable(begin), torch.compiler.disable(end)
         # `begin` before all other hooks of the root, `end` after them: a hook on the root itself is
         # inside
         self._root_handles = [
@@ -268,8 +270,9 @@ class HookCore:
         if self.channel.is_local or not run.covered or is_agreed(error):
             return
         if not isinstance(error, Exception):
-            self.channel.leave(error)
-            return
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                self.channel.leave(error)
+            return  # a batch that a sequential run gives up, as on all ranks
         self.channel.tell_failure(
             f"the model's own forward failed: {type(error).__name__}: {error}",
             error,
