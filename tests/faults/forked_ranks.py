@@ -136,9 +136,8 @@ class Ranks:
         return f"rank {rank} does not tell {awaited!r}\n{self._log(rank)}"
 
     def _log(self, rank):
-        return (
-            self.logs[rank].read_text(errors="replace")[-4000:] if self.logs[rank].exists() else ""
-        )
+        log = self.logs[rank]
+        return log.read_text(errors="replace")[-4000:] if log.exists() else ""
 
 
 def work(rank, size, port, there, log, environment, path, name, arguments):

@@ -6,11 +6,11 @@ import time
 
 import pytest
 import torch
-from forked_ranks import Ranks
 from torch import nn
 
 import models
 from flex_model import FlexModel, HookFunction
+from forked_ranks import Ranks
 
 TRANSPORTS = ["shared_memory", "gloo"]
 BATCH = models.random(4, 8)
@@ -42,10 +42,9 @@ def wrapped(size):
     return flex
 
 
-def train(rank, tell, size, seconds):
-    """Until Ctrl-C, and then the process lives on, so that the others can't hear of it by its end.
-
-    ``seconds``: of each rank's own forward.
+def train(rank, tell, size, seconds, stays):
+    """Until Ctrl-C. ``seconds``: of each rank's own forward. ``stays``: the process lives on, so
+    that the others can't hear of it by its end.
     """
     flex = wrapped(size)
     flex.module[0].seconds = seconds[rank]
@@ -55,13 +54,13 @@ def train(rank, tell, size, seconds):
             flex(BATCH).sum().backward()
     except KeyboardInterrupt:
         tell("left", time.monotonic())
-        time.sleep(60)
+        time.sleep(60 * stays)
 
 
-def interrupt(size, transport, seconds, after, victim):
+def interrupt(size, transport, seconds, after, victim, stays):
     """How long the interrupted rank took to leave, and the slowest of the others to hear of it."""
     environment = {"FLEX_MODEL_TRANSPORT": transport}
-    with Ranks(size, train, size, seconds, environment=environment) as ranks:
+    with Ranks(size, train, size, seconds, stays, environment=environment) as ranks:
         ranks.told("training")
         time.sleep(after)
         start = ranks.signal(victim, signal.SIGINT)
@@ -69,8 +68,8 @@ def interrupt(size, transport, seconds, after, victim):
         others = ranks.outcomes(5, of=set(range(size)) - {victim})
     for other in others.values():
         assert other.kind == "HookError", other
-        assert f"rank {victim} left" in other.text, other
-        assert "KeyboardInterrupt" in other.text, other
+        assert f"rank {victim}" in other.text, other
+        assert not stays or ("left" in other.text and "KeyboardInterrupt" in other.text), other
     heard = max(other.when for other in others.values()) - start
     assert left < 1
     assert heard < 3
@@ -81,14 +80,16 @@ def interrupt(size, transport, seconds, after, victim):
 @pytest.mark.parametrize("where", ["in a gather", "in the model"])
 def test_a_rank_leaves_a_gather_at_ctrl_c_and_the_others_are_told(where, transport):
     seconds = [0.0, 2.0] if where == "in a gather" else [20.0, 0.0]  # of rank 0, who is interrupted
-    print(interrupt(2, transport, seconds, after=0.5, victim=0))
+    print(interrupt(2, transport, seconds, after=0.5, victim=0, stays=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("size", [2, 4])
 def test_ctrl_c_at_any_moment(size, transport):
+    """The interrupted process ends, as scripts do: inside a backward nobody tells the library."""
     choose = random.Random(f"{size} {transport}")
-    for _ in range(4):
+    for _ in range(5):
         seconds = [choose.choice([0.0, 0.02]) for _ in range(size)]
-        print(interrupt(size, transport, seconds, choose.random() * 0.3, choose.randrange(size)))
+        after, victim = choose.random() * 0.3, choose.randrange(size)
+        print(interrupt(size, transport, seconds, after, victim, stays=False))

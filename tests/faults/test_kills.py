@@ -6,10 +6,10 @@ import signal
 import time
 
 import pytest
-from forked_ranks import Ranks
 
 import models
 from flex_model import FlexModel, HookError, HookFunction
+from forked_ranks import Ranks
 
 BATCH = models.random(4, 8)
 TRANSPORTS = ["shared_memory", "gloo"]

@@ -6,10 +6,10 @@ import time
 
 import pytest
 import torch
-from forked_ranks import Ranks
 
 import models
 from flex_model import FlexModel, HookFunction
+from forked_ranks import Ranks
 
 BATCH = models.random(4, 8)
 DEADLINE_S = 2.0

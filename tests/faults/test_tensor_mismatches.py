@@ -66,6 +66,12 @@ HOOKS = {
 }
 
 
+def run(flex, kind):
+    output = flex(BATCH.clone().requires_grad_())
+    if kind.startswith("full_backward"):
+        output.sum().backward()
+
+
 @pytest.mark.ranks(2, timeout=100)
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
 @pytest.mark.parametrize("hook", HOOKS)
@@ -78,9 +84,7 @@ def test_tensors_that_do_not_fit_are_an_error_on_every_rank(hook, transport, mon
     for name, model.other in OTHERS.items():
         start = time.monotonic()
         with pytest.raises((HookError, ValueError), match="'site'") as error:
-            output = flex(BATCH.clone().requires_grad_())
-            if kind.startswith("full_backward"):
-                output.sum().backward()
+            run(flex, kind)
         assert time.monotonic() - start < 5, name
         assert all(word in str(error.value) for word in words_for(name)), (name, error.value)
         model.other = None
