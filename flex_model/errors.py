@@ -28,6 +28,23 @@ class TraceError(RuntimeError):
     """A model could not be traced, or the traced graph does not compute what the model computes."""
 
 
+def agreed(error):
+    """Mark an error that every rank raises at the same place: nobody needs to be told of it
+    again.
+    """
+    error.is_agreed = True
+    return error
+
+
+def is_agreed(error: BaseException | None) -> bool:
+    """Whether all ranks know of this error, or of one that it was raised from."""
+    while error is not None:
+        if getattr(error, "is_agreed", False):
+            return True
+        error = error.__cause__
+    return False
+
+
 def see(section: str) -> str:
     """Where a message is explained: a section of docs/errors.md."""
     return f"see docs/errors.md#{section}"

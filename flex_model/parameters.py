@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from flex_model.distributed import inference, values
-from flex_model.distributed.channel import Channel, agreed
+from flex_model.distributed.channel import Channel
 from flex_model.distributed.gather import Move
 from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.layout import Placement, Replicate, Shard, ShardLayout
+from flex_model.errors import agreed
 from flex_model.integrations import dtensor, fsdp, layers, offload
 from flex_model.names import clean, find_parameter
 from flex_model.outputs import owned_copy

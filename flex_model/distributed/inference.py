@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flex_model.distributed import values
-from flex_model.distributed.channel import Channel, agreed
+from flex_model.distributed.channel import Channel
 from flex_model.distributed.layout import (
     Partial,
     Placement,
@@ -27,6 +27,7 @@ from flex_model.distributed.layout import (
 )
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.propagation import Cut, Split
+from flex_model.errors import agreed
 
 ExpectedShape = tuple[int | None, ...] | None
 

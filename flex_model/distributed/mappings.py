@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from flex_model.distributed import gather
-from flex_model.distributed.channel import agreed
 from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.layout import Shard, ShardLayout
 from flex_model.distributed.state import ParallelState
+from flex_model.errors import agreed
 
 
 def unity(tensor: Tensor, fmps: ParallelState) -> Tensor:

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flex_model.distributed.channel import Channel, agreed
+from flex_model.distributed.channel import Channel
 from flex_model.distributed.header import DTYPES, Header, site_hash
 from flex_model.distributed.mappings import check_tensor
 from flex_model.distributed.state import ParallelState
 from flex_model.distributed.transports.transport import Gathered, as_bytes, end_to_end
-from flex_model.errors import HookError
+from flex_model.errors import HookError, agreed
 from flex_model.outputs import owned_copy
 
 _DTYPE_OF_NAME = {str(dtype): dtype for dtype in DTYPES}

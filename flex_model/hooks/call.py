@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from flex_model.distributed import gather, inference, values
-from flex_model.distributed.channel import Channel, agreed
+from flex_model.distributed.channel import Channel
 from flex_model.distributed.gather import Move, Trip
 from flex_model.distributed.header import Header
 from flex_model.distributed.inference import Splits
 from flex_model.distributed.layout import Shape, ShardLayout
-from flex_model.errors import HookError
+from flex_model.errors import HookError, agreed
 from flex_model.hooks.context import Call, seed_of_state
 from flex_model.hooks.tracking import Tracking
 from flex_model.hooks.user_function import UserFunction

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from flex_model import _C
-from flex_model.distributed.channel import Channel, agreed, is_agreed
+from flex_model.distributed.channel import Channel
 from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.mesh import Mesh
-from flex_model.errors import HookError, see
+from flex_model.errors import HookError, agreed, is_agreed, see
 from flex_model.hooks.backward_order import BackwardOrder
 from flex_model.hooks.call import HookCaller
 from flex_model.hooks.context import Call, RunContext, advance_generator, next_sequence

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from flex_model.distributed.channel import is_agreed
 from flex_model.distributed.gather import Move
 from flex_model.distributed.header import Header
 from flex_model.distributed.layout import Shape, ShardLayout
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.tracking import LayoutTracker, tensors_of
+from flex_model.errors import is_agreed
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.registration import Registration
