@@ -62,7 +62,7 @@ class Channel:
         self.steps = Steps()
         self.num_payloads = 0  # payload collectives so far
         self.meter = costs.Meter()  # of the run
-        self.edited = ""  # the hook whose edit has just changed its tensor, on every rank or on none
+        self.edited = ""  # the hook whose edit has just changed its tensor: on all ranks or on none
         self.edit_of = ""  # the hook whose editing function runs: nothing may be transferred in it
         self._error: tuple[int, str, BaseException | None] = (OK, "", None)
         self._groups: dict[tuple[Axis, ...], groups.PrivateGroup] = {}
