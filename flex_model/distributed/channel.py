@@ -35,6 +35,7 @@ class Channel(Connections):
     def __init__(self, mesh: Mesh, timeout_s: float, device: torch.device | None = None) -> None:
         self.num_payloads = 0  # payload collectives so far
         self.meter = costs.Meter()  # of the run
+        self.edited = ""  # the hook whose edit has just changed its tensor: on all ranks or on none
         self._error: tuple[int, str, BaseException | None] = (OK, "", None)
         super().__init__(mesh, timeout_s, device)
 
@@ -78,7 +79,8 @@ class Channel(Connections):
         self.steps.add(where)
         self.meter.header(header.site)
         state = self._error[0]
-        packed = header.pack(self.sequence, state)
+        edited, self.edited = self.edited, ""
+        packed = header.pack(self.sequence, state, Header.EDITED if edited else 0)
         rows = [packed] if self.is_local else self.call("exchange_bytes", GRID, packed)
         seed = Header.seed_if_alike(rows, packed) if state == OK else None
         if seed is not None:
@@ -99,6 +101,12 @@ class Channel(Connections):
                 raise self.mismatch(where, "are at different places")
             if other.dtype != header.dtype:
                 raise self.mismatch(f"{where} with {header.dtype}", "have different dtypes")
+        if any(bool(other.flags & Header.EDITED) != bool(edited) for other in headers):
+            what = f"the edit of the {edited}, which changed" if edited else "an edit that left"
+            raise self.mismatch(
+                f"{where}, after {what} its tensor",
+                "run edits that do not do the same (with edit_on='all' every rank must edit alike)",
+            )
         if any(other.is_wide for other in headers):
             headers = self._exchange_wide_shapes(header, headers)
         if any(len(other.shape) != len(header.shape) for other in headers):

@@ -77,13 +77,16 @@ class Header:
     WIDE: ClassVar[int] = 1  # the sizes don't fit: they are exchanged apart
     CONSUMED: ClassVar[int] = 2  # an edit drew random numbers
     NEEDS_GRADIENT: ClassVar[int] = 4  # autograd records the transfer here
+    EDITED: ClassVar[int] = 8  # the edit before this changed its tensor
 
-    def pack(self, sequence: int, state: int) -> bytes:
-        """As it is told to others, at this place of the sequence and in this state."""
+    def pack(self, sequence: int, state: int, flags: int = 0) -> bytes:
+        """As it is told to others, at this place of the sequence, in this state, with these flags
+        more.
+        """
         dtype = 255 if self.dtype is None else _CODE_OF_DTYPE[self.dtype]
         fits = len(self.shape) <= MAX_DIMS and all(size < 2**31 for size in self.shape)
         shape = self.shape if fits else ()
-        flags = self.flags if fits else self.flags | Header.WIDE
+        flags |= self.flags if fits else self.flags | Header.WIDE
         first = _MAGIC
         for value, bits in (
             (state, 4),

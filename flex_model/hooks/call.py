@@ -190,6 +190,7 @@ class HookCaller:
         if records:
             self._records.put(call.registration, trip.record, full)
         edited = self._run_function(call, full, leaf, parameters)
+        self._channel.edited = call.describe() if edited is not None else ""
         return self._noted(call, None if edited is None else gather.scatter(edited, trip), move)
 
     def _noted(self, call: Call, edited: Tensor | None, move: Move) -> Tensor | None:

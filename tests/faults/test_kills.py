@@ -46,7 +46,8 @@ def train(rank, tell, size, first_step=0):
 
 
 def shared_memory_files():
-    return set(os.listdir("/dev/shm"))
+    """Without semaphores, which come and go with other programs; the library makes none."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
 def kill_one(size, transport, choose):
@@ -71,7 +72,7 @@ def kill_one(size, transport, choose):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_killed_rank_is_named_by_all_others(size, transport):
-    for seed in range(3):
+    for seed in range(6 // size):
         print(f"{kill_one(size, transport, random.Random(seed)):.2f} s")
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import models
-from flex_model import FlexModel, HookError, HookFunction
+from flex_model import FlexModel, HookError, HookFunction, HookMismatchError
 
 BATCH = models.random(4, 6)
 # What rank 1 has where rank 0 has BATCH, and what both are told of it.
@@ -97,4 +97,26 @@ def test_tensors_that_do_not_fit_are_an_error_on_every_rank(hook, transport, mon
             assert torch.equal(record, torch.ones_like(BATCH) if "gradient" in hook else BATCH)
         assert torch.equal(output, BATCH * (1 if "gradient" in hook else edited))
         assert torch.equal(x.grad, torch.full_like(BATCH, edited))
+    flex.restore()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("site", ["inp", "fc1"])
+def test_an_edit_that_changes_its_tensor_on_one_rank_only_is_an_error(site, transport, monkeypatch):
+    monkeypatch.setenv("FLEX_MODEL_TRANSPORT", transport)
+    model, rank = models.TWO_RANKS["tp"].shard(models.mlp()), [0]
+
+    def edit(module, full, save_ctx, modules):
+        return full * 2 if dist.get_rank() in rank else None
+
+    flex = FlexModel(model, {}, tensor_parallel_size=2, timeout=20)
+    flex.register_forward_hook(HookFunction(site, (None, 8) if site == "fc1" else None, edit))
+    flex.register_forward_hook(HookFunction("out"))
+    for rank[:], fails in (([0], True), ([], False), ([1], True), ([0, 1], False)):
+        if fails:
+            with pytest.raises(HookMismatchError, match=rf"(?s){site}.*changed its tensor"):
+                flex(BATCH)
+        else:
+            flex(BATCH)
     flex.restore()
