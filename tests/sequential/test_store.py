@@ -143,13 +143,25 @@ def test_killed_at_random_moments_it_ends_with_the_same_store(tmp_path):
     model = Stack(4)
     safetensors.save_file(model.state_dict(), tmp_path / "weights.safetensors")
     chance = random.Random(0)
-    num_killed = num_partial = num_complete = 0
-    while num_killed < 8 or not num_partial or not num_complete:
+
+    def run_for(seconds):
+        """A run in a child that is killed after so long, or ends; whether it was killed."""
         child = forked(lambda: harvest(tmp_path))
-        time.sleep(chance.uniform(0.0, 0.2))
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if os.waitpid(child, os.WNOHANG) != (0, 0):
+                return False
+            time.sleep(0.001)
         os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        num_killed += os.WIFSIGNALED(status)
+        return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+    start = time.monotonic()
+    assert not run_for(60)
+    whole_s = time.monotonic() - start  # a fork of a large process takes long
+    shutil.rmtree(tmp_path / "store")
+    num_killed = num_partial = num_complete = 0
+    for _ in range(100):
+        num_killed += run_for(chance.uniform(0.0, 1.1 * whole_s))
         if not (tmp_path / "store" / "manifest.json").exists():
             continue
         store = ActivationStore(tmp_path / "store")  # never torn
@@ -162,6 +174,9 @@ def test_killed_at_random_moments_it_ends_with_the_same_store(tmp_path):
             assert_holds(store, expected)
             assert not list((tmp_path / "store").glob("*.part"))
             shutil.rmtree(tmp_path / "store")
+        if num_killed >= 8 and num_partial and num_complete:
+            return
+    pytest.fail(f"{num_killed} kills, {num_partial} partial and {num_complete} whole stores")
 
 
 def harvest(folder):
