@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 import models
 from flex_model import _C, FlexModel, HookFunction
-from flex_model.distributed import channel as channels
-from flex_model.distributed import memory, page_locks
+from flex_model.distributed import connections, memory, page_locks
 from flex_model.distributed.gather import Move
 from flex_model.distributed.transports import host_copies, on_gpu
 from flex_model.distributed.transports.by_device import ByDevice
@@ -106,7 +105,7 @@ def gpu(patch, is_refused=False, has_gpu=True):
     patch.setattr(host_copies, "ready_now", gpu.ready_now)
     patch.setattr(host_copies, "SideStream", lambda device: gpu)
     patch.setattr(host_copies.HostCopies, "start", lambda *args: gpu.start_checked(*args))
-    patch.setattr(channels, "choose", choose_host_gather)
+    patch.setattr(connections, "choose", choose_host_gather)
     yield gpu
     page_locks.of_arena.release()
     assert not gpu.queue
