@@ -177,6 +177,7 @@ def work(rank, world_size, port, there, log, warning_filters):
 def outcome(path, name, arguments, warning_filters):
     """Run one test body; return None, the traceback, or why it is to be skipped."""
     from _pytest.config import parse_warning_filter
+    from _pytest.monkeypatch import MonkeyPatch
     from _pytest.outcomes import Skipped as SkipRequest
 
     try:
@@ -191,6 +192,10 @@ def outcome(path, name, arguments, warning_filters):
     except BaseException as error:
         error.__traceback__ = error.__traceback__.tb_next  # without this function's frame
         return "".join(traceback.format_exception(error))
+    finally:
+        for argument in arguments.values():
+            if isinstance(argument, MonkeyPatch):  # this rank's own: pytest undoes another
+                argument.undo()
     return None
 
 
