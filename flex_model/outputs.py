@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flex_model.distributed import memory
 from flex_model.distributed.channel import Channel
+from flex_model.distributed.connections import GRID
 from flex_model.distributed.gather import Move
 from flex_model.distributed.header import DTYPES, Header, site_hash
 from flex_model.distributed.layout import Shape, ShardLayout
@@ -206,7 +207,7 @@ class Records:
                 )
                 for record, move in split
             ]
-            fulls = self._channel.gather_to_first(("dp", "tp"), tensors)
+            fulls = self._channel.gather_to_first(GRID, tensors)
             for (record, _), full in zip(split, fulls or []):
                 self._fill(record, full)
         whole = [record for record, move in zip(pending, moves) if not move.axes and record.slot]

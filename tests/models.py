@@ -349,3 +349,18 @@ FOUR_RANKS = {
     "tp x ddp": Parallelism("tp x ddp", tp=2, dp=2),
     "dtensor x fsdp2": Parallelism("dtensor x fsdp2", tp=2, dp=2),
 }
+
+
+class Overwriting(nn.Module):
+    """Writes over what its hooked modules gave, as fused and in-place layers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Identity(), nn.Identity()
+
+    def forward(self, x, y):
+        first = self.wide(x + 1)
+        first.zero_()
+        second = self.narrow(y * 2)
+        second.fill_(7)
+        return first.sum() + second.sum()

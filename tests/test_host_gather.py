@@ -203,21 +203,6 @@ def test_a_forked_child_does_not_touch_the_gpu(monkeypatch):
         gathers_all(channel, large=True)
 
 
-class Overwriting(torch.nn.Module):
-    """Writes over what its hooked modules gave, as fused and in-place layers do."""
-
-    def __init__(self):
-        super().__init__()
-        self.wide, self.narrow = torch.nn.Identity(), torch.nn.Identity()
-
-    def forward(self, x, y):
-        first = self.wide(x + 1)
-        first.zero_()
-        second = self.narrow(y * 2)
-        second.fill_(7)
-        return first.sum() + second.sum()
-
-
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("output_ranks", ["rank0", "all"])
@@ -231,7 +216,7 @@ def test_records_are_what_the_hooks_saw(monkeypatch, dp, output_ranks, max_gpu_b
     records = {}
     with gpu(monkeypatch) as stand_in, transport("shared_memory"):
         flex = FlexModel(
-            Overwriting(),
+            models.Overwriting(),
             records,
             tensor_parallel_size=4 // dp,
             data_parallel_size=dp,

@@ -27,9 +27,7 @@ inline void check_addresses(const char* op, const Boxes& plan, const Ints& addre
 template <typename Device>
 void pull_(const Tensor& full, const Ints& addresses, const Ints& code, int64_t first) {
   const char* op = "pull_";
-  check_contiguous(op, "full", full);
-  const Boxes plan = decode_plan(op, code);
-  check_num_bytes(op, "full", full, plan.full_bytes);
+  const Boxes plan = decode_plan_of(op, full, code);
   check_addresses(op, plan, addresses);
   check_rank(op, plan, first);
   check_filled(op, "the full tensor", num_copied_bytes(plan), plan.full_bytes);
@@ -47,9 +45,7 @@ void pull_(const Tensor& full, const Ints& addresses, const Ints& code, int64_t 
 template <typename Device>
 void push(const Tensor& full, const Ints& addresses, const Ints& code, int64_t first) {
   const char* op = "push";
-  check_contiguous(op, "full", full);
-  const Boxes plan = decode_plan(op, code);
-  check_num_bytes(op, "full", full, plan.full_bytes);
+  const Boxes plan = decode_plan_of(op, full, code);
   check_addresses(op, plan, addresses);
   check_rank(op, plan, first);
   std::vector<char*> shards;

@@ -75,6 +75,14 @@ inline void check_num_bytes(const char* op, const char* name, const Tensor& tens
         "; the plan must be made for the same sizes and element size");
 }
 
+// The plan of a full tensor that is given.
+inline Boxes decode_plan_of(const char* op, const Tensor& full, const Ints& code) {
+  check_contiguous(op, "full", full);
+  Boxes plan = decode_plan(op, code);
+  check_num_bytes(op, "full", full, plan.full_bytes);
+  return plan;
+}
+
 // The boxes must fill the result, or it would hold memory that nobody wrote.
 inline void check_filled(const char* op, const char* name, int64_t copied, int64_t expected) {
   check(copied == expected, op, ": the plan fills ", copied, " of the ", expected, " bytes of ",

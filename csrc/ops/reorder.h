@@ -50,9 +50,7 @@ Tensor assemble(const Tensor& gathered, const Ints& offsets, const Ints& code, c
 template <typename Device>
 Tensor split(const Tensor& full, const Ints& code, int64_t rank, const Ints& sizes) {
   const char* op = "split";
-  check_contiguous(op, "full", full);
-  const Boxes plan = decode_plan(op, code);
-  check_num_bytes(op, "full", full, plan.full_bytes);
+  const Boxes plan = decode_plan_of(op, full, code);
   check_rank(op, plan, rank);
   check_filled(op, "the shard", num_copied_bytes(plan, rank), plan.shard_bytes[rank]);
 
@@ -69,9 +67,7 @@ Tensor split(const Tensor& full, const Ints& code, int64_t rank, const Ints& siz
 template <typename Device>
 Tensor pack(const Tensor& full, const Ints& code, const Ints& offsets, int64_t total) {
   const char* op = "pack";
-  check_contiguous(op, "full", full);
-  const Boxes plan = decode_plan(op, code);
-  check_num_bytes(op, "full", full, plan.full_bytes);
+  const Boxes plan = decode_plan_of(op, full, code);
   check_total(op, total);
   check_offsets(op, plan, offsets, total);
   check_disjoint(op, plan, offsets);

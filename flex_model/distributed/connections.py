@@ -20,6 +20,7 @@ from flex_model._C import WaitError
 from flex_model.diagnostics import Steps, logger
 from flex_model.distributed import groups
 from flex_model.distributed.mesh import Axis, Mesh
+from flex_model.distributed.polling import sleeps
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.choice import choose
 from flex_model.distributed.transports.host_gather import HostGather
@@ -28,8 +29,7 @@ from flex_model.errors import HookError, HookMismatchError, agreed, see
 
 GRID: tuple[Axis, ...] = ("dp", "tp")  # all ranks of a stage
 
-_SPIN = 50  # polls that only yield the processor, before the first sleep
-_MAX_PAUSE_S = 0.002
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 5e-5, 0.002  # between polls
 _LOOK_AROUND_S = 0.1  # between looks at the store for a peer's error
 _HOOKS_GRACE_S = 5.0  # how late a rank may register its hooks
 _ANSWER_S = 2.0  # how long a rank that lost a connection waits for those that live
@@ -242,14 +242,8 @@ class Connections:
     def _wait(self, works: list) -> None:
         start = time.monotonic()
         look_at = start + _LOOK_AROUND_S
-        polls, pause_s = 0, 5e-5
-        while not all(work.is_completed() for work in works):
-            polls += 1
-            if polls < _SPIN:
-                time.sleep(0)
-                continue
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, _MAX_PAUSE_S)
+        is_done = lambda: all(work.is_completed() for work in works)  # noqa: E731
+        for _ in sleeps(is_done, _FIRST_PAUSE_S, _MAX_PAUSE_S):
             now = time.monotonic()
             if now > look_at:
                 self._look_around(now - start)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flex_model.distributed.channel import Channel
+from flex_model.distributed.connections import GRID
 from flex_model.distributed.header import DTYPES, Header, site_hash
 from flex_model.distributed.mappings import check_tensor
 from flex_model.distributed.state import ParallelState
@@ -182,7 +183,7 @@ def gather_pipeline_parallel_tensor_dicts(
     _check_names(described, name)
     payload = [num_bytes for _, num_bytes in sizes]
     gathered = Gathered(end_to_end(payload), list(range(len(payload))), data)
-    received = channel.gather_to_first(("dp", "tp"), [gathered])
+    received = channel.gather_to_first(GRID, [gathered])
     if received is None or channel.mesh.rank > 0:
         return {}
     return _rebuild(received[0], [entry for entries in described for entry in entries])

@@ -13,30 +13,16 @@ import torch.distributed as dist
 
 from flex_model import FlexModel, HookFunction
 from flex_model.snapshots import Snapshots
+from tests import models
 
 TIMEOUT_S = 60.0
-
-
-class Overwriting(torch.nn.Module):
-    """Writes over what its hooked modules gave, as fused and in-place layers do."""
-
-    def __init__(self):
-        super().__init__()
-        self.wide, self.narrow = torch.nn.Identity(), torch.nn.Identity()
-
-    def forward(self, x, y):
-        first = self.wide(x + 1)
-        first.zero_()
-        second = self.narrow(y * 2)
-        second.fill_(7)
-        return first.sum() + second.sum()
 
 
 def check_records(rank, num_ranks, dp, device):
     """Sharded and replicated, small and large."""
     tp, records = num_ranks // dp, {}
     flex = FlexModel(
-        Overwriting().to(device), records, tensor_parallel_size=tp, data_parallel_size=dp
+        models.Overwriting().to(device), records, tensor_parallel_size=tp, data_parallel_size=dp
     )
     flex.register_forward_hook(HookFunction("wide", expected_shape=(None, 2400)))
     flex.register_forward_hook(HookFunction("narrow", expected_shape=(None, 6)))

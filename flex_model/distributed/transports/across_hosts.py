@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from flex_model._C import GatherPlan
-from flex_model.distributed import memory
 from flex_model.distributed.groups import PrivateGroup
 from flex_model.distributed.hosts import Hosts
+from flex_model.distributed.transports import transport
 from flex_model.distributed.transports.gloo import Gloo, assemble, split
 from flex_model.distributed.transports.shared_memory import SharedMemory
 from flex_model.distributed.transports.transport import (
@@ -43,8 +43,7 @@ class AcrossHosts:
         self._host = names.index(hosts.names[group.rank])
 
     def exchange_bytes(self, data: bytes) -> list[bytes]:
-        row = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return [bytes(other.tolist()) for other in self.exchange(row)]
+        return transport.exchange_bytes(self, data)
 
     def exchange(self, tensor: Tensor) -> Tensor:
         size = tensor.nbytes
@@ -57,20 +56,11 @@ class AcrossHosts:
         if not num_copies:
             return []
         full = _put_together(everyone, plan, shard.dtype)
-        copies = [memory.copy(full) for _ in range(num_copies - 1)]
-        return [tensor.to(shard.device) for tensor in (full, *copies)]
+        return [copy.to(shard.device) for copy in transport.copies(full, num_copies)]
 
     def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
         rank, size = self.group.rank, self.group.size
-        sizes = [0] * size
-        starts, mine = [], []
-        for tensor in tensors:
-            starts.append([sizes[holder] for holder in tensor.ranks])
-            for i, holder in enumerate(tensor.ranks):
-                sizes[holder] += tensor.plan.shard_bytes[i]
-                if holder == rank:
-                    mine.append(as_bytes(tensor.shard))
-        data = torch.cat(mine) if mine else torch.empty(0, dtype=torch.uint8)
+        data, sizes, starts = transport.pack_shards(tensors, rank, size)
         everyone = self._bytes_on_first(data, sizes)
         if everyone is None:
             return None

@@ -11,6 +11,7 @@ from torch import Tensor
 from flex_model._C import GatherPlan
 from flex_model.distributed import memory
 from flex_model.distributed.groups import PrivateGroup
+from flex_model.distributed.transports import transport
 from flex_model.distributed.transports.transport import Gathered, Wait, as_bytes, on_cpu
 
 
@@ -24,8 +25,7 @@ class Gloo:
         self._wait = wait
 
     def exchange_bytes(self, data: bytes) -> list[bytes]:
-        row = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return [bytes(other.tolist()) for other in self.exchange(row)]
+        return transport.exchange_bytes(self, data)
 
     def exchange(self, tensor: Tensor) -> Tensor:
         flat = tensor.reshape(-1)
@@ -42,21 +42,11 @@ class Gloo:
         if not num_copies:
             return []
         full = assemble(gathered, [r * width for r in range(self.group.size)], plan, shard.dtype)
-        copies = [memory.copy(full) for _ in range(num_copies - 1)]
-        return [tensor.to(shard.device) for tensor in (full, *copies)]
+        return [copy.to(shard.device) for copy in transport.copies(full, num_copies)]
 
     def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
         size, rank = self.group.size, self.group.rank
-        sizes = [0] * size  # of what each rank sends
-        starts = []  # of each tensor's shards, in their ranks' bytes
-        mine = []
-        for tensor in tensors:
-            starts.append([sizes[holder] for holder in tensor.ranks])
-            for i, holder in enumerate(tensor.ranks):
-                sizes[holder] += tensor.plan.shard_bytes[i]
-                if holder == rank:
-                    mine.append(as_bytes(tensor.shard))
-        data = torch.cat(mine) if mine else torch.empty(0, dtype=torch.uint8)
+        data, sizes, starts = transport.pack_shards(tensors, rank, size)
         none = [0] * size
         received = self._exchange_unevenly(data, [data.numel(), *none[1:]], none if rank else sizes)
         if rank != 0:

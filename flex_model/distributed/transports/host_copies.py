@@ -6,7 +6,6 @@ and none travels between GPUs. The model computes on meanwhile.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,9 +13,9 @@ import torch
 from torch import Tensor
 
 from flex_model._C import GatherPlan
+from flex_model.distributed.polling import sleeps
 
-_SPIN = 50  # polls that only yield the processor, before the first sleep
-_MAX_PAUSE_S = 0.0005
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 2e-5, 0.0005  # between polls
 
 
 def is_on_gpu(tensor: Tensor) -> bool:
@@ -110,11 +109,5 @@ class HostCopies:
         """Return when all copies are done, or ``stop`` says so. Ctrl-C ends it; it has no deadline,
         for the GPU may have much of the model before it.
         """
-        polls, pause_s = 0, 2e-5
-        while not self.is_completed() and not stop():
-            polls += 1
-            if polls < _SPIN:
-                time.sleep(0)
-                continue
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, _MAX_PAUSE_S)
+        for _ in sleeps(lambda: self.is_completed() or stop(), _FIRST_PAUSE_S, _MAX_PAUSE_S):
+            pass

@@ -50,7 +50,7 @@ class Gathered:
 
     def copies(self, full: Tensor) -> list[Tensor]:
         """As many as are wanted of a full tensor, itself the first."""
-        return [full, *(memory.copy(full) for _ in range(self.num_copies - 1))]
+        return copies(full, self.num_copies)
 
 
 class Transport(Protocol):
@@ -116,6 +116,35 @@ def stacking(num_ranks: int, num_elements: int, element_bytes: int) -> GatherPla
     sizes = [1, num_elements]
     pieces = [(rank, [rank, 0], [0, 0], sizes) for rank in range(num_ranks)]
     return GatherPlan([num_ranks, num_elements], [sizes] * num_ranks, pieces, element_bytes)
+
+
+def copies(full: Tensor, number: int) -> list[Tensor]:
+    """A full CPU tensor and copies of it, ``number`` (at least 1) in all."""
+    return [full, *(memory.copy(full) for _ in range(number - 1))]
+
+
+def exchange_bytes(transport: Transport, data: bytes) -> list[bytes]:
+    """As ``Transport.exchange_bytes``, by ``exchange``."""
+    row = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return [bytes(other.tolist()) for other in transport.exchange(row)]
+
+
+def pack_shards(
+    tensors: list[Gathered], rank: int, num_ranks: int
+) -> tuple[Tensor, list[int], list[list[int]]]:
+    """Each rank's shards one after the other: the bytes of ``rank``'s, the number of every rank's,
+    and where each tensor's shards begin in their holders'. Local.
+    """
+    sizes = [0] * num_ranks
+    starts, mine = [], []
+    for tensor in tensors:
+        starts.append([sizes[holder] for holder in tensor.ranks])
+        for i, holder in enumerate(tensor.ranks):
+            sizes[holder] += tensor.plan.shard_bytes[i]
+            if holder == rank:
+                mine.append(as_bytes(tensor.shard))
+    data = torch.cat(mine) if mine else torch.empty(0, dtype=torch.uint8)
+    return data, sizes, starts
 
 
 def end_to_end(sizes: list[int]) -> GatherPlan:
