@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import sys
 import types
 import weakref
 from argparse import Namespace
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flex_model import inspection
+from flex_model.distributed.channel import Channel
 from flex_model.distributed.mesh import Mesh, is_distributed
 from flex_model.distributed.state import ParallelState, initialize_from_launcher
 from flex_model.errors import nearest
@@ -25,6 +27,7 @@ from flex_model.hooks.registration import HookHandle
 from flex_model.hooks.table import EVERYTHING
 from flex_model.inspection import DryRun, Explanation, Layouts, VerifyReport
 from flex_model.integrations import fsdp, model_mesh
+from flex_model.integrations.mesh_sources import Source
 from flex_model.names import clean, find_module, find_parameter, module_names
 from flex_model.parameters import send_from_rank_0
 
@@ -100,33 +103,52 @@ class FlexModel(nn.Module):
         timeout: float = 60.0,
     ) -> None:
         super().__init__()
-        _check_arguments(module, output_ptr, edit_on, output_ranks, timeout)
+        check_arguments(module, output_ptr, edit_on, output_ranks, timeout)
         sizes = (tensor_parallel_size, pipeline_parallel_size, data_parallel_size)
-        mesh = _find_mesh(module, sizes, process_group, device_mesh, float(timeout))
+        mesh = find_mesh(module, sizes, process_group, device_mesh, float(timeout))
         if mesh.pp_size > 1:
             raise ValueError(
                 f"pipeline_parallel_size is {mesh.pp_size}, but a module alone does not say when "
                 "its stages run; wrap the "
                 "pipeline's schedule: FlexModel(schedule, output_ptr, ...)"
             )
-        self.__dict__["module"] = module  # found before nn.Module's slower look-up
-        self._modules["module"] = module
-        self.trainable_modules = nn.ModuleDict()
-        self.mesh = mesh
-        self.process_group = process_group
         core = HookCore(
             module,
             mesh,
             {} if output_ptr is None else output_ptr,
             Namespace(),
-            self.trainable_modules,
+            nn.ModuleDict(),
             edit_on,
             output_ranks,
             float(timeout),
         )
+        self._hold(core, process_group, core.close)
+
+    def _hold(
+        self, core: HookCore, process_group: dist.ProcessGroup | None, close: Callable[[], None]
+    ) -> None:
+        """``close``: what ``restore()`` and the end of this object call; it doesn't refer to it."""
+        self.__dict__["module"] = core.module  # found before nn.Module's slower look-up
+        self._modules["module"] = core.module
+        self.trainable_modules = core.modules
+        self.mesh = core.mesh
+        self.process_group = process_group
         self.__dict__["_core"] = core
         self.shared_ctx = Namespace()
-        self.__dict__["_finalizer"] = weakref.finalize(self, core.close)
+        self.__dict__["_finalizer"] = weakref.finalize(self, close)
+
+    def __new__(cls, module: Any = None, *args: Any, **kwargs: Any) -> FlexModel:
+        schedules = sys.modules.get("torch.distributed.pipelining.schedules")
+        if cls is FlexModel and schedules and isinstance(module, schedules._PipelineSchedule):
+            from flex_model.pipelining.model import PipelinedFlexModel  # needs this module
+
+            return super().__new__(PipelinedFlexModel)
+        return super().__new__(cls)
+
+    @property
+    def _channel(self) -> Channel:
+        """To all ranks of the model."""
+        return self._core.channel
 
     @property
     def output_ptr(self) -> dict[str, list[Tensor]]:
@@ -362,11 +384,11 @@ class FlexModel(nn.Module):
         core = self._core
         if kind == "tensor":
             parameter, after = self._hookable_parameter(hook_function.module_name)
-            registration = core.register(hook_function, kind, parameter, groups, after)
+            moment = "accumulated" if after else "computed"
+            registration = core.register(hook_function, kind, [parameter], groups, moment)
         else:
-            registration = core.register(
-                hook_function, kind, find_module(self.module, hook_function.module_name), groups
-            )
+            module = find_module(self.module, hook_function.module_name)
+            registration = core.register(hook_function, kind, [module], groups)
         return HookHandle(functools.partial(core.table.unregister, registration), hook_function)
 
     def _hookable_parameter(self, name: str) -> tuple[nn.Parameter, bool]:
@@ -445,18 +467,10 @@ class FlexModel(nn.Module):
         return [handle.hook_function for handle in handles]
 
     def _matching(self, constructor: str | re.Pattern | type, hook_type: str) -> list[str]:
-        if hook_type == "tensor":
-            names = [name for name, _ in self.module.named_parameters()]
-        else:
-            names = self.wrapped_module_names
+        names = self._hookable_names(hook_type)
         if isinstance(constructor, type) and hook_type != "tensor":
-            found = [
-                name
-                for name, module in self.module.named_modules()
-                if name and isinstance(module, constructor)
-            ]
+            found, names = self._names_of_type(constructor)
             text = constructor.__name__
-            names = sorted({type(module).__name__ for module in self.module.modules()})
         elif isinstance(constructor, (str, re.Pattern)):
             found = [
                 name
@@ -483,6 +497,18 @@ class FlexModel(nn.Module):
                 f"{nearest(text.strip(chr(39)), names, what)}"
             )
         return found
+
+    def _hookable_names(self, hook_type: str) -> list[str]:
+        """What a group's substring or regex is compared with."""
+        if hook_type == "tensor":
+            return [name for name, _ in self.module.named_parameters()]
+        return self.wrapped_module_names
+
+    def _names_of_type(self, kind: type) -> tuple[list[str], list[str]]:
+        """The modules of a type; and the names of all types."""
+        named = [(name, module) for name, module in self.module.named_modules() if name]
+        found = [name for name, module in named if isinstance(module, kind)]
+        return found, sorted({type(module).__name__ for _, module in named})
 
     def update_hook_groups(self, group_constructor: Members, group_name: str) -> list[HookFunction]:
         """Put registered hooks into a group: a HookFunction, a list of them, or a substring or
@@ -683,7 +709,7 @@ class FlexModel(nn.Module):
                 f"register_trainable_module: expected an nn.Module, got {type(module).__name__}"
             )
         self._check_open()
-        send_from_rank_0(self._core.channel, name, module)
+        send_from_rank_0(self._channel, name, module)
         self.trainable_modules[name] = module
 
     def sync_trainable_modules(self) -> None:
@@ -691,7 +717,7 @@ class FlexModel(nn.Module):
         Collective.
         """
         self._check_open()
-        send_from_rank_0(self._core.channel, "all trainable modules", self.trainable_modules)
+        send_from_rank_0(self._channel, "all trainable modules", self.trainable_modules)
 
     def wrapped_module_requires_grad(self, requires_grad: bool = True) -> FlexModel:
         """Turn gradients of the wrapped model's parameters on or off; those of trainable modules
@@ -782,9 +808,10 @@ def _is_of_torch(hook: object) -> bool:
     return callable(hook) and str(getattr(hook, "__module__", "")).startswith("torch.")
 
 
-def _check_arguments(
+def check_arguments(
     module: object, output_ptr: object, edit_on: str, output_ranks: str, timeout: object
 ) -> None:
+    """TypeError or ValueError for what a FlexModel can't be made of."""
     if isinstance(module, FlexModel):
         raise TypeError("the module is a FlexModel already; wrap its .module")
     if not isinstance(module, nn.Module):
@@ -805,15 +832,18 @@ def _check_arguments(
         raise ValueError(f"FlexModel: timeout must be a number of seconds above 0, got {timeout!r}")
 
 
-def _find_mesh(
+def find_mesh(
     module: nn.Module,
     sizes: tuple[int, int, int],
     process_group: dist.ProcessGroup | None,
     device_mesh: dist.DeviceMesh | None,
     timeout_s: float,
+    stages: Sequence[Source] = (),
 ) -> Mesh:
-    """The mesh that the user gave, or that the model has; they must not contradict each other."""
+    """The mesh that the user gave, or that the model (or its pipeline's stages) has; they must not
+    contradict each other.
+    """
     if sizes != (1, 1, 1):
         initialize_from_launcher()
-    own = model_mesh.find(module) if is_distributed() else None
+    own = model_mesh.find(module, stages) if is_distributed() else None
     return model_mesh.choose(own, sizes, process_group, device_mesh, timeout_s)

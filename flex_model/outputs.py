@@ -25,6 +25,7 @@ from flex_model.snapshots import Snapshot, Snapshots
 if TYPE_CHECKING:
     from flex_model.hooks.context import Call
     from flex_model.hooks.registration import Registration
+    from flex_model.hooks.step import Step
 
 _MAX_DIMS = 64  # torch's own limit
 _REMEMBERED_RUNS = 64  # generation may bring new shapes with every step
@@ -47,15 +48,24 @@ def owned_copy(tensor: Tensor) -> Tensor:
 
 
 class Records:
-    """The user's ``output_ptr`` and who writes to it."""
+    """The user's ``output_ptr`` and who writes to it.
+
+    In a pipeline it is the stages' own, on rank 0 of each; the keys say for which stage and
+    micro-batch a list is, and ``flex_model.pipelining`` makes the user's of it.
+    """
 
     def __init__(
-        self, output_ptr: dict[str, list[Tensor]], channel: Channel, output_ranks: str
+        self,
+        output_ptr: dict[Any, list[Tensor]],
+        channel: Channel,
+        output_ranks: str,
+        step: Step | None = None,
     ) -> None:
         self.output_ptr = output_ptr
         self.on_all_ranks = output_ranks == "all"
-        self.keeps = self.on_all_ranks or channel.mesh.rank == 0
+        self.keeps = self.on_all_ranks or channel.mesh.place == 0
         self._channel = channel
+        self._step = step
         self._snapshots = Snapshots(channel)
         # What all ranks held at the end of runs, by the hashes that they told.
         self._tensors: dict[tuple[int, ...], list[list[tuple[torch.dtype, Shape]]]] = {}
@@ -84,7 +94,10 @@ class Records:
         call.run.pending.append(PendingRecord(call, self._snapshots.take(shard), known, slot))
 
     def _list(self, registration: Registration) -> list[Any]:
-        return self.output_ptr.setdefault(registration.hook_function.record_name, [])
+        key: Any = registration.hook_function.record_name
+        if self._step is not None:
+            key = (key, registration.kind, self._step.section)
+        return self.output_ptr.setdefault(key, [])
 
     def forget(self, context) -> None:
         """Drop what waits, and the places it had: the run failed."""

@@ -154,7 +154,9 @@ class Channel(Connections):
         texts = self.exchange_text(text)
         self.clear_error()
         failed = [
-            f"rank {rank}: {texts[rank]}" for rank, other in enumerate(headers) if other.state != OK
+            f"rank {self.mesh.rank_at(place)}: {texts[place]}"
+            for place, other in enumerate(headers)
+            if other.state != OK
         ]
         here = "" if state != OK else f" (this rank was at: {where})"
         error = HookError(f"{'; '.join(failed)}{here}{self._steps_of_all()}")
@@ -164,7 +166,7 @@ class Channel(Connections):
     def _steps_of_all(self) -> str:
         """What all ranks did last, to end a message with. Collective."""
         texts = self.exchange_text(str(self.steps))
-        lines = [f"\n  rank {rank}: {text}" for rank, text in enumerate(texts)]
+        lines = [f"\n  rank {self.mesh.rank_at(place)}: {text}" for place, text in enumerate(texts)]
         return "\nLast steps:" + "".join(lines)
 
     def mismatch(self, description: str, what: str) -> HookMismatchError:
@@ -173,7 +175,9 @@ class Channel(Connections):
         """
         texts = self.exchange_text(description)
         self.clear_error()
-        listed = "; ".join(f"rank {rank} is at {text}" for rank, text in enumerate(texts))
+        listed = "; ".join(
+            f"rank {self.mesh.rank_at(place)} is at {text}" for place, text in enumerate(texts)
+        )
         return agreed(
             HookMismatchError(
                 f"ranks {what}: {listed}. Every rank must register the same hooks in the same "

@@ -50,6 +50,7 @@ KINDS = (
     "end of the backward",
     "parameter",
     "trainable module",
+    "described values",
 )
 _CODE_OF_KIND = {kind: code for code, kind in enumerate(KINDS)}
 

@@ -190,6 +190,10 @@ class Mesh:
         """This rank's place in ``grid``."""
         return self.rank % (self.dp_size * self.tp_size)
 
+    def rank_at(self, place: int) -> int:
+        """The place in ``ranks`` of a place in ``grid``: how messages call a rank."""
+        return self.rank - self.place + place
+
     def line(self, axis: str) -> tuple[int, ...]:
         """Global ranks along this rank's "pp", "dp" or "tp" axis, in the order of the axis."""
         if axis == "pp":

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flex_model.distributed.channel import Channel
-from flex_model.distributed.connections import GRID
-from flex_model.distributed.header import DTYPES, Header, site_hash
 from flex_model.distributed.mappings import check_tensor
 from flex_model.distributed.state import ParallelState
-from flex_model.distributed.transports.transport import Gathered, as_bytes, end_to_end
+from flex_model.distributed.tensor_dicts import describe, exchange_json, gather_to_first
 from flex_model.errors import HookError, agreed
 from flex_model.outputs import owned_copy
-
-_DTYPE_OF_NAME = {str(dtype): dtype for dtype in DTYPES}
 
 
 def batch_isend_irecv_pipeline_parallel(
@@ -159,61 +152,44 @@ def gather_pipeline_parallel_tensor_dicts(
     """
     name = "gather_pipeline_parallel_tensor_dicts"
     channel = fmps.channel("pp")
-    metadata = b"[]"
-    tensors: list[Tensor] = []
     try:
-        tensors, metadata = _describe(tensor_dict, name)
+        tensors = _check_dict(tensor_dict, name)
     except TypeError as error:
         if channel.is_local:
             raise HookError(str(error)) from error
         channel.set_error(str(error), error)  # the other stages are told
+        tensors = []
     if channel.is_local:
         return {key: owned_copy(tensor) for key, tensor in tensor_dict.items()}
-    data = (
-        torch.cat([as_bytes(tensor) for tensor in tensors])
-        if tensors
-        else torch.empty(0, dtype=torch.uint8)
-    )
-    where = f"{name} of {len(tensors)} tensors"
-    header = Header(
-        "forward", site=site_hash(name), dtype=torch.uint8, shape=(len(metadata), data.numel())
-    )
-    sizes = [other.shape for other in channel.agree(header, where)]
-    described = _exchange_metadata(channel, metadata, [length for length, _ in sizes])
-    _check_names(described, name)
-    payload = [num_bytes for _, num_bytes in sizes]
-    gathered = Gathered(end_to_end(payload), list(range(len(payload))), data)
-    received = channel.gather_to_first(GRID, [gathered])
-    if received is None or channel.mesh.rank > 0:
+    mine = list(zip(tensor_dict, describe(tensors))) if tensors else []
+    told = exchange_json(channel, mine, name)
+    _check_names([[key for key, _ in entries] for entries in told], name)
+    described = [[description for _, description in entries] for entries in told]
+    received = gather_to_first(channel, tensors, described)
+    if received is None:
         return {}
-    return _rebuild(received[0], [entry for entries in described for entry in entries])
+    received[0] = [owned_copy(tensor) for tensor in tensors]
+    return {
+        key: tensor
+        for entries, found in zip(told, received, strict=True)
+        for (key, _), tensor in zip(entries, found, strict=True)
+    }
 
 
-def _describe(tensor_dict: dict[str, Tensor], name: str) -> tuple[list[Tensor], bytes]:
+def _check_dict(tensor_dict: dict[str, Tensor], name: str) -> list[Tensor]:
     if not isinstance(tensor_dict, dict):
         raise TypeError(f"{name}: expected a dict of tensors, got {type(tensor_dict).__name__}")
     for key, tensor in tensor_dict.items():
         if not isinstance(key, str):
             raise TypeError(f"{name}: expected names of type str, got {key!r}")
         check_tensor(tensor, f"{name}, {key!r}")
-    entries = [(key, str(tensor.dtype), list(tensor.shape)) for key, tensor in tensor_dict.items()]
-    return list(tensor_dict.values()), json.dumps(entries).encode()
+    return list(tensor_dict.values())
 
 
-def _exchange_metadata(channel: Channel, metadata: bytes, lengths: list[int]) -> list[list[Any]]:
-    row = torch.zeros(max(lengths), dtype=torch.uint8)
-    row[: len(metadata)] = torch.frombuffer(bytearray(metadata), dtype=torch.uint8)
-    rows = channel.exchange(row)
-    return [
-        json.loads(row[:length].numpy().tobytes())
-        for row, length in zip(rows, lengths, strict=True)
-    ]
-
-
-def _check_names(described: list[list[Any]], name: str) -> None:
+def _check_names(names: list[list[str]], name: str) -> None:
     stages: dict[str, list[int]] = {}
-    for stage, entries in enumerate(described):
-        for key, _, _ in entries:
+    for stage, keys in enumerate(names):
+        for key in keys:
             stages.setdefault(key, []).append(stage)
     twice = [f"{key!r} on the stages {where}" for key, where in stages.items() if len(where) > 1]
     if twice:
@@ -223,16 +199,3 @@ def _check_names(described: list[list[Any]], name: str) -> None:
                 "them"
             )
         )
-
-
-def _rebuild(data: Tensor, entries: list[Any]) -> dict[str, Tensor]:
-    tensors, start = {}, 0
-    for key, dtype_name, shape in entries:
-        tensor = torch.empty(
-            shape, dtype=_DTYPE_OF_NAME[dtype_name]
-        )  # its own memory, aligned for its dtype
-        flat = tensor.reshape(-1).view(torch.uint8)
-        flat.copy_(data[start : start + flat.numel()])
-        start += flat.numel()
-        tensors[key] = tensor
-    return tensors

@@ -57,7 +57,9 @@ class HookCaller:
         self._records = records
         self._function = UserFunction(save_ctx, modules)
         self.edits_on_all = edit_on == "all"
-        self._full_parameter = full_parameter
+        self.full_parameter = full_parameter
+        # What this rank's gradients are divided by to be those of the mean loss.
+        self.gradient_scale = channel.mesh.dp_size
 
     # The three kinds of values.
 
@@ -72,11 +74,13 @@ class HookCaller:
         return leaf if edited is None else edited
 
     def gradient(self, call: Call, grad: Tensor) -> Tensor:
-        """A backward hook on one gradient. Along dp its values are those of the mean loss."""
+        """A backward hook on one gradient. Its values are those of the mean loss, over
+        data-parallel ranks and micro-batches.
+        """
         check_movable(call, grad)
         if dtensor.is_dtensor(grad):
             grad = dtensor.without_partial(grad)
-        scale = self._channel.mesh.dp_size
+        scale = self.gradient_scale
         given = grad / scale if scale > 1 else grad
         if not call.registration.edits:
             self._collect(call, given)
@@ -252,7 +256,7 @@ class HookCaller:
     def _parameters(self, call: Call, leaf: Tensor) -> dict[str, Tensor]:
         """The full parameters that the function named, as they are now."""
         names = call.registration.hook_function.parameter_names
-        return {name: self._full_parameter(name).to(leaf.device) for name in names}
+        return {name: self.full_parameter(name).to(leaf.device) for name in names}
 
     # Layouts.
 

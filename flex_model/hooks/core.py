@@ -30,6 +30,7 @@ from flex_model.hooks.call import HookCaller
 from flex_model.hooks.context import Call, RunContext, advance_generator, next_sequence
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.registration import Registration
+from flex_model.hooks.step import Step
 from flex_model.hooks.table import EVERYTHING, Choice, HookTable
 from flex_model.hooks.tracking import Tracking
 from flex_model.integrations import compiled
@@ -61,11 +62,13 @@ class HookCore:
         edit_on: str,
         output_ranks: str,
         timeout_s: float,
+        step: Step | None = None,
     ) -> None:
         self.module = module
         self.mesh = mesh
+        self.step = step
         self.channel = Channel(mesh, timeout_s, _device_of(module))
-        self.records = Records(output_ptr, self.channel, output_ranks)
+        self.records = Records(output_ptr, self.channel, output_ranks, step)
         self.backward_order = BackwardOrder(output_ptr)
         self.parameters = Parameters(module, self.channel)
         self.tracking = Tracking(module, self.channel)
@@ -93,18 +96,21 @@ class HookCore:
         self.resting: Choice = EVERYTHING  # what is chosen between runs
         self._deferred: _Deferred | None = None  # a run that begins with the first module it runs
         self.is_closed = False
-        serves_records = self.channel.is_local and self.records.keeps
+        serves_records = self.channel.is_local and self.records.keeps and step is None
         self.table = HookTable(
             self, self._run_hook, output_ptr, serves_records, self._active_hooks_changed
         )
 
-    def register(self, function: HookFunction, *args: Any, **kwargs: Any) -> Registration:
+    def register(
+        self, function: HookFunction, kind: str, targets: Sequence[Any], *args: Any, **kwargs: Any
+    ) -> Registration:
         """As ``HookTable.register``; the function gets to know ``save_ctx`` and ``modules``."""
-        registration = self.table.register(function, *args, **kwargs)
+        registration = self.table.register(function, kind, targets, *args, **kwargs)
         self.tracking.hooks_changed()
-        if registration.kind == "tensor":
-            split = self.parameters.split_of_gradient(function.module_name)
-            registration.splits[0, args[1].dim()] = (None, split)
+        if kind == "tensor":
+            for parameter in targets:
+                split = self.parameters.split_of_gradient(function.module_name)
+                registration.splits[0, parameter.dim()] = (None, split)
         function.save_ctx, function.modules = self.save_ctx, self.modules
         return registration
 
@@ -163,7 +169,7 @@ class HookCore:
                     core._deferred.run = run
             elif core.run.direct_depth:
                 core.run.direct_depth += 1
-            core.tracking.begin(args, kwargs, core._active_registrations())
+            core.tracking.begin(args, kwargs, core.active_registrations())
 
         def end(module, args, output):
             run = core.run
@@ -251,7 +257,7 @@ class HookCore:
         finally:
             self._close_run(run)
 
-    def _active_registrations(self) -> Iterator[Registration]:
+    def active_registrations(self) -> Iterator[Registration]:
         return (r for r in self.table.registrations if r.index in self.table.active)
 
     def _close_run(self, run: RunContext) -> None:
@@ -365,6 +371,8 @@ class HookCore:
 
     def _run_hook(self, registration: Registration, module: nn.Module, tree: Any) -> Any:
         """A forward or forward-pre hook: the tree of tensors that the model goes on with."""
+        if self._is_silent():
+            return tree
         self.check_entry()
         if _in_backward():
             return self._replay(registration, module, tree)
@@ -485,6 +493,8 @@ class HookCore:
 
     def chosen_now(self, registrations: Sequence[Registration]) -> Sequence[Registration]:
         """Of active hooks, those that a recomputed forward had too."""
+        if self._is_silent():
+            return ()
         if not _in_backward():
             return registrations
         run = self._run_of_backward()
@@ -492,14 +502,32 @@ class HookCore:
 
     def hook_failed(self, registration: Registration, error: Exception) -> None:
         """An error of one hook. One rank: raise it. Several: go on as if unedited, all raise at the
-        next exchange.
+        next exchange. In a step of a pipeline: when it is over.
         """
+        text = registration.failure(error)
+        if self.step is not None:
+            self._fail_in_step(self.step, text, error)
+            return
         if is_agreed(error):
             raise error
-        text = registration.failure(error)
         if self.channel.is_local:
             raise agreed(HookError(text)) from error
         self.channel.set_error(text, error)
+
+    def _fail_in_step(self, step: Step, text: str, error: BaseException) -> None:
+        """The schedule goes on, without edits on all ranks of the stage, from the same exchange
+        on: what raised in the middle of it would leave other stages waiting.
+        """
+        if self.channel.is_local or is_agreed(error):
+            step.is_silent = True
+        else:
+            text = f"{text} ({step.where})"
+            self.channel.set_error(text, error)
+            return
+        step.fail(text, error)
+
+    def _is_silent(self) -> bool:
+        return self.step is not None and not self.step.calls_hooks()
 
     # Backward.
 
@@ -523,7 +551,7 @@ class HookCore:
 
         def handler(grad: Tensor | None) -> Tensor | None:
             module = module_ref()
-            if grad is None or self.is_closed or module is None:
+            if grad is None or self.is_closed or module is None or self._is_silent():
                 return grad
             self._expect_end_of_backward(run)
             for registration, number in zip(registrations, numbers):
@@ -571,7 +599,9 @@ class HookCore:
         return grad
 
     def _expect_end_of_backward(self, run: RunContext) -> None:
-        """Deliver what this backward collects when it ends, once."""
+        """Deliver what this backward collects when it ends, once; in a pipeline, its step does."""
+        if self.step is not None:
+            return
         task = _backward_task()
         if run.backward_task == task or task == -1:
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from flex_model.hooks.registration import Registration
 
 _MAX_DEPTH = 64  # of calls of one module inside itself
+
+# When the hooks of a parameter meet its gradient: computed in a backward, before it is accumulated;
+# accumulated (FSDP2: averaged and sharded by then); or asked for, at the end of a pipeline's step.
+Moment = Literal["computed", "accumulated", "asked"]
 
 _Handler = Callable[[Tensor | None], Tensor | None]
 
@@ -244,12 +248,12 @@ class ParameterSite:
         owner: SiteOwner,
         dispatcher: _C.Dispatcher,
         parameter: nn.Parameter,
-        after_accumulation: bool,
+        moment: Moment,
     ) -> None:
         self._owner = owner
         self._dispatcher = dispatcher
-        self._parameter = weakref.ref(parameter)
-        self._after_accumulation = after_accumulation
+        self.parameter = weakref.ref(parameter)
+        self._moment = moment
         self._handle: Any = None
         self.site = dispatcher.add_site(None)
 
@@ -259,13 +263,13 @@ class ParameterSite:
 
     def install(self) -> None:
         """Put on or take off the torch hook, to fit what is active now."""
-        parameter = self._parameter()
-        if not self.site.is_active or parameter is None:
+        parameter = self.parameter()
+        if not self.site.is_active or parameter is None or self._moment == "asked":
             if self._handle is not None:
                 self._handle.remove()
                 self._handle = None
         elif self._handle is None:
-            if self._after_accumulation:
+            if self._moment == "accumulated":
                 self._handle = parameter.register_post_accumulate_grad_hook(
                     self._accumulated_hook()
                 )
@@ -286,7 +290,7 @@ class ParameterSite:
         def reference(grad: Tensor | None) -> Any:
             return None if grad is None else weakref.ref(grad)
 
-        parameter = self._parameter()
+        parameter = self.parameter()
         last = reference(None if parameter is None else parameter.grad)
 
         def hook(parameter):

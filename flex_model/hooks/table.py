@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from flex_model import _C
 from flex_model.hooks.function import KINDS, HookFunction
 from flex_model.hooks.groups import ALL, HookGroups, as_names
 from flex_model.hooks.registration import Registration
-from flex_model.hooks.site import ModuleSite, ParameterSite, SiteOwner
+from flex_model.hooks.site import ModuleSite, Moment, ParameterSite, SiteOwner
 
 Choice = tuple[tuple[str, ...], bool]  # groups, complement
 EVERYTHING: Choice = ((ALL,), False)
@@ -70,11 +70,13 @@ class HookTable:
         self,
         function: HookFunction,
         kind: str,
-        target: nn.Module | nn.Parameter,
+        targets: Sequence[nn.Module | nn.Parameter],
         groups: Iterable[str] = (),
-        after_accumulation: bool = False,
+        moment: Moment = "computed",
     ) -> Registration:
-        """Put a hook at a module, or at a parameter for kind "tensor"."""
+        """Put a hook at a module (at several that stand for it, or at none: it is on another rank),
+        or at a parameter for kind "tensor", whose gradient is met at this moment.
+        """
         assert kind in KINDS
         if function._registration is not None:
             raise ValueError(
@@ -82,7 +84,8 @@ class HookTable:
                 "another HookFunction"
             )
         self._check_record_name(function, kind)
-        module_ref = weakref.ref(target) if isinstance(target, nn.Module) else None
+        modules = [target for target in targets if isinstance(target, nn.Module)]
+        module_ref = weakref.ref(modules[0]) if modules else None
         number = self._free_number(Registration.place_of(function, kind))
         registration = Registration(function, kind, self._next_index, number, module_ref)
         self._next_index += 1
@@ -92,16 +95,17 @@ class HookTable:
             function.record_name,
             self._is_served_by_dispatcher(registration),
         )
-        if isinstance(target, nn.Module):
-            if id(target) not in self._modules:
-                self._modules[id(target)] = ModuleSite(self._owner, self.dispatcher, target)
-            self._modules[id(target)].site(kind).add(registration.hook)
-        else:
-            if id(target) not in self._parameters:
-                self._parameters[id(target)] = ParameterSite(
-                    self._owner, self.parameter_dispatcher, target, after_accumulation
-                )
-            self._parameters[id(target)].site.add(registration.hook)
+        for target in targets:
+            if isinstance(target, nn.Module):
+                if id(target) not in self._modules:
+                    self._modules[id(target)] = ModuleSite(self._owner, self.dispatcher, target)
+                self._modules[id(target)].site(kind).add(registration.hook)
+            else:
+                if id(target) not in self._parameters:
+                    self._parameters[id(target)] = ParameterSite(
+                        self._owner, self.parameter_dispatcher, target, moment
+                    )
+                self._parameters[id(target)].site.add(registration.hook)
         self.groups.add(registration, groups)
         function._registration = registration
         self.refresh()
@@ -155,6 +159,21 @@ class HookTable:
         del registration.hook
         if not self._is_closed:
             self.refresh()
+
+    def is_chosen(self, registration: Registration, choice: Choice) -> bool:
+        """Whether a choice makes a hook active, at whichever rank it is."""
+        groups, complement = choice
+        return complement == self.groups.of(registration.hook_function).isdisjoint(groups)
+
+    def parameters(self) -> list[tuple[nn.Parameter, Sequence[Registration]]]:
+        """Parameters of this rank with active hooks on their gradients, in the order of their
+        first registration.
+        """
+        places = self._parameters.values()
+        found = [(place.parameter(), place.site.active) for place in places]
+        return [
+            (parameter, active) for parameter, active in found if parameter is not None and active
+        ]
 
     def choice(self, groups: str | Iterable[str], complement: bool) -> Choice:
         """A choice of hooks. ValueError for an unknown group."""

@@ -320,7 +320,7 @@ def _look(core: HookCore, site: _Site, number: int) -> bool:
     function = HookFunction(
         site.name, site.expected_shape, None, site.unpack_idx, output_name=str(number)
     )
-    core.register(function, site.kind, module)
+    core.register(function, site.kind, [module])
     return True
 
 

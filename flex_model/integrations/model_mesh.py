@@ -98,18 +98,22 @@ class ModelGroups:
         return found
 
 
-def find(root: nn.Module) -> ModelGroups | None:
+def find(root: nn.Module, stages: Sequence[Source] = ()) -> ModelGroups | None:
     """What a sharded model says of its ranks; None where it says nothing.
 
     Read are the meshes of its DTensor parameters (torch's and Hugging Face's tensor parallelism,
     FSDP2, HSDP), Hugging Face's ``_device_mesh``, the groups of DDP and FSDP1 wrappers, and, for
     layers of Megatron-core or fairscale, the groups of their parallel state. Local.
 
+    Args:
+        stages: What the stages of its pipeline say.
+
     Raises:
         ValueError: this rank is not one of the model's; two of these contradict each other; or
             Megatron's context parallelism is on.
     """
     sources, unknown = mesh_sources.find_all(root)
+    sources = [*sources, *stages]
     lines, names = merge(sources)
     if not lines and not unknown:
         return None

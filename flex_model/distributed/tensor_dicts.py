@@ -1,0 +1,119 @@
+"""Values that differ in number and shape from rank to rank: JSON of every rank, and tensors that
+one rank has. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flex_model.distributed.channel import Channel
+from flex_model.distributed.connections import GRID
+from flex_model.distributed.header import DTYPES, Header, site_hash
+from flex_model.distributed.transports.transport import Gathered, as_bytes, end_to_end
+
+_DTYPE_OF_NAME = {str(dtype): dtype for dtype in DTYPES}
+
+#: Of one tensor: the name of its dtype, and its shape.
+Description = tuple[str, Sequence[int]]
+
+
+def describe(tensors: Sequence[Tensor]) -> list[Description]:
+    """What other ranks must know to receive these tensors. JSON can hold it."""
+    return [(str(tensor.dtype), list(tensor.shape)) for tensor in tensors]
+
+
+def exchange_json(channel: Channel, value: Any, where: str) -> list[Any]:
+    """The values of all ranks. Collective.
+
+    Args:
+        where: What they are for, in messages.
+    """
+    if channel.is_local:
+        return [value]
+    data = json.dumps(value).encode()
+    header = Header("described values", site=site_hash(where), shape=(len(data),))
+    lengths = [other.shape[0] for other in channel.agree(header, where)]
+    row = torch.zeros(max(lengths), dtype=torch.uint8)
+    row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    rows = channel.exchange(row)
+    return [
+        json.loads(row[:length].numpy().tobytes())
+        for row, length in zip(rows, lengths, strict=True)
+    ]
+
+
+def gather_to_first(
+    channel: Channel, tensors: Sequence[Tensor], described: Sequence[Sequence[Description]]
+) -> list[list[Tensor]] | None:
+    """On rank 0 the tensors of all ranks, on the CPU: its own as they are; None elsewhere.
+    Collective.
+
+    Args:
+        described: By rank, what ``describe`` said there.
+    """
+    if channel.is_local:
+        return [list(tensors)]
+    moved = [
+        (rank, i)
+        for rank, descriptions in enumerate(described)
+        for i, description in enumerate(descriptions)
+        if rank > 0 and _num_bytes(description)
+    ]
+    mine, size = channel.mesh.place, len(described)
+    gathered = [
+        Gathered(
+            end_to_end([_num_bytes(described[rank][i]) * (r == rank) for r in range(size)]),
+            list(range(size)),
+            as_bytes(tensors[i]) if rank == mine else torch.empty(0, dtype=torch.uint8),
+        )
+        for rank, i in moved
+    ]
+    received = channel.gather_to_first(GRID, gathered) if gathered else []
+    if mine > 0:
+        return None
+    found = dict(zip(moved, received or [], strict=True))
+    others = [
+        [_typed(found.get((rank, i)), description) for i, description in enumerate(descriptions)]
+        for rank, descriptions in enumerate(described)
+        if rank > 0
+    ]
+    return [list(tensors), *others]
+
+
+def from_rank(
+    channel: Channel, rank: int, tensors: Sequence[Tensor], described: Sequence[Description]
+) -> list[Tensor]:
+    """The CPU tensors of one rank on every rank; on that rank they are ``tensors``. Collective."""
+    if channel.is_local:
+        return list(tensors)
+    found = []
+    for i, description in enumerate(described):
+        num_bytes = _num_bytes(description)
+        plan = end_to_end([num_bytes * (r == rank) for r in range(len(channel.mesh.grid))])
+        is_mine = channel.mesh.place == rank
+        shard = as_bytes(tensors[i]) if is_mine else torch.empty(0, dtype=torch.uint8)
+        full = channel.all_gather(GRID, shard, plan)[0] if num_bytes else None
+        found.append(tensors[i] if is_mine else _typed(full, description))
+    return found
+
+
+def _num_bytes(description: Description) -> int:
+    number = _DTYPE_OF_NAME[description[0]].itemsize
+    for size in description[1]:
+        number *= size
+    return number
+
+
+def _typed(data: Tensor | None, description: Description) -> Tensor:
+    """The tensor that these bytes are; None: it has none."""
+    dtype, shape = _DTYPE_OF_NAME[description[0]], list(description[1])
+    if data is None:
+        return torch.empty(shape, dtype=dtype)
+    if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
+        data = data.clone()  # one of several in a buffer
+    return data.view(dtype).reshape(shape)

@@ -1,0 +1,96 @@
+"""A step of a pipeline's schedule, as the hook core sees it: which micro-batch of which stage is
+being computed, and what went wrong so far.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flex_model.errors import HookError, see
+
+_under_way: list[Step] = []  # the innermost last
+
+
+@dataclass(eq=False)
+class Step:
+    """Of one wrap, from step to step.
+
+    Attributes:
+        is_running: Whether a step goes on; hooked stages must not be run outside of one.
+        stage, microbatch: What is computed now; -1 between two of them.
+        is_silent: Whether no hook is called: shapes are found out, or a hook failed, and the step
+            is finished without edits so that no other stage waits for this one.
+        failure: What to tell the other ranks when the step is over, and why.
+        is_of_model: Whether it is the model's own.
+    """
+
+    is_running: bool = False
+    stage: int = -1
+    microbatch: int = -1
+    is_silent: bool = False
+    failure: tuple[str, BaseException] | None = None
+    is_of_model: bool = False
+
+    def calls_hooks(self) -> bool:
+        """Whether a hook that is reached now is called.
+
+        Raises:
+            HookError: the stage is run, but its schedule is not.
+        """
+        if not self.is_running:
+            raise HookError(
+                "a hooked pipeline stage is run outside of a step of its schedule, where it has a "
+                "part of the batch only; call flex(...) or schedule.step(...), or restore() first "
+                f"({see('a-stage-is-run-on-its-own')})"
+            )
+        return not self.is_silent
+
+    def fail(self, text: str, cause: BaseException) -> None:
+        """Remember a failure; the first one counts."""
+        if self.failure is None:
+            self.failure = f"{text} ({self.where})", cause
+
+    def fail_in_model(self, cause: BaseException, what: str = "stage") -> None:
+        """Remember an error that no hook made."""
+        if isinstance(cause, HookError):
+            self.fail(str(cause), cause)
+        elif self.failure is None:
+            self.is_of_model = True
+            self.fail(f"the model's own {what} failed: {type(cause).__name__}: {cause}", cause)
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        if self.stage < 0:
+            return "at the end of the step"
+        return f"micro-batch {self.microbatch} of stage {self.stage}"
+
+    @property
+    def section(self) -> tuple[int, int] | None:
+        """Which part of the records a hook writes to now."""
+        return (self.stage, self.microbatch) if self.is_running else None
+
+    @contextlib.contextmanager
+    def at(self, stage: int, microbatch: int) -> Iterator[None]:
+        """Inside, this micro-batch of this stage is computed."""
+        before = self.stage, self.microbatch
+        self.stage, self.microbatch = stage, microbatch
+        _under_way.append(self)
+        try:
+            yield
+        finally:
+            _under_way.pop()
+            self.stage, self.microbatch = before
+
+
+def current_microbatch() -> int | None:
+    """Index of the micro-batch that a pipeline computes now, in this process; None outside of one.
+
+    Example::
+
+        def edit(current_module, inputs, save_ctx, modules):
+            save_ctx.norms[current_microbatch()] = inputs.norm()
+    """
+    return _under_way[-1].microbatch if _under_way else None

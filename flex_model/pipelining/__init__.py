@@ -1,0 +1,5 @@
+"""Pipelines of ``torch.distributed.pipelining``."""
+
+from flex_model.hooks.step import current_microbatch
+
+__all__ = ["current_microbatch"]

@@ -1,0 +1,135 @@
+"""Inputs of the whole batch, cut into micro-batches along the schedule's own specs, and outputs put
+together again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining.microbatch import (
+    TensorChunkSpec,
+    _Replicate,
+    split_args_kwargs_into_chunks,
+)
+from torch.utils import _pytree as pytree
+
+Shape = tuple[int, ...]
+
+
+def batch_dim(schedule: Any) -> int:
+    """Along which dim the schedule splits its first tensor input."""
+    specs, _ = pytree.tree_flatten(schedule._args_chunk_spec)
+    return next((spec.split_dim for spec in specs if isinstance(spec, TensorChunkSpec)), 0)
+
+
+def num_rows(schedule: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """The size of the batch: of the first input that is split; None without such an input."""
+    for values, specs in (
+        (args, schedule._args_chunk_spec),
+        (kwargs, schedule._kwargs_chunk_spec),
+    ):
+        flat, spec_of_values = pytree.tree_flatten(values)
+        if specs is None:
+            chunked = [(value, TensorChunkSpec(0)) for value in flat]
+        else:
+            chunked = list(zip(flat, spec_of_values.flatten_up_to(specs), strict=True))
+        for value, spec in chunked:
+            if isinstance(value, Tensor) and value.dim() and isinstance(spec, TensorChunkSpec):
+                return value.shape[spec.split_dim]
+    return None
+
+
+def split_args(schedule: Any, args: tuple[Any, ...], number: int) -> list[tuple[Any, ...]]:
+    """The positional inputs of each micro-batch."""
+    if not args or number == 1:
+        return [args] * number
+    specs = schedule._args_chunk_spec
+    if specs is None:
+        specs = tuple(_default_specs(arg, None) for arg in args)
+    chunks, _ = split_args_kwargs_into_chunks(args, {}, number, specs, {})
+    return chunks
+
+
+def split_kwargs(
+    schedule: Any, kwargs: dict[str, Any], number: int, rows: int | None
+) -> list[dict[str, Any]]:
+    """The keyword inputs of each micro-batch. Without a spec, tensors that have a row for each of
+    the batch's ``rows`` are split, and all else goes to every micro-batch.
+    """
+    if not kwargs or number == 1:
+        return [kwargs] * number
+    specs = schedule._kwargs_chunk_spec
+    if specs is None:
+        specs = {name: _default_specs(value, rows) for name, value in kwargs.items()}
+    _, chunks = split_args_kwargs_into_chunks((), kwargs, number, (), specs)
+    return chunks
+
+
+def _default_specs(value: Any, rows: int | None) -> Any:
+    def spec_of(leaf: Any) -> Any:
+        is_split = isinstance(leaf, Tensor) and leaf.dim() and rows in (None, leaf.shape[0])
+        return TensorChunkSpec(0) if is_split else _Replicate()
+
+    return pytree.tree_map(spec_of, value)
+
+
+def shapes_of(values: Any) -> list[list[Any]]:
+    """What tells one kind of input from another: dtypes and shapes of tensors. JSON can hold it."""
+    return [
+        [str(leaf.dtype), list(leaf.shape)]
+        for leaf in pytree.tree_leaves(values)
+        if isinstance(leaf, Tensor)
+    ]
+
+
+def join(
+    parts: Sequence[Tensor], dim: int, rows: Sequence[Sequence[int]], is_batched: bool | None
+) -> Tensor:
+    """What the hook of an unsplit run sees, from what it saw of each micro-batch.
+
+    Args:
+        parts: By micro-batch.
+        rows: By data-parallel rank: its rows of each micro-batch.
+        is_batched: Whether the tensor has rows of the batch along ``dim``; None if only its size
+            can tell.
+
+    Raises:
+        ValueError: neither can it be joined along ``dim``, nor is it the same for all
+            micro-batches.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    in_all = [sum(of_rank[i] for of_rank in rows) for i in range(len(parts))]
+    first = parts[0]
+    fits = -first.dim() <= dim < first.dim()
+    if is_batched is None:
+        is_batched = fits and [part.shape[dim] for part in parts] == in_all
+    if not is_batched:
+        if all(_same_bits(part, first) for part in parts[1:]):
+            return first
+        raise ValueError(
+            f"the tensors of the micro-batches, of shapes {[tuple(p.shape) for p in parts]}, are "
+            f"neither the same nor rows of the batch along dim {dim}, of which they would have "
+            f"{in_all}; say along which dim they are joined with microbatch_dim=, or use "
+            'batch_mode="full"'
+        )
+    if len(rows) > 1 and dim in (0, -first.dim()):
+        # Each part has the rows of all data-parallel ranks, one rank after the other; so must the
+        # whole.
+        pieces = [part.split([of_rank[i] for of_rank in rows], dim) for i, part in enumerate(parts)]
+        return torch.cat([piece[rank] for rank in range(len(rows)) for piece in pieces], dim)
+    return torch.cat(list(parts), dim)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.numel() == 0:
+        return True
+    return torch.equal(
+        one.contiguous().reshape(-1).view(torch.uint8),
+        other.contiguous().reshape(-1).view(torch.uint8),
+    )

@@ -1,0 +1,91 @@
+"""``save_ctx`` over the stages of a pipeline: what a step wrote on any of them, sent to rank 0.
+
+Values travel as JSON and the bytes of tensors; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def snapshot(context: Namespace) -> dict[str, Any]:
+    """What ``written`` compares with: each attribute's state."""
+    return {name: _state(value) for name, value in vars(context).items()}
+
+
+def written(context: Namespace, before: dict[str, Any]) -> list[str]:
+    """Attributes that were set since, or whose containers or tensors were changed in place."""
+    return [
+        name
+        for name, value in vars(context).items()
+        if name not in before or before[name] != _state(value)
+    ]
+
+
+def _state(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return "tensor", id(value), value._version
+    if isinstance(value, dict):
+        return "dict", id(value), [(key, _state(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple, set)):
+        return "items", id(value), [_state(item) for item in value]
+    if isinstance(value, Namespace):
+        return "namespace", id(value), _state(vars(value))
+    return value if isinstance(value, _PLAIN) else id(value)
+
+
+def encode(value: Any, tensors: list[Tensor]) -> Any:
+    """As JSON can hold it; tensors go to the list.
+
+    Raises:
+        TypeError: something that is neither a tensor, a number, a str nor a container of such.
+    """
+    if isinstance(value, Tensor):
+        tensors.append(value.detach())
+        return {"tensor": len(tensors) - 1}
+    if isinstance(value, _PLAIN):
+        if isinstance(value, float) and value - value != 0:  # no JSON
+            return {"float": str(value)}
+        return value
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if type(value) in (list, tuple, set, torch.Size):
+        kind = "tuple" if isinstance(value, tuple) else type(value).__name__
+        return {kind: [encode(item, tensors) for item in value]}
+    if isinstance(value, dict):
+        return {"dict": [[encode(k, tensors), encode(v, tensors)] for k, v in value.items()]}
+    if isinstance(value, Namespace):
+        return {"namespace": encode(vars(value), tensors)}
+    numpy = sys.modules.get("numpy")
+    if numpy and isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype.kind in "biufc":
+        return {"numpy": encode(torch.from_numpy(numpy.array(value)), tensors)}
+    raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__}")
+
+
+def decode(value: Any, tensors: list[Tensor]) -> Any:
+    """What was encoded."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "float":
+        return float(content)
+    if kind == "complex":
+        return complex(*content)
+    if kind == "dict":
+        return {decode(k, tensors): decode(v, tensors) for k, v in content}
+    if kind == "namespace":
+        return Namespace(**decode(content, tensors))
+    if kind == "numpy":
+        array = decode(content, tensors).numpy()
+        return array if array.ndim else array[()]
+    items = [decode(item, tensors) for item in content]
+    return items if kind == "list" else (set if kind == "set" else tuple)(items)

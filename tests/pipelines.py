@@ -1,0 +1,126 @@
+"""Models, stages and schedules that tests of pipelines share."""
+
+import copy
+from collections import OrderedDict
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+
+from flex_model import FlexModel
+from flex_model.pipelining.pass_through import PassThrough
+
+SINGLE = (ScheduleGPipe, Schedule1F1B)
+LOOPED = (ScheduleInterleaved1F1B, ScheduleLoopedBFS, ScheduleInterleavedZeroBubble)
+V_SHAPED = (ScheduleZBVZeroBubble, ScheduleDualPipeV)
+ALL = (*SINGLE, *LOOPED, *V_SHAPED)
+WIDTH, LAYERS = 8, 8
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.fc1, self.act = nn.Linear(width, 2 * width), nn.ReLU()
+        self.fc2 = nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.fc2(self.act(self.fc1(x)))
+
+
+class MLP(nn.Module):
+    """Blocks between an embedding and a head."""
+
+    def __init__(self, width=WIDTH, layers=LAYERS):
+        super().__init__()
+        self.emb = nn.Linear(width, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x):
+        x = self.emb(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def make_mlp(**kwargs):
+    torch.manual_seed(0)
+    return MLP(**kwargs).eval()
+
+
+def part(model, index, num_stages):
+    """A stage made by hand: what other stages have passes through."""
+    model = copy.deepcopy(model)
+    per_stage = len(model.layers) // num_stages
+    for i in range(len(model.layers)):
+        if i // per_stage != index:
+            model.layers[i] = PassThrough()
+    if index > 0:
+        model.emb = PassThrough()
+    if index < num_stages - 1:
+        model.head = PassThrough()
+    return model
+
+
+def my_indices(kind, place, size):
+    """The stages of one rank."""
+    if kind in SINGLE:
+        return [place]
+    last = 2 * size - 1
+    return [place, last - place] if kind in V_SHAPED else [place, place + size]
+
+
+def make_schedule(kind, model, num_microbatches=4, group=None, cut=part, **kwargs):
+    """A schedule over the ranks of a group, with one or two stages a rank."""
+    place, size = dist.get_rank(group), dist.get_world_size(group)
+    num_stages = size if kind in SINGLE else 2 * size
+    stages = [
+        PipelineStage(cut(model, i, num_stages), i, num_stages, torch.device("cpu"), group=group)
+        for i in my_indices(kind, place, size)
+    ]
+    return kind(stages[0] if kind in SINGLE else stages, num_microbatches, **kwargs)
+
+
+class Run(OrderedDict):
+    """What one run of a script gave: records, output, losses, gradients."""
+
+
+def unsplit(model, script, x, y, loss_fn):
+    """The script's hooks on the whole model, in one backward."""
+    model = copy.deepcopy(model)
+    records = {}
+    with FlexModel(model, records, process_group=_alone()) as flex:
+        script(flex)
+        output = flex(x)
+        loss = loss_fn(output, y)
+        loss.backward()
+        trainable = {
+            name: parameter.grad for name, parameter in flex.trainable_modules.named_parameters()
+        }
+        context = dict(vars(flex.save_ctx))
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return Run(
+        records=records, output=output, loss=loss, grads=grads, trainable=trainable, ctx=context
+    )
+
+
+_alone_groups = {}
+
+
+def _alone():
+    """A group of this rank only. Collective the first time."""
+    world = dist.group.WORLD
+    if world not in _alone_groups:
+        _alone_groups.clear()
+        _alone_groups[world] = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return _alone_groups[world][dist.get_rank()]
