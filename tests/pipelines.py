@@ -99,7 +99,7 @@ def unsplit(model, script, x, y, loss_fn):
     """The script's hooks on the whole model, in one backward."""
     model = copy.deepcopy(model)
     records = {}
-    with FlexModel(model, records, process_group=_alone()) as flex:
+    with FlexModel(model, records, process_group=alone_group()) as flex:
         script(flex)
         output = flex(x)
         loss = loss_fn(output, y)
@@ -114,13 +114,13 @@ def unsplit(model, script, x, y, loss_fn):
     )
 
 
-_alone_groups = {}
+_groups = {}
 
 
-def _alone():
+def alone_group():
     """A group of this rank only. Collective the first time."""
     world = dist.group.WORLD
-    if world not in _alone_groups:
-        _alone_groups.clear()
-        _alone_groups[world] = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    return _alone_groups[world][dist.get_rank()]
+    if world not in _groups:
+        _groups.clear()
+        _groups[world] = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return _groups[world][dist.get_rank()]

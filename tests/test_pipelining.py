@@ -1,11 +1,26 @@
 """Hooks over the schedules of torch.distributed.pipelining: the numbers of the unsplit model."""
 
+import copy
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from flex_model import FlexModel, HookFunction
-from pipelines import ALL, make_mlp, make_schedule, unsplit
+from flex_model.pipelining import current_microbatch
+from pipelines import ALL, alone_group, make_mlp, make_schedule, part, unsplit
 
 MSE = nn.MSELoss()
 
@@ -44,21 +59,23 @@ def hooks_of_all_kinds(flex):
 
 
 def check(found, expected, tolerance=1e-6):
-    assert list(found) == list(expected) or set(found) == set(expected)
+    assert set(found) == set(expected)
     for name, tensors in expected.items():
         assert len(found[name]) == len(tensors), name
         for one, other in zip(found[name], tensors):
-            torch.testing.assert_close(
-                one, other, rtol=0, atol=tolerance, msg=lambda m: f"{name}: {m}"
-            )
+            assert_near(one, other, name, tolerance)
 
 
 def check_parameters(flex, expected):
     for stage in flex.module.children():
         for name, parameter in stage.named_parameters():
-            torch.testing.assert_close(
-                parameter.grad, expected[name], rtol=0, atol=1e-6, msg=lambda m: f"{name}: {m}"
-            )
+            assert_near(parameter.grad, expected[name], name)
+
+
+def assert_near(one, other, name="", tolerance=1e-6):
+    torch.testing.assert_close(
+        one, other, rtol=0, atol=tolerance, msg=lambda message: f"{name}: {message}"
+    )
 
 
 @pytest.mark.ranks(2)
@@ -79,9 +96,769 @@ def test_a_step_gives_what_the_unsplit_model_gives(kind):
                 assert records == {}
             check_parameters(flex, expected["grads"])
             if any(stage.is_last for stage in flex._pipeline.runner.stages):
-                torch.testing.assert_close(output, expected["output"], rtol=0, atol=1e-6)
+                assert_near(output, expected["output"])
                 assert len(losses) == 4
                 loss = torch.stack(losses).mean()
-                torch.testing.assert_close(loss, expected["loss"], rtol=0, atol=1e-6)
+                assert_near(loss, expected["loss"])
             else:
                 assert output is None
+
+
+# ---- What a step is ------------------------------------------------------------------------------
+
+
+def is_last(flex):
+    return any(stage.is_last for stage in flex._pipeline.runner.stages)
+
+
+def rank_of(flex):
+    return flex._channel.mesh.rank
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [ALL[1], ALL[4], ALL[5]], ids=lambda kind: kind.__name__)
+def test_functions_are_called_once_per_microbatch(kind):
+    calls, gradients = [], []
+
+    def edit(module, x, save_ctx, modules):
+        calls.append(current_microbatch())
+        assert x.shape == (2, 16) and x.abs().sum() > 0
+
+    def edit_gradient(module, g, save_ctx, modules):
+        gradients.append(current_microbatch())
+        return g * 0.5
+
+    x, y = data()
+    with FlexModel(make_schedule(kind, make_mlp(), loss_fn=MSE)) as flex:
+        for i in (0, 1, 4, 7):
+            flex.register_forward_hook(HookFunction(f"layers.{i}.fc1", editing_function=edit))
+            flex.register_full_backward_hook(
+                HookFunction(f"layers.{i}", editing_function=edit_gradient, output_name=f"g{i}")
+            )
+        mine = sum(
+            flex.stages_of(f"layers.{i}.fc1")[0] == stage.stage_index
+            for i in (0, 1, 4, 7)
+            for stage in flex._pipeline.runner.stages
+        )
+        for _ in range(3):
+            calls.clear(), gradients.clear()
+            flex(x, target=y)
+            assert sorted(calls) == sorted([0, 1, 2, 3] * mine)
+            assert sorted(gradients) == sorted([0, 1, 2, 3] * mine)
+    assert current_microbatch() is None
+
+
+def center(module, x, save_ctx, modules):
+    """An edit that mixes rows of the batch."""
+    return x - x.mean(0, keepdim=True)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+def test_full_mode_gives_edits_the_whole_batch(kind):
+    def script(flex):
+        flex.register_forward_hook(HookFunction("layers.2.fc1", editing_function=center))
+        flex.register_full_backward_pre_hook(
+            HookFunction("layers.5", editing_function=center, output_name="grad")
+        )
+
+    model, (x, y) = make_mlp(), data()
+    expected = unsplit(model, script, x, y, MSE)
+    records, losses = {}, []
+    with FlexModel(
+        make_schedule(kind, model, loss_fn=MSE), records, batch_mode="full", return_on="all"
+    ) as flex:
+        script(flex)
+        for mode in ("full", "micro", "full"):
+            flex.batch_mode = mode
+            flex.zero_grad()
+            output = flex(x, target=y, losses=losses)
+            if mode == "micro":
+                continue
+            assert_near(output, expected["output"])
+            assert not output.requires_grad
+            check_parameters(flex, expected["grads"])
+            if rank_of(flex) == 0:
+                check(records, expected["records"])
+            if is_last(flex):
+                assert len(losses) == 1
+                assert_near(losses[0], expected["loss"])
+
+
+@pytest.mark.ranks(2)
+def test_forward_only_and_other_batches():
+    model = make_mlp()
+    records, losses = {}, []
+    with FlexModel(make_schedule(ALL[0], model, loss_fn=MSE), records) as flex:
+        flex.register_forward_hook(HookFunction("layers.6.fc2", editing_function=mix))
+        for rows, forward_only in ((8, True), (8, False), (12, False), (12, True), (4, False)):
+            x, y = data(rows)
+            expected = unsplit(
+                model,
+                lambda f: f.register_forward_hook(
+                    HookFunction("layers.6.fc2", editing_function=mix)
+                ),
+                x,
+                y,
+                MSE,
+            )
+            flex.zero_grad()
+            if forward_only:
+                with torch.no_grad():
+                    output = flex(x, target=y, losses=losses)
+                with torch.inference_mode():
+                    output = flex(x)
+            else:
+                output = flex(x, target=y, losses=losses)
+                check_parameters(flex, expected["grads"])
+            if rank_of(flex) == 0:
+                check(records, expected["records"])
+            if is_last(flex):
+                assert_near(output, expected["output"])
+                assert_near(torch.stack(losses).mean(), expected["loss"])
+
+
+@pytest.mark.ranks(2)
+def test_microbatches_of_one_row():
+    class Shared(nn.Module):
+        """Has a tensor that is shared by all rows."""
+
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return x + self.inner(torch.ones(1, 8))
+
+    model = make_mlp()
+    model.layers[6].act = nn.Sequential(nn.Linear(16, 8), Shared(), nn.Linear(8, 16))
+    x, y = data(4)
+
+    def script(flex):
+        flex.register_forward_hook(HookFunction("layers.6.act.1.inner"))
+        flex.register_forward_hook(HookFunction("layers.6.act"))
+        flex.register_forward_hook(HookFunction("layers.0.fc1"))
+
+    for rows in (4, 8):
+        x, y = data(rows)
+        expected = unsplit(model, script, x, y, MSE)
+        records = {}
+        with FlexModel(make_schedule(ALL[0], model, loss_fn=MSE), records) as flex:
+            script(flex)
+            flex(x, target=y)
+            if rank_of(flex) == 0:
+                check(records, expected["records"])
+                assert records["layers.6.act.1.inner"][0].shape == (1, 8)
+
+
+# ---- The rest of FlexModel -----------------------------------------------------------------------
+
+
+def probe(module, x, save_ctx, modules):
+    """Uses a trainable module."""
+    return x + modules["probe"](x)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+def test_trainable_modules_get_full_gradients_on_every_rank(kind):
+    def script(flex):
+        torch.manual_seed(7 + rank_of(flex))  # rank 0's values count
+        flex.register_trainable_module("probe", nn.Linear(8, 8))
+        for i in (1, 3, 6):
+            flex.register_forward_hook(HookFunction(f"layers.{i}.fc2", editing_function=probe))
+
+    model, (x, y) = make_mlp(), data()
+    torch.manual_seed(7)
+    values = nn.Linear(8, 8).state_dict()
+
+    def reference_script(flex):
+        script(flex)
+        flex.trainable_modules["probe"].load_state_dict(values)
+
+    expected = unsplit(model, reference_script, x, y, MSE)
+    with FlexModel(make_schedule(kind, model, loss_fn=MSE)) as flex:
+        script(flex)
+        torch.testing.assert_close(
+            dict(flex.trainable_modules["probe"].state_dict()), dict(values), rtol=0, atol=0
+        )
+        for steps in (1, 2):  # gradients add up
+            flex(x, target=y)
+            for name, parameter in flex.trainable_modules.named_parameters():
+                wanted = expected["trainable"][name] * steps
+                torch.testing.assert_close(parameter.grad, wanted, rtol=0, atol=3e-6)
+
+
+@pytest.mark.ranks(2)
+def test_save_ctx_is_merged_on_rank_0():
+    def note(name):
+        def edit(module, x, save_ctx, modules):
+            getattr(save_ctx, name)[current_microbatch()] = [x.norm(), x.shape[0], "text", None]
+
+        return edit
+
+    x, y = data()
+    with FlexModel(make_schedule(ALL[0], make_mlp(), loss_fn=MSE)) as flex:
+        flex.save_ctx.first, flex.save_ctx.second = {}, {}
+        flex.register_forward_hook(HookFunction("layers.0", editing_function=note("first")))
+        flex.register_forward_hook(HookFunction("layers.7", editing_function=note("second")))
+        for _ in range(2):
+            flex(x, target=y)
+            if rank_of(flex) == 0:
+                for found in (flex.save_ctx.first, flex.save_ctx.second):
+                    assert set(found) == {0, 1, 2, 3}
+                    assert found[3][1:] == [2, "text", None] and found[3][0].dim() == 0
+    with FlexModel(make_schedule(ALL[0], make_mlp(), loss_fn=MSE)) as flex:
+        flex.save_ctx.both = {}
+        for i in (0, 7):
+            flex.register_forward_hook(HookFunction(f"layers.{i}", editing_function=note("both")))
+        with pytest.raises(ValueError, match=r"save_ctx\.both by the ranks"):
+            flex(x, target=y)
+
+
+@pytest.mark.ranks(2)
+def test_parameters_by_name_from_every_stage():
+    model, (x, y) = make_mlp(), data()
+    with FlexModel(make_schedule(ALL[2], model, loss_fn=MSE)) as flex:
+        assert flex.wrapped_module_names[:3] == ["emb", "layers", "layers.0"]
+        for name, parameter in model.named_parameters():
+            assert torch.equal(flex.get_module_parameter(name), parameter)
+        assert [name for name, _ in flex.iterate_parameters()] == list(
+            dict(model.named_parameters())
+        )
+        assert flex.get_module_gradient("head.weight") is None
+        new = torch.randn(16, 8)
+        flex.set_module_parameter("layers.5.fc1.weight", new)
+        assert torch.equal(flex.get_module_parameter("layers.5.fc1.weight"), new)
+        with torch.no_grad():
+            model.layers[5].fc1.weight.copy_(new)
+        with pytest.raises(ValueError, match=r"says 3 along dim 0, but the ranks hold \[16\]"):
+            flex.set_module_parameter("layers.5.fc1.weight", torch.zeros(3, 4))
+        with pytest.raises(ValueError, match=r"no parameter 'layers.5.fc1.wait'"):
+            flex.get_module_parameter("layers.5.fc1.wait")
+        expected = unsplit(model, lambda f: None, x, y, MSE)
+        flex(x, target=y)
+        for name, grad in expected["grads"].items():
+            found = flex.get_module_gradient(name)
+            assert_near(found, grad)
+        state = flex.state_dict()
+        assert all(name.removeprefix("module.") in expected["grads"] for name in state)
+        flex.load_state_dict(state)
+
+
+@pytest.mark.ranks(2)
+def test_weights_of_other_stages_in_an_edit():
+    seen = {}
+
+    def lens(flex):
+        function = HookFunction(
+            "layers.1",
+            editing_function=lambda m, x, ctx, mods: seen.update(
+                logits=x @ function.parameters["head.weight"].T
+            ),
+            parameters=["head.weight"],
+        )
+        flex.register_forward_hook(function)
+
+    model, (x, y) = make_mlp(), data()
+    unsplit(model, lens, x, y, MSE)
+    expected = seen.pop("logits")
+    with FlexModel(make_schedule(ALL[0], model, loss_fn=MSE)) as flex:
+        lens(flex)
+        flex(x, target=y)
+        if rank_of(flex) == 0:
+            assert_near(seen["logits"], expected[-2:])
+
+
+@pytest.mark.ranks(2)
+def test_groups_active_and_the_schedules_own_step():
+    model, (x, y) = make_mlp(), data()
+    records = {}
+    schedule = make_schedule(ALL[0], model, loss_fn=MSE)
+    with FlexModel(schedule, records) as flex:
+        flex.create_hook_group("fc1", "fc1")
+        flex.create_hook_group("blocks", nn.ReLU)
+        assert len(flex.get_group_hook_functions("fc1")) == 8
+        flex(x, target=y, groups="fc1")
+        assert set(records) == (
+            {f"layers.{i}.fc1" for i in range(8)} if rank_of(flex) == 0 else set()
+        )
+        schedule.step(x, target=y)
+        assert len(records) == (16 if rank_of(flex) == 0 else 0)
+        records.clear()
+        with flex.active("blocks"):
+            schedule.step(x, target=y)
+            flex(x, target=y)
+        if rank_of(flex) == 0:
+            assert set(records) == {f"layers.{i}.act" for i in range(8)}
+            assert all(len(found) == 2 for found in records.values())
+        with pytest.raises(ValueError, match="no hook group 'fc3'"):
+            flex(x, target=y, groups="fc3")
+        with pytest.raises(ValueError, match="matches no module type"):
+            flex.create_hook_group("convs", nn.Conv2d)
+    assert "step" not in vars(schedule) and "forward_one_chunk" not in vars(schedule._stage)
+    output = schedule.step(*([x] if schedule._stage.is_first else []), target=y)
+    assert (output is not None) == schedule._stage.is_last
+
+
+# ---- Errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+def test_names_that_no_stage_can_serve():
+    with FlexModel(make_schedule(ALL[0], make_mlp(), loss_fn=MSE)) as flex:
+        for name, match in (
+            ("layers.3.fc3", "nearest modules: 'layers.3.fc"),
+            ("", r"spread over the stages \[0, 1\]"),
+            ("layers", r"spread over the stages \[0, 1\]"),
+        ):
+            with pytest.raises(ValueError, match=match):
+                flex.register_forward_hook(HookFunction(name))
+        with pytest.raises(ValueError, match=r"no parameter 'layers.3.fc3.weight'"):
+            flex.register_hook(HookFunction("layers.3.fc3.weight"))
+        assert flex.stages_of("layers.3") == (0,) and flex.stages_of("layers.4") == (1,)
+
+
+@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_error_in_an_edit_is_raised_on_every_rank(kind, where):
+    model, (x, y) = make_mlp(), data()
+    fails = True
+
+    def edit(module, value, save_ctx, modules):
+        if fails and current_microbatch() == 2:
+            raise ZeroDivisionError("boom")
+        return value * 0.5
+
+    def script(flex):
+        register = {
+            "forward": flex.register_forward_hook,
+            "backward": flex.register_full_backward_pre_hook,
+        }[where]
+        register(HookFunction("layers.4.fc1", editing_function=edit))
+        flex.register_forward_hook(HookFunction("layers.7.fc1"))
+
+    records = {}
+    with FlexModel(make_schedule(kind, model, loss_fn=MSE), records) as flex:
+        script(flex)
+        with pytest.raises(
+            RuntimeError, match=r"rank \d: .*layers.4.fc1.*ZeroDivisionError: boom.*micro-batch 2"
+        ) as failure:
+            flex(x, target=y)
+        assert type(failure.value).__name__ == "HookError"
+        fails = False
+        expected = unsplit(model, script, x, y, MSE)
+        flex.zero_grad()
+        flex(x, target=y)
+        check_parameters(flex, expected["grads"])
+        if rank_of(flex) == 0:
+            check(records, expected["records"])
+
+
+@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("where", ["stage", "backward", "loss", "shapes"])
+def test_an_error_of_the_model_leaves_nobody_waiting(kind, where):
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ZeroDivisionError("boom")
+
+    model, (x, y) = make_mlp(), data()
+    schedule = make_schedule(
+        kind, model, loss_fn=lambda o, t: 1 / 0 if fails and where == "loss" else MSE(o, t)
+    )
+    fails, calls = False, []
+    stages = [schedule._stage] if hasattr(schedule, "_stage") else schedule._stages
+    for stage in stages:
+        block = stage.submod.layers[5]
+        if isinstance(block, nn.Module) and hasattr(block, "fc1"):
+
+            def forward(value, block=block):
+                calls.append(1)
+                if fails and (where == "shapes" or (where == "stage" and len(calls) == 2)):
+                    raise ZeroDivisionError("boom")
+                if fails and where == "backward" and len(calls) == 3:
+                    value = Fails.apply(value)
+                return type(block).forward(block, value)
+
+            block.forward = forward
+    with FlexModel(schedule) as flex:
+        flex.register_forward_hook(HookFunction("layers.0.fc1"))
+        if where != "shapes":
+            flex(x, target=y)
+        calls.clear()
+        fails = True
+        with pytest.raises((RuntimeError, ZeroDivisionError, ValueError), match=r"boom|zero"):
+            flex(x, target=y)
+        fails = False
+        flex.zero_grad()
+        flex(x, target=y)
+        check_parameters(flex, unsplit(model, lambda f: None, x, y, MSE)["grads"])
+
+
+@pytest.mark.ranks(2, timeout=20)
+def test_calls_that_cannot_be_run():
+    x, y = data()
+    with FlexModel(make_schedule(ALL[0], make_mlp(), loss_fn=MSE)) as flex:
+        flex.register_forward_hook(HookFunction("layers.0.fc1"))
+        rank = rank_of(flex)
+        for args, kwargs, match in (
+            ([x[:3]], {"target": y[:4]}, "the batch has 3 rows"),
+            ([x[:6]], {"target": y}, "the batch has 6 rows"),
+            ([], {"target": y}, "the batch has no tensor"),
+            ([x], {}, "no target was given"),
+            ([x], {"target": y[:5]}, "target has 5 rows"),
+            ([x], {"target": y, "mask": y}, "no stage's forward takes a keyword argument 'mask'"),
+            ([x[:, :5]], {"target": y}, "can't run these inputs: stage 0"),
+            ([x], {"target": y, "losses": ()}, "losses must be a list"),
+        ):
+            with pytest.raises((ValueError, TypeError), match=match):
+                flex(*args, **kwargs)
+        with pytest.raises(ValueError, match="batch_mode must be"):
+            flex.batch_mode = "whole"
+        flex.batch_mode = ("micro", "full")[rank]
+        with pytest.raises(RuntimeError, match="ranks differ in batch_mode"):
+            flex(x, target=y)
+        flex.batch_mode = "micro"
+        handle = flex.register_forward_hook(HookFunction(f"layers.{rank}.fc2"))
+        with pytest.raises(RuntimeError, match="ranks differ in registered hooks"):
+            flex(x, target=y)
+        handle.remove()
+        flex(x, target=y)
+        with pytest.raises(RuntimeError, match="dry_run runs a model"):
+            flex.dry_run(x)
+        submod = flex._pipeline.runner.stages[0].submod
+        if rank == 0:
+            with pytest.raises(RuntimeError, match="outside of a step of its schedule"):
+                submod(x)
+
+
+# ---- With other parallelisms ---------------------------------------------------------------------
+
+
+def shard_blocks(model, mesh):
+    for layer in model.layers:
+        if hasattr(layer, "fc1"):
+            parallelize_module(layer, mesh, {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()})
+    return model
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kind", [ALL[1], ALL[2], ALL[5]], ids=lambda kind: kind.__name__)
+def test_pipeline_of_tensor_parallel_stages(kind):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    model, (x, y) = make_mlp(), data()
+
+    def script(flex):
+        hooks_of_all_kinds(flex)
+        torch.manual_seed(3)
+        flex.register_trainable_module("probe", nn.Linear(8, 8))
+        for i in (1, 6):
+            flex.register_forward_hook(
+                HookFunction(f"layers.{i}.fc2", editing_function=probe, output_name=f"probe{i}")
+            )
+
+    expected = unsplit(model, script, x, y, MSE)
+    records = {}
+    schedule = make_schedule(
+        kind,
+        model,
+        group=mesh["pp"].get_group(),
+        cut=lambda *args: shard_blocks(part(*args), mesh["tp"]),
+        loss_fn=MSE,
+    )
+    with FlexModel(schedule, records, return_on="all") as flex:
+        assert (flex.pp_size, flex.tp_size, flex.dp_size) == (2, 2, 1)
+        script(flex)
+        for _ in range(2):
+            flex.zero_grad()
+            output = flex(x, target=y)
+            assert_near(output, expected["output"], "output", 2e-6)
+            if rank_of(flex) == 0:
+                check(records, expected["records"], 2e-6)
+            else:
+                assert not records
+            for name, grad in expected["grads"].items():
+                assert_near(flex.get_module_gradient(name), grad, name)
+            for name, parameter in flex.trainable_modules.named_parameters():
+                assert_near(parameter.grad, expected["trainable"][name], name, 3e-6)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(flex.get_module_parameter(name), parameter)
+
+
+@pytest.mark.ranks(4, timeout=30)
+def test_an_error_on_one_rank_of_a_tensor_parallel_stage():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    model, (x, y) = make_mlp(), data()
+    schedule = make_schedule(
+        ALL[1],
+        model,
+        group=mesh["pp"].get_group(),
+        cut=lambda *args: shard_blocks(part(*args), mesh["tp"]),
+        loss_fn=MSE,
+    )
+    fails = True
+
+    def edit(module, value, save_ctx, modules):
+        if fails and dist.get_rank() == 3 and current_microbatch() == 2:
+            raise ZeroDivisionError("boom")
+        return value * 0.5
+
+    with FlexModel(schedule, records := {}) as flex:
+        flex.register_forward_hook(HookFunction("layers.4.fc1", editing_function=edit))
+        flex.register_full_backward_pre_hook(HookFunction("layers.5", output_name="g"))
+        with pytest.raises(RuntimeError, match=r"rank 3: .*layers.4.fc1.*boom.*micro-batch 2"):
+            flex(x, target=y)
+        fails = False
+        flex.zero_grad()
+        flex(x, target=y)
+        assert (sorted(records) == ["g", "layers.4.fc1"]) == (rank_of(flex) == 0)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kind", [ALL[0], ALL[2], ALL[4]], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp", "plain"])
+def test_pipeline_of_data_parallel_stages(kind, wrap):
+    if wrap == "ddp" and kind is ALL[4]:
+        pytest.skip("torch's own backward of DDP stages can't be split")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    model, (x, y) = make_mlp(), data(16)
+    place = mesh["dp"].get_local_rank()
+
+    def cut(*args):
+        stage = part(*args)
+        if wrap == "ddp":
+            return DistributedDataParallel(stage, process_group=mesh["dp"].get_group())
+        if wrap == "fsdp":
+            return fully_shard(stage, mesh=mesh["dp"])
+        return stage
+
+    def script(flex):
+        hooks_of_all_kinds(flex)
+        flex.register_forward_hook(
+            HookFunction("layers.5", editing_function=center, output_name="centered")
+        )
+        torch.manual_seed(3)
+        flex.register_trainable_module("probe", nn.Linear(8, 8))
+        for i in (1, 6):
+            flex.register_forward_hook(
+                HookFunction(f"layers.{i}.fc2", editing_function=probe, output_name=f"probe{i}")
+            )
+
+    # A micro-batch has rows of both ranks: rows 0, 1, 8 and 9 are the first.
+    order = torch.cat([x.view(2, 4, 2, 8)[:, i].reshape(4, 8) for i in range(4)])
+    targets = torch.cat([y.view(2, 4, 2, 3)[:, i].reshape(4, 3) for i in range(4)])
+    expected = _by_microbatch(model, script, order, targets)
+    records = {}
+    schedule = make_schedule(kind, model, group=mesh["pp"].get_group(), cut=cut, loss_fn=MSE)
+    with FlexModel(schedule, records, pipeline_parallel_size=2, data_parallel_size=2) as flex:
+        script(flex)
+        for _ in range(2):
+            flex.zero_grad()
+            flex(x[place * 8 :][:8], target=y[place * 8 :][:8])
+            if rank_of(flex) == 0:
+                back = torch.arange(16).view(4, 2, 2).transpose(0, 1).reshape(-1)
+                wanted = {
+                    name: [t[back] if t.shape[0] == 16 and name != "weight.grad" else t for t in ts]
+                    for name, ts in expected["records"].items()
+                }
+                check(records, wanted, 2e-6)
+            for name, parameter in flex.trainable_modules.named_parameters():
+                assert_near(parameter.grad, expected["trainable"][name], name, 3e-6)
+            if wrap != "plain":
+                for name, grad in expected["grads"].items():
+                    assert_near(flex.get_module_gradient(name), grad, name)
+
+
+def _by_microbatch(model, script, x, y):
+    """One process, a schedule of one stage: edits see the same micro-batches."""
+    model = copy.deepcopy(model)
+    alone = alone_group()
+    stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=alone)
+    records = {}
+    with FlexModel(ScheduleGPipe(stage, 4, loss_fn=MSE), records, process_group=alone) as flex:
+        script(flex)
+        flex(x, target=y)
+        trainable = {n: p.grad for n, p in flex.trainable_modules.named_parameters()}
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {"records": records, "grads": grads, "trainable": trainable}
+
+
+# ---- What a hook may be --------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+def test_random_edits_draw_what_one_stage_draws():
+    def noisy(module, x, save_ctx, modules):
+        return x + torch.randn_like(x)
+
+    def script(flex):
+        for i in (1, 6):
+            flex.register_forward_hook(HookFunction(f"layers.{i}", editing_function=noisy))
+
+    model, (x, y) = make_mlp(), data()
+    found = []
+    for place in ("whole", "split"):
+        torch.manual_seed(5)
+        records = {}
+        alone = alone_group()
+        schedule = (
+            make_schedule(ALL[0], model, loss_fn=MSE)
+            if place == "split"
+            else ScheduleGPipe(
+                PipelineStage(copy.deepcopy(model), 0, 1, torch.device("cpu"), group=alone),
+                4,
+                loss_fn=MSE,
+            )
+        )
+        group = None if place == "split" else alone
+        with FlexModel(
+            schedule, records, process_group=group, return_on="all", output_ranks="all"
+        ) as flex:
+            script(flex)
+            outputs = [flex(x, target=y) for _ in range(2)]
+            assert not torch.equal(outputs[0], outputs[1])
+            assert list(records) == ["layers.1", "layers.6"]  # on all ranks
+            found.append([*outputs, *(records[name][0] for name in sorted(records))])
+    for one, other in zip(*found):
+        assert_near(one.detach(), other.detach())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("kind", [ALL[1], ALL[2]], ids=lambda kind: kind.__name__)
+def test_checkpointed_blocks_repeat_their_edits(kind, use_reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self, block):
+            super().__init__()
+            self.block = block
+
+        def forward(self, x):
+            return checkpoint(self.block, x, use_reentrant=use_reentrant)
+
+    def script(flex):
+        for i in (0, 3, 5):
+            flex.register_forward_hook(HookFunction(f"layers.{i}.block.fc1", editing_function=mix))
+
+    model, (x, y) = make_mlp(), data()
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = Checkpointed(layer)
+    x.requires_grad_(use_reentrant)
+    expected = unsplit(model, script, x, y, MSE)
+    records = {}
+    with FlexModel(make_schedule(kind, model, loss_fn=MSE), records) as flex:
+        script(flex)
+        flex(x, target=y)
+        check_parameters(flex, expected["grads"])
+        if rank_of(flex) == 0:
+            check(records, expected["records"])
+
+
+@pytest.mark.ranks(2)
+def test_modules_called_again_and_names_shared():
+    class Twice(nn.Module):
+        def __init__(self, block):
+            super().__init__()
+            self.block = block
+
+        def forward(self, x):
+            return self.block(self.block(x))
+
+    def script(flex):
+        for i in (2, 6):
+            flex.register_forward_hook(HookFunction(f"layers.{i}.block", output_name="acts"))
+            flex.register_full_backward_pre_hook(
+                HookFunction(f"layers.{i}.block", output_name="grads")
+            )
+
+    model, (x, y) = make_mlp(), data()
+    for i in (2, 6):
+        model.layers[i] = Twice(model.layers[i])
+    expected = unsplit(model, script, x, y, MSE)
+    assert len(expected["records"]["acts"]) == 4
+    for kind in (ALL[0], ALL[3]):
+        records = {}
+        with FlexModel(make_schedule(kind, model, loss_fn=MSE), records) as flex:
+            script(flex)
+            flex(x, target=y)
+            if rank_of(flex) == 0:
+                check(records, expected["records"])
+
+
+@pytest.mark.ranks(2)
+def test_inputs_along_the_schedules_own_specs():
+    """The batch is dim 1, and a keyword argument has a row for each."""
+
+    class Cut(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x, scale=None):
+            return self.model(x) * (1 if scale is None else scale)
+
+    model, (x, y) = make_mlp(), data()
+    wide, scale = torch.stack([x, x + 1, x - 1]), torch.rand(8, 1)
+    expected = unsplit(
+        model,
+        lambda flex: flex.register_forward_hook(HookFunction("layers.5", editing_function=mix)),
+        wide,
+        y.expand(3, 8, 3),
+        MSE,
+    )
+    records = {}
+    schedule = make_schedule(
+        ALL[0],
+        model,
+        cut=lambda m, i, n: Cut(part(m, i, n)) if i else part(m, i, n),
+        args_chunk_spec=(TensorChunkSpec(1),),
+        kwargs_chunk_spec={"scale": TensorChunkSpec(0)},
+        output_merge_spec=TensorChunkSpec(1),
+    )
+    with FlexModel(schedule, records, return_on="all") as flex:
+        assert flex.stages_of("model.layers.5") == (1,)
+        flex.register_forward_hook(HookFunction("model.layers.5", editing_function=mix))
+        with torch.no_grad():
+            output = flex(wide, scale=scale)
+        assert_near(output, expected["output"] * scale)
+        if rank_of(flex) == 0:
+            assert_near(records["model.layers.5"][0], expected["records"]["layers.5"][0])
+
+
+@pytest.mark.ranks(2)
+def test_training_mode_leaves_buffers_and_random_numbers_alone():
+    model = make_mlp().train()
+    model.layers[6].act = nn.Sequential(nn.ReLU(), nn.BatchNorm1d(16), nn.Dropout(0.0))
+    x, y = data()
+    with FlexModel(make_schedule(ALL[0], model, loss_fn=MSE)) as flex:
+        flex.register_forward_hook(HookFunction("layers.0"))
+        flex.eval()
+        assert not any(module.training for module in flex.module.modules())
+        flex.train()
+        before = torch.default_generator.get_state()
+        flex(x, target=y)
+        assert torch.equal(before, torch.default_generator.get_state())
+        if rank_of(flex) == 1:
+            norm = flex._pipeline.runner.stages[0].submod.layers[6].act[1]
+            assert norm.num_batches_tracked == 4  # not the run that finds out shapes
+
+
+@pytest.mark.ranks(2)
+def test_wraps_that_are_refused():
+    schedule = make_schedule(ALL[0], make_mlp(), loss_fn=MSE)
+    with pytest.raises(ValueError, match=r"pipeline_parallel_size|multiply|sharded as"):
+        FlexModel(schedule, tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="return_on must be 'last' or 'all'"):
+        FlexModel(schedule, return_on="first")
+    with FlexModel(schedule), pytest.raises(TypeError, match="FlexModel already"):
+        FlexModel(schedule)
+    with pytest.raises(RuntimeError, match="ranks differ in the settings of a pipeline"):
+        FlexModel(schedule, edit_on=("all", "rank0")[dist.get_rank()])
+    with FlexModel(schedule) as flex:
+        flex(data()[0], target=data()[1])

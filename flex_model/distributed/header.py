@@ -51,6 +51,7 @@ KINDS = (
     "parameter",
     "trainable module",
     "described values",
+    "result of an edit",
 )
 _CODE_OF_KIND = {kind: code for code, kind in enumerate(KINDS)}
 

@@ -60,6 +60,9 @@ class HookCaller:
         self.full_parameter = full_parameter
         # What this rank's gradients are divided by to be those of the mean loss.
         self.gradient_scale = channel.mesh.dp_size
+        # Whether ranks tell of each edit at once whether it failed. In a pipeline they go on with
+        # backward passes after it, whose graphs must be alike.
+        self.tells_edits = False
 
     # The three kinds of values.
 
@@ -193,8 +196,17 @@ class HookCaller:
         full = _gathered(gather.gather, leaf, trip)
         if records:
             self._records.put(call.registration, trip.record, full)
-        edited = self._run_function(call, full, leaf, parameters)
+        try:
+            edited = self._run_function(call, full, leaf, parameters)
+        except Exception as error:
+            if not self.tells_edits:
+                raise
+            edited = None
+            self._channel.set_error(call.registration.failure(error), error)
         self._channel.edited = call.describe() if edited is not None else ""
+        if self.tells_edits:
+            header = Header("result of an edit", site=call.registration.site)
+            self._channel.agree(header, f"the result of the edit of {call.describe()}")
         return self._noted(call, None if edited is None else gather.scatter(edited, trip), move)
 
     def _noted(self, call: Call, edited: Tensor | None, move: Move) -> Tensor | None:

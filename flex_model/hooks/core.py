@@ -70,7 +70,7 @@ class HookCore:
         self.channel = Channel(mesh, timeout_s, _device_of(module))
         self.records = Records(output_ptr, self.channel, output_ranks, step)
         self.backward_order = BackwardOrder(output_ptr)
-        self.parameters = Parameters(module, self.channel)
+        self.parameters: Any = Parameters(module, self.channel)  # or a pipeline's
         self.tracking = Tracking(module, self.channel)
         self.caller = HookCaller(
             self.channel,
@@ -81,6 +81,7 @@ class HookCore:
             self.parameters.get,
             self.tracking,
         )
+        self.caller.tells_edits = step is not None
         self.save_ctx, self.modules = save_ctx, modules
         self._settings = (edit_on, output_ranks, mesh.describe())  # must be alike on all ranks
         self.run: RunContext | None = None

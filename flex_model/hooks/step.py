@@ -50,7 +50,8 @@ class Step:
     def fail(self, text: str, cause: BaseException) -> None:
         """Remember a failure; the first one counts."""
         if self.failure is None:
-            self.failure = f"{text} ({self.where})", cause
+            first, newline, rest = text.partition("\n")
+            self.failure = f"{first} ({self.where}){newline}{rest}", cause
 
     def fail_in_model(self, cause: BaseException, what: str = "stage") -> None:
         """Remember an error that no hook made."""

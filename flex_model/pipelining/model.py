@@ -20,8 +20,10 @@ from flex_model.hooks.registration import HookHandle
 from flex_model.hooks.step import Step
 from flex_model.hooks.table import EVERYTHING, Choice
 from flex_model.inspection import DryRun, VerifyReport
+from flex_model.integrations import fsdp
 from flex_model.integrations.mesh_sources import Source
 from flex_model.model import FlexModel, check_arguments, find_mesh
+from flex_model.names import find_parameter
 from flex_model.pipelining.schedule import stages_of
 from flex_model.pipelining.stages import LocalStages, targets
 from flex_model.pipelining.steps import Pipeline, StepCall
@@ -265,7 +267,7 @@ class PipelinedFlexModel(FlexModel):
                     "has a part of its gradient only; hook the gradients of its modules"
                 )
             found = [
-                self.module.get_parameter(name)
+                _kept_parameter(stage.submod, name)
                 for stage in self._pipeline.runner.stages
                 if stage.stage_index == holders[0]
             ]
@@ -362,6 +364,11 @@ class PipelinedFlexModel(FlexModel):
         """Take all hooks off; the schedule and its stages as they were, which is returned."""
         super().restore()
         return self.schedule
+
+
+def _kept_parameter(root: nn.Module, name: str) -> nn.Parameter:
+    """The parameter whose ``.grad`` a step leaves: under FSDP2 the sharded one."""
+    return fsdp.sharded_parameter(root, name, find_parameter(root, name)[2])
 
 
 def _along(group: dist.ProcessGroup | None) -> Mesh:

@@ -21,6 +21,7 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import _RecvInfo
 from torch.utils import _pytree as pytree
 
+from flex_model.errors import is_agreed
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.step import Step
 from flex_model.pipelining.stages import accepted_kwargs
@@ -33,6 +34,11 @@ _OVERLAID = (
     "_get_init_p2p_neighbors_ops",
     "_validate_fwd_input",
 )
+_FLAGS = [
+    f"_{stages}_{way}_initialized"
+    for stages in ("stage", "stages")
+    for way in ("forward", "backward")
+]
 
 
 class _Whole(Function):
@@ -180,6 +186,7 @@ class OverlaidStage:
     def _fail(self, microbatch: int, error: BaseException) -> None:
         self.failed.add(microbatch)
         cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
+        self._step.is_silent |= is_agreed(cause)
         self._step.fail_in_model(cause)
 
     def _stand_in(self, microbatch: int, save_forward_output: bool) -> Any:
@@ -244,7 +251,11 @@ class StageRunner:
             OverlaidStage(stage, step, core, trainable) for stage in stages_of(schedule)
         ]
         self._is_connected = False
-        self._loss_fn = schedule._loss_fn
+        self._before = {
+            name: vars(schedule)[name]
+            for name in ("_loss_fn", "_has_backward", *_FLAGS)
+            if name in vars(schedule)
+        }
 
     @property
     def stages(self) -> list[Any]:
@@ -254,7 +265,7 @@ class StageRunner:
         """Leave stages and schedule as they were."""
         for overlaid in self.overlaid:
             overlaid.restore()
-        self.schedule._loss_fn = self._loss_fn
+        vars(self.schedule).update(self._before)
 
     # Before a step.
 
@@ -284,10 +295,9 @@ class StageRunner:
                 stage._prepare_backward_infra(number)
             else:
                 stage.chunks = number
-        for flag in ("forward", "backward"):
-            for name in (f"_stage_{flag}_initialized", f"_stages_{flag}_initialized"):
-                if hasattr(self.schedule, name):
-                    setattr(self.schedule, name, flag == "forward" or has_backward)
+        for name in _FLAGS:
+            if hasattr(self.schedule, name):
+                setattr(self.schedule, name, "forward" in name or has_backward)
 
     # A step.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -140,7 +141,13 @@ def _meta(tensor: Tensor) -> Tensor:
 def run_on_zeros(module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The module's output for tensors of zeros like ``inputs``; the module is left as it was."""
     inputs = pytree.tree_map_only(Tensor, torch.zeros_like, inputs)
-    with torch.no_grad(), torch.inference_mode(False), _left_as_it_was(module):
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        _left_as_it_was(module),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # of zeros and of no gradients; the step itself warns
         return whole(module(*inputs, **kwargs))
 
 

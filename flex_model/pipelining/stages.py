@@ -10,34 +10,23 @@ from typing import Any
 
 from torch import nn
 
+from flex_model.distributed.channel import Channel
+from flex_model.distributed.layout import Placement
 from flex_model.errors import nearest
 from flex_model.names import clean, find_module, find_parameter
+from flex_model.parameters import Parameters
 from flex_model.pipelining.pass_through import PassThrough
 
 _REPEATED_CALL = re.compile(r"(.*)@\d+")  # torch's tracer: of one module that is called again
 
 
 class LocalStages(nn.Module):
-    """This rank's stages as one module, whose parameters and modules have the original names."""
+    """This rank's stages as one module, whose parameters have the original names."""
 
     def __init__(self, stages: Sequence[Any]) -> None:
         super().__init__()
         for stage in stages:
             self.add_module(f"stage{stage.stage_index}", stage.submod)
-
-    def get_parameter(self, target: str) -> nn.Parameter:
-        for stage in self.children():
-            with contextlib.suppress(ValueError):
-                return find_parameter(stage, target)[2]
-        if target.startswith("stage"):  # of one of several stages that have it
-            return super().get_parameter(target)
-        raise AttributeError(f"no stage of this rank has a parameter {target!r}")
-
-    def get_submodule(self, target: str) -> nn.Module:
-        for stage in self.children():
-            with contextlib.suppress(ValueError):
-                return find_module(stage, target)
-        raise AttributeError(f"no stage of this rank has a module {target!r}")
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -79,6 +68,25 @@ class LocalStages(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("stages are run by their schedule; call the FlexModel")
+
+
+class StageParameters:
+    """As ``parameters.Parameters``, of the stages of this rank. By index: the stage's own.
+
+    All methods are collective over the ranks of the stage.
+    """
+
+    def __init__(self, stages: Sequence[Any], channel: Channel) -> None:
+        self.of_stage = {stage.stage_index: Parameters(stage.submod, channel) for stage in stages}
+        self._roots = {stage.stage_index: stage.submod for stage in stages}
+
+    def split_of_gradient(self, name: str) -> Placement | None:
+        """As of ``Parameters``, for the first stage that has it."""
+        for index, root in self._roots.items():
+            with contextlib.suppress(ValueError):
+                find_parameter(root, name)
+                return self.of_stage[index].split_of_gradient(name)
+        raise ValueError(f"no stage of this rank has a parameter {name!r}")
 
 
 def is_traced(stage: Any) -> bool:
@@ -173,7 +181,7 @@ class Directory:
         names = {
             name: None
             for stage in self._described
-            for name in [*stage["called"], *stage["held"]]
+            for name in stage["types"]
             if name and not _REPEATED_CALL.fullmatch(name)
         }
         return list(names)

@@ -33,7 +33,7 @@ from flex_model.hooks.table import Choice
 from flex_model.pipelining import chunks, contexts, records, shapes
 from flex_model.pipelining.gradients import Gradients
 from flex_model.pipelining.schedule import StageRunner
-from flex_model.pipelining.stages import Directory
+from flex_model.pipelining.stages import Directory, StageParameters
 from flex_model.pipelining.stages import describe as describe_stage
 
 _ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, HookError, HookMismatchError)}
@@ -111,6 +111,8 @@ class Pipeline:
             else Channel(Mesh(along, mesh.coordinates["pp"], tp_size=len(along)), timeout_s)
         )
         self.runner = StageRunner(schedule, step, core, core.modules)
+        self.parameters = StageParameters(self.runner.stages, core.channel)
+        core.parameters = self.parameters
         try:
             self.directory = self._meet()
         except BaseException:
@@ -567,10 +569,11 @@ class Pipeline:
         return self._read(name, lambda p: p.gradient(name, expected_shape))
 
     def _read(self, name: str, read: Any) -> Any:
-        place = self.directory.places[self.directory.holders_of_parameter(name)[0]]
+        first = self.directory.holders_of_parameter(name)[0]
+        place = self.directory.places[first]
         value, error = None, None
-        if self.core.mesh.coordinates["pp"] == place:
-            value, error = _attempt(lambda: read(self.core.parameters))
+        if first in self.parameters.of_stage:
+            value, error = _attempt(lambda: read(self.parameters.of_stage[first]))
         tensors = [] if value is None else [value]
         told = exchange_json(self.line, [error, describe(tensors)], f"parameter {name!r}")
         self._raise_told([of_rank[0] for of_rank in told])
@@ -579,13 +582,11 @@ class Pipeline:
 
     def set_parameter(self, name: str, full: Tensor) -> None:
         """Write a full parameter on all stages that have it. Collective."""
-        holders = self.directory.holders_of_parameter(name)
-        mine = {stage.stage_index for stage in self.runner.stages}
         error = None
-        for stage in holders:
-            if stage in mine and error is None:
-                prefixed = f"stage{stage}.{name}" if len(holders) > 1 else name
-                _, error = _attempt(lambda n=prefixed: self.core.parameters.set(n, full))
+        for stage in self.directory.holders_of_parameter(name):
+            mine = self.parameters.of_stage.get(stage)
+            if mine is not None and error is None:
+                _, error = _attempt(lambda mine=mine: mine.set(name, full))
         self._raise_told(exchange_json(self.world, error, f"a new value of parameter {name!r}"))
 
 
