@@ -749,7 +749,6 @@ def test_checkpointed_blocks_repeat_their_edits(kind, use_reentrant):
     model, (x, y) = make_mlp(), data()
     for i, layer in enumerate(model.layers):
         model.layers[i] = Checkpointed(layer)
-    x.requires_grad_(use_reentrant)
     expected = unsplit(model, script, x, y, MSE)
     records = {}
     with FlexModel(make_schedule(kind, model, loss_fn=MSE), records) as flex:

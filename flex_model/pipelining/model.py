@@ -24,9 +24,10 @@ from flex_model.integrations import fsdp
 from flex_model.integrations.mesh_sources import Source
 from flex_model.model import FlexModel, check_arguments, find_mesh
 from flex_model.names import find_parameter
+from flex_model.pipelining.agreement import StepCall
 from flex_model.pipelining.schedule import stages_of
 from flex_model.pipelining.stages import LocalStages, targets
-from flex_model.pipelining.steps import Pipeline, StepCall
+from flex_model.pipelining.steps import Pipeline
 
 _CHOICES = {"batch_mode": ("micro", "full"), "return_on": ("last", "all")}
 

@@ -1,0 +1,209 @@
+"""What all ranks agree on before a step of a pipeline, so that nothing is sent where some rank
+can't go on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flex_model.distributed.channel import Channel
+from flex_model.distributed.header import site_hash
+from flex_model.distributed.tensor_dicts import exchange_json
+from flex_model.errors import HookError, HookMismatchError, agreed, see
+from flex_model.hooks.context import seed_of_state
+from flex_model.hooks.core import HookCore
+from flex_model.hooks.table import Choice
+from flex_model.pipelining import chunks
+from flex_model.pipelining.stages import Directory
+
+_ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, HookError, HookMismatchError)}
+
+
+@dataclass(eq=False)
+class StepCall:
+    """What a call of a pipelined FlexModel asks for.
+
+    Attributes:
+        appends: Whether records are added to those of the step before.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Tensor | None
+    losses: list[Tensor] | None
+    return_outputs: bool
+    choice: Choice
+    batch_mode: str
+    return_on: str
+    microbatch_dim: int | Mapping[str, int] | None
+    has_backward: bool
+    appends: bool
+
+
+@dataclass(eq=False)
+class Plan:
+    """What all ranks agreed on before a step.
+
+    Attributes:
+        inputs: What tells one kind of inputs, of all ranks, from another.
+        number: Of micro-batches.
+        rows: By data-parallel rank: its rows of each micro-batch.
+        seed: Of random edits.
+    """
+
+    inputs: str
+    number: int
+    arg_chunks: list[Any]
+    kwarg_chunks: list[Any]
+    target_chunks: list[Any] | None
+    rows: list[list[int]]
+    seed: int
+
+
+def agree(
+    call: StepCall,
+    schedule: Any,
+    stages: Sequence[Any],
+    core: HookCore,
+    directory: Directory,
+    world: Channel,
+) -> Plan:
+    """Check the call on all ranks together.
+
+    Raises:
+        ValueError, TypeError: inputs that can't be run, on some rank.
+        HookMismatchError: ranks call it differently, or have different hooks.
+    """
+    mesh = core.mesh
+    has_first = any(stage.is_first for stage in stages)
+    has_last = any(stage.is_last for stage in stages)
+    number = 1 if call.batch_mode == "full" else schedule._n_microbatches
+    args = call.args if has_first else ()
+    rows, error = None, None
+    try:
+        directory.check_kwargs(call.kwargs)
+        if has_first:
+            rows = chunks.num_rows(schedule, args, call.kwargs)
+            _check_rows(rows, number, "the batch")
+        if has_last:
+            _check_target(call, schedule, number)
+    except (ValueError, TypeError, IndexError) as wrong:
+        error = [type(wrong).__name__, str(wrong)]
+    sites = [registration.site for registration in core.table.registrations]
+    alike = {
+        "batch_mode": call.batch_mode,
+        "return_on": call.return_on,
+        "microbatch_dim": str(call.microbatch_dim),
+        "groups": str(call.choice),
+        "a backward pass (torch.no_grad, loss_fn)": call.has_backward,
+        "names of keyword arguments": sorted(call.kwargs),
+        "registered hooks": f"{len(sites)} hooks, digest {site_hash(*sites):x}",
+    }
+    mine = {
+        "alike": alike,
+        "error": error,
+        "rows": rows,
+        "inputs": [
+            chunks.shapes_of(args) if has_first else None,
+            chunks.shapes_of(call.kwargs),
+            str(torch.get_autocast_dtype(stages[0].device.type))
+            if torch.is_autocast_enabled(stages[0].device.type)
+            else None,
+        ],
+        "seed": seed_of_state() if mesh.rank == 0 else 0,
+    }
+    told = exchange_json(world, mine, "the start of a step of the pipeline")
+    for what in alike:
+        check_alike([of_rank["alike"][what] for of_rank in told], what)
+    raise_told([of_rank["error"] for of_rank in told])
+    grid = len(mesh.grid)
+    first = directory.places[0] * grid
+    rows_of = [told[first + row * mesh.tp_size]["rows"] or number for row in range(mesh.dp_size)]
+    my_rows = told[first + mesh.place]["rows"]
+    target = call.target if has_last else None
+    return Plan(
+        json.dumps([number, call.has_backward, [of_rank["inputs"] for of_rank in told]]),
+        number,
+        chunks.split_args(schedule, args, number),
+        chunks.split_kwargs(schedule, call.kwargs, number, my_rows),
+        None if target is None else list(torch.tensor_split(target, number)),
+        [[of_rank // number] * number for of_rank in rows_of],
+        told[0]["seed"],
+    )
+
+
+def _check_target(call: StepCall, schedule: Any, number: int) -> None:
+    if call.losses is not None and not isinstance(call.losses, list):
+        raise TypeError(f"losses must be a list, got {type(call.losses).__name__}")
+    if schedule._loss_fn is None:
+        if call.target is not None or call.losses is not None:
+            raise ValueError(
+                "target or losses were given, but the schedule has no loss_fn; make it with one"
+            )
+        return
+    if call.target is None:
+        if call.has_backward:
+            raise ValueError(
+                "the schedule has a loss_fn, and no target was given on the last stage's rank; "
+                "give target=, or run it under torch.no_grad()"
+            )
+        return
+    if not isinstance(call.target, Tensor):
+        raise TypeError(f"target must be a Tensor, got {type(call.target).__name__}")
+    _check_rows(call.target.shape[0] if call.target.dim() else None, number, "target")
+
+
+def _check_rows(rows: int | None, number: int, what: str) -> None:
+    """ValueError where a batch can't be cut into this many micro-batches of one size."""
+    if number == 1:
+        return
+    if rows is None:
+        raise ValueError(
+            f"{what} has no tensor that can be split into {number} micro-batches; give the inputs "
+            "of the whole batch"
+        )
+    if rows < number or rows % number:
+        raise ValueError(
+            f"{what} has {rows} rows, and the schedule cuts it into {number} micro-batches of one "
+            f"size; give a multiple of {number} rows, or use batch_mode='full'"
+        )
+
+
+# ---- Among ranks ----
+
+
+def check_alike(values: list[Any], what: str) -> None:
+    """HookMismatchError where ranks told different things; on all of them."""
+    differ = [rank for rank, value in enumerate(values) if value != values[0]]
+    if differ:
+        listed = "; ".join(f"rank {rank}: {values[rank]}" for rank in [0, *differ[:3]])
+        raise agreed(
+            HookMismatchError(
+                f"ranks differ in {what}: {listed}. Every rank makes the same calls with the "
+                f"same settings ({see('ranks-differ')})"
+            )
+        )
+
+
+def raise_told(errors: list[Any]) -> None:
+    """What some rank was wrong with, on all."""
+    found = [(rank, *error) for rank, error in enumerate(errors) if error]
+    if not found:
+        return
+    texts = list(dict.fromkeys(text for _, _, text in found))
+    where = "" if len(found) == len(errors) else f" (on rank {found[0][0]})"
+    raise agreed(_ERRORS.get(found[0][1], ValueError)(f"{'; '.join(texts)}{where}"))
+
+
+def attempt(function: Any) -> tuple[Any, list[str] | None]:
+    """What it returns, or what was wrong, for the other ranks to be told."""
+    try:
+        return function(), None
+    except (ValueError, TypeError, HookError) as error:
+        return None, [type(error).__name__, str(error)]
