@@ -78,30 +78,39 @@ def assert_near(one, other, name="", tolerance=1e-6):
     )
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
-def test_a_step_gives_what_the_unsplit_model_gives(kind):
+def check_steps(kind, rows, num_microbatches):
     model = make_mlp()
-    x, y = data()
+    x, y = data(rows)
     expected = unsplit(model, hooks_of_all_kinds, x, y, MSE)
     records, losses = {}, []
-    with FlexModel(make_schedule(kind, model, loss_fn=MSE), records) as flex:
+    with FlexModel(make_schedule(kind, model, num_microbatches, loss_fn=MSE), records) as flex:
         hooks_of_all_kinds(flex)
         for _ in range(2):
             flex.zero_grad()
             output = flex(x, target=y, losses=losses)
-            if flex._channel.mesh.rank == 0:
+            if rank_of(flex) == 0:
                 check(records, expected["records"])
             else:
                 assert records == {}
             check_parameters(flex, expected["grads"])
-            if any(stage.is_last for stage in flex._pipeline.runner.stages):
+            if is_last(flex):
                 assert_near(output, expected["output"])
-                assert len(losses) == 4
-                loss = torch.stack(losses).mean()
-                assert_near(loss, expected["loss"])
+                assert len(losses) == num_microbatches
+                assert_near(torch.stack(losses).mean(), expected["loss"])
             else:
                 assert output is None
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+def test_a_step_gives_what_the_unsplit_model_gives(kind):
+    check_steps(kind, rows=8, num_microbatches=4)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+def test_a_step_on_four_ranks(kind):
+    check_steps(kind, rows=16, num_microbatches=8)
 
 
 # ---- What a step is ------------------------------------------------------------------------------

@@ -1,0 +1,188 @@
+"""Hooks over pipelines of real architectures, split by ``flex_model.pipelining.pipeline``."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from flex_model import FlexModel, HookFunction
+from flex_model.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from flex_model.pipelining import SplitPoint, pipeline
+from pipelines import alone_group
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY = 97
+
+
+def llama():
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            use_cache=False,
+        )
+    ).eval()
+
+
+def gpt2():
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=4, n_head=4, n_positions=32, use_cache=False
+    )
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def batch(rows=8, length=6):
+    torch.manual_seed(1)
+    ids = torch.randint(0, VOCABULARY, (rows, length))
+    mask = torch.ones_like(ids)
+    mask[3, -3:] = 0
+    return ids, mask
+
+
+def loss_fn(logits, labels):
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def mix(module, x, save_ctx, modules):
+    return x.flip(-1) * 0.5 + x.mean(-1, keepdim=True)
+
+
+def looking(flex, names):
+    for name, index in names:
+        flex.register_forward_hook(HookFunction(name, unpack_idx=index))
+
+
+def editing(flex, names):
+    looking(flex, names)
+    block = "model.layers" if "model.norm" in dict(names) else "transformer.h"
+    flex.register_full_backward_pre_hook(HookFunction(f"{block}.3", output_name="grad"))
+    flex.register_forward_hook(
+        HookFunction(f"{block}.1.mlp", editing_function=mix, output_name="edited")
+    )
+    flex.register_full_backward_hook(
+        HookFunction(f"{block}.2", editing_function=mix, output_name="edited.grad")
+    )
+
+
+LLAMA_NAMES = [
+    ("model.embed_tokens", 0),
+    *((f"model.layers.{i}.mlp.down_proj", 0) for i in range(4)),
+    *((f"model.layers.{i}.self_attn", 0) for i in range(4)),
+    ("model.norm", 0),
+    ("lm_head", 0),
+]
+GPT2_NAMES = [
+    ("transformer.wte", 0),
+    ("transformer.wpe", 0),
+    *((f"transformer.h.{i}.mlp.c_fc", 0) for i in range(4)),
+    ("transformer.h.3.attn", 0),
+    ("lm_head", 0),
+]
+
+
+def reference(model, script, ids, mask):
+    model = copy.deepcopy(model)
+    records = {}
+    with FlexModel(model, records, process_group=alone_group()) as flex:
+        script(flex)
+        logits = flex(ids, attention_mask=mask).logits
+        loss = loss_fn(logits, ids)
+        loss.backward()
+    return records, logits, loss, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("script", [looking, editing])
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_language_models_equal_the_unsplit_ones(family, schedule, script):
+    model, names, block = {
+        "llama": (llama, LLAMA_NAMES, "model.layers"),
+        "gpt2": (gpt2, GPT2_NAMES, "transformer.h"),
+    }[family]
+    model = model()
+    ids, mask = batch()
+    expected, logits, loss, grads = reference(model, lambda f: script(f, names), ids, mask)
+    is_looped = schedule is ScheduleInterleaved1F1B
+    splits = {f"{block}.{i}": SplitPoint.BEGINNING for i in ((1, 2, 3) if is_looped else (2,))}
+    pipe = pipeline(model, (ids[:2],), {"attention_mask": mask[:2]}, split_spec=splits)
+    rank, device = torch.distributed.get_rank(), torch.device("cpu")
+    if is_looped:
+        stages = [pipe.build_stage(rank, device), pipe.build_stage(rank + 2, device)]
+    else:
+        stages = pipe.build_stage(rank, device)
+    records, losses = {}, []
+    with FlexModel(
+        schedule(stages, 4, loss_fn=loss_fn), records, return_on="all"
+    ) as flex:
+        script(flex, names)
+        output = flex(ids, attention_mask=mask, target=ids, losses=losses)
+        # Rows of a matrix product are the same bits in a batch and in a part of it, or nearly so.
+        torch.testing.assert_close(output, logits, rtol=0, atol=1e-6)
+        if rank == 0:
+            assert set(records) == set(expected)
+            for name, (wanted,) in expected.items():
+                torch.testing.assert_close(records[name][0], wanted, rtol=0, atol=1e-6)
+        for stage in flex.module.children():
+            for name, parameter in stage.named_parameters():
+                if family == "gpt2" and name in ("transformer.wte.weight", "lm_head.weight"):
+                    continue  # tied: each stage has its part of the gradient
+                torch.testing.assert_close(parameter.grad, grads[name], rtol=0, atol=1e-6)
+        if family == "gpt2":
+            parts = [flex.get_module_gradient(n) for n in ("transformer.wte.weight",)]
+            assert parts[0] is not None
+        if losses:
+            torch.testing.assert_close(torch.stack(losses).mean(), loss, rtol=0, atol=1e-6)
+        # Run whole: the same bits. And a batch of another size and length.
+        flex.batch_mode = "full"
+        for rows, length in ((8, 6), (4, 9)):
+            ids, mask = batch(rows, length)
+            expected, logits, loss, _ = reference(model, lambda f: script(f, names), ids, mask)
+            flex.zero_grad()
+            output = flex(ids, attention_mask=mask, target=ids, losses=losses)
+            assert torch.equal(output, logits)
+            if losses:
+                assert torch.equal(losses[0], loss)
+            if rank == 0:
+                for name, (wanted,) in expected.items():
+                    if "grad" not in name:
+                        assert torch.equal(records[name][0], wanted), name
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("method", ["trace", "modules"])
+def test_gpt2_traced_or_by_modules_looked_at(method):
+    model, (ids, _) = gpt2(), batch()
+    names = [("transformer.h.0.mlp.c_fc", 0), ("transformer.h.3.attn", 0), ("lm_head", 0)]
+    with FlexModel(model, expected := {}, process_group=alone_group()) as flex, torch.no_grad():
+        looking(flex, names)
+        for i in range(4):
+            flex(ids[2 * i : 2 * i + 2])
+            for name, _ in names:
+                expected.setdefault(name + "+", []).extend(expected[name])
+    pipe = pipeline(
+        model,
+        (ids[:2],),
+        split_spec={"transformer.h.2": SplitPoint.BEGINNING},
+        method=method,
+    )
+    stage = pipe.build_stage(torch.distributed.get_rank(), torch.device("cpu"))
+    with FlexModel(ScheduleGPipe(stage, 4), records := {}) as flex, torch.no_grad():
+        looking(flex, names)
+        flex(ids)
+        if torch.distributed.get_rank() == 0:
+            for name, _ in names:
+                assert torch.equal(records[name][0], torch.cat(expected[name + "+"]))
+        if method == "trace":
+            with pytest.raises(ValueError, match="leaves out modules that do nothing"):
+                flex.register_forward_hook(HookFunction("transformer.h.0.attn.attn_dropout"))
+            with pytest.raises(ValueError, match="can't run these inputs: stage 0: .*its example"):
+                flex(ids[:4])
