@@ -1,8 +1,10 @@
 """Models split into stages: each against the same model whole, in the same run."""
 
 import copy
+import gc
 import inspect
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from flex_model import FlexModel, HookFunction, TraceError, pipelining, pytree
 from flex_model.pipelining import (
@@ -141,7 +144,7 @@ FAMILIES = {
 
 
 def family(name):
-    """A random model of the family, in float64 where it runs in that, and the name of its list of blocks."""
+    """A random model, in float64 if its kernels take that, and the name of its list of blocks."""
     transformers = pytest.importorskip("transformers")
     kind, settings, blocks = FAMILIES[name]
     head = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
@@ -421,6 +424,41 @@ def test_what_cannot_be_split_is_refused(kind, message):
     assert "can be split" in str(error.value) or "It has no ModuleList" in str(error.value)
 
 
+def test_a_decision_by_a_value_that_later_stages_lack_is_refused():
+    class Masked(Tower):
+        def forward(self, x):
+            is_padded = bool((x == 0).any())  # not so in the example
+            return super().forward(x, x.new_zeros(len(x), 1) if is_padded else None)
+
+    model, x = seeded(Masked), torch.randn(4, 5)
+    split = {"layers.2": BEGINNING}
+    with pytest.raises(ValueError, match=r"depends on values that it does not have .input x."):
+        pipeline(model, (x,), split_spec=split, method="modules")
+    pipe = pipeline(model, (), {"x": x}, split_spec=split, method="modules")
+    x[0, 0] = 0
+    assert_equal(pipe(x=x), model(x))
+
+
+def test_a_stage_keeps_no_other_stages_weights_alive():
+    model, blocks = family("llama")
+    pipe = pipeline(model, (tokens(),), split_spec={f"{blocks}.2": BEGINNING})
+    stage = pipe.get_stage_module(1)
+    foreign = weakref.ref(model.model.layers[0].mlp.up_proj.weight)
+    own = weakref.ref(model.model.layers[3].mlp.up_proj.weight)
+    del model, pipe
+    gc.collect()
+    assert foreign() is None and own() is not None
+    assert isinstance(stage.model.embed_tokens, PassThrough)
+
+
+def test_a_model_without_a_head():
+    transformers = pytest.importorskip("transformers")
+    model = seeded(transformers.Qwen2Model, transformers.Qwen2Config(**SMALL)).eval()
+    pipe = pipeline(model, (tokens(),), split_spec={"layers.2": BEGINNING})
+    with torch.no_grad():
+        assert_equal(pipe(tokens()), model(tokens(), use_cache=False))
+
+
 @pytest.mark.parametrize("name", ["norm", "layers", "layers.1.fc1"])
 def test_a_point_outside_of_a_list(name):
     with pytest.raises(ValueError, match=r"What can be split: 'layers.0' to 'layers.3'"):
@@ -450,6 +488,41 @@ def test_checkpointed_blocks():
     expected(tokens(), use_cache=False).logits.sum().backward()
     for name, parameter in expected.named_parameters():
         assert_close(model.get_parameter(name).grad, parameter.grad)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "relu"])
+def test_checkpointed_calls(kind, reentrant):
+    class Checkpointed(Tower):
+        def forward(self, x):
+            hidden = self.inp(x)
+            for layer in self.layers:
+                hidden = checkpoint(layer, hidden, use_reentrant=reentrant)
+                hidden = hidden.relu() if self.kind == "relu" else hidden
+            return self.out(self.norm(hidden))
+
+    model, x = seeded(Checkpointed, kind), torch.randn(4, 5)
+    expected = copy.deepcopy(model)
+    expected(x).sum().backward()
+    pipe = pipeline(model, (x,), split_spec={"layers.2": BEGINNING}, method="modules")
+    if reentrant:  # gradients would be wrong: such checkpoints run their block without
+        with pytest.raises(RuntimeError, match="use_reentrant=False"):
+            pipe(x).sum().backward()
+        return
+    pipe(x).sum().backward()
+    for name, parameter in expected.named_parameters():
+        assert_close(model.get_parameter(name).grad, parameter.grad)
+
+
+def test_a_model_on_meta():
+    with torch.device("meta"):
+        model, x = Tower(), torch.zeros(4, 5)
+    for method in ("modules", "trace"):
+        pipe = pipeline(model, (x,), split_spec={"layers.2": BEGINNING}, method=method)
+        held = pipe.get_stage_module(1).get_parameter("layers.3.fc1.weight")
+        assert held is model.layers[3].fc1.weight
+        assert leaves(pipe(x))[0].shape == (4, 3)
 
 
 def test_stages_follow_dtype_and_can_be_copied():
@@ -546,6 +619,25 @@ def test_a_wrong_trace_is_an_error():
         pipeline(Counting(), (torch.randn(2, 4),), split_spec={"second": BEGINNING}, method="trace")
 
 
+def test_rotary_models_do_not_trace():
+    model, blocks = family("llama")
+    before = snapshot(model)
+    with pytest.raises(TraceError, match='method="modules"'):
+        pipeline(model, (tokens(),), split_spec={f"{blocks}.2": BEGINNING}, method="trace")
+    assert_untouched(model, before)
+    assert model.config.use_cache
+
+
+def test_traced_tied_weights_are_the_models_own():
+    model, blocks = family("gpt2")
+    pipe = pipeline(model, (tokens(),), split_spec={f"{blocks}.2": BEGINNING}, method="trace")
+    assert len(pipe.replicated_params) == 1
+    own = {id(parameter) for parameter in model.parameters()}
+    assert {id(p) for i in range(2) for p in pipe.get_stage_module(i).parameters()} == own
+    with torch.no_grad():
+        assert_equal(pipe(tokens()), model(tokens(), use_cache=False).logits)
+
+
 def test_what_does_not_trace():
     class Branching(Tower):
         def forward(self, x, shift=None):
@@ -582,6 +674,8 @@ def test_arguments_that_do_not_go_together():
             pipeline(model, args, split_spec={"layers.7": BEGINNING}, method=method)
     with pytest.raises(ValueError, match="give SplitPoint"):
         pipeline(model, args, split_spec={"layers.2": "beginning"})
+    with pytest.raises(TypeError, match="tuple"):
+        pipeline(model, args[0], split_spec=split)
     with pytest.raises(ValueError, match="needs a split_spec"):
         pipeline(model, args, method="modules")
     with pytest.raises(ValueError, match="'auto', 'trace', 'modules'"):
@@ -609,6 +703,9 @@ def test_hooks():
     assert_untouched(model, before)
     assert_equal(pipe(x), model(x))
     assert seen == [3, 3]
+    model.layers.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="'layers', which is spread over all stages"):
+        pipeline(model, (x,), split_spec=split, method="modules")
 
 
 def test_the_pipe_itself(capsys):

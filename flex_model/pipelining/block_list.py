@@ -32,6 +32,10 @@ class BlockList:
     def num_stages(self) -> int:
         return len(self.boundaries) + 1
 
+    def is_in(self, name: str) -> bool:
+        """Whether the list is, or is in, the module of this name: so it is in all stages."""
+        return name in ("", self.name) or self.name.startswith(f"{name}.")
+
     def start(self, stage: int) -> int:
         """Index of the stage's first block."""
         return self.boundaries[stage - 1] if stage else 0
@@ -132,3 +136,12 @@ def _what_can_be_split(module: nn.Module, calls: Sequence[str]) -> str:
             "It has no ModuleList, Sequential or ModuleDict whose modules run once each, in order."
         )
     return f"What can be split: {', '.join(found[:8])}."
+
+
+def cannot_split(model: nn.Module, why: str) -> str:
+    """The message of an error about a model whose blocks are not independent enough."""
+    return (
+        f'cannot split {type(model).__name__} with method="modules": {why}. What can be split: '
+        "lists of blocks that hand on one float tensor, the hidden state, and take from the rest "
+        "of the model only what it computes from keyword arguments"
+    )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -107,13 +107,21 @@ class Dependence(TorchDispatchMode):
     """Follows which values depend on marked ones, by their memory.
 
     Operations that only take sizes and dtypes from a tensor (``zeros_like``, ``new_ones``) do not
-    make their result depend on it. What Python decides by a value is not followed.
+    make their result depend on it. What Python does with a value that it reads can't be followed.
+
+    Args:
+        lie: Python reads other values than there are, where they depend on marked ones.
+
+    Attributes:
+        read: Labels of what Python has read (``.item()``, ``if tensor:``).
     """
 
     _SIZES_ONLY = re.compile(r"(^new_.*)|(.*_like$)|(^sym_.*)|(^resize_$)")
 
-    def __init__(self) -> None:
+    def __init__(self, *, lie: bool = False) -> None:
         super().__init__()
+        self.read: set[str] = set()
+        self._lie = lie
         self._labels: dict[int, set[str]] = {}
         self._alive: list[Tensor] = []  # no memory is given out again
 
@@ -137,6 +145,9 @@ class Dependence(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 labels |= self.labels_of(leaf)
         result = func(*args, **kwargs)
+        if labels and not isinstance(result, Tensor) and isinstance(result, (bool, int, float)):
+            self.read |= labels
+            return _another(result) if self._lie else result
         if labels and not self._SIZES_ONLY.match(func.overloadpacket.__name__):
             written = [result]
             if func._schema.is_mutable:
@@ -151,6 +162,12 @@ class Dependence(TorchDispatchMode):
                 if isinstance(leaf, Tensor):
                     self._add(leaf, labels)
         return result
+
+
+def _another(value: bool | int | float) -> bool | int | float:
+    if isinstance(value, bool):
+        return not value
+    return value + 1 if value == value else 0.0
 
 
 def _is_written(argument: Any) -> bool:
@@ -204,17 +221,13 @@ def quietly(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[d.index for d in devices]))
         stack.enter_context(torch.no_grad())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # checkpoint
         stack.enter_context(NoDropout())
         try:
             yield
         finally:
             restore(buffers)
-
-
-def bind(model: nn.Module, args: tuple[Any, ...]) -> tuple[inspect.Signature, dict[str, Any]]:
-    """The signature of the model's forward, and its positional arguments by parameter name."""
-    signature = inspect.signature(model.forward)
-    return signature, dict(signature.bind_partial(*args).arguments)
 
 
 def other_examples(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Arguments]:
@@ -233,8 +246,8 @@ def other_examples(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Arg
 
     def shorter(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            for dim in range(1, leaf.dim()):
-                if leaf.shape[dim] == steps:
+            for dim in range(1, 2 if leaf is main else leaf.dim()):
+                if leaf.dim() > dim and leaf.shape[dim] == steps:
                     leaf = leaf.narrow(dim, 0, steps - 1)
             return leaf.contiguous()
         return leaf

@@ -101,9 +101,10 @@ class Entry(StandIn):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call = current_call()
-        if call is None or call.hidden is None:
+        hidden = None if call is None else call.receive()
+        if call is None or hidden is None:
             return PassThrough.forward(self, *args, **kwargs)
-        return call.make(self._outputs[0], self._name, {self._leaf: call.hidden})
+        return call.make(self._outputs[0], self._name, {self._leaf: hidden})
 
 
 class Exit(StandIn):
@@ -141,9 +142,11 @@ class ReceiveAtEntry:
             # tensor that it was given then.
             hidden = getattr(leaves[self._leaf], "_flex_model_received", None)
             if hidden is None:
-                return None
+                raise RuntimeError(
+                    "the first block of a pipeline stage was called outside of its stage"
+                )
         else:
-            hidden = call.hidden
+            hidden = call.receive()
             leaves[self._leaf]._flex_model_received = hidden
         leaves[self._leaf] = hidden
         return _pytree.tree_unflatten(leaves, spec)

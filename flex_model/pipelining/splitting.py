@@ -60,7 +60,7 @@ def pipeline(
         TraceError: with ``"trace"``, a model that does not trace, or not rightly.
     """
     kwargs = dict(mb_kwargs or {})
-    _check_arguments(module, split_spec, split_policy, method)
+    _check_arguments(module, mb_args, split_spec, split_policy, method)
     has_hooks = _check_hooks(module)
     if method == "modules" or (method == "auto" and split_spec and _is_hugging_face(module)):
         assert split_spec is not None
@@ -87,9 +87,15 @@ def pipeline(
         return pipe
 
 
-def _check_arguments(module: Any, split_spec: Any, split_policy: Any, method: str) -> None:
+def _check_arguments(
+    module: Any, mb_args: Any, split_spec: Any, split_policy: Any, method: str
+) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"pipeline() splits an nn.Module, got {type(module).__name__}")
+    if not isinstance(mb_args, tuple):
+        raise TypeError(
+            f"mb_args is a tuple of positional arguments, got {type(mb_args).__name__}; write (x,)"
+        )
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; choose from {', '.join(map(repr, METHODS))}")
     if split_spec is not None and split_policy is not None:

@@ -42,6 +42,17 @@ class StageCall:
         self._counts: dict[int, int] = {}
         self._made: dict[Any, Tensor] = {}
 
+    def receive(self) -> Tensor | None:
+        """What the stage has received, at the place where it goes on."""
+        hidden = self.hidden
+        if hidden is not None and hidden.requires_grad and not torch.is_grad_enabled():
+            raise RuntimeError(
+                "the hidden state that a pipeline stage has received would lose its gradient: the "
+                "model runs the block there without gradients. If it checkpoints blocks, pass "
+                "use_reentrant=False"
+            )
+        return hidden
+
     def count(self, module: nn.Module) -> int:
         """How often it was called before, in this run."""
         count = self._counts.get(id(module), 0)
@@ -163,8 +174,8 @@ class StageForward:
                 f"arguments of the model; got {len(args)} positional arguments"
             )
         hidden = args[0]
-        if hidden.requires_grad and torch.is_grad_enabled():
-            hidden = _Received.apply(hidden)
+        if hidden.requires_grad:
+            hidden = _Received.apply(hidden) if torch.is_grad_enabled() else hidden.detach()
         return hidden, (), kwargs
 
     def _fill(self, call: StageCall, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:

@@ -43,7 +43,7 @@ class Size:
         for rule in rules:
             if all(rule.of(hidden) == size for hidden, size in zip(hiddens, sizes)):
                 return rule
-        raise NoRule
+        raise NoRuleError
 
     def of(self, hidden: Sizes) -> int:
         if self.dim is None:
@@ -52,7 +52,7 @@ class Size:
         return int(size) if size.denominator == 1 else -1
 
 
-class NoRule(Exception):
+class NoRuleError(Exception):
     """Sizes that do not follow from the hidden state's."""
 
 
@@ -98,6 +98,9 @@ class TreeTemplate:
     spec: Any
     leaves: tuple[TensorTemplate | Constant, ...]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TreeTemplate:
+        return self  # torch warns about copies of its specs
+
     @staticmethod
     def learn(
         observed: Sequence[Observed], hiddens: Sequence[Sizes], hidden_dtype: torch.dtype
@@ -111,10 +114,10 @@ class TreeTemplate:
                 continue
             same = [other.leaves[index] for other in observed if other.has_same_tree(first)]
             if len(same) != len(observed) or not all(isinstance(x, Seen) for x in same):
-                raise NoRule
+                raise NoRuleError
             shapes = [x.sizes for x in same if isinstance(x, Seen)]
             if len({len(sizes) for sizes in shapes}) != 1:
-                raise NoRule
+                raise NoRuleError
             rules = tuple(
                 Size.learn(hiddens, [sizes[dim] for sizes in shapes], dim)
                 for dim in range(len(leaf.sizes))
