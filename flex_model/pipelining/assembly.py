@@ -11,15 +11,15 @@ from flex_model.pipelining.block_list import cannot_split
 from flex_model.pipelining.clones import clone_tree
 from flex_model.pipelining.learning import Crossing, Learnt
 from flex_model.pipelining.ownership import parts
-from flex_model.pipelining.pass_through import (
+from flex_model.pipelining.pass_through import PassThrough
+from flex_model.pipelining.stage_forward import StageForward
+from flex_model.pipelining.stand_in import (
     Entry,
     Exit,
     LeaveAtExit,
-    PassThrough,
     ReceiveAtEntry,
     StandIn,
 )
-from flex_model.pipelining.stage_forward import StageForward
 from flex_model.pipelining.templates import NoRuleError, Observed, TreeTemplate
 
 

@@ -24,8 +24,8 @@ from flex_model.pipelining.observe import (
     Recording,
     other_examples,
 )
-from flex_model.pipelining.pass_through import StandIn
 from flex_model.pipelining.stage_forward import StageCall
+from flex_model.pipelining.stand_in import StandIn
 from flex_model.pipelining.templates import TreeTemplate
 
 

@@ -1,7 +1,7 @@
 """Split a model by keeping its module tree: stages that run the model's own code.
 
 A stage is a second tree of the model's modules, over the same parameters, in which what belongs to
-other stages is replaced by stand-ins (`pass_through`). It runs the model's own forward: stand-ins
+other stages is replaced by stand-ins (`stand_in`). It runs the model's own forward: stand-ins
 of earlier blocks are run through, the first own block is given what the stage has received, and
 the call of the block after the last own one ends the forward. So masks, rotary embeddings and all
 else without parameters are computed in every stage, by the model's own code.
