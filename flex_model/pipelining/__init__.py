@@ -1,5 +1,54 @@
-"""Pipelines of ``torch.distributed.pipelining``."""
+"""Pipelines: split a model into stages, with the names of ``torch.distributed.pipelining``."""
+
+from torch.distributed.pipelining import (
+    Pipe,
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+    SplitPoint,
+    build_stage,
+    pipe_split,
+)
+from torch.distributed.pipelining._IR import (
+    LossWrapper,
+    MultiUseParameterConfig,
+    PipeSequential,
+    TrivialLossWrapper,
+    annotate_split_points,
+)
+from torch.distributed.pipelining._utils import PipeInfo
 
 from flex_model.hooks.step import current_microbatch
+from flex_model.pipelining.module_pipe import ModulePipe
+from flex_model.pipelining.pass_through import PassThrough
+from flex_model.pipelining.splitting import pipeline
 
-__all__ = ["current_microbatch"]
+__all__ = [
+    "LossWrapper",
+    "ModulePipe",
+    "MultiUseParameterConfig",
+    "PassThrough",
+    "Pipe",
+    "PipeInfo",
+    "PipeSequential",
+    "PipelineStage",
+    "Schedule1F1B",
+    "ScheduleDualPipeV",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
+    "ScheduleZBVZeroBubble",
+    "SplitPoint",
+    "TrivialLossWrapper",
+    "annotate_split_points",
+    "build_stage",
+    "current_microbatch",
+    "pipe_split",
+    "pipeline",
+]

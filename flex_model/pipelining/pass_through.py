@@ -8,7 +8,17 @@ from torch import nn
 
 
 class PassThrough(nn.Module):
-    """Returns its first argument."""
+    """Returns its first argument; holds nothing.
 
-    def forward(self, first: Any, *args: Any, **kwargs: Any) -> Any:
-        return first
+    Example::
+
+        part = copy.deepcopy(model)  # a manual stage: the first two of four layers
+        for index in (2, 3):
+            part.layers[index] = PassThrough()
+        stage = PipelineStage(part, 0, 2, device)
+
+    ``FlexModel`` does not take it for the module whose name it has.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if args else next(iter(kwargs.values()), None)

@@ -1,0 +1,144 @@
+"""A second module tree over the same parameters and buffers, in which modules can be exchanged."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_REGISTRIES = ("_parameters", "_buffers")
+_CONTAINERS = (list, tuple, dict, OrderedDict)
+
+
+def clone_tree(
+    module: nn.Module, exchange: Mapping[int, Any] | None = None, *, with_hooks: bool
+) -> nn.Module:
+    """A module tree of the same types, names and plain attributes, over the same tensors.
+
+    Example::
+
+        twin = clone_tree(model, {id(model.head): PassThrough()}, with_hooks=False)
+        twin.body.weight is model.body.weight  # True
+        twin.head = nn.Identity()  # model.head is still there
+
+    What modules keep outside of nn.Module's registries is shared, except for lists, tuples, dicts,
+    bound methods, partials and weak references that lead to modules: these lead to the clones.
+
+    Args:
+        exchange: What takes the place of an object, by the object's id: mostly modules.
+        with_hooks: False leaves out users' hooks. Those of torch and transformers are always kept:
+            they are part of what the model computes (weight norm, captured outputs).
+    """
+    return _Cloning(dict(exchange or {}), with_hooks).module(module)
+
+
+class _Cloning:
+    def __init__(self, clones: dict[int, Any], with_hooks: bool) -> None:
+        self._clones = clones
+        self._with_hooks = with_hooks
+
+    def module(self, module: nn.Module) -> Any:
+        if id(module) in self._clones:
+            return self._clones[id(module)]
+        if isinstance(module, torch.jit.ScriptModule):  # its state is not in Python
+            return module
+        clone = module.__class__.__new__(module.__class__)
+        self._clones[id(module)] = clone
+        # Children first: attributes may refer to them.
+        children = {
+            name: None if child is None else self.module(child)
+            for name, child in module._modules.items()
+        }
+        for name, value in module.__dict__.items():
+            if name == "_modules":
+                clone.__dict__[name] = children
+            elif name in _REGISTRIES or name == "_non_persistent_buffers_set":
+                clone.__dict__[name] = value.copy()
+            elif is_hook_registry(name, value):
+                kept = {
+                    key: hook
+                    for key, hook in value.items()
+                    if self._with_hooks or not is_users_hook(value, hook)
+                }
+                clone.__dict__[name] = OrderedDict(
+                    (key, self._value(hook)) for key, hook in kept.items()
+                )
+            else:
+                clone.__dict__[name] = self._value(value)
+        return clone
+
+    def _value(self, value: Any) -> Any:
+        """``value``, leading to clones where it leads to modules; itself where it does not."""
+        if id(value) in self._clones:
+            return self._clones[id(value)]
+        if type(value) in _CONTAINERS:
+            if isinstance(value, dict):
+                changed: Any = type(value)((key, self._value(item)) for key, item in value.items())
+                items = zip(value.values(), changed.values())
+            else:
+                changed = type(value)(self._value(item) for item in value)
+                items = zip(value, changed)
+            return value if all(before is after for before, after in items) else changed
+        if isinstance(value, types.MethodType):
+            owner = self._value(value.__self__)
+            return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
+        if isinstance(value, partial):
+            parts = (value.func, value.args, value.keywords)
+            changed_parts = tuple(self._value(part) for part in parts)
+            if all(before is after for before, after in zip(parts, changed_parts)):
+                return value
+            function, args, keywords = changed_parts
+            return partial(function, *args, **keywords)
+        if isinstance(value, weakref.ref) and id(value()) in self._clones:
+            return weakref.ref(self._clones[id(value())])
+        return value
+
+
+def is_hook_registry(name: str, value: Any) -> bool:
+    """Whether this attribute is one of the dicts in which nn.Module keeps hooks."""
+    return name.startswith("_") and "_hooks" in name and isinstance(value, dict)
+
+
+def is_users_hook(registry: dict[int, Any], hook: Any) -> bool:
+    """Whether it is neither torch's nor transformers'; the side tables of flags (with_kwargs,
+    always_called) hold booleans.
+    """
+    return callable(hook) and _home(hook).split(".")[0] not in ("torch", "transformers")
+
+
+def users_hooks(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Names of modules and parameters, and the users' hooks on them."""
+    for name, child in module.named_modules():
+        for attribute, registry in child.__dict__.items():
+            # Those of state dicts do not run when the model does.
+            if is_hook_registry(attribute, registry) and "state_dict" not in attribute:
+                for hook in registry.values():
+                    if is_users_hook(registry, hook):
+                        yield name, hook
+    for name, parameter in module.named_parameters():
+        for attribute in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            for hook in (getattr(parameter, attribute, None) or {}).values():
+                if is_users_hook({}, hook):
+                    yield name, hook
+
+
+def is_hook_of_flex_model(hook: Any) -> bool:
+    """Whether a FlexModel put it there."""
+    return _home(hook).startswith("flex_model.hooks.")
+
+
+def _home(hook: Any) -> str:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", None) or type(hook).__module__)
+
+
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """All parameters and buffers."""
+    return [*module.parameters(), *module.buffers()]
