@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flex_model import FlexModel, HookFunction
 from flex_model.pipelining import current_microbatch
+from flex_model.pipelining.schedule import stages_of
 from pipelines import ALL, alone_group, make_mlp, make_schedule, part, unsplit
 
 MSE = nn.MSELoss()
@@ -105,6 +106,29 @@ def check_steps(kind, rows, num_microbatches):
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
 def test_a_step_gives_what_the_unsplit_model_gives(kind):
     check_steps(kind, rows=8, num_microbatches=4)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [ALL[1], ALL[5]], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("scale_grads", [True, False])
+def test_gradients_add_up_and_tied_weights_of_one_rank_count_once(kind, scale_grads):
+    model, (x, y) = make_mlp(), data()
+    schedule = make_schedule(kind, model, loss_fn=MSE, scale_grads=scale_grads)
+    stages = stages_of(schedule)
+    if len(stages) == 2:  # of a V: rank 0 has the blocks 0, 1, 6 and 7, rank 1 the others
+        for one, other in ((0, 6), (2, 4)):
+            model.layers[other].fc1 = model.layers[one].fc1
+        one, other = ((0, 6), (2, 4))[dist.get_rank()]
+        stages[1].submod.layers[other].fc1 = stages[0].submod.layers[one].fc1
+    expected = unsplit(model, lambda flex: None, x, y, MSE)["grads"]
+    with FlexModel(schedule) as flex:
+        for steps in (1, 2, 3):
+            flex(x, target=y)
+            for stage in stages:
+                for name, parameter in stage.submod.named_parameters():
+                    if name in expected:
+                        wanted = expected[name] * steps * (1 if scale_grads else 4)
+                        assert_near(parameter.grad, wanted, name, 5e-6)
 
 
 @pytest.mark.ranks(4)
@@ -408,6 +432,29 @@ def test_groups_active_and_the_schedules_own_step():
     assert "step" not in vars(schedule) and "forward_one_chunk" not in vars(schedule._stage)
     output = schedule.step(*([x] if schedule._stage.is_first else []), target=y)
     assert (output is not None) == schedule._stage.is_last
+
+
+@pytest.mark.ranks(2)
+def test_expected_shapes_are_those_of_the_whole_batch():
+    x, y = data()
+    with FlexModel(make_schedule(ALL[0], make_mlp(), loss_fn=MSE), records := {}) as flex:
+        flex.register_forward_hook(HookFunction("layers.1.fc1", (8, 16)))
+        flex.register_forward_hook(HookFunction("layers.6.fc1", (8, None), mix))
+        flex.register_hook(HookFunction("layers.6.fc2.weight", (8, 16)))
+        for mode in ("micro", "full"):
+            flex.batch_mode = mode
+            flex(x, target=y)
+            if rank_of(flex) == 0:
+                shapes = {name: tuple(found[0].shape) for name, found in records.items()}
+                assert shapes == {
+                    "layers.1.fc1": (8, 16),
+                    "layers.6.fc1": (8, 16),
+                    "layers.6.fc2.weight": (8, 16),
+                }
+        assert "layers.6.fc1" in str(flex.layouts()) and str(flex.explain())
+        flex.register_forward_hook(HookFunction("layers.7.fc1", (8, 17)))
+        with pytest.raises(RuntimeError, match=r"layers\.7\.fc1.*expected_shape"):
+            flex(x, target=y)
 
 
 # ---- Errors --------------------------------------------------------------------------------------

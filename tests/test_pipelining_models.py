@@ -7,8 +7,13 @@ import torch
 from torch import nn
 
 from flex_model import FlexModel, HookFunction
-from flex_model.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from flex_model.pipelining import SplitPoint, pipeline
+from flex_model.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    SplitPoint,
+    pipeline,
+)
 from pipelines import alone_group
 
 transformers = pytest.importorskip("transformers")
@@ -120,9 +125,7 @@ def test_language_models_equal_the_unsplit_ones(family, schedule, script):
     else:
         stages = pipe.build_stage(rank, device)
     records, losses = {}, []
-    with FlexModel(
-        schedule(stages, 4, loss_fn=loss_fn), records, return_on="all"
-    ) as flex:
+    with FlexModel(schedule(stages, 4, loss_fn=loss_fn), records, return_on="all") as flex:
         script(flex, names)
         output = flex(ids, attention_mask=mask, target=ids, losses=losses)
         # Rows of a matrix product are the same bits in a batch and in a part of it, or nearly so.
@@ -184,5 +187,5 @@ def test_gpt2_traced_or_by_modules_looked_at(method):
         if method == "trace":
             with pytest.raises(ValueError, match="leaves out modules that do nothing"):
                 flex.register_forward_hook(HookFunction("transformer.h.0.attn.attn_dropout"))
-            with pytest.raises(ValueError, match="can't run these inputs: stage 0: .*its example"):
+            with pytest.raises(ValueError, match=r"can't run these inputs: stage 0: .*its example"):
                 flex(ids[:4])

@@ -143,7 +143,7 @@ class HookCaller:
 
     def _check_alone(self, call: Call, leaf: Tensor) -> None:
         """One rank: the tensor is full, and ``expected_shape`` must say so."""
-        if call.registration.hook_function.expected_shape is not None:
+        if call.registration.expected_shape is not None:
             self.move(call, [tuple(leaf.shape)], leaf.dtype, None, leaf)
 
     # Editing.
@@ -296,7 +296,7 @@ class HookCaller:
                 registration.describe(),
                 shard,
                 shapes,
-                registration.hook_function.expected_shape,
+                registration.expected_shape,
                 known,
                 registration.batch_on_dp,
                 splits,

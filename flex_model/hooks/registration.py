@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from flex_model import _C
 from flex_model.distributed.header import site_hash
+from flex_model.distributed.inference import ExpectedShape
 from flex_model.errors import HookError
 from flex_model.hooks.function import HookFunction
 
@@ -31,6 +32,8 @@ class Registration:
         splits: How the tensor is split, as the ranks agreed on it before, by call number and number
             of dims; of a backward hook, the activation whose gradient it sees.
         shapes: Of a backward hook: local shapes of activations whose values were looked at.
+        expected_shape: What the tensors handed to the hook must have: the function's, or in a
+            pipeline a micro-batch's part of it.
     """
 
     hook_function: HookFunction
@@ -42,6 +45,7 @@ class Registration:
     moves: dict[Any, Any] = field(default_factory=dict)
     splits: dict[tuple[int, int], Any] = field(default_factory=dict)
     shapes: set[Any] = field(default_factory=set)
+    expected_shape: ExpectedShape = field(init=False)
     site: int = field(init=False)
     seed: int = field(init=False)
     name: str = field(init=False)
@@ -49,6 +53,7 @@ class Registration:
     def __post_init__(self) -> None:
         function = self.hook_function
         self.name = function.module_name
+        self.expected_shape = function.expected_shape
         self.seed = site_hash(*self.place_of(function, self.kind), self.number)
         self.site = site_hash(
             *self.place_of(function, self.kind),

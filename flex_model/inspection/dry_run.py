@@ -332,7 +332,7 @@ def _row(core: HookCore, registration: Registration, ranks: Sequence[Seen]) -> D
             None if registration.module is None else registration.module(),
             ranks,
             mesh,
-            registration.hook_function.expected_shape,
+            registration.expected_shape,
         )
     except ValueError as error:
         return replace(row, source=f"a run would raise an error: {error}")

@@ -124,6 +124,23 @@ def join(
     return torch.cat(list(parts), dim)
 
 
+def part_of_shape(
+    shape: tuple[int | None, ...] | None, dim: int, rows: Sequence[Sequence[int]]
+) -> tuple[int | None, ...] | None:
+    """What a micro-batch's tensor must have, where the whole batch's has ``shape``.
+
+    Args:
+        rows: As of ``join``.
+    """
+    if shape is None or not -len(shape) <= dim < len(shape):
+        return shape
+    if shape[dim] != sum(sum(of_rank) for of_rank in rows):
+        return shape  # no rows of the batch
+    part = list(shape)
+    part[dim] = sum(of_rank[0] for of_rank in rows)
+    return tuple(part)
+
+
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False

@@ -51,7 +51,6 @@ class StepEnd:
         gradients: Gradients,
         consumed: bool,
         output: Any,
-        divisor: int,
         output_ptr: dict[str, list[Tensor]],
     ) -> tuple[list[Any], Any]:
         """Bring to the ranks what belongs there. What failed, by rank; and what the call returns on
@@ -96,7 +95,7 @@ class StepEnd:
         )
         self._merge_contexts([of_rank["written"] for of_rank in told], sent)
         along = [told[rank] for rank in self._along()]
-        gradients.add_stages(self._line, [r["gradients"] for r in along], divisor)
+        gradients.add_stages(self._line, [r["gradients"] for r in along])
         if call.return_on == "all" and call.return_outputs:
             last = self._directory.places[-1]
             structure, described = along[last]["output"]

@@ -13,27 +13,38 @@ from flex_model.distributed.channel import Channel
 from flex_model.distributed.connections import GRID
 from flex_model.errors import HookError
 from flex_model.hooks.core import HookCore
+from flex_model.integrations import fsdp
 
 
 class Gradients:
     """Of one step. What parameters had before is put aside, and added again at the end.
 
     Args:
-        trainable: Modules that editing functions use: a stage that uses one has its part of the
-            gradient.
+        divisor: What makes gradients of the mean loss of sums over micro-batches.
     """
 
-    def __init__(self, core: HookCore, trainable: nn.Module) -> None:
-        self._core = core
+    def __init__(self, core: HookCore, divisor: int) -> None:
+        self._core, self._divisor = core, divisor
         self._hooked = core.table.parameters()
-        self._trainable = [p for p in trainable.parameters() if p.requires_grad]
+        # A stage whose editing functions use a trainable module has its part of the gradient.
+        self._trainable = [p for p in core.modules.parameters() if p.requires_grad]
         self._before: list[tuple[nn.Parameter, Tensor | None]] = []
-        seen: set[int] = set()
-        for parameter in [*self._trainable, *(parameter for parameter, _ in self._hooked)]:
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                self._before.append((parameter, parameter.grad))
-                parameter.grad = None
+        stages = [
+            fsdp.sharded_parameter(stage, name, parameter)
+            for stage in core.module.children()
+            for name, parameter in stage.named_parameters()
+            if parameter.requires_grad
+        ]
+        for parameter in {id(p): p for p in [*stages, *self._trainable]}.values():
+            self._before.append((parameter, parameter.grad))
+            parameter.grad = None
+
+    def scale(self) -> None:
+        """Make them those of the mean loss. Local."""
+        if self._divisor > 1:
+            for parameter, _ in self._before:
+                if parameter.grad is not None:
+                    parameter.grad.div_(self._divisor)
 
     def run_hooks(self) -> None:
         """Call the hooks on parameters' gradients, with those of the whole batch. Collective over
@@ -52,9 +63,9 @@ class Gradients:
         """Which trainable parameters have a part of their gradient here. JSON can hold it."""
         return [parameter.grad is not None for parameter in self._trainable]
 
-    def add_stages(self, line: Channel, told: Sequence[Sequence[bool]], scale: int) -> None:
-        """Give every rank the sum over stages of trainable parameters' gradients, divided by
-        ``scale``. Collective over the stages of a pipeline.
+    def add_stages(self, line: Channel, told: Sequence[Sequence[bool]]) -> None:
+        """Give every rank the sum over stages of trainable parameters' gradients. Collective over
+        the stages of a pipeline.
 
         Args:
             told: By stage's rank, what ``told`` said there.
@@ -65,7 +76,7 @@ class Gradients:
             grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
             if not line.is_local:
                 grad = line.all_reduce_sum(GRID, grad.detach().cpu()).to(parameter.device)
-            parameter.grad = grad / scale if scale > 1 else grad
+            parameter.grad = grad
 
     def put_back(self, is_failed: bool) -> None:
         """Add what was there before the step; if it failed, leave only that. Local."""

@@ -31,6 +31,7 @@ _OVERLAID = (
     "forward_maybe_with_nosync",
     "backward_one_chunk",
     "backward_weight_one_chunk",
+    "scale_grads",
     "_get_init_p2p_neighbors_ops",
     "_validate_fwd_input",
 )
@@ -164,6 +165,11 @@ class OverlaidStage:
                     self._fail(bwd_chunk_id, error)
             self.stage.dw_runner.pop(bwd_chunk_id, None)
             self.stage.backward_state.pop(bwd_chunk_id, None)
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Nothing: ``Gradients`` does it, once for a parameter of two stages, and not to what was
+        there before the step.
+        """
 
     def get_init_p2p_neighbors_ops(self) -> list[Any]:
         """Without those to this rank itself (V schedules), which gloo can't do."""

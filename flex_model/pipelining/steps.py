@@ -177,12 +177,19 @@ class Pipeline:
         core, step, schedule = self.core, self._step, self.schedule
         have_rows = self._find_rows(call, plan)
         self._read_parameters(call)
+        for registration in self._chosen(call):
+            function = registration.hook_function
+            dim = self._dim(call, function.record_name)
+            if registration.kind != "tensor":
+                registration.expected_shape = chunks.part_of_shape(
+                    function.expected_shape, dim, plan.rows
+                )
         before = contexts.snapshot(core.save_ctx)
         run = core.begin(call.choice)
         run.seed = plan.seed
         divisor = plan.number if schedule.scale_grads else 1
         core.caller.gradient_scale = core.mesh.dp_size * divisor
-        gradients = Gradients(core, core.modules)
+        gradients = Gradients(core, divisor)
         losses: list[Tensor] = []
         output = None
         try:
@@ -194,6 +201,7 @@ class Pipeline:
                 call.return_outputs,
                 call.has_backward,
             )
+            gradients.scale()
             if call.has_backward and not step.is_silent:
                 gradients.run_hooks()
         except BaseException as error:
@@ -202,7 +210,7 @@ class Pipeline:
         found = self._join_records(call, plan, have_rows)
         try:
             failed, output = self._end.finish(
-                call, found, before, gradients, consumed, output, divisor, output_ptr
+                call, found, before, gradients, consumed, output, output_ptr
             )
         except BaseException:
             gradients.put_back(is_failed=True)
