@@ -92,6 +92,14 @@ def test_fsdp2(tmp_path):
 
 
 @pytest.mark.slow
+def test_pipeline_of_a_llama(tmp_path):
+    pytest.importorskip("transformers")
+    output = run(tmp_path, "pipeline_llama.py", num_processes=2)
+    assert output.count("ScheduleGPipe") == output.count("Schedule1F1B") == 8
+    assert output.splitlines()[-1].endswith("equal to the unsplit model's")
+
+
+@pytest.mark.slow
 def test_harvest_of_a_model_larger_than_its_memory(tmp_path):
     pytest.importorskip("transformers")
     output = run(tmp_path, "harvest_sequential.py", "--quiet")
