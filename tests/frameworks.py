@@ -1,6 +1,7 @@
 """Tiny models sharded by real frameworks, each beside the unsharded model with the same weights.
 
-Nothing here uses flex_model: the parity table compares it with what is made here. Every framework
+But for what splits models into stages, nothing here uses flex_model: the parity table compares it
+with what is made here. Every framework
 runs on CPU and gloo; a package that is not installed is asked for with ``pytest.importorskip``.
 """
 
@@ -35,6 +36,12 @@ import models
 EXACT, ROUNDED = 1e-9, 2e-5  # float64; float32, or models that compute parts in float32
 
 
+def forward_and_backward(flex, inputs, keywords, targets) -> torch.Tensor:
+    output = tensor_of(flex(*inputs, **keywords))
+    (output * targets).sum().backward()
+    return output
+
+
 @dataclass
 class Pair:
     """An unsharded model, and how to make the sharded one from its weights.
@@ -52,6 +59,8 @@ class Pair:
         sizes: What FlexModel must be told where the model does not say it.
         full_gradients: By the oracle's parameter names, of the sharded model; collective.
         turned: Sites whose dims the sharded model has in another order: ``{name: permutation}``.
+        mixes_rows: Whether edits see the whole batch, so may mix its rows.
+        run: ``(flex, inputs, keywords, targets) -> output``: forward and backward.
     """
 
     oracle: nn.Module
@@ -70,6 +79,8 @@ class Pair:
     tolerance: float = EXACT
     turned: dict[str, tuple[int, ...]] = field(default_factory=dict)
     start: Callable[[], None] = lambda: None
+    mixes_rows: bool = True
+    run: Callable[..., torch.Tensor] = forward_and_backward
 
     def rows(self, full: torch.Tensor) -> torch.Tensor:
         return full.chunk(self.dp)[self.dp_rank] if self.dp > 1 else full
@@ -240,10 +251,12 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """torchtitan's Llama in small: 8 heads over 4 key-value heads, a gated MLP."""
 
-    def __init__(self, width=32, heads=8, kv_heads=4, hidden=64, vocabulary=48):
+    def __init__(self, width=32, heads=8, kv_heads=4, hidden=64, vocabulary=48, num_layers=2):
         super().__init__()
         self.tok = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(DecoderLayer(width, heads, kv_heads, hidden) for _ in range(2))
+        self.layers = nn.ModuleList(
+            DecoderLayer(width, heads, kv_heads, hidden) for _ in range(num_layers)
+        )
         self.norm = nn.RMSNorm(width)
         self.output = nn.Linear(width, vocabulary, bias=False)
 
@@ -334,6 +347,91 @@ def native(tmp_path: Path, kind: str) -> Iterator[Pair]:
     if kind == "sp":
         pair.columns = lambda full: full.chunk(size, -1)[dist.get_rank()]
     yield pair
+
+
+# ---- torch.distributed.pipelining ----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def pipelined(
+    tmp_path: Path, schedule: str, family: str = "decoder", mode: str = "full", tp: int = 1
+) -> Iterator[Pair]:
+    """A model in stages, one or two a rank. In "micro" mode edits see micro-batches."""
+    from torch.distributed import pipelining
+
+    from flex_model.pipelining import PassThrough, SplitPoint, pipeline
+
+    kind = getattr(pipelining, schedule)
+    ranks = dist.get_world_size() // tp
+    is_single = schedule in ("ScheduleGPipe", "Schedule1F1B")
+    num_stages = ranks if is_single else 2 * ranks
+    mesh = init_device_mesh("cpu", (ranks, tp), mesh_dim_names=("pp", "tp"))
+    place, group = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
+    places = [place] if is_single else [place, place + ranks]
+    if schedule in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV"):
+        places = [place, num_stages - 1 - place]
+    number = 2 * num_stages
+    ids = tokens(number, length=8)
+    if family == "llama":
+        model, sites, parameters = huggingface_model("llama").double(), HF_SITES, HF_PARAMETERS
+        model.config.use_cache = False
+        blocks, block_of = "model.layers", num_stages // 2
+    else:
+        model = randomise(Decoder(num_layers=max(2, num_stages)).double())
+        sites, parameters = DECODER_SITES, DECODER_PARAMETERS
+
+    def stage_of(index):
+        if family == "llama":
+            splits = {
+                f"{blocks}.{i * block_of}": SplitPoint.BEGINNING for i in range(1, num_stages)
+            }
+            pipe = pipeline(copy.deepcopy(model), (ids[:2],), split_spec=splits)
+            return pipe.build_stage(index, torch.device("cpu"), group)
+        part = copy.deepcopy(model)
+        for i in range(len(part.layers)):
+            if i * num_stages // len(part.layers) != index:
+                part.layers[i] = PassThrough()
+        if index > 0:
+            part.tok = PassThrough()
+        if index < num_stages - 1:
+            part.norm, part.output = PassThrough(), PassThrough()
+        if tp > 1:
+            of_model, of_layer = decoder_plan("tp")
+            present = {
+                n: plan for n, plan in of_model.items() if list(part.get_submodule(n).parameters())
+            }
+            parallelize_module(part, mesh["tp"], present)
+            for layer in part.layers:
+                if not isinstance(layer, PassThrough):
+                    parallelize_module(layer, mesh["tp"], of_layer)
+        return pipelining.PipelineStage(part, index, num_stages, torch.device("cpu"), group=group)
+
+    def shard():
+        stages = [stage_of(index) for index in places]
+        return kind(
+            stages[0] if is_single else stages,
+            number,
+            loss_fn=lambda output, target: (output * target).sum(),
+            scale_grads=False,
+        )
+
+    def of_all_ranks(module):
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, gradients(module))
+        return {name: grad for of_rank in found for name, grad in of_rank.items()}
+
+    yield Pair(
+        model,
+        shard,
+        (ids,),
+        sites,
+        parameters,
+        of_all_ranks,
+        inputs_of=DECODER_INPUTS if family == "decoder" else {},
+        sizes={"batch_mode": mode, "return_on": "all"},
+        mixes_rows=mode == "full",
+        run=lambda flex, inputs, keywords, targets: flex(*inputs, target=targets, **keywords),
+    )
 
 
 # ---- Data parallel -------------------------------------------------------------------------------
@@ -806,6 +904,7 @@ HF = "Hugging Face tp_plan"
 NATIVE = "parallelize_module"
 P = functools.partial
 
+PP = "torch.distributed.pipelining"
 CASES = {
     "hf-llama-2": Case(HF, "Llama", 2, P(huggingface, name="llama", tp=2), when="make test"),
     "hf-llama-uneven-2": Case(HF, "Llama, MLP 97", 2, P(huggingface, name="llama uneven", tp=2)),
@@ -845,6 +944,51 @@ CASES = {
         "GPT MoE",
         2,
         P(megatron, sp=True, experts=4),
+        when="make check",
+    ),
+    "pp-gpipe-2": Case(PP + ", GPipe", "decoder", 2, P(pipelined, schedule="ScheduleGPipe")),
+    "pp-1f1b-micro-2": Case(
+        PP + ", 1F1B, micro-batches",
+        "decoder",
+        2,
+        P(pipelined, schedule="Schedule1F1B", mode="micro"),
+        when="make test",
+    ),
+    "pp-interleaved-micro-2": Case(
+        PP + ", interleaved 1F1B, micro-batches",
+        "decoder",
+        2,
+        P(pipelined, schedule="ScheduleInterleaved1F1B", mode="micro"),
+    ),
+    "pp-zero-bubble-micro-2": Case(
+        PP + ", interleaved zero-bubble, micro-batches",
+        "decoder",
+        2,
+        P(pipelined, schedule="ScheduleInterleavedZeroBubble", mode="micro"),
+        when="make check",
+    ),
+    "pp-zbv-2": Case(PP + ", ZBV", "decoder", 2, P(pipelined, schedule="ScheduleZBVZeroBubble")),
+    "pp-dualpipev-micro-2": Case(
+        PP + ", DualPipeV, micro-batches",
+        "decoder",
+        2,
+        P(pipelined, schedule="ScheduleDualPipeV", mode="micro"),
+    ),
+    "pp-llama-2": Case(
+        PP + ", 1F1B", "Llama", 2, P(pipelined, schedule="Schedule1F1B", family="llama")
+    ),
+    "pp-llama-micro-2": Case(
+        PP + ", GPipe, micro-batches",
+        "Llama",
+        2,
+        P(pipelined, schedule="ScheduleGPipe", family="llama", mode="micro"),
+        when="make check",
+    ),
+    "pp-tp-4": Case(
+        PP + ", 1F1B, x parallelize_module tp 2",
+        "decoder",
+        4,
+        P(pipelined, schedule="Schedule1F1B", tp=2),
         when="make check",
     ),
     "ddp-2": Case("DDP", "decoder", 2, P(data_parallel, kind="ddp")),

@@ -186,7 +186,8 @@ def cells_of(pair: Pair) -> list[list[Cell]]:
         runs.append(reads)
         sites = pair.parameters if kind == "parameter" else pair.sites.values()
         read = {cell.site for cell in reads}
-        runs += [[Cell(kind, site, doing)] for site in sites if site in read for doing in EDITS]
+        edits = EDITS if pair.mixes_rows else ("elementwise",)
+        runs += [[Cell(kind, site, doing)] for site in sites if site in read for doing in edits]
     return runs
 
 
@@ -242,8 +243,7 @@ class Sharded:
             except ValueError as error:  # local, and the same on every rank
                 outcomes.append(Outcome(cell, "error", one_line(error)))
         inputs = [pair.rows(value) for value in pair.inputs]
-        output = tensor_of(flex(*inputs, **pair.keywords))
-        (output * self.targets).sum().backward()
+        output = pair.run(flex, inputs, pair.keywords, self.targets)
         for handle in handles:
             handle.remove()
         return Run(output.detach(), dict(flex.output_ptr), pair.full_gradients(flex.module))

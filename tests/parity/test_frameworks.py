@@ -20,6 +20,9 @@ import table
 # Cells that can't be had, and why: patterns of case, kind, site and doing, and the reason.
 ERRORS = [
     ("fsdp1-*", "parameter", "*", "*", "FSDP1 gives hooks a local, flattened gradient"),
+    ("pp-*", "*", "", "*", "the root is spread over all stages"),
+    ("pp-llama-*", "*", "model", "*", "the module is spread over all stages"),
+    ("pp-llama-*", "*", "model.rotary_emb", "*", "every stage has one"),
 ]
 
 # What is to be repaired in flex_model; take the line out with the repair.
@@ -45,6 +48,15 @@ RIGHT = {
     "megatron-tp-2": 286,
     "megatron-sp-2": 286,
     "megatron-moe-2": 408,
+    "pp-gpipe-2": 250,
+    "pp-1f1b-micro-2": 188,
+    "pp-interleaved-micro-2": 324,
+    "pp-zero-bubble-micro-2": 324,
+    "pp-zbv-2": 386,
+    "pp-dualpipev-micro-2": 324,
+    "pp-llama-2": 213,
+    "pp-llama-micro-2": 161,
+    "pp-tp-4": 250,
     "ddp-2": 258,
     "ddp-gpt2-2": 232,
     "fsdp1-2": 216,
