@@ -570,6 +570,7 @@ def test_calls_that_cannot_be_run():
             ([], {"target": y}, "the batch has no tensor"),
             ([x], {}, "no target was given"),
             ([x], {"target": y[:5]}, "target has 5 rows"),
+            ([x], {"target": y[:4]}, "the batch has 8 rows, and target 4"),
             ([x], {"target": y, "mask": y}, "no stage's forward takes a keyword argument 'mask'"),
             ([x[:, :5]], {"target": y}, "can't run these inputs: stage 0"),
             ([x], {"target": y, "losses": ()}, "losses must be a list"),

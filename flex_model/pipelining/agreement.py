@@ -109,6 +109,9 @@ def agree(
         "alike": alike,
         "error": error,
         "rows": rows,
+        "target_rows": call.target.shape[0]
+        if has_last and error is None and call.target is not None and call.target.dim()
+        else None,
         "inputs": [
             chunks.shapes_of(args) if has_first else None,
             chunks.shapes_of(call.kwargs),
@@ -123,7 +126,11 @@ def agree(
         check_alike([of_rank["alike"][what] for of_rank in told], what)
     raise_told([of_rank["error"] for of_rank in told])
     grid = len(mesh.grid)
-    first = directory.places[0] * grid
+    first, last = directory.places[0] * grid, directory.places[-1] * grid
+    for place in range(grid):
+        along = [told[rank]["inputs"][1] for rank in range(place, len(told), grid)]
+        check_alike(along, "shapes of keyword arguments along a pipeline")
+        _check_target_rows(told[first + place]["rows"], told[last + place]["target_rows"])
     rows_of = [told[first + row * mesh.tp_size]["rows"] or number for row in range(mesh.dp_size)]
     my_rows = told[first + mesh.place]["rows"]
     target = call.target if has_last else None
@@ -157,6 +164,17 @@ def _check_target(call: StepCall, schedule: Any, number: int) -> None:
     if not isinstance(call.target, Tensor):
         raise TypeError(f"target must be a Tensor, got {type(call.target).__name__}")
     _check_rows(call.target.shape[0] if call.target.dim() else None, number, "target")
+
+
+def _check_target_rows(rows: int | None, target_rows: int | None) -> None:
+    """ValueError where a target is not the batch's: a loss of parts might broadcast them."""
+    if rows and target_rows is not None and (target_rows < rows or target_rows % rows):
+        raise agreed(
+            ValueError(
+                f"the batch has {rows} rows, and target {target_rows}; give the target of the "
+                "whole batch, with a row for each of the batch's or several"
+            )
+        )
 
 
 def _check_rows(rows: int | None, number: int, what: str) -> None:

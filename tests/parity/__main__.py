@@ -37,6 +37,8 @@ Right means: what the hook saw, the model's output after it and all parameter gr
 of the unsharded model with the same weights under torch's own hooks, in the same run, within
 1e-9 (float64) or 2e-5 (float32, or models that compute parts in it) of the largest value.
 No hook was given an `expected_shape`.
+Pipelines run their hooks with the whole batch, or in micro-batches: there the edits that mix rows
+are not made.
 
 `+2e`: two more are a clear error on every rank, listed below. `WRONG` would be a silent wrong
 number: there must be none, and the tests fail if there is one.
