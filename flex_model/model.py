@@ -209,7 +209,11 @@ class FlexModel(nn.Module):
             and self._compiled_call_impl is None
         ):
             return self.module(*args, **kwargs)
-        return super().__call__(*args, groups=groups, complement=complement, **kwargs)
+        try:
+            return super().__call__(*args, groups=groups, complement=complement, **kwargs)
+        except BaseException as error:  # whenever it came: before the run began, for one
+            self._core.interrupted(error)
+            raise
 
     def forward(
         self,

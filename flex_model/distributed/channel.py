@@ -34,6 +34,7 @@ class Channel(Connections):
 
     def __init__(self, mesh: Mesh, timeout_s: float, device: torch.device | None = None) -> None:
         self.num_payloads = 0  # payload collectives so far
+        self.num_agreed = 0  # errors that all ranks knew of
         self.meter = costs.Meter()  # of the run
         self.edited = ""  # the hook whose edit has just changed its tensor: on all ranks or on none
         self._error: tuple[int, str, BaseException | None] = (OK, "", None)
@@ -45,7 +46,7 @@ class Channel(Connections):
     def has_error(self) -> bool:
         return self._error[0] != OK
 
-    def set_error(self, text: str, cause: BaseException, state: int = ERROR) -> None:
+    def set_error(self, text: str, cause: BaseException | None, state: int = ERROR) -> None:
         """Remember an error of this rank; all ranks raise it at the next exchange. The first one
         counts.
         """
@@ -58,6 +59,7 @@ class Channel(Connections):
     def give_up(self, reason: str, kind: type[HookError] = HookError) -> HookError:
         """As of ``Connections``; the reason is told instead of an error that waited for it."""
         self.clear_error()
+        self.num_agreed += 1
         return super().give_up(reason, kind)
 
     # Agreement.
@@ -153,6 +155,7 @@ class Channel(Connections):
         state, text, cause = self._error
         texts = self.exchange_text(text)
         self.clear_error()
+        self.num_agreed += 1
         failed = [
             f"rank {self.mesh.rank_at(place)}: {texts[place]}"
             for place, other in enumerate(headers)
@@ -175,6 +178,7 @@ class Channel(Connections):
         """
         texts = self.exchange_text(description)
         self.clear_error()
+        self.num_agreed += 1
         listed = "; ".join(
             f"rank {self.mesh.rank_at(place)} is at {text}" for place, text in enumerate(texts)
         )
@@ -185,16 +189,18 @@ class Channel(Connections):
             )
         )
 
-    def tell_failure(self, text: str, cause: BaseException, kind: str) -> None:
-        """Tell the others that the model itself failed on this rank; bounded. Of its own troubles,
-        which may be why the model failed, it leaves a note on ``cause``.
+    def tell_failure(
+        self, text: str, cause: BaseException | None, kind: str, grace_s: float = _GRACE_S
+    ) -> None:
+        """Tell the others that the model itself failed on this rank; for ``grace_s`` seconds at
+        most. Of its own troubles, which may be why the model failed, it leaves a note on ``cause``.
         """
         if self.is_local or self.is_child or any(group.broken for group in self._groups.values()):
             return
         self.set_error(text, cause, FAILED)
-        timeout_s, self.timeout_s = self.timeout_s, min(self.timeout_s, _GRACE_S)
+        timeout_s, self.timeout_s = self.timeout_s, min(self.timeout_s, grace_s)
         try:
-            self.agree(Header(kind), f"{kind} after a failure")
+            self.agree(Header(kind), f"{kind}, after {text}")
         except HookError as error:
             is_new = any(group.broken for group in self._groups.values())
             if is_new and hasattr(cause, "add_note"):  # from Python 3.11 on

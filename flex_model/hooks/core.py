@@ -26,6 +26,7 @@ from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.mesh import Mesh
 from flex_model.errors import HookError, agreed, is_agreed, see
 from flex_model.hooks.backward_order import BackwardOrder
+from flex_model.hooks.backward_watch import BackwardWatch
 from flex_model.hooks.call import HookCaller
 from flex_model.hooks.context import Call, RunContext, advance_generator, next_sequence
 from flex_model.hooks.function import HookFunction
@@ -70,6 +71,7 @@ class HookCore:
         self.channel = Channel(mesh, timeout_s, _device_of(module))
         self.records = Records(output_ptr, self.channel, output_ranks, step)
         self.backward_order = BackwardOrder(output_ptr)
+        self.backward_watch = BackwardWatch(self.channel)
         self.parameters: Any = Parameters(module, self.channel)  # or a pipeline's
         self.tracking = Tracking(module, self.channel)
         self.caller = HookCaller(
@@ -177,6 +179,8 @@ class HookCore:
             if module is not core.module or run is None or _in_backward() or core._refusal():
                 return
             core.tracking.end()
+            if core.table.acts_in_backward:
+                core.backward_watch.watch_from(output)
             if not run.direct_depth:
                 return
             run.direct_depth -= 1
@@ -206,6 +210,8 @@ class HookCore:
         self.table.choose(choice, self.table.choices[1] if keeps else choice)
         run = RunContext(self.table.active, direct_depth=int(direct), first_node=next_sequence())
         self.thread = threading.get_ident()
+        self.backward_watch.thread = self.thread
+        self.backward_watch.tell_what_is_owed()
         self.tracking.reset()
         self.channel.meter.clear()
         self.run = run
@@ -285,6 +291,11 @@ class HookCore:
             error,
             "end of the run",
         )
+
+    def interrupted(self, error: BaseException) -> None:
+        """Tell the others of a Ctrl-C while this rank was at what they wait for. Local."""
+        if self.num_active and isinstance(error, (KeyboardInterrupt, SystemExit)):
+            self.channel.leave(error)
 
     def _deliver(self, run: RunContext, kind: str) -> None:
         """Bring records to where they are kept; move the generator on if edits drew from it."""
@@ -426,6 +437,7 @@ class HookCore:
         """
         if not registration.edits:
             return tree
+        self.backward_watch.watch()
         run = self._run_of_backward()
         try:
             if run is None:
@@ -608,13 +620,18 @@ class HookCore:
             return
         run.backward_task = task
         self.backward_order.begins(task)
+        self.backward_watch.watch()
         core = self
 
         def end() -> None:
             run.backward_task = -1
             if core.is_closed:
                 return
-            core._deliver(run, "end of the backward")
+            try:
+                core._deliver(run, "end of the backward")
+            except BaseException as error:
+                core.interrupted(error)
+                raise
             core.backward_order.ends()
 
         torch.autograd.Variable._execution_engine.queue_callback(end)
@@ -625,7 +642,7 @@ class HookCore:
         """Take every hook off and give back groups and lists. Local; as often as one likes."""
         if self.is_closed:
             return
-        self.is_closed = True
+        self.is_closed = self.backward_watch.is_closed = True
         self.table.close()
         self._install_root()
         self._runs.clear()

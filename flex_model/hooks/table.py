@@ -36,6 +36,7 @@ class HookTable:
 
     Attributes:
         active: Indices of the active registrations.
+        acts_in_backward: Whether ranks meet in a backward with these.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class HookTable:
         self._choices = EVERYTHING, EVERYTHING  # for modules, for parameters
         self._next_index = 0
         self._is_closed = False
+        self.acts_in_backward = False
 
     @property
     def registrations(self) -> list[Registration]:
@@ -203,6 +205,11 @@ class HookTable:
                 place.install()
         self.active = frozenset(
             registration.index for site in self._all_sites() for registration in site.active
+        )
+        self.acts_in_backward = any(
+            registration.edits or registration.kind == "tensor" or registration.is_backward
+            for site in self._all_sites()
+            for registration in site.active
         )
         self._on_change()
 

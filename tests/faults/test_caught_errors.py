@@ -150,6 +150,73 @@ def test_a_model_that_fails_between_two_edits_is_told_to_the_other_rank(
         assert time.monotonic() - start < 2
 
 
+class _FailingGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, model):
+        ctx.model = model
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.model.fails:
+            raise LookupError("the gradient went wrong")
+        return grad, None
+
+
+class FailingBackward(models.MLP):
+    """Raises in its backward when told to: before the hooks below, or between two of them."""
+
+    fails = False
+    where = "first"
+
+    def forward(self, x):
+        x = self.fc2(self.act(self.fc1(self._maybe(self.inp(x), "between"))))
+        return self.out(self._maybe(x, "first"))
+
+    def _maybe(self, x, where):
+        return _FailingGradient.apply(x, self) if self.where == where else x
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("where", ["first", "between"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_backward_that_fails_outside_of_hooks_is_told(
+    transport, where, checkpointed, monkeypatch
+):
+    """On one rank or on both: all raise at once, and the next step works."""
+    monkeypatch.setenv("FLEX_MODEL_TRANSPORT", transport)
+    model, records, rank = models.seeded(FailingBackward).double(), {}, dist.get_rank()
+    model.where = where
+    flex = FlexModel(model, records, data_parallel_size=2, timeout=30)
+    flex.register_full_backward_hook(HookFunction("fc1", editing_function=double))
+    flex.register_full_backward_pre_hook(HookFunction("inp"))
+    if checkpointed:
+        flex.register_forward_hook(HookFunction("act", editing_function=double))
+    expected = None
+    for step in range(12):
+        failing = [(), (0,), (1,), (0, 1)][step % 4]
+        model.fails = rank in failing
+        if checkpointed:
+            output = torch.utils.checkpoint.checkpoint(flex, BATCH, use_reentrant=False)
+        else:
+            output = flex(BATCH)
+        start = time.monotonic()
+        if failing:
+            mine = LookupError if model.fails else HookError
+            with pytest.raises(mine, match=r"the gradient went wrong|own backward failed") as error:
+                output.square().sum().backward()
+            assert mine is LookupError or f"rank {failing[0]}" in str(error.value)
+        else:
+            output.square().sum().backward()
+            if rank == 0:
+                expected = expected or {name: list(kept) for name, kept in records.items()}
+                assert len(records["inp"]) == 1
+                assert_close(records, expected, rtol=0, atol=0)
+        assert time.monotonic() - start < 2
+    flex.restore()
+
+
 # ---- Calls from where they are not awaited ------------------------------------------------------
 
 

@@ -1,0 +1,97 @@
+"""Backward passes that are left in the middle: by an error of the model's own, or by Ctrl-C.
+
+No code of ours is on the stack there. But autograd drops what was to be called at the end of a pass,
+and that is seen; so a rank can tell the others, who wait for it in a hook.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flex_model import _C
+from flex_model.distributed.channel import Channel
+
+_GRACE_S = 0.5  # for the others to come and hear of it; Ctrl-C has to leave within a second
+_FAILURE = "the model's own backward failed or was interrupted; see that rank's own traceback"
+
+
+class BackwardWatch:
+    """Of one wrap. Nothing is watched with one rank."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._tasks: set[int] = set()  # the passes that go on and are watched
+        self._is_owing = False  # a pass was left in a thread of autograd's, which can't tell of it
+        self.is_closed = False
+        self.thread: int | None = None  # that runs the model
+
+    def watch(self) -> None:
+        """The pass that goes on, if any; as often as one likes. Local."""
+        task = torch._C._current_graph_task_id()
+        if task == -1 or task in self._tasks or self._channel.is_local:
+            return
+        self._tasks.add(task)
+        end = _Pass(self, task, self._channel.num_agreed).end
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def watch_from(self, output: Any) -> None:
+        """The passes that begin at an output of the model, from their first step on. Local."""
+        if self._channel.is_local or not torch.is_grad_enabled():
+            return
+        for leaf in _C.flatten(output)[0]:
+            if leaf.grad_fn is not None:
+                leaf.register_hook(self._watch)
+
+    def _watch(self, grad: Tensor) -> None:
+        self.watch()
+
+    def tell_what_is_owed(self) -> None:
+        """Of passes that were left in a thread of autograd's. Collective if there was one."""
+        if self._is_owing:
+            self._is_owing = False
+            self._tell()
+
+    def ended(self, task: int) -> None:
+        self._tasks.discard(task)
+
+    def left(self, task: int, num_agreed: int) -> None:
+        """A pass ends before its end. Unless all ranks know why, they hear of it now."""
+        self._tasks.discard(task)
+        if num_agreed != self._channel.num_agreed or self.is_closed or sys.is_finalizing():
+            return
+        if threading.get_ident() in (self.thread, threading.main_thread().ident):
+            self._tell()
+        else:
+            self._is_owing = True
+
+    def _tell(self) -> None:
+        try:
+            self._channel.tell_failure(_FAILURE, None, "end of the backward", _GRACE_S)
+        except BaseException:  # Ctrl-C, say: the error that ends the pass is the one to raise
+            pass
+
+
+class _EndedPass:
+    """What becomes of a pass that ended well: without a ``__del__``, in which a Ctrl-C is lost."""
+
+
+class _Pass:
+    """Lives as long as autograd's task of a backward pass."""
+
+    def __init__(self, watch: BackwardWatch, task: int, num_agreed: int) -> None:
+        self._watch = watch
+        self._task = task
+        self._num_agreed = num_agreed
+
+    def end(self) -> None:
+        """What autograd calls at the end of a pass that ends well."""
+        self._watch.ended(self._task)
+        self.__class__ = _EndedPass  # type: ignore[assignment]
+
+    def __del__(self) -> None:
+        self._watch.left(self._task, self._num_agreed)
