@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -22,11 +25,14 @@ from flex_model import _C
 from flex_model.distributed import page_locks
 from flex_model.distributed.hosts import Hosts, Settings, connect
 from flex_model.distributed.page_locks import PageLocks
-from flex_model.errors import HookError
+from flex_model.distributed.polling import sleeps
+from flex_model.distributed.processes import Processes
+from flex_model.errors import HookError, see
 
 # We poll with our own deadline. The backend's comes after it and ends what an abandoned wait left
 # behind, which otherwise the destructor would join for ever.
 _BACKEND_SLACK_S = 5.0
+_LOOK_AROUND_S = 0.1  # between looks at whether those that are waited for live
 
 _broken: list[Any] = []  # backends that have work under way: never destroyed while we run
 _groups: dict[tuple[tuple[int, ...], int], PrivateGroup] = {}
@@ -125,100 +131,142 @@ def acquire(
         ),
         default=0,
     )
-    try:
-        offers = _meet(store, ranks, me, number, held, timeout_s)
-    except HookError:
-        _acquired[ranks] -= 1  # as on the ranks that did not come: the next try meets them
-        raise
-    if held and set(offers) == {held}:
-        group = _groups[ranks, held]
-    else:
-        store = dist.PrefixStore(str(number), store)
-        group = _make(store, ranks, me, number, settings, device, timeout_s)
-        _groups[ranks, number] = group
+    with Processes(dist.distributed_c10d._get_default_store(), ranks) as processes:
+        meeting = _Meeting(store, ranks, me, timeout_s, processes)
+        try:
+            offers = meeting.held_by_all(number, held)
+        except HookError:
+            _acquired[ranks] -= 1  # as on the ranks that did not come: the next try meets them
+            raise
+        if held and set(offers) == {held}:
+            group = _groups[ranks, held]
+        else:
+            group = _make(meeting.of(str(number)), number, settings, device)
+            _groups[ranks, number] = group
     group.num_users += 1
     return group, number
 
 
-def _make(
-    store: dist.Store,
-    ranks: tuple[int, ...],
-    me: int,
-    number: int,
-    settings: Settings,
-    device: str,
-    timeout_s: float,
-) -> PrivateGroup:
+@dataclass(frozen=True)
+class _Meeting:
+    """Ranks that connect: by a store, each waiting for the words of all."""
+
+    store: dist.Store
+    ranks: tuple[int, ...]
+    me: int
+    timeout_s: float
+    processes: Processes
+
+    def of(self, place: str) -> _Meeting:
+        """The same ranks at another place of the store."""
+        return replace(self, store=dist.PrefixStore(place, self.store))
+
+    def held_by_all(self, number: int, held: int) -> list[int]:
+        """What each member offers to share (0: nothing). Gloo alone would wait in silence for who
+        does not come.
+        """
+        words = self.words(f"meeting/{number}", str(held))
+        # All have left the meeting before, since they are at this one.
+        self.store.delete_key(f"meeting/{number - 1}/{self.me}")
+        return [int(word) for word in words]
+
+    def words(self, place: str, word: str) -> list[str]:
+        """The word of every rank, when all have said theirs at this place of the store."""
+        words = {self.me: word}
+        start = time.monotonic()
+        look_at, pause_s = start + _LOOK_AROUND_S, 0.001
+        try:
+            self.store.set(f"{place}/{self.me}", word)
+            while True:
+                now = time.monotonic()
+                ended = self.processes.ended(self._missing(words)) if now > look_at else []
+                look_at = now + _LOOK_AROUND_S if now > look_at else look_at
+                for rank in range(len(self.ranks)):  # who has ended may have said his word before
+                    if rank not in words and self.store.check([f"{place}/{rank}"]):
+                        words[rank] = self.store.get(f"{place}/{rank}").decode()
+                missing = self._missing(words)
+                if not missing:
+                    return [words[rank] for rank in range(len(self.ranks))]
+                self.check_alive(set(ended) & set(missing))
+                if now > start + self.timeout_s:
+                    self.store.delete_key(f"{place}/{self.me}")
+                    raise self.failure(
+                        f"global ranks {missing} did not come within {self.timeout_s:g} s; every "
+                        "rank of the model must wrap it, and make the same calls in the same order"
+                    )
+                time.sleep(pause_s)
+                pause_s = min(pause_s * 2, 0.05)
+        except HookError:
+            raise
+        except RuntimeError as error:
+            self.check_alive(self.processes.ended())
+            raise self.failure(f"the store by which they meet is lost: {error}") from error
+
+    def backend(self) -> Any:
+        """A ProcessGroupGloo of the ranks. Its constructor waits for them, deaf to everything, so
+        another thread waits there, with a connection to the store of its own.
+        """
+        self.processes.ended()  # watches them all
+        store, made = self.store.clone(), Future[Any]()
+        limit = timedelta(seconds=self.timeout_s + _BACKEND_SLACK_S)
+
+        def make() -> None:
+            try:
+                made.set_result(dist.ProcessGroupGloo(store, self.me, len(self.ranks), limit))
+            except BaseException as error:
+                made.set_exception(error)
+
+        threading.Thread(target=make, name="flex_model connects", daemon=True).start()
+        look_at = time.monotonic() + _LOOK_AROUND_S
+        for _ in sleeps(made.done, 5e-5, 0.002):
+            if time.monotonic() > look_at:
+                self.check_alive(self.processes.ended())
+                look_at = time.monotonic() + _LOOK_AROUND_S
+        try:
+            return made.result()
+        except RuntimeError as error:
+            self.check_alive(self.processes.ended())
+            raise self.failure(f"{error}") from error
+
+    def check_alive(self, ended: Iterable[int]) -> None:
+        if ended:
+            raise self.failure(f"global ranks {sorted(ended)} ended or died")
+
+    def failure(self, what: str) -> HookError:
+        return HookError(
+            f"connecting the ranks {list(self.ranks)} of a model: {what} "
+            f"({see('a-rank-is-missing')})"
+        )
+
+    def _missing(self, words: dict[int, str]) -> list[int]:
+        return [self.ranks[rank] for rank in range(len(self.ranks)) if rank not in words]
+
+
+def _make(meeting: _Meeting, number: int, settings: Settings, device: str) -> PrivateGroup:
     """A new group. Collective over its ranks."""
-
-    def ask(place: str, word: str) -> list[str]:
-        return _gather_words(store, place, word, ranks, me, timeout_s)
-
-    backend = _backend(store, me, len(ranks), timeout_s)
-    hosts = connect(me, settings, device, ask)
+    ranks, me, timeout_s, world = meeting.ranks, meeting.me, meeting.timeout_s, dist.group.WORLD
+    backend = meeting.backend()
+    hosts = connect(me, settings, device, meeting.words)
     leaders = None
     if me in hosts.leaders and not hosts.is_one:
-        of_leaders = dist.PrefixStore("leaders", store)
         place, globals_ = hosts.leaders.index(me), tuple(ranks[r] for r in hosts.leaders)
+        of_leaders = replace(meeting.of("leaders"), ranks=globals_, me=place)
         leaders = PrivateGroup(
             globals_,
             place,
-            _backend(of_leaders, place, len(globals_), timeout_s),
-            of_leaders,
+            of_leaders.backend(),
+            of_leaders.store,
             Hosts([hosts.names[r] for r in hosts.leaders], None, settings, []),
             None,
             number,
             timeout_s,
-            dist.group.WORLD,
+            world,
         )
     # Whose backend is made may drop it at once, while others still connect to it.
-    ask("made", "")
+    meeting.words("made", "")
     return PrivateGroup(
-        ranks, me, backend, store, hosts, leaders, number, timeout_s, dist.group.WORLD
+        ranks, me, backend, meeting.store, hosts, leaders, number, timeout_s, world
     )
-
-
-def _backend(store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
-    return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s + _BACKEND_SLACK_S))
-
-
-def _meet(
-    store: dist.Store, ranks: tuple[int, ...], me: int, number: int, held: int, timeout_s: float
-) -> list[int]:
-    """What each member offers to share (0: nothing). Gloo alone would wait in silence for who does
-    not come.
-    """
-
-    words = _gather_words(store, f"meeting/{number}", str(held), ranks, me, timeout_s)
-    # All have left the meeting before, since they are at this one.
-    store.delete_key(f"meeting/{number - 1}/{me}")
-    return [int(word) for word in words]
-
-
-def _gather_words(
-    store: dist.Store, place: str, word: str, ranks: tuple[int, ...], me: int, timeout_s: float
-) -> list[str]:
-    """The word of every rank, when all have said theirs at this place of the store."""
-    store.set(f"{place}/{me}", word)
-    words = {me: word}
-    deadline = time.monotonic() + timeout_s
-    pause_s = 0.001
-    while len(words) < len(ranks):
-        for rank in range(len(ranks)):
-            if rank not in words and store.check([f"{place}/{rank}"]):
-                words[rank] = store.get(f"{place}/{rank}").decode()
-        missing = [ranks[rank] for rank in range(len(ranks)) if rank not in words]
-        if missing and time.monotonic() > deadline:
-            store.delete_key(f"{place}/{me}")
-            raise HookError(
-                f"connecting the ranks {list(ranks)} of a model: global ranks {missing} did not "
-                f"come within {timeout_s:g} s; every rank of the model must wrap it, and make the "
-                "same calls in the same order"
-            )
-        if missing:
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 2, 0.05)
-    return [words[rank] for rank in range(len(ranks))]
 
 
 def release(group: PrivateGroup) -> None:

@@ -1,0 +1,79 @@
+"""A rank that ends while others wrap the model, and wait for it to connect."""
+
+import os
+import signal
+import time
+
+import pytest
+
+import models
+from flex_model import FlexModel, HookFunction
+from flex_model.distributed import groups
+from forked_ranks import Ranks
+
+SITES = ["before it meets", "before gloo connects", "before hosts are told", "at the end"]
+TRANSPORTS = ["shared_memory", "gloo"]
+
+
+def wrap(rank, tell, size, victim, site):
+    """A second wrap, of other ranks' groups than the first; the victim dies in the middle."""
+    flex = FlexModel(models.mlp(width=8), {}, data_parallel_size=size, timeout=60)
+    flex.register_forward_hook(HookFunction("fc1"))
+    flex(models.random(4, 8))
+    tell("ready")
+    if rank == victim:
+        die_at(site)
+    FlexModel(models.mlp(width=8), {}, data_parallel_size=size, timeout=61)
+
+
+def die_at(site):
+    meeting = groups._Meeting
+    name, place = {
+        "before it meets": ("words", "meeting"),
+        "before gloo connects": ("backend", ""),
+        "before hosts are told": ("words", "host"),
+        "at the end": ("words", "made"),
+    }[site]
+    original = getattr(meeting, name)
+
+    def dies(self, *words):
+        if not words or words[0].startswith(place):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, *words)
+
+    setattr(meeting, name, dies)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("size, victim", [(2, 0), (4, 2)])
+@pytest.mark.parametrize("site", SITES)
+def test_a_rank_that_dies_while_others_wrap_is_named_at_once(site, size, victim, transport):
+    environment = {"FLEX_MODEL_TRANSPORT": transport}
+    with Ranks(size, wrap, size, victim, site, environment=environment) as ranks:
+        ranks.told("ready")
+        start = time.monotonic()
+        ranks.killed.add(victim)
+        outcomes = ranks.outcomes(7)
+    assert len(outcomes) == size - 1
+    for outcome in outcomes.values():
+        assert outcome.kind == "HookError", outcome
+        assert f"global ranks [{victim}] ended or died" in outcome.text, outcome
+        assert outcome.when - start < 5
+    print(f"{max(outcome.when for outcome in outcomes.values()) - start:.2f} s")
+
+
+def wrap_once(rank, tell):
+    tell("ready")
+    if rank == 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    FlexModel(models.mlp(width=8), {}, data_parallel_size=2, timeout=2)
+
+
+def test_a_rank_that_dies_before_it_wraps_anything_is_named_at_the_timeout():
+    """Nobody knows which process it is."""
+    with Ranks(2, wrap_once) as ranks:
+        ranks.told("ready")
+        ranks.killed.add(1)
+        outcome = ranks.outcomes(6)[0]
+    assert outcome.kind == "HookError" and "global ranks [1] did not come" in outcome.text, outcome
