@@ -7,9 +7,11 @@ prefix of the batches, which the next one goes on from.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,8 @@ _MANIFEST = "manifest.json"
 _FORMAT = "flex_model activations"
 _VERSION = 1
 _SHARD_BYTES = 256 * 2**20
-_TEMPORARY = ".part"
+_ASIDE = "aside.part"  # a folder: safetensors writes under names of its own choice beside the file
+_LEFTOVERS = (".part", ".safetensors")
 
 
 class ActivationStore:
@@ -81,7 +84,7 @@ class ActivationStore:
         path = self.folder / _MANIFEST
         if not path.exists():
             others = [p.name for p in self.folder.iterdir()] if self.folder.is_dir() else []
-            if any(not name.endswith((_TEMPORARY, ".safetensors")) for name in others):
+            if any(not name.endswith(_LEFTOVERS) for name in others):
                 raise ValueError(
                     f"ActivationStore: {self.folder} holds other files ({others[0]!r}) and no "
                     f"{_MANIFEST}; give a folder of its own"
@@ -166,9 +169,11 @@ class ActivationStore:
         self._manifest["hooks"] = hooks
         self.folder.mkdir(parents=True, exist_ok=True)
         listed = {shard["file"] for shard in self._manifest["shards"]}
-        for path in self.folder.iterdir():
-            if path.name.endswith((_TEMPORARY, ".safetensors")) and path.name not in listed:
-                path.unlink()  # of a run that was killed
+        for path in self.folder.iterdir():  # of a run that was killed
+            if path.is_dir() and path.name == _ASIDE:
+                shutil.rmtree(path)
+            elif path.name.endswith(_LEFTOVERS) and path.name not in listed:
+                path.unlink()
         self._write_manifest()
 
     def check(self, index: int, inputs: Any) -> None:
@@ -214,19 +219,22 @@ class ActivationStore:
     def _write_shard(self, file: str) -> None:
         from safetensors.torch import save_file
 
-        aside = self.folder / (file + _TEMPORARY)
-        save_file(self._waiting, aside)
-        self._put(aside, file)
+        with self._written_aside(file) as aside:
+            save_file(self._waiting, aside)
 
     def _write_manifest(self) -> None:
-        aside = self.folder / (_MANIFEST + _TEMPORARY)
-        aside.write_text(json.dumps(self._manifest, indent=1))
-        self._put(aside, _MANIFEST)
+        with self._written_aside(_MANIFEST) as aside:
+            aside.write_text(json.dumps(self._manifest, indent=1))
 
-    def _put(self, aside: Path, name: str) -> None:
-        """Have it on the disk under its name, in whole."""
-        _sync(aside)
-        os.replace(aside, self.folder / name)
+    @contextlib.contextmanager
+    def _written_aside(self, name: str) -> Iterator[Path]:
+        """Where to write a file that then is on the disk under its name, in whole."""
+        aside = self.folder / _ASIDE
+        aside.mkdir(exist_ok=True)
+        yield aside / name
+        _sync(aside / name)
+        os.replace(aside / name, self.folder / name)
+        aside.rmdir()
         _sync(self.folder)
 
 

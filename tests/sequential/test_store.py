@@ -5,8 +5,11 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,7 +93,8 @@ def test_a_run_that_failed_goes_on_where_it_was(tmp_path):
     assert (store.num_batches, store.is_complete) == (4, False)
     assert_holds_first(store, expected, 4)
     (tmp_path / "batches-00000004-00000005.safetensors").write_bytes(b"of a run that was killed")
-    (tmp_path / "manifest.json.part").write_text("{")
+    (tmp_path / "aside.part").mkdir()
+    (tmp_path / "aside.part" / ".tmpAbCdEf").write_bytes(b"which safetensors began")
     torch.manual_seed(1)
     ran.clear()
     outputs = sequential.run(flex, BATCHES, window=2, store=ActivationStore(tmp_path))
@@ -197,6 +201,19 @@ def forked(function):
         finally:
             os._exit(0)
     return child
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_250_kills_during_saves_lose_and_tear_nothing(tmp_path):
+    """At every step that changes a file, and at random moments."""
+    command = [sys.executable, str(Path(__file__).parent / "kill_saves.py"), str(tmp_path), "250"]
+    result = subprocess.run([*command, "0"], capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr[-3000:]
+    seen = json.loads(result.stdout)
+    print(seen)
+    assert seen["at a step"] > 100 and seen["at a step"] + seen["at random"] >= 250
+    assert seen["partial"] > 0 and seen["complete"] > 0
 
 
 def test_the_progress_bar(capsys, tmp_path):
