@@ -264,9 +264,7 @@ def _make(meeting: _Meeting, number: int, settings: Settings, device: str) -> Pr
         )
     # Whose backend is made may drop it at once, while others still connect to it.
     meeting.words("made", "")
-    return PrivateGroup(
-        ranks, me, backend, meeting.store, hosts, leaders, number, timeout_s, world
-    )
+    return PrivateGroup(ranks, me, backend, meeting.store, hosts, leaders, number, timeout_s, world)
 
 
 def release(group: PrivateGroup) -> None:

@@ -7,6 +7,9 @@ reads it after all, say another batch that shares a cached mask, reads the right
 
 from __future__ import annotations
 
+import fcntl
+import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +22,7 @@ from torch import Tensor, nn
 from flex_model import _C
 from flex_model.sequential.engine import Batch
 
+_PREFIX = "flex_model-activations-"
 _OWN = 2  # references to the storage of a lone tensor: the tensor's, and that of who asks
 
 
@@ -42,11 +46,7 @@ class ActivationKeeper:
     def __init__(self, model: nn.Module, where: str, folder: str | Path | None) -> None:
         self.bytes_moved = 0
         self._model = model
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        if where == "disk":
-            if folder is not None:
-                Path(folder).mkdir(parents=True, exist_ok=True)
-            self._folder = tempfile.TemporaryDirectory(prefix="activations-", dir=folder)
+        self._folder = _OwnFolder(folder) if where == "disk" else None
 
     def put_away(self, batch: Batch) -> None:
         """Move what the batch waits with."""
@@ -74,7 +74,7 @@ class ActivationKeeper:
     def close(self) -> None:
         """Delete what is on disk."""
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.close()
 
     def _movable(self, batch: Batch) -> Iterator[Tensor]:
         """Tensors that the batch's functions alone hold, as far as can be seen."""
@@ -108,12 +108,50 @@ class ActivationKeeper:
         from safetensors.torch import save_file
 
         assert self._folder is not None
-        path = Path(self._folder.name, f"{index}.safetensors")
+        path = self._folder.path / f"{index}.safetensors"
         save_file({str(i): content.cpu() for i, content in enumerate(contents)}, path)
         with safe_open(str(path), framework="pt") as file:
             mapped = [file.get_tensor(str(i)) for i in range(len(contents))]
         path.unlink()  # the disk has it as long as it is mapped, even after a kill
         return mapped
+
+
+class _OwnFolder:
+    """A folder of this process's own in ``parent``, which it has locked. Those of processes that
+    were killed are not locked any more, and are deleted.
+    """
+
+    def __init__(self, parent: str | Path | None) -> None:
+        parent = Path(tempfile.gettempdir() if parent is None else parent)
+        parent.mkdir(parents=True, exist_ok=True)
+        for other in parent.glob(f"{_PREFIX}*"):
+            lock = _locked(other)
+            if lock is not None:
+                shutil.rmtree(other, ignore_errors=True)
+                os.close(lock)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+            lock = _locked(self.path)
+            if lock is not None and self.path.exists():  # not deleted in between
+                break
+        self._lock = lock
+
+    def close(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _locked(folder: Path) -> int | None:
+    """A descriptor that holds the lock of a folder; None if another process has it."""
+    descriptor = None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # locked, gone, or another user's
+        if descriptor is not None:
+            os.close(descriptor)
+        return None
+    return descriptor
 
 
 def _memory_of(tensor: Tensor) -> Tensor:

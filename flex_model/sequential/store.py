@@ -30,6 +30,8 @@ _SHARD_BYTES = 256 * 2**20
 _ASIDE = "aside.part"  # a folder: safetensors writes under names of its own choice beside the file
 _LEFTOVERS = (".part", ".safetensors")
 
+_Keys = dict[int, list[tuple[int, str, str]]]  # by batch: call, name, key in the file
+
 
 class ActivationStore:
     """The records of a sequential run in a folder, by name, batch and call.
@@ -52,7 +54,8 @@ class ActivationStore:
         is_complete: Whether their run came to its end.
 
     Raises:
-        ValueError: the folder holds something else, or records with another key.
+        ValueError: the folder holds something else, or records with another key. Raised by reading
+            too, where a file is not what was written.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class ActivationStore:
         self._shard_bytes = shard_bytes
         self._waiting: dict[str, Tensor] = {}
         self._waiting_inputs: list[str] = []
-        self._files: dict[str, tuple[Any, dict[int, list[str]]]] = {}
+        self._files: dict[str, tuple[Any, _Keys]] = {}
         self._manifest = self._read()
         if self._manifest is None:
             self._manifest = {
@@ -90,11 +93,18 @@ class ActivationStore:
                     f"{_MANIFEST}; give a folder of its own"
                 )
             return None
-        manifest = json.loads(path.read_text())
-        if manifest.get("format") != _FORMAT or manifest.get("version") != _VERSION:
+        try:
+            manifest = json.loads(path.read_bytes())
+            is_ours = manifest["format"] == _FORMAT and manifest["version"] == _VERSION
+            is_whole = is_ours and _is_whole(manifest)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            is_ours = is_whole = False
+        if not is_whole:
             raise ValueError(
                 f"ActivationStore: {path} is not of format {_FORMAT!r}, version {_VERSION}; it was "
                 "written by something else, or by another release"
+                + ", or changed since: its parts contradict each other"
+                * is_ours
             )
         return manifest
 
@@ -136,23 +146,30 @@ class ActivationStore:
         shard = next(s for s in self._manifest["shards"] if s["first"] <= index <= s["last"])
         found: dict[str, list[tuple[int, Tensor]]] = {}
         file, keys = self._opened(shard["file"])
-        for key in keys.get(index, []):
-            _, call, name = key.split("/", 2)
-            found.setdefault(name, []).append((int(call), file.get_tensor(key)))
+        for call, name, key in keys.get(index, []):
+            found.setdefault(name, []).append((call, file.get_tensor(key)))
         return {
             name: [tensor for _, tensor in sorted(calls, key=lambda call: call[0])]
             for name, calls in found.items()
         }
 
-    def _opened(self, file: str) -> tuple[Any, dict[int, list[str]]]:
-        """A file, and its tensors' keys by batch. One is kept open."""
-        from safetensors import safe_open
+    def _opened(self, file: str) -> tuple[Any, _Keys]:
+        """A file, and what it has by batch. One is kept open."""
+        from safetensors import SafetensorError, safe_open
 
         if file not in self._files:
-            opened = safe_open(str(self.folder / file), framework="pt")
-            keys: dict[int, list[str]] = {}
-            for key in list(opened.keys()):
-                keys.setdefault(int(key.partition("/")[0]), []).append(key)
+            path = self.folder / file
+            keys: _Keys = {}
+            try:
+                opened = safe_open(str(path), framework="pt")
+                for key in list(opened.keys()):
+                    batch, call, name = key.split("/", 2)
+                    keys.setdefault(int(batch), []).append((int(call), name, key))
+            except (SafetensorError, ValueError, OSError) as error:
+                raise ValueError(
+                    f"ActivationStore: {path} is not a file that a store wrote ({error}); delete "
+                    f"{self.folder} and run again"
+                ) from error
             self._files = {file: (opened, keys)}
         return self._files[file]
 
@@ -203,7 +220,7 @@ class ActivationStore:
         if self._waiting_inputs:
             first = self.num_batches
             last = first + len(self._waiting_inputs) - 1
-            file = f"batches-{first:08d}-{last:08d}.safetensors"
+            file = _shard_name(first, last)
             self._write_shard(file)
             names = sorted({key.split("/", 2)[2] for key in self._waiting})
             self._manifest["shards"].append(
@@ -236,6 +253,30 @@ class ActivationStore:
         os.replace(aside / name, self.folder / name)
         aside.rmdir()
         _sync(self.folder)
+
+
+def _is_whole(manifest: Any) -> bool:
+    """Whether its files are in the folder and hold the batches one after the other."""
+    shards, batches = manifest["shards"], manifest["batches"]
+    first = 0
+    for shard in shards:
+        if shard["first"] != first or not first <= shard["last"] < len(batches):
+            return False
+        if shard["file"] != _shard_name(first, shard["last"]):  # so it can't leave the folder
+            return False
+        if not all(isinstance(name, str) for name in shard["names"]):
+            return False
+        first = shard["last"] + 1
+    return (
+        isinstance(batches, list)
+        and first == len(batches)
+        and isinstance(manifest["is_complete"], bool)
+        and {"key", "hooks"} <= manifest.keys()
+    )
+
+
+def _shard_name(first: int, last: int) -> str:
+    return f"batches-{first:08d}-{last:08d}.safetensors"
 
 
 class StoredRecords:

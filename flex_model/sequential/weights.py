@@ -125,7 +125,7 @@ def _files_of(path: Path) -> list[Path]:
         )
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        shards = _shards_in(index)
         missing = [shard for shard in shards if not (path / shard).is_file()]
         if missing:
             raise FileNotFoundError(
@@ -140,6 +140,22 @@ def _files_of(path: Path) -> list[Path]:
             "save_pretrained (files of torch.save are not read)"
         )
     return files
+
+
+def _shards_in(index: Path) -> list[str]:
+    try:
+        shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        is_index = all(
+            not Path(shard).is_absolute() and ".." not in Path(shard).parts for shard in shards
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        is_index = False
+    if not is_index:
+        raise ValueError(
+            f"CheckpointWeights: {index} is no index of safetensors files beside it, which has "
+            '{"weight_map": {name: file}}; download the checkpoint again'
+        )
+    return shards
 
 
 def as_source(weights: str | Path | WeightSource, model: nn.Module) -> WeightSource:

@@ -66,7 +66,9 @@ def train(rank, tell, size, seconds, stays, backward_seconds):
         tell("left", time.monotonic())
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)[1:]]
         if stays and any("flex_model" in file or file == __file__ for file in files):
-            time.sleep(60)  # in a run, or in its backward; outside only the end of the process tells
+            time.sleep(
+                60
+            )  # in a run, or in its backward; outside only the end of the process tells
 
 
 def interrupt(size, transport, seconds, after, victim, stays, backward_seconds=(0.0,) * 4):

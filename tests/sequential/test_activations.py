@@ -121,6 +121,20 @@ def test_inputs_of_the_user_stay_where_they_are():
     assert seen == [True, True]
 
 
+def test_what_a_killed_run_left_is_deleted_and_not_that_of_one_that_goes_on(tmp_path):
+    """A folder is the run's own as long as its process holds the lock."""
+    killed = tmp_path / "flex_model-activations-killed"
+    killed.mkdir()
+    (killed / ".tmpAbCdEf").write_bytes(b"which safetensors began")
+    (tmp_path / "mine").mkdir()
+    first = ActivationKeeper(nn.Linear(1, 1), "disk", tmp_path)
+    second = ActivationKeeper(nn.Linear(1, 1), "disk", tmp_path)
+    assert not killed.exists() and len(list(tmp_path.iterdir())) == 3
+    first.close()
+    second.close()
+    assert list(tmp_path.iterdir()) == [tmp_path / "mine"]
+
+
 def test_nothing_is_left_after_an_exception(tmp_path):
     model = Stack(3)
     handle = model.blocks[1].register_forward_hook(lambda *_: 1 / 0)
