@@ -203,7 +203,7 @@ class Channel(Connections):
             self.agree(Header(kind), f"{kind}, after {text}")
         except HookError as error:
             is_new = any(group.broken for group in self._groups.values())
-            if is_new and hasattr(cause, "add_note"):  # from Python 3.11 on
+            if is_new and cause is not None and hasattr(cause, "add_note"):  # from Python 3.11 on
                 cause.add_note(f"flex_model: {error}")
         finally:
             self.timeout_s = timeout_s

@@ -207,7 +207,7 @@ class _Meeting:
         another thread waits there, with a connection to the store of its own.
         """
         self.processes.ended()  # watches them all
-        store, made = self.store.clone(), Future[Any]()
+        store, made = self.store.clone(), Future[Any]()  # type: ignore[attr-defined]
         limit = timedelta(seconds=self.timeout_s + _BACKEND_SLACK_S)
 
         def make() -> None:

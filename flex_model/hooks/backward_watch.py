@@ -1,11 +1,12 @@
 """Backward passes that are left in the middle: by an error of the model's own, or by Ctrl-C.
 
-No code of ours is on the stack there. But autograd drops what was to be called at the end of a pass,
-and that is seen; so a rank can tell the others, who wait for it in a hook.
+No code of ours is on the stack there. But autograd drops what was to be called at the end of the
+pass, and that is seen; so a rank can tell the others, who wait for it in a hook.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from typing import Any
@@ -70,10 +71,9 @@ class BackwardWatch:
             self._is_owing = True
 
     def _tell(self) -> None:
-        try:
+        # A Ctrl-C, for one, is not raised: the error that ends the pass is.
+        with contextlib.suppress(BaseException):
             self._channel.tell_failure(_FAILURE, None, "end of the backward", _GRACE_S)
-        except BaseException:  # Ctrl-C, say: the error that ends the pass is the one to raise
-            pass
 
 
 class _EndedPass:

@@ -1,4 +1,4 @@
-"""Files that are not what was written: cut off, changed, of pickles, with paths that lead elsewhere.
+"""Files that are not what was written: cut off, changed, pickles, paths that lead elsewhere.
 
 What is read from them is right, or it is a ValueError; nothing is run, nothing outside of the
 folder is opened or written.
@@ -122,8 +122,7 @@ def test_a_store_reads_changed_manifests_rightly_or_refuses_them(tmp_path):
                 path.write_bytes(changed_bytes(text.encode(), choose))
             try:
                 found = read_all(tmp_path / "store")
-            except (ValueError, KeyError) as error:
-                assert str(tmp_path) in str(error) or "has no record" in str(error)
+            except (ValueError, KeyError):
                 refused += 1
                 continue
             for name, records in found.items():  # other names have no tensors
