@@ -195,16 +195,19 @@ class Channel(Connections):
         """Tell the others that the model itself failed on this rank; for ``grace_s`` seconds at
         most. Of its own troubles, which may be why the model failed, it leaves a note on ``cause``.
         """
-        if self.is_local or self.is_child or any(group.broken for group in self._groups.values()):
+        if self.is_local or self.is_child:
+            return
+        broken = next((group.broken for group in self._groups.values() if group.broken), None)
+        if broken is not None:
+            _note(cause, broken)
             return
         self.set_error(text, cause, FAILED)
         timeout_s, self.timeout_s = self.timeout_s, min(self.timeout_s, grace_s)
         try:
             self.agree(Header(kind), f"{kind}, after {text}")
         except HookError as error:
-            is_new = any(group.broken for group in self._groups.values())
-            if is_new and cause is not None and hasattr(cause, "add_note"):  # from Python 3.11 on
-                cause.add_note(f"flex_model: {error}")
+            if any(group.broken for group in self._groups.values()):
+                _note(cause, str(error))
         finally:
             self.timeout_s = timeout_s
             self.clear_error()
@@ -253,3 +256,8 @@ class Channel(Connections):
     def _count(self, axes: tuple[Axis, ...], num_bytes: int) -> None:
         self.num_payloads += 1
         self.meter.payload(num_bytes, self.transport(axes).name)
+
+
+def _note(error: BaseException | None, text: str) -> None:
+    if error is not None and hasattr(error, "add_note"):  # from Python 3.11 on
+        error.add_note(f"flex_model: {text}")

@@ -629,10 +629,10 @@ class HookCore:
                 return
             try:
                 core._deliver(run, "end of the backward")
+                core.backward_order.ends()
             except BaseException as error:
                 core.interrupted(error)
                 raise
-            core.backward_order.ends()
 
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
