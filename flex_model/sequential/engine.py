@@ -1,14 +1,16 @@
 """Runs a model target by target: every batch of a window is suspended at the entry of a target
 until that target's turn comes.
 
-Batches take turns, one at a time, in their order. Of all targets that batches wait at, the first
+Batches take turns, one at a time, in their order, each giving the turn to the next. Of all targets that batches wait at, the first
 in the model's order is served first, so those that are behind (a skipped block, a loop) catch up.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -54,25 +56,23 @@ class Batch:
         inputs: What that target was called with.
         path: The targets that it is inside of, outermost first.
         hooks: What the hook core keeps of it; None without hooks.
+        turn: What is undone when its turn is over.
     """
 
+    call: SuspendedCall
+
     def __init__(
-        self,
-        index: int,
-        arguments: Any,
-        call: SuspendedCall,
-        hooks: BatchRun | None,
-        process: ProcessState,
+        self, index: int, arguments: Any, hooks: BatchRun | None, process: ProcessState
     ) -> None:
         self.index = index
         self.arguments = arguments
-        self.call = call
         self.hooks = hooks
         self.waits_at: Target | None = None
         self.inputs: tuple[Any, Any] | None = None
         self.path: list[Target] = []
         self.begins_with = self.process = process
         self.put_away: Any = None
+        self.turn = contextlib.ExitStack()
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,8 @@ class Engine:
         self._threads = Threads()
         self._cuda_device = cuda_device
         self._current: Batch | None = None
+        self._latest: Batch | None = None
+        self._following: deque[Batch] = deque()  # whose turns are next, in this step
         self._step: int | None = None
         self._left: dict[Target, set[int]] = {}
         self._followers: dict[int, int] = {}  # the step that came after a step, as last seen
@@ -172,15 +174,18 @@ class Engine:
             with self._hooks.run(hooks):
                 return call(arguments)
 
-        suspended = SuspendedCall(function, caller, self._threads)
-        return Batch(index, arguments, suspended, hooks, begins_with.of_batch(index))
+        batch = Batch(index, arguments, hooks, begins_with.of_batch(index))
+        following = functools.partial(self._turn_ends, batch)
+        batch.call = SuspendedCall(function, caller, self._threads, following)
+        return batch
 
     def _run_window(self, batches: list[Batch], is_followed: bool) -> None:
         todo = list(batches)
         try:
             with self._callers_state_kept():
                 for batch in batches:
-                    self._go_on(batch)
+                    batch.call.start()
+                self._go_on(batches)
             self._deliver_done(todo)
             while waiting := [batch for batch in todo if batch.waits_at is not None]:
                 self._take_step(waiting, is_followed)
@@ -206,8 +211,7 @@ class Engine:
                 others = [batch for batch in waiting if batch not in going]
                 self._loader.read_ahead(self._steps_after(step, others, is_followed))
             with self._callers_state_kept():
-                for batch in going:
-                    self._go_on(batch)
+                self._go_on(going)
         finally:
             self._step = None
         for batch in going:
@@ -236,31 +240,68 @@ class Engine:
             ahead.append(step)
         return ahead
 
-    def _go_on(self, batch: Batch) -> None:
-        """Let one batch go on until it waits at a target of another step, or is done."""
-        if self._keeper is not None:
+    def _go_on(self, batches: list[Batch]) -> None:
+        """Let them go on, one after the other, each until it waits at a target of another step or
+        is done.
+        """
+        if self._keeper is None:
+            self._take_turns(batches)
+            return
+        for batch in batches:  # what it does takes longer than a turn's way through this thread
             self._keeper.bring_back(batch)
-        batch.waits_at = batch.inputs = None
-        try:
-            with self._current_is(batch):
-                batch.call.resume()
-        except BaseException as error:
-            with contextlib.suppress(AttributeError):
-                error.batch_index = batch.index  # type: ignore[attr-defined]
-            raise
-        if self._keeper is not None and batch.waits_at is not None:
-            self._keeper.put_away(batch)
+            self._take_turns([batch])
+            if batch.waits_at is not None:
+                self._keeper.put_away(batch)
 
-    @contextlib.contextmanager
-    def _current_is(self, batch: Batch) -> Iterator[None]:
-        batch.process.restore()
-        self._current = batch
+    def _take_turns(self, batches: list[Batch]) -> None:
+        self._following.extend(batches)
+        interruption: BaseException | None = None
         try:
-            if self._hooks is not None and batch.hooks is not None:
-                with self._hooks.goes_on(batch.hooks):
-                    yield
-            else:
-                yield
+            self._begin_turn(self._following.popleft()).resume()
+        except BaseException as error:
+            interruption = error
+        finally:
+            self._following.clear()
+            if self._current is not None:  # interrupted before it went on
+                self._end_turn(self._current)
+        failed = next((batch for batch in batches if batch.call.error is not None), self._latest)
+        assert failed is not None
+        error, failed.call.error = failed.call.error or interruption, None
+        if error is not None:
+            # The one that the caller's handler made, rather than its copy in the thread.
+            error = interruption if type(interruption) is type(error) else error
+            assert error is not None
+            with contextlib.suppress(AttributeError):
+                error.batch_index = failed.index  # type: ignore[attr-defined]
+            raise error
+        for batch in batches:
+            if batch.call.is_done:
+                batch.call.give_back_thread()
+
+    def _turn_ends(self, batch: Batch) -> SuspendedCall | None:
+        """Called in a batch's thread where it stops or is done: whose turn is next."""
+        if self._current is batch:
+            self._end_turn(batch)
+        if self._threads.turns.is_interrupted or batch.call.error or not self._following:
+            return None
+        return self._begin_turn(self._following.popleft())
+
+    def _begin_turn(self, batch: Batch) -> SuspendedCall:
+        """All is as the batch left it."""
+        batch.waits_at = batch.inputs = None
+        batch.process.restore()
+        self._current = self._latest = batch
+        if self._hooks is not None and batch.hooks is not None:
+            batch.turn.enter_context(self._hooks.goes_on(batch.hooks))
+        if self._following:
+            self._following[0].call.announce()
+        else:
+            self._threads.turns.caller.announce()
+        return batch.call
+
+    def _end_turn(self, batch: Batch) -> None:
+        try:
+            batch.turn.close()
         finally:
             self._current = None
             batch.process = ProcessState.now(self._cuda_device)
@@ -280,10 +321,13 @@ class Engine:
         for batch in reversed(batches):
             while not batch.call.is_done:
                 try:
-                    with self._callers_state_kept(), self._current_is(batch):
-                        batch.call.abandon()
+                    with self._callers_state_kept():
+                        self._begin_turn(batch).abandon()
                 except BaseException:  # a second Ctrl-C: the first one is raised, after all ended
                     continue
+                finally:
+                    if self._current is not None:
+                        self._end_turn(self._current)
 
     # What torch's hooks call.
 

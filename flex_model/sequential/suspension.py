@@ -1,7 +1,9 @@
-"""A call that can stop anywhere inside and go on later: it has a thread of its own.
+"""Calls that can stop anywhere inside and go on later: each has a thread of its own.
 
-The caller and the call take turns; never do both run. A thread rather than a coroutine: any code
-can be stopped from within, and torch's grad mode, autocast and modes are a thread's own.
+The caller and the calls take turns; never do two run. A call that stops gives the turn to the next
+call directly, and the last one to the caller: to wake a thread costs more than all else here. A
+thread rather than a coroutine: any code can be stopped from within, and torch's grad mode, autocast
+and modes are a thread's own.
 """
 
 from __future__ import annotations
@@ -14,14 +16,33 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from flex_model import _C
 from flex_model.sequential.interrupts import deferred
 from flex_model.sequential.thread_state import CallerState
 
-_POLL_S = 0.1
+_POLL_S = 0.1  # between the caller's looks for Ctrl-C, which any thread may have been told
+_LONG_S = 1e6
 
 
 class AbandonedError(BaseException):
     """Raised where a call has stopped that won't go on, so that what it entered is left."""
+
+
+class Turns:
+    """Whose turn it is.
+
+    Attributes:
+        caller: What the caller waits for.
+        holder: The call whose turn it is; None: the caller's. It is set before the turn is given: an
+            interruption may come between any two instructions, and then a turn is given twice
+            rather than never.
+        is_interrupted: The caller was: no call gives the turn to another.
+    """
+
+    def __init__(self) -> None:
+        self.caller = _C.Turn()
+        self.holder: SuspendedCall | None = None
+        self.is_interrupted = False
 
 
 class Threads:
@@ -32,6 +53,7 @@ class Threads:
     def __init__(self) -> None:
         self._all: list[_Worker] = []
         self._idle: list[_Worker] = []
+        self.turns = Turns()
 
     def take(self) -> _Worker:
         while self._idle:
@@ -69,47 +91,62 @@ class _Worker:
 
 
 class SuspendedCall:
-    """``function()``, begun by the first ``resume()``.
+    """``function()``, begun by ``start()`` and the first ``resume()``.
+
+    Args:
+        following: Called in the call's thread when it stops or is done: the call whose turn is
+            next, None for the caller's.
 
     Attributes:
         is_done: Whether it has returned or raised.
         value: What it returned.
+        error: What it raised.
     """
 
-    def __init__(self, function: Callable[[], Any], caller: CallerState, threads: Threads) -> None:
+    def __init__(
+        self,
+        function: Callable[[], Any],
+        caller: CallerState,
+        threads: Threads,
+        following: Callable[[], SuspendedCall | None],
+    ) -> None:
         self.is_done = False
         self.value: Any = None
+        self.error: BaseException | None = None
         self._function = function
         self._caller = caller
-        self._error: BaseException | None = None
+        self._following = following
         self._is_abandoned = False
-        # Turns are numbered, and the locks only wake who waits for his: an interruption may come
-        # between any two instructions, and then a turn is announced twice rather than never.
-        self._turn = self._turns_taken = 0
-        self._go, self._back = threading.Lock(), threading.Lock()
-        self._go.acquire()
-        self._back.acquire()
+        self._turn = _C.Turn()
         self._threads = threads
+        self._turns = threads.turns
         self._worker: _Worker | None = None
 
-    def resume(self) -> None:
-        """Let it go on until it stops or is done. Raises what it raised.
+    def start(self) -> None:
+        """Have a thread wait for its first turn; once."""
+        with deferred():
+            self._worker = self._threads.take()
+            self._worker.jobs.put(functools.partial(self._caller.context.copy().run, self._run))
 
-        What interrupts the caller meanwhile (Ctrl-C) is raised in the call, as in a plain one.
+    def announce(self) -> None:
+        """Its turn is near."""
+        self._turn.announce()
+
+    def resume(self) -> None:
+        """Let it go on, and those that follow it, until a call gives the turn back. Called by the
+        caller; raises what interrupted it meanwhile (Ctrl-C), which is raised in the call that
+        goes on, too, as in a plain one.
         """
         interruption = self._run_on()
-        if self._error is not None:
-            error, self._error = self._error, None
-            # The one that the caller's handler made, rather than its copy in the thread.
-            raise interruption if type(interruption) is type(error) else error
         if interruption is not None:
             raise interruption
 
     def stop(self) -> None:
-        """Called inside: give the turn to the caller until it resumes the call."""
+        """Called inside: give the turn away, until it comes back."""
         if not self._is_abandoned:
-            self._give_back()
-            self._await_turn()
+            self._give_away(waits=True)
+            while self._turns.holder is not self:
+                self._turn.take(_LONG_S)
         if self._is_abandoned:
             raise AbandonedError
 
@@ -118,66 +155,73 @@ class SuspendedCall:
         """Whether the thread that asks is that of the call."""
         return self._worker is not None and threading.current_thread() is self._worker.thread
 
-    def abandon(self) -> BaseException | None:
-        """End it where it stopped. What it raised besides, if anything."""
+    def abandon(self) -> None:
+        """End it where it stopped. Raises what interrupted the caller meanwhile."""
         self._is_abandoned = True
         if self._worker is None or self.is_done:
             self.is_done = True
-            return None
-        interruption = self._run_on()
-        error = None if isinstance(self._error, AbandonedError) else self._error
-        self._error = None
-        return interruption or error
+            return
+        self.resume()
+
+    def give_back_thread(self) -> None:
+        """It is done: another call may have its thread."""
+        if self._worker is not None:
+            worker, self._worker = self._worker, None
+            self._threads.give_back(worker)
 
     def _run_on(self) -> BaseException | None:
-        """Let it go on and wait; what interrupted the wait."""
+        """Give it the turn and wait until it comes back; what interrupted the wait."""
+        turns = self._turns
         interruption: BaseException | None = None
-        if self._worker is None:
-            with deferred():
-                self._worker = self._threads.take()
-                self._worker.jobs.put(functools.partial(self._caller.context.copy().run, self._run))
-        thread = self._worker.thread
-        self._turn = self._turns_taken + 1
-        while self._turns_taken != self._turn:
+        told: SuspendedCall | None = None  # of the interruption
+        turns.is_interrupted = False
+        turns.holder = self
+        while (holder := turns.holder) is not None:
             try:
-                _wake(self._go)
-                self._back.acquire(timeout=-1 if interruption is None else _POLL_S)
-                if interruption is not None and not thread.is_alive():  # on its last steps
-                    self.is_done, self._turns_taken = True, self._turn
+                assert holder._worker is not None
+                if interruption is not None:
+                    if holder is not told:
+                        told = holder
+                        _raise_in(holder._worker.thread, type(interruption))
+                    elif not holder._worker.thread.is_alive():  # on its last steps
+                        holder.is_done, turns.holder = True, None
+                        break
+                # Once more, if it was given already: it may not have been, when all is interrupted.
+                if holder is self or interruption is not None:
+                    holder._turn.give_and_take(turns.caller, _POLL_S)
+                else:
+                    turns.caller.take(_POLL_S)
             except BaseException as error:
                 if interruption is None:
-                    interruption = error
-                    _raise_in(thread, type(error))
-        if self.is_done:
-            self._threads.give_back(self._worker)
+                    turns.is_interrupted, interruption = True, error
         return interruption
 
     def _run(self) -> None:
         try:
-            self._await_turn()
+            while self._turns.holder is not self:
+                self._turn.take(_LONG_S)
             if self._is_abandoned:
                 raise AbandonedError
             with self._caller.entered():
                 self.value = self._function()
+        except AbandonedError:
+            pass
         except BaseException as error:
-            self._error = error
+            self.error = error
         finally:
             self.is_done = True
             del self._function
-            self._give_back()
+            self._give_away(waits=False)
+            del self._following  # and with it a batch
 
-    def _await_turn(self) -> None:
-        while self._turns_taken == self._turn:
-            self._go.acquire()
-
-    def _give_back(self) -> None:
-        self._turns_taken = self._turn
-        _wake(self._back)
-
-
-def _wake(lock: threading.Lock) -> None:
-    with contextlib.suppress(RuntimeError):  # it is awake
-        lock.release()
+    def _give_away(self, waits: bool) -> None:
+        following = self._following()
+        self._turns.holder = following
+        turn = self._turns.caller if following is None else following._turn
+        if waits:
+            turn.give_and_take(self._turn, _LONG_S)
+        else:
+            turn.give()
 
 
 def _raise_in(thread: threading.Thread, kind: type[BaseException]) -> None:
