@@ -179,7 +179,7 @@ class HookCore:
             if module is not core.module or run is None or _in_backward() or core._refusal():
                 return
             core.tracking.end()
-            if core.table.acts_in_backward:
+            if core.table.acts_in_backward and core.step is None:
                 core.backward_watch.watch_from(output)
             if not run.direct_depth:
                 return
@@ -437,7 +437,8 @@ class HookCore:
         """
         if not registration.edits:
             return tree
-        self.backward_watch.watch()
+        if self.step is None:
+            self.backward_watch.watch()
         run = self._run_of_backward()
         try:
             if run is None:

@@ -1,8 +1,9 @@
 """Runs a model target by target: every batch of a window is suspended at the entry of a target
 until that target's turn comes.
 
-Batches take turns, one at a time, in their order, each giving the turn to the next. Of all targets that batches wait at, the first
-in the model's order is served first, so those that are behind (a skipped block, a loop) catch up.
+Batches take turns, one at a time, in their order, each giving the turn to the next. Of all targets
+that batches wait at, the first in the model's order is served first, so those that are behind (a
+skipped block, a loop) catch up.
 """
 
 from __future__ import annotations
@@ -266,14 +267,13 @@ class Engine:
                 self._end_turn(self._current)
         failed = next((batch for batch in batches if batch.call.error is not None), self._latest)
         assert failed is not None
-        error, failed.call.error = failed.call.error or interruption, None
-        if error is not None:
-            # The one that the caller's handler made, rather than its copy in the thread.
-            error = interruption if type(interruption) is type(error) else error
-            assert error is not None
+        raised, failed.call.error = failed.call.error or interruption, None
+        # The one that the caller's handler made, rather than its copy in the thread.
+        raised = interruption if type(interruption) is type(raised) else raised
+        if raised is not None:
             with contextlib.suppress(AttributeError):
-                error.batch_index = failed.index  # type: ignore[attr-defined]
-            raise error
+                raised.batch_index = failed.index  # type: ignore[attr-defined]
+            raise raised
         for batch in batches:
             if batch.call.is_done:
                 batch.call.give_back_thread()

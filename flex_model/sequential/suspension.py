@@ -33,8 +33,8 @@ class Turns:
 
     Attributes:
         caller: What the caller waits for.
-        holder: The call whose turn it is; None: the caller's. It is set before the turn is given: an
-            interruption may come between any two instructions, and then a turn is given twice
+        holder: The call whose turn it is; None: the caller's. It is set before the turn is given:
+            an interruption may come between any two instructions, and then a turn is given twice
             rather than never.
         is_interrupted: The caller was: no call gives the turn to another.
     """
