@@ -1,6 +1,7 @@
 """A rank that ends while others wrap the model, and wait for it to connect."""
 
 import os
+import re
 import signal
 import time
 
@@ -57,7 +58,9 @@ def test_a_rank_that_dies_while_others_wrap_is_named_at_once(site, size, victim,
     assert len(outcomes) == size - 1
     for outcome in outcomes.values():
         assert outcome.kind == "HookError", outcome
-        assert f"global ranks [{victim}] ended or died" in outcome.text, outcome
+        named = re.search(r"global ranks \[(.*)\] ended or died", outcome.text)
+        # A slow rank may see those end, too, that ended because of it.
+        assert named and str(victim) in named[1].split(", "), outcome
         assert outcome.when - start < 5
     print(f"{max(outcome.when for outcome in outcomes.values()) - start:.2f} s")
 
