@@ -36,13 +36,14 @@ inline void copy_cached(char* to, const Others& others, const char* from, int64_
 
 #if defined(__x86_64__)
 
-// Four vectors at a time: a whole number of cache lines to each place before the next one.
+// Whole cache lines to aligned places: four lines to each place before the next one.
 template <int kOthers>
 __attribute__((target("avx512f"))) void stream_avx512(char* to, const Others& others,
                                                       const char* from, int64_t bytes) {
   char* places[1 + kOthers] = {to};
   for (int i = 0; i < kOthers; ++i) places[1 + i] = to + others.distances[i];
-  for (int64_t at = 0; at + 256 <= bytes; at += 256) {
+  int64_t at = 0;
+  for (; at + 256 <= bytes; at += 256) {
     const __m512i a = _mm512_loadu_si512(from + at);
     const __m512i b = _mm512_loadu_si512(from + at + 64);
     const __m512i c = _mm512_loadu_si512(from + at + 128);
@@ -53,6 +54,10 @@ __attribute__((target("avx512f"))) void stream_avx512(char* to, const Others& ot
       _mm512_stream_si512(reinterpret_cast<__m512i*>(place + at + 128), c);
       _mm512_stream_si512(reinterpret_cast<__m512i*>(place + at + 192), d);
     }
+  }
+  for (; at < bytes; at += 64) {
+    const __m512i a = _mm512_loadu_si512(from + at);
+    for (char* place : places) _mm512_stream_si512(reinterpret_cast<__m512i*>(place + at), a);
   }
 }
 
@@ -71,13 +76,13 @@ __attribute__((target("avx2"))) void stream_avx2(char* to, const Others& others,
   }
 }
 
-// `kStep` bytes at a time by `kStreams[others.count]`, from the first whole cache line on; what is
-// before and after it goes through the cache.
-template <const StreamFunction* kStreams, int64_t kStep>
+// The whole cache lines by `kStreams[others.count]`; what is before and after them goes through the
+// cache.
+template <const StreamFunction* kStreams>
 void stream_aligned(char* to, const Others& others, const char* from, int64_t bytes) {
   const int64_t head = -reinterpret_cast<intptr_t>(to) & (kStreamAlignment - 1);
-  if (bytes < head + kStep) return copy_cached(to, others, from, bytes);
-  const int64_t middle = (bytes - head) / kStep * kStep, tail = bytes - head - middle;
+  if (bytes < head + kStreamAlignment) return copy_cached(to, others, from, bytes);
+  const int64_t tail = (bytes - head) % kStreamAlignment, middle = bytes - head - tail;
   if (head > 0) copy_cached(to, others, from, head);
   kStreams[others.count](to + head, others, from + head, middle);
   if (tail > 0) copy_cached(to + head + middle, others, from + head + middle, tail);
@@ -90,8 +95,8 @@ inline constexpr StreamFunction kAvx2[] = {stream_avx2<0>, stream_avx2<1>, strea
 
 inline StreamFunction find_stream() {
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f")) return stream_aligned<kAvx512, 256>;
-  if (__builtin_cpu_supports("avx2")) return stream_aligned<kAvx2, 64>;
+  if (__builtin_cpu_supports("avx512f")) return stream_aligned<kAvx512>;
+  if (__builtin_cpu_supports("avx2")) return stream_aligned<kAvx2>;
   return copy_cached;
 }
 
