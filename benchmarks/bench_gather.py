@@ -1,6 +1,6 @@
 """Shards to the full tensor and back, on the ranks of one host: ours against every usual way.
 
-    python benchmarks/bench_gather.py [--ranks 4] [--quick] [--json FILE]
+    python benchmarks/bench_gather.py [--ranks 4] [--quick] [--kib N ...] [--json FILE]
                                       [--original PATH_OF_FLEX_MODEL_0.1.0]
 
 Ours are the channel's and ``Move``'s calls, as hooks make them, outputs owned by the caller. All
@@ -280,7 +280,7 @@ def body(report: Report, options: argparse.Namespace) -> None:
     if bench.num_ranks == 4:
         mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         channel = Channel(Mesh.from_sizes(tp_size=2, dp_size=2), 60.0)
-        for num_bytes in (MIB, *large):
+        for num_bytes in (*(size for size in options.sizes if size == MIB), *large):
             bench.dp_x_tp(
                 num_bytes, torch.float32, channel, (mesh["dp"].get_group(), mesh["tp"].get_group())
             )
@@ -291,11 +291,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="a few sizes, few repeats")
     parser.add_argument("--all", action="store_true", help="print the rows without a goal too")
+    parser.add_argument("--kib", type=int, nargs="+", help="sizes of the full tensors, in KiB")
     ranks.add_arguments(parser)
     options = parser.parse_args()
     options.sizes = (64 * KIB, 16 * MIB) if options.quick else SIZES
     if options.ranks > 2:  # more copies of everything
         options.sizes = (64 * MIB,) if options.quick else SIZES[:-1]
+    options.sizes = tuple(KIB * kib for kib in options.kib) if options.kib else options.sizes
     options.dims = (-1,) if options.quick and options.ranks > 2 else (0, -1)
     options.dtypes = DTYPES[:1] if options.quick else DTYPES
     options.budget_s = 0.5 if options.quick else 2.0

@@ -17,19 +17,16 @@ Columns of the first:
                one buffer with all shards (assemble, as after NCCL); ``split``: all n shards out of
                the full tensor; ``flat + cat``: the shards copied into one buffer, as a collective
                leaves them, then chunk and cat; ``list + cat``: a clone of one shard, the shards
-               copied into n new tensors, then cat; ``host``: a shard into page-locked host memory,
-               by ``how``; ``GEMM``, ``GEMM + host``: matrix products alone, and while shards go to
-               the host
+               copied into n new tensors, then cat
     n, dim     ranks, and the dim they split; ``odd``: the last one, 513 elements of bfloat16 per
                rank, so that runs are aligned to two bytes; ``odd short``: 33
     run        bytes that are contiguous on both sides, of one rank
-    mib        of the full tensor (host: of the shard)
+    mib        of the full tensor
     min_us, median_us   of one call
-    gbs        bytes read and written / min_us (host: bytes over the bus)
+    gbs        bytes read and written / min_us
     share      cudaMemcpy of as many contiguous bytes / this case, by min_us. Goals: 0.9 for runs of
-               at least 512 bytes and 64 MiB, 0.5 for odd ones; host: 0.9 for runs from 4 KiB on
+               at least 512 bytes and 64 MiB, 0.5 for odd ones
     speedup    ``flat + cat`` / this case, the goal for ``assemble`` at 64 MiB being 1.8
-               (``GEMM + host``: ``GEMM`` / this case, 0.97)
     extra_mib  memory beside inputs and result, at its peak
     wrong      bytes that differ: 0
 
@@ -41,93 +38,16 @@ Columns of the second:
     speedup    ``nccl + cat`` (``gloo + cat`` where ranks share a GPU) / this case
 """
 
-import argparse
 import itertools
-import json
 import os
-import statistics
-import sys
 import time
-from pathlib import Path
 
+import gpus
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from flex_model._C import GatherPlan
+from gpus import MIB, Timer, num_wrong, plan_along, row
 
 ops = torch.ops.flex_model
-MIB = 1 << 20
-
-
-def plan_along(sizes, dim, n, itemsize):
-    """Rank r holds the r-th of n equal parts of dim ``dim``."""
-    shard = [size // n if d == dim else size for d, size in enumerate(sizes)]
-    starts = [[shard[dim] * r if d == dim else 0 for d in range(len(sizes))] for r in range(n)]
-    pieces = [(r, start, [0] * len(sizes), shard) for r, start in enumerate(starts)]
-    return GatherPlan(list(sizes), [shard] * n, pieces, itemsize)
-
-
-def num_wrong(got, expected):
-    got, expected = (t.contiguous().reshape(-1).view(torch.uint8) for t in (got, expected))
-    return int((got != expected.to(got.device)).sum())
-
-
-class Timer:
-    """Times calls on a device, or on the host."""
-
-    def __init__(self, device, dry_run):
-        self.device, self.dry_run = device, dry_run
-        self.synchronize = int if dry_run else torch.cuda.synchronize
-
-    def seconds(self, run, inner):
-        if self.dry_run:
-            start = time.perf_counter()
-            for _ in range(inner):
-                run()
-            return (time.perf_counter() - start) / inner
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        for _ in range(inner):
-            run()
-        last.record()
-        last.synchronize()
-        return first.elapsed_time(last) / 1e3 / inner
-
-    def measure(self, cases, repeats):
-        """Seconds per call of each case, which take turns."""
-        inner = {}
-        for name, run in cases.items():
-            run()
-            inner[name] = max(1, min(100, int(1e-3 / max(self.seconds(run, 2), 1e-9))))
-        times = {name: [] for name in cases}
-        for _ in range(repeats):
-            for name, run in cases.items():
-                times[name].append(self.seconds(run, inner[name]))
-        return times
-
-    def peak_extra(self, run):
-        """Bytes allocated beside the result."""
-        if self.dry_run:
-            return 0
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        result = run()
-        torch.cuda.synchronize()
-        kept, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated() - before
-        del result
-        return peak - (kept - before)
-
-
-def row(case, times, **columns):
-    return {
-        "case": case,
-        **columns,
-        "min_us": min(times) * 1e6,
-        "median_us": statistics.median(times) * 1e6,
-    }
 
 
 def grid_of_cases(max_mib, dry_run):
@@ -202,85 +122,12 @@ def reorder_rows(timer, n, name, dim, sizes, repeats):
     return rows
 
 
-def host_rows(timer, repeats):
-    """Half the width of a full tensor into page-locked memory, for short and long rows."""
-    rows = []
-    for run_bytes in [64, 4096] if timer.dry_run else [64, 256, 512, 1024, 4096, 65536]:
-        count = (MIB if timer.dry_run else 64 * MIB) // run_bytes
-        plan = plan_along((count, 2 * run_bytes), 1, 2, 1)
-        shard = torch.randint(0, 256, (count, run_bytes), dtype=torch.uint8, device=timer.device)
-        host = torch.zeros(count, 2 * run_bytes, dtype=torch.uint8, pin_memory=not timer.dry_run)
-        flat = torch.empty(count, run_bytes, dtype=torch.uint8, pin_memory=not timer.dry_run)
-
-        def copy(how, shard=shard, host=host, plan=plan):
-            ops.copy_to_host(shard, host.data_ptr(), plan.code, 1, how)
-
-        cases = {how: (lambda how=how: copy(how)) for how in ("auto", "copy engine", "kernel")}
-        cases["contiguous"] = lambda flat=flat, shard=shard: flat.copy_(shard, non_blocking=True)
-        times = timer.measure(cases, repeats)
-        contiguous = min(times["contiguous"])
-        for how, seconds in times.items():
-            timer.synchronize()
-            host.zero_()
-            cases[how]()
-            timer.synchronize()
-            got = flat if how == "contiguous" else host[:, run_bytes:]
-            rows.append(
-                row(f"host, {how}", seconds, n=2, dim="-1", run=run_bytes, mib=shard.nbytes / MIB)
-                | {
-                    "gbs": 1e-9 * shard.nbytes / min(seconds),
-                    "share": contiguous / min(seconds),
-                    "speedup": 0.0,
-                    "extra_mib": 0.0,
-                    "wrong": num_wrong(got, shard),
-                }
-            )
-    return rows
-
-
-def overlap_rows(timer, repeats):
-    """Matrix products, alone and while shards go to the host."""
-    from flex_model.distributed.transports.host_copies import HostCopies
-
-    device = timer.device
-    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=device) for _ in range(2))
-    product = a @ b
-    shard = torch.randn(4096, 2048, dtype=torch.bfloat16, device=device)
-    plan = plan_along((4096, 4096), 1, 2, 2)
-    host = torch.empty(8, 4096, 4096, dtype=torch.bfloat16, pin_memory=True)
-    copies = HostCopies()
-
-    def gemms():
-        for _ in range(20):
-            torch.mm(a, b, out=product)
-
-    def gemms_and_copies():
-        for i in range(8):
-            copies.start(shard, host[i].data_ptr(), plan, 1)
-        gemms()
-
-    times = {"GEMM": [], "GEMM + host": []}
-    for _ in range(repeats + 1):
-        for case, run in (("GEMM", gemms), ("GEMM + host", gemms_and_copies)):
-            times[case].append(timer.seconds(run, 1))
-            copies.wait()
-    wrong = sum(num_wrong(host[i, :, 2048:].clone(), shard.cpu()) for i in range(8))
-    alone = min(times["GEMM"][1:])
-    return [
-        row(case, seconds[1:], n=2, dim="-1", run=4096, mib=8 * shard.nbytes / MIB)
-        | {"gbs": 0.0, "share": 0.0, "speedup": alone / min(seconds[1:])}
-        | {"extra_mib": 0.0, "wrong": wrong if "host" in case else 0}
-        for case, seconds in times.items()
-    ]
-
-
 def bench_one_gpu(args):
     timer = Timer(torch.device("cpu" if args.dry_run else "cuda"), args.dry_run)
     rows = []
     for case in grid_of_cases(args.max_mib, args.dry_run):
         rows += reorder_rows(timer, *case, args.repeats)
-    rows += host_rows(timer, args.repeats)
-    return rows if args.dry_run else rows + overlap_rows(timer, args.repeats)
+    return rows
 
 
 def bench_ranks(args):
@@ -368,31 +215,12 @@ def bench_ranks(args):
     return rows if rank == 0 else []
 
 
-def report(rows):
-    for i, line in enumerate(rows):
-        if i == 0 or list(line) != list(rows[i - 1]):
-            print(f"{'case':>32}", *(f"{name:>10}" for name in list(line)[1:]))
-        case, *values = (f"{v:.2f}" if isinstance(v, float) else str(v) for v in line.values())
-        print(f"{case:>32}", *(f"{value:>10}" for value in values))
-
-
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=30)
+    parser = gpus.arguments(__doc__.splitlines()[0])
     parser.add_argument("--max-mib", type=int, default=1024, help="of the largest full tensor")
-    parser.add_argument("--json", help="also write the rows to this file")
-    parser.add_argument("--dry-run", action="store_true", help="tiny cases on the CPU")
-    args = parser.parse_args()
-    if not torch.cuda.is_available() and not args.dry_run:
-        print("bench_gather_cuda: no GPU here, so nothing is measured (--dry-run shows the cases)")
-        return
+    args = gpus.parse(parser)
     many = int(os.environ.get("WORLD_SIZE", 1)) > 1
-    rows = bench_ranks(args) if many else bench_one_gpu(args)
-    report(rows)
-    if args.json and rows:
-        Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
-    if any(line["wrong"] for line in rows):
-        sys.exit("wrong bytes")
+    gpus.report(bench_ranks(args) if many else bench_one_gpu(args), args)
 
 
 if __name__ == "__main__":

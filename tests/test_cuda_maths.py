@@ -23,9 +23,10 @@ def test_copies_that_a_gpu_would_make(tmp_path, name):
 
 
 @pytest.mark.slow
-def test_the_gpu_benchmark_runs_through():
-    """Its cases and checks, on the CPU."""
-    command = [sys.executable, ROOT / "benchmarks" / "bench_gather_cuda.py", "--repeats", "1"]
+@pytest.mark.parametrize("name, case", [("gather_cuda", "assemble"), ("offload", "contiguous")])
+def test_the_gpu_benchmarks_run_through(name, case):
+    """Their cases and checks, on the CPU."""
+    command = [sys.executable, ROOT / "benchmarks" / f"bench_{name}.py", "--repeats", "1"]
     done = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "assemble" in done.stdout
+    assert case in done.stdout

@@ -14,6 +14,7 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "boxes/streaming.h"
@@ -177,17 +178,27 @@ struct CopyAny {
 
 struct CopyPastCache {
   int64_t bytes;
-  void operator()(char* to, const char* from) const { stream(to, from, bytes); }
+  Others others;
+  void operator()(char* to, const char* from) const { stream_to_each(to, others, from, bytes); }
 };
 
 constexpr int64_t kShortestStreamedRun = 256;
 
+// How runs are written. PastCache: those of kShortestStreamedRun bytes, to the other places too;
+// shorter ones as ThroughCache, to one.
+struct ThroughCache {};
+struct PastCache {
+  Others others;
+};
+
 // The innermost level.
-template <bool kStreaming>
-void copy_level(int64_t bytes, int64_t count, char* to, int64_t to_stride, const char* from,
-                int64_t from_stride) {
+template <typename Stores>
+void copy_level(Stores stores, int64_t bytes, int64_t count, char* to, int64_t to_stride,
+                const char* from, int64_t from_stride) {
   const auto run = [&](auto copy) { copy_runs(copy, count, to, to_stride, from, from_stride); };
-  if (kStreaming && bytes >= kShortestStreamedRun) return run(CopyPastCache{bytes});
+  if constexpr (std::is_same_v<Stores, PastCache>) {
+    if (bytes >= kShortestStreamedRun) return run(CopyPastCache{bytes, stores.others});
+  }
   switch (bytes) {
     case 1: return run(CopyExactly<1>{});
     case 2: return run(CopyExactly<2>{});
@@ -207,38 +218,38 @@ void copy_level(int64_t bytes, int64_t count, char* to, int64_t to_stride, const
 
 // The levels from `level` to the innermost, of which the first makes only its steps `begin` to
 // `end`.
-template <bool kToFull, bool kStreaming>
-void copy_levels(const Level* level, const Level* innermost, int64_t begin, int64_t end,
-                 int64_t run_bytes, char* full, char* shard) {
+template <bool kToFull, typename Stores>
+void copy_levels(Stores stores, const Level* level, const Level* innermost, int64_t begin,
+                 int64_t end, int64_t run_bytes, char* full, char* shard) {
   full += begin * level->full_stride;
   shard += begin * level->shard_stride;
   if (level == innermost) {
     if (kToFull) {
-      copy_level<kStreaming>(run_bytes, end - begin, full, level->full_stride, shard,
-                             level->shard_stride);
+      copy_level(stores, run_bytes, end - begin, full, level->full_stride, shard,
+                 level->shard_stride);
     } else {
-      copy_level<kStreaming>(run_bytes, end - begin, shard, level->shard_stride, full,
-                             level->full_stride);
+      copy_level(stores, run_bytes, end - begin, shard, level->shard_stride, full,
+                 level->full_stride);
     }
     return;
   }
   for (int64_t i = begin; i < end; ++i) {
-    copy_levels<kToFull, kStreaming>(level + 1, innermost, 0, level[1].count, run_bytes, full,
-                                     shard);
+    copy_levels<kToFull>(stores, level + 1, innermost, 0, level[1].count, run_bytes, full, shard);
     full += level->full_stride;
     shard += level->shard_stride;
   }
 }
 
 // Steps `begin` to `end` of the outermost level of a box; a single run counts as one step.
-template <bool kToFull, bool kStreaming>
-void copy_steps(const Box& box, int64_t begin, int64_t end, char* full, char* shard) {
+template <bool kToFull, typename Stores>
+void copy_steps(Stores stores, const Box& box, int64_t begin, int64_t end, char* full,
+                char* shard) {
   if (num_bytes(box) == 0) return;
   const Level one_run{1, 0, 0};
   const Level* first = box.levels.empty() ? &one_run : box.levels.data();
   const Level* innermost = box.levels.empty() ? &one_run : &box.levels.back();
-  copy_levels<kToFull, kStreaming>(first, innermost, begin, end, box.run_bytes,
-                                   full + box.full_offset, shard + box.shard_offset);
+  copy_levels<kToFull>(stores, first, innermost, begin, end, box.run_bytes, full + box.full_offset,
+                       shard + box.shard_offset);
 }
 
 inline int64_t num_steps(const Box& box) { return box.levels.empty() ? 1 : box.levels[0].count; }
@@ -253,8 +264,9 @@ inline bool interleave(const Box& a, const Box& b) {
 
 // Box after box would walk over the full tensor once for each of them; boxes that interleave are
 // copied in turns instead, each time as much as stays in the first-level cache.
-template <bool kToFull, bool kStreaming, typename Shard>
-void copy_in_turns(const std::vector<Box>& boxes, const std::vector<Shard*>& shards, char* full) {
+template <bool kToFull, typename Stores, typename Shard>
+void copy_in_turns(Stores stores, const std::vector<Box>& boxes, const std::vector<Shard*>& shards,
+                   char* full) {
   constexpr int64_t kTurnBytes = 16 << 10;
   for (size_t first = 0, next; first < boxes.size(); first = next) {
     next = first + 1;
@@ -267,7 +279,7 @@ void copy_in_turns(const std::vector<Box>& boxes, const std::vector<Shard*>& sha
       const int64_t end = std::min(begin + turn, steps);
       for (size_t i = first; i < next; ++i) {
         char* shard = const_cast<char*>(shards[boxes[i].rank]);
-        if (shard != nullptr) copy_steps<kToFull, kStreaming>(boxes[i], begin, end, full, shard);
+        if (shard != nullptr) copy_steps<kToFull>(stores, boxes[i], begin, end, full, shard);
       }
     }
   }
@@ -277,8 +289,8 @@ template <bool kToFull, typename Shard>
 void copy_boxes(const std::vector<Box>& boxes, const std::vector<Shard*>& shards, char* full) {
   int64_t bytes = 0;
   for (const Box& box : boxes) bytes += shards[box.rank] != nullptr ? num_bytes(box) : 0;
-  if (bytes < kStreamingBytes) return copy_in_turns<kToFull, false>(boxes, shards, full);
-  copy_in_turns<kToFull, true>(boxes, shards, full);
+  if (bytes < kStreamingBytes) return copy_in_turns<kToFull>(ThroughCache{}, boxes, shards, full);
+  copy_in_turns<kToFull>(PastCache{}, boxes, shards, full);
   finish_streaming();
 }
 
@@ -286,12 +298,14 @@ void copy_boxes(const std::vector<Box>& boxes, const std::vector<Shard*>& shards
 
 // Copies one box from its rank's shard into the full tensor.
 inline void assemble_box(const Box& box, const char* shard, char* full) {
-  detail::copy_steps<true, false>(box, 0, detail::num_steps(box), full, const_cast<char*>(shard));
+  detail::copy_steps<true>(detail::ThroughCache{}, box, 0, detail::num_steps(box), full,
+                           const_cast<char*>(shard));
 }
 
 // Copies one box out of the full tensor into its rank's shard: the inverse of assemble_box.
 inline void split_box(const Box& box, const char* full, char* shard) {
-  detail::copy_steps<false, false>(box, 0, detail::num_steps(box), const_cast<char*>(full), shard);
+  detail::copy_steps<false>(detail::ThroughCache{}, box, 0, detail::num_steps(box),
+                            const_cast<char*>(full), shard);
 }
 
 // The same for many boxes, faster than one by one. `shards[rank]` is a rank's shard; null leaves
@@ -351,18 +365,27 @@ inline void assemble_into_each(const std::vector<Box>& boxes, int64_t rank, cons
   for (const Box& box : boxes) bytes += box.rank == rank ? num_bytes(box) : 0;
   const bool streaming = bytes * static_cast<int64_t>(fulls.size()) >= kStreamingBytes;
   char* from = const_cast<char*>(shard);
-  for (const Box& box : boxes) {
-    if (box.rank != rank) continue;
-    detail::for_each_part(box, kPartBytes, [&](const Box& part) {
-      const int64_t steps = detail::num_steps(part);
-      for (char* full : fulls) {
-        if (streaming) {
-          detail::copy_steps<true, true>(part, 0, steps, full, from);
-        } else {
-          detail::copy_steps<true, false>(part, 0, steps, full, from);
-        }
+  const auto copy_part = [&](const Box& part) {
+    const int64_t steps = detail::num_steps(part);
+    const bool streamed = streaming && part.run_bytes >= detail::kShortestStreamedRun;
+    for (size_t i = 0; i < fulls.size(); ++i) {
+      char* full = fulls[i];
+      if (!streamed) {
+        detail::copy_steps<true>(detail::ThroughCache{}, part, 0, steps, full, from);
+        continue;
       }
-    });
+      detail::Others others;
+      while (i + 1 < fulls.size() && others.count < detail::Others::kMax) {
+        const int64_t distance = fulls[i + 1] - full;
+        if (distance % detail::kStreamAlignment != 0) break;
+        others.distances[others.count++] = distance;
+        ++i;
+      }
+      detail::copy_steps<true>(detail::PastCache{others}, part, 0, steps, full, from);
+    }
+  };
+  for (const Box& box : boxes) {
+    if (box.rank == rank) detail::for_each_part(box, kPartBytes, copy_part);
   }
   if (streaming) detail::finish_streaming();
 }

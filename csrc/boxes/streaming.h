@@ -12,61 +12,91 @@
 namespace flex_model {
 
 // From how many written bytes on it pays.
-constexpr int64_t kStreamingBytes = int64_t{16} << 20;
+constexpr int64_t kStreamingBytes = int64_t{8} << 20;
 
 namespace detail {
 
-using CopyFunction = void (*)(char* to, const char* from, int64_t bytes);
+// Where else the same bytes go: by their distances from the first place, all multiples of
+// kStreamAlignment.
+struct Others {
+  static constexpr int kMax = 3;
+  int64_t distances[kMax] = {};
+  int count = 0;
+};
 
-inline void copy_cached(char* to, const char* from, int64_t bytes) { std::memcpy(to, from, bytes); }
+constexpr int64_t kStreamAlignment = 64;
+
+// `bytes` bytes to `to` and to the others; they are read once.
+using StreamFunction = void (*)(char* to, const Others& others, const char* from, int64_t bytes);
+
+inline void copy_cached(char* to, const Others& others, const char* from, int64_t bytes) {
+  std::memcpy(to, from, bytes);
+  for (int i = 0; i < others.count; ++i) std::memcpy(to + others.distances[i], from, bytes);
+}
 
 #if defined(__x86_64__)
 
-// Bytes up to the next multiple of `alignment`.
-inline int64_t bytes_to_alignment(const char* address, int64_t alignment) {
-  return -reinterpret_cast<intptr_t>(address) & (alignment - 1);
-}
-
-__attribute__((target("avx512f"))) inline void stream_avx512(char* to, const char* from,
-                                                             int64_t bytes) {
-  constexpr int64_t kVector = 64;
-  const int64_t head = bytes_to_alignment(to, kVector);
-  if (bytes < head + kVector) return copy_cached(to, from, bytes);
-  std::memcpy(to, from, head);
-  int64_t at = head;
-  for (; at + 4 * kVector <= bytes; at += 4 * kVector) {
+// Whole cache lines to aligned places: four lines to each place before the next one.
+template <int kOthers>
+__attribute__((target("avx512f"))) void stream_avx512(char* to, const Others& others,
+                                                      const char* from, int64_t bytes) {
+  char* places[1 + kOthers] = {to};
+  for (int i = 0; i < kOthers; ++i) places[1 + i] = to + others.distances[i];
+  int64_t at = 0;
+  for (; at + 256 <= bytes; at += 256) {
     const __m512i a = _mm512_loadu_si512(from + at);
-    const __m512i b = _mm512_loadu_si512(from + at + kVector);
-    const __m512i c = _mm512_loadu_si512(from + at + 2 * kVector);
-    const __m512i d = _mm512_loadu_si512(from + at + 3 * kVector);
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + at), a);
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + at + kVector), b);
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + at + 2 * kVector), c);
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + at + 3 * kVector), d);
+    const __m512i b = _mm512_loadu_si512(from + at + 64);
+    const __m512i c = _mm512_loadu_si512(from + at + 128);
+    const __m512i d = _mm512_loadu_si512(from + at + 192);
+    for (char* place : places) {
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(place + at), a);
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(place + at + 64), b);
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(place + at + 128), c);
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(place + at + 192), d);
+    }
   }
-  for (; at + kVector <= bytes; at += kVector) {
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + at), _mm512_loadu_si512(from + at));
+  for (; at < bytes; at += 64) {
+    const __m512i a = _mm512_loadu_si512(from + at);
+    for (char* place : places) _mm512_stream_si512(reinterpret_cast<__m512i*>(place + at), a);
   }
-  std::memcpy(to + at, from + at, bytes - at);
 }
 
-__attribute__((target("avx2"))) inline void stream_avx2(char* to, const char* from, int64_t bytes) {
-  constexpr int64_t kVector = 32;
-  const int64_t head = bytes_to_alignment(to, kVector);
-  if (bytes < head + kVector) return copy_cached(to, from, bytes);
-  std::memcpy(to, from, head);
-  int64_t at = head;
-  for (; at + kVector <= bytes; at += kVector) {
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + at),
-                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + at)));
+template <int kOthers>
+__attribute__((target("avx2"))) void stream_avx2(char* to, const Others& others, const char* from,
+                                                 int64_t bytes) {
+  char* places[1 + kOthers] = {to};
+  for (int i = 0; i < kOthers; ++i) places[1 + i] = to + others.distances[i];
+  for (int64_t at = 0; at + 64 <= bytes; at += 64) {
+    const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + at));
+    const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + at + 32));
+    for (char* place : places) {
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(place + at), a);
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(place + at + 32), b);
+    }
   }
-  std::memcpy(to + at, from + at, bytes - at);
 }
 
-inline CopyFunction find_streaming_copy() {
+// The whole cache lines by `kStreams[others.count]`; what is before and after them goes through the
+// cache.
+template <const StreamFunction* kStreams>
+void stream_aligned(char* to, const Others& others, const char* from, int64_t bytes) {
+  const int64_t head = -reinterpret_cast<intptr_t>(to) & (kStreamAlignment - 1);
+  if (bytes < head + kStreamAlignment) return copy_cached(to, others, from, bytes);
+  const int64_t tail = (bytes - head) % kStreamAlignment, middle = bytes - head - tail;
+  if (head > 0) copy_cached(to, others, from, head);
+  kStreams[others.count](to + head, others, from + head, middle);
+  if (tail > 0) copy_cached(to + head + middle, others, from + head + middle, tail);
+}
+
+inline constexpr StreamFunction kAvx512[] = {stream_avx512<0>, stream_avx512<1>, stream_avx512<2>,
+                                             stream_avx512<3>};
+inline constexpr StreamFunction kAvx2[] = {stream_avx2<0>, stream_avx2<1>, stream_avx2<2>,
+                                           stream_avx2<3>};
+
+inline StreamFunction find_stream() {
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f")) return stream_avx512;
-  if (__builtin_cpu_supports("avx2")) return stream_avx2;
+  if (__builtin_cpu_supports("avx512f")) return stream_aligned<kAvx512>;
+  if (__builtin_cpu_supports("avx2")) return stream_aligned<kAvx2>;
   return copy_cached;
 }
 
@@ -75,13 +105,17 @@ inline void finish_streaming() { _mm_sfence(); }
 
 #else
 
-inline CopyFunction find_streaming_copy() { return copy_cached; }
+inline StreamFunction find_stream() { return copy_cached; }
 inline void finish_streaming() {}
 
 #endif
 
 // Chosen for the processor that runs this, once.
-inline const CopyFunction stream = find_streaming_copy();
+inline const StreamFunction stream_to_each = find_stream();
+
+inline void stream(char* to, const char* from, int64_t bytes) {
+  stream_to_each(to, {}, from, bytes);
+}
 
 }  // namespace detail
 }  // namespace flex_model

@@ -86,7 +86,7 @@ class Channel(Connections):
         rows = [packed] if self.is_local else self.call("exchange_bytes", GRID, packed)
         seed = Header.seed_if_alike(rows, packed) if state == OK else None
         if seed is not None:
-            return [replace(header, seed=seed)] * len(rows)
+            return [header if seed == header.seed else replace(header, seed=seed)] * len(rows)
         header = replace(header, sequence=self.sequence, state=state)
         try:
             headers = [Header.unpack(row) for row in rows]

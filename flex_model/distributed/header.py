@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -62,7 +63,7 @@ def site_hash(*parts: object) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen, which makes it slow to make: every call of a hook makes one
 class Header:
     """What a rank is about to do."""
 
@@ -85,23 +86,10 @@ class Header:
         """As it is told to others, at this place of the sequence, in this state, with these flags
         more.
         """
-        dtype = 255 if self.dtype is None else _CODE_OF_DTYPE[self.dtype]
-        fits = len(self.shape) <= MAX_DIMS and all(size < 2**31 for size in self.shape)
-        shape = self.shape if fits else ()
-        flags |= self.flags if fits else self.flags | Header.WIDE
-        first = _MAGIC
-        for value, bits in (
-            (state, 4),
-            (_CODE_OF_KIND[self.kind], 8),
-            (dtype, 8),
-            (len(shape), 4),
-            (flags, 4),
-            (self.microbatch, 16),
-        ):
-            first = first << bits | value
-        sizes = list(shape) + [0] * (MAX_DIMS - len(shape))
-        words = [sizes[i] << 32 | sizes[i + 1] for i in range(0, MAX_DIMS, 2)]
-        return _WORDS.pack(first, sequence, self.site, self.seed, *words)
+        first, *sizes = _words(
+            state, self.kind, self.dtype, self.shape, self.flags | flags, self.microbatch
+        )
+        return _WORDS.pack(first, sequence, self.site, self.seed, *sizes)
 
     @staticmethod
     def unpack(packed: bytes) -> Header:
@@ -159,3 +147,29 @@ class Header:
     @property
     def is_wide(self) -> bool:
         return bool(self.flags & Header.WIDE)
+
+
+@lru_cache(maxsize=1024)
+def _words(
+    state: int,
+    kind: str,
+    dtype: torch.dtype | None,
+    shape: tuple[int, ...],
+    flags: int,
+    microbatch: int,
+) -> tuple[int, ...]:
+    """Words 0 and 4 to 7."""
+    if len(shape) > MAX_DIMS or any(size >= 2**31 for size in shape):
+        shape, flags = (), flags | Header.WIDE
+    first = _MAGIC
+    for value, bits in (
+        (state, 4),
+        (_CODE_OF_KIND[kind], 8),
+        (255 if dtype is None else _CODE_OF_DTYPE[dtype], 8),
+        (len(shape), 4),
+        (flags, 4),
+        (microbatch, 16),
+    ):
+        first = first << bits | value
+    sizes = list(shape) + [0] * (MAX_DIMS - len(shape))
+    return first, *(sizes[i] << 32 | sizes[i + 1] for i in range(0, MAX_DIMS, 2))

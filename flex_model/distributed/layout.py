@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NoReturn
 
 from flex_model._C import GatherPlan
@@ -89,7 +90,7 @@ class ShardLayout:
     tp_first: bool = False
     source: str = field(default="", compare=False)
 
-    @property
+    @cached_property
     def sharded_axes(self) -> tuple[Axis, ...]:
         """Axes along which ranks hold different parts, in the order (dp, tp)."""
         axes: list[Axis] = []
@@ -101,7 +102,7 @@ class ShardLayout:
                 )
         return tuple(axes)
 
-    @property
+    @cached_property
     def partial_axes(self) -> tuple[str, ...]:
         """Axes along which a sum is due."""
         return tuple(axis for axis in ("dp", "tp") if isinstance(getattr(self, axis), Partial))

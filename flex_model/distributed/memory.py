@@ -6,6 +6,7 @@ costs nothing. It goes back to the pool when the tensor dies.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -36,9 +37,7 @@ _CODES = {
 
 def empty(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
     """An uninitialised contiguous CPU tensor, pooled where it is large and the pool has room."""
-    num_bytes = dtype.itemsize
-    for size in sizes:
-        num_bytes *= size
+    num_bytes = dtype.itemsize * math.prod(sizes)
     if num_bytes < POOLED_BYTES:
         return torch.empty(sizes, dtype=dtype)
     code = _CODES.get(dtype)

@@ -23,6 +23,7 @@ class SharedMemory:
     def __init__(self, group: PrivateGroup, host: _C.HostGroup) -> None:
         self.group = group
         self._host = host
+        self._rank = host.rank
 
     def exchange_bytes(self, data: bytes) -> list[bytes]:
         return self._host.exchange_bytes(data)
@@ -35,13 +36,13 @@ class SharedMemory:
 
     def all_gather(self, shard: Tensor, plan: GatherPlan, num_copies: int = 1) -> list[Tensor]:
         host = on_cpu(shard)
-        check_bytes(host, plan.shard_bytes[self._host.rank])
+        check_bytes(host, plan.shard_bytes[self._rank])
         fulls = [memory.empty(plan.full_sizes, shard.dtype) for _ in range(num_copies)]
         self._host.all_gather(plan, host.data_ptr(), [full.data_ptr() for full in fulls])
         return fulls if shard.device.type == "cpu" else [full.to(shard.device) for full in fulls]
 
     def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
-        rank = self._host.rank
+        rank = self._rank
         fulls, hosts, items = [], [], []
         for tensor in tensors:
             shard = 0
@@ -64,13 +65,13 @@ class SharedMemory:
         if host is not None:
             check_bytes(host, plan.full_bytes)
         shard = memory.empty(like.shape, like.dtype)
-        check_bytes(shard, plan.shard_bytes[self._host.rank])
+        check_bytes(shard, plan.shard_bytes[self._rank])
         source = 0 if host is None else host.data_ptr()
         self._host.scatter_from_first(plan, source, shard.data_ptr())
         return shard.to(like.device)
 
     def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
-        if self._host.rank == 0:
+        if self._rank == 0:
             assert tensor is not None
             host = on_cpu(tensor)
             self._host.broadcast(host.data_ptr(), host.nbytes, 0)

@@ -104,7 +104,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def on_cpu(tensor: Tensor) -> Tensor:
     """A contiguous CPU tensor of the same values; shares memory where it can."""
-    tensor = tensor.detach().cpu()
+    if tensor.requires_grad or not tensor.is_cpu:
+        tensor = tensor.detach().cpu()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor.contiguous()
