@@ -48,7 +48,8 @@ class FlexModel(nn.Module):
 
     Args:
         module: Any ``nn.Module``. It is not changed, and hooked only while a hook of an active
-            group is there.
+            group is there. Or a schedule of ``torch.distributed.pipelining``: what is made then,
+            and its further arguments, is ``flex_model.pipelining.model.PipelinedFlexModel``.
         output_ptr: Dict that records are put into: ``name -> [tensor, ...]`` in call order, CPU
             copies of the full tensors as they were before the edit, on rank 0 (see
             ``output_ranks``). Complete when the forward (or backward) returns. Every run starts the
