@@ -1,4 +1,8 @@
-"""Pipelines: split a model into stages, with the names of ``torch.distributed.pipelining``."""
+"""Pipelines: models split into stages, with the names of ``torch.distributed.pipelining``.
+
+Hooks over a schedule: ``model`` (the FlexModel), ``steps`` (one step: ``agreement`` before it,
+``schedule`` during it, ``ending`` after it), ``stages`` (names). Stages: ``splitting``.
+"""
 
 from torch.distributed.pipelining import (
     Pipe,
@@ -24,9 +28,9 @@ from torch.distributed.pipelining._IR import (
 from torch.distributed.pipelining._utils import PipeInfo
 
 from flex_model.hooks.step import current_microbatch
-from flex_model.pipelining.module_pipe import ModulePipe
 from flex_model.pipelining.pass_through import PassThrough
-from flex_model.pipelining.splitting import pipeline
+from flex_model.pipelining.splitting.module_pipe import ModulePipe
+from flex_model.pipelining.splitting.pipeline import pipeline
 
 __all__ = [
     "LossWrapper",

@@ -10,11 +10,11 @@ from torch import fx, nn
 from torch.distributed.pipelining import Pipe, SplitPoint
 
 from flex_model.errors import TraceError
-from flex_model.pipelining.block_list import check_split_spec
-from flex_model.pipelining.clones import is_hook_of_flex_model, users_hooks
-from flex_model.pipelining.module_pipe import ModulePipe
-from flex_model.pipelining.splitter import split_modules
-from flex_model.pipelining.traced import split_traced
+from flex_model.pipelining.splitting.block_list import check_split_spec
+from flex_model.pipelining.splitting.clones import is_hook_of_flex_model, users_hooks
+from flex_model.pipelining.splitting.module_pipe import ModulePipe
+from flex_model.pipelining.splitting.splitter import split_modules
+from flex_model.pipelining.splitting.traced import split_traced
 
 METHODS = ("auto", "trace", "modules")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from flex_model.pipelining.learning import Learnt
+from flex_model.pipelining.splitting.learning import Learnt
 
 
 class _Ownership:

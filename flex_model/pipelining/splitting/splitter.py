@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint
 
 from flex_model import pytree
-from flex_model.pipelining.assembly import build
-from flex_model.pipelining.block_list import cannot_split
-from flex_model.pipelining.clones import users_hooks
-from flex_model.pipelining.learning import Learnt, learn
-from flex_model.pipelining.observe import Dependence, quietly
+from flex_model.pipelining.splitting.assembly import build
+from flex_model.pipelining.splitting.block_list import cannot_split
+from flex_model.pipelining.splitting.clones import users_hooks
+from flex_model.pipelining.splitting.learning import Learnt, learn
+from flex_model.pipelining.splitting.observe import Dependence, quietly
 
 
 def split_modules(

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from flex_model.pipelining.pass_through import PassThrough
-from flex_model.pipelining.stage_forward import StageEnd, current_call
-from flex_model.pipelining.templates import Observed, TreeTemplate
+from flex_model.pipelining.splitting.stage_forward import StageEnd, current_call
+from flex_model.pipelining.splitting.templates import Observed, TreeTemplate
 
 
 class StandIn(PassThrough):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from flex_model import pytree
-from flex_model.pipelining.templates import TreeTemplate
+from flex_model.pipelining.splitting.templates import TreeTemplate
 
 _current: ContextVar[StageCall | None] = ContextVar("flex_model_stage_call", default=None)
 

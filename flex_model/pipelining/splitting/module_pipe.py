@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import PipeInfo
 
-from flex_model.pipelining.splitter import run_stages
+from flex_model.pipelining.splitting.splitter import run_stages
 
 
 class ModulePipe(nn.Module):

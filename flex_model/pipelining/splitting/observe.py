@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flex_model.pipelining.clones import tensors_of
-from flex_model.pipelining.templates import Observed
+from flex_model.pipelining.splitting.clones import tensors_of
+from flex_model.pipelining.splitting.templates import Observed
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -15,18 +15,18 @@ from torch.distributed.pipelining import SplitPoint
 from torch.utils import _pytree
 
 from flex_model import pytree
-from flex_model.pipelining.block_list import BlockList, cannot_split, find_block_list
-from flex_model.pipelining.clones import clone_tree
-from flex_model.pipelining.observe import (
+from flex_model.pipelining.splitting.block_list import BlockList, cannot_split, find_block_list
+from flex_model.pipelining.splitting.clones import clone_tree
+from flex_model.pipelining.splitting.observe import (
     Arguments,
     Dependence,
     ParameterUses,
     Recording,
     other_examples,
 )
-from flex_model.pipelining.stage_forward import StageCall
-from flex_model.pipelining.stand_in import StandIn
-from flex_model.pipelining.templates import TreeTemplate
+from flex_model.pipelining.splitting.stage_forward import StageCall
+from flex_model.pipelining.splitting.stand_in import StandIn
+from flex_model.pipelining.splitting.templates import TreeTemplate
 
 
 @dataclass(frozen=True)

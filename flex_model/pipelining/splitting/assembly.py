@@ -7,20 +7,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from flex_model.pipelining.block_list import cannot_split
-from flex_model.pipelining.clones import clone_tree
-from flex_model.pipelining.learning import Crossing, Learnt
-from flex_model.pipelining.ownership import parts
 from flex_model.pipelining.pass_through import PassThrough
-from flex_model.pipelining.stage_forward import StageForward
-from flex_model.pipelining.stand_in import (
+from flex_model.pipelining.splitting.block_list import cannot_split
+from flex_model.pipelining.splitting.clones import clone_tree
+from flex_model.pipelining.splitting.learning import Crossing, Learnt
+from flex_model.pipelining.splitting.ownership import parts
+from flex_model.pipelining.splitting.stage_forward import StageForward
+from flex_model.pipelining.splitting.stand_in import (
     Entry,
     Exit,
     LeaveAtExit,
     ReceiveAtEntry,
     StandIn,
 )
-from flex_model.pipelining.templates import NoRuleError, Observed, TreeTemplate
+from flex_model.pipelining.splitting.templates import NoRuleError, Observed, TreeTemplate
 
 
 def build(

@@ -23,8 +23,8 @@ from torch.distributed.pipelining.stage import _PipelineStage, _RecvInfo
 
 from flex_model import pytree
 from flex_model.errors import TraceError
-from flex_model.pipelining.clones import clone_tree, tensors_of
-from flex_model.pipelining.observe import restore
+from flex_model.pipelining.splitting.clones import clone_tree, tensors_of
+from flex_model.pipelining.splitting.observe import restore
 
 Policy = Callable[[fx.GraphModule], fx.GraphModule]
 
