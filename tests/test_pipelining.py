@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from flex_model import FlexModel, HookFunction
 from flex_model.pipelining import current_microbatch
 from flex_model.pipelining.schedule import stages_of
-from pipelines import ALL, alone_group, make_mlp, make_schedule, part, unsplit
+from pipelines import ALL, Block, alone_group, make_mlp, make_schedule, part, unsplit
 
 MSE = nn.MSELoss()
 
@@ -679,11 +679,9 @@ def test_an_error_on_one_rank_of_a_tensor_parallel_stage():
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("kind", [ALL[0], ALL[2], ALL[4]], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [ALL[0], ALL[2], *ALL[4:]], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp", "plain"])
 def test_pipeline_of_data_parallel_stages(kind, wrap):
-    if wrap == "ddp" and kind is ALL[4]:
-        pytest.skip("torch's own backward of DDP stages can't be split")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     model, (x, y) = make_mlp(), data(16)
     place = mesh["dp"].get_local_rank()
@@ -693,6 +691,9 @@ def test_pipeline_of_data_parallel_stages(kind, wrap):
         if wrap == "ddp":
             return DistributedDataParallel(stage, process_group=mesh["dp"].get_group())
         if wrap == "fsdp":
+            for layer in stage.layers:
+                if isinstance(layer, Block):
+                    fully_shard(layer, mesh=mesh["dp"])
             return fully_shard(stage, mesh=mesh["dp"])
         return stage
 

@@ -30,9 +30,9 @@ class Gradients:
         self._trainable = [p for p in core.modules.parameters() if p.requires_grad]
         self._before: list[tuple[nn.Parameter, Tensor | None]] = []
         stages = [
-            fsdp.sharded_parameter(stage, name, parameter)
+            parameter
             for stage in core.module.children()
-            for name, parameter in stage.named_parameters()
+            for parameter in _kept_parameters(stage)
             if parameter.requires_grad
         ]
         for parameter in {id(p): p for p in [*stages, *self._trainable]}.values():
@@ -89,3 +89,12 @@ class Gradients:
             else:
                 with torch.no_grad():
                     parameter.grad = before.add_(parameter.grad)
+
+
+def _kept_parameters(stage: nn.Module) -> list[nn.Parameter]:
+    """Those whose ``.grad`` a step leaves: under FSDP2 the sharded ones."""
+    if not any(fsdp.is_fsdp2(module) for module in stage.modules()):
+        return list(stage.parameters())
+    return [
+        fsdp.sharded_parameter(stage, n, parameter) for n, parameter in stage.named_parameters()
+    ]

@@ -21,7 +21,7 @@ from flex_model.distributed.channel import Channel
 from flex_model.distributed.header import DTYPES
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.hooks.registration import Registration
-from flex_model.pipelining.schedule import OverlaidStage, whole
+from flex_model.pipelining.overlaid_stage import OverlaidStage, whole
 from flex_model.pipelining.stages import Directory, is_traced, targets
 
 _DTYPE_OF_NAME = {str(dtype): dtype for dtype in DTYPES}
