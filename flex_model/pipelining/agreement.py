@@ -85,12 +85,18 @@ def agree(
     has_last = any(stage.is_last for stage in stages)
     number = 1 if call.batch_mode == "full" else schedule._n_microbatches
     args = call.args if has_first else ()
+    target = call.target if has_last else None
     rows, error = None, None
     try:
         directory.check_kwargs(call.kwargs)
+        check_dims(call.microbatch_dim, directory)
         if has_first:
-            rows = chunks.num_rows(schedule, args, call.kwargs)
-            _check_rows(rows, number, "the batch")
+            rows = chunks.num_rows(schedule, args, call.kwargs, number)
+            if rows is None and number > 1:
+                raise ValueError(
+                    "the batch has no tensor that can be split into "
+                    f"{number} micro-batches; give the inputs of the whole batch"
+                )
         if has_last:
             _check_target(call, schedule, number)
     except (ValueError, TypeError, IndexError) as wrong:
@@ -109,15 +115,14 @@ def agree(
         "alike": alike,
         "error": error,
         "rows": rows,
-        "target_rows": call.target.shape[0]
-        if has_last and error is None and call.target is not None and call.target.dim()
-        else None,
+        "target_rows": target.shape[0] if isinstance(target, Tensor) and target.dim() else None,
         "inputs": [
             chunks.shapes_of(args) if has_first else None,
             chunks.shapes_of(call.kwargs),
             str(torch.get_autocast_dtype(stages[0].device.type))
             if torch.is_autocast_enabled(stages[0].device.type)
             else None,
+            sorted({str(p.dtype) for stage in stages for p in stage.submod.parameters()}),
         ],
         "seed": seed_of_state() if mesh.rank == 0 else 0,
     }
@@ -133,7 +138,6 @@ def agree(
         _check_target_rows(told[first + place]["rows"], told[last + place]["target_rows"])
     rows_of = [told[first + row * mesh.tp_size]["rows"] or number for row in range(mesh.dp_size)]
     my_rows = told[first + mesh.place]["rows"]
-    target = call.target if has_last else None
     return Plan(
         json.dumps([number, call.has_backward, [of_rank["inputs"] for of_rank in told]]),
         number,
@@ -163,7 +167,10 @@ def _check_target(call: StepCall, schedule: Any, number: int) -> None:
         return
     if not isinstance(call.target, Tensor):
         raise TypeError(f"target must be a Tensor, got {type(call.target).__name__}")
-    _check_rows(call.target.shape[0] if call.target.dim() else None, number, "target")
+    if call.target.dim() == 0 and number > 1:
+        raise ValueError(f"target is one number; give a row for each of {number} micro-batches")
+    if call.target.dim():
+        chunks.check_divides(call.target.shape[0], number, "target")
 
 
 def _check_target_rows(rows: int | None, target_rows: int | None) -> None:
@@ -177,20 +184,17 @@ def _check_target_rows(rows: int | None, target_rows: int | None) -> None:
         )
 
 
-def _check_rows(rows: int | None, number: int, what: str) -> None:
-    """ValueError where a batch can't be cut into this many micro-batches of one size."""
-    if number == 1:
-        return
-    if rows is None:
-        raise ValueError(
-            f"{what} has no tensor that can be split into {number} micro-batches; give the inputs "
-            "of the whole batch"
-        )
-    if rows < number or rows % number:
-        raise ValueError(
-            f"{what} has {rows} rows, and the schedule cuts it into {number} micro-batches of one "
-            f"size; give a multiple of {number} rows, or use batch_mode='full'"
-        )
+def check_dims(dims: int | Mapping[str, int] | None, directory: Directory) -> None:
+    """That ``microbatch_dim`` is a dim, or dims by names of modules."""
+    of_names = dims if isinstance(dims, Mapping) else {"": 0 if dims is None else dims}
+    for name, dim in of_names.items():
+        if not isinstance(dim, int):
+            raise TypeError(
+                "microbatch_dim must be an int, or a dict of ints by module name; got "
+                f"{type(dim).__name__}{f' for {name!r}' if name else ''}"
+            )
+        if name:
+            directory.stages_of(name)
 
 
 # ---- Among ranks ----

@@ -4,7 +4,7 @@ together again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,21 +25,68 @@ def batch_dim(schedule: Any) -> int:
     return next((spec.split_dim for spec in specs if isinstance(spec, TensorChunkSpec)), 0)
 
 
-def num_rows(schedule: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """The size of the batch: of the first input that is split; None without such an input."""
-    for values, specs in (
-        (args, schedule._args_chunk_spec),
-        (kwargs, schedule._kwargs_chunk_spec),
-    ):
-        flat, spec_of_values = pytree.tree_flatten(values)
-        if specs is None:
-            chunked = [(value, TensorChunkSpec(0)) for value in flat]
-        else:
-            chunked = list(zip(flat, spec_of_values.flatten_up_to(specs), strict=True))
-        for value, spec in chunked:
-            if isinstance(value, Tensor) and value.dim() and isinstance(spec, TensorChunkSpec):
-                return value.shape[spec.split_dim]
-    return None
+def num_rows(
+    schedule: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number: int
+) -> int | None:
+    """The size of the batch: of the first input that is split; None without such an input.
+
+    Raises:
+        ValueError: an input can't be cut into ``number`` micro-batches of one size.
+    """
+    rows = None
+    arg_specs, kwarg_specs = schedule._args_chunk_spec, schedule._kwargs_chunk_spec
+    of_args = None if arg_specs is None else dict(enumerate(arg_specs))
+    for name, tensor, dim in _split_tensors(dict(enumerate(args)), of_args):
+        size = tensor.shape[dim]
+        check_divides(size, number, f"positional argument {name}" if rows else "the batch")
+        rows = rows or size
+    for name, tensor, dim in _split_tensors(kwargs, kwarg_specs):
+        size = tensor.shape[dim]
+        if kwarg_specs is None and rows not in (None, size):
+            _check_is_shared(name, size, rows, number)
+            continue
+        check_divides(size, number, f"keyword argument {name!r}" if rows else "the batch")
+        rows = rows or size
+    return rows
+
+
+def _split_tensors(
+    values: dict[Any, Any], specs: dict[Any, Any] | None
+) -> Iterator[tuple[Any, Tensor, int]]:
+    """What is split along the specs: whose it is, the tensor, along which dim. Without specs all
+    tensors, along their first.
+    """
+    if values and specs is not None and set(specs) != set(values):
+        raise ValueError(
+            f"the schedule's chunk spec is for the arguments {list(specs)}, and {list(values)} "
+            "were given; give what the spec is for, or make the schedule with another"
+        )
+    for name, value in values.items():
+        leaves, tree = pytree.tree_flatten(value)
+        whole = [TensorChunkSpec(0)] * len(leaves)
+        leaf_specs = whole if specs is None else tree.flatten_up_to(specs[name])
+        for leaf, spec in zip(leaves, leaf_specs, strict=True):
+            if isinstance(leaf, Tensor) and leaf.dim() and isinstance(spec, TensorChunkSpec):
+                yield name, leaf, spec.split_dim
+
+
+def check_divides(rows: int, number: int, what: str) -> None:
+    """ValueError for a batch that can't be cut into this many micro-batches of one size."""
+    if number > 1 and (rows < number or rows % number):
+        raise ValueError(
+            f"{what} has {rows} rows, and the schedule cuts it into {number} micro-batches of one "
+            f"size; give a multiple of {number} rows, or use batch_mode='full'"
+        )
+
+
+def _check_is_shared(name: str, size: int, rows: int | None, number: int) -> None:
+    """ValueError for what seems to be of one micro-batch, and would go to all of them."""
+    if number > 1 and size > 1 and size * number == rows:
+        raise ValueError(
+            f"keyword argument {name!r} has {size} rows, as many as a micro-batch, and the batch "
+            f"has {rows}; give it for the whole batch, or make the schedule with "
+            "kwargs_chunk_spec= if all micro-batches share it"
+        )
 
 
 def split_args(schedule: Any, args: tuple[Any, ...], number: int) -> list[tuple[Any, ...]]:

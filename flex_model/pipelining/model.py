@@ -24,7 +24,7 @@ from flex_model.integrations import fsdp
 from flex_model.integrations.mesh_sources import Source
 from flex_model.model import FlexModel, check_arguments, find_mesh
 from flex_model.names import find_parameter
-from flex_model.pipelining.agreement import StepCall
+from flex_model.pipelining.agreement import StepCall, check_dims
 from flex_model.pipelining.schedule import stages_of
 from flex_model.pipelining.stages import LocalStages, targets
 from flex_model.pipelining.steps import Pipeline
@@ -110,6 +110,7 @@ class PipelinedFlexModel(FlexModel):
         self.microbatch_dim = microbatch_dim
         self._choice: Choice | None = None  # of an active()
         self._is_first_of_run = True
+        pipeline = None
         try:
             pipeline = Pipeline(
                 schedule,
@@ -119,8 +120,9 @@ class PipelinedFlexModel(FlexModel):
                 [edit_on, output_ranks, mesh.describe()],
                 output_ranks == "all",
             )
+            check_dims(microbatch_dim, pipeline.directory)
         except BaseException:
-            core.close()
+            (core if pipeline is None else pipeline).close()
             raise
         self.__dict__["_pipeline"] = pipeline
         self._hold(core, process_group, pipeline.close)

@@ -219,8 +219,8 @@ class Pipeline:
         if failed:
             self._connected = None
             self._end.raise_failure(failed)
-        if call.losses is not None and plan.target_chunks is not None:
-            call.losses[:] = losses
+        if call.losses is not None and any(stage.is_last for stage in self.runner.stages):
+            call.losses[:] = losses  # none, where there is no target
         return output
 
     def _find_rows(self, call: StepCall, plan: Plan) -> dict[tuple[str, str], bool]:
