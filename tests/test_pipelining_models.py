@@ -5,16 +5,25 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
 
 from flex_model import FlexModel, HookFunction
 from flex_model.pipelining import (
+    PassThrough,
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     SplitPoint,
     pipeline,
 )
-from pipelines import alone_group
+from pipelines import ALL, SINGLE, alone_group, my_indices
 
 transformers = pytest.importorskip("transformers")
 
@@ -189,3 +198,137 @@ def test_gpt2_traced_or_by_modules_looked_at(method):
                 flex.register_forward_hook(HookFunction("transformer.h.0.attn.attn_dropout"))
             with pytest.raises(ValueError, match=r"can't run these inputs: stage 0: .*its example"):
                 flex(ids[:4])
+
+
+# ---- Every schedule, four ranks, and sharded stages ----------------------------------------------
+
+
+def everywhere(flex):
+    """Hooks of all kinds, most at the edges of stages."""
+    for i in range(4):
+        block = f"model.layers.{i}"
+        flex.register_forward_hook(HookFunction(f"{block}.self_attn", unpack_idx=0))
+        flex.register_forward_pre_hook(
+            HookFunction(f"{block}.self_attn", output_name=f"{i}.hidden_states")
+        )
+        flex.register_forward_pre_hook(HookFunction(block, output_name=f"{i}.input"))
+        flex.register_full_backward_hook(HookFunction(block, output_name=f"{i}.grad_input"))
+        flex.register_full_backward_pre_hook(HookFunction(block, output_name=f"{i}.grad_output"))
+    for register, name in (
+        (flex.register_forward_hook, "model.embed_tokens"),
+        (flex.register_forward_hook, "model.layers.1"),
+        (flex.register_forward_pre_hook, "model.layers.2"),
+        (flex.register_full_backward_hook, "model.layers.2"),
+        (flex.register_full_backward_pre_hook, "model.layers.1"),
+        (flex.register_forward_hook, "lm_head"),
+        (flex.register_hook, "model.layers.3.mlp.down_proj.weight"),
+    ):
+        output_name = f"{register.__name__}.{name}"
+        register(HookFunction(name, editing_function=mix, output_name=output_name))
+
+
+def inside(flex):
+    """Hooks on what tensor parallelism splits."""
+    for i in range(4):
+        for name in ("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj"):
+            name = f"model.layers.{i}.{name}"
+            flex.register_forward_hook(HookFunction(name))
+            flex.register_full_backward_pre_hook(HookFunction(name, output_name=f"{name}.grad"))
+    edited = "model.layers.{}.mlp.up_proj".format
+    flex.register_forward_hook(HookFunction(edited(2), editing_function=mix))
+    flex.register_full_backward_pre_hook(
+        HookFunction(edited(1), editing_function=mix, output_name="edited.grad")
+    )
+
+
+def llama_stages(kind, model, ids, mask, group=None, shard=lambda stage: None):
+    """This rank's."""
+    place, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    num_stages = size if kind in SINGLE else 2 * size
+    splits = {
+        f"model.layers.{i * 4 // num_stages}": SplitPoint.BEGINNING for i in range(1, num_stages)
+    }
+    pipe = pipeline(model, (ids[:2],), {"attention_mask": mask[:2]}, split_spec=splits)
+    stages = []
+    for index in my_indices(kind, place, size):
+        shard(pipe.get_stage_module(index))
+        stages.append(pipe.build_stage(index, torch.device("cpu"), group))
+    return stages
+
+
+def close(found, expected, name="", tolerance=3e-6):
+    torch.testing.assert_close(
+        found, expected, rtol=0, atol=tolerance, msg=lambda message: f"{name}: {message}"
+    )
+
+
+def check_llama(kind, script, wrap=lambda stage: stage, part=slice(None), number=4, **kwargs):
+    model = llama()
+    ids, mask = batch()
+    expected, logits, _, grads = reference(model, script, ids, mask)
+    stages = llama_stages(kind, copy.deepcopy(model), ids, mask, **kwargs)
+    for stage in stages:
+        stage.submod = wrap(stage.submod)
+    schedule = kind(stages[0] if kind in SINGLE else stages, number, loss_fn=loss_fn)
+    with FlexModel(schedule, records := {}, return_on="all") as flex:
+        script(flex)
+        for name in ("model.rotary_emb", "model.layers", "model"):
+            with pytest.raises(ValueError, match="spread over the stages"):
+                flex.register_forward_hook(HookFunction(name))
+        for mode in ("micro", "full"):
+            flex.batch_mode = mode
+            flex.zero_grad()
+            close(flex(ids[part], attention_mask=mask[part], target=ids[part]), logits[part])
+            if torch.distributed.get_rank() == 0:
+                assert set(records) == set(expected)
+                for name, (wanted,) in expected.items():
+                    close(records[name][0], wanted, name)
+            for name, grad in grads.items():
+                close(flex.get_module_gradient(name), grad, name)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+def test_llama_under_every_schedule(kind):
+    check_llama(kind, everywhere)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kind", SINGLE, ids=lambda kind: kind.__name__)
+def test_llama_with_a_block_on_each_rank(kind):
+    check_llama(kind, everywhere)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kind", [ALL[1], ALL[4]], ids=lambda kind: kind.__name__)
+def test_llama_with_tensor_parallel_stages(kind):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    columns += ("mlp.gate_proj", "mlp.up_proj")
+    plan = {name: ColwiseParallel() for name in columns}
+    plan |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+
+    def shard(stage):
+        for layer in stage.model.layers:
+            if not isinstance(layer, PassThrough):
+                parallelize_module(layer, mesh["tp"], plan)
+
+    check_llama(kind, inside, group=mesh["pp"].get_group(), shard=shard)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", [ALL[1], ALL[4]], ids=lambda kind: kind.__name__)
+def test_llama_with_data_parallel_stages(kind, how):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+
+    def wrap(stage):
+        if how == "ddp":
+            return DistributedDataParallel(stage, process_group=mesh["dp"].get_group())
+        for layer in stage.model.layers:
+            if not isinstance(layer, PassThrough):
+                fully_shard(layer, mesh=mesh["dp"])
+        return fully_shard(stage, mesh=mesh["dp"])
+
+    place, group = mesh["dp"].get_local_rank(), mesh["pp"].get_group()
+    check_llama(kind, inside, wrap, slice(4 * place, 4 * place + 4), number=2, group=group)

@@ -1,0 +1,484 @@
+"""Hooks over pipelines where it is easy to go wrong: modes that change, calls that differ from rank
+to rank, odd edits, and stages that torch traced.
+"""
+
+import copy
+import gc
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flex_model import FlexModel, HookFunction
+from flex_model.errors import HookError, HookMismatchError
+from flex_model.pipelining import SplitPoint, current_microbatch, pipeline
+from flex_model.pipelining.schedule import stages_of
+from pipelines import ALL, SINGLE, alone_group, make_mlp, make_schedule, my_indices, part, unsplit
+from test_pipelining import (
+    MSE,
+    assert_near,
+    check,
+    check_parameters,
+    data,
+    is_last,
+    mix,
+    probe,
+    rank_of,
+)
+
+every = pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+some = pytest.mark.parametrize("kind", [ALL[1], ALL[4], ALL[5]], ids=lambda kind: kind.__name__)
+
+
+def compare(flex, records, script, model, x, y):
+    """One step against the unsplit model."""
+    expected = unsplit(model, script, x, y, MSE)
+    flex.zero_grad()
+    output = flex(x, target=y)
+    if output is not None:
+        assert_near(output, expected["output"])
+    check_parameters(flex, expected["grads"])
+    if rank_of(flex) == 0:
+        check(records, expected["records"])
+
+
+# ---- Edits ---------------------------------------------------------------------------------------
+
+
+def in_place(module, x, save_ctx, modules):
+    x.mul_(0.5)
+
+
+def same_object(module, x, save_ctx, modules):
+    x.add_(0.1)
+    return x
+
+
+def nothing(module, x, save_ctx, modules):
+    return None
+
+
+@pytest.mark.ranks(2)
+@some
+def test_several_edits_of_every_kind_at_the_edges_of_stages(kind):
+    def script(flex):
+        for i in (0, 3, 4, 7):
+            for n, function in enumerate((in_place, same_object, nothing, mix)):
+                for register in (
+                    flex.register_forward_hook,
+                    flex.register_forward_pre_hook,
+                    flex.register_full_backward_hook,
+                    flex.register_full_backward_pre_hook,
+                ):
+                    name = f"{register.__name__}.{i}.{n}"
+                    register(
+                        HookFunction(f"layers.{i}", editing_function=function, output_name=name)
+                    )
+            flex.register_hook(HookFunction(f"layers.{i}.fc1.weight", editing_function=mix))
+
+    model, (x, y) = make_mlp(), data()
+    with FlexModel(make_schedule(kind, model, loss_fn=MSE), records := {}) as flex:
+        script(flex)
+        for _ in range(2):
+            compare(flex, records, script, model, x, y)
+
+
+@pytest.mark.ranks(2)
+def test_integer_inputs_can_be_edited():
+    model, ids, y = make_mlp(), torch.arange(8), data()[1]
+    model.emb = nn.Embedding(10, 8)
+
+    def script(flex):
+        flex.register_forward_pre_hook(
+            HookFunction("emb", editing_function=lambda m, x, ctx, mods: (x + 1) % 10)
+        )
+        flex.register_forward_hook(HookFunction("emb", output_name="embedded"))
+
+    with FlexModel(make_schedule(ALL[4], model, loss_fn=MSE), records := {}) as flex:
+        script(flex)
+        compare(flex, records, script, model, ids, y)
+        if rank_of(flex) == 0:
+            assert records["emb"][0].dtype == torch.int64
+
+
+@pytest.mark.ranks(2)
+@every
+def test_a_probe_of_a_frozen_model(kind):
+    model, (x, y) = make_mlp().requires_grad_(False), data()
+
+    def script(flex):
+        torch.manual_seed(7)
+        flex.register_trainable_module("probe", nn.Linear(8, 8))
+        for i in (2, 5):
+            flex.register_forward_hook(
+                HookFunction(f"layers.{i}", editing_function=probe, output_name=f"probe{i}")
+            )
+        for i in (3, 6):
+            flex.register_full_backward_pre_hook(HookFunction(f"layers.{i}"))
+
+    expected = unsplit(model, script, x, y, MSE)
+    with FlexModel(make_schedule(kind, model, loss_fn=MSE), records := {}) as flex:
+        script(flex)
+        flex(x, target=y)
+        if rank_of(flex) == 0:
+            check(records, expected["records"])
+        for name, parameter in flex.trainable_modules.named_parameters():
+            assert_near(parameter.grad, expected["trainable"][name], name, 3e-6)
+        assert all(parameter.grad is None for parameter in flex.parameters())
+
+
+@pytest.mark.ranks(2)
+@some
+def test_training_goes_as_that_of_the_unsplit_model(kind):
+    model, (x, y) = make_mlp(), data()
+
+    def script(flex):
+        torch.manual_seed(7)
+        flex.register_trainable_module("probe", nn.Linear(8, 8))
+        for i in (2, 5):
+            flex.register_forward_hook(
+                HookFunction(f"layers.{i}", editing_function=probe, output_name=f"probe{i}")
+            )
+        return torch.optim.SGD([*flex.parameters(), *flex.trainable_modules.parameters()], 0.1)
+
+    expected, found, losses = [], [], []
+    with FlexModel(copy.deepcopy(model), process_group=alone_group()) as flex:
+        optimizer = script(flex)
+        for _ in range(5):
+            optimizer.zero_grad()
+            expected.append(MSE(flex(x), y))
+            expected[-1].backward()
+            optimizer.step()
+    with FlexModel(make_schedule(kind, model, loss_fn=MSE)) as flex:
+        optimizer = script(flex)
+        for _ in range(5):
+            optimizer.zero_grad()
+            flex(x, target=y, losses=losses)
+            optimizer.step()
+            if is_last(flex):
+                found.append(torch.stack(losses).mean())
+    if found:
+        assert_near(torch.stack(found), torch.stack(expected))
+
+
+# ---- Modes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@every
+def test_forward_only_and_training_in_turn(kind):
+    def script(flex):
+        flex.register_forward_hook(HookFunction("layers.4", editing_function=mix))
+
+    model, (x, y) = make_mlp(), data()
+    expected = unsplit(model, script, x, y, MSE)
+    with FlexModel(make_schedule(kind, model, loss_fn=MSE), records := {}) as flex:
+        script(flex)
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                for keywords in ({}, {"target": y}):
+                    output = flex(x, **keywords)
+                    if is_last(flex):
+                        assert_near(output, expected["output"])
+            compare(flex, records, script, model, x, y)
+
+
+@pytest.mark.ranks(2)
+def test_autocast_and_dtypes_may_change_between_steps():
+    def script(flex):
+        flex.register_forward_hook(HookFunction("layers.4", editing_function=mix))
+
+    model, ids, y = make_mlp(), torch.arange(8), data()[1]
+    model.emb = nn.Embedding(10, 8)
+    with FlexModel(make_schedule(ALL[1], model, loss_fn=MSE), return_on="all") as flex:
+        script(flex)
+        for enabled in (False, True, False):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                expected = unsplit(model, script, ids, y, MSE)["output"]
+                output = flex(ids, target=y)
+            assert output.dtype == expected.dtype
+            assert_near(output.float(), expected.float(), "", 3e-2 if enabled else 1e-6)
+        for dtype in (torch.bfloat16, torch.float64):  # of the same integer inputs
+            flex.to(dtype)
+            model.to(dtype)
+            y = y.to(dtype)
+            expected = unsplit(model, script, ids, y, MSE)["output"]
+            tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-6
+            assert_near(flex(ids, target=y), expected, str(dtype), tolerance)
+
+
+@pytest.mark.ranks(2)
+def test_losses_and_outputs_that_are_asked_for():
+    class Several(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            output = self.inner(x)
+            return output, output.sum(-1), torch.ones(len(x), dtype=torch.int64)
+
+    def cut(model, index, size):
+        stage = part(model, index, size)
+        return Several(stage) if index == size - 1 else stage
+
+    def summed(outputs, target):
+        return (outputs[0] - target).square().sum()
+
+    model, (x, y) = make_mlp(), data()
+    expected = unsplit(model, lambda flex: None, x, y, nn.MSELoss(reduction="sum"))
+    schedule = make_schedule(ALL[1], model, cut=cut, loss_fn=summed, scale_grads=False)
+    with FlexModel(schedule, return_on="all") as flex:
+        losses = ["of before"]
+        assert flex(x, target=y, losses=losses, return_outputs=False) is None
+        if is_last(flex):
+            assert_near(torch.stack(losses).sum(), expected["loss"], "", 1e-4)
+        for stage in flex.module.children():
+            for name, parameter in stage.named_parameters():
+                name = name.removeprefix("inner.")
+                assert_near(parameter.grad, expected["grads"][name], name, 2e-5)
+        with torch.no_grad():
+            outputs = flex(x, losses=losses)
+        assert losses == ([] if is_last(flex) else ["of before"])
+        assert isinstance(outputs, tuple)
+        assert_near(outputs[0], expected["output"])
+        assert torch.equal(outputs[2], torch.ones(8, dtype=torch.int64))
+
+
+# ---- Calls that go wrong -------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2, timeout=30)
+@every
+def test_an_edit_that_returns_a_wrong_shape(kind):
+    fails = True
+
+    def edit(module, x, save_ctx, modules):
+        return x[:, :3] if fails and current_microbatch() == 1 else x * 2
+
+    def script(flex):
+        flex.register_forward_hook(HookFunction("layers.5", editing_function=edit))
+        flex.register_full_backward_hook(
+            HookFunction("layers.2", editing_function=edit, output_name="gradient")
+        )
+
+    model, (x, y) = make_mlp(), data()
+    with FlexModel(make_schedule(kind, model, loss_fn=MSE), records := {}) as flex:
+        script(flex)
+        with pytest.raises(HookError, match=r"layers.5.*expected shape"):
+            flex(x, target=y)
+        fails = False
+        compare(flex, records, script, model, x, y)
+
+
+@pytest.mark.ranks(2, timeout=30)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@some
+def test_an_interrupt_in_an_edit_brings_every_rank_out(kind, where):
+    fails = True
+
+    def edit(module, x, save_ctx, modules):
+        if fails and current_microbatch() == 2:
+            raise KeyboardInterrupt
+
+    def script(flex):
+        register = {
+            "forward": flex.register_forward_hook,
+            "backward": flex.register_full_backward_pre_hook,
+        }[where]
+        register(HookFunction("layers.5.fc1", editing_function=edit))
+
+    model, (x, y) = make_mlp(), data()
+    with FlexModel(make_schedule(kind, model, loss_fn=MSE), records := {}) as flex:
+        script(flex)
+        (stage,) = flex.stages_of("layers.5.fc1")
+        is_mine = stage in [one.stage_index for one in stages_of(flex.schedule)]
+        with pytest.raises(KeyboardInterrupt if is_mine else HookError):
+            flex(x, target=y)
+        fails = False
+        compare(flex, records, script, model, x, y)
+
+
+@pytest.mark.ranks(2, timeout=30)
+def test_ranks_that_do_not_do_the_same():
+    x, y = data()
+    with FlexModel(make_schedule(ALL[0], make_mlp(), loss_fn=MSE), timeout=3) as flex:
+        rank = rank_of(flex)
+        if rank == 0:
+            with pytest.raises(ValueError, match="nearest modules"):
+                flex.register_forward_hook(HookFunction("layers.3.fc9"))
+        else:
+            flex.register_forward_hook(HookFunction("layers.3.fc1"))
+        with pytest.raises(HookMismatchError, match="ranks differ in registered hooks"):
+            flex(x, target=y)
+        if rank == 0:
+            flex.register_forward_hook(HookFunction("layers.3.fc1"))
+        for one in (0, 1):
+            with pytest.raises(HookMismatchError, match="ranks differ in names of keyword"):
+                flex(x, target=y, **({"mask": y} if rank == one else {}))
+        flex(x, target=y)
+        if rank == 0:
+            with pytest.raises(HookError, match="rank 1"):
+                flex(x, target=y)
+        else:
+            time.sleep(4)
+
+
+class Scaled(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x, scale=None):
+        return self.inner(x) * (1 if scale is None else scale)
+
+
+@pytest.mark.ranks(2, timeout=20)
+def test_inputs_that_are_not_of_the_whole_batch():
+    x, y = data()
+    schedule = make_schedule(ALL[0], make_mlp(), cut=lambda *args: Scaled(part(*args)), loss_fn=MSE)
+    with FlexModel(schedule) as flex:
+        for rows in (4, 12):
+            with pytest.raises(ValueError, match=f"target has {rows} rows, and the batch has 8"):
+                flex(x, target=data(rows)[1])
+        with pytest.raises(ValueError, match=r"'scale' has 2 rows, as many as a micro-batch"):
+            flex(x, target=y, scale=torch.rand(2, 1))
+        for scale in (torch.rand(8, 1), torch.rand(1, 1), torch.tensor(2.0), 0.5):
+            flex(x, target=y, scale=scale)
+
+
+@pytest.mark.ranks(2, timeout=20)
+def test_dims_of_micro_batches_by_name():
+    class Transposed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Identity()
+
+        def forward(self, x):
+            return self.inner(x.t()).t()
+
+    def script(flex):
+        for i in (2, 6):
+            flex.register_forward_hook(HookFunction(f"layers.{i}.act.inner"))
+        flex.register_forward_hook(HookFunction("layers.5"))
+
+    model, (x, y) = make_mlp(), data()
+    model.layers[2].act, model.layers[6].act = Transposed(), Transposed()
+    dims = {"layers.2.act.inner": 1, "layers.6.act.inner": -1}
+    schedule = make_schedule(ALL[0], model, loss_fn=MSE)
+    with FlexModel(schedule, records := {}, microbatch_dim=dims) as flex:
+        script(flex)
+        compare(flex, records, script, model, x, y)
+    with FlexModel(schedule) as flex:
+        script(flex)
+        with pytest.raises(HookError, match="say along which dim"):
+            flex(x, target=y)
+    with pytest.raises(TypeError, match="microbatch_dim must be an int"):
+        FlexModel(schedule, microbatch_dim="0")
+    with pytest.raises(ValueError, match=r"nearest modules: 'layers.2.act"):
+        FlexModel(schedule, microbatch_dim={"layers.2.act.iner": 1})
+    with FlexModel(schedule) as flex:
+        flex(x, target=y)
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_be_sent_to_rank_0():
+    def note(module, x, save_ctx, modules):
+        save_ctx.odd = object()
+
+    x, y = data()
+    with FlexModel(make_schedule(ALL[0], make_mlp(), loss_fn=MSE)) as flex:
+        handle = flex.register_forward_hook(HookFunction("layers.7", editing_function=note))
+        with pytest.raises(ValueError, match=r"save_ctx.odd is a builtins.object on rank 1"):
+            flex(x, target=y)
+        handle.remove()
+        with flex.register_forward_hook(HookFunction("layers.0", editing_function=note)):
+            flex(x, target=y)
+
+
+# ---- The schedule after its FlexModel, and stages that torch traced ------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [ALL[1], ALL[2]], ids=lambda kind: kind.__name__)
+def test_a_schedule_is_left_as_it_was(kind):
+    model, (x, y) = make_mlp(), data()
+
+    def plain_step(schedule):
+        stages = stages_of(schedule)
+        for stage in stages:
+            stage.submod.zero_grad()
+        inputs = (x,) if any(stage.is_first for stage in stages) else ()
+        targets = {"target": y} if any(stage.is_last for stage in stages) else {}
+        output = schedule.step(*inputs, **targets)
+        return [output, *(p.grad for stage in stages for p in stage.submod.parameters())]
+
+    expected = plain_step(make_schedule(kind, model, loss_fn=MSE))
+    schedule = make_schedule(kind, model, loss_fn=MSE)
+    before = [set(vars(one)) for one in (schedule, *stages_of(schedule))]
+    for restores in (True, False):
+        flex = FlexModel(schedule)
+        flex.register_forward_hook(HookFunction("layers.4", editing_function=mix))
+        flex(x, target=y)
+        if restores:
+            flex.restore()
+        del flex
+        gc.collect()
+        assert before == [set(vars(one)) for one in (schedule, *stages_of(schedule))]
+        for one, other in zip(plain_step(schedule), expected):
+            assert one is other or torch.equal(one, other)
+
+
+class Plain(nn.Module):
+    """What torch's tracer splits: one module is called twice, another does nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.again, self.nothing = nn.Linear(8, 8), nn.Linear(8, 8), nn.Identity()
+        self.middle, self.deep = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.again(torch.relu(self.again(self.stem(x))))
+        return self.head(self.deep(torch.tanh(self.middle(self.nothing(x)))))
+
+
+@pytest.mark.ranks(2)
+@every
+def test_stages_that_torch_traced(kind):
+    def script(flex):
+        for name in ("stem", "again", "middle", "deep", "deep.0", "head"):
+            edit = mix if name in ("again", "deep") else None
+            for register in (
+                flex.register_forward_hook,
+                flex.register_forward_pre_hook,
+                flex.register_full_backward_hook,
+                flex.register_full_backward_pre_hook,
+            ):
+                output_name = f"{register.__name__}.{name}"
+                register(HookFunction(name, editing_function=edit, output_name=output_name))
+
+    torch.manual_seed(0)
+    model, (x, y) = Plain(), data()
+    points = ["middle"] if kind in SINGLE else ["middle", "deep", "head"]
+    splits = dict.fromkeys(points, SplitPoint.BEGINNING)
+    pipe = pipeline(model, (x[:2],), split_spec=splits, method="trace")
+    device, indices = torch.device("cpu"), my_indices(kind, dist.get_rank(), 2)
+    stages = [pipe.build_stage(index, device) for index in indices]
+    schedule = kind(stages[0] if kind in SINGLE else stages, 4, loss_fn=MSE)
+    with FlexModel(schedule, records := {}, return_on="all") as flex:
+        script(flex)
+        assert not any("@" in name for name in flex.wrapped_module_names)
+        with pytest.raises(ValueError, match="'again', whose records hold every call"):
+            flex.register_forward_hook(HookFunction("again@1"))
+        with pytest.raises(ValueError, match="leaves out modules that do nothing"):
+            flex.register_forward_hook(HookFunction("nothing"))
+        for _ in range(2):
+            compare(flex, records, script, model, x, y)
+        expected = unsplit(model, script, x, y, MSE)["output"]
+        with torch.no_grad():
+            assert_near(flex(x), expected)
+        with pytest.raises(ValueError, match=r"can't run these inputs: stage 0: .*its example"):
+            flex(torch.cat([x, x]), target=torch.cat([y, y]))
