@@ -341,7 +341,7 @@ def test_inputs_that_are_not_of_the_whole_batch():
     schedule = make_schedule(ALL[0], make_mlp(), cut=lambda *args: Scaled(part(*args)), loss_fn=MSE)
     with FlexModel(schedule) as flex:
         for rows in (4, 12):
-            with pytest.raises(ValueError, match=f"target has {rows} rows, and the batch has 8"):
+            with pytest.raises(ValueError, match=f"the batch has 8 rows, and target {rows}"):
                 flex(x, target=data(rows)[1])
         with pytest.raises(ValueError, match=r"'scale' has 2 rows, as many as a micro-batch"):
             flex(x, target=y, scale=torch.rand(2, 1))
