@@ -143,6 +143,8 @@ class Site:
     @property
     def call(self) -> Callable[[Any, Any], Any]: ...
 
+def watched(act: Callable[[], Any], if_raised: Callable[[], Any]) -> Callable[..., None]: ...
+
 class Dispatcher:
     in_run: bool
     def __init__(

@@ -12,7 +12,6 @@ import threading
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flex_model import _C
 from flex_model.distributed.channel import Channel
@@ -44,12 +43,10 @@ class BackwardWatch:
         """The passes that begin at an output of the model, from their first step on. Local."""
         if self._channel.is_local or not torch.is_grad_enabled():
             return
+        hook = _C.watched(self.watch, self._tell)
         for leaf in _C.flatten(output)[0]:
             if leaf.grad_fn is not None:
-                leaf.register_hook(self._watch)
-
-    def _watch(self, grad: Tensor) -> None:
-        self.watch()
+                leaf.register_hook(hook)
 
     def tell_what_is_owed(self) -> None:
         """Of passes that were left in a thread of autograd's. Collective if there was one."""
