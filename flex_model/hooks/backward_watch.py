@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,7 +37,20 @@ class BackwardWatch:
         if task == -1 or task in self._tasks or self._channel.is_local:
             return
         self._tasks.add(task)
-        end = _Pass(self, task, self._channel.num_agreed).end
+        going_on = _Pass(self, task, self._channel.num_agreed)
+        end = _C.watched(going_on.end, going_on.broken_off)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def at_end(self, act: Callable[[], None], has_begun: Callable[[], bool]) -> None:
+        """Have autograd call ``act`` at the end of the pass that goes on. Once it ``has_begun``, it
+        tells of its own troubles; of a Ctrl-C before that it can't.
+        """
+
+        def if_raised() -> None:
+            if not has_begun():
+                self._tell()
+
+        end = _C.watched(act, if_raised)
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def watch_from(self, output: Any) -> None:
@@ -89,6 +103,12 @@ class _Pass:
         """What autograd calls at the end of a pass that ends well."""
         self._watch.ended(self._task)
         self.__class__ = _EndedPass  # type: ignore[assignment]
+
+    def broken_off(self) -> None:
+        """A Ctrl-C came at the end: its traceback would keep this object alive."""
+        if type(self) is _Pass:
+            self.end()
+            self._watch.left(self._task, self._num_agreed)
 
     def __del__(self) -> None:
         self._watch.left(self._task, self._num_agreed)

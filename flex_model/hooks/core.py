@@ -622,20 +622,21 @@ class HookCore:
         run.backward_task = task
         self.backward_order.begins(task)
         self.backward_watch.watch()
-        core = self
+        core, has_begun = self, False
 
         def end() -> None:
-            run.backward_task = -1
-            if core.is_closed:
-                return
+            nonlocal has_begun
             try:
-                core._deliver(run, "end of the backward")
-                core.backward_order.ends()
+                has_begun = True
+                run.backward_task = -1
+                if not core.is_closed:
+                    core._deliver(run, "end of the backward")
+                    core.backward_order.ends()
             except BaseException as error:
                 core.interrupted(error)
                 raise
 
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        self.backward_watch.at_end(end, lambda: has_begun)
 
     # The end.
 
