@@ -8,6 +8,7 @@ single-process tests first, then the world is made and all run the tests marked 
 import faulthandler
 import inspect
 import os
+import signal
 import sys
 import traceback
 from datetime import timedelta
@@ -31,6 +32,9 @@ RANK, WORLD_SIZE = int(LAUNCHER.get("RANK", 0)), int(LAUNCHER.get("WORLD_SIZE", 
 
 
 def pytest_configure(config):
+    # A shell that starts this in the background has it ignore Ctrl-C, and the tests of it wait.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if WORLD_SIZE:  # fd 2 as it is while pytest captures nothing
         config.stash[STDERR] = os.fdopen(os.dup(2), "w")
 
