@@ -16,7 +16,8 @@ from flex_model.distributed.connections import GRID
 from flex_model.distributed.header import DTYPES, Header, site_hash
 from flex_model.distributed.transports.transport import Gathered, as_bytes, end_to_end
 
-_DTYPE_OF_NAME = {str(dtype): dtype for dtype in DTYPES}
+#: As `describe` calls them.
+DTYPE_OF_NAME = {str(dtype): dtype for dtype in DTYPES}
 
 #: Of one tensor: the name of its dtype, and its shape.
 Description = tuple[str, Sequence[int]]
@@ -103,7 +104,7 @@ def from_rank(
 
 
 def _num_bytes(description: Description) -> int:
-    number = _DTYPE_OF_NAME[description[0]].itemsize
+    number = DTYPE_OF_NAME[description[0]].itemsize
     for size in description[1]:
         number *= size
     return number
@@ -111,7 +112,7 @@ def _num_bytes(description: Description) -> int:
 
 def _typed(data: Tensor | None, description: Description) -> Tensor:
     """The tensor that these bytes are; None: it has none."""
-    dtype, shape = _DTYPE_OF_NAME[description[0]], list(description[1])
+    dtype, shape = DTYPE_OF_NAME[description[0]], list(description[1])
     if data is None:
         return torch.empty(shape, dtype=dtype)
     if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:

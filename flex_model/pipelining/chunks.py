@@ -16,7 +16,7 @@ from torch.distributed.pipelining.microbatch import (
 )
 from torch.utils import _pytree as pytree
 
-Shape = tuple[int, ...]
+from flex_model.distributed.tensor_dicts import Description, describe
 
 
 def batch_dim(schedule: Any) -> int:
@@ -123,13 +123,9 @@ def _default_specs(value: Any, rows: int | None) -> Any:
     return pytree.tree_map(spec_of, value)
 
 
-def shapes_of(values: Any) -> list[list[Any]]:
+def shapes_of(values: Any) -> list[Description]:
     """What tells one kind of input from another: dtypes and shapes of tensors. JSON can hold it."""
-    return [
-        [str(leaf.dtype), list(leaf.shape)]
-        for leaf in pytree.tree_leaves(values)
-        if isinstance(leaf, Tensor)
-    ]
+    return describe([leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)])
 
 
 def join(

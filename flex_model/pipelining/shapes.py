@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flex_model.distributed.channel import Channel
-from flex_model.distributed.header import DTYPES
-from flex_model.distributed.tensor_dicts import exchange_json
+from flex_model.distributed.tensor_dicts import (
+    DTYPE_OF_NAME,
+    Description,
+    describe,
+    exchange_json,
+)
 from flex_model.hooks.registration import Registration
 from flex_model.pipelining.overlaid_stage import OverlaidStage, whole
 from flex_model.pipelining.stages import Directory, is_traced, targets
-
-_DTYPE_OF_NAME = {str(dtype): dtype for dtype in DTYPES}
-
-_Shapes = list[list[Any]]  # dtype's name and sizes of each tensor
 
 
 def settle(
@@ -44,7 +44,7 @@ def settle(
         args, kwargs: Of one micro-batch; ``args`` count on the first stage's rank.
     """
     mine = {one.stage.stage_index: one for one in overlaid}
-    shapes: _Shapes = []
+    shapes: Sequence[Description] = []
     for index in range(directory.num_stages):
         told: dict[str, Any] = {}
         if index in mine:
@@ -65,9 +65,9 @@ def settle(
     return ""
 
 
-def _refused_by_torch(index: int, shapes: _Shapes) -> str:
+def _refused_by_torch(index: int, shapes: Sequence[Description]) -> str:
     """Torch's stages send a gradient back for every tensor."""
-    others = [name for name, _ in shapes if not _DTYPE_OF_NAME[name].is_floating_point]
+    others = [name for name, _ in shapes if not DTYPE_OF_NAME[name].is_floating_point]
     if not others:
         return ""
     return (
@@ -77,13 +77,15 @@ def _refused_by_torch(index: int, shapes: _Shapes) -> str:
     )
 
 
-def zeros(shapes: _Shapes, device: torch.device) -> tuple[Tensor, ...]:
+def zeros(shapes: Sequence[Description], device: torch.device) -> tuple[Tensor, ...]:
     return tuple(
-        torch.zeros(sizes, dtype=_DTYPE_OF_NAME[name], device=device) for name, sizes in shapes
+        torch.zeros(sizes, dtype=DTYPE_OF_NAME[name], device=device) for name, sizes in shapes
     )
 
 
-def _outputs_of(one: OverlaidStage, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> _Shapes:
+def _outputs_of(
+    one: OverlaidStage, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Sequence[Description]:
     stage = one.stage
     tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
     if is_traced(stage):
@@ -91,7 +93,7 @@ def _outputs_of(one: OverlaidStage, inputs: tuple[Any, ...], kwargs: dict[str, A
     metas = tuple(_meta(tensor) for tensor in tensors)
     if stage.inputs_meta is not None and not hasattr(stage, "_settled"):  # the user's
         _check_equal("input_args", stage.inputs_meta, metas)
-        return _described(stage.get_outputs_meta())
+        return describe(stage.get_outputs_meta())
     outputs = run_on_zeros(stage.submod, inputs, kwargs)
     if isinstance(outputs, Tensor):
         outputs = [outputs]
@@ -104,20 +106,20 @@ def _outputs_of(one: OverlaidStage, inputs: tuple[Any, ...], kwargs: dict[str, A
     stage.inputs_meta = metas
     stage._outputs_meta = tuple(_meta(output) for output in outputs)
     stage._settled = True
-    return _described(stage._outputs_meta)
+    return describe(stage._outputs_meta)
 
 
-def _outputs_of_traced(stage: Any, given: Sequence[Tensor]) -> _Shapes:
+def _outputs_of_traced(stage: Any, given: Sequence[Tensor]) -> Sequence[Description]:
     graph = stage.submod.graph
     examples = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
     if stage.is_first:
         _check_equal("its example", examples[: len(given)], given)
     values = pytree.tree_leaves([node.args for node in graph.nodes if node.op == "output"])
-    return _described([value.meta["val"] for value in values])
+    return describe([value.meta["val"] for value in values])
 
 
 def _check_equal(what: str, expected: Sequence[Any], given: Sequence[Any]) -> None:
-    wanted, got = _described(expected), _described(given)
+    wanted, got = describe(expected), describe(given)
     if wanted != got:
         raise ValueError(
             f"it was made for inputs {_text(wanted)} ({what}), and a micro-batch is {_text(got)}; "
@@ -126,11 +128,7 @@ def _check_equal(what: str, expected: Sequence[Any], given: Sequence[Any]) -> No
         )
 
 
-def _described(tensors: Sequence[Any]) -> _Shapes:
-    return [[str(tensor.dtype), list(tensor.shape)] for tensor in tensors]
-
-
-def _text(shapes: _Shapes) -> str:
+def _text(shapes: Sequence[Description]) -> str:
     return ", ".join(f"{tuple(sizes)} of {name}" for name, sizes in shapes) or "none"
 
 
@@ -180,7 +178,7 @@ def have_rows(
     found: dict[int, bool] = {}
     for one in overlaid:
         stage = one.stage
-        inputs = args if stage.is_first else zeros(_described(stage.inputs_meta), stage.device)
+        inputs = args if stage.is_first else zeros(describe(stage.inputs_meta), stage.device)
         sizes = []
         for times in (1, 2):
             given = pytree.tree_map_only(
