@@ -11,6 +11,7 @@ from flex_model.dummy import DummyModule
 from flex_model.errors import HookError, HookMismatchError, TraceError
 from flex_model.hooks.function import HookFunction
 from flex_model.model import FlexModel
+from flex_model.selection import Select
 
 __version__ = "1.0.0"
 
@@ -20,6 +21,7 @@ __all__ = [
     "HookError",
     "HookFunction",
     "HookMismatchError",
+    "Select",
     "TraceError",
     "build_info",
     "pytree",

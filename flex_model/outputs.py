@@ -190,9 +190,11 @@ class Records:
             shard = snapshot.tensor
             move = resolve(record.call, shapes, shard.dtype, record.known, shard)
             self._channel.meter.turn_to(record.call.registration.site)
+            if move.pick is not None:
+                snapshot.change(move.pick.take)
             if move.layout.partial_axes:  # a sum needs one kind of device on all ranks
                 self._snapshots.to_cpu([snapshot])
-                snapshot.tensor = move.summed(snapshot.tensor)
+                snapshot.change(lambda shard, move=move: move.cast(move.summed(shard)))
             moves.append(move)
         return moves
 

@@ -7,6 +7,7 @@ take too much of its memory, the oldest are moved to the CPU.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,14 @@ class Snapshot:
         """Let the current stream wait until its values are there; the host does not wait."""
         if self.ready is not None:
             self.ready.wait()
+
+    def change(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Put what the function makes of the tensor in its place, after ``wait``."""
+        with torch.inference_mode(False), torch.no_grad():
+            changed = function(self.tensor).contiguous()
+        if changed is not self.tensor and self.ready is not None:
+            self.ready = host_copies.ready_now(changed)
+        self.tensor = changed
 
 
 class Snapshots:

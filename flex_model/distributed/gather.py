@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -34,7 +35,11 @@ from flex_model.distributed.layout import (
     ShardLayout,
 )
 from flex_model.distributed.mesh import Axis
+from flex_model.distributed.picked import Pick
 from flex_model.distributed.transports.transport import Gathered, on_cpu
+
+if TYPE_CHECKING:
+    from flex_model.selection import Select
 
 AgreeOnGradient = Callable[[Tensor], object]  # collective: exchange headers before a gradient moves
 
@@ -44,12 +49,16 @@ class Move:
     """One tensor's way between shards and full, planned: what a hook's call, and its backward,
     need.
 
+    With ``pick``, the way of the part that a hook selected: ``shard`` below is what that takes of a
+    rank's shard, and ``full`` what all of them make.
+
     Attributes:
         layout: Of the shards.
         axes: Along which ranks hold different parts.
         plan: Of the ranks along ``axes``, in their order.
         rank: This rank's place among them.
         full_shape: Of the full tensor.
+        pick: Of this rank's shard; None for all of it.
         grad_scale: dp where the batch is split over dp, else 1.
         gradient_of_replicas: How tp ranks that hold the same tensor hold its gradient: each the
             whole, or parts of a sum; None as long as that is not known.
@@ -62,6 +71,7 @@ class Move:
     rank: int
     full_shape: Shape
     grad_scale: int
+    pick: Pick | None = None
     gradient_of_replicas: Placement | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,21 +79,39 @@ class Move:
         self.gradient_of_replicas = None if along_tp else Replicate()
 
     @staticmethod
-    def of(channel: Channel, layout: ShardLayout, shapes: list[Shape], dtype: torch.dtype) -> Move:
-        """Plan for this rank's part of the grid; ``shapes`` are of all ranks of the grid."""
+    def of(
+        channel: Channel,
+        layout: ShardLayout,
+        shapes: list[Shape],
+        dtype: torch.dtype,
+        select: Select | None = None,
+        split_dim: int | None = None,
+    ) -> Move:
+        """Plan for this rank's part of the grid; ``shapes`` are of all ranks of the grid.
+
+        Raises:
+            IndexError, ValueError, TypeError: ``select`` does not fit the tensor; on all ranks
+                alike.
+        """
         mesh, axes = channel.mesh, layout.sharded_axes
         places = mesh.members(axes)
         sizes = {"dp": mesh.dp_size, "tp": mesh.tp_size}
         counts = dict(axis[:2] if isinstance(axis, tuple) else (axis, sizes[axis]) for axis in axes)
-        plan = layout.plan(
-            [shapes[place] for place in places],
-            counts.get("dp", 1),
-            counts.get("tp", 1),
-            dtype.itemsize,
-        )
+        dp, tp = counts.get("dp", 1), counts.get("tp", 1)
+        of_parts = [shapes[place] for place in places]
         full_shape = layout.full_shape(shapes, mesh.dp_size, mesh.tp_size)
         rank = places.index(mesh.place)
-        return Move(channel, layout, axes, plan, rank, full_shape, counts.get("dp", 1))
+        if select is None:
+            plan = layout.plan(of_parts, dp, tp, dtype.itemsize)
+            return Move(channel, layout, axes, plan, rank, full_shape, dp)
+        moved_dtype = select.dtype_of(dtype)
+        casts_last = bool(layout.partial_axes)
+        item_bytes = (dtype if casts_last else moved_dtype).itemsize
+        indices = select.indices(full_shape, split_dim)
+        plan, held = layout.plan_of(indices, of_parts, dp, tp, item_bytes)
+        # Where nothing is gathered, nothing else puts the part in the order that was asked for.
+        pick = Pick(held[rank] if axes else indices, select.dtype, casts_last)
+        return Move(channel, layout, axes, plan, rank, tuple(plan.full_sizes), dp, pick)
 
     def all_gather(self, shard: Tensor) -> Tensor:
         """The full tensor on every rank. Collective along the axes that shard or sum; a copy where
@@ -99,6 +127,10 @@ class Move:
         if self.axes:
             return self.channel.all_gather(self.axes, shard, self.plan, number)
         return [_copy(shard) for _ in range(number)]
+
+    def cast(self, full: Tensor) -> Tensor:
+        """In the dtype that the hook wants."""
+        return full if self.pick is None else self.pick.cast(full)
 
     def summed(self, shard: Tensor) -> Tensor:
         """The shard with the sums done that are due. Collective along the axes that sum."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NoReturn
@@ -135,10 +135,42 @@ class ShardLayout:
             list(full_shape), [list(shape) for shape in shapes], pieces, element_bytes
         )
 
+    def plan_of(
+        self,
+        indices: Mapping[int, Sequence[int]],
+        shapes: Sequence[Shape],
+        dp_size: int,
+        tp_size: int,
+        element_bytes: int,
+    ) -> tuple[GatherPlan, list[dict[int, list[int]]]]:
+        """As ``plan``, of a part of the full tensor: these indices of it, by dim. And by rank the
+        indices of its shard that are in the part, ascending.
+        """
+        full_shape, along_dims = self.without_copies._along_dims(shapes, dp_size, tp_size)
+        part_shape, part_shapes = list(full_shape), [list(shape) for shape in shapes]
+        held: list[dict[int, list[int]]] = [{} for _ in shapes]
+        for dim, chosen in indices.items():
+            part_shape[dim] = len(chosen)
+            along = []
+            for rank, ranges in enumerate(along_dims[dim]):
+                held[rank][dim], ranges_of_part = _chosen(ranges, chosen)
+                part_shapes[rank][dim] = len(held[rank][dim])
+                along.append(ranges_of_part)
+            along_dims[dim] = along
+        pieces = _boxes(along_dims, len(shapes))
+        return GatherPlan(part_shape, part_shapes, pieces, element_bytes), held
+
     def _place(
         self, shapes: Sequence[Shape], dp_size: int, tp_size: int
     ) -> tuple[Shape, list[_Piece]]:
         """The full shape, and the boxes of all ranks' shards in it."""
+        full_shape, along_dims = self._along_dims(shapes, dp_size, tp_size)
+        return full_shape, _boxes(along_dims, len(shapes))
+
+    def _along_dims(
+        self, shapes: Sequence[Shape], dp_size: int, tp_size: int
+    ) -> tuple[Shape, list[list[list[_Range]]]]:
+        """The full shape, and by dim and rank where its shard's indices lie in it."""
         if len(shapes) != dp_size * tp_size:
             raise ValueError(
                 f"a layout over dp {dp_size} x tp {tp_size} needs {dp_size * tp_size} shapes, got "
@@ -149,12 +181,7 @@ class ShardLayout:
             size, ranges = self._along(dim, shapes, dp_size, tp_size)
             full.append(size)
             along_dims.append(ranges)
-        pieces: list[_Piece] = []
-        for rank in range(len(shapes)):
-            for box in itertools.product(*(ranges[rank] for ranges in along_dims)):
-                starts, shard_starts, sizes = ([r[i] for r in box] for i in range(3))
-                pieces.append((rank, starts, shard_starts, sizes))
-        return tuple(full), pieces
+        return tuple(full), along_dims
 
     def _along(
         self, dim: int, shapes: Sequence[Shape], dp_size: int, tp_size: int
@@ -216,3 +243,33 @@ class ShardLayout:
 
     def __str__(self) -> str:
         return f"dp {self.dp}, tp {self.tp}" + (", tp first" if self.tp_first else "")
+
+
+def _boxes(along_dims: Sequence[Sequence[Sequence[_Range]]], num_ranks: int) -> list[_Piece]:
+    """What ranges along each dim, by rank, make together."""
+    pieces: list[_Piece] = []
+    for rank in range(num_ranks):
+        for box in itertools.product(*(ranges[rank] for ranges in along_dims)):
+            starts, shard_starts, sizes = ([r[i] for r in box] for i in range(3))
+            pieces.append((rank, starts, shard_starts, sizes))
+    return pieces
+
+
+def _chosen(ranges: Sequence[_Range], chosen: Sequence[int]) -> tuple[list[int], list[_Range]]:
+    """Of the chosen indices of the full dim those that lie in a shard's ranges, as indices of the
+    shard, ascending; and where they lie in the part that all chosen ones make.
+    """
+    held = sorted(
+        (shard_start + index - start, place)
+        for place, index in enumerate(chosen)
+        for start, shard_start, size in ranges
+        if start <= index < start + size
+    )
+    runs: list[_Range] = []
+    for at, (_, place) in enumerate(held):
+        start, shard_start, size = runs[-1] if runs else (0, 0, 0)
+        if size and place == start + size:
+            runs[-1] = (start, shard_start, size + 1)
+        else:
+            runs.append((place, at, 1))
+    return [index for index, _ in held], runs

@@ -28,12 +28,13 @@ class BatchRun:
 
     Attributes:
         save_ctx: The batch's own, for its editing functions.
+        seed: None where no hook edits.
         records: By name, those that wait for the batches before this one.
     """
 
     index: int
     save_ctx: Namespace
-    seed: int
+    seed: int | None
     choice: tuple[Choice, Choice]
     records: dict[str, list[Tensor]] = field(default_factory=dict)
     run: RunContext | None = None
@@ -66,6 +67,10 @@ class BatchRuns:
         core.table.choose(self._choice, parameters)
         core.table.clear_records(core.table.active)
         self._generator.set_state(torch.default_generator.get_state())
+        self._has_edits = any(
+            registration.hook_function.editing_function is not None
+            for registration in core.active_registrations()
+        )
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -87,8 +92,10 @@ class BatchRuns:
         for _ in range(num_batches):
             self._next_seed()
 
-    def _next_seed(self) -> int:
+    def _next_seed(self) -> int | None:
         self._num_made += 1
+        if not self._has_edits:
+            return None
         with _default_state(self._generator):
             seed = seed_of_state()
             advance_generator()  # as if the edits of every batch drew numbers
@@ -108,7 +115,7 @@ class BatchRuns:
             raise
         before = torch.default_generator.get_state()
         self._core.end(run, None)
-        if not torch.equal(before, torch.default_generator.get_state()):
+        if self._has_edits and not torch.equal(before, torch.default_generator.get_state()):
             self._num_consumed += 1  # an edit drew, on whichever rank
             torch.default_generator.set_state(before)  # not the model
 

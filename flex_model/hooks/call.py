@@ -21,6 +21,7 @@ from flex_model.distributed.gather import Move, Trip
 from flex_model.distributed.header import Header
 from flex_model.distributed.inference import Splits
 from flex_model.distributed.layout import Shape, ShardLayout
+from flex_model.distributed.picked import Pick
 from flex_model.errors import HookError, agreed
 from flex_model.hooks.context import Call, seed_of_state
 from flex_model.hooks.tracking import Tracking
@@ -124,8 +125,8 @@ class HookCaller:
         if self._channel.is_local:
             if dtensor.is_dtensor(leaf):
                 leaf = dtensor.to_local(dtensor.without_partial(leaf))
-            self._check_alone(call, leaf)
-            self._records.now(call.registration, leaf)
+            pick = self._look_alone(call, leaf)
+            self._records.now(call.registration, leaf if pick is None else pick.take(leaf.detach()))
             return
         call, shard, known = self.shard_of(call, leaf)
         self._records.later(call, shard, known)
@@ -141,10 +142,12 @@ class HookCaller:
             call = replace(call, splits=splits)
         return call, leaf, known
 
-    def _check_alone(self, call: Call, leaf: Tensor) -> None:
-        """One rank: the tensor is full, and ``expected_shape`` must say so."""
-        if call.registration.expected_shape is not None:
-            self.move(call, [tuple(leaf.shape)], leaf.dtype, None, leaf)
+    def _look_alone(self, call: Call, leaf: Tensor) -> Pick | None:
+        """One rank: the tensor is full, and ``expected_shape`` must say so; what is selected."""
+        registration = call.registration
+        if registration.expected_shape is None and registration.select is None:
+            return None
+        return self.move(call, [tuple(leaf.shape)], leaf.dtype, None, leaf).pick
 
     # Editing.
 
@@ -159,14 +162,17 @@ class HookCaller:
         return shard
 
     def _edit_alone(self, call: Call, leaf: Tensor, known: ShardLayout | None) -> Tensor | None:
-        self._check_alone(call, leaf)
+        pick = self._look_alone(call, leaf)
+        part = leaf if pick is None else pick.take(leaf)
         if not call.is_replay:
-            self._records.now(call.registration, leaf)
+            self._records.now(call.registration, part)
         if call.run.seed is None:
             call.run.seed = seed_of_state()
-        edited = self._run_function(call, _handed(leaf), leaf, self._parameters(call, leaf))
+        edited = self._run_function(call, _handed(part), leaf, self._parameters(call, leaf))
+        if edited is None:
+            return None
         # A copy, as shards are: the model may change it in place, and the user may keep it.
-        return None if edited is None else edited.clone()
+        return edited.clone() if pick is None else pick.put(leaf, edited)
 
     def _run_function(
         self, call: Call, full: Tensor, leaf: Tensor, parameters: dict[str, Tensor]
@@ -189,11 +195,13 @@ class HookCaller:
             self._agree(call, grad, "gradient of an edit")
 
         trip = Trip(move, agree_on_gradient)
+        part = leaf if move.pick is None else move.pick.take(leaf)
         if not self.edits_on_all:
-            return self._noted(call, self._edit_on_first(call, leaf, trip, parameters), move)
+            edited = self._edit_on_first(call, leaf, part, trip, parameters)
+            return self._put_back(call, leaf, edited, move)
         records = not call.is_replay and self._records.keeps
         trip.num_records = int(records and leaf.device.type == "cpu")
-        full = _gathered(gather.gather, leaf, trip)
+        full = _gathered(gather.gather, part, trip)
         if records:
             self._records.put(call.registration, trip.record, full)
         try:
@@ -207,10 +215,16 @@ class HookCaller:
         if self.tells_edits:
             header = Header("result of an edit", site=call.registration.site)
             self._channel.agree(header, f"the result of the edit of {call.describe()}")
-        return self._noted(call, None if edited is None else gather.scatter(edited, trip), move)
+        if edited is not None:
+            edited = gather.scatter(edited.to(part.dtype), trip)
+        return self._put_back(call, leaf, edited, move)
 
-    def _noted(self, call: Call, edited: Tensor | None, move: Move) -> Tensor | None:
+    def _put_back(
+        self, call: Call, leaf: Tensor, edited: Tensor | None, move: Move
+    ) -> Tensor | None:
         """The edited shard, split as it was: what the model makes of it is followed on."""
+        if edited is not None and move.pick is not None:
+            edited = move.pick.put(leaf, edited)
         if edited is not None and not call.registration.is_backward:
             self._tracking.note(edited, move.layout)
         return edited
@@ -219,14 +233,15 @@ class HookCaller:
         self,
         call: Call,
         leaf: Tensor,
+        part: Tensor,
         trip: Trip,
         parameters: dict[str, Tensor],
     ) -> Tensor | None:
         channel, registration = self._channel, call.registration
         trip.num_records = int(not call.is_replay and not self._records.on_all_ranks)
-        gathered = _gathered(gather.gather_to_first, leaf, trip)
+        gathered = _gathered(gather.gather_to_first, part, trip)
         if self._records.on_all_ranks and not call.is_replay:
-            self._records.put(registration, None, trip.move.all_gather(leaf))
+            self._records.put(registration, None, trip.move.cast(trip.move.all_gather(part)))
         edited, told = None, 0
         if channel.mesh.place == 0:
             if trip.num_records:
@@ -248,7 +263,9 @@ class HookCaller:
         if not told & _CHANGED:
             return None
         in_graph = bool(told & _REQUIRES_GRAD) and torch.is_grad_enabled()
-        return gather.scatter_from_first(edited, gathered, trip, leaf, in_graph)
+        if edited is not None:
+            edited = edited.to(part.dtype)
+        return gather.scatter_from_first(edited, gathered, trip, part, in_graph)
 
     def _agree(self, call: Call, tensor: Tensor, kind: str) -> list[Shape]:
         """Exchange headers; the local shapes of all ranks."""
@@ -282,7 +299,7 @@ class HookCaller:
     ) -> Move:
         """The plan for what all ranks hold, cached; collective where the layout is new."""
         registration = call.registration
-        key = (call.number, tuple(shapes), dtype, known)
+        key = (call.number, tuple(shapes), dtype, known, registration.split_dim)
         move = registration.moves.get(key)
         if move is None and call.number is None:
             move = self._move_of_forward(call, key[1:])
@@ -309,7 +326,17 @@ class HookCaller:
                 registration.splits.clear()
                 self._tracking.hooks_changed()
             raise
-        move = Move.of(self._channel, settled.layout, list(shapes), dtype)
+        try:
+            move = Move.of(
+                self._channel,
+                settled.layout,
+                list(shapes),
+                dtype,
+                registration.select,
+                registration.split_dim,
+            )
+        except (IndexError, TypeError, ValueError) as error:
+            raise agreed(error.__class__(f"{registration.describe()}: {error}")) from None
         if len(registration.splits) < _REMEMBERED_MOVES and registration.kind != "tensor":
             registration.splits[number, ndim] = settled.activation.dp, settled.activation.tp
         if settled.is_proven:
@@ -381,16 +408,23 @@ def _handed(leaf: Tensor) -> Tensor:
 
 def _gathered(
     gather_in_graph: Callable[..., Tensor],
-    leaf: Tensor,
+    part: Tensor,
     trip: Trip,
 ) -> Tensor:
-    """The full tensor by ``gather_in_graph``; never an inference tensor, as in ``_handed``."""
-    if trip.move.is_whole and gather_in_graph is gather.gather and not leaf.requires_grad:
-        return _handed(leaf)
+    """The full tensor by ``gather_in_graph``, and its record, in the dtype that the hook wants;
+    never an inference tensor, as in ``_handed``.
+    """
+    move = trip.move
+    if move.is_whole and gather_in_graph is gather.gather and not part.requires_grad:
+        return _handed(part)
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
-            return gather_in_graph(leaf, trip)
-    return gather_in_graph(leaf, trip)
+            full = move.cast(gather_in_graph(part, trip))
+    else:
+        full = move.cast(gather_in_graph(part, trip))
+    if trip.record is not None:
+        trip.record = move.cast(trip.record)
+    return full
 
 
 def check_movable(call: Call, leaf: Tensor) -> None:

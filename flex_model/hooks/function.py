@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from flex_model.distributed.inference import check_expected_shape
+from flex_model.selection import Select
 
 if TYPE_CHECKING:
     from flex_model.hooks.registration import Registration
@@ -44,15 +45,17 @@ class HookFunction:
             be edited in place, returned, or replaced by a tensor of its shape, dtype and device;
             None means "what was done in place, if anything". Changes are seen by the tensor's
             version counter: writes through ``.data`` or ``.numpy()`` are not seen. The function
-                runs as single-threaded code on every rank (or on rank 0, ``edit_on="rank0"``), with
-                the same random state, and
-            must call no collective. ``current_module`` is None for parameters' gradients; its
-            weights may be shards: name those that are needed in ``parameters``.
+            runs as single-threaded code on every rank (or on rank 0, ``edit_on="rank0"``), with the
+            same random state, and must call no collective. ``current_module`` is None for
+            parameters' gradients; its weights may be shards: name those that are needed in
+            ``parameters``.
         unpack_idx: Which tensor: they are counted depth first through tuples, lists, dicts, named
             tuples, dataclasses, model outputs and registered types; for pre-hooks through the
             positional, then the keyword arguments; for backward hooks through the tensors of the
             forward whose gradients are meant.
         output_name: Key of the record in ``output_ptr`` (default: ``module_name``).
+        select: The part of the tensor that is needed (``flex_model.Select``): only that is moved,
+            handed over and recorded, and an edit of it goes back to its place.
         parameters: Names of parameters of the wrapped model that the function needs in full; they
             are in ``hook_function.parameters[name]`` while it runs, detached.
 
@@ -72,6 +75,7 @@ class HookFunction:
         *,
         output_name: str | None = None,
         parameters: Iterable[str] = (),
+        select: Select | None = None,
     ) -> None:
         if not isinstance(module_name, str):
             raise TypeError(
@@ -92,11 +96,17 @@ class HookFunction:
             raise TypeError(
                 f"HookFunction: output_name must be a str or None, got {type(output_name).__name__}"
             )
+        if select is not None and not isinstance(select, Select):
+            raise TypeError(
+                "HookFunction: select must be a flex_model.Select or None, got "
+                f"{type(select).__name__}"
+            )
         self.module_name = module_name
         self.expected_shape = check_expected_shape(expected_shape)
         self.editing_function = editing_function
         self.unpack_idx = unpack_idx
         self.output_name = output_name
+        self.select = select
         self.parameter_names = (parameters,) if isinstance(parameters, str) else tuple(parameters)
         self.parameters: dict[str, Tensor] = {}
         self.save_ctx: Namespace | None = None
@@ -119,4 +129,6 @@ class HookFunction:
             parts.append(f"unpack_idx={self.unpack_idx}")
         if self.output_name is not None:
             parts.append(f"output_name={self.output_name!r}")
+        if self.select is not None:
+            parts.append(f"select={self.select}")
         return f"HookFunction({', '.join(parts)})"

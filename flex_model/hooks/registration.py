@@ -15,6 +15,7 @@ from flex_model.distributed.header import site_hash
 from flex_model.distributed.inference import ExpectedShape
 from flex_model.errors import HookError
 from flex_model.hooks.function import HookFunction
+from flex_model.selection import Select
 
 
 @dataclass(eq=False)
@@ -34,6 +35,7 @@ class Registration:
         shapes: Of a backward hook: local shapes of activations whose values were looked at.
         expected_shape: What the tensors handed to the hook must have: the function's, or in a
             pipeline a micro-batch's part of it.
+        split_dim: In a pipeline: along which dim micro-batches divide the tensor; None: they don't.
     """
 
     hook_function: HookFunction
@@ -46,6 +48,7 @@ class Registration:
     splits: dict[tuple[int, int], Any] = field(default_factory=dict)
     shapes: set[Any] = field(default_factory=set)
     expected_shape: ExpectedShape = field(init=False)
+    split_dim: int | None = None
     site: int = field(init=False)
     seed: int = field(init=False)
     name: str = field(init=False)
@@ -61,6 +64,7 @@ class Registration:
             function.record_name,
             self.edits,
             self.number,
+            *(() if function.select is None else (repr(function.select),)),
         )
 
     @staticmethod
@@ -70,6 +74,10 @@ class Registration:
     @property
     def edits(self) -> bool:
         return self.hook_function.editing_function is not None
+
+    @property
+    def select(self) -> Select | None:
+        return self.hook_function.select
 
     @property
     def is_backward(self) -> bool:

@@ -129,6 +129,7 @@ class HookTable:
             and registration.kind in ("forward", "forward_pre")
             and function.editing_function is None
             and function.expected_shape is None
+            and function.select is None
         )
 
     def _check_record_name(self, function: HookFunction, kind: str) -> None:

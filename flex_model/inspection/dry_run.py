@@ -338,7 +338,10 @@ def _row(core: HookCore, registration: Registration, ranks: Sequence[Seen]) -> D
         return replace(row, source=f"a run would raise an error: {error}")
     if layout is None:
         return replace(row, source=_VALUES_TELL)
-    move = Move.of(channel, layout, shapes, ranks[0].dtype)
+    try:
+        move = Move.of(channel, layout, shapes, ranks[0].dtype, registration.select)
+    except (IndexError, TypeError, ValueError) as error:
+        return replace(row, source=f"a run would raise an error: {error}")
     costs = _Costs(core, registration, move, ranks)
     forward, backward = costs.of_calls(any(one.needs_gradient for one in ranks))
     return replace(
@@ -414,8 +417,13 @@ class _Costs:
         self._records_on_all = core.records.on_all_ranks
         known = ranks[0].known
         self._is_mean = known is not None and isinstance(known.dp, Shard)  # FSDP2 made it
-        self._shard_bytes = [_bytes(one.shape, one.dtype) for one in ranks]
-        self._full_bytes = _bytes(move.full_shape, ranks[0].dtype)
+        self._shard_bytes = [self._part_bytes(place) for place in range(len(ranks))]
+        self._full_bytes = move.plan.full_bytes
+
+    def _part_bytes(self, place: int) -> int:
+        """What the rank at this place of the grid moves."""
+        members = self._mesh.members(self._move.axes, place=place)
+        return self._move.plan.shard_bytes[members.index(place)]
 
     def of_calls(self, needs_gradient: bool) -> tuple[Cost, Cost]:
         """In the forward, and in the backward."""
@@ -487,13 +495,6 @@ class _Costs:
 
     def _alike(self, num_bytes: int) -> Cost:
         return Cost(payloads=1, bytes_by_rank=(num_bytes,) * len(self._shard_bytes))
-
-
-def _bytes(shape: Shape, dtype: torch.dtype) -> int:
-    count = dtype.itemsize
-    for size in shape:
-        count *= size
-    return count
 
 
 def _totals(core: HookCore, rows: Sequence[DryRunRow]) -> tuple[Cost, Cost]:

@@ -80,8 +80,8 @@ def layouts(core: HookCore) -> Layouts:
 def _layout_of(core: HookCore, registration: Registration) -> SiteLayout:
     place = (registration.name, registration.kind, registration.hook_function.unpack_idx)
     if registration.moves:
-        (_, shapes, dtype, _), move = list(registration.moves.items())[-1]
-        seen = {(shapes, dtype) for _, shapes, dtype, _ in registration.moves}
+        (_, shapes, dtype, *_), move = list(registration.moves.items())[-1]
+        seen = {(shapes, dtype) for _, shapes, dtype, *_ in registration.moves}
         return SiteLayout(
             *place,
             move.full_shape,

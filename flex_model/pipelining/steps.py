@@ -181,6 +181,7 @@ class Pipeline:
             function = registration.hook_function
             dim = self._dim(call, function.record_name)
             if registration.kind != "tensor":
+                registration.split_dim = dim if plan.number > 1 else None
                 registration.expected_shape = chunks.part_of_shape(
                     function.expected_shape, dim, plan.rows
                 )

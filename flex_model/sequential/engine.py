@@ -293,10 +293,6 @@ class Engine:
         self._current = self._latest = batch
         if self._hooks is not None and batch.hooks is not None:
             batch.turn.enter_context(self._hooks.goes_on(batch.hooks))
-        if self._following:
-            self._following[0].call.announce()
-        else:
-            self._threads.turns.caller.announce()
         return batch.call
 
     def _end_turn(self, batch: Batch) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import queue
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -70,14 +69,23 @@ class Threads:
     def close(self) -> None:
         """End them all, when their calls are done; they are gone then."""
         for worker in self._all:
-            worker.jobs.put(None)
+            worker.is_over = True
+            worker.turn.give()
         for worker in self._all:
             worker.thread.join()
 
 
 class _Worker:
+    """
+    Attributes:
+        turn: Of the call that it serves; it isn't woken before.
+        job: That call's.
+    """
+
     def __init__(self) -> None:
-        self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.turn = _C.Turn()
+        self.job: Callable[[], None] | None = None
+        self.is_over = False
         # A daemon, else an interpreter that is being ended would wait for it.
         self.thread = threading.Thread(target=self._work, name="flex_model batch", daemon=True)
         self.thread.start()
@@ -85,9 +93,12 @@ class _Worker:
     def _work(self) -> None:
         # An interruption of a call may come when it is just over: the run ends all the same.
         with contextlib.suppress(KeyboardInterrupt):
-            while (job := self.jobs.get()) is not None:
-                job()
-                del job  # and with it a batch
+            while not self.is_over:
+                self.turn.take(_LONG_S)
+                job, self.job = self.job, None
+                if job is not None:
+                    job()
+                    del job  # and with it a batch
 
 
 class SuspendedCall:
@@ -117,7 +128,6 @@ class SuspendedCall:
         self._caller = caller
         self._following = following
         self._is_abandoned = False
-        self._turn = _C.Turn()
         self._threads = threads
         self._turns = threads.turns
         self._worker: _Worker | None = None
@@ -126,11 +136,7 @@ class SuspendedCall:
         """Have a thread wait for its first turn; once."""
         with deferred():
             self._worker = self._threads.take()
-            self._worker.jobs.put(functools.partial(self._caller.context.copy().run, self._run))
-
-    def announce(self) -> None:
-        """Its turn is near."""
-        self._turn.announce()
+            self._worker.job = functools.partial(self._caller.context.copy().run, self._run)
 
     def resume(self) -> None:
         """Let it go on, and those that follow it, until a call gives the turn back. Called by the
@@ -145,8 +151,7 @@ class SuspendedCall:
         """Called inside: give the turn away, until it comes back."""
         if not self._is_abandoned:
             self._give_away(waits=True)
-            while self._turns.holder is not self:
-                self._turn.take(_LONG_S)
+            self._wait()
         if self._is_abandoned:
             raise AbandonedError
 
@@ -188,7 +193,7 @@ class SuspendedCall:
                         break
                 # Once more, if it was given already: it may not have been, when all is interrupted.
                 if holder is self or interruption is not None:
-                    holder._turn.give_and_take(turns.caller, _POLL_S)
+                    holder._worker.turn.give_and_take(turns.caller, _POLL_S)
                 else:
                     turns.caller.take(_POLL_S)
             except BaseException as error:
@@ -198,8 +203,7 @@ class SuspendedCall:
 
     def _run(self) -> None:
         try:
-            while self._turns.holder is not self:
-                self._turn.take(_LONG_S)
+            self._wait()
             if self._is_abandoned:
                 raise AbandonedError
             with self._caller.entered():
@@ -217,11 +221,20 @@ class SuspendedCall:
     def _give_away(self, waits: bool) -> None:
         following = self._following()
         self._turns.holder = following
-        turn = self._turns.caller if following is None else following._turn
+        turn = self._turns.caller if following is None else following._own_turn
         if waits:
-            turn.give_and_take(self._turn, _LONG_S)
+            turn.give_and_take(self._own_turn, _LONG_S)
         else:
             turn.give()
+
+    def _wait(self) -> None:
+        while self._turns.holder is not self:
+            self._own_turn.take(_LONG_S)
+
+    @property
+    def _own_turn(self) -> _C.Turn:
+        assert self._worker is not None
+        return self._worker.turn
 
 
 def _raise_in(thread: threading.Thread, kind: type[BaseException]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,17 +88,20 @@ class ProcessState:
         for generator, state in self.cuda_generators:
             generator.set_state(state)
 
+    @functools.cached_property
+    def _seed(self) -> int:
+        return int(torch.ops.flex_model.fingerprint(self.generator)[0])
+
     def of_batch(self, index: int) -> ProcessState:
         """What batch ``index`` begins with. The first has the caller's random state; the others
         have their own, whatever the window, since what the batches before draw isn't known yet.
         """
         if index == 0:
             return self
-        seed = int(torch.ops.flex_model.fingerprint(self.generator)[0]) + index
         made = []
         for generator, _ in (((torch.default_generator, None)), *self.cuda_generators):
             before = generator.get_state()
-            generator.manual_seed(seed & (2**63 - 1))
+            generator.manual_seed((self._seed + index) & (2**63 - 1))
             made.append((generator, generator.get_state()))
             generator.set_state(before)
         return ProcessState(self.default_dtype, made[0][1], tuple(made[1:]))

@@ -23,7 +23,6 @@ bool give_and_take(Turn* other, Turn& mine, double seconds) {
 void bind_turns(py::module_& m) {
   py::class_<Turn>(m, "Turn", "A thread's turn, among threads of which one runs at a time.")
       .def(py::init<>())
-      .def("announce", &Turn::announce, "Its turn is near: it waits awake for a moment.")
       .def("give", &Turn::give, "It is its turn now.")
       .def(
           "take", [](Turn& mine, double seconds) { return give_and_take(nullptr, mine, seconds); },

@@ -1,34 +1,13 @@
 #include "turn.h"
 
 #include <linux/futex.h>
-#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <chrono>
 #include <ctime>
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 namespace flex_model {
 namespace {
-
-constexpr double kAwakeS = 2e-4;  // longer turns are long beside what waking costs
-constexpr int kSpins = 50;        // looks between yields
-
-void pause() {
-#if defined(__x86_64__)
-  _mm_pause();
-#endif
-}
-
-using Clock = std::chrono::steady_clock;
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
 
 void sleep_while(std::atomic<uint32_t>& word, uint32_t value, double seconds) {
   timespec limit{};
@@ -43,44 +22,49 @@ void wake(std::atomic<uint32_t>& word) {
 
 }  // namespace
 
-void Turn::announce() {
-  uint32_t asleep = kAsleep;
-  if (state_.compare_exchange_strong(asleep, kNear)) wake(state_);
-}
-
 void Turn::give() {
-  // Who was told that it is near is awake, or looks before it sleeps.
-  if (state_.exchange(kHere, std::memory_order_acq_rel) == kAsleep) wake(state_);
+  uint32_t state = state_.load();
+  while (state == kFree || state == kAsleep) {
+    if (!state_.compare_exchange_weak(state, state == kFree ? kHere : kBeingBound)) continue;
+    if (state == kAsleep) {
+      bind_to_this_core();
+      state_.store(kHere);
+      wake(state_);
+    }
+    return;
+  }
 }
 
 bool Turn::take(double seconds) {
-  const auto start = Clock::now();
-  auto near_since = start;
-  bool is_awake = false;
-  for (int looks = 1;; ++looks) {
-    uint32_t state = kHere;
-    if (state_.compare_exchange_strong(state, kAsleep, std::memory_order_acq_rel)) return true;
-    if (state == kNear) {
-      if (!is_awake) near_since = Clock::now();
-      is_awake = true;
-      if (looks % kSpins == 0) {
-        if (seconds_since(near_since) > kAwakeS) {
-          state_.compare_exchange_strong(state, kAsleep);
-          is_awake = false;
-        }
-        sched_yield();
-      }
-      pause();
-      continue;
-    }
-    is_awake = false;
-    const double left = seconds - seconds_since(start);
-    if (left <= 0) return false;
-    const auto before = Clock::now();
-    sleep_while(state_, kAsleep, left);
-    // Woken by nobody: the time is up, or a signal came, and the caller wants to know.
-    if (state_.load() == kAsleep && seconds_since(before) > 0) return false;
-  }
+  uint32_t state = kHere;
+  if (state_.compare_exchange_strong(state, kFree)) return true;
+  thread_ = gettid();
+  if (sched_getaffinity(0, sizeof(allowed_), &allowed_) != 0) CPU_ZERO(&allowed_);
+  state = kFree;
+  const bool came = !state_.compare_exchange_strong(state, kAsleep) || sleep(seconds);
+  if (came) state_.store(kFree);
+  if (is_bound_) sched_setaffinity(0, sizeof(allowed_), &allowed_);
+  is_bound_ = false;
+  return came;
+}
+
+bool Turn::sleep(double seconds) {
+  sleep_while(state_, kAsleep, seconds);
+  uint32_t state = kAsleep;
+  // Woken by nobody: the time is up, or a signal came, and the caller wants to know.
+  if (state_.compare_exchange_strong(state, kFree)) return false;
+  while (state_.load() != kHere) sched_yield();  // the giver is about to
+  return true;
+}
+
+// A hint: where it is refused, the sleeper runs anywhere.
+void Turn::bind_to_this_core() {
+  const int core = sched_getcpu();
+  if (core < 0 || CPU_COUNT(&allowed_) < 2 || !CPU_ISSET(core, &allowed_)) return;
+  cpu_set_t here;
+  CPU_ZERO(&here);
+  CPU_SET(core, &here);
+  is_bound_ = sched_setaffinity(thread_, sizeof(here), &here) == 0;
 }
 
 }  // namespace flex_model

@@ -1,8 +1,13 @@
 // A thread's turn, among threads of which one runs at a time.
 //
-// To wake a thread that sleeps costs about 0.1 ms on a virtual machine, as much as a small layer
-// takes. So a thread is told when its turn is near, and then waits for it awake, for a while.
+// A thread that is given the turn is to run where the giver runs: its core has in its caches all
+// that they share, Python's objects and the weights, of which each turn writes some (counts of
+// references). A turn on the other core costs up to 0.1 ms, and so does it to wake that core from
+// sleep on a virtual machine. The kernel would choose the idle core, so the sleeper is bound to
+// the giver's before it is woken, and is free again as soon as it runs.
 #pragma once
+
+#include <sched.h>
 
 #include <atomic>
 #include <cstdint>
@@ -11,18 +16,22 @@ namespace flex_model {
 
 class Turn {
  public:
-  // It is this thread's turn soon. From any thread.
-  void announce();
-
-  // It is its turn now; taken once, however often it is given.
+  // It is its thread's turn now; taken once, however often it is given. From any thread.
   void give();
 
   // Wait for it, for `seconds` at most. Whether it came; also false when a signal came.
   bool take(double seconds);
 
  private:
-  enum : uint32_t { kAsleep = 0, kNear = 1, kHere = 2 };
-  std::atomic<uint32_t> state_{kAsleep};
+  enum : uint32_t { kFree = 0, kAsleep, kBeingBound, kHere };
+
+  bool sleep(double seconds);
+  void bind_to_this_core();
+
+  std::atomic<uint32_t> state_{kFree};
+  pid_t thread_ = 0;   // that sleeps
+  cpu_set_t allowed_;  // where it may run
+  bool is_bound_ = false;
 };
 
 }  // namespace flex_model
