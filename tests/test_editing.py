@@ -106,7 +106,7 @@ WHOLE_BATCH = {
 class Harness:
     """A Llama that runs somehow. ``forward_and_backward`` is of the whole batch."""
 
-    def __init__(self, sharding="none"):
+    def __init__(self, sharding="none", **settings):
         self.sharding, self.records = sharding, {}
         model = models.llama(use_cache=False)
         if sharding == "pp":
@@ -120,7 +120,7 @@ class Harness:
             self.flex = FlexModel(self.schedule, self.records)
         elif sharding == "tp":
             model = models.tensor_parallel_llama(model, models.mesh(1, 2)["tp"])
-            self.flex = FlexModel(model, self.records, tensor_parallel_size=2)
+            self.flex = FlexModel(model, self.records, tensor_parallel_size=2, **settings)
         elif sharding == "dp":
             model = copy.deepcopy(model)
             for layer in model.model.layers:
@@ -222,6 +222,26 @@ def test_what_needs_the_whole_batch_is_refused_in_micro_batches():
         expected, found = alone.numbers(make()), piped.numbers(make())
         piped.flex.batch_mode = "micro"
         assert_close(found, {key: expected[key] for key in found}, **TOLERANCE, msg=name)
+
+
+@pytest.mark.ranks(2)
+def test_edits_on_rank_0():
+    """``edit_on="rank0"``: captures and patches are on rank 0 only."""
+    pytest.importorskip("transformers")
+    alone, sharded = Harness(), Harness("tp", edit_on="rank0")
+    for name in ("zero units of rows", "patch", "chain"):
+        expected, found = alone.numbers(EDITS[name]()), sharded.numbers(EDITS[name]())
+        if dist.get_rank() > 0:  # gradients of trainable modules are on rank 0 alone
+            found = {key: value for key, value in found.items() if key.startswith("model.")}
+        assert_close(found, {key: expected[key] for key in found}, **TOLERANCE)
+    site = [editing.Site(NEURONS, where={"units": [3, 40]})]
+    maps = [
+        editing.activation_patching(
+            harness.flex, tokens(1), tokens(2), site, lambda logits: logits[:, -1, 3].mean()
+        )
+        for harness in (alone, sharded)
+    ]
+    assert_close(maps[1].values, maps[0].values, **TOLERANCE)
 
 
 def experiments(harness):

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flex_model.editing.region import show
+from flex_model.editing.selectors import show
 from flex_model.hooks.function import HookFunction
 
 

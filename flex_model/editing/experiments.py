@@ -18,8 +18,9 @@ from torch import Tensor
 from flex_model import pytree
 from flex_model.editing.edit import Edit, Scope
 from flex_model.editing.patching import Capture, patch
-from flex_model.editing.region import Region, Selector
+from flex_model.editing.region import Region
 from flex_model.editing.runs import Inputs, Metric, Runs, Site, as_arguments, as_site
+from flex_model.editing.selectors import Selector
 from flex_model.model import FlexModel
 
 
@@ -74,7 +75,7 @@ def activation_patching(
     Args:
         clean, corrupted: A tensor, a sequence of positional or a mapping of keyword arguments; of
             one shape. Under data parallelism each rank's own.
-        sites: Sites, or names of modules whose output is meant.
+        sites: Sites, or names of modules whose output is meant; each called once in a forward.
         metric: From the full output of the whole batch, on the CPU, to a number. Called on rank 0.
         output: Where that is found: the model's first tensor, by default. In a pipeline name the
             last module ("lm_head").

@@ -10,12 +10,20 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor
 
+from flex_model.editing.selectors import (
+    Parsed,
+    Selector,
+    as_slice,
+    is_everything,
+    is_int,
+    numbers,
+    parse,
+    show,
+)
 from flex_model.hooks.step import current_rows
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-Selector = int | slice | Sequence[int] | Tensor | str | None
 
 _DIMS = {"rows": 0, "positions": 1, "heads": -1, "units": -1}
 
@@ -29,10 +37,11 @@ class RegionArguments(TypedDict, total=False):
     cut, as Python does it.
 
     rows: Dim 0: rows of the whole batch, over all data-parallel ranks and micro-batches.
-    positions: Dim 1, counted within one call of the module. In ``generate()`` with a cache, the
-        first call has the whole prompt, and each later one has one position, which is number 0:
-        ``"every"`` (the default) and ``"last"`` are what makes sense at all of them. A boolean
-        mask ``(rows, positions)`` of the whole batch says it for each row.
+    positions: Dim 1 of ``(rows, positions, units)``, counted within one call of the module. In
+        ``generate()`` with a cache, the first call has the whole prompt, and each later one has one
+        position, which is number 0: ``"every"`` (the default) and ``"last"`` are what makes sense
+        at all of them. A boolean mask ``(rows, positions)`` of the whole batch says it for each
+        row.
     heads: Equal parts of the last dim, ``num_heads`` of them: before an output projection.
     num_heads: How many there are in all.
     units: The last dim.
@@ -64,19 +73,16 @@ class Region:
                 f"{', '.join(RegionArguments.__annotations__)}"
             )
         self.arguments = arguments
-        given = arguments.get("dims") or {}
-        if not set(given) <= set(_DIMS) or not all(_is_int(dim) for dim in given.values()):
-            raise ValueError(
-                f"dims: expected dims by the names {sorted(_DIMS)}, got {dict(given)!r}"
-            )
+        self._given = given = dict(arguments.get("dims") or {})
+        if not set(given) <= set(_DIMS) or not all(is_int(dim) for dim in given.values()):
+            raise ValueError(f"dims: expected dims by the names {sorted(_DIMS)}, got {given!r}")
         self._dims = {**_DIMS, **given}
-        self._own_dim_of_heads = "heads" in given
         self.num_heads = arguments.get("num_heads")
         self._check_heads(arguments)
         self._selected = {
-            name: _parse(name, arguments.get(name))
+            name: parse(name, arguments.get(name))
             for name in _DIMS
-            if not _is_everything(arguments.get(name))
+            if not is_everything(arguments.get(name))
         }
         self._mask: Any = None  # (rows, positions)
         positions = self._selected.get("positions")
@@ -87,11 +93,11 @@ class Region:
 
     def _check_heads(self, arguments: RegionArguments) -> None:
         heads, units = arguments.get("heads"), arguments.get("units")
-        if self.num_heads is not None and (not _is_int(self.num_heads) or self.num_heads < 1):
+        if self.num_heads is not None and (not is_int(self.num_heads) or self.num_heads < 1):
             raise ValueError(f"num_heads: expected how many heads there are, got {self.num_heads}")
         if heads is None:
             return
-        if self._own_dim_of_heads:
+        if "heads" in self._given:
             return
         if self.num_heads is None:
             raise ValueError(
@@ -102,15 +108,22 @@ class Region:
             raise ValueError("give heads= or units=, not both: they choose along one dim")
 
     @property
-    def is_everything(self) -> bool:
+    def _is_whole(self) -> bool:
         return not self._selected and self._mask is None
 
     def dim(self, name: str, tensor: Tensor) -> int:
         """Of rows, positions, heads or units, counted from 0.
 
         Raises:
-            ValueError: the tensor has no such dim.
+            ValueError: the tensor has no such dim, or others than three and it was not said which
+                one is meant.
         """
+        is_usual = tensor.dim() == 3 or (name == "heads" and tensor.dim() == 2)
+        if name in ("positions", "heads") and not is_usual and name not in self._given:
+            raise ValueError(
+                f"{name}: the tensor's shape is {tuple(tensor.shape)}, not (rows, positions, "
+                f"units); say which dim is meant with dims={{{name!r}: ...}}"
+            )
         dim = self._dims[name]
         if not -tensor.dim() <= dim < tensor.dim():
             raise ValueError(
@@ -128,7 +141,7 @@ class Region:
             others: Spread over ``full``; the whole batch's are cut by ``of_microbatch`` before.
         """
         parts = [other.expand_as(full) for other in others]
-        if self.is_everything:
+        if self._is_whole:
             return change(full, *parts)
         if self._mask is not None:
             return torch.where(self._full_mask(full), change(full, *parts), full)
@@ -153,47 +166,39 @@ class Region:
                     "where they are with dims="
                 )
             names[dim] = name
-            chosen[dim] = self._along(name, selected, full, dim)
+            chosen[dim] = as_slice(self._along(name, selected, full, dim))
         if all(isinstance(item, slice) for item in chosen):
             return tuple(chosen)
-        sizes = full.shape
         return tuple(
-            _as_numbers(item, sizes[dim])
-            .to(full.device)
-            .reshape([-1 if other == dim else 1 for other in range(full.dim())])
+            torch.tensor(
+                range(full.shape[dim])[item] if isinstance(item, slice) else item,
+                dtype=torch.int64,
+                device=full.device,
+            ).reshape([-1 if other == dim else 1 for other in range(full.dim())])
             for dim, item in enumerate(chosen)
         )
 
-    def _along(self, name: str, selected: Any, full: Tensor, dim: int) -> slice | Tensor:
-        size = full.shape[dim]
+    def _along(self, name: str, selected: Parsed, full: Tensor, dim: int) -> Sequence[int]:
+        size, where = full.shape[dim], f"dim {dim} of {tuple(full.shape)}"
         if name == "rows":
-            return self._rows_here(selected, full)
-        if name != "heads" or self._own_dim_of_heads:
-            return _numbers(name, selected, size, full, dim)
+            microbatch = self.rows_of_microbatch(full)
+            if microbatch is None:
+                return numbers(name, selected, size, where)
+            rows, in_all = microbatch
+            here = {row: place for place, row in enumerate(rows)}
+            wanted = numbers(name, selected, in_all, f"rows of the batch, {where}")
+            return [here[row] for row in wanted if row in here]
+        if name != "heads" or name in self._given:
+            return numbers(name, selected, size, where)
         assert self.num_heads is not None
         if size % self.num_heads:
             raise ValueError(
-                f"num_heads: {self.num_heads} heads can't have equal parts of dim {dim} of "
-                f"{tuple(full.shape)}; hook what the heads wrote, such as the input of the output "
-                "projection"
+                f"num_heads: {self.num_heads} heads can't have equal parts of {where}; hook what "
+                "the heads wrote, such as the input of the output projection"
             )
         width = size // self.num_heads
-        heads = _as_numbers(
-            _numbers(name, selected, self.num_heads, full, dim), self.num_heads
-        ).tolist()
-        if len(heads) == 1:
-            return slice(heads[0] * width, (heads[0] + 1) * width)
-        return torch.tensor([unit for h in heads for unit in range(h * width, (h + 1) * width)])
-
-    def _rows_here(self, selected: Any, full: Tensor) -> slice | Tensor:
-        dim = self.dim("rows", full)
-        microbatch = self.rows_of_microbatch(full)
-        if microbatch is None:
-            return _numbers("rows", selected, full.shape[dim], full, dim)
-        rows, in_all = microbatch
-        wanted = _as_numbers(_numbers("rows", selected, in_all, full, dim), in_all).tolist()
-        here = {row: place for place, row in enumerate(rows)}
-        return torch.tensor([here[row] for row in wanted if row in here], dtype=torch.int64)
+        heads = numbers(name, selected, self.num_heads, where)
+        return [unit for head in heads for unit in range(head * width, (head + 1) * width)]
 
     def rows_of_microbatch(self, full: Tensor) -> tuple[list[int], int] | None:
         """Which rows of how many ``full`` has; None if it is of the whole batch.
@@ -267,84 +272,3 @@ class Region:
 
     def __repr__(self) -> str:
         return ", ".join(f"{name}={show(value)}" for name, value in self.arguments.items())
-
-
-def show(value: object) -> str:
-    """In one line, for ``repr``."""
-    if isinstance(value, Tensor):
-        if value.numel() == 1:
-            return f"{value.item():g}"
-        return f"tensor{tuple(value.shape)}"
-    if isinstance(value, slice):
-        ends = [":".join("" if end is None else str(end) for end in (value.start, value.stop))]
-        return ":".join([*ends, *([str(value.step)] if value.step is not None else [])])
-    if isinstance(value, (list, tuple)) and len(value) > 8:
-        return f"<{len(value)} of them>"
-    return repr(value)
-
-
-def _is_everything(value: object) -> bool:
-    return value is None or (isinstance(value, str) and value == "every")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _parse(name: str, value: Any) -> slice | Tensor:
-    """As a slice, a mask or a tensor of ints."""
-    if isinstance(value, slice):
-        return value
-    if name == "positions" and isinstance(value, str) and value == "last":
-        return torch.tensor([-1])
-    if _is_int(value):
-        return torch.tensor([value])
-    expected = "an int, a slice, a sequence of ints or a boolean mask"
-    if name == "positions":
-        expected += ", 'every' or 'last'"
-    if not isinstance(value, (Tensor, Sequence)) or isinstance(value, str):
-        raise TypeError(f"{name}: expected {expected}, got {value!r}")
-    numbers = value.detach().cpu() if isinstance(value, Tensor) else list(value)
-    if not isinstance(numbers, Tensor):
-        if not all(isinstance(item, int) for item in numbers):
-            raise TypeError(f"{name}: expected {expected}, got {value!r}")
-        are_masks = {isinstance(item, bool) for item in numbers}
-        if are_masks == {True, False}:
-            raise TypeError(f"{name}: bools and numbers in one list: {value!r}")
-        numbers = torch.tensor(numbers, dtype=torch.bool if True in are_masks else torch.int64)
-    dims = (1, 2) if name == "positions" and numbers.dtype == torch.bool else (0, 1)
-    if numbers.is_floating_point() or numbers.is_complex() or numbers.dim() not in dims:
-        raise TypeError(
-            f"{name}: expected {expected}, got {numbers.dtype} of shape {tuple(numbers.shape)}"
-        )
-    return numbers if numbers.dtype == torch.bool else numbers.reshape(-1).long()
-
-
-def _numbers(name: str, selected: Any, size: int, full: Tensor, dim: int) -> slice | Tensor:
-    """In range, not negative."""
-    where = f"dim {dim} of {tuple(full.shape)}"
-    if isinstance(selected, slice):
-        return selected if selected.step in (None, 1) else torch.arange(size)[selected]
-    if selected.dtype == torch.bool:
-        if selected.numel() != size:
-            raise IndexError(
-                f"{name}: the mask has {selected.numel()} entries for {size} {name} ({where})"
-            )
-        return selected.nonzero()[:, 0]
-    wrong = selected[(selected < -size) | (selected >= size)].tolist()
-    if wrong:
-        hint = ""
-        if name == "positions":
-            hint = (
-                "; positions are counted within one call, and with a cache generate() has calls of "
-                "one position: 'last', 'every' or a slice fit all of them"
-            )
-        raise IndexError(f"{name}: {wrong[0]} is out of range, there are {size} ({where}){hint}")
-    found = selected % size if size else selected
-    if found.numel() == 1:
-        return slice(int(found), int(found) + 1)
-    return found
-
-
-def _as_numbers(selected: slice | Tensor, size: int) -> Tensor:
-    return torch.arange(size)[selected] if isinstance(selected, slice) else selected

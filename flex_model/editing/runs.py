@@ -73,7 +73,7 @@ class Runs:
     def __init__(self, flex: FlexModel, groups: Iterable[str]) -> None:
         self._flex, self._groups = flex, [groups] if isinstance(groups, str) else list(groups)
         self._stack = contextlib.ExitStack()
-        self._names: list[str] = []
+        self._sites: dict[str, str] = {}  # by the record's name: the module
         self._error: BaseException | None = None
 
     def __enter__(self) -> Runs:
@@ -81,13 +81,13 @@ class Runs:
 
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
-        for name in self._names:
+        for name in self._sites:
             self._flex.output_ptr.pop(name, None)
 
     def register(
         self, site: Site, edit: Edit | None, group: str, name: str | None = None, kind: str = ""
     ) -> None:
-        name = f"{_PREFIX}:{len(self._names) if name is None else name}:{group}"
+        name = f"{_PREFIX}:{name or f'#{len(self._sites)}'}:{group}"
         settings: dict[str, Any] = {
             "expected_shape": site.expected_shape,
             "unpack_idx": site.unpack_idx,
@@ -102,7 +102,7 @@ class Runs:
         handle = getattr(self._flex, f"register_{kind}_hook")(hook)
         self._stack.callback(handle.remove)
         self._flex.update_hook_groups([hook], f"{_PREFIX}.{group}")
-        self._names.append(name)
+        self._sites[name] = site.module
 
     def capture(self, site: Site, group: str) -> Capture:
         kept = Capture()
@@ -138,9 +138,14 @@ class Runs:
 
     def record(self, name: str) -> Tensor | None:
         """The last run's, where records are."""
-        for full_name in self._names:
+        for full_name in self._sites:
             if full_name.startswith(f"{_PREFIX}:{name}:"):
                 records = self._flex.output_ptr.get(full_name)
+                if records and len(records) > 1:
+                    raise ValueError(
+                        f"{self._sites[full_name]!r} is called {len(records)} times in one forward;"
+                        " choose modules that are called once"
+                    )
                 return records[0] if records else None
         return None
 
