@@ -68,6 +68,7 @@ def row_mask():
 # What can be done in micro-batches, too.
 EDITS = {
     "zero": lambda: editing.zero(heads=[1, -1], num_heads=4),
+    "zero all": lambda: editing.zero(),
     "zero units of rows": lambda: editing.zero(rows=[0, 3], units=[3, 17, 31]),
     "zero a row": lambda: editing.zero(rows=-1, positions=slice(1, 4)),
     "scale": lambda: editing.scale(2.5, units=slice(3, 29)),
@@ -184,6 +185,12 @@ def check_all(sharding, edits):
         assert set(expected) == set(found), name
         assert_close(found, expected, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
     # Edits of gradients, by the neurons' global numbers.
+    # All that a layer gives is replaced: nothing flows back to it, on another stage or not.
+    expected, found = (
+        harness.numbers(editing.patch(WHOLE), "model.layers.0", "forward")
+        for harness in (alone, sharded)
+    )
+    assert_close(found, {key: expected[key] for key in found}, **TOLERANCE)
     for make in (
         lambda: editing.zero(units=[3, 40]),
         lambda: editing.scale(0.5, rows=[1, 3], positions=slice(0, 3)),
@@ -323,6 +330,7 @@ def test_rows_of_data_parallel_pipelines():
         editing.resample(others, seed=2, units=slice(2, 7)),
     ]
     alone, sharded = {}, {}
+    lens = editing.logit_lens("head.weight", kind="none")
     with (
         torch.no_grad(),
         FlexModel(model, alone, process_group=pipelines.alone_group()) as one,
@@ -331,9 +339,14 @@ def test_rows_of_data_parallel_pipelines():
         one.register_forward_hook(HookFunction("head"))
         flex.register_forward_hook(HookFunction("head"))
         for edit in edits:
+            edit = edit | lens
             with one.register_forward_hook(edit.at("layers.5")):
                 one(x)
             with flex.register_forward_hook(edit.at("layers.5")):
                 flex(x.chunk(2)[place])
+            expected, found = lens.take(one), lens.take(flex)
             if dist.get_rank() == 0:
                 assert_close(sharded["head"], alone["head"], msg=repr(edit))
+                assert_close(found, expected, msg=repr(edit))
+            else:
+                assert found == {}
