@@ -262,6 +262,8 @@ def experiments(harness):
     def metric(logits):
         return loss_of(logits, WEIGHTS)
 
+    with flex.active(), pytest.raises(RuntimeError, match="outside of active"):
+        editing.activation_patching(flex, clean, corrupted, sites, metric)
     found = {}
     patched = editing.activation_patching(
         flex, clean, corrupted, sites, metric, output="lm_head", positions=[0, 3, "every"]

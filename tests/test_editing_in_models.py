@@ -214,6 +214,8 @@ def test_what_experiments_refuse(flex):
         editing.attribution_patching(flex, TOKENS, OTHER, site, lambda logits: logits.mean(0))
     with pytest.raises(TypeError, match="expected a Site"):
         editing.activation_patching(flex, TOKENS, OTHER, [3], metric)
+    with flex.active(), pytest.raises(RuntimeError, match="outside of active"):
+        editing.activation_patching(flex, TOKENS, OTHER, site, metric)
     flex.wrapped_module_requires_grad(False)
     with pytest.raises(ValueError, match="no gradient reaches the metric"):
         editing.attribution_patching(flex, TOKENS, OTHER, site, metric)

@@ -87,6 +87,7 @@ def activation_patching(
 
     Raises:
         ValueError: sites or inputs that don't fit.
+        RuntimeError: called during a run.
         HookError: the metric failed, or an edit; on every rank.
     """
     places = tuple(as_site(site) for site in sites)

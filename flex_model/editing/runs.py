@@ -71,6 +71,11 @@ class Runs:
     """Hooks in groups, that are there inside, and runs with some of them."""
 
     def __init__(self, flex: FlexModel, groups: Iterable[str]) -> None:
+        if flex._core.run is not None or vars(flex).get("_choice") is not None:
+            raise RuntimeError(
+                "an experiment makes runs of its own: call it outside of active(), forward passes "
+                "and editing functions; groups= names further hooks to use"
+            )
         self._flex, self._groups = flex, [groups] if isinstance(groups, str) else list(groups)
         self._stack = contextlib.ExitStack()
         self._sites: dict[str, str] = {}  # by the record's name: the module
@@ -118,8 +123,6 @@ class Runs:
 
     def run(self, inputs: Inputs, *groups: str, **further: Any) -> None:
         args, kwargs = as_arguments(inputs)
-        if further.get("target", 0) is None:
-            further = {}
         chosen = [*self._groups, *(f"{_PREFIX}.{group}" for group in groups)]
         self._flex(*args, groups=chosen, **kwargs, **further)
 
