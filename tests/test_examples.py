@@ -1,6 +1,8 @@
 """The examples run as a user runs them, and say that they are equal to the unsharded model."""
 
+import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +84,46 @@ def test_steering_changes_the_text(tmp_path, num_processes):
     text = dict(line.split(maxsplit=1) for line in output.splitlines())
     assert text["before"] == text["before"].lower()
     assert text["steered"] == text["steered"].upper()
+
+
+def check_recipes(lines: list[str]) -> None:
+    """Of one run of recipes.py."""
+    before, after = map(float, re.findall(r"loss (\S+), without it (\S+)", lines[1])[0])
+    assert after > before + 0.1
+    written, steered = re.findall(r"'([^']+)'", lines[2])
+    assert written == written.lower() and steered == steered.upper()
+    patched = re.findall(r"(\S+)@(\d+)", lines[4])
+    # The token's own position holds it, until the induction head moves it to the last one.
+    assert [place for _, place in patched] == ["15", "15", "30", "30"]
+    assert all(float(share) > 0.9 for share, _ in patched)
+    known = [float(share) for share, _ in re.findall(r"(\S+)@(\d+)", lines[6])]
+    assert known[0] < 0.1 and known[-1] > 0.9
+
+
+def test_recipes_on_one_process(tmp_path):
+    pytest.importorskip("transformers")
+    check_recipes(run(tmp_path, "recipes.py").splitlines())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--pipeline"]], ids=["tensor parallel", "pipeline"])
+def test_recipes_on_two_processes(tmp_path, options):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    lines = run(tmp_path, "recipes.py", *options, num_processes=2).splitlines()
+    assert lines[-1] == "equal to the unsharded model"
+    check_recipes(lines[7:-1])
+
+
+def test_recipes_are_short():
+    functions = ast.parse((EXAMPLES / "recipes.py").read_text()).body
+    recipes = ["ablate_induction_head", "steer", "patch_heat_map", "logit_lens"]
+    lengths = {
+        function.name: function.end_lineno - function.lineno + 1
+        for function in functions
+        if isinstance(function, ast.FunctionDef) and function.name in recipes
+    }
+    assert len(lengths) == 4 and max(lengths.values()) < 25
 
 
 @pytest.mark.slow

@@ -124,7 +124,7 @@ class HookFunction:
         if self.expected_shape is not None:
             parts.append(f"expected_shape={self.expected_shape}")
         if edit is not None:
-            parts.append(f"editing_function={getattr(edit, '__qualname__', type(edit).__name__)}")
+            parts.append(f"editing_function={name_of(edit)}")
         if self.unpack_idx:
             parts.append(f"unpack_idx={self.unpack_idx}")
         if self.output_name is not None:
@@ -132,3 +132,10 @@ class HookFunction:
         if self.select is not None:
             parts.append(f"select={self.select}")
         return f"HookFunction({', '.join(parts)})"
+
+
+def name_of(editing_function: object) -> str:
+    """For messages: as it shows itself, or what it is."""
+    name = getattr(editing_function, "__qualname__", None)
+    shows_itself = type(editing_function).__repr__ is not object.__repr__
+    return name or (repr(editing_function) if shows_itself else type(editing_function).__name__)

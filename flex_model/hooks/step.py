@@ -5,7 +5,7 @@ being computed, and what went wrong so far.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from flex_model.errors import HookError, see
@@ -24,6 +24,7 @@ class Step:
             is finished without edits so that no other stage waits for this one.
         failure: What to tell the other ranks when the step is over, and why.
         is_of_model: Whether it is the model's own.
+        rows: By data-parallel rank: its rows of each micro-batch.
     """
 
     is_running: bool = False
@@ -32,6 +33,7 @@ class Step:
     is_silent: bool = False
     failure: tuple[str, BaseException] | None = None
     is_of_model: bool = False
+    rows: Sequence[Sequence[int]] = ()
 
     def calls_hooks(self) -> bool:
         """Whether a hook that is reached now is called.
@@ -95,3 +97,20 @@ def current_microbatch() -> int | None:
             save_ctx.norms[current_microbatch()] = inputs.norm()
     """
     return _under_way[-1].microbatch if _under_way else None
+
+
+def current_rows() -> tuple[list[int], int] | None:
+    """The rows of the whole batch that are computed now, in the order in which an editing function
+    gets them, and how many the batch has; None outside of a pipeline.
+
+    Under data parallelism a micro-batch has some rows of each rank's part of the batch.
+    """
+    if not _under_way or _under_way[-1].microbatch < 0:
+        return None
+    step, start = _under_way[-1], 0
+    rows: list[int] = []
+    for of_rank in step.rows:
+        first = start + sum(of_rank[: step.microbatch])
+        rows += range(first, first + of_rank[step.microbatch])
+        start += sum(of_rank)
+    return rows, start

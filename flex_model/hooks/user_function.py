@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from flex_model.distributed import values
 from flex_model.errors import HookError
 from flex_model.hooks.context import Call, RandomState, seed_of_call, throw_away
+from flex_model.hooks.function import name_of
 from flex_model.integrations import dtensor
 
 _AMBIGUOUS = -1  # the number of a call that can't be told from another
@@ -95,8 +96,7 @@ def _check(
     call: Call, result: object, expected: tuple[tuple[int, ...], torch.dtype, torch.device]
 ) -> None:
     function = call.registration.hook_function.editing_function
-    name = getattr(function, "__qualname__", type(function).__name__)
-    what = f"{call.describe()}: the editing function {name!r} returned"
+    what = f"{call.describe()}: the editing function {name_of(function)!r} returned"
     if not isinstance(result, Tensor):
         raise TypeError(
             f"{what} a {type(result).__name__}; expected a torch.Tensor of shape {expected[0]}, "

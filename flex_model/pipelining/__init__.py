@@ -27,7 +27,7 @@ from torch.distributed.pipelining._IR import (
 )
 from torch.distributed.pipelining._utils import PipeInfo
 
-from flex_model.hooks.step import current_microbatch
+from flex_model.hooks.step import current_microbatch, current_rows
 from flex_model.pipelining.pass_through import PassThrough
 from flex_model.pipelining.splitting.module_pipe import ModulePipe
 from flex_model.pipelining.splitting.pipeline import pipeline
@@ -53,6 +53,7 @@ __all__ = [
     "annotate_split_points",
     "build_stage",
     "current_microbatch",
+    "current_rows",
     "pipe_split",
     "pipeline",
 ]

@@ -140,6 +140,7 @@ class Pipeline:
         plan = agree(call, self.schedule, self.runner.stages, self.core, self.directory, self.world)
         core, step = self.core, self._step
         step.is_running, step.is_silent, step.failure, step.is_of_model = True, True, None, False
+        step.rows = plan.rows
         try:
             self._prepare(call, plan)
             step.is_silent = False

@@ -1,0 +1,55 @@
+"""Ready editing functions: ablate, steer, project, patch, clamp, splice a module, read with a lens.
+
+Example::
+
+    from flex_model import editing
+
+    edit = editing.zero(heads=3, num_heads=32) | editing.noise(0.1, positions="last")
+    flex.register_forward_pre_hook(edit.at("model.layers.5.self_attn.o_proj"))
+
+Each factory gives an `Edit`, an editing function for any HookFunction. Where it acts is said by
+numbers of the unsharded model and of the whole batch (`RegionArguments`). docs/editing.md shows all
+of them.
+"""
+
+from flex_model.editing.ablation import clamp, mean, noise, resample, scale, zero
+from flex_model.editing.directions import project_onto, project_out, steer
+from flex_model.editing.edit import Edit, chain
+from flex_model.editing.experiments import (
+    PatchingMap,
+    activation_patching,
+    attribution_patching,
+    path_patching,
+)
+from flex_model.editing.lens import Lens, logit_lens, tuned_lens
+from flex_model.editing.patching import Capture, capture, patch
+from flex_model.editing.region import RegionArguments
+from flex_model.editing.runs import Site
+from flex_model.editing.splicing import splice
+
+__all__ = [
+    "Capture",
+    "Edit",
+    "Lens",
+    "PatchingMap",
+    "RegionArguments",
+    "Site",
+    "activation_patching",
+    "attribution_patching",
+    "capture",
+    "chain",
+    "clamp",
+    "logit_lens",
+    "mean",
+    "noise",
+    "patch",
+    "path_patching",
+    "project_onto",
+    "project_out",
+    "resample",
+    "scale",
+    "splice",
+    "steer",
+    "tuned_lens",
+    "zero",
+]

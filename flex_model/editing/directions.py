@@ -1,0 +1,118 @@
+"""Edits along directions of the units: add one, take it out, keep nothing else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flex_model.editing.edit import Edit, Scope, told
+from flex_model.editing.region import Region, RegionArguments
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+def steer(vector: Tensor | str, strength: float = 1.0, **where: Unpack[RegionArguments]) -> Edit:
+    """Add ``strength * vector``.
+
+    Example::
+
+        steer(direction, 1.5, positions="last")
+        steer("refusal", positions=slice(4, None))   # a trainable module's only parameter
+
+    Args:
+        vector: Spreads over ``(rows, positions, units)``: of shape ``(units,)``, ``(positions,
+            units)`` or more, the same on every rank. Or the name of a registered trainable module
+            that has one parameter, which is then trained.
+    """
+    region = Region(**where)
+    if not isinstance(vector, (Tensor, str)):
+        raise TypeError(
+            f"steer: vector must be a Tensor or a trainable module's name, got {vector!r}"
+        )
+
+    def apply(full: Tensor, scope: Scope) -> Tensor:
+        added = _parameter_of(scope, vector) if isinstance(vector, str) else vector
+        added = region.of_microbatch(added, full)
+        return region.replace(full, lambda part, vector: part + strength * vector, added)
+
+    return Edit(told("steer", vector, strength, where=region), apply)
+
+
+def _parameter_of(scope: Scope, name: str) -> Tensor:
+    parameters = list(trainable(scope, name, "steer").parameters())
+    if len(parameters) != 1:
+        raise ValueError(f"steer: the module {name!r} has {len(parameters)} parameters, not one")
+    return parameters[0]
+
+
+def trainable(scope: Scope, name: str, what: str) -> torch.nn.Module:
+    """The registered trainable module.
+
+    Raises:
+        KeyError: there is none of this name.
+    """
+    if name not in scope.modules:
+        raise KeyError(
+            f"{what}: no trainable module is named {name!r}, there are {list(scope.modules)}; "
+            "flex.register_trainable_module adds one"
+        )
+    return scope.modules[name]
+
+
+def project_out(directions: Tensor, **where: Unpack[RegionArguments]) -> Edit:
+    """Take the part along some directions away: ``x - Q Q^T x``.
+
+    Example::
+
+        project_out(refusal_direction, positions=slice(1, None))
+
+    Args:
+        directions: ``(units,)`` or ``(directions, units)``, of any length; they are made
+            orthonormal (``Q``), and are constants.
+
+    Raises:
+        ValueError: a direction is zero, or depends on the others.
+    """
+    return _project("project_out", directions, where, lambda part, along: part - along)
+
+
+def project_onto(directions: Tensor, **where: Unpack[RegionArguments]) -> Edit:
+    """Keep the part along some directions only: ``Q Q^T x``. As `project_out`."""
+    return _project("project_onto", directions, where, lambda part, along: along)
+
+
+def _project(name, directions, where, keep) -> Edit:
+    if not isinstance(directions, Tensor) or directions.dim() not in (1, 2):
+        raise TypeError(f"{name}: expected directions (units,) or (directions, units)")
+    if where.get("units") is not None or where.get("heads") is not None:
+        raise ValueError(
+            f"{name}: a direction is one of all units; set those that don't count to zero in it, "
+            "instead of units= or heads="
+        )
+    region = Region(**where)
+    rows = torch.atleast_2d(directions.detach()).double()
+    basis, triangle = torch.linalg.qr((rows / rows.norm(dim=1, keepdim=True)).T)
+    if not (triangle.diagonal().abs() > 1e-6).all():
+        raise ValueError(f"{name}: a direction is zero, or depends on the others")
+
+    def apply(full: Tensor, scope: Scope) -> Tensor:
+        dim = region.dim("units", full)
+        if full.shape[dim] != basis.shape[0]:
+            raise ValueError(
+                f"{name}: the directions have {basis.shape[0]} units, and dim {dim} of the "
+                f"activation {tuple(full.shape)} has {full.shape[dim]}; say where units are with "
+                "dims="
+            )
+        columns = basis.to(full.device, full.dtype)
+
+        def change(part: Tensor) -> Tensor:
+            units_last = part.movedim(dim, -1)
+            along = (units_last @ columns) @ columns.T
+            return keep(units_last, along).movedim(-1, dim)
+
+        return region.replace(full, change)
+
+    return Edit(told(name, directions, where=region), apply)

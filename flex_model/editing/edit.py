@@ -1,0 +1,164 @@
+"""Edit: an editing function that shows itself, composes with others, and can name weights."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from flex_model.editing.selectors import show
+from flex_model.hooks.function import HookFunction
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What an edit is called with besides its tensor.
+
+    Attributes:
+        site: The hook's module name; None where the edit was not registered by ``at``.
+        parameters: Full weights that the edit named.
+    """
+
+    module: nn.Module | None
+    save_ctx: Namespace
+    modules: Mapping[str, nn.Module]
+    site: str | None = None
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Edit:
+    """An editing function, ``edit(current_module, inputs, save_ctx, modules) -> Tensor``.
+
+    Example::
+
+        edit = editing.zero(heads=3, num_heads=32) | editing.scale(2.0, positions="last")
+        flex.register_forward_pre_hook(edit.at("model.layers.5.self_attn.o_proj"))
+
+    It does what its tensor alone says, so every rank does the same; it calls no collective. The
+    tensor may be written in place. ``a | b`` does ``a``, then ``b``; ``b`` may be any editing
+    function.
+
+    Args:
+        text: What ``repr`` shows.
+        apply: ``(full, scope) -> Tensor | None``.
+        parameters: Weights of the model that it needs in full.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        apply: Callable[[Tensor, Scope], Tensor | None],
+        parameters: Iterable[str] = (),
+    ) -> None:
+        self._text = text
+        self._apply = apply
+        self.parameters = tuple(dict.fromkeys(parameters))
+
+    def __call__(
+        self,
+        current_module: nn.Module | None,
+        inputs: Tensor,
+        save_ctx: Namespace,
+        modules: Any,
+    ) -> Tensor:
+        if self.parameters:
+            raise RuntimeError(
+                f"{self!r} needs the full weights {list(self.parameters)}; register it with "
+                "edit.at(module_name), which makes the HookFunction that names them"
+            )
+        return self.apply(inputs, Scope(current_module, save_ctx, modules))
+
+    def apply(self, full: Tensor, scope: Scope) -> Tensor:
+        """The edited tensor; ``full`` itself where nothing is to be changed. Local."""
+        edited = self._apply(full, scope)
+        return full if edited is None else edited
+
+    def at(self, module_name: str, **settings: Any) -> HookFunction:
+        """The HookFunction of this edit at a module, to be registered as any other.
+
+        Args:
+            settings: Further arguments of HookFunction.
+        """
+        if {"editing_function", "parameters"} & set(settings):
+            raise TypeError("at: editing_function and parameters are the edit's own")
+        hook = HookFunction(module_name, parameters=self.parameters, **settings)
+        hook.editing_function = AtSite(self, hook)
+        return hook
+
+    def __or__(self, other: Any) -> Edit:
+        return chain(self, other) if callable(other) else NotImplemented
+
+    def __ror__(self, other: Any) -> Edit:
+        return chain(other, self) if callable(other) else NotImplemented
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+class AtSite:
+    """An edit in its HookFunction, whose weights it is given."""
+
+    def __init__(self, edit: Edit, hook: HookFunction) -> None:
+        self.edit, self._hook = edit, hook
+
+    def __call__(
+        self,
+        current_module: nn.Module | None,
+        inputs: Tensor,
+        save_ctx: Namespace,
+        modules: Any,
+    ) -> Tensor:
+        hook = self._hook
+        scope = Scope(current_module, save_ctx, modules, hook.module_name, hook.parameters)
+        return self.edit.apply(inputs, scope)
+
+    def __repr__(self) -> str:
+        return repr(self.edit)
+
+
+def chain(*edits: Callable[..., Tensor | None]) -> Edit:
+    """Edits one after the other, each on what the one before made.
+
+    Example::
+
+        chain(zero(units=3), my_function, noise(0.1))
+
+    ``my_function`` is any ``(current_module, inputs, save_ctx, modules) -> Tensor | None``.
+    """
+    if not edits:
+        raise ValueError("chain: give at least one edit")
+    for edit in edits:
+        if not callable(edit):
+            raise TypeError(f"chain: expected editing functions, got {edit!r}")
+
+    def apply(full: Tensor, scope: Scope) -> Tensor:
+        for edit in edits:
+            edited: Tensor | None
+            if isinstance(edit, Edit):
+                named = {name: scope.parameters[name] for name in edit.parameters}
+                edited = edit.apply(full, replace(scope, parameters=named))
+            else:
+                edited = edit(scope.module, full, scope.save_ctx, scope.modules)
+            full = full if edited is None else edited
+        return full
+
+    texts = [
+        repr(edit) if isinstance(edit, Edit) else getattr(edit, "__qualname__", repr(edit))
+        for edit in edits
+    ]
+    needed = [name for edit in edits if isinstance(edit, Edit) for name in edit.parameters]
+    return Edit(" | ".join(texts), apply, needed)
+
+
+def told(name: str, *values: object, **named: object) -> str:
+    """``name(value, key=value)``, for ``repr``; what is None is left out, a Region last."""
+    parts = [show(value) for value in values]
+    for key, value in named.items():
+        if key == "where":
+            parts.append(repr(value))
+        elif value is not None:
+            parts.append(f"{key}={show(value)}")
+    return f"{name}({', '.join(part for part in parts if part)})"

@@ -1,0 +1,304 @@
+"""Experiments of several runs: activation patching, path patching, attribution patching.
+
+They use a FlexModel as anyone can: register hooks, run, read records. Only their own hooks are
+active, besides those of ``groups=``; afterwards hooks and records are gone. All ranks call them
+alike, with the same inputs where there is no data parallelism, and get the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flex_model import pytree
+from flex_model.editing.edit import Edit, Scope
+from flex_model.editing.patching import Capture, patch
+from flex_model.editing.region import Region
+from flex_model.editing.runs import Inputs, Metric, Runs, Site, as_arguments, as_site
+from flex_model.editing.selectors import Selector
+from flex_model.model import FlexModel
+
+
+@dataclass(frozen=True)
+class PatchingMap:
+    """What a metric becomes, by site and position.
+
+    Attributes:
+        values: ``(sites, positions)``, float64, on the CPU, the same on every rank.
+        clean, corrupted: The metric without patches; None for attribution patching.
+        sites, positions: What the dims of ``values`` stand for.
+    """
+
+    values: Tensor
+    clean: float | None
+    corrupted: float | None
+    sites: tuple[Site, ...]
+    positions: tuple[Selector, ...]
+
+    @property
+    def recovered(self) -> Tensor:
+        """0 where a patch does nothing, 1 where it brings the clean metric back."""
+        if self.clean is None or self.corrupted is None:
+            raise ValueError("attribution patching estimates changes of the metric: see values")
+        return (self.values - self.corrupted) / (self.clean - self.corrupted)
+
+
+@torch.no_grad()
+def activation_patching(
+    flex: FlexModel,
+    clean: Inputs,
+    corrupted: Inputs,
+    sites: Iterable[Site | str],
+    metric: Metric,
+    *,
+    output: Site | str = "",
+    positions: Sequence[Selector] | None = None,
+    groups: Iterable[str] = (),
+) -> PatchingMap:
+    """Run the corrupted inputs with one activation of the clean run put in, for each site and
+    position (Meng et al. 2022, "causal tracing"; Zhang and Nanda 2024).
+
+    Example::
+
+        layers = [f"model.layers.{i}" for i in range(32)]
+        found = activation_patching(flex, clean, corrupted, layers, logit_difference)
+        found.recovered    # (layers, positions)
+
+    Takes ``2 + sites * positions`` forwards, without gradients. The clean activations of all sites
+    are kept on each rank that runs edits.
+
+    Args:
+        clean, corrupted: A tensor, a sequence of positional or a mapping of keyword arguments; of
+            one shape. Under data parallelism each rank's own.
+        sites: Sites, or names of modules whose output is meant; each called once in a forward.
+        metric: From the full output of the whole batch, on the CPU, to a number. Called on rank 0.
+        output: Where that is found: the model's first tensor, by default. In a pipeline name the
+            last module ("lm_head").
+        positions: Those patched, one after the other; each may be a slice or "every". Default: all
+            of dim 1 of the first input, one by one.
+        groups: Of further hooks that are active in all runs.
+
+    Collective over the ranks of the model.
+
+    Raises:
+        ValueError: sites or inputs that don't fit.
+        RuntimeError: called during a run.
+        HookError: the metric failed, or an edit; on every rank.
+    """
+    places = tuple(as_site(site) for site in sites)
+    chosen = _positions(positions, clean, corrupted)
+    current: list[Edit] = [patch(Capture())] * len(places)
+    with Runs(flex, groups) as runs:
+        runs.watch(as_site(output), "output")
+        captures = [runs.capture(site, "clean") for site in places]
+        for i, site in enumerate(places):
+            runs.register(site, Edit("patch", partial(_apply_current, current, i)), f"site {i}")
+        values = [
+            runs.measure(clean, metric, "output", "clean"),
+            runs.measure(corrupted, metric, "output"),
+        ]
+        runs.check_metric()
+        for i, site in enumerate(places):
+            for position in chosen:
+                where: Any = {**site.where, "positions": position}
+                current[i] = patch(captures[i], **where)
+                values.append(runs.measure(corrupted, metric, "output", f"site {i}"))
+        first, second, *rest = runs.shared(values)
+    table = torch.tensor(rest, dtype=torch.float64).reshape(len(places), len(chosen))
+    return PatchingMap(table, first, second, places, chosen)
+
+
+def _apply_current(edits: list[Edit], i: int, full: Tensor, scope: Scope) -> Tensor:
+    return edits[i].apply(full, scope)
+
+
+@torch.no_grad()
+def path_patching(
+    flex: FlexModel,
+    inputs: Inputs,
+    other: Inputs,
+    sender: Site | str,
+    receivers: Iterable[Site | str],
+    frozen: Iterable[Site | str],
+    metric: Metric,
+    *,
+    output: Site | str = "",
+    groups: Iterable[str] = (),
+) -> tuple[float, float]:
+    """What changes where ``sender`` is as in the run of ``other``, and is heard by ``receivers``
+    only along paths that avoid ``frozen`` (Wang et al. 2023; Goldowsky-Dill et al. 2023).
+
+    Example::
+
+        heads = [Site(f"model.layers.{i}.self_attn.o_proj", "input") for i in range(8)]
+        head = Site(heads[2].module, "input", {"heads": 3, "num_heads": 8})
+        before, after = path_patching(flex, x, y, head, ["model.norm"], heads, metric)
+
+    1. ``other`` is run: the sender's activation is kept. 2. ``inputs`` are run: those of ``frozen``
+    are kept. 3. ``inputs`` are run with the sender's put in and the frozen ones held: the
+    receivers' are kept. 4. ``inputs`` are run with the receivers' put in: the metric.
+
+    Args:
+        frozen: What stays as in the run of ``inputs``; may contain sender and receivers, which
+            are then held but for what they are patched with.
+        inputs, other, metric, output, groups: As of `activation_patching`.
+
+    Returns:
+        The metric of ``inputs`` as they are, and patched; the same on every rank.
+
+    Collective over the ranks of the model. Raises: as `activation_patching`.
+    """
+    _positions(["every"], inputs, other)
+    sender, heard, held = (
+        as_site(sender),
+        [as_site(r) for r in receivers],
+        [as_site(f) for f in frozen],
+    )
+    with Runs(flex, groups) as runs:
+        runs.watch(as_site(output), "output")
+        sent = runs.capture(sender, "sender")
+        received = [runs.capture(site, "held") for site in heard]  # before they are held
+        for site in held:
+            kept = runs.capture(site, "frozen")
+            runs.register(site, patch(kept, **site.where), "held")
+        runs.register(sender, patch(sent, **sender.where), "held")
+        for site, kept in zip(heard, received):
+            runs.register(site, patch(kept, **site.where), "receivers")
+        runs.run(other, "sender")
+        before = runs.measure(inputs, metric, "output", "frozen")
+        runs.check_metric()
+        runs.run(inputs, "held")
+        after = runs.measure(inputs, metric, "output", "receivers")
+        first, second = runs.shared([before, after])
+    return first, second
+
+
+def attribution_patching(
+    flex: FlexModel,
+    clean: Inputs,
+    corrupted: Inputs,
+    sites: Iterable[Site | str],
+    metric: Metric | None = None,
+    *,
+    output: Site | str = "",
+    target: Tensor | None = None,
+    groups: Iterable[str] = (),
+) -> PatchingMap:
+    """The first-order estimate of activation patching: ``(clean - corrupted) * gradient`` of the
+    metric at the corrupted run, summed over rows and units (Nanda 2023, "attribution patching").
+
+    Example::
+
+        change = attribution_patching(flex, clean, corrupted, layers, logit_difference).values
+
+    Two forwards and one backward for all sites and positions. Gradients that parameters have are
+    as before when it returns.
+
+    Args:
+        metric: From the full output of the whole batch, on the CPU, to a tensor of one number in
+            the graph; called on every rank. In a pipeline it must be None: the backward is that of
+            the schedule's ``loss_fn``, with ``target``, so give ``loss_fn`` the metric.
+        clean, corrupted, sites, output, groups: As of `activation_patching`.
+
+    Returns:
+        ``values``: the estimated change of the metric ``(sites, positions)``, for every position
+        (of ``where``, if it chooses some).
+
+    Collective over the ranks of the model.
+
+    Raises:
+        ValueError: no gradient reaches a site: nothing before it requires one; a metric in a
+            pipeline, or none elsewhere; ``edit_on="rank0"``.
+        HookError: the metric failed; on every rank.
+    """
+    places = tuple(as_site(site) for site in sites)
+    _positions(["every"], clean, corrupted)
+    is_pipeline = "schedule" in vars(flex)
+    if is_pipeline and (metric is not None or flex.schedule._loss_fn is None):
+        raise ValueError(
+            "attribution_patching: a pipeline's backward is that of its schedule; make the "
+            "schedule with loss_fn=, leave out metric=, and give target="
+        )
+    if not is_pipeline and (metric is None or target is not None):
+        raise ValueError("attribution_patching: give metric=; target= is for pipelines")
+    if not is_pipeline and not flex._core.caller.edits_on_all:
+        raise ValueError(
+            "attribution_patching: with edit_on='rank0' the metric would be on rank 0 only; wrap "
+            "the model with edit_on='all'"
+        )
+    loss: list[Tensor] = []
+    with Runs(flex, groups) as runs, runs.gradients_aside(), torch.enable_grad():
+        for i, site in enumerate(places):
+            runs.watch(site, f"{i}", "sites")
+            runs.watch(site, f"{i}.grad", "gradients", is_gradient=True)
+        if metric is not None:
+            measure = Edit("metric", lambda full, scope: loss.append(metric(full.cpu())))
+            runs.register(as_site(output), measure, "metric")
+        with torch.no_grad():
+            runs.run(clean, "sites")
+        before = [runs.record(f"{i}") for i in range(len(places))]
+        if is_pipeline:
+            runs.run(corrupted, "sites", "gradients", target=target)
+        else:
+            runs.run(corrupted, "sites", "gradients", "metric")
+            if not isinstance(loss[-1], Tensor) or loss[-1].numel() != 1:
+                raise ValueError("attribution_patching: the metric must be a tensor of one number")
+            if not loss[-1].requires_grad:
+                raise ValueError(_NO_GRADIENT.format("the metric"))
+            loss[-1].backward()
+
+        def estimate() -> list[list[float]]:
+            return [
+                _first_order(site, before[i], runs.record(f"{i}"), runs.record(f"{i}.grad"))
+                for i, site in enumerate(places)
+            ]
+
+        values = runs.on_first(estimate, ValueError)
+    table = torch.tensor(values, dtype=torch.float64).reshape(len(places), -1)
+    return PatchingMap(table, None, None, places, tuple(range(table.shape[1])))
+
+
+_NO_GRADIENT = (
+    "attribution_patching: no gradient reaches {}; let parameters before it require one "
+    "(flex.wrapped_module_requires_grad()), and leave torch.no_grad() outside"
+)
+
+
+def _first_order(
+    site: Site, clean: Tensor | None, corrupted: Tensor | None, gradient: Tensor | None
+) -> list[float]:
+    """By position."""
+    if clean is None or corrupted is None or gradient is None:
+        raise ValueError(_NO_GRADIENT.format(f"{site.module!r}"))
+    product = (clean - corrupted).double() * gradient.double()
+    region = Region(**site.where)
+    dim = region.dim("positions", product)
+    return product[region.index(product)].movedim(dim, 0).flatten(1).sum(1).tolist()
+
+
+def _positions(
+    positions: Sequence[Selector] | None, clean: Inputs, corrupted: Inputs
+) -> tuple[Selector, ...]:
+    """Those to patch; ValueError for inputs that don't match."""
+    shapes = [
+        [tuple(leaf.shape) for leaf in pytree.flatten(as_arguments(inputs))[0]]
+        for inputs in (clean, corrupted)
+    ]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"the inputs of the two runs differ in shape: {shapes[0]} and {shapes[1]}; pad them, "
+            "so that a position means the same in both"
+        )
+    if positions is not None:
+        return tuple(positions)
+    if not shapes[0] or len(shapes[0][0]) < 2:
+        raise ValueError(
+            f"the first input has the shape {shapes[0][:1]}, and its dim 1 should be the positions;"
+            " give positions="
+        )
+    return tuple(range(shapes[0][0][1]))

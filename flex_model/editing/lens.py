@@ -1,0 +1,206 @@
+"""Logit lens and tuned lens: what the model would say if it ended at a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flex_model.editing.directions import trainable
+from flex_model.editing.edit import Edit, Scope, told
+from flex_model.editing.region import Region
+from flex_model.editing.selectors import Selector
+
+if TYPE_CHECKING:
+    from flex_model.model import FlexModel
+
+Norm = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+
+
+class Lens(Edit):
+    """Reads logits off hidden states, and changes nothing. `logit_lens` and `tuned_lens` make it.
+
+    What it reads is in ``save_ctx`` where edits run, and in a pipeline on rank 0 when the step is
+    over; ``take`` gets it from there.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        key: str,
+        logits_of: Callable[[Tensor, Scope], Tensor],
+        parameters: list[str],
+        positions: Selector,
+        keep: Callable[[Tensor], Tensor] | None,
+    ) -> None:
+        super().__init__(text, self._read, parameters)
+        self._key, self._logits_of, self._keep = key + ":", logits_of, keep
+        self._region = Region(positions=positions)
+
+    def _read(self, full: Tensor, scope: Scope) -> None:
+        if scope.site is None:
+            raise RuntimeError(f"{self!r} is registered with lens.at(module_name)")
+        seen = full[self._region.index(full)]
+        logits = self._logits_of(seen.detach(), scope)
+        microbatch = self._region.rows_of_microbatch(full)
+        rows, in_all = ([], 0) if microbatch is None else microbatch
+        entry = {
+            "rows": rows,
+            "in_all": in_all,
+            "logits": logits if self._keep is None else self._keep(logits),
+        }
+        vars(scope.save_ctx).setdefault(self._key + scope.site, []).append(entry)
+
+    def take(self, flex: FlexModel) -> dict[str, list[Tensor]]:
+        """What was read since it was last taken: ``site -> [tensor, ...]`` in call order, each of
+        the whole batch, ``(rows, positions, vocabulary)``. Local, to be called on every rank; in a
+        pipeline rank 0 gets all, and the others nothing.
+
+        Example::
+
+            lens = logit_lens("lm_head.weight", norm="model.norm.weight")
+            for layer in range(32):
+                flex.register_forward_hook(lens.at(f"model.layers.{layer}"))
+            flex(tokens)
+            logits = torch.stack([calls[0] for calls in lens.take(flex).values()])
+        """
+        context = vars(flex.save_ctx)
+        names = [name for name in context if name.startswith(self._key)]
+        read = {name.removeprefix(self._key): context.pop(name) for name in names}
+        if "schedule" in vars(flex) and flex._channel.mesh.place > 0:
+            return {}  # this rank has its own stage's only
+        return {site: _joined(entries) for site, entries in read.items()}
+
+
+def _joined(entries: list[dict[str, Any]]) -> list[Tensor]:
+    calls: list[Tensor] = []
+    rows: list[int] = []
+    parts: list[Tensor] = []
+    for entry in entries:
+        if not entry["rows"]:
+            calls.append(entry["logits"])
+            continue
+        rows += entry["rows"]
+        parts.append(entry["logits"])
+        if len(rows) == entry["in_all"]:
+            calls.append(torch.cat(parts)[torch.tensor(rows).argsort()])
+            rows, parts = [], []
+    return calls
+
+
+def logit_lens(
+    unembed: str,
+    *,
+    bias: str | None = None,
+    norm: str | None = None,
+    norm_bias: str | None = None,
+    kind: str | Norm = "rms",
+    eps: float = 1e-6,
+    positions: Selector = None,
+    keep: Callable[[Tensor], Tensor] | None = None,
+    name: str = "logit_lens",
+) -> Lens:
+    """The final norm and the unembedding, applied to a layer's output ``(rows, positions, units)``
+    (nostalgebraist 2020, "interpreting GPT: the logit lens").
+
+    Example::
+
+        lens = logit_lens("lm_head.weight", norm="model.norm.weight", eps=1e-6)
+        lens = logit_lens("lm_head.weight", norm="transformer.ln_f.weight",
+                          norm_bias="transformer.ln_f.bias", kind="layer", eps=1e-5)
+
+    Register it with ``lens.at(layer)``, at as many layers as you like, and see ``Lens.take``.
+
+    Args:
+        unembed, bias: Names of the parameters ``(vocabulary, units)`` and ``(vocabulary,)``; full
+            ones are gathered before each call (in a pipeline: before each step, from whichever
+            stage has them).
+        norm, norm_bias: Of the final norm; None: it has none.
+        kind: "rms", "layer", "none", or a function of ``(hidden, weight, bias)``.
+        eps: Of the final norm, as the model's config says it.
+        positions: Which ones; as of all edits.
+        keep: What to keep of logits ``(rows, positions, vocabulary)``, row by row:
+            ``lambda logits: logits.topk(5).indices``.
+        name: Tells lenses apart that sit at one module.
+    """
+    return _lens(
+        "logit_lens", None, unembed, bias, norm, norm_bias, kind, eps, positions, keep, name
+    )
+
+
+def tuned_lens(
+    translator: str,
+    unembed: str,
+    *,
+    bias: str | None = None,
+    norm: str | None = None,
+    norm_bias: str | None = None,
+    kind: str | Norm = "rms",
+    eps: float = 1e-6,
+    positions: Selector = None,
+    keep: Callable[[Tensor], Tensor] | None = None,
+    name: str = "tuned_lens",
+) -> Lens:
+    """A logit lens of ``hidden + translator(hidden)`` (Belrose et al. 2023, "Eliciting latent
+    predictions from transformers with the tuned lens").
+
+    Example::
+
+        flex.register_trainable_module("lens_3", nn.Linear(units, units))
+        lens = tuned_lens("lens_3", "lm_head.weight", norm="model.norm.weight", name="lens_3")
+
+    What ``take`` gives is in the translator's graph (not in a pipeline, where it is sent), so a
+    loss of it trains the translator: every rank has the same loss and the same gradient, not to be
+    summed. The model gets no gradient.
+
+    Args:
+        translator: A registered trainable module.
+    """
+    return _lens(
+        "tuned_lens", translator, unembed, bias, norm, norm_bias, kind, eps, positions, keep, name
+    )
+
+
+def _lens(
+    what, translator, unembed, bias, norm, norm_bias, kind, eps, positions, keep, name
+) -> Lens:
+    if not callable(kind) and kind not in ("rms", "layer", "none"):
+        raise ValueError(f"{what}: kind must be 'rms', 'layer', 'none' or a function, got {kind!r}")
+    for given in (unembed, bias, norm, norm_bias):
+        if given is not None and not isinstance(given, str):
+            raise TypeError(
+                f"{what}: weights are given by their names, since a rank may hold shards only; "
+                f"got {type(given).__name__}"
+            )
+
+    def logits_of(hidden: Tensor, scope: Scope) -> Tensor:
+        if translator is not None:
+            module = trainable(scope, translator, what)
+            hidden = hidden + module(hidden)
+        weight, shift = (
+            None if given is None else scope.parameters[given] for given in (norm, norm_bias)
+        )
+        hidden = _normalized(hidden, kind, weight, shift, eps)
+        return F.linear(hidden, scope.parameters[unembed], scope.parameters.get(bias))
+
+    text = told(what, translator, unembed, norm=norm, positions=positions)
+    needed = [given for given in (unembed, bias, norm, norm_bias) if given is not None]
+    return Lens(text, name, logits_of, needed, positions, keep)
+
+
+def _normalized(hidden, kind, weight, bias, eps) -> Tensor:
+    if callable(kind):
+        return kind(hidden, weight, bias)
+    if kind == "none":
+        return hidden
+    wide = hidden.float() if hidden.dtype in (torch.float16, torch.bfloat16) else hidden
+    if kind == "layer":
+        wide = F.layer_norm(wide, wide.shape[-1:], eps=eps)
+    else:
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    normal = wide.to(hidden.dtype)
+    normal = normal if weight is None else normal * weight
+    return normal if bias is None else normal + bias

@@ -1,0 +1,106 @@
+"""Keep an activation of one run, and put it into another."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from flex_model.editing.edit import Edit, Scope, told
+from flex_model.editing.region import Region, RegionArguments
+from flex_model.hooks.step import current_microbatch
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Capture(Edit):
+    """Keeps what it is given, for `patch` and `resample`, and changes nothing.
+
+    Example::
+
+        kept = Capture()
+        handle = flex.register_forward_hook(kept.at("model.layers.3"))
+        flex(clean_tokens)
+        handle.remove()
+        flex.register_forward_hook(patch(kept, positions=5).at("model.layers.3"))
+        flex(corrupted_tokens)
+
+    It is kept where edits run: on every rank (of the stage that has the module), on its device,
+    detached; micro-batches by their number. Of several calls the last one counts. One is for one
+    module. Records, which are on rank 0 only, can't be patched from on the other ranks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("capture()", self._keep)
+        self._kept: dict[int | None, Tensor] = {}
+        self._module: weakref.ref[nn.Module] | None = None
+
+    def _keep(self, full: Tensor, scope: Scope) -> None:
+        if scope.module is not None:
+            if self._module is not None and self._module() is not scope.module:
+                raise ValueError(
+                    "capture: this one has an activation of another module; make one for each"
+                )
+            self._module = weakref.ref(scope.module)
+        self._kept[current_microbatch()] = full.detach().clone()
+
+    def of(self, microbatch: int | None) -> Tensor:
+        """What was kept, of this micro-batch (None outside of a pipeline).
+
+        Raises:
+            RuntimeError: nothing was.
+        """
+        if microbatch not in self._kept:
+            which = "" if microbatch is None else f" of micro-batch {microbatch}"
+            raise RuntimeError(
+                f"patch: nothing{which} was captured; register the capture and run the model "
+                "first, in as many micro-batches"
+            )
+        return self._kept[microbatch]
+
+    def clear(self) -> None:
+        """Forget what was kept."""
+        self._kept.clear()
+        self._module = None
+
+
+def capture() -> Capture:
+    """See `Capture`."""
+    return Capture()
+
+
+def patch(source: Tensor | Capture, **where: Unpack[RegionArguments]) -> Edit:
+    """Put the values of another run in the place of these.
+
+    Example::
+
+        patch(kept, positions=5)
+        patch(tensor, heads=[2], num_heads=32)
+
+    Args:
+        source: A `Capture`; or a tensor of the whole batch's shape, the same on every rank.
+
+    Raises:
+        ValueError: in the call: the shapes differ.
+    """
+    region = Region(**where)
+    if not isinstance(source, (Tensor, Capture)):
+        raise TypeError(f"patch: source must be a Tensor or a Capture, got {source!r}")
+
+    def apply(full: Tensor, scope: Scope) -> Tensor:
+        if isinstance(source, Capture):
+            other = source.of(current_microbatch()).to(full.device, full.dtype)
+        elif source.dim() == full.dim():
+            other = region.of_microbatch(source, full)
+        else:
+            other = source
+        if other.shape != full.shape:
+            raise ValueError(
+                f"patch: the source's shape is {tuple(other.shape)}, the activation's "
+                f"{tuple(full.shape)}; both must be of batches of one size"
+            )
+        return region.replace(full, lambda part, other: other.clone(), other)
+
+    return Edit(told("patch", source, where=region), apply)

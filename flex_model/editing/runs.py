@@ -1,0 +1,202 @@
+"""Runs of a FlexModel with hooks that are there for an experiment only."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from flex_model.distributed.tensor_dicts import exchange_json
+from flex_model.editing.edit import Edit
+from flex_model.editing.patching import Capture
+from flex_model.editing.region import Region, RegionArguments
+from flex_model.errors import HookError, agreed
+from flex_model.hooks.function import HookFunction
+from flex_model.integrations import fsdp
+from flex_model.model import FlexModel
+
+Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
+Metric = Callable[[Tensor], Any]
+_PREFIX = "flex_model.editing"
+
+
+@dataclass(frozen=True)
+class Site:
+    """A tensor of a module, and the part of it that is meant.
+
+    Example::
+
+        Site("model.layers.3")                                                      # its output
+        Site("model.layers.3.self_attn.o_proj", "input", {"heads": 2, "num_heads": 8})
+
+    Args:
+        module: Its name in the unsharded model.
+        side: "output" or "input".
+        where: See `RegionArguments`.
+        unpack_idx, expected_shape: As of HookFunction.
+    """
+
+    module: str
+    side: str = "output"
+    where: RegionArguments = field(default_factory=RegionArguments)
+    unpack_idx: int = 0
+    expected_shape: tuple[int | None, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.side not in ("output", "input"):
+            raise ValueError(f"Site: side must be 'output' or 'input', got {self.side!r}")
+        Region(**self.where)
+
+
+def as_site(site: Site | str) -> Site:
+    if isinstance(site, str):
+        return Site(site)
+    if not isinstance(site, Site):
+        raise TypeError(f"expected a Site or a module's name, got {type(site).__name__}")
+    return site
+
+
+def as_arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Tensor):
+        return (inputs,), {}
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return tuple(inputs), {}
+
+
+class Runs:
+    """Hooks in groups, that are there inside, and runs with some of them."""
+
+    def __init__(self, flex: FlexModel, groups: Iterable[str]) -> None:
+        if flex._core.run is not None or vars(flex).get("_choice") is not None:
+            raise RuntimeError(
+                "an experiment makes runs of its own: call it outside of active(), forward passes "
+                "and editing functions; groups= names further hooks to use"
+            )
+        self._flex, self._groups = flex, [groups] if isinstance(groups, str) else list(groups)
+        self._stack = contextlib.ExitStack()
+        self._sites: dict[str, str] = {}  # by the record's name: the module
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> Runs:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+        for name in self._sites:
+            self._flex.output_ptr.pop(name, None)
+
+    def register(
+        self, site: Site, edit: Edit | None, group: str, name: str | None = None, kind: str = ""
+    ) -> None:
+        name = f"{_PREFIX}:{name or f'#{len(self._sites)}'}:{group}"
+        settings: dict[str, Any] = {
+            "expected_shape": site.expected_shape,
+            "unpack_idx": site.unpack_idx,
+            "output_name": name,
+        }
+        hook = (
+            HookFunction(site.module, **settings)
+            if edit is None
+            else edit.at(site.module, **settings)
+        )
+        kind = kind or ("forward" if site.side == "output" else "forward_pre")
+        handle = getattr(self._flex, f"register_{kind}_hook")(hook)
+        self._stack.callback(handle.remove)
+        self._flex.update_hook_groups([hook], f"{_PREFIX}.{group}")
+        self._sites[name] = site.module
+
+    def capture(self, site: Site, group: str) -> Capture:
+        kept = Capture()
+        self.register(site, kept, group)
+        return kept
+
+    def watch(self, site: Site, name: str, group: str = "", is_gradient: bool = False) -> None:
+        """Keep a record ``name``."""
+        kind = ""
+        if is_gradient:
+            kind = "full_backward_pre" if site.side == "output" else "full_backward"
+        self.register(site, None, group or name, name, kind)
+
+    def run(self, inputs: Inputs, *groups: str, **further: Any) -> None:
+        args, kwargs = as_arguments(inputs)
+        chosen = [*self._groups, *(f"{_PREFIX}.{group}" for group in groups)]
+        self._flex(*args, groups=chosen, **kwargs, **further)
+
+    def measure(self, inputs: Inputs, metric: Metric, name: str, *groups: str) -> float:
+        """Run, and the metric of a record, on rank 0; a failure is told later, on all ranks."""
+        self.run(inputs, name, *groups)
+        if not self._is_first or self._error is not None:
+            return 0.0
+        try:
+            record = self.record(name)
+            assert record is not None
+            return float(metric(record))
+        except Exception as error:
+            self._error = error
+            return 0.0
+
+    def record(self, name: str) -> Tensor | None:
+        """The last run's, where records are."""
+        for full_name in self._sites:
+            if full_name.startswith(f"{_PREFIX}:{name}:"):
+                records = self._flex.output_ptr.get(full_name)
+                if records and len(records) > 1:
+                    raise ValueError(
+                        f"{self._sites[full_name]!r} is called {len(records)} times in one forward;"
+                        " choose modules that are called once"
+                    )
+                return records[0] if records else None
+        return None
+
+    @property
+    def _is_first(self) -> bool:
+        return self._flex._channel.mesh.place == 0
+
+    def check_metric(self) -> None:
+        """HookError on every rank, if the metric failed. Collective."""
+        self.on_first(lambda: None)
+
+    def shared(self, values: list[float]) -> list[float]:
+        """Rank 0's. Collective."""
+        return self.on_first(lambda: values)
+
+    def on_first(self, compute: Callable[[], Any], kind: type[Exception] = HookError) -> Any:
+        """What rank 0 computes, on every rank, or its failure. Collective."""
+        result = None
+        if self._is_first and self._error is None:
+            try:
+                result = compute()
+            except Exception as error:
+                self._error = error
+        text = None
+        if self._error is not None:
+            text = str(self._error) if kind is not HookError else repr(self._error)
+        told = exchange_json(self._flex._channel, [text, result], "patching: the metric")
+        text, result = told[0]
+        if text is not None:
+            what = f"the metric failed on rank 0: {text}" if kind is HookError else text
+            raise agreed(kind(what)) from self._error
+        return result
+
+    @contextlib.contextmanager
+    def gradients_aside(self) -> Iterator[None]:
+        """Inside, parameters have no gradients; afterwards those of before."""
+        root = self._flex.module
+        parameters = [*root.parameters(), *self._flex.trainable_modules.parameters()]
+        if any(fsdp.is_fsdp2(module) for module in root.modules()):
+            parameters += [
+                fsdp.sharded_parameter(root, name, parameter)
+                for name, parameter in list(root.named_parameters())
+            ]
+        before = [(parameter, parameter.grad) for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in before:
+                parameter.grad = gradient

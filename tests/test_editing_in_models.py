@@ -1,0 +1,281 @@
+"""Ready edits in a model on one process: while it generates, lenses, patching beside plain torch
+hooks; and docs/editing.md. `test_editing` has the shardings.
+"""
+
+import re
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing import assert_close
+
+import models
+from flex_model import FlexModel, HookError, HookFunction, editing
+
+
+@pytest.fixture
+def flex():
+    pytest.importorskip("transformers")
+    return FlexModel(models.llama(), {})
+
+
+TOKENS = torch.randint(64, (3, 5), generator=torch.Generator().manual_seed(0))
+OTHER = torch.randint(64, (3, 5), generator=torch.Generator().manual_seed(1))
+
+
+def test_positions_while_generating(flex):
+    lengths, settings = [], {"max_new_tokens": 3, "do_sample": False}
+
+    def note(module, full, save_ctx, modules):
+        lengths.append(int((full == 7).all(-1).sum(-1)[0]))
+
+    def counts(**where):
+        lengths.clear()
+        edit = editing.clamp(7.0, 7.0, **where) | note
+        with flex.register_forward_hook(edit.at("model.layers.0")):
+            flex.generate(TOKENS, **settings)
+        return list(lengths)
+
+    assert counts() == [5, 1, 1]
+    assert counts(positions="last") == [1, 1, 1]
+    assert counts(positions=slice(2, None)) == [3, 0, 0]
+    with pytest.raises(HookError, match="calls of one position"):
+        counts(positions=3)
+
+
+def test_capture_is_of_one_module(flex):
+    kept = editing.capture()
+    for i in range(2):
+        flex.register_forward_hook(kept.at(f"model.layers.{i}"))
+    with pytest.raises(HookError, match="another module"):
+        flex(TOKENS)
+
+
+def test_lens_of_other_models():
+    pytest.importorskip("transformers")
+    flex = FlexModel(models.gpt2(), {})
+    names = ["transformer.ln_f.weight", "transformer.ln_f.bias"]
+    settings = {"norm": names[0], "norm_bias": names[1], "eps": 1e-5}
+    lens = editing.logit_lens("lm_head.weight", kind="layer", **settings)
+    best = editing.logit_lens(
+        "lm_head.weight",
+        kind=lambda hidden, weight, bias: nn.functional.layer_norm(hidden, (32,), weight, bias),
+        keep=lambda logits: logits.argmax(-1),
+        positions="last",
+        name="best",
+        **settings,
+    )
+    with flex.register_forward_hook((lens | best).at("transformer.h.1")):
+        mask = torch.ones_like(TOKENS)
+        settings = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+        text = flex.generate(TOKENS, attention_mask=mask, **settings)
+    read = lens.take(flex)["transformer.h.1"]
+    assert [tuple(logits.shape) for logits in read] == [(3, 5, 64), (3, 1, 64), (3, 1, 64)]
+    assert_close(torch.cat(best.take(flex)["transformer.h.1"], 1), text[:, 5:])
+    assert_close(read[0], flex(TOKENS).logits, rtol=1e-6, atol=1e-8)
+    assert lens.take(flex) == {}
+    plain = HookFunction("transformer.h.1", editing_function=lens)
+    with flex.register_forward_hook(plain), pytest.raises(HookError, match="register it with"):
+        flex(TOKENS)
+
+
+# ---- Experiments ---------------------------------------------------------------------------------
+
+
+def metric(logits):
+    return logits[:, -1, 3].mean() - logits[:, 2, 5].square().mean()
+
+
+def by_hand(model, tokens, edits=(), kept=None):
+    """A run with plain torch hooks: ``edits`` are (module, function of its tensor)."""
+    handles = []
+    for name, function in edits:
+        module = model.get_submodule(name.removesuffix(".input"))
+        if name.endswith(".input"):
+            hook = module.register_forward_pre_hook(lambda m, a, f=function: (f(a[0]), *a[1:]))
+        else:
+            hook = module.register_forward_hook(lambda m, a, out, f=function: f(out))
+        handles.append(hook)
+    try:
+        return metric(model(tokens).logits)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def keeping(store, name):
+    def keep(tensor):
+        store[name] = tensor
+        if tensor.requires_grad:
+            tensor.retain_grad()
+        return tensor
+
+    return name, keep
+
+
+def test_activation_and_attribution_patching(flex):
+    model, layers = flex.module, ["model.layers.0", "model.layers.1"]
+    parameter = model.lm_head.weight
+    parameter.grad = before = torch.ones_like(parameter)
+    found = editing.activation_patching(flex, TOKENS, [OTHER], layers, metric)
+    estimated = editing.attribution_patching(flex, {"input_ids": TOKENS}, OTHER, layers, metric)
+    assert parameter.grad is before and before.eq(1).all()
+    assert model.model.norm.weight.grad is None
+    assert not flex.hook_functions and not flex.output_ptr
+
+    clean, corrupted = {}, {}
+    values = [by_hand(model, TOKENS, [keeping(clean, name) for name in layers])]
+    values.append(by_hand(model, OTHER, [keeping(corrupted, name) for name in layers]))
+    assert_close([found.clean, found.corrupted], [value.item() for value in values])
+    values[1].backward()
+    for i, name in enumerate(layers):
+        change = (clean[name] - corrupted[name]) * corrupted[name].grad
+        assert_close(estimated.values[i], change.sum((0, 2)))
+        for position in range(5):
+
+            def put(full, name=name, position=position):
+                full = full.clone()
+                full[:, position] = clean[name][:, position]
+                return full
+
+            assert_close(
+                found.values[i, position].item(), by_hand(model, OTHER, [(name, put)]).item()
+            )
+    assert_close(
+        found.recovered, (found.values - values[1].item()) / (values[0] - values[1]).item()
+    )
+
+
+def test_path_patching(flex):
+    model = flex.module
+    first, second = (f"model.layers.{i}.self_attn.o_proj" for i in range(2))
+    sender = editing.Site(first, "input", {"heads": 2, "num_heads": 4})
+    receiver = editing.Site("model.layers.1.mlp", "input")
+    frozen = [editing.Site(name, "input") for name in (first, second)]
+    before, after = editing.path_patching(flex, TOKENS, OTHER, sender, [receiver], frozen, metric)
+
+    base, other, held = {}, {}, {}
+    names = (f"{first}.input", f"{second}.input")
+    expected = by_hand(model, TOKENS, [keeping(base, name) for name in names])
+    assert_close(before, expected.item())
+    by_hand(model, OTHER, [keeping(other, names[0])])
+
+    def send(full):
+        full = base[names[0]].clone()
+        full[..., 16:24] = other[names[0]][..., 16:24]
+        return full
+
+    freeze = [(names[0], send), (names[1], lambda full: base[names[1]])]
+    by_hand(model, TOKENS, [*freeze, keeping(held, "model.layers.1.mlp.input")])
+    received = ("model.layers.1.mlp.input", lambda full: held["model.layers.1.mlp.input"])
+    assert_close(after, by_hand(model, TOKENS, [received]).item())
+    assert after != before
+
+
+def test_other_hooks_in_experiments(flex):
+    hook = editing.scale(2.0).at("model.layers.0")
+    flex.register_forward_hook(hook)
+    flex.update_hook_groups(hook, "doubled")
+
+    def clean(**settings):
+        sites = ["model.layers.1"]
+        return editing.activation_patching(
+            flex, TOKENS, OTHER, sites, metric, positions=["last"], **settings
+        ).clean
+
+    found = clean(), clean(groups=["doubled"])
+    model = flex.restore()
+    doubled = by_hand(model, TOKENS, [("model.layers.0", lambda full: 2 * full)])
+    assert_close(found, (by_hand(model, TOKENS).item(), doubled.item()))
+
+
+def test_what_experiments_refuse(flex):
+    site = ["model.layers.1"]
+
+    def fails(logits):
+        raise KeyError("no such answer")
+
+    with pytest.raises(HookError, match="the metric failed on rank 0: KeyError"):
+        editing.activation_patching(flex, TOKENS, OTHER, site, fails)
+    with pytest.raises(HookError, match="no such answer"):
+        editing.attribution_patching(flex, TOKENS, OTHER, site, fails)
+    with pytest.raises(ValueError, match="differ in shape"):
+        editing.activation_patching(flex, TOKENS, OTHER[:, :4], site, metric)
+    with pytest.raises(ValueError, match="give positions="):
+        editing.activation_patching(flex, TOKENS[0], OTHER[0], site, metric)
+    with pytest.raises(ValueError, match="layers"):
+        editing.activation_patching(flex, TOKENS, OTHER, ["model.layers.7"], metric)
+    with pytest.raises(ValueError, match="give metric="):
+        editing.attribution_patching(flex, TOKENS, OTHER, site)
+    with pytest.raises(ValueError, match="one number"):
+        editing.attribution_patching(flex, TOKENS, OTHER, site, lambda logits: logits.mean(0))
+    with pytest.raises(TypeError, match="expected a Site"):
+        editing.activation_patching(flex, TOKENS, OTHER, [3], metric)
+    with flex.active(), pytest.raises(RuntimeError, match="outside of active"):
+        editing.activation_patching(flex, TOKENS, OTHER, site, metric)
+    flex.wrapped_module_requires_grad(False)
+    with pytest.raises(ValueError, match="no gradient reaches the metric"):
+        editing.attribution_patching(flex, TOKENS, OTHER, site, metric)
+    flex.module.lm_head.weight.requires_grad_()
+    with pytest.raises(ValueError, match="no gradient reaches 'model"):
+        editing.attribution_patching(flex, TOKENS, OTHER, site, metric)
+    assert not flex.hook_functions and not flex.output_ptr
+    on_rank0 = FlexModel(flex.restore(), edit_on="rank0")
+    with pytest.raises(ValueError, match="edit_on='all'"):
+        editing.attribution_patching(on_rank0, TOKENS, OTHER, site, metric)
+
+
+def test_the_page_runs_as_printed(capsys):
+    pytest.importorskip("transformers")
+    page = (Path(__file__).parents[1] / "docs" / "editing.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    scope: dict = {}
+    for block in blocks:
+        exec(compile(block, "docs/editing.md", "exec"), scope)
+    printed = capsys.readouterr().out
+    promised = re.findall(r"# prints (.*)", page)
+    assert promised and all(line in printed for line in promised)
+    named = set(re.findall(r"`(\w+)\(", page))
+    factories = {name for name in editing.__all__ if name.islower()}
+    assert factories <= named | {"chain"}, factories - named
+
+
+def test_edits_without_gradients(flex):
+    edit = editing.zero(units=[1, 5], positions=2) | editing.noise(0.1, seed=1)
+    flex.register_forward_hook(edit.at("model.layers.0"))
+    expected = flex(TOKENS).logits
+    for off in (torch.no_grad, torch.inference_mode):
+        with off():
+            assert_close(flex(TOKENS).logits, expected.detach())
+
+
+def test_edits_run_on_shapes_alone():
+    """As tools that check an editing function without computing do."""
+    edit = (
+        editing.zero(units=[1, 5], positions=2)
+        | editing.mean(heads=1, num_heads=2)
+        | editing.steer(torch.ones(8), positions=torch.arange(5) > 2)
+        | editing.project_out(torch.ones(8))
+        | editing.resample(seed=1)
+        | editing.noise(1.0, rows=[0, 2])
+    )
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        made = edit(None, torch.empty(3, 5, 8), Namespace(), {})
+    assert made.shape == (3, 5, 8)
+
+
+def test_modules_that_are_called_twice_are_refused():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.layer(self.layer(x))
+
+    x = models.random(2, 3, 8, dtype=torch.float32)
+    with FlexModel(Twice()) as flex, pytest.raises(ValueError, match="is called 2 times"):
+        editing.attribution_patching(flex, x, -x, ["layer"], lambda out: out.sum())
