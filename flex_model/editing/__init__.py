@@ -8,8 +8,8 @@ Example::
     flex.register_forward_pre_hook(edit.at("model.layers.5.self_attn.o_proj"))
 
 Each factory gives an `Edit`, an editing function for any HookFunction. Where it acts is said by
-numbers of the unsharded model and of the whole batch (`RegionArguments`). docs/editing.md shows all
-of them.
+numbers of the unsharded model and of the whole batch (`SelectionArguments`). docs/editing.md shows
+all of them.
 """
 
 from flex_model.editing.ablation import clamp, mean, noise, resample, scale, zero
@@ -23,16 +23,16 @@ from flex_model.editing.experiments import (
 )
 from flex_model.editing.lens import Lens, logit_lens, tuned_lens
 from flex_model.editing.patching import Capture, capture, patch
-from flex_model.editing.region import RegionArguments
 from flex_model.editing.runs import Site
 from flex_model.editing.splicing import splice
+from flex_model.selection.selection import SelectionArguments
 
 __all__ = [
     "Capture",
     "Edit",
     "Lens",
     "PatchingMap",
-    "RegionArguments",
+    "SelectionArguments",
     "Site",
     "activation_patching",
     "attribution_patching",

@@ -11,14 +11,15 @@ from torch import Tensor
 
 from flex_model.editing.edit import Edit, Scope, told
 from flex_model.editing.patching import Capture
-from flex_model.editing.region import Region, RegionArguments
+from flex_model.editing.region import Region
 from flex_model.hooks.step import current_microbatch
+from flex_model.selection.selection import SelectionArguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-def zero(**where: Unpack[RegionArguments]) -> Edit:
+def zero(**where: Unpack[SelectionArguments]) -> Edit:
     """Set to zero. In a backward hook: cut a gradient off.
 
     Example::
@@ -29,7 +30,7 @@ def zero(**where: Unpack[RegionArguments]) -> Edit:
     return Edit(told("zero", where=region), lambda full, _: region.replace(full, torch.zeros_like))
 
 
-def scale(factor: float, **where: Unpack[RegionArguments]) -> Edit:
+def scale(factor: float, **where: Unpack[SelectionArguments]) -> Edit:
     """Multiply by a number.
 
     Example::
@@ -46,7 +47,7 @@ def scale(factor: float, **where: Unpack[RegionArguments]) -> Edit:
 def clamp(
     min: float | None = None,
     max: float | None = None,
-    **where: Unpack[RegionArguments],
+    **where: Unpack[SelectionArguments],
 ) -> Edit:
     """Keep between two numbers; ``clamp(5.0, 5.0, units=7)`` sets a unit to a value.
 
@@ -67,7 +68,7 @@ def clamp(
 def mean(
     mean: Tensor | float | None = None,
     over: tuple[str, ...] | str = ("rows", "positions"),
-    **where: Unpack[RegionArguments],
+    **where: Unpack[SelectionArguments],
 ) -> Edit:
     """Mean ablation: put a mean in the place of each value.
 
@@ -102,7 +103,7 @@ def mean(
                     "micro-batch of a pipeline; give mean=, over='positions', or use "
                     "batch_mode='full'"
                 )
-            dims = [region.dim(name, full) for name in names]
+            dims = [region.dim(name, full.shape) for name in names]
             value = full.mean(dims, keepdim=True)
         return region.replace(full, lambda part, mean: mean.clone(), value)
 
@@ -114,7 +115,7 @@ def resample(
     source: Tensor | Capture | None = None,
     *,
     seed: int | None = None,
-    **where: Unpack[RegionArguments],
+    **where: Unpack[SelectionArguments],
 ) -> Edit:
     """Resample ablation: put what another row has in the place of each row's values.
 
@@ -136,7 +137,7 @@ def resample(
     region = Region(**where)
 
     def apply(full: Tensor, scope: Scope) -> Tensor:
-        microbatch, dim = region.rows_of_microbatch(full), region.dim("rows", full)
+        microbatch, dim = region.rows_of_microbatch(full), region.dim("rows", full.shape)
         if microbatch is not None and not isinstance(source, Tensor):
             raise ValueError(
                 "resample: the other rows of the batch are not in this micro-batch of a pipeline; "
@@ -164,7 +165,7 @@ def resample(
     return Edit(told("resample", where=region, source=source, seed=seed), apply)
 
 
-def noise(std: float, *, seed: int | None = None, **where: Unpack[RegionArguments]) -> Edit:
+def noise(std: float, *, seed: int | None = None, **where: Unpack[SelectionArguments]) -> Edit:
     """Add Gaussian noise.
 
     Example::
@@ -190,7 +191,7 @@ def noise(std: float, *, seed: int | None = None, **where: Unpack[RegionArgument
         generator = _generator(seed, microbatch is not None, "noise")
         shape = list(full.shape)
         if microbatch is not None:
-            shape[region.dim("rows", full)] = microbatch[1]
+            shape[region.dim("rows", full.shape)] = microbatch[1]
         # With a seed on the CPU, so that a GPU adds the same; else where the tensor is.
         device = torch.device("cpu") if generator is not None else full.device
         drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device=device) * std

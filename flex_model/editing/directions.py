@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from flex_model.editing.edit import Edit, Scope, told
-from flex_model.editing.region import Region, RegionArguments
+from flex_model.editing.region import Region
+from flex_model.selection.selection import SelectionArguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-def steer(vector: Tensor | str, strength: float = 1.0, **where: Unpack[RegionArguments]) -> Edit:
+def steer(vector: Tensor | str, strength: float = 1.0, **where: Unpack[SelectionArguments]) -> Edit:
     """Add ``strength * vector``.
 
     Example::
@@ -62,7 +63,7 @@ def trainable(scope: Scope, name: str, what: str) -> torch.nn.Module:
     return scope.modules[name]
 
 
-def project_out(directions: Tensor, **where: Unpack[RegionArguments]) -> Edit:
+def project_out(directions: Tensor, **where: Unpack[SelectionArguments]) -> Edit:
     """Take the part along some directions away: ``x - Q Q^T x``.
 
     Example::
@@ -79,7 +80,7 @@ def project_out(directions: Tensor, **where: Unpack[RegionArguments]) -> Edit:
     return _project("project_out", directions, where, lambda part, along: part - along)
 
 
-def project_onto(directions: Tensor, **where: Unpack[RegionArguments]) -> Edit:
+def project_onto(directions: Tensor, **where: Unpack[SelectionArguments]) -> Edit:
     """Keep the part along some directions only: ``Q Q^T x``. As `project_out`."""
     return _project("project_onto", directions, where, lambda part, along: along)
 
@@ -99,7 +100,7 @@ def _project(name, directions, where, keep) -> Edit:
         raise ValueError(f"{name}: a direction is zero, or depends on the others")
 
     def apply(full: Tensor, scope: Scope) -> Tensor:
-        dim = region.dim("units", full)
+        dim = region.dim("units", full.shape)
         if full.shape[dim] != basis.shape[0]:
             raise ValueError(
                 f"{name}: the directions have {basis.shape[0]} units, and dim {dim} of the "

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flex_model.editing.selectors import show
 from flex_model.hooks.function import HookFunction
+from flex_model.selection.selectors import show
 
 
 @dataclass(frozen=True)

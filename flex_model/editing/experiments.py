@@ -20,8 +20,8 @@ from flex_model.editing.edit import Edit, Scope
 from flex_model.editing.patching import Capture, patch
 from flex_model.editing.region import Region
 from flex_model.editing.runs import Inputs, Metric, Runs, Site, as_arguments, as_site
-from flex_model.editing.selectors import Selector
 from flex_model.model import FlexModel
+from flex_model.selection.selectors import Selector
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ def _first_order(
         raise ValueError(_NO_GRADIENT.format(f"{site.module!r}"))
     product = (clean - corrupted).double() * gradient.double()
     region = Region(**site.where)
-    dim = region.dim("positions", product)
+    dim = region.dim("positions", product.shape)
     return product[region.index(product)].movedim(dim, 0).flatten(1).sum(1).tolist()
 
 

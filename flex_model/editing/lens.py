@@ -12,7 +12,7 @@ from torch import Tensor
 from flex_model.editing.directions import trainable
 from flex_model.editing.edit import Edit, Scope, told
 from flex_model.editing.region import Region
-from flex_model.editing.selectors import Selector
+from flex_model.selection.selectors import Selector
 
 if TYPE_CHECKING:
     from flex_model.model import FlexModel

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from flex_model.editing.edit import Edit, Scope, told
-from flex_model.editing.region import Region, RegionArguments
+from flex_model.editing.region import Region
 from flex_model.hooks.step import current_microbatch
+from flex_model.selection.selection import SelectionArguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -71,7 +72,7 @@ def capture() -> Capture:
     return Capture()
 
 
-def patch(source: Tensor | Capture, **where: Unpack[RegionArguments]) -> Edit:
+def patch(source: Tensor | Capture, **where: Unpack[SelectionArguments]) -> Edit:
     """Put the values of another run in the place of these.
 
     Example::

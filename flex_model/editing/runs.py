@@ -12,11 +12,12 @@ from torch import Tensor
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.editing.edit import Edit
 from flex_model.editing.patching import Capture
-from flex_model.editing.region import Region, RegionArguments
+from flex_model.editing.region import Region
 from flex_model.errors import HookError, agreed
 from flex_model.hooks.function import HookFunction
 from flex_model.integrations import fsdp
 from flex_model.model import FlexModel
+from flex_model.selection.selection import SelectionArguments
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Metric = Callable[[Tensor], Any]
@@ -35,13 +36,13 @@ class Site:
     Args:
         module: Its name in the unsharded model.
         side: "output" or "input".
-        where: See `RegionArguments`.
+        where: See `SelectionArguments`.
         unpack_idx, expected_shape: As of HookFunction.
     """
 
     module: str
     side: str = "output"
-    where: RegionArguments = field(default_factory=RegionArguments)
+    where: SelectionArguments = field(default_factory=SelectionArguments)
     unpack_idx: int = 0
     expected_shape: tuple[int | None, ...] | None = None
 

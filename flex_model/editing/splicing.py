@@ -9,7 +9,8 @@ from torch import Tensor
 
 from flex_model.editing.directions import trainable
 from flex_model.editing.edit import Edit, Scope, told
-from flex_model.editing.region import Region, RegionArguments
+from flex_model.editing.region import Region
+from flex_model.selection.selection import SelectionArguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -21,7 +22,7 @@ def splice(
     add: bool = False,
     error: bool = False,
     latents: Edit | None = None,
-    **where: Unpack[RegionArguments],
+    **where: Unpack[SelectionArguments],
 ) -> Edit:
     """Put what a trainable module makes of the activation in its place.
 

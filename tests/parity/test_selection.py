@@ -281,11 +281,12 @@ def test_one_position_of_many_moves_little():
 def test_a_part_that_is_not_there_is_an_error():
     with FlexModel(models.mlp(), {}) as flex:
         for select, error, text in [
-            (Select(units=8), IndexError, "index 8 is out of range for 8"),
-            (Select(units=[True] * 3), IndexError, "the mask has 3 bools, expected 8"),
-            (Select(dims={2: 0}), IndexError, "selects of dim 2"),
-            (Select(dims={1: 0, -1: 0}), ValueError, "selects dim 1 .* twice"),
-            (Select(heads=0, num_heads=3), ValueError, "not 3 equal heads"),
+            (Select(units=8), IndexError, "units: 8 is out of range, there are 8"),
+            (Select(units=[True] * 3), IndexError, "the mask has 3 entries for 8 units"),
+            (Select(units=0, dims={"units": 2}), ValueError, "units are dim 2"),
+            (Select(positions=0), ValueError, "say which dim is meant"),
+            (Select(rows=0, units=0, dims={"rows": 1}), ValueError, "are both dim 1"),
+            (Select(heads=0, num_heads=3), ValueError, "3 heads can't have equal parts"),
             (Select(units=[1, -7]), ValueError, "given twice"),
         ]:
             hook = HookFunction("fc1", select=select)
@@ -301,7 +302,9 @@ def test_every_rank_hears_of_it():
     with FlexModel(parallelism.shard(models.mlp()), {}, **parallelism.sizes) as flex:
         for function in (None, lambda module, part, save_ctx, modules: part * 2):
             hook = HookFunction("fc1", editing_function=function, select=Select(units=8))
-            wrong = pytest.raises((IndexError, HookError), match="index 8 is out of range for 8")
+            wrong = pytest.raises(
+                (IndexError, HookError), match="units: 8 is out of range, there are 8"
+            )
             with flex.register_forward_hook(hook), wrong:
                 flex(BATCH)
         flex(BATCH)
@@ -311,14 +314,14 @@ def test_bad_arguments():
     for arguments, error, text in [
         ({}, ValueError, "nothing is selected"),
         ({"heads": 1}, ValueError, "num_heads"),
-        ({"num_heads": 2}, ValueError, "num_heads"),
-        ({"heads": 1, "num_heads": 2, "units": 3}, ValueError, "units and heads"),
-        ({"rows": 1, "dims": {0: 1}}, ValueError, "twice"),
+        ({"heads": 1, "num_heads": 2, "units": 3}, ValueError, "heads= or units="),
+        ({"columns": 1}, TypeError, "unknown arguments"),
         ({"units": 1.5}, TypeError, "expected an int, a slice"),
-        ({"units": [True, 1]}, TypeError, "a mask holds bools only"),
-        ({"units": torch.ones(2, 2, dtype=torch.int64)}, TypeError, "in one dim"),
+        ({"units": [True, 1]}, TypeError, "bools and numbers"),
+        ({"units": torch.ones(2, 2, dtype=torch.int64)}, TypeError, "expected an int, a slice"),
+        ({"positions": torch.ones(2, 2) > 0}, TypeError, "a mask for each row"),
         ({"dtype": torch.int64}, TypeError, "floating"),
-        ({"heads": 1, "num_heads": 0}, ValueError, "at least 1"),
+        ({"heads": 1, "num_heads": 0}, ValueError, "num_heads"),
     ]:
         with pytest.raises(error, match=text):
             Select(**arguments)
