@@ -25,8 +25,9 @@ from flex_model.hooks.function import KINDS, EditingFunction, HookFunction
 from flex_model.hooks.groups import Members, check_name, matches, pattern_text
 from flex_model.hooks.registration import HookHandle
 from flex_model.hooks.table import EVERYTHING
+from flex_model.hooks.until import Site, Until
 from flex_model.inspection import DryRun, Explanation, Layouts, VerifyReport
-from flex_model.integrations import fsdp, model_mesh
+from flex_model.integrations import cut, fsdp, model_mesh
 from flex_model.integrations.mesh_sources import Source
 from flex_model.names import clean, find_module, find_parameter, module_names
 from flex_model.parameters import send_from_rank_0
@@ -288,6 +289,63 @@ class FlexModel(nn.Module):
             core.end(run, error)
             raise
         core.end(run, None)
+
+    def run_until(
+        self,
+        module_name: str | None,
+        *args: Any,
+        groups: str | Iterable[str] = "all",
+        complement: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Run the forward as far as it is needed; what comes after is not computed.
+
+        Example::
+
+            flex.register_forward_hook(HookFunction("model.layers.5"))
+            flex.run_until(None, tokens)  # layers 0 to 5
+            activations = flex.output_ptr["model.layers.5"][0]
+
+        Args:
+            module_name: The forward ends when this module was called for the first time, and its
+                hooks with it; None: when the module of each active forward or forward-pre hook was.
+            groups, complement: As of ``flex(...)``.
+
+        There is no output: what hooks see is in ``output_ptr`` and ``save_ctx``. Collective as
+        ``flex(...)``: every rank gives the same name. In a pipeline it is forward only, and stages
+        behind the last one that is needed compute nothing.
+
+        Raises:
+            ValueError: an unknown name or group, no hook to wait for, or a model whose forward
+                can't be cut (FSDP1, DeepSpeed ZeRO-3, ``torch.compile``).
+            RuntimeError: the forward came to its end, and a module was not called.
+        """
+        core = self._core
+        self._check_open()
+        choice = core.table.choice(groups, complement)
+        cut.check(self.module, core.is_compiled)
+        is_inside = core.run is not None or core.in_backward()
+        with core.chosen(choice) if is_inside else self.active(groups, complement):
+            until = Until(self._sites_until(module_name))
+            with until.installed(), until.one_forward():
+                self.module(*args, **kwargs)
+            cut.clean_up(self.module)
+            if not until.is_reached:
+                raise RuntimeError(cut.not_reached(module_name))
+
+    def _sites_until(self, module_name: str | None) -> list[Site]:
+        if module_name is not None:
+            return [([find_module(self.module, module_name)], "forward")]
+        sites: list[Site] = [
+            ([module], registration.kind)
+            for registration in self._core.active_registrations()
+            if registration.kind in ("forward", "forward_pre")
+            and registration.module is not None
+            and (module := registration.module()) is not None
+        ]
+        if not sites:
+            raise ValueError(cut.NO_HOOK)
+        return sites
 
     def __getattr__(self, name: str) -> Any:
         try:

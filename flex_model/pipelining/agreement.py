@@ -31,6 +31,7 @@ class StepCall:
 
     Attributes:
         appends: Whether records are added to those of the step before.
+        until: Names of modules, with kinds of hooks, after which nothing is computed; None: all is.
     """
 
     args: tuple[Any, ...]
@@ -44,6 +45,7 @@ class StepCall:
     microbatch_dim: int | Mapping[str, int] | None
     has_backward: bool
     appends: bool
+    until: list[tuple[str, str]] | None = None
 
 
 @dataclass(eq=False)
@@ -107,6 +109,7 @@ def agree(
         "return_on": call.return_on,
         "microbatch_dim": str(call.microbatch_dim),
         "groups": str(call.choice),
+        "what to run to (run_until)": str(call.until),
         "a backward pass (torch.no_grad, loss_fn)": call.has_backward,
         "names of keyword arguments": sorted(call.kwargs),
         "registered hooks": f"{len(sites)} hooks, digest {site_hash(*sites):x}",

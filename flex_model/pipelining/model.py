@@ -20,7 +20,7 @@ from flex_model.hooks.registration import HookHandle
 from flex_model.hooks.step import Step
 from flex_model.hooks.table import EVERYTHING, Choice
 from flex_model.inspection import DryRun, VerifyReport
-from flex_model.integrations import fsdp
+from flex_model.integrations import cut, fsdp
 from flex_model.integrations.mesh_sources import Source
 from flex_model.model import FlexModel, check_arguments, find_mesh
 from flex_model.names import find_parameter
@@ -206,6 +206,7 @@ class PipelinedFlexModel(FlexModel):
         return_outputs: bool,
         groups: tuple[str | Iterable[str], bool],
         forward_only: bool = False,
+        until: list[tuple[str, str]] | None = None,
     ) -> Any:
         self._check_open()
         choice = self._core.table.choice(*groups)
@@ -226,11 +227,43 @@ class PipelinedFlexModel(FlexModel):
             self.microbatch_dim,
             has_backward,
             not self._is_first_of_run,
+            until,
         )
         try:
             return self._pipeline.run(call, self._output_ptr)
         finally:
             self._is_first_of_run = self._choice is None
+
+    def run_until(
+        self,
+        module_name: str | None,
+        *args: Any,
+        groups: str | Iterable[str] = "all",
+        complement: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        choice = (groups, complement)
+        with self.active(*choice) if choice != ("all", False) else contextlib.nullcontext():
+            until = self._names_until(module_name)
+            self._step(args, kwargs, None, None, False, choice, forward_only=True, until=until)
+
+    run_until.__doc__ = FlexModel.run_until.__doc__
+
+    def _names_until(self, module_name: str | None) -> list[tuple[str, str]]:
+        table = self._core.table
+        choice = table.choice("all", False) if self._choice is None else self._choice
+        if module_name is not None:
+            self._pipeline.directory.stage_of(module_name)
+            return [(module_name, "forward")]
+        found = [
+            (registration.name, registration.kind)
+            for registration in table.registrations
+            if registration.kind in ("forward", "forward_pre")
+            and table.is_chosen(registration, choice)
+        ]
+        if not found:
+            raise ValueError(cut.NO_HOOK)
+        return found
 
     @contextlib.contextmanager
     def active(

@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from flex_model.errors import is_agreed
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.step import Step
+from flex_model.hooks.until import Until
+from flex_model.integrations import cut
 from flex_model.pipelining.stages import accepted_kwargs
 
 _OVERLAID = (
@@ -39,11 +41,15 @@ class OverlaidStage:
 
     Attributes:
         failed: Micro-batches for which a stand-in goes on.
+        until: Where this step's forwards end; None: at the end.
+        is_beyond: Whether this step needs nothing of the stage.
     """
 
     def __init__(self, stage: Any, step: Step, core: HookCore, trainable: nn.Module) -> None:
         self.stage = stage
         self.failed: set[int] = set()
+        self.until: Until | None = None
+        self.is_beyond = False
         self._step, self._core, self._trainable = step, core, trainable
         self._accepted = accepted_kwargs(stage.submod)
         # What reduces gradients over data-parallel ranks follows a whole backward only: where a
@@ -90,16 +96,30 @@ class OverlaidStage:
     ) -> Any:
         with self._step.at(self.stage.stage_index, fwd_chunk_id):
             try:
-                return self._of_torch(
-                    "forward_one_chunk",
-                    fwd_chunk_id,
-                    args,
-                    self.accepted(kwargs),
-                    save_forward_output=save_forward_output,
-                )
+                if not self.is_beyond:
+                    with self._cut():
+                        return self._of_torch(
+                            "forward_one_chunk",
+                            fwd_chunk_id,
+                            args,
+                            self.accepted(kwargs),
+                            save_forward_output=save_forward_output,
+                        )
             except BaseException as error:
                 self._fail(fwd_chunk_id, error)
-                return self._stand_in(fwd_chunk_id, save_forward_output)
+            return self._stand_in(fwd_chunk_id, save_forward_output)
+
+    @contextlib.contextmanager
+    def _cut(self) -> Iterator[None]:
+        """Inside, the forward ends where the step says."""
+        if self.until is None:
+            yield
+            return
+        with self.until.installed(), self.until.one_forward():
+            yield
+        cut.clean_up(self.stage.submod)
+        if not self.until.is_reached:
+            raise RuntimeError(cut.not_reached(None))
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         core = self._core

@@ -20,6 +20,7 @@ from flex_model.hooks.context import RunContext
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.step import Step
+from flex_model.hooks.until import Until
 from flex_model.pipelining import chunks, contexts, records, shapes
 from flex_model.pipelining.agreement import (
     Plan,
@@ -32,7 +33,7 @@ from flex_model.pipelining.agreement import (
 from flex_model.pipelining.ending import StepEnd
 from flex_model.pipelining.gradients import Gradients
 from flex_model.pipelining.schedule import StageRunner
-from flex_model.pipelining.stages import Directory, StageParameters
+from flex_model.pipelining.stages import Directory, StageParameters, targets
 from flex_model.pipelining.stages import describe as describe_stage
 
 
@@ -192,6 +193,7 @@ class Pipeline:
         divisor = plan.number if schedule.scale_grads else 1
         core.caller.gradient_scale = core.mesh.dp_size * divisor
         gradients = Gradients(core, divisor)
+        self._cut(call.until)
         losses: list[Tensor] = []
         output = None
         try:
@@ -224,6 +226,23 @@ class Pipeline:
         if call.losses is not None and any(stage.is_last for stage in self.runner.stages):
             call.losses[:] = losses  # none, where there is no target
         return output
+
+    def _cut(self, until: list[tuple[str, str]] | None) -> None:
+        """Have stages compute as far as to the last of these sites; None: all of it."""
+        last = self.directory.num_stages
+        if until is not None:
+            last = max(self.directory.stage_of(name) for name, _ in until)
+        for overlaid in self.runner.overlaid:
+            index = overlaid.stage.stage_index
+            overlaid.is_beyond, overlaid.until = index > last, None
+            if until is not None and index == last:
+                overlaid.until = Until(
+                    [
+                        (targets(overlaid.stage.submod, name), kind)
+                        for name, kind in until
+                        if self.directory.stage_of(name) == last
+                    ]
+                )
 
     def _find_rows(self, call: StepCall, plan: Plan) -> dict[tuple[str, str], bool]:
         """By record's name and kind: whether there are rows of the batch in it; for micro-batches

@@ -1,0 +1,59 @@
+"""Models whose forward was left in its middle: which can be, and what frameworks keep of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from flex_model.integrations import fsdp, offload
+
+NO_HOOK = (
+    "run_until: no forward or forward-pre hook is active, and no module was named, so there is "
+    "nothing to run to; register a hook, choose its group, or give a module's name"
+)
+
+
+def not_reached(module_name: str | None) -> str:
+    what = "a hooked module" if module_name is None else f"{module_name!r}"
+    return (
+        f"run_until: the forward came to its end, and {what} was not called; give the name of a "
+        "module that this forward calls, or call flex(...)"
+    )
+
+
+def check(root: nn.Module, is_compiled: bool) -> None:
+    """ValueError for a model whose forward must come to its end."""
+    reason = ""
+    if is_compiled:
+        reason = "it is compiled, and hooks inside of what was compiled are not called"
+    elif any(fsdp.is_fsdp1(module) for module in root.modules()):
+        reason = "FullyShardedDataParallel (FSDP1) frees what it gathered after each forward"
+    elif any(offload.is_zero_3(parameter) for parameter in root.parameters()):
+        reason = "DeepSpeed ZeRO-3 frees what it gathered after each forward"
+    if reason:
+        raise ValueError(
+            f"run_until: this model's forward can't be left early: {reason}; call flex(...)"
+        )
+
+
+def clean_up(root: nn.Module) -> None:
+    """As after a forward that came to its end. Collective where weights were on their way."""
+    for module in root.modules():
+        if fsdp.is_fsdp2(module):
+            _end_forward(module)
+
+
+def _end_forward(module: Any) -> None:
+    """FSDP2: shard the weights again, those too that were being gathered ahead; the next forward
+    is one of the root again. Torch does so in hooks after the forward, which was left before them.
+    """
+    state = module._get_fsdp_state()
+    state._training_state = type(state._training_state).IDLE
+    state._state_ctx.iter_forward_root = None
+    group = state._fsdp_param_group
+    if group is not None:
+        group._training_state = type(group._training_state).IDLE
+        if group._all_gather_result is not None:
+            module.unshard()
+        module.reshard()
