@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -88,9 +89,20 @@ class _Worker:
         self.is_over = False
         # A daemon, else an interpreter that is being ended would wait for it.
         self.thread = threading.Thread(target=self._work, name="flex_model batch", daemon=True)
-        self.thread.start()
+        self._allowed = os.sched_getaffinity(0)
+        with contextlib.suppress(OSError, ValueError):  # it is a hint, as in csrc/engine/turns
+            os.sched_setaffinity(0, {_C.current_core()})
+        try:
+            self.thread.start()
+        finally:
+            self._run_anywhere()
+
+    def _run_anywhere(self) -> None:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, self._allowed)
 
     def _work(self) -> None:
+        self._run_anywhere()
         # An interruption of a call may come when it is just over: the run ends all the same.
         with contextlib.suppress(KeyboardInterrupt):
             while not self.is_over:

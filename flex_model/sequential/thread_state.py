@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,28 +61,32 @@ class CallerState:
             yield
 
 
-@dataclass(frozen=True)
 class ProcessState:
     """What is one for the whole process, so that each batch has its own by exchange: torch's
     random states and default dtype.
     """
 
-    default_dtype: torch.dtype
-    generator: torch.Tensor
-    cuda_generators: tuple[tuple[Any, torch.Tensor], ...]
+    def __init__(
+        self,
+        default_dtype: torch.dtype,
+        generator: torch.Tensor,
+        cuda_generators: tuple[tuple[Any, torch.Tensor], ...] = (),
+    ) -> None:
+        self.default_dtype, self.generator = default_dtype, generator
+        self.cuda_generators = cuda_generators
 
     @staticmethod
     def now(cuda_device: int | None) -> ProcessState:
         """Of the CPU, and of one CUDA device."""
-        generators = () if cuda_device is None else (torch.cuda.default_generators[cuda_device],)
-        return ProcessState(
-            torch.get_default_dtype(),
-            torch.default_generator.get_state(),
-            tuple((generator, generator.get_state()) for generator in generators),
-        )
+        state = ProcessState(torch.get_default_dtype(), torch.default_generator.get_state())
+        if cuda_device is not None:
+            generator = torch.cuda.default_generators[cuda_device]
+            state.cuda_generators = ((generator, generator.get_state()),)
+        return state
 
     def restore(self) -> None:
-        torch.set_default_dtype(self.default_dtype)
+        if self.default_dtype != torch.get_default_dtype():
+            torch.set_default_dtype(self.default_dtype)
         torch.default_generator.set_state(self.generator)
         for generator, state in self.cuda_generators:
             generator.set_state(state)
