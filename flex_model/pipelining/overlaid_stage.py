@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.stage import _RecvInfo
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +20,7 @@ from flex_model.hooks.core import HookCore
 from flex_model.hooks.step import Step
 from flex_model.hooks.until import Until
 from flex_model.integrations import cut
+from flex_model.pipelining.own_tensor import OwnTensor
 from flex_model.pipelining.stages import accepted_kwargs
 
 _OVERLAID = (
@@ -272,7 +272,7 @@ def whole(output: Any) -> Any:
             return tensor
         tensor = tensor.contiguous()
         if tensor.requires_grad and (tensor._is_view() or tensor.grad_fn is None):
-            return _Whole.apply(tensor)
+            return OwnTensor.apply(tensor)
         return tensor
 
     if isinstance(output, Tensor):
@@ -280,15 +280,3 @@ def whole(output: Any) -> Any:
     if type(output) in (tuple, list):
         return type(output)(one(item) for item in output)
     return output
-
-
-class _Whole(Function):
-    """Identity whose result is no view: zero-bubble schedules detach a stage's outputs in place."""
-
-    @staticmethod
-    def forward(ctx, tensor):
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad

@@ -118,7 +118,6 @@ def describe(stage: Any) -> dict[str, Any]:
         ],
         "kwargs": accepted_kwargs(root),
         "is_traced": is_traced(stage),
-        "has_fixed_shapes": is_traced(stage) or stage.inputs_meta is not None,
     }
 
 
@@ -171,11 +170,6 @@ class Directory:
         return len(self._described)
 
     @property
-    def has_fixed_shapes(self) -> bool:
-        """Whether some stage takes inputs of one shape only."""
-        return any(stage["has_fixed_shapes"] for stage in self._described)
-
-    @property
     def module_names(self) -> list[str]:
         """Of all stages, in the order of the stages."""
         names = {
@@ -215,13 +209,7 @@ class Directory:
         found = self._called.get(name) or self._held.get(name)
         if found:
             return tuple(found)
-        repeated = _REPEATED_CALL.fullmatch(name)
-        if repeated and repeated[1] in self._called:
-            raise ValueError(
-                f"the pipeline has no module {name!r}: that is how torch's tracer calls a further "
-                f"use of {repeated[1]!r}; hook {repeated[1]!r}, whose records hold every call, in "
-                "call order"
-            )
+        self._check_is_no_further_call(name)
         lost = (
             "; torch's tracer leaves out modules that do nothing, as nn.Identity and dropout in "
             "eval()"
@@ -239,8 +227,7 @@ class Directory:
         Raises:
             ValueError: there is no such module, or it is spread over several stages.
         """
-        if _REPEATED_CALL.fullmatch(name) and name in self._called:
-            self._called_once(name)
+        self._check_is_no_further_call(name)
         found = self.stages_of(name)
         if len(found) > 1:
             below = [other for other in self._called if not name or other.startswith(f"{name}.")]
@@ -252,12 +239,13 @@ class Directory:
             )
         return found[0]
 
-    def _called_once(self, name: str) -> None:
-        original = name.rpartition("@")[0]
-        raise ValueError(
-            f"{name!r} is how torch's tracer calls a further use of {original!r}; hook "
-            f"{original!r}, whose records hold every call, in call order"
-        )
+    def _check_is_no_further_call(self, name: str) -> None:
+        repeated = _REPEATED_CALL.fullmatch(name)
+        if repeated and repeated[1] in self._called:
+            raise ValueError(
+                f"{name!r} is how torch's tracer calls a further use of {repeated[1]!r}; hook "
+                f"{repeated[1]!r}, whose records hold every call, in call order"
+            )
 
     def holders_of_parameter(self, name: str) -> list[int]:
         """The stages that have a parameter.

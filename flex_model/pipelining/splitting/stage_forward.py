@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 
 from flex_model import pytree
+from flex_model.pipelining.own_tensor import OwnTensor
 from flex_model.pipelining.splitting.templates import TreeTemplate
 
 _current: ContextVar[StageCall | None] = ContextVar("flex_model_stage_call", default=None)
@@ -86,18 +86,6 @@ class StageEnd(BaseException):  # no Exception: model code that catches those is
         super().__init__("the end of a pipeline stage")
         self.call = call
         self.hidden = hidden
-
-
-class _Received(Function):
-    """Identity whose result is no leaf: the first block may change it in place."""
-
-    @staticmethod
-    def forward(ctx, hidden):
-        return hidden.detach()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
 
 
 class StageForward:
@@ -175,7 +163,7 @@ class StageForward:
             )
         hidden = args[0]
         if hidden.requires_grad:
-            hidden = _Received.apply(hidden) if torch.is_grad_enabled() else hidden.detach()
+            hidden = OwnTensor.apply(hidden) if torch.is_grad_enabled() else hidden.detach()
         return hidden, (), kwargs
 
     def _fill(self, call: StageCall, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
