@@ -256,7 +256,8 @@ class Session:
         errors = [f"rank {rank}: {one['error']}" for rank, one in enumerate(told) if one["error"]]
         if errors:
             self._failure = f"ActivationStore: {self.store.folder}: {'; '.join(errors)}"
-            raise agreed(HookError(self._failure)) from error
+            text = f"{self._failure} ({see('a-store-cant-be-written')})"
+            raise agreed(HookError(text)) from error
         of_all = self._dp_size is None
         keys = [[one["at"], [n[:2] for n in one["notes"]] if of_all else []] for one in told]
         if len(set(map(json.dumps, keys))) > 1:

@@ -142,7 +142,9 @@ def test_a_store_does_not_follow_evil_indices_whose_hashes_fit(tmp_path):
     manifest = json.loads((tmp_path / "store" / "manifest.json").read_text())
     path = tmp_path / "store" / "batches-00000000-00000001.json"
     index = json.loads(path.read_text())
-    known = {value for records in expected.values() for t in records for value in t.ravel().tolist()}
+    known = {
+        value for records in expected.values() for t in records for value in t.ravel().tolist()
+    }
     with only_inside(tmp_path / "store"):
         for _ in range(1000):
             evil = {**changed_json(index, choose), "digest": None}

@@ -59,7 +59,11 @@ def test_every_dtype_and_shape(tmp_path, dtype):
 
 
 def test_files_are_ordinary_safetensors(tmp_path):
-    tensors = [tensor(torch.bfloat16, (3, 5)), tensor(torch.float64, (2,)), tensor(torch.bool, (7,))]
+    tensors = [
+        tensor(torch.bfloat16, (3, 5)),
+        tensor(torch.float64, (2,)),
+        tensor(torch.bool, (7,)),
+    ]
     filled(tmp_path, tensors)
     (path,) = tmp_path.glob("*.safetensors")
     with safe_open(path, framework="pt") as file:

@@ -26,7 +26,9 @@ def model(seed=0):
 def wrapped(store, module=None, gradients=False):
     flex = FlexModel(module or model(), store)
     flex.register_forward_hook(HookFunction("0"))
-    flex.register_forward_hook(HookFunction("1", editing_function=lambda m, x, ctx, mods: x.mul_(2)))
+    flex.register_forward_hook(
+        HookFunction("1", editing_function=lambda m, x, ctx, mods: x.mul_(2))
+    )
     if gradients:
         flex.register_full_backward_hook(HookFunction("2"))
     return flex
