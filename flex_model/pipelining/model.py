@@ -112,7 +112,7 @@ class PipelinedFlexModel(FlexModel):
         self.batch_mode, self.return_on = batch_mode, return_on
         self.microbatch_dim = microbatch_dim
         self._choice: Choice | None = None  # of an active()
-        self._is_first_of_run = True
+        self._is_first_of_run, self._has_batch = True, False
         pipeline = None
         try:
             pipeline = Pipeline(
@@ -245,8 +245,12 @@ class PipelinedFlexModel(FlexModel):
         )
         session = self._session
         try:
-            if session is not None and self._is_first_of_run:
-                session.begins()
+            if session is not None:
+                if self._is_first_of_run:
+                    session.begins()
+                    self._has_batch = False
+                self._has_batch |= self._pipeline.has_hooks(choice)
+                session.check_hooks(self._core.described_hooks())
             result = self._pipeline.run(call, self._records)
         except BaseException:
             if session is not None:
@@ -254,9 +258,16 @@ class PipelinedFlexModel(FlexModel):
             raise
         finally:
             self._is_first_of_run = self._choice is None
-        if session is not None and self._choice is None:
-            session.run_ended(is_whole=True)
+        if self._choice is None:
+            self._end_batch()
         return result
+
+    def _end_batch(self) -> None:
+        """A store has all that a run recorded. Collective."""
+        if self._session is not None and self._has_batch:
+            self._session.run_ended(is_whole=True)
+        elif self._session is not None:
+            self._session.in_run = False
 
     def run_until(
         self,
@@ -301,14 +312,13 @@ class PipelinedFlexModel(FlexModel):
         """
         before = self._choice
         self._choice = self._core.table.choice(groups, complement)
-        session, is_outermost = self._session, before is None
         try:
             yield self
-            if session is not None and is_outermost and not self._is_first_of_run:
-                session.run_ended(is_whole=True)
+            if before is None and not self._is_first_of_run:
+                self._end_batch()
         except BaseException:
-            if session is not None:
-                session.run_failed()
+            if self._session is not None:
+                self._session.run_failed()
             raise
         finally:
             self._choice = before

@@ -22,6 +22,8 @@ from flex_model.hooks.core import HookCore
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.step import Step
 from flex_model.hooks.until import Until
+
+from flex_model.hooks.table import Choice
 from flex_model.pipelining import chunks, contexts, records, shapes
 from flex_model.pipelining.agreement import (
     Plan,
@@ -165,6 +167,11 @@ class Pipeline:
         finally:
             step.is_running = step.is_silent = False
             core.records.output_ptr.clear()
+
+    def has_hooks(self, choice: Choice) -> bool:
+        """Whether a step with this choice has active hooks, on whichever rank."""
+        table = self.core.table
+        return any(table.is_chosen(r, choice) for r in table.registrations)
 
     def _chosen(self, call: StepCall) -> list[Registration]:
         """The hooks that are active in this step, on whichever rank."""

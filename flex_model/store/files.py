@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -117,15 +118,14 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._pid = os.getpid()
         self._number: int | None = os.open(folder, os.O_RDONLY)
-        os.register_at_fork(after_in_child=self._close)  # a child must not hold it on
+        _held.add(self)
         try:
             import fcntl
 
             fcntl.flock(self._number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._close()
+            self.release()
             raise ValueError(
                 f"ActivationStore: {folder} is being written by another FlexModel or process; give "
                 "each a folder of its own, or close the other one"
@@ -134,9 +134,19 @@ class FolderLock:
             pass
 
     def release(self) -> None:
-        self._close()
-
-    def _close(self) -> None:
+        """Let others have it; as often as one likes."""
         if self._number is not None:
             number, self._number = self._number, None
             os.close(number)
+
+
+_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+
+
+def _release_in_child() -> None:
+    for lock in list(_held):
+        lock.release()  # of the child's copy: it must not outlive the parent
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_release_in_child)

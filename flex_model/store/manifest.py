@@ -75,7 +75,7 @@ class Manifest:
         return low
 
     def write(self, folder: Path) -> None:
-        write_whole(folder / MANIFEST, [_signed(self._fields())])
+        write_whole(folder / MANIFEST, [signed(self._fields())])
 
     def _fields(self) -> dict[str, Any]:
         return {
@@ -104,7 +104,7 @@ class Manifest:
         try:
             found = json.loads(text)
             is_ours = found["format"] == FORMAT and found["version"] == VERSION
-            if is_ours and _is_signed(found):
+            if is_ours and _fits_its_hash(found):
                 groups = tuple((first, last, digest) for first, last, digest in found["groups"])
                 manifest = Manifest(
                     found["id"],
@@ -170,7 +170,7 @@ class Index:
             for spread in self.spreads
         ]
         ranks = sorted({rank for spread in self.spreads for rank, _ in spread.shards})
-        return _signed(
+        return signed(
             {
                 "first": self.first,
                 "last": self.last,
@@ -207,13 +207,14 @@ def annotation_key(batch: int, name: str) -> str:
     return f"{batch}/annotation/{name}"
 
 
-def _signed(fields: dict[str, Any]) -> bytes:
+def signed(fields: dict[str, Any]) -> bytes:
+    """As JSON, with the hash of itself."""
     text = json.dumps(fields)
     fields = {**fields, "digest": digest_of(_canonical(json.loads(text)))}
     return json.dumps(fields).encode()
 
 
-def _is_signed(found: dict[str, Any]) -> bool:
+def _fits_its_hash(found: dict[str, Any]) -> bool:
     fields = {name: value for name, value in found.items() if name != "digest"}
     return found["digest"] == digest_of(_canonical(fields))
 

@@ -72,6 +72,7 @@ class Session:
     Attributes:
         number: Of the run whose batch is open: others can't add to theirs.
         in_run: Whether a run goes on.
+        spreads: By name, those of the last batch.
         is_sequential: Whether batches are handed over whole (``append``), by a sequential run.
         num_batches: With those that are not written yet.
 
@@ -103,6 +104,7 @@ class Session:
         self._is_closed = False
         self._open: _Batch | None = None  # of a run that has ended; gradients may come
         self._num_backwards = 0  # of it, that go on
+        self.spreads: dict[str, list[Spread]] = {}
         self._group: list[_Batch] = []
         self._group_bytes, self._group_began = 0, 0.0  # of full tensors
         self._held_bytes = 0  # of this rank's parts of the group
@@ -208,6 +210,7 @@ class Session:
 
     def _add(self, batch: _Batch) -> None:
         parts = [part for _, part in batch.parts(0)]
+        self.spreads = {name: [p.spread for p in calls] for name, calls in batch.records.items()}
         if not self._group:
             self._group_began = time.monotonic()
         self._hold(parts)
@@ -410,7 +413,9 @@ class Session:
 
     def keep_what_all_have(self, kind: type[BaseException]) -> None:
         """``flush`` after an exception of this kind; nothing where ranks do not all come."""
-        self.in_run, self._open = False, None
+        self.in_run = False
+        if self._open is not None:  # gradients of it may be missing
+            self.run_failed()
         timeout_s, self._channel.timeout_s = self._channel.timeout_s, _GRACE_S
         try:
             is_wanted = issubclass(kind, Exception) or self._channel.is_local

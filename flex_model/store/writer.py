@@ -29,7 +29,7 @@ class Writer:
         self.held_bytes = 0
         self._max_bytes = max_bytes
         self._tasks: deque[tuple[Callable[[], None], int]] = deque()
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(threading.RLock())
         self._is_busy = self._is_closed = False
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
@@ -55,10 +55,13 @@ class Writer:
         with self._changed:
             self._tasks.append((task, num_bytes))
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._work, name="flex_model store", daemon=True
-                )
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name="flex_model store", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # the interpreter is ending: it is done here
+                    self._do(*self._tasks.popleft())
+                    return
+                self._thread = thread
             self._changed.notify_all()
 
     def wait(self) -> None:
@@ -85,13 +88,17 @@ class Writer:
                     return
                 task, num_bytes = self._tasks.popleft()
                 self._is_busy = True
-            try:
-                if self.error is None:
-                    task()
-            except Exception as error:
-                self.error = error
+            self._do(task, num_bytes)
             del task  # with the tensors that it holds
             with self._changed:
-                self.held_bytes -= num_bytes
                 self._is_busy = False
                 self._changed.notify_all()
+
+    def _do(self, task: Callable[[], None], num_bytes: int) -> None:
+        try:
+            if self.error is None:
+                task()
+        except Exception as error:
+            self.error = error
+        with self._changed:
+            self.held_bytes -= num_bytes

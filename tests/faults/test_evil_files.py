@@ -17,7 +17,7 @@ from torch import nn
 
 from flex_model import FlexModel, HookFunction, sequential
 from flex_model.sequential import ActivationStore, CheckpointWeights
-from flex_model.store.manifest import _signed, digest_of
+from flex_model.store.manifest import digest_of, signed
 
 safetensors = pytest.importorskip("safetensors.torch")
 BATCHES = [torch.full((2, 4), float(i)) for i in range(4)]
@@ -148,11 +148,11 @@ def test_a_store_does_not_follow_evil_indices_whose_hashes_fit(tmp_path):
     with only_inside(tmp_path / "store"):
         for _ in range(1000):
             evil = {**changed_json(index, choose), "digest": None}
-            text = _signed({name: value for name, value in evil.items() if name != "digest"})
+            text = signed({name: value for name, value in evil.items() if name != "digest"})
             path.write_bytes(text)
             manifest["groups"][0][2] = digest_of(text)
             fields = {name: value for name, value in manifest.items() if name != "digest"}
-            (tmp_path / "store" / "manifest.json").write_bytes(_signed(fields))
+            (tmp_path / "store" / "manifest.json").write_bytes(signed(fields))
             try:
                 found = read_all(tmp_path / "store")
                 flex = FlexModel(nn.Identity(), ActivationStore(tmp_path / "store"))

@@ -4,6 +4,8 @@ import errno
 import gc
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -72,10 +74,12 @@ def test_each_outermost_run_is_a_batch(tmp_path, gradients):
 
     store = ActivationStore(tmp_path / "s")
     with wrapped(store, gradients=gradients) as flex:
+        assert "3 x 8" not in str(flex.layouts())
         assert flex.output_ptr is store and store.num_batches == 0
         for batch in batches(3):
             run(flex, batch)
         store.flush()
+        assert "3 x 8" in str(flex.layouts())
         assert (store.num_batches, store.is_complete) == (3, False)
     assert store.is_complete
     assert_holds(tmp_path / "s", expected(3, run, gradients=gradients))
@@ -136,10 +140,14 @@ def test_what_fails_leaves_no_batch(tmp_path):
 
 
 def test_an_exception_keeps_the_batches_before_it(tmp_path):
-    with pytest.raises(KeyError), wrapped(ActivationStore(tmp_path)) as flex:
-        for batch in batches(2):
-            flex(batch)
-        raise KeyError("the user's")
+    def run():
+        with wrapped(ActivationStore(tmp_path)) as flex:
+            for batch in batches(2):
+                flex(batch)
+            raise KeyError("the user's")
+
+    with pytest.raises(KeyError):
+        run()
     assert_holds(tmp_path, expected(2))
     assert not ActivationStore(tmp_path).is_complete
 
@@ -150,6 +158,25 @@ def test_a_store_that_is_dropped_is_written(tmp_path):
     del flex
     gc.collect()
     assert_holds(tmp_path, expected(1))
+
+
+def test_a_script_that_just_ends_loses_nothing(tmp_path):
+    code = (
+        "import sys, threading, torch\n"
+        "from torch import nn\n"
+        "from flex_model import ActivationStore, FlexModel, HookFunction\n"
+        "flex = FlexModel(nn.Sequential(nn.ReLU()), ActivationStore(sys.argv[1]))\n"
+        "flex.register_forward_hook(HookFunction('0'))\n"
+        "flex(torch.ones(2))\n"
+        "def start(thread): raise RuntimeError('as Python 3.12 and later say at exit')\n"
+        "if sys.argv[2] == 'True': threading.Thread.start = start\n"
+    )
+    for refuses in (False, True):
+        folder = tmp_path / str(refuses)
+        command = [sys.executable, "-c", code, str(folder), str(refuses)]
+        subprocess.run(command, check=True, timeout=60)
+        (record,) = ActivationStore(folder).tensors("0")
+        assert record.tolist() == [1, 1]
 
 
 def test_a_store_as_context_and_a_part_of_the_model_on_its_own(tmp_path):
@@ -215,9 +242,10 @@ def test_what_does_not_belong_together_is_refused(tmp_path):
         flex.register_forward_hook(HookFunction("2"))
         with pytest.raises(ValueError, match="records of other hooks"):
             flex(batches(1)[0])
-    with wrapped(ActivationStore(folder), with_config(4)):
-        with pytest.raises(ValueError, match="is being written by another"):
-            wrapped(ActivationStore(folder), with_config(4))
+    flex = wrapped(ActivationStore(folder), with_config(4))
+    with pytest.raises(ValueError, match="is being written by another"):
+        wrapped(ActivationStore(folder), with_config(4))
+    flex.restore()
     store = ActivationStore(tmp_path / "b")
     with wrapped(store), pytest.raises(ValueError, match="is written by another FlexModel"):
         wrapped(store)
@@ -232,11 +260,10 @@ def test_what_does_not_belong_together_is_refused(tmp_path):
 
 def test_flush_inside_a_run_is_an_error(tmp_path):
     store = ActivationStore(tmp_path)
-    with wrapped(store) as flex:
-        with flex.active():
-            flex(batches(1)[0])
-            with pytest.raises(RuntimeError, match="inside a run"):
-                store.flush()
+    with wrapped(store) as flex, flex.active():
+        flex(batches(1)[0])
+        with pytest.raises(RuntimeError, match="inside a run"):
+            store.flush()
     assert ActivationStore(tmp_path).num_batches == 1
 
 
