@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,8 +33,9 @@ def index_name(first: int, last: int) -> str:
     return f"batches-{first:08d}-{last:08d}.json"
 
 
-def shard_name(first: int, last: int, rank: int) -> str:
-    return f"batches-{first:08d}-{last:08d}.rank-{rank:04d}.safetensors"
+def shard_name(first: int, last: int, session: str, rank: int) -> str:
+    """Of one session: a rank that outlives the others can't write over what comes after them."""
+    return f"batches-{first:08d}-{last:08d}.{session}.rank-{rank:04d}.safetensors"
 
 
 def digest_of(text: bytes) -> str:
@@ -131,6 +133,7 @@ class Index:
     """Of one group of batches.
 
     Attributes:
+        session: That wrote it: eight digits.
         batches: For each: ``inputs`` (their hash, or None) and ``notes`` (annotations that are no
             tensors).
         spreads: All that occur, each once.
@@ -140,6 +143,7 @@ class Index:
 
     first: int
     last: int
+    session: str
     batches: list[dict[str, Any]] = field(default_factory=list)
     spreads: list[Spread] = field(default_factory=list)
     records: list[tuple[int, str, int, int]] = field(default_factory=list)
@@ -158,6 +162,12 @@ class Index:
     def names(self) -> set[str]:
         return {name for _, name, _, _ in self.records}
 
+    @property
+    def files(self) -> list[str]:
+        """Names of those with its tensors."""
+        ranks = {rank for spread in self.spreads for rank, _ in spread.shards}
+        return [shard_name(self.first, self.last, self.session, rank) for rank in sorted(ranks)]
+
     def to_json(self) -> bytes:
         spreads = [
             {
@@ -169,12 +179,12 @@ class Index:
             }
             for spread in self.spreads
         ]
-        ranks = sorted({rank for spread in self.spreads for rank, _ in spread.shards})
         return signed(
             {
                 "first": self.first,
                 "last": self.last,
-                "files": [shard_name(self.first, self.last, rank) for rank in ranks],
+                "session": self.session,
+                "files": self.files,
                 "batches": self.batches,
                 "spreads": spreads,
                 "records": self.records,
@@ -242,7 +252,9 @@ def _parsed(found: Any, first: int, last: int) -> Index:
     if len(batches) != last - first + 1 or any({"inputs", "notes"} - b.keys() for b in batches):
         raise ValueError("batches are missing")
     spreads = [_spread(fields) for fields in found["spreads"]]
-    index = Index(first, last, batches, spreads)
+    if not re.fullmatch("[0-9a-f]{8}", found["session"], re.ASCII):
+        raise ValueError(f"session {found['session']!r}")  # which could lead elsewhere
+    index = Index(first, last, found["session"], batches, spreads)
     num_calls: dict[tuple[int, str], int] = {}
     for batch, name, call, spread in found["records"]:
         _check_place(index, batch, name, spread)

@@ -16,7 +16,7 @@ from flex_model.distributed.channel import Channel
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import agreed
 from flex_model.store.files import ASIDE, FolderLock
-from flex_model.store.manifest import Index, Manifest, index_name, shard_name
+from flex_model.store.manifest import Index, Manifest, index_name
 from flex_model.store.store import ActivationStore
 
 SEEN_S = 5.0  # until what rank 0 wrote is seen on the other hosts of a shared file system
@@ -39,15 +39,15 @@ def config_hash(module: nn.Module) -> str | None:
 
 def opened(
     store: ActivationStore, channel: Channel, config: str | None
-) -> tuple[FolderLock | None, Manifest]:
-    """Rank 0's lock, and the manifest as all ranks see it. Collective.
+) -> tuple[FolderLock | None, Manifest, str]:
+    """Rank 0's lock, the manifest as all ranks see it, and the name of the session. Collective.
 
     Raises:
         ValueError: see ``Session``; on every rank.
         OSError: with one rank.
     """
     if channel.is_local:
-        return _prepared(store, config), store._manifest
+        return _prepared(store, config), store._manifest, uuid.uuid4().hex[:8]
     lock: FolderLock | None = None
     error: str | None = None
     if channel.mesh.rank == 0:
@@ -62,9 +62,10 @@ def opened(
             number = _id_seen(store)
         except (ValueError, OSError) as problem:
             error = f"{type(problem).__name__}: {problem}"
-        told = exchange_json(channel, [error, number], f"the store {store.folder}")
-        _raise_told([error for error, _ in told])
-        if len({number for _, number in told}) > 1:
+        mine = [error, number, uuid.uuid4().hex[:8]]
+        told = exchange_json(channel, mine, f"the store {store.folder}")
+        _raise_told([one[0] for one in told])
+        if len({one[1] for one in told}) > 1:
             raise agreed(
                 ValueError(
                     f"ActivationStore: the ranks do not see the same {store.folder}; give a folder "
@@ -75,7 +76,7 @@ def opened(
         if lock is not None:
             lock.release()
         raise
-    return lock, store._manifest
+    return lock, store._manifest, told[0][2]
 
 
 def _prepared(store: ActivationStore, config: str | None) -> FolderLock:
@@ -105,8 +106,7 @@ def _delete_leftovers(store: ActivationStore, manifest: Manifest) -> None:
     listed = set()
     for first, last, digest in manifest.groups:
         index = Index.read(store.folder, first, last, digest)
-        ranks = {rank for spread in index.spreads for rank, _ in spread.shards}
-        listed |= {index_name(first, last), *(shard_name(first, last, rank) for rank in ranks)}
+        listed |= {index_name(first, last), *index.files}
     for path in store.folder.iterdir():
         is_ours = path.name.startswith("batches-") or path.name.endswith(ASIDE)
         if is_ours and path.name not in listed and not path.is_dir():

@@ -88,7 +88,7 @@ class Reader:
     ) -> Tensor:
         from safetensors import SafetensorError, safe_open
 
-        path = self._folder / shard_name(index.first, index.last, rank)
+        path = self._folder / shard_name(index.first, index.last, index.session, rank)
         try:
             if rank not in files:
                 files[rank] = safe_open(str(path), framework="pt")

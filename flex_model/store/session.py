@@ -111,7 +111,7 @@ class Session:
         self._num_groups = 0  # handed to the writer
         self._num_written = 0  # of them, on this rank's disk
         self._unlisted: deque[tuple[int, Index]] = deque()  # rank 0: number of the group, index
-        self._lock, self._on_disk = opened(store, channel, config)
+        self._lock, self._on_disk, self._name = opened(store, channel, config)
         self.num_batches = self._on_disk.num_batches
         self._hooks = self._on_disk.hooks if self.num_batches else None
         self._are_hooks_checked = False
@@ -330,9 +330,9 @@ class Session:
             for key, part in batch.parts(number)
             if part.tensor is not None
         }
-        path = self.store.folder / shard_name(first, last, self._rank)
+        path = self.store.folder / shard_name(first, last, self._name, self._rank)
         if self._rank == 0:
-            self._unlisted.append((self._num_groups, _index(group, first)))
+            self._unlisted.append((self._num_groups, _index(group, first, self._name)))
         self._num_groups += 1
 
         def write() -> None:
@@ -367,6 +367,13 @@ class Session:
 
     def flush(self, is_complete: bool = False) -> None:
         """Collective; see ``ActivationStore.flush``."""
+        try:
+            self._flush(is_complete)
+        except (KeyboardInterrupt, SystemExit) as error:
+            self._channel.leave(error)  # so that nobody waits for this rank
+            raise
+
+    def _flush(self, is_complete: bool) -> None:
         self._check_usable()
         if self.in_run:
             raise RuntimeError(
@@ -416,7 +423,8 @@ class Session:
         self.in_run = False
         if self._open is not None:  # gradients of it may be missing
             self.run_failed()
-        timeout_s, self._channel.timeout_s = self._channel.timeout_s, _GRACE_S
+        timeout_s = self._channel.timeout_s
+        self._channel.timeout_s = min(timeout_s, _GRACE_S)
         try:
             is_wanted = issubclass(kind, Exception) or self._channel.is_local
             if is_wanted and not self._failure:
@@ -479,7 +487,7 @@ def _described(name: str, tensor: Tensor) -> list[Any]:
     return [name, str(tensor.dtype), list(tensor.shape), print_]
 
 
-def _index(group: Sequence[_Batch], first: int) -> Index:
+def _index(group: Sequence[_Batch], first: int, session: str) -> Index:
     spreads: dict[Spread, int] = {}
 
     def number_of(part: Part) -> int:
@@ -492,4 +500,4 @@ def _index(group: Sequence[_Batch], first: int) -> Index:
             records += [(number, name, call, number_of(p)) for call, p in enumerate(calls)]
         annotations += [(number, name, number_of(p)) for name, p in batch.annotations.items()]
     last = first + len(group) - 1
-    return Index(first, last, batches, list(spreads), records, annotations)
+    return Index(first, last, session, batches, list(spreads), records, annotations)

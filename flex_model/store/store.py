@@ -110,7 +110,9 @@ class ActivationStore:
         """
         for name, value in values.items():
             is_tensor = isinstance(value, Tensor)
-            self._notes[name] = value.detach().cpu() if is_tensor else json.loads(json.dumps(value))
+            self._notes[name] = (
+                value.detach().to("cpu", copy=True) if is_tensor else json.loads(json.dumps(value))
+            )
 
     def flush(self) -> None:
         """Wait until all batches so far are on the disk of every rank and in the manifest: then no

@@ -40,7 +40,7 @@ def write(folder, acknowledge):
     listed = {"manifest.json"}
     for first in range(0, store.num_batches, BATCHES_A_FILE):
         group = f"batches-{first:08d}-{first + BATCHES_A_FILE - 1:08d}"
-        listed |= {f"{group}.json", f"{group}.rank-0000.safetensors"}
+        listed |= {f"{group}.json", *json.loads((folder / f"{group}.json").read_text())["files"]}
     assert {path.name for path in folder.iterdir()} == listed
     for batch in range(store.num_batches, BATCHES):
         session.append({"layers.0": [record(batch)]}, str(batch), {})

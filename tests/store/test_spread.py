@@ -58,11 +58,11 @@ def test_what_the_ranks_write_is_the_full_tensor(layout, writers, dp_size, tmp_p
         if move.rank_0_gathers:
             wrote.append(mesh.rank)
             shard = {"0/0/x": move.slice(full)}
-            write_whole(tmp_path / shard_name(0, 0, mesh.rank), safetensors_of(shard))
+            write_whole(tmp_path / shard_name(0, 0, "0123abcd", mesh.rank), safetensors_of(shard))
     (spread,) = spreads
     assert wrote == writers == [rank for rank, _ in spread.shards]
     assert (spread.num_bytes, spread.is_whole) == (full.nbytes, writers == [0])
-    index = Index(0, 0, [{"inputs": None, "notes": {}}], [spread], [(0, "x", 0, 0)])
+    index = Index(0, 0, "0123abcd", [{"inputs": None, "notes": {}}], [spread], [(0, "x", 0, 0)])
     text = index.to_json()
     write_whole(tmp_path / index_name(0, 0), [text])
     Manifest("id", None, groups=((0, 0, digest_of(text)),)).write(tmp_path)

@@ -23,6 +23,7 @@ from flex_model import (
     sequential,
 )
 from flex_model.store import files, opening
+from flex_model.store.writer import Writer
 from pipelines import alone_group, make_mlp, make_schedule
 
 pytest.importorskip("safetensors")
@@ -302,6 +303,46 @@ def test_what_ranks_do_not_agree_on(tmp_path, monkeypatch):
         flex(BATCHES[0])
     dist.barrier()
     assert ActivationStore(tmp_path / "c").annotations(0) == {}
+
+
+@pytest.mark.ranks(2)
+def test_ctrl_c_of_one_rank_in_flush_leaves_nobody_waiting(tmp_path, monkeypatch):
+    way, store = models.TWO_RANKS["tp"], ActivationStore(tmp_path)
+    flex = hooked(way.shard(exact()), store, **way.sizes, timeout=30)
+    flex(BATCHES[0])
+
+    def interrupted(writer):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(Writer, "wait", interrupted)
+        with pytest.raises((KeyboardInterrupt, HookError)) as caught:
+            store.flush()
+    if dist.get_rank() == 0:
+        assert "rank 1 left" in str(caught.value)
+    with pytest.raises(HookError, match="can't be used any more"):
+        flex.restore()
+    assert flex._core.is_closed
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_outlives_the_others_writes_over_nothing(tmp_path):
+    way = models.TWO_RANKS["tp"]
+    write(tmp_path, way, exact(), BATCHES[:1])
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("*.safetensors")}
+    dist.barrier()
+    if dist.get_rank() == 0:  # as if the manifest had never listed them
+        for path in tmp_path.glob("*.json"):
+            path.unlink()
+    dist.barrier()
+    write(tmp_path, way, exact(), BATCHES[1:2])
+    if dist.get_rank() == 1:
+        for name, data in before.items():
+            assert not (tmp_path / name).exists()
+            (tmp_path / name).write_bytes(data)
+    dist.barrier()
+    assert_holds(tmp_path, unsharded_records(batches=BATCHES[1:2]))
 
 
 @pytest.mark.ranks(2)
