@@ -258,7 +258,14 @@ class HookCore:
     def described_hooks(self, only_active: bool = False) -> list[Any]:
         """What records depend on, as JSON can hold it."""
         return [
-            [r.kind, r.name, r.hook_function.unpack_idx, r.edits]
+            {
+                "kind": r.kind,
+                "module": r.name,
+                "tensor": r.hook_function.unpack_idx,
+                "record": r.hook_function.record_name,
+                "edits": r.edits,
+                "select": None if r.select is None else repr(r.select),
+            }
             for r in self.table.registrations
             if not only_active or r.index in self.table.active
         ]

@@ -38,19 +38,25 @@ class Spread:
     @staticmethod
     def whole(tensor: Tensor) -> Spread:
         """Of what rank 0 has in full."""
-        shape = tuple(tensor.shape)
-        zeros = (0,) * len(shape)
-        return Spread(shape, tensor.dtype, "whole", ((0, shape),), ((0, zeros, zeros, shape),))
+        return Spread._of_first(tuple(tensor.shape), tensor.dtype, "whole")
 
     @staticmethod
     def of(move: Move, dtype: torch.dtype) -> Spread:
         """Of shards, with their sums done: those of the ranks of which rank 0 would gather."""
+        layout, full_shape = str(move.layout), move.full_shape
+        if not move.axes:
+            return Spread._of_first(full_shape, dtype, layout)
         mesh = move.channel.mesh
         ranks = [mesh.rank_at(place) for place in mesh.members(move.axes, place=0)]
         shapes = [tuple(sizes) for sizes in move.plan.shard_sizes]
         boxes = tuple((i, *map(tuple, box)) for i, *box in move.boxes)
         shards = tuple(zip(ranks, shapes, strict=True))
-        return Spread(move.full_shape, dtype, str(move.layout), shards, boxes)  # type: ignore[arg-type]
+        return Spread(full_shape, dtype, layout, shards, boxes)  # type: ignore[arg-type]
+
+    @staticmethod
+    def _of_first(shape: Shape, dtype: torch.dtype, layout: str) -> Spread:
+        zeros = (0,) * len(shape)
+        return Spread(shape, dtype, layout, ((0, shape),), ((0, zeros, zeros, shape),))
 
     @property
     def num_bytes(self) -> int:

@@ -20,6 +20,7 @@ from flex_model import (
     HookError,
     HookFunction,
     HookMismatchError,
+    Select,
     sequential,
 )
 from flex_model.store import files, opening
@@ -182,6 +183,35 @@ def test_partial_sums_are_summed_first(edits, tmp_path):
     assert torch.equal(output, expected)
     assert_holds(tmp_path, [found])
     assert "P" in ActivationStore(tmp_path).layout("fc2")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["tp", "dp"])
+def test_selected_parts_in_any_order(name, tmp_path):
+    """Of sharded and of replicated sites, with and without edits, and in another dtype."""
+    selections = [
+        Select(units=[5, 0, 3]),
+        Select(units=slice(4, 6)),  # of one rank
+        Select(rows=[3, 1], units=-1, dtype=torch.float32),
+    ]
+
+    def run(output_ptr, model, rows, **settings):
+        with FlexModel(model, output_ptr, **settings) as flex:
+            for i, select in enumerate(selections):
+                for name, edit in (("inp", None), ("fc1", None), ("act", mix)):
+                    name_of = f"{name}{i}"
+                    hook = HookFunction(name, None, edit, output_name=name_of, select=select)
+                    flex.register_forward_hook(hook)
+            flex(rows)
+            return {name: list(kept) for name, kept in records.items()}
+
+    way, batch, records = models.TWO_RANKS[name], BATCHES[0], {}
+    settings = {"process_group": alone_group(), "output_ranks": "all"}
+    expected = run(records, exact(), batch, **settings)
+    run(ActivationStore(tmp_path), way.shard(exact()), way.my_rows(batch), **way.sizes)
+    dist.barrier()
+    assert_holds(tmp_path, [expected])
+    assert expected["fc12"][0].shape == (2, 1) and expected["fc12"][0].dtype == torch.float32
 
 
 @pytest.mark.ranks(4)

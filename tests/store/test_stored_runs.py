@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from flex_model import ActivationStore, FlexModel, HookError, HookFunction
+from flex_model import ActivationStore, FlexModel, HookError, HookFunction, Select, editing
 from flex_model.store import files, writer
 
 pytest.importorskip("safetensors")
@@ -242,6 +242,11 @@ def test_what_does_not_belong_together_is_refused(tmp_path):
         flex.register_forward_hook(HookFunction("2"))
         with pytest.raises(ValueError, match="records of other hooks"):
             flex(batches(1)[0])
+    with FlexModel(with_config(4), ActivationStore(folder)) as flex:
+        flex.register_forward_hook(HookFunction("0", select=Select(units=1)))
+        flex.register_forward_hook(HookFunction("1", editing_function=lambda m, x, ctx, mods: x))
+        with pytest.raises(ValueError, match="records of other hooks"):
+            flex(batches(1)[0])
     flex = wrapped(ActivationStore(folder), with_config(4))
     with pytest.raises(ValueError, match="is being written by another"):
         wrapped(ActivationStore(folder), with_config(4))
@@ -398,9 +403,23 @@ def test_the_manifest_says_what_is_there(tmp_path):
     with wrapped(ActivationStore(tmp_path, key="mine")) as flex:
         flex(batches(1)[0])
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert manifest["hooks"] == [["forward", "0", 0, False], ["forward", "1", 0, True]]
+    assert [(hook["module"], hook["edits"]) for hook in manifest["hooks"]] == [
+        ("0", False),
+        ("1", True),
+    ]
     assert (manifest["key"], manifest["is_complete"]) == ("mine", True)
     index = json.loads((tmp_path / "batches-00000000-00000000.json").read_text())
     assert [tmp_path / name for name in index["files"]] == list(tmp_path.glob("*.safetensors"))
     assert index["records"] == [[0, "0", 0, 0], [0, "1", 0, 0]]
     assert (index["spreads"][0]["shape"], index["spreads"][0]["dtype"]) == ([3, 8], "torch.float32")
+
+
+def test_experiments_refuse_a_store(tmp_path):
+    with wrapped(ActivationStore(tmp_path)) as flex:
+        batch = batches(1)[0]
+        with pytest.raises(
+            TypeError, match=r"those of this FlexModel go to the store .* with a dict"
+        ):
+            editing.attribution_patching(flex, batch, batch, ["0"], lambda logits: logits.sum())
+        flex(batch)
+    assert_holds(tmp_path, expected(1))
