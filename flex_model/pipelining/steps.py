@@ -21,9 +21,8 @@ from flex_model.hooks.context import RunContext
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.step import Step
-from flex_model.hooks.until import Until
-
 from flex_model.hooks.table import Choice
+from flex_model.hooks.until import Until
 from flex_model.pipelining import chunks, contexts, records, shapes
 from flex_model.pipelining.agreement import (
     Plan,

@@ -15,49 +15,25 @@ import json
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from flex_model.distributed import memory, values
 from flex_model.distributed.channel import Channel
-from flex_model.distributed.gather import Move
-from flex_model.distributed.layout import Replicate, Shard, ShardLayout
-from flex_model.distributed.tensor_dicts import DTYPE_OF_NAME, exchange_json
+from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import HookError, agreed, see
+from flex_model.store.annotations import described, parts_of, parts_of_first
+from flex_model.store.batch import Batch, as_parts, index_of
 from flex_model.store.files import safetensors_of, write_whole
-from flex_model.store.manifest import (
-    Index,
-    annotation_key,
-    digest_of,
-    index_name,
-    record_key,
-    shard_name,
-)
+from flex_model.store.manifest import Index, digest_of, index_name, shard_name
 from flex_model.store.opening import SEEN_S, opened
 from flex_model.store.spread import Part, Spread
 from flex_model.store.store import ActivationStore
 from flex_model.store.writer import Writer
 
 _GRACE_S = 10.0  # that a rank whose run failed waits for the others, to keep what all have
-
-
-@dataclass(eq=False)
-class _Batch:
-    records: dict[str, list[Part]]
-    inputs: str | None = None
-    notes: dict[str, Any] = field(default_factory=dict)
-    annotations: dict[str, Part] = field(default_factory=dict)
-
-    def parts(self, number: int) -> Iterator[tuple[str, Part]]:
-        """All, by their keys in the files."""
-        for name, calls in self.records.items():
-            for call, part in enumerate(calls):
-                yield record_key(number, name, call), part
-        for name, part in self.annotations.items():
-            yield annotation_key(number, name), part
 
 
 class Session:
@@ -102,10 +78,10 @@ class Session:
         self._writer = Writer(store.max_bytes)
         self._failure = ""
         self._is_closed = False
-        self._open: _Batch | None = None  # of a run that has ended; gradients may come
+        self._open: Batch | None = None  # of a run that has ended; gradients may come
         self._num_backwards = 0  # of it, that go on
         self.spreads: dict[str, list[Spread]] = {}
-        self._group: list[_Batch] = []
+        self._group: list[Batch] = []
         self._group_bytes, self._group_began = 0, 0.0  # of full tensors
         self._held_bytes = 0  # of this rank's parts of the group
         self._num_groups = 0  # handed to the writer
@@ -170,7 +146,7 @@ class Session:
         self.in_run = False
         given, self.store._notes = self.store._notes, {}
         notes = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
-        batch = self._open = _Batch({}, notes=notes)
+        batch = self._open = Batch({}, notes=notes)
         if is_whole:
             self._end_batch()
         self.meet(batch, {name: value for name, value in given.items() if name not in notes})
@@ -193,7 +169,7 @@ class Session:
             inputs: Their hash.
             notes: To annotate it with.
         """
-        batch = _Batch(_as_parts(records), inputs)
+        batch = Batch(as_parts(records), inputs)
         self._add(batch)
         self.meet(batch, notes)
 
@@ -205,10 +181,10 @@ class Session:
         self.number = next(self._numbers)
         records = self._take()
         if not is_broken:  # else its gradients are not all there
-            batch.records = _as_parts(records)
+            batch.records = as_parts(records)
             self._add(batch)
 
-    def _add(self, batch: _Batch) -> None:
+    def _add(self, batch: Batch) -> None:
         parts = [part for _, part in batch.parts(0)]
         self.spreads = {name: [p.spread for p in calls] for name, calls in batch.records.items()}
         if not self._group:
@@ -228,7 +204,7 @@ class Session:
 
     def meet(
         self,
-        batch: _Batch | None = None,
+        batch: Batch | None = None,
         notes: Mapping[str, Tensor] | None = None,
         ends_group: bool = False,
     ) -> None:
@@ -253,7 +229,7 @@ class Session:
             "written": self._num_written,
             "ends": ends_group
             or (self._group_bytes >= self.store.shard_bytes or age >= self.store.seconds),
-            "notes": [_described(name, tensor) for name, tensor in notes.items()],
+            "notes": [described(name, tensor) for name, tensor in notes.items()],
         }
         told = exchange_json(self._channel, mine, f"the store {self.store.folder}")
         errors = [f"rank {rank}: {one['error']}" for rank, one in enumerate(told) if one["error"]]
@@ -267,55 +243,19 @@ class Session:
             self._failure = f"{self.store.folder}: ranks have different batches"
             raise self._channel.mismatch(f"{mine['at']}, {mine['notes']}", "have different batches")
         if batch is not None and told[0]["notes"]:
-            batch.annotations = self._annotations(notes, [one["notes"] for one in told])
+            try:
+                if self._dp_size is not None:
+                    batch.annotations = parts_of_first(notes, self._dp_size)
+                else:
+                    of_ranks = [one["notes"] for one in told]
+                    batch.annotations = parts_of(self._channel, notes, of_ranks)
+            except ValueError as problem:
+                self._failure = str(problem)
+                raise agreed(problem) from None
             self._hold(batch.annotations.values())
         if told[0]["ends"]:
             self._end_group()
         self._list(min(one["written"] for one in told))
-
-    def _annotations(
-        self, notes: Mapping[str, Tensor], told: Sequence[Sequence[Any]]
-    ) -> dict[str, Part]:
-        if self._dp_size is not None:
-            return self._of_first(notes)
-        mesh, found = self._channel.mesh, {}
-        for tensor, rows in zip(notes.values(), zip(*told)):
-            name, dtype = rows[0][:2]
-            shapes = [tuple(shape) for _, _, shape, _ in rows]
-            try:
-                if len({len(shape) for shape in shapes}) > 1:
-                    raise ValueError("ranks give different numbers of dims")
-                prints = values.Fingerprints.of(mesh, [row[3] for row in rows])
-                if not prints.equal_along("tp"):
-                    raise ValueError("tensor-parallel ranks give different values")
-                is_same = len(set(shapes)) == 1 and prints.equal_along("dp")
-                layout = ShardLayout(dp=Replicate() if is_same else Shard(0))
-                move = Move.of(self._channel, layout, shapes, DTYPE_OF_NAME[dtype])
-            except (ValueError, IndexError) as error:
-                self._failure = f"annotate({name}=...): {error}"
-                raise agreed(
-                    ValueError(
-                        f"{self._failure}; give what this rank gives to the model, the same on the "
-                        "ranks of one data-parallel row"
-                    )
-                ) from None
-            is_mine = move.rank_0_gathers
-            found[name] = Part(
-                Spread.of(move, tensor.dtype), memory.copy(tensor) if is_mine else None
-            )
-        return found
-
-    def _of_first(self, notes: Mapping[str, Tensor]) -> dict[str, Part]:
-        """In a pipeline, those of rank 0."""
-        if self._dp_size != 1:
-            self._failure = f"{self.store.folder}: annotate() with tensors"
-            raise agreed(
-                ValueError(
-                    "annotate: in a pipeline with data-parallel ranks, rank 0 does not have the "
-                    "whole batch; annotate with what JSON can hold (tokens.tolist())"
-                )
-            )
-        return {name: Part.whole(memory.copy(tensor)) for name, tensor in notes.items()}
 
     def _end_group(self) -> None:
         """Hand it to the writer."""
@@ -332,7 +272,7 @@ class Session:
         }
         path = self.store.folder / shard_name(first, last, self._name, self._rank)
         if self._rank == 0:
-            self._unlisted.append((self._num_groups, _index(group, first, self._name)))
+            self._unlisted.append((self._num_groups, index_of(group, first, self._name)))
         self._num_groups += 1
 
         def write() -> None:
@@ -473,31 +413,3 @@ class Session:
             raise HookError(
                 f"the store {self.store.folder} was closed; wrap the model again to go on"
             )
-
-
-def _as_parts(records: Mapping[str, Sequence[Any]]) -> dict[str, list[Part]]:
-    return {
-        name: [one if isinstance(one, Part) else Part.whole(one.contiguous()) for one in calls]
-        for name, calls in records.items()
-    }
-
-
-def _described(name: str, tensor: Tensor) -> list[Any]:
-    print_ = values.fingerprint(tensor).tolist()
-    return [name, str(tensor.dtype), list(tensor.shape), print_]
-
-
-def _index(group: Sequence[_Batch], first: int, session: str) -> Index:
-    spreads: dict[Spread, int] = {}
-
-    def number_of(part: Part) -> int:
-        return spreads.setdefault(part.spread, len(spreads))
-
-    batches, records, annotations = [], [], []
-    for number, batch in enumerate(group, first):
-        batches.append({"inputs": batch.inputs, "notes": batch.notes})
-        for name, calls in batch.records.items():
-            records += [(number, name, call, number_of(p)) for call, p in enumerate(calls)]
-        annotations += [(number, name, number_of(p)) for name, p in batch.annotations.items()]
-    last = first + len(group) - 1
-    return Index(first, last, session, batches, list(spreads), records, annotations)

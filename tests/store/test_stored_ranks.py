@@ -459,6 +459,17 @@ def test_a_pipeline_writes_from_rank_0(tmp_path):
 
 
 @pytest.mark.ranks(2)
+def test_a_forward_that_ends_early_is_a_batch(tmp_path):
+    way = models.TWO_RANKS["tp"]
+    with FlexModel(way.shard(exact()), ActivationStore(tmp_path), **way.sizes) as flex:
+        flex.register_forward_hook(HookFunction("fc1"))
+        for batch in BATCHES:
+            flex.run_until(None, batch)
+    dist.barrier()
+    assert_holds(tmp_path, [{"fc1": records["fc1"]} for records in unsharded_records()])
+
+
+@pytest.mark.ranks(2)
 def test_a_dry_run_foretells_what_a_store_costs(tmp_path):
     way = models.TWO_RANKS["tp"]
     with FlexModel(way.shard(exact()), ActivationStore(tmp_path), **way.sizes) as flex:
