@@ -12,10 +12,12 @@ from flex_model.errors import HookError, HookMismatchError, TraceError
 from flex_model.hooks.function import HookFunction
 from flex_model.model import FlexModel
 from flex_model.selection import Select
+from flex_model.store import ActivationStore
 
 __version__ = "1.0.0"
 
 __all__ = [
+    "ActivationStore",
     "DummyModule",
     "FlexModel",
     "HookError",

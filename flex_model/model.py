@@ -31,6 +31,9 @@ from flex_model.integrations import cut, fsdp, model_mesh
 from flex_model.integrations.mesh_sources import Source
 from flex_model.names import clean, find_module, find_parameter, module_names
 from flex_model.parameters import send_from_rank_0
+from flex_model.store import ActivationStore
+from flex_model.store.opening import config_hash
+from flex_model.store.session import Session
 
 
 class FlexModel(nn.Module):
@@ -54,7 +57,8 @@ class FlexModel(nn.Module):
         output_ptr: Dict that records are put into: ``name -> [tensor, ...]`` in call order, CPU
             copies of the full tensors as they were before the edit, on rank 0 (see
             ``output_ranks``). Complete when the forward (or backward) returns. Every run starts the
-            lists of its hooks afresh.
+            lists of its hooks afresh. Or an ``ActivationStore``: they go to a folder, each rank's
+            part from that rank.
         tensor_parallel_size, pipeline_parallel_size, data_parallel_size: They multiply to the
             number of ranks, in the order (pp, dp, tp), tp fastest. Those left at 1 are taken from
             the model's own groups, where it has some (DTensor, DDP, FSDP, Megatron, fairscale),
@@ -72,7 +76,7 @@ class FlexModel(nn.Module):
 
     Attributes:
         module: The wrapped model.
-        output_ptr: The very dict given.
+        output_ptr: The very dict, or store, given.
         save_ctx: A ``Namespace`` for editing functions to keep things in, from run to run; in a
             sequential run, the batch's own.
         shared_ctx: A ``Namespace`` that all batches of sequential runs share.
@@ -93,7 +97,7 @@ class FlexModel(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        output_ptr: dict[str, list[Tensor]] | None = None,
+        output_ptr: dict[str, list[Tensor]] | ActivationStore | None = None,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         data_parallel_size: int = 1,
@@ -117,13 +121,15 @@ class FlexModel(nn.Module):
         core = HookCore(
             module,
             mesh,
-            {} if output_ptr is None else output_ptr,
+            output_ptr if isinstance(output_ptr, dict) else {},
             Namespace(),
             nn.ModuleDict(),
             edit_on,
             output_ranks,
             float(timeout),
         )
+        if isinstance(output_ptr, ActivationStore):
+            self._open_store(core, output_ptr)
         self._hold(core, process_group, core.close)
 
     def _hold(
@@ -139,6 +145,14 @@ class FlexModel(nn.Module):
         self.shared_ctx = Namespace()
         self.__dict__["_finalizer"] = weakref.finalize(self, close)
 
+    def _open_store(self, core: HookCore, store: ActivationStore) -> None:
+        self.__dict__["_store"] = store
+        try:
+            core.open_store(store, config_hash(core.module))
+        except BaseException:
+            core.close()
+            raise
+
     def __new__(cls, module: Any = None, *args: Any, **kwargs: Any) -> FlexModel:
         schedules = sys.modules.get("torch.distributed.pipelining.schedules")
         if cls is FlexModel and schedules and isinstance(module, schedules._PipelineSchedule):
@@ -148,13 +162,18 @@ class FlexModel(nn.Module):
         return super().__new__(cls)
 
     @property
+    def _session(self) -> Session | None:
+        """Of the store that records go to."""
+        return self._core.session
+
+    @property
     def _channel(self) -> Channel:
         """To all ranks of the model."""
         return self._core.channel
 
     @property
-    def output_ptr(self) -> dict[str, list[Tensor]]:
-        return self._core.records.output_ptr
+    def output_ptr(self) -> dict[str, list[Tensor]] | ActivationStore:
+        return self.__dict__.get("_store") or self._core.records.output_ptr
 
     @property
     def save_ctx(self) -> Namespace:
@@ -839,13 +858,19 @@ class FlexModel(nn.Module):
         this FlexModel keeps it alive until then.
         """
         self.__dict__.pop("fmps", None)  # with its connections
-        self._finalizer()
+        try:
+            if self._session is not None:
+                self._session.close()
+        finally:
+            self._finalizer()
         return self.module
 
     def __enter__(self) -> FlexModel:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        if self._session is not None:
+            self._session.leave(kind)
         self.restore()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlexModel:
@@ -879,10 +904,17 @@ def check_arguments(
         raise TypeError("the module is a FlexModel already; wrap its .module")
     if not isinstance(module, nn.Module):
         raise TypeError(f"FlexModel: expected an nn.Module, got {type(module).__name__}")
-    if output_ptr is not None and not isinstance(output_ptr, dict):
+    if output_ptr is not None and not isinstance(output_ptr, (dict, ActivationStore)):
         kind = type(output_ptr).__name__
         hint = " (copy it into a dict)" if isinstance(output_ptr, Mapping) else ""
-        raise TypeError(f"FlexModel: output_ptr must be a dict or None, got {kind}{hint}")
+        raise TypeError(
+            f"FlexModel: output_ptr must be a dict, an ActivationStore or None, got {kind}{hint}"
+        )
+    if isinstance(output_ptr, ActivationStore) and output_ranks != "rank0":
+        raise ValueError(
+            "FlexModel: output_ranks is for records in a dict; what an ActivationStore has can be "
+            "read on every rank after flush()"
+        )
     for name, value, choices in (
         ("edit_on", edit_on, ("all", "rank0")),
         ("output_ranks", output_ranks, ("rank0", "all")),

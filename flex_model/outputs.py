@@ -2,7 +2,7 @@
 
 A hook that edits has the full tensor at hand, and its record is made at once. One that only looks
 keeps a snapshot of this rank's shard, and all such shards of a run travel together when the run
-ends.
+ends. For a store nothing travels: each rank keeps its part, of hooks that edit, too.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from flex_model.distributed.header import DTYPES, Header, site_hash
 from flex_model.distributed.layout import Shape, ShardLayout
 from flex_model.distributed.transports.transport import Gathered
 from flex_model.snapshots import Snapshot, Snapshots
+from flex_model.store.spread import Part, Spread
 
 if TYPE_CHECKING:
     from flex_model.hooks.context import Call
@@ -50,8 +51,13 @@ def owned_copy(tensor: Tensor) -> Tensor:
 class Records:
     """The user's ``output_ptr`` and who writes to it.
 
-    In a pipeline it is the stages' own, on rank 0 of each; the keys say for which stage and
-    micro-batch a list is, and ``flex_model.pipelining`` makes the user's of it.
+    For a store it is a dict of what belongs to the batch under way, on every rank: with several
+    ranks a record is a ``Part``. In a pipeline it is the stages' own, on rank 0 of each; the keys
+    say for which stage and micro-batch a list is, and ``flex_model.pipelining`` makes the user's of
+    it.
+
+    Attributes:
+        keeps_parts: Whether records are for a store, each rank's own part.
     """
 
     def __init__(
@@ -62,22 +68,38 @@ class Records:
         step: Step | None = None,
     ) -> None:
         self.output_ptr = output_ptr
-        self.on_all_ranks = output_ranks == "all"
-        self.keeps = self.on_all_ranks or channel.mesh.place == 0
+        self._ranks = output_ranks
+        self.keeps_parts = False
         self._channel = channel
         self._step = step
         self._snapshots = Snapshots(channel)
         # What all ranks held at the end of runs, by the hashes that they told.
         self._tensors: dict[tuple[int, ...], list[list[tuple[torch.dtype, Shape]]]] = {}
 
+    @property
+    def on_all_ranks(self) -> bool:
+        """Whether every rank keeps full tensors."""
+        return self._ranks == "all" and not self.keeps_parts
+
+    @property
+    def keeps_full(self) -> bool:
+        """Whether this rank keeps full tensors."""
+        return self.on_all_ranks or (self._channel.mesh.place == 0 and not self.keeps_parts)
+
+    def take(self) -> dict[Any, list[Any]]:
+        """What is there; it is not there any more."""
+        records = dict(self.output_ptr)
+        self.output_ptr.clear()
+        return records
+
     def now(self, registration: Registration, full: Tensor) -> None:
         """Record a full tensor that this rank holds."""
-        if self.keeps:
+        if self.keeps_full or self._channel.is_local:
             self._list(registration).append(owned_copy(full))
 
     def put(self, registration: Registration, record: Tensor | None, full: Tensor) -> None:
         """Record ``record``, which nobody else has; a copy of ``full`` if there is none."""
-        if not self.keeps:
+        if not self.keeps_full:
             return
         owned = owned_copy(full) if record is None or record is full else record
         self._list(registration).append(owned)
@@ -87,7 +109,7 @@ class Records:
         are in call order.
         """
         slot = None
-        if self.keeps:
+        if self.keeps_full or self.keeps_parts:
             records = self._list(call.registration)
             records.append(None)
             slot = (records, len(records) - 1)
@@ -143,6 +165,8 @@ class Records:
                 moves = self._agree_on_moves(pending, self._tensors_of_all(key, mine), resolve)
                 self._channel.meter.turn_to(header.site)
                 deliver = self._deliver_to_all if self.on_all_ranks else self._deliver_to_first
+                if self.keeps_parts:
+                    deliver = self._keep_parts
                 with torch.inference_mode(False), torch.no_grad():  # records are plain tensors
                     deliver(pending, moves)
         except BaseException:
@@ -230,8 +254,17 @@ class Records:
         for record in whole:
             self._fill(record, record.snapshot.tensor)
 
+    def _keep_parts(self, pending: list[PendingRecord], moves: list[Move]) -> None:
+        """Nothing travels: of what several ranks hold, the first keeps it."""
+        kept = [record for record, move in zip(pending, moves) if move.rank_0_gathers]
+        self._snapshots.to_cpu([record.snapshot for record in kept])
+        for record, move in zip(pending, moves):
+            tensor = record.snapshot.tensor
+            spread = Spread.of(move, tensor.dtype)
+            self._fill(record, Part(spread, tensor if move.rank_0_gathers else None))
+
     @staticmethod
-    def _fill(record: PendingRecord, full: Tensor) -> None:
+    def _fill(record: PendingRecord, full: Tensor | Part) -> None:
         if record.slot is not None:
             records, index = record.slot
             records[index] = full

@@ -28,6 +28,7 @@ from flex_model.distributed import memory, values
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.layout import (
     Partial,
+    Piece,
     Placement,
     Replicate,
     Shape,
@@ -59,6 +60,7 @@ class Move:
         rank: This rank's place among them.
         full_shape: Of the full tensor.
         pick: Of this rank's shard; None for all of it.
+        picked: Where the ranks' picks lie, as ``boxes``.
         grad_scale: dp where the batch is split over dp, else 1.
         gradient_of_replicas: How tp ranks that hold the same tensor hold its gradient: each the
             whole, or parts of a sum; None as long as that is not known.
@@ -72,6 +74,7 @@ class Move:
     full_shape: Shape
     grad_scale: int
     pick: Pick | None = None
+    picked: list[Piece] | None = None
     gradient_of_replicas: Placement | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -108,10 +111,11 @@ class Move:
         casts_last = bool(layout.partial_axes)
         item_bytes = (dtype if casts_last else moved_dtype).itemsize
         indices = select.indices(full_shape, split_dim)
-        plan, held = layout.plan_of(indices, of_parts, dp, tp, item_bytes)
+        plan, held, pieces = layout.plan_of(indices, of_parts, dp, tp, item_bytes)
         # Where nothing is gathered, nothing else puts the part in the order that was asked for.
         pick = Pick(held[rank] if axes else indices, select.dtype, casts_last)
-        return Move(channel, layout, axes, plan, rank, tuple(plan.full_sizes), dp, pick)
+        part_shape = tuple(plan.full_sizes)
+        return Move(channel, layout, axes, plan, rank, part_shape, dp, pick, pieces)
 
     def all_gather(self, shard: Tensor) -> Tensor:
         """The full tensor on every rank. Collective along the axes that shard or sum; a copy where
@@ -155,6 +159,17 @@ class Move:
         shard = memory.empty(self.plan.shard_sizes[self.rank], full.dtype)
         _C.split_into(self.plan, self.rank, host.data_ptr(), shard.data_ptr())
         return shard.to(full.device)
+
+    @property
+    def boxes(self) -> list[Piece]:
+        """Where the shards of the ranks along ``axes`` lie: rank among them, start in the full
+        tensor, start in the shard, sizes.
+        """
+        if self.picked is not None:
+            return self.picked
+        dp_size = self.grad_scale
+        shapes = [tuple(sizes) for sizes in self.plan.shard_sizes]
+        return self.layout.without_copies.place(shapes, dp_size, len(shapes) // dp_size)[1]
 
     @property
     def is_whole(self) -> bool:

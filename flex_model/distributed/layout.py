@@ -14,7 +14,7 @@ from flex_model.distributed.mesh import Axis
 Shape = tuple[int, ...]
 
 _Range = tuple[int, int, int]  # along one dim: start in the full tensor, start in the shard, size
-_Piece = tuple[int, list[int], list[int], list[int]]  # rank, then the same of all dims
+Piece = tuple[int, list[int], list[int], list[int]]  # rank, then the same of all dims
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class ShardLayout:
         """Shape of the full tensor, from the local shapes of the ranks in the order (dp, tp).
         Local.
         """
-        return self._place(shapes, dp_size, tp_size)[0]
+        return self.place(shapes, dp_size, tp_size)[0]
 
     def plan(
         self, shapes: Sequence[Shape], dp_size: int, tp_size: int, element_bytes: int
@@ -130,7 +130,7 @@ class ShardLayout:
         ``shapes`` are of the ranks that hold *different* parts, in the order (dp, tp): along an
         axis that does not shard, the size to give is 1.
         """
-        full_shape, pieces = self.without_copies._place(shapes, dp_size, tp_size)
+        full_shape, pieces = self.without_copies.place(shapes, dp_size, tp_size)
         return GatherPlan(
             list(full_shape), [list(shape) for shape in shapes], pieces, element_bytes
         )
@@ -142,9 +142,9 @@ class ShardLayout:
         dp_size: int,
         tp_size: int,
         element_bytes: int,
-    ) -> tuple[GatherPlan, list[dict[int, list[int]]]]:
+    ) -> tuple[GatherPlan, list[dict[int, list[int]]], list[Piece]]:
         """As ``plan``, of a part of the full tensor: these indices of it, by dim. And by rank the
-        indices of its shard that are in the part, ascending.
+        indices of its shard that are in the part, ascending; and where they lie.
         """
         full_shape, along_dims = self.without_copies._along_dims(shapes, dp_size, tp_size)
         part_shape, part_shapes = list(full_shape), [list(shape) for shape in shapes]
@@ -158,11 +158,11 @@ class ShardLayout:
                 along.append(ranges_of_part)
             along_dims[dim] = along
         pieces = _boxes(along_dims, len(shapes))
-        return GatherPlan(part_shape, part_shapes, pieces, element_bytes), held
+        return GatherPlan(part_shape, part_shapes, pieces, element_bytes), held, pieces
 
-    def _place(
+    def place(
         self, shapes: Sequence[Shape], dp_size: int, tp_size: int
-    ) -> tuple[Shape, list[_Piece]]:
+    ) -> tuple[Shape, list[Piece]]:
         """The full shape, and the boxes of all ranks' shards in it."""
         full_shape, along_dims = self._along_dims(shapes, dp_size, tp_size)
         return full_shape, _boxes(along_dims, len(shapes))
@@ -245,9 +245,9 @@ class ShardLayout:
         return f"dp {self.dp}, tp {self.tp}" + (", tp first" if self.tp_first else "")
 
 
-def _boxes(along_dims: Sequence[Sequence[Sequence[_Range]]], num_ranks: int) -> list[_Piece]:
+def _boxes(along_dims: Sequence[Sequence[Sequence[_Range]]], num_ranks: int) -> list[Piece]:
     """What ranges along each dim, by rank, make together."""
-    pieces: list[_Piece] = []
+    pieces: list[Piece] = []
     for rank in range(num_ranks):
         for box in itertools.product(*(ranges[rank] for ranges in along_dims)):
             starts, shard_starts, sizes = ([r[i] for r in box] for i in range(3))

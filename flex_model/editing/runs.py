@@ -18,6 +18,7 @@ from flex_model.hooks.function import HookFunction
 from flex_model.integrations import fsdp
 from flex_model.model import FlexModel
 from flex_model.selection.selection import SelectionArguments
+from flex_model.store import ActivationStore
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Metric = Callable[[Tensor], Any]
@@ -77,6 +78,12 @@ class Runs:
                 "an experiment makes runs of its own: call it outside of active(), forward passes "
                 "and editing functions; groups= names further hooks to use"
             )
+        if isinstance(flex.output_ptr, ActivationStore):
+            raise TypeError(
+                "an experiment reads its records as it goes, and those of this FlexModel go to the "
+                f"store {flex.output_ptr.folder}; wrap the model with a dict as output_ptr"
+            )
+        self._records = flex.output_ptr
         self._flex, self._groups = flex, [groups] if isinstance(groups, str) else list(groups)
         self._stack = contextlib.ExitStack()
         self._sites: dict[str, str] = {}  # by the record's name: the module
@@ -88,7 +95,7 @@ class Runs:
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
         for name in self._sites:
-            self._flex.output_ptr.pop(name, None)
+            self._records.pop(name, None)
 
     def register(
         self, site: Site, edit: Edit | None, group: str, name: str | None = None, kind: str = ""
@@ -144,7 +151,7 @@ class Runs:
         """The last run's, where records are."""
         for full_name in self._sites:
             if full_name.startswith(f"{_PREFIX}:{name}:"):
-                records = self._flex.output_ptr.get(full_name)
+                records = self._records.get(full_name)
                 if records and len(records) > 1:
                     raise ValueError(
                         f"{self._sites[full_name]!r} is called {len(records)} times in one forward;"

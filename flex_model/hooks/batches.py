@@ -62,6 +62,9 @@ class BatchRuns:
                 "sequential.run: a run of this FlexModel is going on; call it outside of forward, "
                 "active() and other sequential runs"
             )
+        if core.session is not None:
+            core.session.begins()
+            core.session.in_run = False
         core.resting = self._choice
         parameters = core.table.choices[1] if not torch.is_grad_enabled() else self._choice
         core.table.choose(self._choice, parameters)

@@ -196,10 +196,12 @@ class HookCaller:
 
         trip = Trip(move, agree_on_gradient)
         part = leaf if move.pick is None else move.pick.take(leaf)
+        if self._records.keeps_parts and not call.is_replay:
+            self._records.later(call, leaf, known)
         if not self.edits_on_all:
             edited = self._edit_on_first(call, leaf, part, trip, parameters)
             return self._put_back(call, leaf, edited, move)
-        records = not call.is_replay and self._records.keeps
+        records = not call.is_replay and self._records.keeps_full
         trip.num_records = int(records and leaf.device.type == "cpu")
         full = _gathered(gather.gather, part, trip)
         if records:
@@ -238,7 +240,8 @@ class HookCaller:
         parameters: dict[str, Tensor],
     ) -> Tensor | None:
         channel, registration = self._channel, call.registration
-        trip.num_records = int(not call.is_replay and not self._records.on_all_ranks)
+        on_first = not self._records.on_all_ranks and not self._records.keeps_parts
+        trip.num_records = int(not call.is_replay and on_first)
         gathered = _gathered(gather.gather_to_first, part, trip)
         if self._records.on_all_ranks and not call.is_replay:
             self._records.put(registration, None, trip.move.cast(trip.move.all_gather(part)))

@@ -40,6 +40,7 @@ class RunContext:
             before the last.
         backward_task: The backward pass at whose end its records will be delivered; -1 if none goes
             on.
+        entry: Its number among the runs of a store.
         save_ctx, batch: Of a batch that is run beside others: its own, and its number; None: the
             wrapper's.
     """
@@ -56,6 +57,7 @@ class RunContext:
     first_node: int = 0
     last_node: int = 2**63
     backward_task: int = -1
+    entry: int = 0
     save_ctx: Namespace | None = None
     batch: int | None = None
 

@@ -37,6 +37,8 @@ from flex_model.hooks.tracking import Tracking
 from flex_model.integrations import compiled
 from flex_model.outputs import Records
 from flex_model.parameters import Parameters
+from flex_model.store.session import Session
+from flex_model.store.store import ActivationStore
 
 # How torch's checkpointing leaves a recomputation that has gone far enough.
 _STOPS_RECOMPUTATION = "_StopRecomputationError"
@@ -99,10 +101,23 @@ class HookCore:
         self.resting: Choice = EVERYTHING  # what is chosen between runs
         self._deferred: _Deferred | None = None  # a run that begins with the first module it runs
         self.is_closed = False
-        serves_records = self.channel.is_local and self.records.keeps and step is None
+        self.session: Session | None = None  # where records go to a store
+        serves_records = self.channel.is_local and step is None
         self.table = HookTable(
             self, self._run_hook, output_ptr, serves_records, self._active_hooks_changed
         )
+
+    def open_store(self, store: ActivationStore, config: str | None) -> None:
+        """Records go there from now on. Collective."""
+        self.session = Session(store, self.channel, config, self.records.take)
+        self.records.keeps_parts = not self.channel.is_local
+
+    def close_store(self) -> None:
+        """Records go to ``output_ptr`` again. Local; what was not flushed is lost."""
+        self.records.keeps_parts = False
+        if self.session is not None:
+            session, self.session = self.session, None
+            session.abandon()
 
     def register(
         self, function: HookFunction, kind: str, targets: Sequence[Any], *args: Any, **kwargs: Any
@@ -218,8 +233,11 @@ class HookCore:
         self._runs.append(run)
         self._replayed = None
         try:
+            if self.session is not None:
+                run.entry = self.session.begins()
             self._cover(run)
         except BaseException:
+            self._batch_failed()
             self._close_run(run)
             raise
         return run
@@ -234,6 +252,23 @@ class HookCore:
         self.table.dispatcher.in_run = True
         if not self.channel.is_local:
             self._agree_on_hooks()
+        if self.session is not None and not self.session.is_sequential:
+            self.session.check_hooks(self.described_hooks())
+
+    def described_hooks(self, only_active: bool = False) -> list[Any]:
+        """What records depend on, as JSON can hold it."""
+        return [
+            {
+                "kind": r.kind,
+                "module": r.name,
+                "tensor": r.hook_function.unpack_idx,
+                "record": r.hook_function.record_name,
+                "edits": r.edits,
+                "select": None if r.select is None else repr(r.select),
+            }
+            for r in self.table.registrations
+            if not only_active or r.index in self.table.active
+        ]
 
     def _agree_on_hooks(self) -> None:
         registrations = self.table.registrations
@@ -261,8 +296,22 @@ class HookCore:
                 self._fail_run(run, error)
             elif run.covered:
                 self._deliver(run, "end of the run")
+                self._batch_ended()
+        except BaseException:
+            self._batch_failed()
+            raise
         finally:
             self._close_run(run)
+
+    def _batch_ended(self) -> None:
+        """A store has all that the run recorded, but for gradients that may follow. Collective."""
+        if self.session is not None and not self.session.is_sequential:
+            gradients = ("full_backward", "full_backward_pre", "tensor")
+            self.session.run_ended(all(r.kind not in gradients for r in self.table.registrations))
+
+    def _batch_failed(self) -> None:
+        if self.session is not None:
+            self.session.run_failed()
 
     def active_registrations(self) -> Iterator[Registration]:
         return (r for r in self.table.registrations if r.index in self.table.active)
@@ -274,10 +323,13 @@ class HookCore:
             self.records.forget(run)
         run.outer_error = None
         self.run = None
+        if self.session is not None:
+            self.session.in_run = False
         self.table.dispatcher.in_run = False
         self.table.choose(self.resting, self.table.choices[1])
 
     def _fail_run(self, run: RunContext, error: BaseException) -> None:
+        self._batch_failed()
         self.records.forget(run)
         self.table.forget_calls()
         if self.channel.is_local or not run.covered or is_agreed(error):
@@ -392,6 +444,8 @@ class HookCore:
             self._deferred.run = self.begin(EVERYTHING)
         run = self.run
         if run is None:  # a part of the model is called on its own
+            if self.session is not None:
+                self.session.begins()
             run = self.run = self._lone_run()
             self.thread = threading.get_ident()
             self.records.output_ptr.pop(registration.hook_function.record_name, None)
@@ -581,6 +635,7 @@ class HookCore:
                 name = registration.hook_function.record_name
                 position = self.backward_order.position(name)
                 try:
+                    self._check_batch_open(run)
                     grad = self.caller.gradient(call, grad)
                     self.backward_order.note(name, position, run.batch)
                 except Exception as error:
@@ -594,7 +649,12 @@ class HookCore:
         own too.
         """
         first_node = 0 if self._last_run is None else self._last_run.last_node
-        run = RunContext(self.table.active, set(self.table.active), first_node=first_node)
+        run = RunContext(
+            self.table.active,
+            set(self.table.active),
+            first_node=first_node,
+            entry=0 if self.session is None else self.session.number,
+        )
         run.last_node = next_sequence() + 1
         self._runs.append(run)
         return run
@@ -607,10 +667,16 @@ class HookCore:
         self._expect_end_of_backward(run)
         for registration in registrations:
             try:
+                self._check_batch_open(run)
                 grad = self.caller.parameter_gradient(Call(registration, None, run), grad)
             except Exception as error:
                 self.hook_failed(registration, error)
         return grad
+
+    def _check_batch_open(self, run: RunContext) -> None:
+        """HookError where the records of a backward would be those of another batch's."""
+        if self.session is not None:
+            self.session.check_open(run.entry, None if self.run is None else self.run.entry)
 
     def _expect_end_of_backward(self, run: RunContext) -> None:
         """Deliver what this backward collects when it ends, once; in a pipeline, its step does."""
@@ -620,6 +686,9 @@ class HookCore:
         if run.backward_task == task or task == -1:
             return
         run.backward_task = task
+        session = self.session
+        if session is not None:
+            session.backward_begins(run.entry)
         self.backward_order.begins(task)
         self.backward_watch.watch()
         core, has_begun = self, False
@@ -632,6 +701,8 @@ class HookCore:
                 if not core.is_closed:
                     core._deliver(run, "end of the backward")
                     core.backward_order.ends()
+                if session is not None:
+                    session.backward_ends(run.entry)
             except BaseException as error:
                 core.interrupted(error)
                 raise
@@ -645,6 +716,7 @@ class HookCore:
         if self.is_closed:
             return
         self.is_closed = self.backward_watch.is_closed = True
+        self.close_store()
         self.table.close()
         self._install_root()
         self._runs.clear()

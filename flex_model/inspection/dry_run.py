@@ -415,6 +415,7 @@ class _Costs:
         self._is_local = core.channel.is_local
         self._on_all = core.caller.edits_on_all
         self._records_on_all = core.records.on_all_ranks
+        self._keeps_parts = core.records.keeps_parts
         known = ranks[0].known
         self._is_mean = known is not None and isinstance(known.dp, Shard)  # FSDP2 made it
         self._shard_bytes = [self._part_bytes(place) for place in range(len(ranks))]
@@ -438,14 +439,21 @@ class _Costs:
         return self._look_or_edit(), self._backward_of_edit()
 
     def _look_or_edit(self) -> Cost:
+        if self._keeps_parts and not self._registration.edits:
+            return self._sums()
         if not self._registration.edits:
             if self._records_on_all:
                 return self._sums() + self._all_gather()
             return self._sums() + replace(self._to_first(), payloads=0)
+        if self._keeps_parts:  # summed once more, for the record
+            return self._edit() + self._sums()
+        cost = self._edit()
+        return cost + self._all_gather() if self._records_on_all and not self._on_all else cost
+
+    def _edit(self) -> Cost:
         if self._on_all:
             return Cost(headers=1) + self._sums() + self._all_gather()
-        cost = Cost(headers=2) + self._sums() + self._to_first() + self._from_first()
-        return cost + self._all_gather() if self._records_on_all else cost
+        return Cost(headers=2) + self._sums() + self._to_first() + self._from_first()
 
     def _backward_of_edit(self) -> Cost:
         """Of one whose layout is known, and of whose gradient replicas hold the whole."""
@@ -511,7 +519,11 @@ def _totals(core: HookCore, rows: Sequence[DryRunRow]) -> tuple[Cost, Cost]:
 
 
 def _end(core: HookCore, rows: Sequence[DryRunRow], is_backward: bool) -> Cost:
-    """One status header, and one message with the records that waited."""
+    """One status header, and one message with the records that waited. For a store: a second
+    header after a forward, and no message.
+    """
+    if core.records.keeps_parts:
+        return Cost(headers=1 if is_backward else 2)
     waiting = [
         row
         for row in rows

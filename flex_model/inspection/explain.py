@@ -130,7 +130,11 @@ def _why(registration: Registration, spent: Spent, core: HookCore) -> str:
     if not spent.headers and not spent.num_bytes:
         if registration.edits:
             return f"not called in the last run ({where})"
+        if core.records.keeps_parts:
+            return f"only looked at: each rank stores its own part ({where})"
         return f"only looked at: nothing to move from this rank ({where})"
+    if not registration.edits and core.records.keeps_parts:
+        return f"only looked at: summed, then each rank stores its own part ({where})"
     if not registration.edits:
         return f"only looked at: goes to rank 0 when the run ends ({where})"
     if not spent.payloads:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -103,7 +103,9 @@ def _on_one_process(
     """Nothing is split there, so what a hook saw is known from its records."""
     name = registration.hook_function.record_name
     sharing = [r for r in core.table.registrations if r.hook_function.record_name == name]
-    records = core.records.output_ptr.get(name)
+    records: Any = core.records.output_ptr.get(name)
+    if not records and core.session is not None:
+        records = core.session.spreads.get(name)
     if not records:
         return SiteLayout(*place)
     if len({r.hook_function.unpack_idx for r in sharing}) > 1:

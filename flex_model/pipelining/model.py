@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,8 @@ from flex_model.pipelining.agreement import StepCall, check_dims
 from flex_model.pipelining.schedule import stages_of
 from flex_model.pipelining.stages import LocalStages, targets
 from flex_model.pipelining.steps import Pipeline
+from flex_model.store import ActivationStore
+from flex_model.store.session import Session
 
 _CHOICES = {"batch_mode": ("micro", "full"), "return_on": ("last", "all")}
 
@@ -75,7 +78,7 @@ class PipelinedFlexModel(FlexModel):
     def __init__(
         self,
         schedule: Any,
-        output_ptr: dict[str, list[Tensor]] | None = None,
+        output_ptr: dict[str, list[Tensor]] | ActivationStore | None = None,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         data_parallel_size: int = 1,
@@ -105,11 +108,11 @@ class PipelinedFlexModel(FlexModel):
             root, mesh, {}, Namespace(), nn.ModuleDict(), edit_on, "rank0", float(timeout), step
         )
         self.__dict__["schedule"] = schedule
-        self.__dict__["_output_ptr"] = {} if output_ptr is None else output_ptr
+        self.__dict__["_records"] = output_ptr if isinstance(output_ptr, dict) else {}
         self.batch_mode, self.return_on = batch_mode, return_on
         self.microbatch_dim = microbatch_dim
         self._choice: Choice | None = None  # of an active()
-        self._is_first_of_run = True
+        self._is_first_of_run, self._has_batch = True, False
         pipeline = None
         try:
             pipeline = Pipeline(
@@ -125,6 +128,13 @@ class PipelinedFlexModel(FlexModel):
             (core if pipeline is None else pipeline).close()
             raise
         self.__dict__["_pipeline"] = pipeline
+        if isinstance(output_ptr, ActivationStore):
+            self.__dict__["_store"] = output_ptr
+            try:
+                pipeline.open_store(output_ptr, functools.partial(_taken, self._records))
+            except BaseException:
+                pipeline.close()
+                raise
         self._hold(core, process_group, pipeline.close)
         _overlay(schedule, weakref.ref(self))
 
@@ -134,8 +144,12 @@ class PipelinedFlexModel(FlexModel):
         super().__setattr__(name, value)
 
     @property
-    def output_ptr(self) -> dict[str, list[Tensor]]:
-        return self._output_ptr
+    def output_ptr(self) -> dict[str, list[Tensor]] | ActivationStore:
+        return self.__dict__.get("_store") or self._records
+
+    @property
+    def _session(self) -> Session | None:
+        return self._pipeline.session
 
     @property
     def save_ctx(self) -> Namespace:
@@ -229,10 +243,31 @@ class PipelinedFlexModel(FlexModel):
             not self._is_first_of_run,
             until,
         )
+        session = self._session
         try:
-            return self._pipeline.run(call, self._output_ptr)
+            if session is not None:
+                if self._is_first_of_run:
+                    session.begins()
+                    self._has_batch = False
+                self._has_batch |= self._pipeline.has_hooks(choice)
+                session.check_hooks(self._core.described_hooks())
+            result = self._pipeline.run(call, self._records)
+        except BaseException:
+            if session is not None:
+                session.run_failed()
+            raise
         finally:
             self._is_first_of_run = self._choice is None
+        if self._choice is None:
+            self._end_batch()
+        return result
+
+    def _end_batch(self) -> None:
+        """A store has all that a run recorded. Collective."""
+        if self._session is not None and self._has_batch:
+            self._session.run_ended(is_whole=True)
+        elif self._session is not None:
+            self._session.in_run = False
 
     def run_until(
         self,
@@ -269,7 +304,8 @@ class PipelinedFlexModel(FlexModel):
     def active(
         self, groups: str | Iterable[str] = "all", complement: bool = False
     ) -> Iterator[FlexModel]:
-        """Inside, steps use these hooks, and their records append.
+        """Inside, steps use these hooks, and their records append. With a store they are one batch,
+        and the end is collective.
 
         Raises:
             ValueError: an unknown group; the message has the nearest names.
@@ -278,6 +314,12 @@ class PipelinedFlexModel(FlexModel):
         self._choice = self._core.table.choice(groups, complement)
         try:
             yield self
+            if before is None and not self._is_first_of_run:
+                self._end_batch()
+        except BaseException:
+            if self._session is not None:
+                self._session.run_failed()
+            raise
         finally:
             self._choice = before
             self._is_first_of_run = before is None
@@ -405,6 +447,12 @@ class PipelinedFlexModel(FlexModel):
 def _kept_parameter(root: nn.Module, name: str) -> nn.Parameter:
     """The parameter whose ``.grad`` a step leaves: under FSDP2 the sharded one."""
     return fsdp.sharded_parameter(root, name, find_parameter(root, name)[2])
+
+
+def _taken(records: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    taken = dict(records)
+    records.clear()
+    return taken
 
 
 def _along(group: dist.ProcessGroup | None) -> Mesh:

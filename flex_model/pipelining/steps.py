@@ -7,6 +7,7 @@ trainable modules and errors do when it is over, through groups of our own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from flex_model.hooks.context import RunContext
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.step import Step
+from flex_model.hooks.table import Choice
 from flex_model.hooks.until import Until
 from flex_model.pipelining import chunks, contexts, records, shapes
 from flex_model.pipelining.agreement import (
@@ -35,6 +37,9 @@ from flex_model.pipelining.gradients import Gradients
 from flex_model.pipelining.schedule import StageRunner
 from flex_model.pipelining.stages import Directory, StageParameters, targets
 from flex_model.pipelining.stages import describe as describe_stage
+from flex_model.store import ActivationStore
+from flex_model.store.opening import config_hash
+from flex_model.store.session import Session
 
 
 class Pipeline:
@@ -69,6 +74,7 @@ class Pipeline:
             if len(along) == mesh.num_ranks
             else Channel(Mesh(along, mesh.coordinates["pp"], tp_size=len(along)), timeout_s)
         )
+        self.session: Session | None = None  # where records go to a store
         self.runner = StageRunner(schedule, step, core, core.modules)
         self.parameters = StageParameters(self.runner.stages, core.channel)
         core.parameters = self.parameters
@@ -83,8 +89,15 @@ class Pipeline:
         self._connected: str | None = None  # for which inputs
         self._have_rows: tuple[Any, dict[int, bool]] | None = None
 
+    def open_store(self, store: ActivationStore, take: Callable[[], dict[str, list[Any]]]) -> None:
+        """Records go there from now on, from rank 0, which has them in full. Collective."""
+        stage = self.runner.stages[0].submod
+        self.session = Session(store, self.world, config_hash(stage), take, self.core.mesh.dp_size)
+
     def close(self) -> None:
         """Leave stages and schedule as they were, and give groups back. Local."""
+        if self.session is not None:
+            self.session.abandon()
         for name in ("step", "eval"):
             self.schedule.__dict__.pop(name, None)
         for stage in self.runner.stages:
@@ -153,6 +166,11 @@ class Pipeline:
         finally:
             step.is_running = step.is_silent = False
             core.records.output_ptr.clear()
+
+    def has_hooks(self, choice: Choice) -> bool:
+        """Whether a step with this choice has active hooks, on whichever rank."""
+        table = self.core.table
+        return any(table.is_chosen(r, choice) for r in table.registrations)
 
     def _chosen(self, call: StepCall) -> list[Registration]:
         """The hooks that are active in this step, on whichever rank."""
@@ -302,7 +320,7 @@ class Pipeline:
     def _join_records(
         self, call: StepCall, plan: Plan, have_rows: dict[tuple[str, str], bool]
     ) -> list[records.StageRecords]:
-        if self._step.failure or not self.core.records.keeps:
+        if self._step.failure or not self.core.records.keeps_full:
             return []
         try:
             return records.joined(

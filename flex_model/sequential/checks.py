@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from flex_model.hooks.core import HookCore
-from flex_model.sequential.store import ActivationStore
 from flex_model.sequential.targets import Target
+from flex_model.store import ActivationStore
 
 
 def check_counts(window: object, targets_per_step: object, prefetch: object) -> None:
@@ -35,9 +35,11 @@ def check_offload(offload_activations: str, has_weights: bool) -> None:
         )
 
 
-def check_store(store: object, core: HookCore | None) -> None:
+def store_of(store: object, core: HookCore | None) -> ActivationStore | None:
+    """Where records go: the store given, or the FlexModel's own; None: into ``output_ptr``."""
+    own = None if core is None or core.session is None else core.session.store
     if store is None:
-        return
+        return own
     if not isinstance(store, ActivationStore):
         raise TypeError(
             f"sequential.run: store must be an ActivationStore, got a {type(store).__name__}; "
@@ -48,6 +50,12 @@ def check_store(store: object, core: HookCore | None) -> None:
             "sequential.run: a store keeps what hooks record, and a plain module has none; give a "
             "FlexModel with hooks"
         )
+    if own is not None and own is not store:
+        raise ValueError(
+            f"sequential.run: the FlexModel's records go to {own.folder}, and store= is "
+            f"{store.folder}; give one of them"
+        )
+    return store
 
 
 def check_not_compiled(module: nn.Module, found: list[Target]) -> None:

@@ -101,9 +101,10 @@ def run(
         on_output: ``on_output(index, output)``, in batch order; what it returns is kept instead.
         on_target_end: ``on_target_end(name, indices)``, when these batches have left the target.
         progress: Show a bar on stderr (needs tqdm).
-        store: Where records go instead of ``output_ptr``, on disk. Batches that it has are not run:
-            their outputs are None. It is written after each window, so a run that was killed goes
-            on from there when it is called again.
+        store: Where records go instead of ``output_ptr``, on disk (the FlexModel's own store, if
+            it has one). Batches that it has are not run: their outputs are None. Files are begun
+            anew after each window, so a run that was killed goes on from there when it is called
+            again. ``input_ids`` and ``attention_mask`` of a batch are kept with it.
 
     Returns:
         The outputs in batch order, with ``save_ctxs``, ``loads`` and ``bytes_read``.
@@ -131,7 +132,7 @@ def run(
     module: nn.Module = model.module if isinstance(model, FlexModel) else model
     checks.check_counts(window, targets_per_step, prefetch)
     checks.check_offload(offload_activations, weights is not None)
-    checks.check_store(store, core)
+    store = checks.store_of(store, core)
     found = choosing.choose(module, targets, targets_per_step)
     checks.check_not_compiled(module, found)
     result = RunResult()
@@ -171,7 +172,7 @@ def run(
 
         def end_of_window() -> None:
             if records is not None:
-                records.flush()
+                records.end_window()
 
         def forward(batch: Any) -> Any:
             if loader is not None:
@@ -194,7 +195,7 @@ def run(
         )
         engine.run(batches, window, forward, first=0 if records is None else records.num_done)
         if records is not None:
-            records.flush(is_complete=True)
+            records.flush()
         if loader is not None:
             result.loads, result.bytes_read = dict(loader.loads), loader.bytes_read
     if engine.has_drawn:

@@ -17,6 +17,7 @@ from torch import nn
 
 from flex_model import FlexModel, HookFunction, sequential
 from flex_model.sequential import ActivationStore, CheckpointWeights
+from flex_model.store.manifest import digest_of, signed
 
 safetensors = pytest.importorskip("safetensors.torch")
 BATCHES = [torch.full((2, 4), float(i)) for i in range(4)]
@@ -109,9 +110,10 @@ def changed_bytes(data, choose):
     return bytes(data)
 
 
-def test_a_store_reads_changed_manifests_rightly_or_refuses_them(tmp_path):
+@pytest.mark.parametrize("changed", ["manifest.json", "batches-00000002-00000003.json"])
+def test_a_store_reads_changed_manifests_rightly_or_refuses_them(changed, tmp_path):
     expected = read_all(filled(tmp_path / "store"))
-    path, choose, refused = tmp_path / "store" / "manifest.json", random.Random(0), 0
+    path, choose, refused = tmp_path / "store" / changed, random.Random(0), 0
     safetensors.save_file({"0/0/0": torch.zeros(1)}, tmp_path / "outside")
     text = path.read_text()
     with only_inside(tmp_path / "store"):
@@ -128,6 +130,42 @@ def test_a_store_reads_changed_manifests_rightly_or_refuses_them(tmp_path):
             for name, records in found.items():  # other names have no tensors
                 assert all(torch.equal(a, b) for a, b in zip(records, expected.get(name, [])))
     assert refused > 500
+
+
+def test_a_store_does_not_follow_evil_indices_whose_hashes_fit(tmp_path):
+    """Somebody who knows the format: tensors may be others, but nothing outside is touched, and
+    none has elements that no file gave it.
+    """
+    expected = read_all(filled(tmp_path / "store"))
+    choose, seen = random.Random(0), set()
+    safetensors.save_file({"0/0/0": torch.zeros(1)}, tmp_path / "outside.safetensors")
+    manifest = json.loads((tmp_path / "store" / "manifest.json").read_text())
+    path = tmp_path / "store" / "batches-00000000-00000001.json"
+    index = json.loads(path.read_text())
+    known = {
+        value for records in expected.values() for t in records for value in t.ravel().tolist()
+    }
+    with only_inside(tmp_path / "store"):
+        for _ in range(1000):
+            evil = {**changed_json(index, choose), "digest": None}
+            text = signed({name: value for name, value in evil.items() if name != "digest"})
+            path.write_bytes(text)
+            manifest["groups"][0][2] = digest_of(text)
+            fields = {name: value for name, value in manifest.items() if name != "digest"}
+            (tmp_path / "store" / "manifest.json").write_bytes(signed(fields))
+            try:
+                found = read_all(tmp_path / "store")
+                flex = FlexModel(nn.Identity(), ActivationStore(tmp_path / "store"))
+                flex.restore()
+            except ValueError:
+                seen.add("refused")
+                continue
+            seen.add("read")
+            for records in found.values():
+                assert all(set(tensor.ravel().tolist()) <= known for tensor in records)
+    assert seen == {"read", "refused"}
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"store", "outside.safetensors"}
 
 
 def test_a_store_refuses_changed_files(tmp_path):

@@ -92,16 +92,25 @@ def test_a_run_that_failed_goes_on_where_it_was(tmp_path):
     store = ActivationStore(tmp_path)
     assert (store.num_batches, store.is_complete) == (4, False)
     assert_holds_first(store, expected, 4)
-    (tmp_path / "batches-00000004-00000005.safetensors").write_bytes(b"of a run that was killed")
-    (tmp_path / "aside.part").mkdir()
-    (tmp_path / "aside.part" / ".tmpAbCdEf").write_bytes(b"which safetensors began")
+    files = {path.name for path in tmp_path.iterdir()}
+    of_killed_run = (
+        "batches-00000004-00000005.0123abcd.rank-0000.safetensors",
+        "batches-00000004-00000004.0123abcd.rank-0001.safetensors",
+        "batches-00000004-00000004.json",
+        "batches-00000006-00000006.0123abcd.rank-0000.safetensors.part",
+        "manifest.json.part",
+    )
+    for name in of_killed_run:
+        (tmp_path / name).write_bytes(b"of a run that was killed")
     torch.manual_seed(1)
     ran.clear()
     outputs = sequential.run(flex, BATCHES, window=2, store=ActivationStore(tmp_path))
     assert ran == [len(BATCHES[4])]
     assert outputs[:4] == [None] * 4 and outputs[4] is not None and len(outputs.save_ctxs) == 5
     assert_holds(ActivationStore(tmp_path), expected)
-    assert not list(tmp_path.glob("*.part"))
+    index = "batches-00000004-00000004.json"
+    (file,) = json.loads((tmp_path / index).read_text())["files"]
+    assert {path.name for path in tmp_path.iterdir()} - files == {index, file}
     ran.clear()
     assert sequential.run(flex, BATCHES, store=ActivationStore(tmp_path)) == [None] * 5
     assert ran == []

@@ -1,0 +1,66 @@
+"""Tensors that a batch is annotated with: of several ranks, one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from flex_model.distributed import memory, values
+from flex_model.distributed.channel import Channel
+from flex_model.distributed.gather import Move
+from flex_model.distributed.layout import Replicate, Shard, ShardLayout
+from flex_model.distributed.tensor_dicts import DTYPE_OF_NAME
+from flex_model.store.spread import Part, Spread
+
+
+def described(name: str, tensor: Tensor) -> list[Any]:
+    """What ranks tell each other of one. JSON can hold it."""
+    print_ = values.fingerprint(tensor).tolist()
+    return [name, str(tensor.dtype), list(tensor.shape), print_]
+
+
+def parts_of(
+    channel: Channel, notes: Mapping[str, Tensor], told: Sequence[Sequence[Any]]
+) -> dict[str, Part]:
+    """What this rank keeps of each. Data-parallel ranks have rows of one batch, as of a model's
+    inputs, unless all have the same.
+
+    Args:
+        told: By rank, what ``described`` said there, of the same names and dtypes.
+
+    Raises:
+        ValueError: the ranks' tensors do not fit together; alike on all ranks.
+    """
+    mesh, found = channel.mesh, {}
+    for tensor, rows in zip(notes.values(), zip(*told)):
+        name, dtype = rows[0][:2]
+        shapes = [tuple(shape) for _, _, shape, _ in rows]
+        try:
+            if len({len(shape) for shape in shapes}) > 1:
+                raise ValueError("ranks give different numbers of dims")
+            prints = values.Fingerprints.of(mesh, [row[3] for row in rows])
+            if not prints.equal_along("tp"):
+                raise ValueError("tensor-parallel ranks give different values")
+            is_same = len(set(shapes)) == 1 and prints.equal_along("dp")
+            layout = ShardLayout(dp=Replicate() if is_same else Shard(0))
+            move = Move.of(channel, layout, shapes, DTYPE_OF_NAME[dtype])
+        except (ValueError, IndexError) as error:
+            raise ValueError(
+                f"annotate({name}=...): {error}; give what this rank gives to the model, the same "
+                "on the ranks of one data-parallel row"
+            ) from None
+        kept = memory.copy(tensor) if move.rank_0_gathers else None
+        found[name] = Part(Spread.of(move, tensor.dtype), kept)
+    return found
+
+
+def parts_of_first(notes: Mapping[str, Tensor], dp_size: int) -> dict[str, Part]:
+    """In a pipeline, those of rank 0. ValueError where it does not have the whole batch."""
+    if dp_size != 1:
+        raise ValueError(
+            "annotate: in a pipeline with data-parallel ranks, rank 0 does not have the whole "
+            "batch; annotate with what JSON can hold (tokens.tolist())"
+        )
+    return {name: Part.whole(memory.copy(tensor)) for name, tensor in notes.items()}

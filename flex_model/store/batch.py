@@ -1,0 +1,58 @@
+"""One batch of a store before it is written, and the index of a group of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flex_model.store.manifest import Index, annotation_key, record_key
+from flex_model.store.spread import Part, Spread
+
+
+@dataclass(eq=False)
+class Batch:
+    """What one rank has of it.
+
+    Attributes:
+        inputs: The hash of a sequential run's.
+        notes, annotations: What it was annotated with: what JSON can hold, and tensors.
+    """
+
+    records: dict[str, list[Part]]
+    inputs: str | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+    annotations: dict[str, Part] = field(default_factory=dict)
+
+    def parts(self, number: int) -> Iterator[tuple[str, Part]]:
+        """All, by their keys in the files."""
+        for name, calls in self.records.items():
+            for call, part in enumerate(calls):
+                yield record_key(number, name, call), part
+        for name, part in self.annotations.items():
+            yield annotation_key(number, name), part
+
+
+def as_parts(records: Mapping[str, Sequence[Any]]) -> dict[str, list[Part]]:
+    """Records by name, where a tensor is one that rank 0 has in full."""
+    return {
+        name: [one if isinstance(one, Part) else Part.whole(one.contiguous()) for one in calls]
+        for name, calls in records.items()
+    }
+
+
+def index_of(group: Sequence[Batch], first: int, session: str) -> Index:
+    """Of batches that follow one another, from the first on."""
+    spreads: dict[Spread, int] = {}
+
+    def number_of(part: Part) -> int:
+        return spreads.setdefault(part.spread, len(spreads))
+
+    batches, records, annotations = [], [], []
+    for number, batch in enumerate(group, first):
+        batches.append({"inputs": batch.inputs, "notes": batch.notes})
+        for name, calls in batch.records.items():
+            records += [(number, name, call, number_of(p)) for call, p in enumerate(calls)]
+        annotations += [(number, name, number_of(p)) for name, p in batch.annotations.items()]
+    last = first + len(group) - 1
+    return Index(first, last, session, batches, list(spreads), records, annotations)

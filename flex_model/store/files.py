@@ -1,0 +1,152 @@
+"""Files that are there in whole or not at all, and the one that a rank's tensors are in.
+
+A file is written under another name, synced, renamed, and its folder synced. What a killed process
+leaves behind has a name that says so, or is in no manifest.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import weakref
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+ASIDE = ".part"
+_CHUNK_BYTES = 16 * 2**20  # of one write
+_MAX_HEADER_BYTES = 100_000_000  # what readers of safetensors take
+
+# The names that safetensors has for dtypes; others are kept as bytes, and the index says what they
+# are.
+_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+
+
+def write_whole(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """Write a file that is on the disk under its name, in whole, when this returns.
+
+    Raises:
+        OSError: as of the file system; nothing has this name then, or what had it before.
+    """
+    aside = path.with_name(path.name + ASIDE)
+    with open(aside, "wb") as file:
+        for chunk in chunks:
+            write_chunk(file, chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+    sync_folder(path.parent)
+
+
+def write_chunk(file, chunk: bytes | memoryview) -> None:
+    """One write of ``write_whole``."""
+    file.write(chunk)
+
+
+def sync_folder(folder: Path) -> None:
+    """What was renamed in it is on the disk."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def safetensors_of(tensors: Mapping[str, Tensor]) -> Iterable[bytes | memoryview]:
+    """A safetensors file, piece by piece; tensors are not copied.
+
+    Source: github.com/huggingface/safetensors, README, "Format".
+    """
+    # The widest elements first, so that all are aligned.
+    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+    header, end = {}, 0
+    for name in names:
+        tensor = tensors[name]
+        kind = _NAMES.get(tensor.dtype)
+        start, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": kind or "U8",
+            "shape": list(tensor.shape) if kind else [tensor.nbytes],
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > _MAX_HEADER_BYTES:
+        raise ValueError(
+            f"the names of {len(tensors)} records take {len(text)} bytes, more than a safetensors "
+            "file can have; give a smaller shard_bytes"
+        )
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for name in names:
+        yield from _chunks(tensors[name])
+
+
+def _chunks(tensor: Tensor) -> Iterable[memoryview]:
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    if not tensor.nbytes:
+        return
+    data = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+    for start in range(0, tensor.nbytes, _CHUNK_BYTES):
+        yield data[start : start + _CHUNK_BYTES]
+
+
+class FolderLock:
+    """That no other process writes into a folder. It ends with the process, however that ends.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._number: int | None = os.open(folder, os.O_RDONLY)
+        _held.add(self)
+        try:
+            import fcntl
+
+            fcntl.flock(self._number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise ValueError(
+                f"ActivationStore: {folder} is being written by another FlexModel or process; give "
+                "each a folder of its own, or close the other one"
+            ) from None
+        except (ImportError, OSError):  # a file system without locks
+            pass
+
+    def release(self) -> None:
+        """Let others have it; as often as one likes."""
+        if self._number is not None:
+            number, self._number = self._number, None
+            os.close(number)
+
+
+_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+
+
+def _release_in_child() -> None:
+    for lock in list(_held):
+        lock.release()  # of the child's copy: it must not outlive the parent
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_release_in_child)

@@ -1,0 +1,309 @@
+"""What is in a store: ``manifest.json``, and an index for each group of batches.
+
+The manifest says which groups there are, and hooks and configuration of all; a group is there once
+the manifest lists it. Its index is written before, once, and says what each batch has, and how it
+is spread over the files of the ranks. Names of files follow from numbers, so none leads elsewhere;
+hashes tell what was changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from flex_model import _C
+from flex_model.distributed.tensor_dicts import DTYPE_OF_NAME
+from flex_model.store.files import write_whole
+from flex_model.store.spread import Spread
+
+MANIFEST = "manifest.json"
+FORMAT = "flex_model activations"
+VERSION = 2
+_MAX_RANKS = 1 << 24
+
+
+def index_name(first: int, last: int) -> str:
+    return f"batches-{first:08d}-{last:08d}.json"
+
+
+def shard_name(first: int, last: int, session: str, rank: int) -> str:
+    """Of one session: a rank that outlives the others can't write over what comes after them."""
+    return f"batches-{first:08d}-{last:08d}.{session}.rank-{rank:04d}.safetensors"
+
+
+def digest_of(text: bytes) -> str:
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Of a folder.
+
+    Attributes:
+        id: Drawn when the store was begun.
+        key, config, hooks: What its records depend on: as the user says, the hash of the model's
+            configuration, and the hooks of the first run.
+        is_complete: Whether it was closed, and not begun again since.
+        groups: Of batches that follow one another: first, last, and the hash of their index.
+    """
+
+    id: str
+    key: Any
+    config: str | None = None
+    hooks: Any = None
+    is_complete: bool = False
+    groups: tuple[tuple[int, int, str], ...] = ()
+
+    @property
+    def num_batches(self) -> int:
+        return self.groups[-1][1] + 1 if self.groups else 0
+
+    def group_of(self, batch: int) -> int:
+        """The place in ``groups`` of a batch that is there."""
+        low, high = 0, len(self.groups) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if self.groups[middle][1] < batch:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def write(self, folder: Path) -> None:
+        write_whole(folder / MANIFEST, [signed(self._fields())])
+
+    def _fields(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "id": self.id,
+            "key": self.key,
+            "config": self.config,
+            "hooks": self.hooks,
+            "is_complete": self.is_complete,
+            "groups": self.groups,
+        }
+
+    @staticmethod
+    def read(folder: Path) -> Manifest | None:
+        """None if there is none.
+
+        Raises:
+            ValueError: it is not one, or was changed.
+        """
+        path, is_ours = folder / MANIFEST, False
+        try:
+            text = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        try:
+            found = json.loads(text)
+            is_ours = found["format"] == FORMAT and found["version"] == VERSION
+            if is_ours and _fits_its_hash(found):
+                groups = tuple((first, last, digest) for first, last, digest in found["groups"])
+                manifest = Manifest(
+                    found["id"],
+                    found["key"],
+                    found["config"],
+                    found["hooks"],
+                    found["is_complete"],
+                    groups,
+                )
+                if _follow_one_another(groups):
+                    return manifest
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            pass
+        raise ValueError(
+            f"ActivationStore: {path} is not of format {FORMAT!r}, version {VERSION}; it was "
+            "written by something else, or by another release"
+            + ", or changed since: it does not fit its own hash"
+            * is_ours
+        )
+
+
+@dataclass
+class Index:
+    """Of one group of batches.
+
+    Attributes:
+        session: That wrote it: eight digits.
+        batches: For each: ``inputs`` (their hash, or None) and ``notes`` (annotations that are no
+            tensors).
+        spreads: All that occur, each once.
+        records: ``(batch, name, call, index of its spread)``.
+        annotations: ``(batch, name, index of its spread)``: tensors.
+    """
+
+    first: int
+    last: int
+    session: str
+    batches: list[dict[str, Any]] = field(default_factory=list)
+    spreads: list[Spread] = field(default_factory=list)
+    records: list[tuple[int, str, int, int]] = field(default_factory=list)
+    annotations: list[tuple[int, str, int]] = field(default_factory=list)
+
+    @cached_property
+    def of_batch(self) -> dict[int, dict[str, list[tuple[str, Spread]]]]:
+        """By batch and name: key in the files and spread, in the order of calls."""
+        found: dict[int, dict[str, list[tuple[str, Spread]]]] = {}
+        for batch, name, call, spread in self.records:
+            calls = found.setdefault(batch, {}).setdefault(name, [])
+            calls.append((record_key(batch, name, call), self.spreads[spread]))
+        return found
+
+    @property
+    def names(self) -> set[str]:
+        return {name for _, name, _, _ in self.records}
+
+    @property
+    def files(self) -> list[str]:
+        """Names of those with its tensors."""
+        ranks = {rank for spread in self.spreads for rank, _ in spread.shards}
+        return [shard_name(self.first, self.last, self.session, rank) for rank in sorted(ranks)]
+
+    def to_json(self) -> bytes:
+        spreads = [
+            {
+                "shape": spread.shape,
+                "dtype": str(spread.dtype),
+                "layout": spread.layout,
+                "shards": spread.shards,
+                "boxes": spread.boxes,
+            }
+            for spread in self.spreads
+        ]
+        return signed(
+            {
+                "first": self.first,
+                "last": self.last,
+                "session": self.session,
+                "files": self.files,
+                "batches": self.batches,
+                "spreads": spreads,
+                "records": self.records,
+                "annotations": self.annotations,
+            }
+        )
+
+    @staticmethod
+    def read(folder: Path, first: int, last: int, digest: str) -> Index:
+        """ValueError where it is not what was written."""
+        path = folder / index_name(first, last)
+        try:
+            text = path.read_bytes()
+            if digest_of(text) != digest:
+                raise ValueError("its hash is not the manifest's")
+            return _parsed(json.loads(text), first, last)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(
+                f"ActivationStore: {path} is not what a store wrote ({error}); delete {folder} "
+                "and run again"
+            ) from error
+
+
+def record_key(batch: int, name: str, call: int) -> str:
+    """Of a record in the files."""
+    return f"{batch}/{call}/{name}"
+
+
+def annotation_key(batch: int, name: str) -> str:
+    return f"{batch}/annotation/{name}"
+
+
+def signed(fields: dict[str, Any]) -> bytes:
+    """As JSON, with the hash of itself."""
+    text = json.dumps(fields)
+    fields = {**fields, "digest": digest_of(_canonical(json.loads(text)))}
+    return json.dumps(fields).encode()
+
+
+def _fits_its_hash(found: dict[str, Any]) -> bool:
+    fields = {name: value for name, value in found.items() if name != "digest"}
+    return found["digest"] == digest_of(_canonical(fields))
+
+
+def _canonical(fields: Any) -> bytes:
+    return json.dumps(fields, sort_keys=True).encode()
+
+
+def _follow_one_another(groups: Sequence[tuple[int, int, str]]) -> bool:
+    begin = 0
+    for first, last, digest in groups:
+        if not (_is_count(first) and _is_count(last) and isinstance(digest, str)):
+            return False
+        if first != begin or last < first:
+            return False
+        begin = last + 1
+    return True
+
+
+def _parsed(found: Any, first: int, last: int) -> Index:
+    """ValueError, TypeError or KeyError where parts contradict each other."""
+    if (found["first"], found["last"]) != (first, last):
+        raise ValueError("it is of other batches")
+    batches = found["batches"]
+    if len(batches) != last - first + 1 or any({"inputs", "notes"} - b.keys() for b in batches):
+        raise ValueError("batches are missing")
+    spreads = [_spread(fields) for fields in found["spreads"]]
+    if not re.fullmatch("[0-9a-f]{8}", found["session"], re.ASCII):
+        raise ValueError(f"session {found['session']!r}")  # which could lead elsewhere
+    index = Index(first, last, found["session"], batches, spreads)
+    num_calls: dict[tuple[int, str], int] = {}
+    for batch, name, call, spread in found["records"]:
+        _check_place(index, batch, name, spread)
+        if call != num_calls.get((batch, name), 0):
+            raise ValueError(f"calls of {name!r} in batch {batch} are missing")
+        num_calls[batch, name] = call + 1
+        index.records.append((batch, name, call, spread))
+    for batch, name, spread in found["annotations"]:
+        _check_place(index, batch, name, spread)
+        index.annotations.append((batch, name, spread))
+    return index
+
+
+def _check_place(index: Index, batch: Any, name: Any, spread: Any) -> None:
+    is_there = _is_count(batch) and index.first <= batch <= index.last
+    if not (is_there and isinstance(name, str) and _is_count(spread)):
+        raise ValueError(f"a record {name!r} of batch {batch}")
+    if spread >= len(index.spreads):
+        raise ValueError(f"spread {spread} of {len(index.spreads)}")
+
+
+def _spread(fields: Any) -> Spread:
+    dtype = DTYPE_OF_NAME[fields["dtype"]]
+    shape = _sizes(fields["shape"])
+    shards = tuple((rank, _sizes(sizes)) for rank, sizes in fields["shards"])
+    boxes = tuple(
+        (shard, _sizes(start), _sizes(shard_start), _sizes(sizes))
+        for shard, start, shard_start, sizes in fields["boxes"]
+    )
+    if not all(_is_count(rank) and rank < _MAX_RANKS for rank, _ in shards):
+        raise ValueError(f"ranks {[rank for rank, _ in shards]}")
+    if len({rank for rank, _ in shards}) != len(shards):
+        raise ValueError("a rank has two shards")
+    held = sum(math.prod(sizes) for _, sizes in shards)
+    if held != math.prod(shape) or not all(_is_count(box[0]) for box in boxes):
+        raise ValueError(f"shards of {held} elements for a tensor of shape {shape}")
+    # Refuses boxes that leave a tensor, overlap, or leave something out.
+    try:
+        _C.GatherPlan(list(shape), [list(sizes) for _, sizes in shards], boxes, dtype.itemsize)
+    except (OverflowError, IndexError) as error:
+        raise ValueError(str(error)) from None
+    return Spread(shape, dtype, str(fields["layout"]), shards, boxes)
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or not all(_is_count(value) for value in values):
+        raise ValueError(f"sizes {values!r}")
+    return tuple(values)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62

@@ -1,0 +1,129 @@
+"""The beginning of a session: the folder is there, ours alone, and fits the model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from flex_model.distributed.channel import Channel
+from flex_model.distributed.tensor_dicts import exchange_json
+from flex_model.errors import agreed
+from flex_model.store.files import ASIDE, FolderLock
+from flex_model.store.manifest import Index, Manifest, index_name
+from flex_model.store.store import ActivationStore
+
+SEEN_S = 5.0  # until what rank 0 wrote is seen on the other hosts of a shared file system
+
+# Of a configuration: what says where the model came from, not what it is.
+_NO_MATTER = ("_name_or_path", "transformers_version")
+
+
+def config_hash(module: nn.Module) -> str | None:
+    """Of ``module.config``, by its values; None if there is none."""
+    config = getattr(module, "config", None)
+    to_dict = getattr(config, "to_dict", None)
+    fields = to_dict() if callable(to_dict) else getattr(config, "__dict__", config)
+    if not isinstance(fields, Mapping):
+        return None
+    fields = {str(name): value for name, value in fields.items() if name not in _NO_MATTER}
+    text = json.dumps(fields, sort_keys=True, default=lambda value: type(value).__qualname__)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def opened(
+    store: ActivationStore, channel: Channel, config: str | None
+) -> tuple[FolderLock | None, Manifest, str]:
+    """Rank 0's lock, the manifest as all ranks see it, and the name of the session. Collective.
+
+    Raises:
+        ValueError: see ``Session``; on every rank.
+        OSError: with one rank.
+    """
+    if channel.is_local:
+        return _prepared(store, config), store._manifest, uuid.uuid4().hex[:8]
+    lock: FolderLock | None = None
+    error: str | None = None
+    if channel.mesh.rank == 0:
+        try:
+            lock = _prepared(store, config)
+        except (ValueError, OSError) as problem:
+            error = f"{type(problem).__name__}: {problem}"
+    try:
+        _raise_told(exchange_json(channel, error, f"the store {store.folder}"))
+        error, number = None, None
+        try:
+            number = _id_seen(store)
+        except (ValueError, OSError) as problem:
+            error = f"{type(problem).__name__}: {problem}"
+        mine = [error, number, uuid.uuid4().hex[:8]]
+        told = exchange_json(channel, mine, f"the store {store.folder}")
+        _raise_told([one[0] for one in told])
+        if len({one[1] for one in told}) > 1:
+            raise agreed(
+                ValueError(
+                    f"ActivationStore: the ranks do not see the same {store.folder}; give a folder "
+                    "on a file system that they share"
+                )
+            )
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        raise
+    return lock, store._manifest, told[0][2]
+
+
+def _prepared(store: ActivationStore, config: str | None) -> FolderLock:
+    """The folder locked, and without what a killed process left behind."""
+    store.folder.mkdir(parents=True, exist_ok=True)
+    lock = FolderLock(store.folder)
+    try:
+        store.reload()
+        manifest = store._manifest
+        if not manifest.id:
+            manifest = replace(manifest, id=uuid.uuid4().hex)
+        if manifest.num_batches and manifest.config != config:
+            raise ValueError(
+                f"ActivationStore: {store.folder} holds records of a model with another "
+                "configuration; give another folder, or delete that one"
+            )
+        _delete_leftovers(store, manifest)
+        replace(manifest, config=config).write(store.folder)
+        store.reload()
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def _delete_leftovers(store: ActivationStore, manifest: Manifest) -> None:
+    listed = set()
+    for first, last, digest in manifest.groups:
+        index = Index.read(store.folder, first, last, digest)
+        listed |= {index_name(first, last), *index.files}
+    for path in store.folder.iterdir():
+        is_ours = path.name.startswith("batches-") or path.name.endswith(ASIDE)
+        if is_ours and path.name not in listed and not path.is_dir():
+            path.unlink()
+
+
+def _id_seen(store: ActivationStore) -> str | None:
+    """Of the store that this rank sees in the folder, once rank 0 has written it."""
+    deadline = time.monotonic() + SEEN_S
+    store.reload()
+    while not store._manifest.id and time.monotonic() < deadline:
+        time.sleep(0.05)
+        store.reload()
+    return store._manifest.id or None
+
+
+def _raise_told(errors: list[Any]) -> None:
+    texts = list(dict.fromkeys(error for error in errors if error))
+    if texts:
+        raise agreed(ValueError("; ".join(texts)))

@@ -1,0 +1,415 @@
+"""One FlexModel that writes into a store: batches, groups of them, and when a group is there.
+
+All ranks make the same groups. Each writes its own file of a group, in a thread; at the next
+meeting (the end of a run, or a flush) it tells how many of its files are on the disk. What all have
+written, rank 0 puts into the manifest: only then a batch is there. An error of any rank's disk is
+told at that meeting, too, and raised on all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from flex_model.distributed.channel import Channel
+from flex_model.distributed.tensor_dicts import exchange_json
+from flex_model.errors import HookError, agreed, see
+from flex_model.store.annotations import described, parts_of, parts_of_first
+from flex_model.store.batch import Batch, as_parts, index_of
+from flex_model.store.files import safetensors_of, write_whole
+from flex_model.store.manifest import Index, digest_of, index_name, shard_name
+from flex_model.store.opening import SEEN_S, opened
+from flex_model.store.spread import Part, Spread
+from flex_model.store.store import ActivationStore
+from flex_model.store.writer import Writer
+
+_GRACE_S = 10.0  # that a rank whose run failed waits for the others, to keep what all have
+
+
+class Session:
+    """Made, flushed and closed by all ranks of ``channel``; ``run_ended`` and ``meet`` are
+    collective, too. All else is local.
+
+    Args:
+        config: The hash of the model's configuration; None if it has none.
+        take: Gives this rank's records of the open batch, and forgets them.
+        dp_size: Of a pipeline, whose rank 0 has all records in full; else None.
+
+    Attributes:
+        number: Of the run whose batch is open: others can't add to theirs.
+        in_run: Whether a run goes on.
+        spreads: By name, those of the last batch.
+        is_sequential: Whether batches are handed over whole (``append``), by a sequential run.
+        num_batches: With those that are not written yet.
+
+    Raises:
+        ValueError: the folder is not seen by all ranks, is being written by others, or holds
+            records of another model.
+    """
+
+    def __init__(
+        self,
+        store: ActivationStore,
+        channel: Channel,
+        config: str | None,
+        take: Callable[[], dict[str, list[Any]]],
+        dp_size: int | None = None,
+    ) -> None:
+        if store._session is not None:
+            raise ValueError(
+                f"ActivationStore: {store.folder} is written by another FlexModel; restore() that "
+                "first, or give each a store of its own"
+            )
+        self.store, self.number = store, 0
+        self.in_run = self.is_sequential = False
+        self._channel, self._take, self._dp_size = channel, take, dp_size
+        self._rank = channel.mesh.rank
+        self._numbers = itertools.count(1)
+        self._writer = Writer(store.max_bytes)
+        self._failure = ""
+        self._is_closed = False
+        self._open: Batch | None = None  # of a run that has ended; gradients may come
+        self._num_backwards = 0  # of it, that go on
+        self.spreads: dict[str, list[Spread]] = {}
+        self._group: list[Batch] = []
+        self._group_bytes, self._group_began = 0, 0.0  # of full tensors
+        self._held_bytes = 0  # of this rank's parts of the group
+        self._num_groups = 0  # handed to the writer
+        self._num_written = 0  # of them, on this rank's disk
+        self._unlisted: deque[tuple[int, Index]] = deque()  # rank 0: number of the group, index
+        self._lock, self._on_disk, self._name = opened(store, channel, config)
+        self.num_batches = self._on_disk.num_batches
+        self._hooks = self._on_disk.hooks if self.num_batches else None
+        self._are_hooks_checked = False
+        store._session = self
+
+    def check_hooks(self, hooks: list[Any], always: bool = False) -> None:
+        """That the records that are there are of these hooks; once, or ``always``.
+
+        Raises:
+            ValueError: they are of others; on every rank, since ranks have agreed on their hooks.
+        """
+        if self._are_hooks_checked and not always:
+            return
+        hooks = json.loads(json.dumps(hooks))
+        if self._hooks is not None and self._hooks != hooks:
+            raise ValueError(
+                f"ActivationStore: {self.store.folder} holds records of other hooks "
+                f"({self._hooks}), not of {hooks}; give another folder, or delete it"
+            )
+        self._hooks, self._are_hooks_checked = hooks, True
+
+    # Runs and their batches.
+
+    def begins(self) -> int:
+        """An outermost run begins: its number. The batch of the one before is whole."""
+        self._check_usable()
+        if self.is_sequential:
+            return next(self._numbers)
+        self._end_batch()
+        self.in_run = True
+        self.number = next(self._numbers)
+        return self.number
+
+    def check_open(self, number: int, going_on: int | None) -> None:
+        """HookError for gradients of a run whose batch is not open any more.
+
+        Args:
+            going_on: The number of the run that goes on, if any.
+        """
+        if number != (self.number if going_on is None else going_on):
+            raise HookError(
+                "the backward of a run came after its batch in the store was ended, by the next "
+                "run or by flush(); call backward before that, or run both inside one "
+                f"flex.active() ({see('a-batch-of-a-store-was-ended')})"
+            )
+
+    def backward_begins(self, number: int) -> None:
+        """Of the run of this number. A batch whose backward is left in the middle is dropped."""
+        self._num_backwards += number == self.number
+
+    def backward_ends(self, number: int) -> None:
+        self._num_backwards -= number == self.number
+
+    def run_ended(self, is_whole: bool) -> None:
+        """Its records are delivered; ``is_whole``: no gradients will follow."""
+        self.in_run = False
+        given, self.store._notes = self.store._notes, {}
+        notes = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
+        batch = self._open = Batch({}, notes=notes)
+        if is_whole:
+            self._end_batch()
+        self.meet(batch, {name: value for name, value in given.items() if name not in notes})
+
+    def run_failed(self) -> None:
+        """What it recorded is dropped, of a backward too."""
+        self.in_run = False
+        if not self.is_sequential:
+            self._take()
+            self.store._notes = {}
+            self._open, self._num_backwards = None, 0
+            self.number = next(self._numbers)
+
+    def append(
+        self, records: Mapping[str, Sequence[Any]], inputs: str, notes: Mapping[str, Tensor]
+    ) -> None:
+        """The next batch, whole. Collective.
+
+        Args:
+            inputs: Their hash.
+            notes: To annotate it with.
+        """
+        batch = Batch(as_parts(records), inputs)
+        self._add(batch)
+        self.meet(batch, notes)
+
+    def _end_batch(self) -> None:
+        batch, self._open = self._open, None
+        if batch is None:
+            return
+        is_broken, self._num_backwards = self._num_backwards > 0, 0
+        self.number = next(self._numbers)
+        records = self._take()
+        if not is_broken:  # else its gradients are not all there
+            batch.records = as_parts(records)
+            self._add(batch)
+
+    def _add(self, batch: Batch) -> None:
+        parts = [part for _, part in batch.parts(0)]
+        self.spreads = {name: [p.spread for p in calls] for name, calls in batch.records.items()}
+        if not self._group:
+            self._group_began = time.monotonic()
+        self._hold(parts)
+        self._group.append(batch)
+        self._group_bytes += sum(part.spread.num_bytes for part in parts)
+        self.num_batches += 1
+
+    def _hold(self, parts: Iterable[Part]) -> None:
+        """Wait until the writer has room for them."""
+        held = sum(part.tensor.nbytes for part in parts if part.tensor is not None)
+        self._writer.reserve(held)
+        self._held_bytes += held
+
+    # Groups of batches.
+
+    def meet(
+        self,
+        batch: Batch | None = None,
+        notes: Mapping[str, Tensor] | None = None,
+        ends_group: bool = False,
+    ) -> None:
+        """Tell each other what is written, and of errors; end the group of batches if rank 0 finds
+        it large or old, or if all want it. Collective.
+
+        Args:
+            batch, notes: Which batch gets these annotations.
+
+        Raises:
+            HookError: a rank could not write.
+            HookMismatchError: ranks have other batches or annotations.
+        """
+        notes = notes or {}
+        if self._dp_size is not None and self._rank:
+            notes = {}
+        age = time.monotonic() - self._group_began
+        error = self._writer.error
+        mine = {
+            "error": error and f"{type(error).__name__}: {error}",
+            "at": [self.num_batches, len(self._group), self._open is not None],
+            "written": self._num_written,
+            "ends": ends_group
+            or (self._group_bytes >= self.store.shard_bytes or age >= self.store.seconds),
+            "notes": [described(name, tensor) for name, tensor in notes.items()],
+        }
+        told = exchange_json(self._channel, mine, f"the store {self.store.folder}")
+        errors = [f"rank {rank}: {one['error']}" for rank, one in enumerate(told) if one["error"]]
+        if errors:
+            self._failure = f"ActivationStore: {self.store.folder}: {'; '.join(errors)}"
+            text = f"{self._failure} ({see('a-store-cant-be-written')})"
+            raise agreed(HookError(text)) from error
+        of_all = self._dp_size is None
+        keys = [[one["at"], [n[:2] for n in one["notes"]] if of_all else []] for one in told]
+        if len(set(map(json.dumps, keys))) > 1:
+            self._failure = f"{self.store.folder}: ranks have different batches"
+            raise self._channel.mismatch(f"{mine['at']}, {mine['notes']}", "have different batches")
+        if batch is not None and told[0]["notes"]:
+            try:
+                if self._dp_size is not None:
+                    batch.annotations = parts_of_first(notes, self._dp_size)
+                else:
+                    of_ranks = [one["notes"] for one in told]
+                    batch.annotations = parts_of(self._channel, notes, of_ranks)
+            except ValueError as problem:
+                self._failure = str(problem)
+                raise agreed(problem) from None
+            self._hold(batch.annotations.values())
+        if told[0]["ends"]:
+            self._end_group()
+        self._list(min(one["written"] for one in told))
+
+    def _end_group(self) -> None:
+        """Hand it to the writer."""
+        group, self._group = self._group, []
+        held, self._held_bytes, self._group_bytes = self._held_bytes, 0, 0
+        if not group:
+            return
+        first, last = self.num_batches - len(group), self.num_batches - 1
+        tensors = {
+            key: part.tensor
+            for number, batch in enumerate(group, first)
+            for key, part in batch.parts(number)
+            if part.tensor is not None
+        }
+        path = self.store.folder / shard_name(first, last, self._name, self._rank)
+        if self._rank == 0:
+            self._unlisted.append((self._num_groups, index_of(group, first, self._name)))
+        self._num_groups += 1
+
+        def write() -> None:
+            if tensors:
+                write_whole(path, safetensors_of(tensors))
+            self._num_written += 1
+
+        self._writer.submit(write, held)
+        if self._channel.is_local:  # once this is written
+            self._list(self._num_groups)
+
+    def _list(self, num_written: int) -> None:
+        """Rank 0: groups that all ranks have written are in the manifest from now on."""
+        while self._unlisted and self._unlisted[0][0] < num_written:
+            index = self._unlisted.popleft()[1]
+            self._writer.submit(functools.partial(self._write_index, index, self._hooks))
+
+    def _write_index(self, index: Index, hooks: Any) -> None:
+        """In the writer's thread, as all that changes ``_on_disk``."""
+        text = index.to_json()
+        write_whole(self.store.folder / index_name(index.first, index.last), [text])
+        group = (index.first, index.last, digest_of(text))
+        self._write_manifest(hooks=hooks, is_complete=False, groups=(*self._on_disk.groups, group))
+
+    def _write_manifest(self, **changes: Any) -> None:
+        manifest = replace(self._on_disk, **changes)
+        if manifest != self._on_disk:
+            manifest.write(self.store.folder)
+            self._on_disk = manifest
+
+    # The end.
+
+    def flush(self, is_complete: bool = False) -> None:
+        """Collective; see ``ActivationStore.flush``."""
+        try:
+            self._flush(is_complete)
+        except (KeyboardInterrupt, SystemExit) as error:
+            self._channel.leave(error)  # so that nobody waits for this rank
+            raise
+
+    def _flush(self, is_complete: bool) -> None:
+        self._check_usable()
+        if self.in_run:
+            raise RuntimeError(
+                "ActivationStore: flush() inside a run, whose batch is not whole; call it after"
+            )
+        self._end_batch()
+        self.meet(ends_group=True)
+        self._writer.wait()
+        self.meet()
+        if is_complete and self._rank == 0:
+            changes = functools.partial(self._write_manifest, hooks=self._hooks, is_complete=True)
+            self._writer.submit(changes)
+        self._writer.wait()
+        self.meet()
+        deadline = time.monotonic() + SEEN_S
+        self.store.reload()
+        while self.store.num_batches < self.num_batches and time.monotonic() < deadline:
+            time.sleep(0.01)
+            self.store.reload()
+
+    def close(self) -> None:
+        """Collective; see ``ActivationStore.close``."""
+        if self._is_closed or self._writer.is_child:
+            return
+        try:
+            if not self._failure:
+                self.flush(is_complete=True)
+        finally:
+            self._end()
+
+    def leave(self, kind: type[BaseException] | None) -> None:
+        """As ``close``, where an exception may be the reason: what all ranks have is kept, if they
+        all come.
+        """
+        if kind is None:
+            self.close()
+            return
+        if self._is_closed or self._writer.is_child:
+            return
+        try:
+            self.keep_what_all_have(kind)
+        finally:
+            self.abandon()
+
+    def keep_what_all_have(self, kind: type[BaseException]) -> None:
+        """``flush`` after an exception of this kind; nothing where ranks do not all come."""
+        self.in_run = False
+        if self._open is not None:  # gradients of it may be missing
+            self.run_failed()
+        timeout_s = self._channel.timeout_s
+        self._channel.timeout_s = min(timeout_s, _GRACE_S)
+        try:
+            is_wanted = issubclass(kind, Exception) or self._channel.is_local
+            if is_wanted and not self._failure:
+                with contextlib.suppress(HookError, ValueError):
+                    self.flush()
+        finally:
+            self._channel.timeout_s = timeout_s
+
+    def abandon(self) -> None:
+        """Local: with several ranks, what is not in the manifest is lost."""
+        if self._is_closed or self._writer.is_child:
+            return
+        try:
+            if self._channel.is_local and not self._failure:
+                self.in_run = False
+                self.flush()
+            elif self._group or self._unlisted or self._open:
+                warnings.warn(
+                    f"{self.store.folder}: batches that were not flushed are lost; call flush(), "
+                    "or restore() on every rank",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self._is_closed = True
+        self._writer.close()
+        if self._lock is not None:
+            self._lock.release()
+        self.store._session = None
+
+    def _check_usable(self) -> None:
+        if self._writer.is_child:
+            raise HookError(
+                f"the store {self.store.folder} was opened before this process was forked, and is "
+                f"written by its parent ({see('a-forked-process')})"
+            )
+        if self._failure:
+            raise HookError(
+                f"{self._failure} (before); restore() and wrap again: what is in the manifest is "
+                "kept"
+            )
+        if self._is_closed:
+            raise HookError(
+                f"the store {self.store.folder} was closed; wrap the model again to go on"
+            )

@@ -1,0 +1,123 @@
+"""Stores as torch, numpy and datasets; every dtype and odd shapes."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from flex_model import ActivationStore, FlexModel, HookFunction
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+]
+SHAPES = [(3, 4), (), (0, 4), (2, 0), (1,)]
+
+
+def tensor(dtype, shape, seed=0):
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 4
+    return (numbers > 0) if dtype == torch.bool else numbers.abs().to(dtype)
+
+
+def filled(folder, tensors, **settings):
+    with FlexModel(nn.Sequential(nn.Identity()), ActivationStore(folder, **settings)) as flex:
+        flex.register_forward_hook(HookFunction("0"))
+        for one in tensors:
+            flex(one)
+    return ActivationStore(folder)
+
+
+def bits(one):
+    return one.contiguous().reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_and_shape(tmp_path, dtype):
+    tensors = [tensor(dtype, shape) for shape in SHAPES]
+    store = filled(tmp_path, tensors)
+    found = list(store.tensors("0"))
+    assert [(one.dtype, one.shape) for one in found] == [(one.dtype, one.shape) for one in tensors]
+    assert all(torch.equal(bits(one), bits(other)) for one, other in zip(found, tensors))
+    for array, one in zip(store.numpy("0"), tensors):
+        assert array.shape == tuple(one.shape)
+        wide = one.to(torch.float32) if one.dtype.itemsize < 4 and one.is_floating_point() else one
+        assert torch.equal(torch.from_numpy(array.copy()).to(wide.dtype), wide)
+
+
+def test_files_are_ordinary_safetensors(tmp_path):
+    tensors = [
+        tensor(torch.bfloat16, (3, 5)),
+        tensor(torch.float64, (2,)),
+        tensor(torch.bool, (7,)),
+    ]
+    filled(tmp_path, tensors)
+    (path,) = tmp_path.glob("*.safetensors")
+    with safe_open(path, framework="pt") as file:
+        assert sorted(file.keys()) == ["0/0/0", "1/0/0", "2/0/0"]
+        for i, one in enumerate(tensors):
+            assert torch.equal(file.get_tensor(f"{i}/0/0"), one)
+
+
+def test_records_of_a_name_are_a_sequence(tmp_path):
+    tensors = [tensor(torch.float32, (2, i)) for i in range(5)]
+    store = filled(tmp_path, tensors, shard_bytes=1)
+    records = store["0"]
+    assert len(records) == 5 and records[-1].shape == (2, 4)
+    assert [one.shape[1] for one in records[1:4]] == [1, 2, 3]
+    assert store.layout("0", 3) == "whole"
+    with pytest.raises(KeyError, match=r"no record 'mlp'; it has \['0'\]"):
+        store["mlp"]
+    with pytest.raises(IndexError):
+        records[5]
+    with pytest.raises(IndexError, match="no batch 5"):
+        store.annotations(5)
+
+
+def test_what_is_read_may_be_written_to(tmp_path):
+    store = filled(tmp_path, [tensor(torch.float32, (2, 3))])
+    next(store.tensors("0")).zero_()
+    assert torch.equal(next(ActivationStore(tmp_path).tensors("0")), tensor(torch.float32, (2, 3)))
+
+
+def test_it_is_read_without_a_process_group(tmp_path):
+    filled(tmp_path, [tensor(torch.float32, (2, 3))])
+    code = (
+        "import sys, flex_model, torch.distributed as dist\n"
+        "store = flex_model.ActivationStore(sys.argv[1])\n"
+        "assert store.batch(0)['0'][0].shape == (2, 3) and not dist.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
+
+
+def test_as_a_dataset(tmp_path):
+    pytest.importorskip("datasets")
+    store = ActivationStore(tmp_path)
+    tensors = [tensor(torch.float32, (2, 3), seed) for seed in range(3)]
+    with FlexModel(nn.Sequential(nn.Identity()), store) as flex:
+        flex.register_forward_hook(HookFunction("0"))
+        for i, one in enumerate(tensors):
+            store.annotate(token_ids=torch.full((2, 3), i))
+            flex(one)
+    rows = list(store.dataset())
+    assert [row["batch"] for row in rows] == [0, 1, 2]
+    for i, (row, one) in enumerate(zip(rows, tensors)):
+        assert torch.equal(torch.as_tensor(row["0"]), one)
+        assert (torch.as_tensor(row["token_ids"]) == i).all()
+    assert "0" not in next(iter(store.dataset([])))
+    assert store.dataset().n_shards == 3
+    with pytest.raises(KeyError, match="no record 'mlp'"):
+        store.dataset(["mlp"])
