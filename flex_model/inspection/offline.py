@@ -22,9 +22,8 @@ from flex_model.distributed.mesh import Mesh, check_sizes, is_distributed
 from flex_model.distributed.tracking import LayoutTracker, named_weights
 from flex_model.inspection.dry_run import Seen, layout_from_shapes
 from flex_model.inspection.shapes_only import shapes_only
-from flex_model.inspection.tree import ModelTree, Node, TensorSeen
+from flex_model.inspection.tree import ModelTree, Node, TensorSeen, is_called, named
 from flex_model.integrations import dtensor, layers
-from flex_model.names import clean
 
 Input = tuple[Shape, str]  # full sizes, name of the dtype
 _TOKENS = 8
@@ -183,9 +182,9 @@ def _tree(source: _Source, tp: int, dp: int, inputs: Sequence[Input]) -> ModelTr
                     f"{str(error)[:600]}); run it for real, and ask flex.layouts()"
                 ) from error
             if rank == 0:
-                modules = _named(module)
+                modules = named(module)
                 nodes = [
-                    Node(name, type(part).__name__, has_forward=_is_called(part))
+                    Node(name, type(part).__name__, has_forward=is_called(part))
                     for name, part in modules.items()
                 ]
     calls *= len(ranks) // len(tried)
@@ -197,18 +196,7 @@ def _tree(source: _Source, tp: int, dp: int, inputs: Sequence[Input]) -> ModelTr
         if name not in by_name or getattr(by_name[name], kind) is not None:
             continue  # a later call of the same module
         setattr(by_name[name], kind, _settled(name, kind, modules[name], seen, mesh))
-    return ModelTree(nodes, tp, dp)
-
-
-def _named(root: nn.Module) -> dict[str, nn.Module]:
-    found: dict[str, nn.Module] = {}
-    for name, module in root.named_modules():
-        found.setdefault(clean(root, name), module)
-    return found
-
-
-def _is_called(module: nn.Module) -> bool:
-    return not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList))
+    return ModelTree(nodes, f"{tp} tensor-parallel x {dp} data-parallel ranks")
 
 
 def _settled(
@@ -254,7 +242,7 @@ def _observe(
         return lambda module, args, output: look(name, "output", output)
 
     handles: list[Any] = []
-    for name, module in _named(root).items():
+    for name, module in named(root).items():
         handles.append(module.register_forward_pre_hook(pre_hook(name), with_kwargs=True))
         handles.append(module.register_forward_hook(hook(name)))
 
