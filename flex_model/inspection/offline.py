@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flex_model import _C
+from flex_model.diagnostics.progress import progress
 from flex_model.distributed import values
 from flex_model.distributed.inference import Splits
 from flex_model.distributed.layout import Replicate, Shape, Shard
@@ -47,7 +48,14 @@ class _Source:
     is_for_all_ranks: bool
 
 
-def inspect(model: str, tp: int, dp: int, inputs: list[Input] | None = None) -> ModelTree:
+def inspect(
+    model: str,
+    tp: int,
+    dp: int,
+    inputs: list[Input] | None = None,
+    *,
+    show_progress: bool = False,
+) -> ModelTree:
     """The modules of ``model`` and what they take and give on ``tp`` x ``dp`` ranks. Local.
 
     Example::
@@ -62,6 +70,7 @@ def inspect(model: str, tp: int, dp: int, inputs: list[Input] | None = None) -> 
             ``file.py:function``, of a function without arguments that returns a module, which it
             may have sharded over the ranks of ``torch.distributed``.
         inputs: Full sizes and dtype of each positional input; dim 0 is the batch.
+        show_progress: A bar on stderr that counts ranks.
 
     Raises:
         ValueError: sizes below 1, no such model or function, inputs that are missing or do not
@@ -80,7 +89,7 @@ def inspect(model: str, tp: int, dp: int, inputs: list[Input] | None = None) -> 
             f"dim 0 of every input is the batch, of which {dp} data-parallel ranks have rows; "
             f"give sizes that divide by {dp}"
         )
-    return _tree(source, tp, dp, inputs)
+    return _tree(source, tp, dp, inputs, show_progress)
 
 
 # ---- Models --------------------------------------------------------------------------------------
@@ -161,14 +170,16 @@ def _ranks_in_name(rank: int, world_size: int) -> Iterator[None]:
 # ---- What each rank sees -------------------------------------------------------------------------
 
 
-def _tree(source: _Source, tp: int, dp: int, inputs: Sequence[Input]) -> ModelTree:
+def _tree(
+    source: _Source, tp: int, dp: int, inputs: Sequence[Input], show_progress: bool
+) -> ModelTree:
     ranks = tuple(range(dp * tp))
     tried = ranks if source.is_for_all_ranks else ranks[:tp]  # data-parallel ranks are all alike
     calls: list[list[tuple[str, str, Seen]]] = []
     nodes: list[Node] = []
     modules: dict[str, nn.Module] = {}
     whole = _whole_weights(source, tp, len(tried))
-    for rank in tried:
+    for rank in progress(tried, "ranks", show_progress):
         mesh = Mesh(ranks, rank, 1, dp, tp)
         with _ranks_in_name(rank, len(tried)):
             try:

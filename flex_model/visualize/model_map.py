@@ -68,12 +68,7 @@ class HookMark:
         cost = self.cost
         if not cost.headers and not cost.bytes_moved:
             return "" if self.layout.source == NOT_RUN or self.where else "moved nothing"
-        counts = [
-            f"{count} {name}{'s' * (count != 1)}"
-            for count, name in ((cost.headers, "header"), (cost.collectives, "collective"))
-            if count
-        ]
-        return ", ".join([*filter(None, [cost.transport]), *counts, text.size(cost.bytes_moved)])
+        return ", ".join(filter(None, [cost.transport, _counts(cost)]))
 
     def __str__(self) -> str:
         what = self.kind.replace("_", "-")
@@ -88,6 +83,16 @@ class HookMark:
             self.where,
         ]
         return "; ".join(filter(None, parts))
+
+
+def _counts(cost: HookCost) -> str:
+    """``2 headers, 1 collective, 1.5 KiB``."""
+    counts = [
+        f"{count} {name}{'s' * (count != 1)}"
+        for count, name in ((cost.headers, "header"), (cost.collectives, "collective"))
+        if count
+    ]
+    return ", ".join([*counts, text.size(cost.bytes_moved)])
 
 
 @dataclass
@@ -171,10 +176,7 @@ def model_map(
         notes.setdefault(mark.module, []).append(str(mark))
     for row in told[len(hooks) :]:
         if row.headers or row.bytes_moved:
-            notes.setdefault("", []).append(
-                f"all hooks share: {row.headers} headers, {row.collectives} collectives, "
-                f"{text.size(row.bytes_moved)}"
-            )
+            notes.setdefault("", []).append(f"all hooks share: {_counts(row)}")
     shown = list(modules.nodes.values())
     for node in shown:
         node.kind += f"  ({modules.stages[node.name]})" if node.name in modules.stages else ""
