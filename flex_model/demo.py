@@ -44,8 +44,8 @@ class DemoError(RuntimeError):
     """A rank failed, or says nothing."""
 
 
-class Attention(nn.Module):
-    """Causal attention; ``pattern`` gives (batch, heads, query, key)."""
+class Layer(nn.Module):
+    """Causal attention, added to what it reads; ``pattern`` gives (batch, heads, query, key)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Attention(nn.Module):
         q, k, v = (layer(x).view(split).transpose(1, 2) for layer in (self.q, self.k, self.v))
         hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
         pattern = self.pattern((q @ k.transpose(-1, -2)).masked_fill(hidden, -torch.inf))
-        return self.o((pattern @ v).transpose(1, 2).reshape(batch, length, -1))
+        return x + self.o((pattern @ v).transpose(1, 2).reshape(batch, length, -1))
 
 
 class CopyingModel(nn.Module):
@@ -70,7 +70,7 @@ class CopyingModel(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, _WIDTH)
         self.positions = nn.Embedding(_LENGTH, _WIDTH)
-        self.layers = nn.ModuleList(Attention() for _ in range(2))
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
         self.head = nn.Linear(_WIDTH, VOCABULARY, bias=False)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
@@ -80,7 +80,7 @@ class CopyingModel(nn.Module):
             _identity(self.tokens.weight, 0, _TOKEN, VOCABULARY)
             _identity(self.positions.weight, 0, _POSITION, _LENGTH)
             _identity(self.head.weight, 0, _NEXT, VOCABULARY, 10.0)
-            first, second = cast(list[Attention], list(self.layers))
+            first, second = cast(list[Layer], list(self.layers))
             start = _PREVIOUS_HEAD * HEAD_SIZE  # position i asks for key i, which i - 1 has
             _identity(first.q.weight, start, _POSITION, _LENGTH, _SHARPNESS)
             _identity(first.k.weight, start + 1, _POSITION, _LENGTH - 1)
@@ -88,12 +88,15 @@ class CopyingModel(nn.Module):
             start = _INDUCTION_HEAD * HEAD_SIZE  # a token asks for where it is the one before
             _identity(second.q.weight, start, _TOKEN, VOCABULARY, _SHARPNESS)
             _identity(second.k.weight, start, _BEFORE, VOCABULARY)
+            # Nothing stands before position 0, where the head of layer 0 finds the token itself.
+            second.q.weight[start + VOCABULARY, _TOKEN : _TOKEN + VOCABULARY] += _SHARPNESS
+            second.k.weight[start + VOCABULARY, _POSITION] -= 1
             _copy(second, start, _TOKEN, _NEXT)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
         for layer in self.layers:
-            x = x + layer(x)
+            x = layer(x)
         return self.head(x)
 
 
@@ -101,7 +104,7 @@ def _identity(weight: Tensor, row: int, column: int, size: int, scale: float = 1
     weight[row : row + size, column : column + size] += scale * torch.eye(size)
 
 
-def _copy(layer: Attention, start: int, source: int, target: int) -> None:
+def _copy(layer: Layer, start: int, source: int, target: int) -> None:
     """The head whose rows begin at ``start`` moves a token from one place to another."""
     _identity(layer.v.weight, start, source, VOCABULARY)
     _identity(layer.o.weight, target, start, VOCABULARY)
@@ -193,8 +196,8 @@ def _induction_scores(pattern: Tensor) -> Tensor:
 
 
 def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Of what can be known: the second half."""
-    said, wanted = logits[:, PERIOD - 1 : -1], tokens[:, PERIOD:]
+    """Of what can be known: the second half, but for its first token."""
+    said, wanted = logits[:, PERIOD:-1], tokens[:, PERIOD + 1 :]
     return functional.cross_entropy(said.flatten(0, 1), wanted.flatten())
 
 

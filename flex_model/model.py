@@ -609,7 +609,8 @@ class FlexModel(nn.Module):
 
             print(flex.layouts())
 
-        Local, and the same on every rank.
+        Local, and the same on every rank; over a pipeline a rank knows its own stages, rank 0 those
+        of which it has records.
         """
         return inspection.layouts.layouts(self._core, self.output_ptr)
 
@@ -674,7 +675,7 @@ class FlexModel(nn.Module):
 
     def show(
         self,
-        *,
+        *args: Any,
         html: str | os.PathLike[str] | None = None,
         show_all: bool = False,
         rank: int | None = 0,
@@ -686,28 +687,40 @@ class FlexModel(nn.Module):
         Example::
 
             flex.show()
+            flex.show(tokens)            # with what each module takes and gives
             flex.show(html="map.html")   # a page of the same: find, fold, zoom into the timeline
 
         Args:
+            args: Inputs of a run, which is made on shapes alone, as by ``dry_run``: all modules
+                tell their tensors, hooked or not.
             html: Write a page that needs no other file and no network, instead of printing.
             show_all: Print numbered modules that are alike one by one.
             rank: Of the wrap: which one prints or writes, what it knows; all others return at
                 once. None: every one that calls.
 
-        Local: call it on all ranks or on one, at any time.
+        Local without ``args``: call it on all ranks or on one, at any time. With them collective
+        over the ranks of the model, before or after a run.
+
+        Raises:
+            HookError, RuntimeError: with ``args``, as ``dry_run``.
         """
+        modules = self._modules_to_show(args)
         if rank not in (None, self.mesh.rank):
             return
         picture = visualize.model_map.model_map(
-            self._core, self.output_ptr, self._modules_to_show(), self.__dict__.get("_timeline")
+            self._core, self.output_ptr, modules, self.__dict__.get("_timeline")
         )
         if html is None:
             picture.print(show_all)
         else:
             visualize.html.write(picture, html)
 
-    def _modules_to_show(self) -> visualize.model_map.Modules:
-        return visualize.model_map.modules_of(self._core)
+    def _modules_to_show(self, args: tuple[Any, ...]) -> visualize.model_map.Modules:
+        self._check_open()
+        modules = visualize.model_map.modules_of(self._core)
+        if args:
+            inspection.observed.fill(self._core, modules.nodes, args)
+        return modules
 
     def verify(
         self,

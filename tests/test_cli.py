@@ -55,7 +55,7 @@ def test_the_demo_finds_the_same_on_one_process_and_on_two(tmp_path):
     for losses in told["losses"]:
         without = losses["without layer 1, head 2"] - losses["all heads"]
         control = losses["without layer 1, head 3"] - losses["all heads"]
-        assert without > 2 and abs(control) < 0.01
+        assert losses["all heads"] < 0.01 and without > 2 and abs(control) < 0.01
     scores = told["induction_scores"]
     assert scores[1][2] > 0.9 and sum(map(sum, scores)) - scores[1][2] < 0.5
     page = (tmp_path / "map.html").read_text()

@@ -270,7 +270,8 @@ def recorded(
     channel, at its start and at its end; after an exception this rank's own spans are all there is.
     """
     everyone = next(iter(channels.values()))
-    offset_ns, clock = _set_clocks(everyone)
+    with everyone.uncounted():
+        offset_ns, clock = _set_clocks(everyone)
     recorder = _Recorder(core, channels)
     is_complete = False
     try:
@@ -287,7 +288,10 @@ def recorded(
                 for s in recorder.spans
             ],
         ]
-        told = exchange_json(everyone, mine, "the end of a timeline") if is_complete else [mine]
+        told = [mine]
+        if is_complete:
+            with everyone.uncounted():
+                told = exchange_json(everyone, mine, "the end of a timeline")
         timeline[:] = _joined([[_Noted(*row) for row in spans] for _, _, spans in told])
         timeline.ranks = tuple(rank for rank, _, _ in told)
         timeline.num_forgotten = [forgotten for _, forgotten, _ in told]
@@ -322,6 +326,8 @@ def _set_clocks(channel: Channel) -> tuple[int, str]:
     messages from rank 0 took, by both clocks, less what the least to rank 0 took, by half; it is
     wrong by half of their sum at most.
     """
+    if channel.is_local:
+        return 0, "one process"
     hosts = exchange_json(channel, Settings.now().host, "the hosts of a timeline")
     if len(set(hosts)) == 1:
         return 0, "the ranks share the clock of their host"

@@ -381,7 +381,10 @@ class PipelinedFlexModel(FlexModel):
             del channels["line"]
         return channels
 
-    def _modules_to_show(self) -> Modules:
+    def _modules_to_show(self, args: tuple[Any, ...]) -> Modules:
+        self._check_open()
+        if args:
+            self._refuse("show with inputs")
         return modules_of(self._core, self._pipeline.directory, type(self.schedule).__name__)
 
     # What needs the whole model on one rank.

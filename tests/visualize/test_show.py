@@ -15,6 +15,7 @@ from torch.distributed.pipelining import Schedule1F1B
 import models
 import pipelines
 from flex_model import FlexModel, HookFunction
+from flex_model.errors import HookError
 from flex_model.visualize.model_map import describe_function
 
 
@@ -60,9 +61,9 @@ def lines_of(capsys):
     return capsys.readouterr().out.splitlines()
 
 
-def shown_by(flex, **arguments):
+def shown_by(flex, *inputs, **arguments):
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        flex.show(**arguments)
+        flex.show(*inputs, **arguments)
     return out.getvalue()
 
 
@@ -127,8 +128,42 @@ def test_costs_are_those_of_explain_and_one_rank_prints(rank):
     assert (act.headers, act.collectives, act.bytes_moved) == (1, 1, 256)
     assert f"* forward; looks; float64 4 x 8 [dp R, tp S(1)]; {fc1.transport}, 128 B" in shown
     assert fc1.bytes_moved == 128
-    assert f"all hooks share: {shared.headers} headers, {shared.collectives} collectives" in shown
+    assert f"* all hooks share: {shared.headers} headers, 1 collective, 0 B\n" in shown
+    assert (shared.collectives, shared.bytes_moved) == (1, 0)
     assert f"costs are those of rank {me} in the last run" in shown
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["tp", "dtensor", "ddp"])
+def test_with_inputs_all_modules_tell_their_tensors(kind):
+    parallelism, batch = models.TWO_RANKS[kind], models.random(4, 6)
+    rows = parallelism.my_rows(batch)
+    with FlexModel(parallelism.shard(models.mlp()), {}, **parallelism.sizes) as flex:
+        flex.register_forward_hook(HookFunction("fc2", editing_function=double))
+        assert "float64" not in shown_by(flex, rank=None)
+        before, told = flex(rows), str(flex.explain())
+        shown = shown_by(flex, rows, rank=None)
+        assert str(flex.explain()) == told and torch.equal(flex(rows), before)
+    split = "dp S(0), tp R" if kind == "ddp" else "dp R, tp S(1)"
+    whole = "dp S(0), tp R" if kind == "ddp" else "dp R, tp R"
+    assert f"act  Tanh  float64 4 x 8 [{split}]" in shown
+    assert f"inp  Linear  float64 4 x 6 [{whole}]" in shown
+    assert re.search(rf"fc2  \w+  float64 4 x 8 \[{re.escape(split)}\] -> float64 4 x 6", shown)
+    assert "edits: double" in shown
+
+
+def test_inputs_are_for_models_that_run_on_shapes():
+    class Asking(nn.Module):
+        def forward(self, x):
+            return x * 2 if x.sum() > 0 else x
+
+    with FlexModel(Asking(), {}) as flex:
+        with pytest.raises(HookError, match=r"show: the model can't be run on shapes"):
+            flex.show(torch.ones(2))
+        with flex.active(), pytest.raises(RuntimeError, match="show: a run of this FlexModel"):
+            flex.show(torch.ones(2))
+    with pytest.raises(RuntimeError, match="was restored"):
+        flex.show()
 
 
 @pytest.mark.ranks(2)
@@ -141,6 +176,8 @@ def test_a_pipeline_shows_all_stages():
         flex.register_hook(HookFunction("head.weight"))
         flex(models.random(8, 8, dtype=torch.float32), target=torch.zeros(8, 3))
         shown = shown_by(flex, rank=me, show_all=True)
+        with pytest.raises(RuntimeError, match="show with inputs runs a model"):
+            flex.show(torch.ones(8, 8))
     assert "Schedule1F1B   (pp 2 x dp 1 x tp 1)" in shown
     for name, stage in (("emb", 0), ("0", 0), ("3", 0), ("4", 1), ("7", 1), ("head", 1)):
         assert re.search(rf"-- {name}  \w+  \(stage {stage}\)", shown)
