@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
+from flex_model import editing
 from flex_model.hooks.function import HookFunction
 from flex_model.inspection import text
 from flex_model.model import FlexModel
@@ -122,19 +123,6 @@ def sharded(model: CopyingModel, num_ranks: int) -> CopyingModel:
 # ---- What is done on any number of ranks ---------------------------------------------------------
 
 
-class ZeroHead:
-    """Takes one head out, by its number in the whole model."""
-
-    def __init__(self, head: int) -> None:
-        self.head = head
-
-    def __call__(self, module: Any, x: Tensor, save_ctx: Any, modules: Any) -> None:
-        x[..., self.head * HEAD_SIZE : (self.head + 1) * HEAD_SIZE] = 0
-
-    def __repr__(self) -> str:
-        return f"zero head {self.head}"
-
-
 @dataclass
 class Findings:
     """What the script found on one number of ranks.
@@ -170,7 +158,8 @@ def explore(model: nn.Module, num_ranks: int, html: str | None = None) -> Findin
         losses = {"all heads": _loss(logits, tokens).item()}
         for other in ((head + 1) % HEADS, head):
             name = f"without layer {layer}, head {other}"
-            edit = HookFunction(f"layers.{layer}.o", editing_function=ZeroHead(other))
+            zero_head = editing.zero(heads=other, num_heads=HEADS)
+            edit = HookFunction(f"layers.{layer}.o", editing_function=zero_head)
             with flex.register_forward_pre_hook(edit):
                 flex.update_hook_groups(edit, "ablations")
                 with flex.timeline():

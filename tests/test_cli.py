@@ -59,13 +59,14 @@ def test_the_demo_finds_the_same_on_one_process_and_on_two(tmp_path):
     scores = told["induction_scores"]
     assert scores[1][2] > 0.9 and sum(map(sum, scores)) - scores[1][2] < 0.5
     page = (tmp_path / "map.html").read_text()
-    assert "zero head 2" in page and '"ranks":[0,1]' in page
+    assert "zero(heads=2, num_heads=4)" in page and '"ranks":[0,1]' in page
 
 
 def test_the_demo_shows_the_picture_and_the_numbers(tmp_path):
     done = run(tmp_path, "demo", "--ranks", "1")
     assert done.returncode == 0, done.stderr
-    assert "forward-pre; edits: zero head 2; groups: ablations; float64 4 x 32 x 128" in done.stdout
+    hook = "forward-pre; edits: zero(heads=2, num_heads=4); groups: ablations; float64 4 x 32 x 128"
+    assert hook in done.stdout
     assert "the induction head: layer 1, head 2" in done.stdout
     assert done.stdout.endswith("all 7 tensors are equal (float64, up to 1e-09)\n")
 

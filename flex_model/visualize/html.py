@@ -59,6 +59,7 @@ def _hook(mark: HookMark) -> list[list[str]]:
     rows = [
         ("kind", mark.kind + (f", parameter {mark.parameter}" if mark.parameter else "")),
         ("edits", mark.edit or "no, it looks"),
+        ("select", mark.select),
         ("groups", ", ".join(["all", *mark.groups])),
         ("record", mark.record),
         ("tensor", mark.tensor + (f" (number {seen.unpack_idx})" if seen.unpack_idx else "")),

@@ -36,6 +36,7 @@ class HookMark:
             a parameter's gradient.
         parameter: The parameter's own name for such a hook, else empty.
         edit: The editing function in a line; empty for a hook that only looks.
+        select: The part of the tensor that it asks for, as it is written; empty for all of it.
         groups: That it is in, besides "all".
         record: The key of its records.
         layout, cost: As ``flex.layouts()`` and ``flex.explain()`` tell them on this rank.
@@ -46,6 +47,7 @@ class HookMark:
     parameter: str
     kind: str
     edit: str
+    select: str
     groups: tuple[str, ...]
     record: str
     layout: SiteLayout
@@ -77,6 +79,7 @@ class HookMark:
         parts = [
             what + (f", tensor {self.layout.unpack_idx}" if self.layout.unpack_idx else ""),
             f"edits: {self.edit}" if self.edit else "looks",
+            self.select,
             f"groups: {', '.join(self.groups)}" if self.groups else "",
             self.tensor,
             self.spent,
@@ -202,6 +205,7 @@ def _mark(
         registration.name.rpartition(".")[2] if registration.kind == "tensor" else "",
         registration.kind,
         describe_function(function.editing_function) if registration.edits else "",
+        "" if function.select is None else repr(function.select),
         tuple(sorted(core.table.groups.of(function) - {"all"})),
         function.record_name,
         layout,

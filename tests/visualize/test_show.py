@@ -14,7 +14,7 @@ from torch.distributed.pipelining import Schedule1F1B
 
 import models
 import pipelines
-from flex_model import FlexModel, HookFunction
+from flex_model import FlexModel, HookFunction, Select, editing
 from flex_model.errors import HookError
 from flex_model.visualize.model_map import describe_function
 
@@ -79,6 +79,17 @@ def test_before_a_run_there_are_modules_and_hooks(capsys):
     edit = "* forward; edits: Shift( by=1); groups: probes; not run yet"
     assert shown[3:5] == ["|-- fc1  Linear", f"|       {edit}"]
     assert shown[-2:] == ["`-- out  Linear", "        * gradient of weight; looks; not run yet"]
+
+
+def test_ready_edits_and_selections_show_themselves(capsys):
+    with FlexModel(models.mlp(), {}) as flex:
+        ready = editing.zero(units=[1, 2])
+        flex.register_forward_hook(HookFunction("fc1", editing_function=ready))
+        flex.register_forward_hook(HookFunction("act", select=Select(units=[3])))
+        flex.show()
+    shown = capsys.readouterr().out
+    assert f"* forward; edits: {ready!r}; not run yet" in shown and "units" in repr(ready)
+    assert f"* forward; looks; {Select(units=[3])!r}; not run yet" in shown
 
 
 def test_layers_with_the_same_hooks_are_folded(capsys):
