@@ -647,7 +647,8 @@ class FlexModel(nn.Module):
         self._check_open()
         return inspection.dry_run.dry_run(self._core, args, kwargs)
 
-    def timeline(self) -> contextlib.AbstractContextManager[Timeline]:
+    @contextlib.contextmanager
+    def timeline(self) -> Iterator[Timeline]:
         """A context in which every hook, edit, header and transfer of every rank is timed. It gives
         a list with the spans of each rank, filled when the context is left; ``show`` shows it.
 
@@ -666,8 +667,9 @@ class FlexModel(nn.Module):
             RuntimeError: one is being recorded already.
         """
         self._check_open()
-        self.__dict__["_timeline"] = timeline = Timeline()
-        return recorded(self._core, self._channels(), timeline)
+        with recorded(self._core, self._channels(), Timeline()) as timeline:
+            self.__dict__["_timeline"] = timeline
+            yield timeline
 
     def _channels(self) -> dict[str, Channel]:
         """All that hooks talk through; the first is to all ranks."""
