@@ -20,7 +20,7 @@ export PYTHON
 CPP = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 NVCC := $(shell PATH="$${CUDA_HOME:-/usr/local/cuda}/bin:$$PATH" command -v nvcc)
 
-.PHONY: help venv build demo test check bench lint clean parity
+.PHONY: help venv build demo test browser check bench lint clean parity
 .PHONY: check-build check-symbols check-sdist check-sanitizers check-slow
 
 help:  ## list the targets
@@ -38,8 +38,11 @@ build: venv  ## the compiled parts, in place; rebuilds what changed
 demo: build  ## two processes find the induction heads of a sharded model
 	torchrun --standalone --nproc-per-node 2 examples/induction_heads.py
 
-test: build  ## the tests, those of several ranks included, but for the slow ones
-	pytest -q
+test: build browser  ## the tests, those of several ranks included, but for the slow ones
+	FLEX_MODEL_REQUIRE_BROWSER=1 pytest -q
+
+browser: venv  ## a headless browser for the tests of pages, in .venv, where none is installed
+	@.ci/make_browser "$(VENV)/browser"
 
 parity: build  ## the parity table: every framework, mesh and hook kind against the unsharded model
 	$(PYTHON) tests/parity

@@ -1,6 +1,7 @@
 """smoke.py FOLDER: flex_model is imported from FOLDER and its ops move bytes."""
 
 import sys
+import tempfile
 from pathlib import Path
 
 if len(sys.argv) > 1:
@@ -23,6 +24,9 @@ shard = torch.ops.flex_model.split(full, plan.code, 1, [4, 3])
 assert torch.equal(rebuilt, full)
 assert torch.equal(shard, full[:, 3:])
 assert torch.ops.flex_model.fingerprint(full)[1] == 0
+
+with tempfile.TemporaryDirectory() as folder, flex_model.FlexModel(torch.nn.Identity()) as flex:
+    flex.show(html=Path(folder, "map.html"))  # its template is there
 
 loaded = flex_model.build_info()["loaded"]
 print(f"smoke: {found}:", ", ".join(f"{name} {state}" for name, state in loaded.items()))

@@ -1,12 +1,15 @@
-"""The command line: ``python -m flex_model inspect | doctor | harvest``; ``--help`` tells more."""
+"""The command line: ``python -m flex_model demo | inspect | doctor | harvest``."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 
+from flex_model import demo
 from flex_model.diagnostics import doctor
+from flex_model.diagnostics.progress import progress
 from flex_model.distributed.layout import Shape
 from flex_model.inspection import offline
 from flex_model.sequential.command import add_harvest
@@ -14,17 +17,57 @@ from flex_model.sequential.command import add_harvest
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m flex_model", description="flex_model's tools")
+    options = make_parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except (ValueError, OSError, ImportError, offline.CannotInspectError, demo.DemoError) as error:
+        print(f"python -m flex_model {options.command}: {error}", file=sys.stderr)
+        return 1
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Of all subcommands; ``options.run`` runs the one that was chosen."""
+    parser = argparse.ArgumentParser(
+        prog="python -m flex_model",
+        description="flex_model's tools",
+        epilog="example: python -m flex_model demo",
+    )
     commands = parser.add_subparsers(dest="command", required=True)
+    _add_demo(commands)
     _add_inspect(commands)
     _add_doctor(commands)
     add_harvest(commands)
-    options = parser.parse_args(arguments)
-    try:
-        return int(options.run(options))
-    except (ValueError, OSError, ImportError, offline.CannotInspectError) as error:
-        print(f"python -m flex_model {options.command}: {error}", file=sys.stderr)
-        return 1
+    return parser
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="an induction head is found and taken out, on 1 process and on ranks started here",
+        description="Finds the induction head of a small model made by hand and takes it out: on "
+        "one process, and on tensor-parallel ranks that it starts. Shows the picture of hooks and "
+        "their costs, and that all numbers are equal. Takes some seconds, and needs nothing but "
+        "this package. The exit status is 0 if they are equal.",
+        epilog="example: python -m flex_model demo --html map.html",
+    )
+    parser.add_argument(
+        "--ranks", type=int, choices=(1, 2, 4), default=2, help="beside 1 process (default 2)"
+    )
+    parser.add_argument("--html", metavar="FILE", help="write the picture as a page, too")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    parser.set_defaults(run=_demo)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    if options.html is not None:
+        open(options.html, "w").close()  # an error now, not in some rank
+    steps = progress([(1, None), (options.ranks, options.html)], "demo", is_shown=True)
+    one, several = [demo.on_ranks(*step) for step in steps]
+    comparison = demo.Comparison(one, several, options.ranks)
+    print(json.dumps(comparison.json(), indent=2) if options.json else comparison)
+    if options.html is not None:
+        print(f"the picture is in {options.html}", file=sys.stderr)
+    return 0 if comparison.is_equal else 1
 
 
 def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -34,6 +77,7 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Prints the modules of a model as a tree, with the full shape of what each "
         "takes and gives, and its layout under the sharding given. One process, no weights and "
         "no computing: the model is built on the meta device and run on shapes.",
+        epilog="example: python -m flex_model inspect llama-8b/config.json --tp 4 --dp 2",
     )
     parser.add_argument(
         "model",
@@ -52,6 +96,7 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "(default, for Hugging Face models: 2 x dp rows of 8 tokens)",
     )
     parser.add_argument("--all", action="store_true", help="show layers that are alike one by one")
+    parser.add_argument("--json", action="store_true", help="print all modules as JSON")
     parser.set_defaults(run=_inspect)
 
 
@@ -66,8 +111,11 @@ def _shape_and_dtype(value: str) -> tuple[Shape, str]:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    tree = offline.inspect(options.model, options.tp, options.dp, options.input)
-    tree.print(show_all=options.all)
+    tree = offline.inspect(options.model, options.tp, options.dp, options.input, show_progress=True)
+    if options.json:
+        print(json.dumps(tree.json(), indent=2))
+    else:
+        tree.print(show_all=options.all)
     return 0
 
 
@@ -85,6 +133,6 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    report = doctor.examine()
+    report = doctor.examine(show_progress=True)
     print(report.json() if options.json else report)
     return 0 if report.is_well else 1

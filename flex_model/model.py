@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
 import sys
 import types
@@ -15,7 +16,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flex_model import inspection
+from flex_model import inspection, visualize
+from flex_model.diagnostics.timeline import Timeline, recorded
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.mesh import Mesh, is_distributed
 from flex_model.distributed.state import ParallelState, initialize_from_launcher
@@ -174,6 +176,12 @@ class FlexModel(nn.Module):
     @property
     def output_ptr(self) -> dict[str, list[Tensor]] | ActivationStore:
         return self.__dict__.get("_store") or self._core.records.output_ptr
+
+    @property
+    def _records_at_hand(self) -> dict[str, list[Tensor]]:
+        """None of them where they go to a store."""
+        records = self.output_ptr
+        return records if isinstance(records, dict) else {}
 
     @property
     def save_ctx(self) -> Namespace:
@@ -626,9 +634,10 @@ class FlexModel(nn.Module):
 
             print(flex.layouts())
 
-        Local, and the same on every rank.
+        Local, and the same on every rank; over a pipeline a rank knows its own stages, rank 0 those
+        of which it has records.
         """
-        return inspection.layouts.layouts(self._core)
+        return inspection.layouts.layouts(self._core, self._records_at_hand)
 
     def explain(self) -> Explanation:
         """What the last run, with the backward that followed it, cost at each hook: the transport,
@@ -662,6 +671,83 @@ class FlexModel(nn.Module):
         """
         self._check_open()
         return inspection.dry_run.dry_run(self._core, args, kwargs)
+
+    @contextlib.contextmanager
+    def timeline(self) -> Iterator[Timeline]:
+        """A context in which every hook, edit, header and transfer of every rank is timed. It gives
+        a list with the spans of each rank, filled when the context is left; ``show`` shows it.
+
+        Example::
+
+            with flex.timeline() as timeline:
+                flex(tokens)
+            print(timeline)                 # by rank: how many, bytes, time in edits and waiting
+            flex.show(html="map.html")
+
+        Times are of the ranks' common clock where they are on one host; else clocks are set to
+        rank 0's by an exchange, and ``timeline.clock`` tells how well. What isn't timed costs
+        nothing. Collective over the ranks of the model, at its start and at its end.
+
+        Raises:
+            RuntimeError: one is being recorded already.
+        """
+        self._check_open()
+        with recorded(self._core, self._channels(), Timeline()) as timeline:
+            self.__dict__["_timeline"] = timeline
+            yield timeline
+
+    def _channels(self) -> dict[str, Channel]:
+        """All that hooks talk through; the first is to all ranks."""
+        return {"ranks": self._core.channel}
+
+    def show(
+        self,
+        *args: Any,
+        html: str | os.PathLike[str] | None = None,
+        show_all: bool = False,
+        rank: int | None = 0,
+    ) -> None:
+        """Print the modules as a tree, and at each the hooks that sit there: kind, edit, groups,
+        the full tensor and how it is split, and what it cost in the last run, as ``explain``
+        counts; then the last ``timeline``. With rich, where that is installed.
+
+        Example::
+
+            flex.show()
+            flex.show(tokens)            # with what each module takes and gives
+            flex.show(html="map.html")   # a page of the same: find, fold, zoom into the timeline
+
+        Args:
+            args: Inputs of a run, which is made on shapes alone, as by ``dry_run``: all modules
+                tell their tensors, hooked or not.
+            html: Write a page that needs no other file and no network, instead of printing.
+            show_all: Print numbered modules that are alike one by one.
+            rank: Of the wrap: which one prints or writes, what it knows; all others return at
+                once. None: every one that calls.
+
+        Local without ``args``: call it on all ranks or on one, at any time. With them collective
+        over the ranks of the model, before or after a run.
+
+        Raises:
+            HookError, RuntimeError: with ``args``, as ``dry_run``.
+        """
+        modules = self._modules_to_show(args)
+        if rank not in (None, self.mesh.rank):
+            return
+        picture = visualize.model_map.model_map(
+            self._core, self._records_at_hand, modules, self.__dict__.get("_timeline")
+        )
+        if html is None:
+            picture.print(show_all)
+        else:
+            visualize.html.write(picture, html)
+
+    def _modules_to_show(self, args: tuple[Any, ...]) -> visualize.model_map.Modules:
+        self._check_open()
+        modules = visualize.model_map.modules_of(self._core)
+        if args:
+            inspection.observed.fill(self._core, modules.nodes, args)
+        return modules
 
     def verify(
         self,

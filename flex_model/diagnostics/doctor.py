@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from flex_model import _load
+from flex_model.diagnostics.progress import progress
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.gather import Move
 from flex_model.distributed.header import Header
@@ -85,7 +86,7 @@ class Report:
         return "\n".join(lines)
 
 
-def examine() -> Report:
+def examine(show_progress: bool = False) -> Report:
     """Look at this machine, and try each transport with two processes. Takes some seconds."""
     report = Report(
         machine={
@@ -99,7 +100,7 @@ def examine() -> Report:
         packages={name: _version(name) for name in PACKAGES},
         settings={name: value for name, value in os.environ.items() if name.startswith("FLEX_")},
     )
-    report.trials = [_try(name) for name in _TRANSPORTS]
+    report.trials = [_try(name) for name in progress(_TRANSPORTS, "transports", show_progress)]
     return report
 
 

@@ -6,6 +6,8 @@ along a GatherPlan.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -39,6 +41,15 @@ class Channel(Connections):
         self.edited = ""  # the hook whose edit has just changed its tensor: on all ranks or on none
         self._error: tuple[int, str, BaseException | None] = (OK, "", None)
         super().__init__(mesh, timeout_s, device)
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What is exchanged inside is none of the last run's costs. Local."""
+        meter, self.meter = self.meter, costs.Meter()
+        try:
+            yield
+        finally:
+            self.meter = meter
 
     # Errors of this rank, told with the next header.
 

@@ -2,6 +2,7 @@
 comparison with the unsharded model.
 """
 
+from flex_model.inspection import observed
 from flex_model.inspection.dry_run import Cost, DryRun, DryRunRow
 from flex_model.inspection.explain import Explanation, HookCost
 from flex_model.inspection.layouts import Layouts, SiteLayout
@@ -17,4 +18,5 @@ __all__ = [
     "SiteDifference",
     "SiteLayout",
     "VerifyReport",
+    "observed",
 ]

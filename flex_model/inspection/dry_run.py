@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ from flex_model.names import find_parameter
 
 if TYPE_CHECKING:
     from flex_model.hooks.core import HookCore
+
+T = TypeVar("T")
 
 _NOTHING = ((), False)  # a choice of hooks
 _VALUES_TELL = "not known from shapes; a run compares the ranks' values"
@@ -155,11 +157,37 @@ class Seen:
 
 def dry_run(core: HookCore, args: Any, kwargs: Any) -> DryRun:
     """See ``FlexModel.dry_run``. Collective over the grid."""
+    with core.channel.uncounted():
+        seen = on_shapes(
+            core, "dry_run", args, kwargs, lambda tracker, given: _follow(core, tracker, given)
+        )
+        rows = exchange_seen(core.channel, seen)
+    registrations = {r.index: r for r in core.table.registrations}
+    return summary(core, registrations, rows)
+
+
+def on_shapes(
+    core: HookCore,
+    name: str,
+    args: Any,
+    kwargs: Any,
+    follow: Callable[[LayoutTracker, Any], list[T]],
+) -> list[T]:
+    """What ``follow(tracker, inputs)`` returns, in which it runs the model on shapes alone, without
+    hooks. Collective over the grid.
+
+    Args:
+        name: What is done, for messages.
+
+    Raises:
+        HookError: it failed; with several ranks, told at their next exchange.
+        RuntimeError: called during a run.
+    """
     if core.run is not None or core.in_backward():
-        raise RuntimeError("dry_run: a run of this FlexModel goes on; call it before or after")
+        raise RuntimeError(f"{name}: a run of this FlexModel goes on; call it before or after")
     channel = core.channel
     tracker = LayoutTracker(channel.mesh)
-    seen: list[Seen] = []
+    found: list[T] = []
     before = core.table.choices
     core.table.choose(_NOTHING, _NOTHING)
     try:
@@ -168,12 +196,12 @@ def dry_run(core: HookCore, args: Any, kwargs: Any) -> DryRun:
         try:
             given, fakes = (args, kwargs), fakes_alive()
             with shapes_only(core.module, core.mesh, tracker, given, channel.exchange) as given:
-                seen = _follow(core, tracker, given)
+                found = follow(tracker, given)
             del given
             check_nothing_is_kept(fakes)
         except Exception as error:
             message = (
-                f"dry_run: the model can't be run on shapes alone ({type(error).__name__}: "
+                f"{name}: the model can't be run on shapes alone ({type(error).__name__}: "
                 f"{str(error)[:600]}); run it for real, and ask flex.layouts()"
             )
             if channel.is_local:
@@ -181,9 +209,7 @@ def dry_run(core: HookCore, args: Any, kwargs: Any) -> DryRun:
             channel.set_error(message, error)
     finally:
         core.table.choose(*before)
-    rows = _exchange(channel, seen)
-    registrations = {r.index: r for r in core.table.registrations}
-    return summary(core, registrations, rows)
+    return found
 
 
 def _follow(core: HookCore, tracker: LayoutTracker, given: Any) -> list[Seen]:
@@ -250,7 +276,7 @@ def _seen_parameter(core: HookCore, registration: Registration) -> Seen:
 # ---- Telling the others --------------------------------------------------------------------------
 
 
-def _exchange(channel: Channel, seen: list[Seen]) -> list[list[Seen]]:
+def exchange_seen(channel: Channel, seen: list[Seen]) -> list[list[Seen]]:
     """What all ranks of the grid saw, call by call. Collective.
 
     Raises:
@@ -260,7 +286,7 @@ def _exchange(channel: Channel, seen: list[Seen]) -> list[list[Seen]]:
     if channel.is_local:
         return [[one] for one in seen]
     header = Header("end of the run", site=site_hash(*(one.hook for one in seen)))
-    channel.agree(header, f"the end of a dry run, which came by {len(seen)} hooks")
+    channel.agree(header, f"the end of a run on shapes, which came by {len(seen)} sites")
     if not seen:
         return []
     data = json.dumps([_to_json(one) for one in seen]).encode()

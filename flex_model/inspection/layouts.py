@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from flex_model.distributed.layout import Shape, ShardLayout
 from flex_model.hooks.registration import Registration
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from flex_model.hooks.core import HookCore
 
 NOT_RUN = "not run yet"
+_RECORDS_TELL = "its record tells, on rank 0"
 _ALL_ALIKE = "not settled: its values were all alike"
 _ONE_PROCESS = ShardLayout(source="one process")
 
@@ -72,12 +75,18 @@ class Layouts(list[SiteLayout]):
         ]
 
 
-def layouts(core: HookCore) -> Layouts:
-    """The table of the hooks of a wrap. Local, and the same on every rank."""
-    return Layouts(_layout_of(core, registration) for registration in core.table.registrations)
+def layouts(core: HookCore, records: Mapping[str, list[Tensor]]) -> Layouts:
+    """The table of the hooks of a wrap, with the records that this rank has. Local, and the same
+    on every rank but for the stages of a pipeline: a rank knows its own.
+    """
+    return Layouts(
+        _layout_of(core, registration, records) for registration in core.table.registrations
+    )
 
 
-def _layout_of(core: HookCore, registration: Registration) -> SiteLayout:
+def _layout_of(
+    core: HookCore, registration: Registration, records: Mapping[str, list[Tensor]]
+) -> SiteLayout:
     place = (registration.name, registration.kind, registration.hook_function.unpack_idx)
     if registration.moves:
         (_, shapes, dtype, *_), move = list(registration.moves.items())[-1]
@@ -92,22 +101,26 @@ def _layout_of(core: HookCore, registration: Registration) -> SiteLayout:
             len(seen),
         )
     if core.channel.is_local:
-        return _on_one_process(core, registration, place)
+        return _on_one_process(core, registration, records, place)
     ran = registration.kind != "tensor" and registration.splits
     return SiteLayout(*place, source=_ALL_ALIKE if ran else NOT_RUN)
 
 
 def _on_one_process(
-    core: HookCore, registration: Registration, place: tuple[str, str, int]
+    core: HookCore,
+    registration: Registration,
+    records_by_name: Mapping[str, list[Tensor]],
+    place: tuple[str, str, int],
 ) -> SiteLayout:
     """Nothing is split there, so what a hook saw is known from its records."""
     name = registration.hook_function.record_name
     sharing = [r for r in core.table.registrations if r.hook_function.record_name == name]
-    records: Any = core.records.output_ptr.get(name)
+    records: Any = records_by_name.get(name)
     if not records and core.session is not None:
         records = core.session.spreads.get(name)
     if not records:
-        return SiteLayout(*place)
+        is_first = core.mesh.rank == 0
+        return SiteLayout(*place, source=NOT_RUN if is_first else _RECORDS_TELL)
     if len({r.hook_function.unpack_idx for r in sharing}) > 1:
         return SiteLayout(*place, layout=_ONE_PROCESS, source="one process, records of several")
     seen = list(dict.fromkeys((tuple(record.shape), record.dtype) for record in records))

@@ -8,23 +8,21 @@ import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flex_model import _C
+from flex_model.diagnostics.progress import progress
 from flex_model.distributed import values
 from flex_model.distributed.inference import Splits
 from flex_model.distributed.layout import Replicate, Shape, Shard
 from flex_model.distributed.mesh import Mesh, check_sizes, is_distributed
 from flex_model.distributed.tracking import LayoutTracker, named_weights
-from flex_model.inspection.dry_run import Seen, layout_from_shapes
+from flex_model.inspection.observed import Observed, observe, settle
 from flex_model.inspection.shapes_only import shapes_only
-from flex_model.inspection.tree import ModelTree, Node, TensorSeen
+from flex_model.inspection.tree import ModelTree, Node, is_called, named
 from flex_model.integrations import dtensor, layers
-from flex_model.names import clean
 
 Input = tuple[Shape, str]  # full sizes, name of the dtype
 _TOKENS = 8
@@ -48,7 +46,14 @@ class _Source:
     is_for_all_ranks: bool
 
 
-def inspect(model: str, tp: int, dp: int, inputs: list[Input] | None = None) -> ModelTree:
+def inspect(
+    model: str,
+    tp: int,
+    dp: int,
+    inputs: list[Input] | None = None,
+    *,
+    show_progress: bool = False,
+) -> ModelTree:
     """The modules of ``model`` and what they take and give on ``tp`` x ``dp`` ranks. Local.
 
     Example::
@@ -63,6 +68,7 @@ def inspect(model: str, tp: int, dp: int, inputs: list[Input] | None = None) -> 
             ``file.py:function``, of a function without arguments that returns a module, which it
             may have sharded over the ranks of ``torch.distributed``.
         inputs: Full sizes and dtype of each positional input; dim 0 is the batch.
+        show_progress: A bar on stderr that counts ranks.
 
     Raises:
         ValueError: sizes below 1, no such model or function, inputs that are missing or do not
@@ -81,7 +87,7 @@ def inspect(model: str, tp: int, dp: int, inputs: list[Input] | None = None) -> 
             f"dim 0 of every input is the batch, of which {dp} data-parallel ranks have rows; "
             f"give sizes that divide by {dp}"
         )
-    return _tree(source, tp, dp, inputs)
+    return _tree(source, tp, dp, inputs, show_progress)
 
 
 # ---- Models --------------------------------------------------------------------------------------
@@ -162,14 +168,16 @@ def _ranks_in_name(rank: int, world_size: int) -> Iterator[None]:
 # ---- What each rank sees -------------------------------------------------------------------------
 
 
-def _tree(source: _Source, tp: int, dp: int, inputs: Sequence[Input]) -> ModelTree:
+def _tree(
+    source: _Source, tp: int, dp: int, inputs: Sequence[Input], show_progress: bool
+) -> ModelTree:
     ranks = tuple(range(dp * tp))
     tried = ranks if source.is_for_all_ranks else ranks[:tp]  # data-parallel ranks are all alike
-    calls: list[list[tuple[str, str, Seen]]] = []
+    calls: list[list[Observed]] = []
     nodes: list[Node] = []
     modules: dict[str, nn.Module] = {}
     whole = _whole_weights(source, tp, len(tried))
-    for rank in tried:
+    for rank in progress(tried, "ranks", show_progress):
         mesh = Mesh(ranks, rank, 1, dp, tp)
         with _ranks_in_name(rank, len(tried)):
             try:
@@ -183,50 +191,21 @@ def _tree(source: _Source, tp: int, dp: int, inputs: Sequence[Input]) -> ModelTr
                     f"{str(error)[:600]}); run it for real, and ask flex.layouts()"
                 ) from error
             if rank == 0:
-                modules = _named(module)
+                modules = named(module)
                 nodes = [
-                    Node(name, type(part).__name__, has_forward=_is_called(part))
+                    Node(name, type(part).__name__, has_forward=is_called(part))
                     for name, part in modules.items()
                 ]
     calls *= len(ranks) // len(tried)
     by_name = {node.name: node for node in nodes}
     mesh = Mesh(ranks, 0, 1, dp, tp)
-    for told in zip(*calls):
-        name, kind, _ = told[0]
-        seen = [one for _, _, one in told]
-        if name not in by_name or getattr(by_name[name], kind) is not None:
-            continue  # a later call of the same module
-        setattr(by_name[name], kind, _settled(name, kind, modules[name], seen, mesh))
-    return ModelTree(nodes, tp, dp)
-
-
-def _named(root: nn.Module) -> dict[str, nn.Module]:
-    found: dict[str, nn.Module] = {}
-    for name, module in root.named_modules():
-        found.setdefault(clean(root, name), module)
-    return found
-
-
-def _is_called(module: nn.Module) -> bool:
-    return not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList))
-
-
-def _settled(
-    name: str, kind: str, module: nn.Module, ranks: Sequence[Seen], mesh: Mesh
-) -> TensorSeen:
-    hook = "forward" if kind == "output" else "forward_pre"
-    shapes = [one.shape for one in ranks]
-    try:
-        layout = layout_from_shapes(name, hook, module, ranks, mesh)
-        full = None if layout is None else layout.full_shape(shapes, mesh.dp_size, mesh.tp_size)
-    except ValueError:
-        layout, full = None, None
-    return TensorSeen(full, tuple(shapes), ranks[0].dtype, layout)
+    settle(by_name, modules, zip(*calls), mesh)
+    return ModelTree(nodes, f"{tp} tensor-parallel x {dp} data-parallel ranks")
 
 
 def _observe(
     root: nn.Module, mesh: Mesh, inputs: Sequence[Input], whole: Sequence[bool]
-) -> list[tuple[str, str, Seen]]:
+) -> list[Observed]:
     """Run one rank's model on shapes; the first tensor that every call takes and gives."""
     tracker = LayoutTracker(mesh)
     _seed(tracker, root, mesh, whole)
@@ -235,35 +214,12 @@ def _observe(
     given = [_input(shape, dtype, mesh, device) for shape, dtype in inputs]
     for tensor in given:
         tracker.note(tensor, (Shard(0) if mesh.dp_size > 1 else Replicate(), Replicate()))
-    found: list[tuple[str, str, Seen]] = []
-
-    def look(name: str, kind: str, tree: Any) -> None:
-        tensors, _ = _C.flatten(tree)
-        if not tensors:
-            return
-        with tracker.paused():
-            leaf = tensors[0]
-            plain, splits, known = dtensor.plain_and_told(leaf, mesh, name, tracker.splits(leaf))
-            shape, dtype = tuple(plain.shape), plain.dtype
-            found.append((name, kind, Seen(0, shape, dtype, splits, known=known)))
-
-    def pre_hook(name: str) -> Callable[..., None]:
-        return lambda module, args, kwargs: look(name, "input", (args, kwargs))
-
-    def hook(name: str) -> Callable[..., None]:
-        return lambda module, args, output: look(name, "output", output)
-
-    handles: list[Any] = []
-    for name, module in _named(root).items():
-        handles.append(module.register_forward_pre_hook(pre_hook(name), with_kwargs=True))
-        handles.append(module.register_forward_hook(hook(name)))
 
     def alike(row: Tensor) -> Tensor:
         return row.expand(len(mesh.grid), *row.shape)
 
     with torch.no_grad(), shapes_only(root, mesh, tracker, tuple(given), alike) as args:
-        root(*args)
-    return found
+        return observe(root, mesh, tracker, lambda: root(*args))
 
 
 def _input(shape: Shape, dtype: str, mesh: Mesh, device: torch.device) -> Tensor:

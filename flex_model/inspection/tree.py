@@ -7,11 +7,14 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 
 from flex_model.distributed.layout import Shape, ShardLayout
 from flex_model.inspection import text
+from flex_model.names import clean
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,15 @@ class TensorSeen:
             return f"{dtype} {text.shape(self.full_shape)}"
         return f"{dtype} {text.shape(self.full_shape)} [{self.layout}]"
 
+    def json(self) -> dict[str, Any]:
+        """Of plain values."""
+        return {
+            "full_shape": self.full_shape,
+            "local_shapes": self.local_shapes,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "layout": None if self.layout is None else str(self.layout),
+        }
+
 
 @dataclass
 class Node:
@@ -45,6 +57,9 @@ class Node:
     Attributes:
         kind: Its class.
         has_forward: Whether a hook can sit here (not at a ``ModuleList``).
+        was_run: Whether the model was run, so that a module without tensors is one that was not
+            called.
+        notes: Lines that are shown below it.
     """
 
     name: str
@@ -52,11 +67,13 @@ class Node:
     has_forward: bool = True
     input: TensorSeen | None = None
     output: TensorSeen | None = None
+    was_run: bool = True
+    notes: tuple[str, ...] = ()
 
     @property
     def what(self) -> str:
         """Its class and tensors, in a line."""
-        if not self.has_forward:
+        if not self.has_forward or not self.was_run:
             return self.kind
         if self.output is None and self.input is None:
             return f"{self.kind}  (not run, or without tensors)"
@@ -65,16 +82,33 @@ class Node:
         return f"{self.kind}  {self.input} -> {self.output or 'no tensor'}"
 
 
+def named(root: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a model by their clean names; of a wrapper and what it wraps, the wrapper."""
+    found: dict[str, nn.Module] = {}
+    for name, module in root.named_modules():
+        found.setdefault(clean(root, name), module)
+    return found
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether a hook can sit there."""
+    return not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList))
+
+
 class ModelTree:
     """All modules of a model, parents before their children. ``print`` or ``str`` it.
 
+    Args:
+        ranks: On how many it is, in words.
+
     Attributes:
         nodes: By ``named_modules``; the first is the model itself.
+        title: What it is, and on how many ranks.
     """
 
-    def __init__(self, nodes: Sequence[Node], tp: int, dp: int) -> None:
+    def __init__(self, nodes: Sequence[Node], ranks: str) -> None:
         self.nodes = list(nodes)
-        self._title = f"{self.nodes[0].what}   ({tp} tensor-parallel x {dp} data-parallel ranks)"
+        self.title = f"{self.nodes[0].what}   ({ranks})"
         self._by_name = {node.name: node for node in self.nodes}
         self._children: dict[str, list[str]] = {node.name: [] for node in self.nodes}
         for node in self.nodes[1:]:
@@ -85,7 +119,23 @@ class ModelTree:
         return self._by_name[name]
 
     def __str__(self) -> str:
-        return "\n".join([self._title, *self._lines("", "", show_all=False)])
+        return "\n".join([self.title, *self._lines("", "", show_all=False)])
+
+    def json(self) -> dict[str, Any]:
+        """All modules, of plain values."""
+        return {
+            "title": self.title,
+            "modules": [
+                {
+                    "name": node.name,
+                    "class": node.kind,
+                    "can_be_hooked": node.has_forward,
+                    "input": node.input and node.input.json(),
+                    "output": node.output and node.output.json(),
+                }
+                for node in self.nodes
+            ],
+        }
 
     def print(self, show_all: bool = False) -> None:
         """Print the tree; to a terminal with rich, where that is installed.
@@ -94,45 +144,57 @@ class ModelTree:
             show_all: Numbered modules that are alike (``layers.0`` to ``layers.31``) one by one.
         """
         if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
-            print("\n".join([self._title, *self._lines("", "", show_all)]))
+            print("\n".join([self.title, *self._lines("", "", show_all)]))
             return
         from rich.console import Console
         from rich.text import Text
         from rich.tree import Tree
 
         def add(branch: Tree, name: str) -> None:
-            for label, what, child in self._shown(name, show_all):
-                line = Text.assemble((label, "bold"), "  ", what)
-                add(branch.add(line), child)
+            for note in self._by_name[name].notes:
+                branch.add(Text(note, style="cyan"))
+            for alike in self.children(name, show_all):
+                line = Text.assemble((_label(alike), "bold"), "  ", self._by_name[alike[0]].what)
+                add(branch.add(line), alike[0])
 
-        tree = Tree(Text(self._title))
+        tree = Tree(Text(self.title))
         add(tree, "")
         Console().print(tree)
 
     def _lines(self, name: str, indent: str, show_all: bool) -> Iterator[str]:
-        shown = list(self._shown(name, show_all))
-        for i, (label, what, child) in enumerate(shown):
+        shown = self.children(name, show_all)
+        for note in self._by_name[name].notes:
+            yield f"{indent}{'|' if shown else ' '}   * {note}"
+        for i, alike in enumerate(shown):
             is_last = i + 1 == len(shown)
-            yield f"{indent}{'`-- ' if is_last else '|-- '}{label}  {what}"
-            yield from self._lines(child, indent + ("    " if is_last else "|   "), show_all)
+            what = self._by_name[alike[0]].what
+            yield f"{indent}{'`-- ' if is_last else '|-- '}{_label(alike)}  {what}"
+            yield from self._lines(alike[0], indent + ("    " if is_last else "|   "), show_all)
 
-    def _shown(self, name: str, show_all: bool) -> Iterator[tuple[str, str, str]]:
-        """Label, text and name of the children; numbered ones that are alike are one."""
-        children = self._children[name]
-        start = 0
-        while start < len(children):
-            end = start + 1
-            if not show_all and re.search(r"(^|\.)\d+$", children[start]):
-                alike = self._picture(children[start])
-                while end < len(children) and self._picture(children[end]) == alike:
-                    end += 1
-            label = children[start].rpartition(".")[2]
-            if end - start > 1:
-                label += f" to {children[end - 1].rpartition('.')[2]}"
-            yield label, self._by_name[children[start]].what, children[start]
-            start = end
+    def children(self, name: str, show_all: bool = False) -> list[list[str]]:
+        """Names of the children of a module; numbered ones in a row that are alike, with all below
+        them, together.
+        """
+        groups: list[list[str]] = []
+        before: tuple[object, ...] | None = None  # what the last one looks like
+        for child in self._children[name]:
+            is_numbered = not show_all and re.search(r"(^|\.)\d+$", child)
+            picture = self._picture(child) if is_numbered else None
+            if picture is not None and picture == before:
+                groups[-1].append(child)
+            else:
+                groups.append([child])
+            before = picture
+        return groups
 
     def _picture(self, name: str) -> tuple[object, ...]:
         """What a module and all below it look like, without its own name."""
+        node = self._by_name[name]
         below = ((child.rpartition(".")[2], self._picture(child)) for child in self._children[name])
-        return (self._by_name[name].what, *below)
+        return (node.what, node.notes, *below)
+
+
+def _label(alike: Sequence[str]) -> str:
+    """``mlp``, or ``0 to 31``."""
+    first, last = (name.rpartition(".")[2] for name in (alike[0], alike[-1]))
+    return first if first == last else f"{first} to {last}"

@@ -26,11 +26,13 @@ from flex_model.integrations.mesh_sources import Source
 from flex_model.model import FlexModel, check_arguments, find_mesh
 from flex_model.names import find_parameter
 from flex_model.pipelining.agreement import StepCall, check_dims
+from flex_model.pipelining.pictures import modules_of
 from flex_model.pipelining.schedule import stages_of
 from flex_model.pipelining.stages import LocalStages, targets
 from flex_model.pipelining.steps import Pipeline
 from flex_model.store import ActivationStore
 from flex_model.store.session import Session
+from flex_model.visualize.model_map import Modules
 
 _CHOICES = {"batch_mode": ("micro", "full"), "return_on": ("last", "all")}
 
@@ -411,6 +413,21 @@ class PipelinedFlexModel(FlexModel):
         ):
             own = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
             module.load_state_dict(own, strict, assign)
+
+    # Seeing it.
+
+    def _channels(self) -> dict[str, Channel]:
+        pipeline = self._pipeline
+        channels = {"all": pipeline.world, "line": pipeline.line, "stage": self._core.channel}
+        if pipeline.line is pipeline.world:
+            del channels["line"]
+        return channels
+
+    def _modules_to_show(self, args: tuple[Any, ...]) -> Modules:
+        self._check_open()
+        if args:
+            self._refuse("show with inputs")
+        return modules_of(self._core, self._pipeline.directory, type(self.schedule).__name__)
 
     # What needs the whole model on one rank.
 

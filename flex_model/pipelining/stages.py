@@ -181,6 +181,16 @@ class Directory:
         return list(names)
 
     @property
+    def class_names(self) -> dict[str, str]:
+        """By module, also the stages' roots (``""``), its class."""
+        found: dict[str, str] = {}
+        for stage in self._described:
+            for name, kinds in stage["types"].items():
+                if not _REPEATED_CALL.fullmatch(name):
+                    found.setdefault(name, kinds[0].rpartition(".")[2])
+        return found
+
+    @property
     def called_names(self) -> list[str]:
         """Of modules that can be hooked, and of those spread over several stages."""
         return [name for name in self.module_names if name in self._called]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from importlib.util import find_spec
 
 import torch
 
@@ -16,6 +17,8 @@ def add_harvest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "outputs of chosen modules to a folder, as safetensors files with a JSON manifest. Each "
         "layer's weights are read once per window of batches. The same command goes on after a "
         "kill.",
+        epilog="example: python -m flex_model harvest llama-8b/ --modules model.layers.7.mlp "
+        "--data lines.txt --out activations/",
     )
     parser.add_argument("model", help="a Hugging Face folder, with a tokenizer")
     parser.add_argument(
@@ -52,6 +55,7 @@ def add_harvest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="where batches wait",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument("--json", action="store_true", help="print what was written as JSON")
     parser.set_defaults(run=_harvest)
 
 
@@ -82,10 +86,10 @@ def _harvest(options: argparse.Namespace) -> int:
         window=options.window,
         dtype=options.dtype,
         inputs=options.inputs,
-        progress=not options.quiet,
+        progress=not options.quiet and find_spec("tqdm") is not None,
         targets=options.targets or "auto",
         device=options.device,
         offload_activations=options.offload_activations,
     )
-    harvest.report(result, options.out)
+    harvest.report(result, options.out, as_json=options.json)
     return 0

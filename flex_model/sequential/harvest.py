@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -198,10 +199,21 @@ def _key(folder: Path, model: nn.Module, batch_size: int, max_length: int) -> di
     }
 
 
-def report(result: RunResult, out: str | Path) -> None:
+def report(result: RunResult, out: str | Path, as_json: bool = False) -> None:
     """Say what a harvest wrote, and what it cost."""
     store = ActivationStore(out)
     loads = sum(result.loads.values())
+    if as_json:
+        facts = {
+            "out": str(out),
+            "modules": store.names,
+            "num_batches": store.num_batches,
+            "num_targets": len(result.loads),
+            "num_loads": loads,
+            "bytes_read": result.bytes_read,
+        }
+        print(json.dumps(facts, indent=2))
+        return
     print(f"{out}: {store.num_batches} batches of {', '.join(store.names)}")
     print(
         f"{loads} loads of {len(result.loads)} targets, {result.bytes_read / 2**20:.1f} MiB read",

@@ -1,5 +1,7 @@
 """``python -m flex_model harvest``, and the example."""
 
+import json
+
 import pytest
 import torch
 from families import llama
@@ -66,6 +68,13 @@ def test_the_same_command_again_reads_nothing(folder, capsys):
     assert "0 loads of 0 targets" in capsys.readouterr().err
     assert cli.main([*command, "--max-length", "9"]) == 1
     assert "records with key" in capsys.readouterr().err
+
+
+def test_what_was_written_as_json(folder, capsys):
+    assert cli.main(arguments(folder, "--modules", "model.norm", "--json")) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told.pop("bytes_read") > 0 and told.pop("num_loads") == told.pop("num_targets") > 0
+    assert told == {"out": str(folder / "out"), "modules": ["model.norm"], "num_batches": 3}
 
 
 def test_what_is_wrong_is_said(folder, capsys):

@@ -1,0 +1,343 @@
+"""When each rank was at which hook, edit and transfer, on one clock.
+
+Nothing is paid while no timeline is recorded: the recorder stands in front of methods of a wrap's
+own objects while it is on, and is gone when it is off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flex_model.distributed.connections import GRID
+from flex_model.distributed.hosts import Settings
+from flex_model.distributed.tensor_dicts import exchange_json
+from flex_model.inspection import text
+
+if TYPE_CHECKING:
+    from flex_model.distributed.channel import Channel
+    from flex_model.hooks.core import HookCore
+
+KINDS = ("hook", "edit", "header", "transfer")
+_REMEMBERED = 20_000  # spans of a rank, the last ones: some MiB
+_ROUNDS = 8  # of exchanges that set clocks, where ranks have several
+
+_HOOKS = ("activation", "gradient", "parameter_gradient")
+_TRANSFERS = (
+    "exchange",
+    "all_gather",
+    "gather_to_first",
+    "scatter_from_first",
+    "broadcast",
+    "all_reduce_sum",
+)
+_AXES_FIRST = ("all_gather", "gather_to_first", "scatter_from_first", "all_reduce_sum")
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that a rank did.
+
+    Attributes:
+        kind: ``"hook"``: a call of a hook, all it takes. ``"edit"``: its editing function alone.
+            ``"header"``: 64 bytes exchanged with all ranks of a stage. ``"transfer"``: a collective
+            that moves tensors.
+        what: The hook, or what was exchanged.
+        site: The name of the hook's module or parameter; empty where it is not of one hook.
+        start_us, end_us: Microseconds since the first span of all ranks began.
+        waited_us: Of it, until the last of the ranks that it was with had come.
+        num_bytes: That this rank moved, as ``flex.explain()`` counts them.
+    """
+
+    kind: str
+    what: str
+    site: str
+    start_us: float
+    end_us: float
+    waited_us: float = 0.0
+    num_bytes: int = 0
+
+
+class Timeline(list[list[Span]]):
+    """By rank, its spans in the order in which they began. Prints as a table.
+
+    Empty until the ``with`` of ``flex.timeline()`` is left; complete then on every rank.
+
+    Attributes:
+        ranks: Global ranks.
+        clock: How the ranks' times were brought onto one clock.
+        num_forgotten: By rank, how many spans were let go, since only the last 20,000 are kept.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranks: tuple[int, ...] = ()
+        self.clock = ""
+        self.num_forgotten: list[int] = []
+
+    @property
+    def end_us(self) -> float:
+        """When the last span ended."""
+        return max((span.end_us for spans in self for span in spans), default=0.0)
+
+    def summary(self) -> list[dict[str, Any]]:
+        """By rank: how many spans of each kind, bytes, and microseconds in edits and waiting."""
+        rows = []
+        for rank, spans in zip(self.ranks, self):
+            kinds = Counter(span.kind for span in spans)
+            rows.append(
+                {
+                    "rank": rank,
+                    **{f"{kind}s": kinds[kind] for kind in KINDS},
+                    "bytes": sum(span.num_bytes for span in spans),
+                    "edit_us": sum(s.end_us - s.start_us for s in spans if s.kind == "edit"),
+                    "waited_us": sum(span.waited_us for span in spans),
+                }
+            )
+        return rows
+
+    def __str__(self) -> str:
+        if not self:
+            return "nothing is recorded yet"
+        headers = ("rank", "hooks", "edits", "headers", "transfers", "bytes", "in edits", "waiting")
+        rows = [
+            [
+                *(str(row[key]) for key in ("rank", "hooks", "edits", "headers", "transfers")),
+                text.size(row["bytes"]),
+                f"{row['edit_us'] / 1e3:.2f} ms",
+                f"{row['waited_us'] / 1e3:.2f} ms",
+            ]
+            for row in self.summary()
+        ]
+        end = f"{self.end_us / 1e3:.2f} ms in all; {self.clock}"
+        if any(self.num_forgotten):
+            end += f"; the first {max(self.num_forgotten)} of a rank's spans are forgotten"
+        return f"{text.table(headers, rows)}\n{end}"
+
+
+# ---- Recording -----------------------------------------------------------------------------------
+
+
+@dataclass
+class _Noted:
+    """A span as its rank notes it: times in nanoseconds of its own clock.
+
+    Attributes:
+        meeting: The ranks that it is with, and which of their meetings it is; empty for none.
+    """
+
+    kind: str
+    what: str
+    site: str
+    start: int
+    end: int = 0
+    num_bytes: int = 0
+    meeting: str = ""
+
+
+def now_ns() -> int:
+    """Of a clock that all processes of a host share."""
+    return time.monotonic_ns()
+
+
+class _Recorder:
+    """Notes what this rank does in a wrap.
+
+    Args:
+        channels: All that the wrap talks through, by name.
+    """
+
+    def __init__(self, core: HookCore, channels: dict[str, Channel]) -> None:
+        self._core, self._channels = core, channels
+        self._noted: deque[_Noted] = deque(maxlen=_REMEMBERED)
+        self.num_noted = 0
+        self._meetings: Counter[str] = Counter()
+        self._sites: dict[str, str] = {}  # of the last header, by channel
+        self._names = {r.site: r.name for r in core.table.registrations}
+
+    @property
+    def spans(self) -> list[_Noted]:
+        return list(self._noted)
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        """While in it, stand in front of what is timed. Local."""
+        with contextlib.ExitStack() as stack:
+
+            def put(owner: Any, name: str, make: Callable[..., Any], *args: Any) -> None:
+                if name in vars(owner):
+                    raise RuntimeError("flex.timeline(): one is being recorded already")
+                setattr(owner, name, make(getattr(owner, name), *args))
+                stack.callback(delattr, owner, name)
+
+            caller = self._core.caller
+            for name in _HOOKS:
+                put(caller, name, self._hook)
+            put(caller, "_run_function", self._edit)
+            put(self._core, "_cover", self._through_python)
+            for key, channel in self._channels.items():
+                put(channel, "agree", self._header, channel, key)
+                for name in _TRANSFERS:
+                    put(channel, name, self._transfer, channel, key, name)
+            yield
+
+    def _through_python(self, cover: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiled dispatcher doesn't serve hooks by itself, unseen."""
+
+        def covered(run: Any) -> None:
+            cover(run)
+            self._core.table.dispatcher.in_run = False
+
+        return covered
+
+    @contextlib.contextmanager
+    def _span(self, kind: str, what: str, site: str) -> Iterator[_Noted]:
+        noted = _Noted(kind, what, site, now_ns())
+        self._noted.append(noted)
+        self.num_noted += 1
+        try:
+            yield noted
+        finally:
+            noted.end = now_ns()
+
+    def _hook(self, act: Callable[..., Any]) -> Callable[..., Any]:
+        def hook(call: Any, tensor: Any) -> Any:
+            registration = call.registration
+            with self._span("hook", registration.describe(), registration.name):
+                return act(call, tensor)
+
+        return hook
+
+    def _edit(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def edit(call: Any, *args: Any) -> Any:
+            registration = call.registration
+            with self._span("edit", registration.describe(), registration.name):
+                return run(call, *args)
+
+        return edit
+
+    def _header(self, agree: Callable[..., Any], channel: Channel, key: str) -> Callable[..., Any]:
+        def agreed(header: Any, where: str) -> Any:
+            site = self._sites[key] = self._names.get(header.site, "")
+            with self._span("header", where, site) as noted:
+                self._meet(noted, channel, key, GRID)
+                return agree(header, where)
+
+        return agreed
+
+    def _transfer(
+        self, move: Callable[..., Any], channel: Channel, key: str, name: str
+    ) -> Callable[..., Any]:
+        def moved(*args: Any) -> Any:
+            axes = args[0] if name in _AXES_FIRST else GRID
+            before = _num_bytes(channel)
+            what = f"{name.replace('_', ' ')}, after {channel.where}"
+            with self._span("transfer", what, self._sites.get(key, "")) as noted:
+                self._meet(noted, channel, key, axes)
+                try:
+                    return move(*args)
+                finally:
+                    noted.num_bytes = _num_bytes(channel) - before
+
+        return moved
+
+    def _meet(self, noted: _Noted, channel: Channel, key: str, axes: Any) -> None:
+        """All ranks of a group meet equally often, so the number tells which meeting it is."""
+        members = channel.mesh.members(axes)
+        if len(members) == 1:
+            return
+        ranks = ",".join(str(channel.mesh.grid[place]) for place in members)
+        group = f"{key} {ranks}"
+        self._meetings[group] += 1
+        noted.meeting = f"{group} {self._meetings[group]}"
+
+
+def _num_bytes(channel: Channel) -> int:
+    return sum(spent.num_bytes for spent in channel.meter.spent.values())
+
+
+@contextlib.contextmanager
+def recorded(
+    core: HookCore, channels: dict[str, Channel], timeline: Timeline
+) -> Iterator[Timeline]:
+    """Fill ``timeline`` with what all ranks do meanwhile. Collective over the ranks of the first
+    channel, at its start and at its end; after an exception this rank's own spans are all there is.
+    """
+    everyone = next(iter(channels.values()))
+    with everyone.uncounted():
+        offset_ns, clock = _set_clocks(everyone)
+    recorder = _Recorder(core, channels)
+    is_complete = False
+    try:
+        with recorder.on():
+            yield timeline
+        is_complete = True
+    finally:
+        mine: list[Any] = [
+            everyone.mesh.ranks[everyone.mesh.rank],
+            recorder.num_noted - len(recorder.spans),
+            [
+                [s.kind, s.what, s.site, s.start - offset_ns, s.end - offset_ns]
+                + [s.num_bytes, s.meeting]
+                for s in recorder.spans
+            ],
+        ]
+        told = [mine]
+        if is_complete:
+            with everyone.uncounted():
+                told = exchange_json(everyone, mine, "the end of a timeline")
+        timeline[:] = _joined([[_Noted(*row) for row in spans] for _, _, spans in told])
+        timeline.ranks = tuple(rank for rank, _, _ in told)
+        timeline.num_forgotten = [forgotten for _, forgotten, _ in told]
+        timeline.clock = clock if is_complete else f"of this rank alone, after an error; {clock}"
+
+
+def _joined(noted: Sequence[Sequence[_Noted]]) -> list[list[Span]]:
+    """Spans from the first start of all, with what each waited for the last to come."""
+    origin = min((one.start for spans in noted for one in spans), default=0)
+    last_came: dict[str, int] = {}
+    for spans in noted:
+        for one in spans:
+            if one.meeting:
+                last_came[one.meeting] = max(one.start, last_came.get(one.meeting, one.start))
+
+    def span(one: _Noted) -> Span:
+        waited = min(one.end, last_came.get(one.meeting, one.start)) - one.start
+        start, end = (one.start - origin) / 1e3, (one.end - origin) / 1e3
+        waited_us = max(0, waited) / 1e3
+        return Span(one.kind, one.what, one.site, start, end, waited_us, one.num_bytes)
+
+    return [[span(one) for one in spans] for spans in noted]
+
+
+# ---- Clocks --------------------------------------------------------------------------------------
+
+
+def _set_clocks(channel: Channel) -> tuple[int, str]:
+    """What this rank's clock is ahead of rank 0's, in nanoseconds, and how that is known.
+
+    Ranks of one host have one clock. Otherwise, as in NTP (RFC 5905): what the least of several
+    messages from rank 0 took, by both clocks, less what the least to rank 0 took, by half; it is
+    wrong by half of their sum at most.
+    """
+    if channel.is_local:
+        return 0, "one process"
+    hosts = exchange_json(channel, Settings.now().host, "the hosts of a timeline")
+    if len(set(hosts)) == 1:
+        return 0, "the ranks share the clock of their host"
+    left, entered = [], []
+    for _ in range(_ROUNDS):
+        entered.append(channel.exchange(torch.tensor([now_ns()])).flatten())
+        left.append(now_ns())
+    took = torch.stack([end - starts for end, starts in zip(left, entered)]).amin(0)
+    table = channel.exchange(took)  # [to, from]: what a message took, by the clocks of both
+    ahead = (table[:, 0] - table[0]) // 2
+    error_us = float((table[:, 0] + table[0]).amax()) / 2e3
+    clock = f"clocks of {len(set(hosts))} hosts, set by {_ROUNDS} exchanges to {error_us:.0f} us"
+    return int(ahead[channel.mesh.place]), clock

@@ -1,0 +1,112 @@
+"""What every module of a model takes and gives, from a run on shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from flex_model import _C
+from flex_model.distributed.header import site_hash
+from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.tracking import LayoutTracker
+from flex_model.inspection.dry_run import Seen, exchange_seen, layout_from_shapes, on_shapes
+from flex_model.inspection.tree import Node, TensorSeen, named
+from flex_model.integrations import dtensor
+
+if TYPE_CHECKING:
+    from flex_model.hooks.core import HookCore
+
+#: A module's name, ``"input"`` or ``"output"``, and its first tensor at one call.
+Observed = tuple[str, str, Seen]
+
+
+def observe(
+    root: nn.Module, mesh: Mesh, tracker: LayoutTracker, run: Callable[[], Any]
+) -> list[Observed]:
+    """What this rank sees while ``run`` runs the model, call by call."""
+    found: list[Observed] = []
+
+    def look(name: str, kind: str, tree: Any) -> None:
+        tensors, _ = _C.flatten(tree)
+        if not tensors:
+            return
+        with tracker.paused():
+            leaf = tensors[0]
+            plain, splits, known = dtensor.plain_and_told(leaf, mesh, name, tracker.splits(leaf))
+            site = site_hash(name, kind)
+            seen = Seen(site, tuple(plain.shape), plain.dtype, splits, known=known)
+            found.append((name, kind, seen))
+
+    def pre_hook(name: str) -> Callable[..., None]:
+        return lambda module, args, kwargs: look(name, "input", (args, kwargs))
+
+    def hook(name: str) -> Callable[..., None]:
+        return lambda module, args, output: look(name, "output", output)
+
+    handles: list[Any] = []
+    try:
+        for name, module in named(root).items():
+            handles.append(module.register_forward_pre_hook(pre_hook(name), with_kwargs=True))
+            handles.append(module.register_forward_hook(hook(name)))
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def settle(
+    nodes: Mapping[str, Node],
+    modules: Mapping[str, nn.Module],
+    calls: Iterable[Sequence[Observed]],
+    mesh: Mesh,
+) -> None:
+    """Tell the nodes what their modules take and give at their first calls.
+
+    Args:
+        calls: What all ranks observed, call by call.
+    """
+    for told in calls:
+        name, kind, _ = told[0]
+        if name in nodes and getattr(nodes[name], kind) is None:
+            seen = [one for _, _, one in told]
+            setattr(nodes[name], kind, _settled(name, kind, modules[name], seen, mesh))
+
+
+def _settled(
+    name: str, kind: str, module: nn.Module, ranks: Sequence[Seen], mesh: Mesh
+) -> TensorSeen:
+    hook = "forward" if kind == "output" else "forward_pre"
+    shapes = [one.shape for one in ranks]
+    try:
+        layout = layout_from_shapes(name, hook, module, ranks, mesh)
+        full = None if layout is None else layout.full_shape(shapes, mesh.dp_size, mesh.tp_size)
+    except ValueError:
+        layout, full = None, None
+    return TensorSeen(full, tuple(shapes), ranks[0].dtype, layout)
+
+
+def fill(core: HookCore, nodes: Mapping[str, Node], args: Any) -> None:
+    """Tell the nodes of a wrapped model what its modules take and give in a run with these inputs.
+    Collective over the grid.
+
+    Raises:
+        HookError: the model can't be run on shapes.
+        RuntimeError: called during a run.
+    """
+
+    def follow(tracker: LayoutTracker, given: Any) -> list[Observed]:
+        inputs, _ = given
+        return observe(core.module, core.mesh, tracker, lambda: core.module(*inputs))
+
+    with core.channel.uncounted():
+        mine = on_shapes(core, "show", args, {}, follow)
+        ranks = exchange_seen(core.channel, [seen for _, _, seen in mine])
+    calls = [
+        [(name, kind, seen) for seen in of_all] for (name, kind, _), of_all in zip(mine, ranks)
+    ]
+    settle(nodes, named(core.module), calls, core.mesh)
+    for node in nodes.values():
+        node.was_run = True

@@ -1,0 +1,6 @@
+"""Pictures: a wrap's modules and hooks (``flex.show``), and plots of what hooks found."""
+
+from flex_model.visualize import html, model_map
+from flex_model.visualize.plots import plot_induction_scores, plot_logit_lens, plot_patching
+
+__all__ = ["html", "model_map", "plot_induction_scores", "plot_logit_lens", "plot_patching"]
