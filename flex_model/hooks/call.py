@@ -340,6 +340,8 @@ class HookCaller:
             )
         except (IndexError, TypeError, ValueError) as error:
             raise agreed(error.__class__(f"{registration.describe()}: {error}")) from None
+        if not self._tracking.tells and registration.kind != "tensor":
+            return move
         if len(registration.splits) < _REMEMBERED_MOVES and registration.kind != "tensor":
             registration.splits[number, ndim] = settled.activation.dp, settled.activation.tp
         if settled.is_proven:

@@ -35,10 +35,12 @@ class FollowedForward:
     Attributes:
         depth: Of the wrapped module's calls inside itself.
         numbers: By registration index: how often the hook was called.
+        tells: Whether what it shows holds for other forwards, too.
     """
 
     tracker: LayoutTracker | None = None
     depth: int = 0
+    tells: bool = True
     numbers: dict[int, int] = field(default_factory=dict)
 
 
@@ -65,10 +67,11 @@ class Tracking:
         if self.forward.depth > 1:
             return
         self.forward.numbers.clear()
+        self.forward.tells = True
         if self._is_wanted(active):
-            self._forwards_left -= 1
             tracker = LayoutTracker(self._channel.mesh)
             self.seed(tracker, list(tensors_of((args, kwargs))))
+            self._forwards_left -= self.forward.tells
             tracker.__enter__()
             self.forward.tracker = tracker
 
@@ -109,6 +112,11 @@ class Tracking:
     def is_following(self) -> bool:
         """Whether the forward that goes on is followed."""
         return self.forward.tracker is not None
+
+    @property
+    def tells(self) -> bool:
+        """Whether what the forward shows holds for others, too."""
+        return self.forward.tells
 
     def splits(self, tensor: Tensor) -> Splits:
         """How the tensor is split, as far as it was followed. Local."""
@@ -154,7 +162,7 @@ class Tracking:
         self, tracker: LayoutTracker, inputs: list[Tensor], table: list[list[list[int]]]
     ) -> None:
         mesh = self._channel.mesh
-        rows: int | None = None  # of this rank's part of the batch
+        batch: Tensor | None = None  # the first input that has rows of it
         found: list[tuple[Split, Split]] = []
         for i, tensor in enumerate(inputs):
             told = values.Fingerprints.of(mesh, [rank[i][:2] for rank in table])
@@ -163,13 +171,19 @@ class Tracking:
                 Replicate() if told.equal_along("tp") and len(set(shapes)) <= mesh.dp_size else None
             )
             dp = _batch_dim(shapes, told)
-            if isinstance(dp, Shard) and dp.dim == 0 and rows is None:
-                rows = tensor.shape[0]
+            if isinstance(dp, Shard) and dp.dim == 0 and batch is None:
+                batch = tensor
             found.append((dp, tp))
+        if mesh.dp_size > 1 and all(dp == Replicate() for dp, _ in found):
+            # Every rank was given the same: rows of one batch all the same, which happen to be
+            # equal. In the next forward they may differ.
+            self.forward.tells = False
+            batch = next((tensor for tensor in inputs if tensor.dim() > 1), None)
+        rows = 0 if batch is None else batch.shape[0]
         for tensor, splits in zip(inputs, found):
             # Equal on all dp ranks, but with a row for every row of the batch: a mask of ones.
-            is_batch = rows is not None and rows > 1 and tensor.dim() and tensor.shape[0] == rows
-            if splits[0] == Replicate() and is_batch:
+            is_batch = tensor is batch or (rows > 1 and tensor.dim() and tensor.shape[0] == rows)
+            if splits[0] == Replicate() and is_batch and mesh.dp_size > 1:
                 splits = (Shard(0), splits[1])
             tracker.note(tensor, splits)
 

@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.testing import assert_close
 
 import models
-from cells import EDITS, KINDS, SITES, differences, mean_loss, table_cell
+from cells import EDITS, KINDS, SITES, differences, mean_loss, mixing_rows, table_cell
 from flex_model import FlexModel, HookFunction
 
 ROWS = (3, 1)
@@ -57,3 +59,34 @@ def test_a_batch_that_changes_its_size_is_gathered_anew():
         flex(models.random(sum(rows), 6).split(rows)[dist.get_rank()])
         if dist.get_rank() == 0:
             assert [tuple(record.shape) for record in records["fc1"]] == [(sum(rows), 8)]
+
+
+def of_a_run(register, rows_of, batches, **sizes):
+    """Records, and my rows of the outputs and of the inputs' gradients, over several forwards."""
+    records, seen = {}, []
+    flex = FlexModel(models.mlp(), records, **sizes)
+    getattr(flex, register)(HookFunction("fc1", editing_function=mixing_rows))
+    for batch in batches:
+        mine = rows_of(batch).clone().requires_grad_()
+        output = flex(mine)
+        mean_loss(output).backward()
+        share = len(mine) / len(batch)  # a rank's loss is the mean of its own rows
+        seen += [output.detach(), mine.grad * share]
+    return records.get("fc1", []), seen
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_hook"])
+def test_rows_that_happen_to_be_equal_on_all_ranks_are_rows_of_one_batch(register, rows):
+    """What such a forward shows of layouts is not remembered: the next rows may differ."""
+    twice = torch.cat([models.random(rows, 6)] * 2)
+    batches = [twice, models.random(2 * rows, 6, seed=1), twice, models.random(2 * rows, 6, seed=2)]
+    alone = dist.new_subgroups(1)[0]
+    expected, whole = of_a_run(register, lambda batch: batch, batches, process_group=alone)
+    records, mine = of_a_run(
+        register, lambda batch: batch.chunk(2)[dist.get_rank()], batches, data_parallel_size=2
+    )
+    assert_close(mine, [tensor.chunk(2)[dist.get_rank()] for tensor in whole])
+    if dist.get_rank() == 0:
+        assert_close(records, expected)
