@@ -475,11 +475,11 @@ class FlexModel(nn.Module):
         if kind == "tensor":
             parameter, after = self._hookable_parameter(hook_function.module_name)
             moment = "accumulated" if after else "computed"
-            registration = core.register(hook_function, kind, [parameter], groups, moment)
+            registrations = core.register(hook_function, kind, [parameter], groups, moment)
         else:
             module = find_module(self.module, hook_function.module_name)
-            registration = core.register(hook_function, kind, [module], groups)
-        return HookHandle(functools.partial(core.table.unregister, registration), hook_function)
+            registrations = core.register(hook_function, kind, [module], groups)
+        return HookHandle(functools.partial(core.table.unregister, registrations), hook_function)
 
     def _hookable_parameter(self, name: str) -> tuple[nn.Parameter, bool]:
         if fsdp.wrapper_of_parameter(self.module, name) is not None:

@@ -13,7 +13,7 @@ Source: the conjugate pairs f and g of Megatron-LM (Shoeybi et al. 2019, section
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -334,8 +334,8 @@ class _GatherToFirst(Function):
 
 class _ScatterFromFirst(Function):
     @staticmethod
-    def forward(ctx, full, gathered, trip, like):
-        # `gathered` is here for the graph alone: it makes every rank run the gather's backward,
+    def forward(ctx, full, trip, like, *gathered):
+        # `gathered` is here for the graph alone: it makes every rank run the gathers' backward,
         # used by the edit or not
         ctx.trip = trip
         ctx.size = full.shape
@@ -356,7 +356,7 @@ class _ScatterFromFirst(Function):
             full = grad.new_zeros(ctx.size)
         elif way.grad_scale > 1:
             full = full / way.grad_scale
-        return full, None, None, None
+        return full, *[None] * (len(ctx.needs_input_grad) - 1)
 
 
 class _MeanGradientOverDp(Function):
@@ -397,13 +397,17 @@ def gather_to_first(shard: Tensor, trip: Trip) -> Tensor:
 
 
 def scatter_from_first(
-    full: Tensor | None, gathered: Tensor, trip: Trip, like: Tensor, requires_grad: bool
+    full: Tensor | None,
+    gathered: Sequence[Tensor],
+    trip: Trip,
+    like: Tensor,
+    requires_grad: bool,
 ) -> Tensor:
-    """This rank's shard of rank 0's edit, in the graph where rank 0's edit is (``requires_grad``).
-    Collective.
+    """This rank's shard of rank 0's edit of what was ``gathered``, in the graph where that edit is
+    (``requires_grad``). Collective.
     """
     if not requires_grad:
         return trip.move.scatter_from_first(full, like)
     if full is None:
         full = like.new_empty(0).requires_grad_()
-    return _ScatterFromFirst.apply(full, gathered, trip, like.detach())
+    return _ScatterFromFirst.apply(full, trip, like.detach(), *gathered)

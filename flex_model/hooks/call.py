@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +35,49 @@ if TYPE_CHECKING:
     from flex_model.hooks.registration import Registration
 
 _REMEMBERED_MOVES = 128  # per hook: generation may bring a new shape with every step
-_CHANGED, _REQUIRES_GRAD = 1, 2  # what rank 0 tells of its edit, in Header.microbatch
+_CHANGED, _REQUIRES_GRAD = 1, 2  # what rank 0 tells of an edit, in Header.microbatch
+
+
+@dataclass(eq=False)
+class _Given:
+    """One tensor of an edit.
+
+    Attributes:
+        original: As the model has it.
+        leaf: This rank's plain tensor of it, in the graph.
+        part: What the hook selected of that.
+        full: What the function gets; an empty tensor on ranks that don't run it.
+        trip: With several ranks: its way there and back.
+    """
+
+    call: Call
+    original: Any
+    leaf: Tensor
+    part: Tensor
+    full: Tensor
+    pick: Pick | None
+    trip: Trip | None = None
+
+    @property
+    def index(self) -> int:
+        return int(self.call.registration.hook_function.unpack_idx)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.pick is None
+
+    @property
+    def way(self) -> Trip:
+        assert self.trip is not None
+        return self.trip
+
+    def put_back(self, shard: Tensor) -> Tensor:
+        """What the hook selected and edited, in its place among what it did not."""
+        return shard if self.pick is None else self.pick.put(self.leaf, shard)
+
+    def like_original(self, shard: Tensor) -> Tensor:
+        is_dtensor = dtensor.is_dtensor(self.original)
+        return dtensor.like(shard, self.original) if is_dtensor else shard
 
 
 class HookCaller:
@@ -67,15 +109,16 @@ class HookCaller:
 
     # The three kinds of values.
 
-    def activation(self, call: Call, leaf: Tensor) -> Tensor:
-        """A forward or forward-pre hook on one tensor; the tensor that the model goes on with."""
+    def activation(self, call: Call, leaf: Tensor) -> list[tuple[int, Tensor]]:
+        """A forward or forward-pre hook on one tensor; what the model goes on with in the place of
+        tensors of its site, by ``unpack_idx``.
+        """
         check_movable(call, leaf)
-        if not call.registration.edits:
-            if not call.is_replay:
-                self._collect(call, leaf)
-            return leaf
-        edited = self._edit(call, leaf)
-        return leaf if edited is None else edited
+        if call.registration.edits:
+            return self._edit(call, leaf)
+        if not call.is_replay:
+            self._collect(call, leaf)
+        return []
 
     def gradient(self, call: Call, grad: Tensor) -> Tensor:
         """A backward hook on one gradient. Its values are those of the mean loss, over
@@ -89,7 +132,7 @@ class HookCaller:
         if not call.registration.edits:
             self._collect(call, given)
             return grad
-        edited = self._edit(call, given)
+        edited = self._edit_one(call, given)
         if edited is None:
             return grad
         return edited * scale if scale > 1 else edited
@@ -103,7 +146,7 @@ class HookCaller:
         if not call.registration.edits:
             self._collect(call, grad)
             return grad
-        edited = self._edit(call, grad)
+        edited = self._edit_one(call, grad)
         return grad if edited is None else edited
 
     def _mean_over_dp(self, call: Call, grad: Tensor) -> Tensor:
@@ -151,45 +194,55 @@ class HookCaller:
 
     # Editing.
 
-    def _edit(self, call: Call, leaf: Any) -> Tensor | None:
-        """Gather, record, edit, scatter; None if the function changed nothing."""
-        original = leaf
-        call, leaf, known = self.shard_of(call, leaf)
-        edit = self._edit_alone if self._channel.is_local else self._edit_together
-        shard = edit(call, leaf, known)
-        if shard is not None and dtensor.is_dtensor(original):
-            return dtensor.like(shard, original)
-        return shard
+    def _edit(self, call: Call, leaf: Any) -> list[tuple[int, Tensor]]:
+        """Gather, record, edit, scatter: what the function changed, with its ``unpack_idx``.
 
-    def _edit_alone(self, call: Call, leaf: Tensor, known: ShardLayout | None) -> Tensor | None:
-        pick = self._look_alone(call, leaf)
-        part = leaf if pick is None else pick.take(leaf)
-        if not call.is_replay:
-            self._records.now(call.registration, part)
-        if call.run.seed is None:
-            call.run.seed = seed_of_state()
-        edited = self._run_function(call, _handed(part), leaf, self._parameters(call, leaf))
-        if edited is None:
-            return None
-        # A copy, as shards are: the model may change it in place, and the user may keep it.
-        return edited.clone() if pick is None else pick.put(leaf, edited)
+        Of tensors that are edited together, each but the last is gathered only.
+        """
+        joint, batch = call.registration.joint, call.run.batch
+        if joint is not None and call.registration.is_first_of_joint:
+            joint.gathered[batch] = []  # what a call that failed left behind is gone, too
+        given = self._gather(call, leaf)
+        if joint is None:
+            several = [given]
+        else:
+            several = joint.gathered.setdefault(batch, [])
+            several.append(given)
+            if not call.registration.is_last_of_joint:
+                return []
+            del joint.gathered[batch]
+            if len(several) < joint.size:
+                return []  # the hook of another of them failed, and told
+        parameters = self._parameters(call, given.leaf)
+        if self._channel.is_local:
+            edits = self._edit_alone(several, parameters)
+        elif self.edits_on_all:
+            edits = self._edit_on_all(several, parameters)
+        else:
+            edits = self._edit_on_first(several, parameters)
+        return [
+            (given.index, given.like_original(shard))
+            for given, shard in zip(several, edits)
+            if shard is not None
+        ]
 
-    def _run_function(
-        self, call: Call, full: Tensor, leaf: Tensor, parameters: dict[str, Tensor]
-    ) -> Tensor | None:
-        """The editing function, in which the model may not be run."""
-        outer, self._channel.edit_of = self._channel.edit_of, call.describe()
-        try:
-            return self._function.run(call, full, leaf, parameters)
-        finally:
-            self._channel.edit_of = outer
+    def _edit_one(self, call: Call, leaf: Any) -> Tensor | None:
+        """As ``_edit``, of a hook that is about one tensor; None if that did not change."""
+        return next((edited for _, edited in self._edit(call, leaf)), None)
 
-    def _edit_together(self, call: Call, leaf: Tensor, known: ShardLayout | None) -> Tensor | None:
+    def _gather(self, call: Call, original: Any) -> _Given:
+        """The full tensor, for the function and for the records."""
+        call, leaf, known = self.shard_of(call, original)
+        if self._channel.is_local:
+            pick = self._look_alone(call, leaf)
+            part = leaf if pick is None else pick.take(leaf)
+            if not call.is_replay:
+                self._records.now(call.registration, part)
+            return _Given(call, original, leaf, part, _handed(part), pick)
         shapes = self._agree(call, leaf, call.registration.kind)
         move = self.move(call, shapes, leaf.dtype, known, leaf)
         if not call.registration.is_backward:
             self._tracking.note(leaf, move.layout)
-        parameters = self._parameters(call, leaf)
 
         def agree_on_gradient(grad: Tensor) -> None:
             self._agree(call, grad, "gradient of an edit")
@@ -198,77 +251,122 @@ class HookCaller:
         part = leaf if move.pick is None else move.pick.take(leaf)
         if self._records.keeps_parts and not call.is_replay:
             self._records.later(call, leaf, known)
-        if not self.edits_on_all:
-            edited = self._edit_on_first(call, leaf, part, trip, parameters)
-            return self._put_back(call, leaf, edited, move)
+        gather_in_graph = self._gather_on_all if self.edits_on_all else self._gather_on_first
+        return _Given(
+            call, original, leaf, part, gather_in_graph(call, part, trip), move.pick, trip
+        )
+
+    def _gather_on_all(self, call: Call, part: Tensor, trip: Trip) -> Tensor:
         records = not call.is_replay and self._records.keeps_full
-        trip.num_records = int(records and leaf.device.type == "cpu")
+        trip.num_records = int(records and part.device.type == "cpu")
         full = _gathered(gather.gather, part, trip)
         if records:
             self._records.put(call.registration, trip.record, full)
-        try:
-            edited = self._run_function(call, full, leaf, parameters)
-        except Exception as error:
-            if not self.tells_edits:
-                raise
-            edited = None
-            self._channel.set_error(call.registration.failure(error), error)
-        self._channel.edited = call.describe() if edited is not None else ""
-        if self.tells_edits:
-            header = Header("result of an edit", site=call.registration.site)
-            self._channel.agree(header, f"the result of the edit of {call.describe()}")
-        if edited is not None:
-            edited = gather.scatter(edited.to(part.dtype), trip)
-        return self._put_back(call, leaf, edited, move)
+        return full
 
-    def _put_back(
-        self, call: Call, leaf: Tensor, edited: Tensor | None, move: Move
-    ) -> Tensor | None:
-        """The edited shard, split as it was: what the model makes of it is followed on."""
-        if edited is not None and move.pick is not None:
-            edited = move.pick.put(leaf, edited)
-        if edited is not None and not call.registration.is_backward:
-            self._tracking.note(edited, move.layout)
-        return edited
-
-    def _edit_on_first(
-        self,
-        call: Call,
-        leaf: Tensor,
-        part: Tensor,
-        trip: Trip,
-        parameters: dict[str, Tensor],
-    ) -> Tensor | None:
-        channel, registration = self._channel, call.registration
+    def _gather_on_first(self, call: Call, part: Tensor, trip: Trip) -> Tensor:
         on_first = not self._records.on_all_ranks and not self._records.keeps_parts
         trip.num_records = int(not call.is_replay and on_first)
         gathered = _gathered(gather.gather_to_first, part, trip)
         if self._records.on_all_ranks and not call.is_replay:
-            self._records.put(registration, None, trip.move.cast(trip.move.all_gather(part)))
-        edited, told = None, 0
+            full = trip.move.cast(trip.move.all_gather(part))
+            self._records.put(call.registration, None, full)
+        elif trip.num_records and self._channel.mesh.place == 0:
+            self._records.put(call.registration, trip.record, gathered)
+        return gathered
+
+    def _run_function(
+        self, several: Sequence[_Given], parameters: dict[str, Tensor]
+    ) -> list[Tensor | None]:
+        """The editing function, in which the model may not be run."""
+        call, leaf = several[-1].call, several[-1].leaf
+        outer, self._channel.edit_of = self._channel.edit_of, call.describe()
+        try:
+            return self._function.run(call, [given.full for given in several], leaf, parameters)
+        finally:
+            self._channel.edit_of = outer
+
+    def _edit_alone(
+        self, several: Sequence[_Given], parameters: dict[str, Tensor]
+    ) -> list[Tensor | None]:
+        run = several[-1].call.run
+        if run.seed is None:
+            run.seed = seed_of_state()
+        edits = self._run_function(several, parameters)
+        return [
+            # A copy, as shards are: the model may change it in place, and the user may keep it.
+            None if edited is None else given.put_back(edited.clone() if given.is_whole else edited)
+            for given, edited in zip(several, edits)
+        ]
+
+    def _edit_on_all(
+        self, several: Sequence[_Given], parameters: dict[str, Tensor]
+    ) -> list[Tensor | None]:
+        call = several[-1].call
+        edits: list[Tensor | None]
+        try:
+            edits = self._run_function(several, parameters)
+        except Exception as error:
+            if not self.tells_edits:
+                raise
+            edits = [None] * len(several)
+            self._channel.set_error(call.registration.failure(error), error)
+        is_edited = any(edited is not None for edited in edits)
+        self._channel.edited = call.describe() if is_edited else ""
+        if self.tells_edits:
+            header = Header("result of an edit", site=call.registration.site)
+            self._channel.agree(header, f"the result of the edit of {call.describe()}")
+        return [
+            None
+            if edited is None
+            else self._put_back(given, gather.scatter(edited.to(given.part.dtype), given.way))
+            for given, edited in zip(several, edits)
+        ]
+
+    def _edit_on_first(
+        self, several: Sequence[_Given], parameters: dict[str, Tensor]
+    ) -> list[Tensor | None]:
+        channel, call = self._channel, several[-1].call
+        edits: list[Tensor | None] = [None] * len(several)
         if channel.mesh.place == 0:
-            if trip.num_records:
-                self._records.put(registration, trip.record, gathered)
             try:
-                edited = self._run_function(call, gathered, leaf, parameters)
+                edits = self._run_function(several, parameters)
             except Exception as error:
                 if call.is_replay:
                     raise
-                channel.set_error(registration.failure(error), error)
-        if edited is not None:
-            in_graph = edited.requires_grad and torch.is_grad_enabled()
-            told = _CHANGED | (_REQUIRES_GRAD if in_graph else 0)
+                channel.set_error(call.registration.failure(error), error)
         headers = channel.agree(
-            Header("result of an edit on rank 0", site=registration.site, microbatch=told),
+            Header(
+                "result of an edit on rank 0",
+                site=call.registration.site,
+                microbatch=_told_of(edits),
+            ),
             f"the result of the edit of {call.describe()}",
         )
-        told = headers[0].microbatch
+        return [
+            self._scatter_from_first(several, given, edited, headers[0].microbatch >> 2 * i)
+            for i, (given, edited) in enumerate(zip(several, edits))
+        ]
+
+    def _scatter_from_first(
+        self, several: Sequence[_Given], given: _Given, edited: Tensor | None, told: int
+    ) -> Tensor | None:
+        """``told``: of rank 0's edit, as ``_told_of`` says it of the first tensor."""
         if not told & _CHANGED:
             return None
         in_graph = bool(told & _REQUIRES_GRAD) and torch.is_grad_enabled()
         if edited is not None:
-            edited = edited.to(part.dtype)
-        return gather.scatter_from_first(edited, gathered, trip, part, in_graph)
+            edited = edited.to(given.part.dtype)
+        gathered = [other.full for other in several]
+        shard = gather.scatter_from_first(edited, gathered, given.way, given.part, in_graph)
+        return self._put_back(given, shard)
+
+    def _put_back(self, given: _Given, shard: Tensor) -> Tensor:
+        """The edited shard, split as it was: what the model makes of it is followed on."""
+        edited = given.put_back(shard)
+        if not given.call.registration.is_backward:
+            self._tracking.note(edited, given.way.move.layout)
+        return edited
 
     def _agree(self, call: Call, tensor: Tensor, kind: str) -> list[Shape]:
         """Exchange headers; the local shapes of all ranks."""
@@ -393,6 +491,16 @@ class HookCaller:
                 )
             )
         return found[0] if found else None
+
+
+def _told_of(edits: Sequence[Tensor | None]) -> int:
+    """What rank 0 tells of its edits: two bits for each tensor."""
+    told = 0
+    for i, edited in enumerate(edits):
+        if edited is not None:
+            in_graph = edited.requires_grad and torch.is_grad_enabled()
+            told |= (_CHANGED | (_REQUIRES_GRAD if in_graph else 0)) << 2 * i
+    return told
 
 
 def _role_of(registration: Registration) -> inference.Role:

@@ -121,16 +121,16 @@ class HookCore:
 
     def register(
         self, function: HookFunction, kind: str, targets: Sequence[Any], *args: Any, **kwargs: Any
-    ) -> Registration:
+    ) -> Sequence[Registration]:
         """As ``HookTable.register``; the function gets to know ``save_ctx`` and ``modules``."""
-        registration = self.table.register(function, kind, targets, *args, **kwargs)
+        registrations = self.table.register(function, kind, targets, *args, **kwargs)
         self.tracking.hooks_changed()
         if kind == "tensor":
             for parameter in targets:
                 split = self.parameters.split_of_gradient(function.module_name)
-                registration.splits[0, parameter.dim()] = (None, split)
+                registrations[0].splits[0, parameter.dim()] = (None, split)
         function.save_ctx, function.modules = self.save_ctx, self.modules
-        return registration
+        return registrations
 
     def _active_hooks_changed(self) -> None:
         self._publish_hooks()
@@ -480,10 +480,9 @@ class HookCore:
             return tree
 
     def _tree_after(self, call: Call, leaf: Tensor, tree: Any) -> Any:
-        result = self.caller.activation(call, leaf)
-        if result is leaf:
-            return tree
-        return _C.replace_leaf(tree, call.registration.hook_function.unpack_idx, result)
+        for index, edited in self.caller.activation(call, leaf):
+            tree = _C.replace_leaf(tree, index, edited)
+        return tree
 
     def _replay(self, registration: Registration, module: nn.Module, tree: Any) -> Any:
         """The model is computed once more during backward (activation checkpointing): the edits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -14,7 +14,10 @@ from flex_model.selection import Select
 if TYPE_CHECKING:
     from flex_model.hooks.registration import Registration
 
-EditingFunction = Callable[[nn.Module | None, Tensor, Namespace, nn.ModuleDict], Tensor | None]
+# Of one tensor; of several, with tuples of them in the tensor's place.
+EditingFunction = Callable[[nn.Module | None, Any, Namespace, nn.ModuleDict], Any]
+
+_MAX_TENSORS = 8  # rank 0 tells of an edit in 16 bits
 
 #: The kinds of hooks, named as in ``create_hook_group(hook_type=...)``.
 KINDS = ("forward", "forward_pre", "full_backward", "full_backward_pre", "tensor")
@@ -52,10 +55,15 @@ class HookFunction:
         unpack_idx: Which tensor: they are counted depth first through tuples, lists, dicts, named
             tuples, dataclasses, model outputs and registered types; for pre-hooks through the
             positional, then the keyword arguments; for backward hooks through the tensors of the
-            forward whose gradients are meant.
+            forward whose gradients are meant. Several, as ``(0, 2)``: the function gets a tuple of
+            these tensors and returns one, with None for what it leaves as it is, or None; records
+            are in ``output_ptr["name[0]"]`` and ``output_ptr["name[2]"]``; ``expected_shape`` is a
+            list of one shape for each. Gradients of several may be seen, and edited by one hook
+            each.
         output_name: Key of the record in ``output_ptr`` (default: ``module_name``).
         select: The part of the tensor that is needed (``flex_model.Select``): only that is moved,
-            handed over and recorded, and an edit of it goes back to its place.
+            handed over and recorded, and an edit of it goes back to its place. Of several tensors:
+            one for all, or a list of one for each.
         parameters: Names of parameters of the wrapped model that the function needs in full; they
             are in ``hook_function.parameters[name]`` while it runs, detached.
 
@@ -69,13 +77,13 @@ class HookFunction:
     def __init__(
         self,
         module_name: str,
-        expected_shape: Sequence[int | None] | None = None,
+        expected_shape: Sequence[Any] | None = None,
         editing_function: EditingFunction | None = None,
-        unpack_idx: int = 0,
+        unpack_idx: int | Sequence[int] = 0,
         *,
         output_name: str | None = None,
         parameters: Iterable[str] = (),
-        select: Select | None = None,
+        select: Select | Sequence[Select | None] | None = None,
     ) -> None:
         if not isinstance(module_name, str):
             raise TypeError(
@@ -88,30 +96,50 @@ class HookFunction:
             )
         if unpack_idx is None:
             unpack_idx = 0
-        if isinstance(unpack_idx, bool) or not isinstance(unpack_idx, int):
-            raise TypeError(f"HookFunction: unpack_idx must be an int, got {unpack_idx!r}")
-        if unpack_idx < 0:
-            raise ValueError(f"HookFunction: unpack_idx counts from 0, got {unpack_idx}")
+        several = isinstance(unpack_idx, Sequence) and not isinstance(unpack_idx, str)
+        indices = tuple(unpack_idx) if isinstance(unpack_idx, Sequence) else (unpack_idx,)
         if output_name is not None and not isinstance(output_name, str):
             raise TypeError(
                 f"HookFunction: output_name must be a str or None, got {type(output_name).__name__}"
             )
-        if select is not None and not isinstance(select, Select):
-            raise TypeError(
-                "HookFunction: select must be a flex_model.Select or None, got "
-                f"{type(select).__name__}"
-            )
+        _check_indices(unpack_idx, indices)
+        shapes = _for_each(expected_shape, several, indices, "expected_shape")
+        selects = _for_each(select, several and isinstance(select, Sequence), indices, "select")
+        for one in selects:
+            if one is not None and not isinstance(one, Select):
+                raise TypeError(
+                    "HookFunction: select must be a flex_model.Select or None, got "
+                    f"{type(one).__name__}"
+                )
         self.module_name = module_name
-        self.expected_shape = check_expected_shape(expected_shape)
+        self.expected_shape = None if several else check_expected_shape(expected_shape)
         self.editing_function = editing_function
-        self.unpack_idx = unpack_idx
+        self.unpack_idx: Any = indices if several else indices[0]
         self.output_name = output_name
-        self.select = select
+        self.select: Any = select
         self.parameter_names = (parameters,) if isinstance(parameters, str) else tuple(parameters)
         self.parameters: dict[str, Tensor] = {}
         self.save_ctx: Namespace | None = None
         self.modules: nn.ModuleDict | None = None
-        self._registration: Registration | None = None
+        self._registrations: Sequence[Registration] = ()
+        #: One for each tensor, where there are several.
+        self.members: tuple[HookFunction, ...] = ()
+        if several:
+            self.members = tuple(
+                self._of_one(index, shape, one)
+                for index, shape, one in zip(indices, shapes, selects)
+            )
+
+    def _of_one(self, index: int, shape: Any, select: Select | None) -> HookFunction:
+        return HookFunction(
+            self.module_name,
+            shape,
+            self.editing_function,
+            index,
+            output_name=f"{self.record_name}[{index}]",
+            parameters=self.parameter_names,
+            select=select,
+        )
 
     @property
     def record_name(self) -> str:
@@ -132,6 +160,34 @@ class HookFunction:
         if self.select is not None:
             parts.append(f"select={self.select}")
         return f"HookFunction({', '.join(parts)})"
+
+
+def _check_indices(given: object, indices: tuple[object, ...]) -> None:
+    if not indices or any(isinstance(i, bool) or not isinstance(i, int) for i in indices):
+        raise TypeError(
+            f"HookFunction: unpack_idx must be an int, or several of them, got {given!r}"
+        )
+    if any(isinstance(i, int) and i < 0 for i in indices):
+        raise ValueError(f"HookFunction: unpack_idx counts from 0, got {given}")
+    if len(indices) > _MAX_TENSORS:
+        raise ValueError(
+            f"HookFunction: unpack_idx names {len(indices)} tensors, and one call can edit "
+            f"{_MAX_TENSORS} at most; register several HookFunctions"
+        )
+    if len(set(indices)) < len(indices):
+        raise ValueError(f"HookFunction: unpack_idx names a tensor twice, {given}; name it once")
+
+
+def _for_each(given: Any, several: bool, indices: tuple[object, ...], what: str) -> Sequence[Any]:
+    """What is given for each tensor, where it is a list for several."""
+    if not several or given is None:
+        return [given] * len(indices)
+    if not isinstance(given, Sequence) or len(given) != len(indices):
+        raise ValueError(
+            f"HookFunction: {what} must have one entry for each tensor of unpack_idx={indices}, "
+            f"{len(indices)}, got {given!r}"
+        )
+    return list(given)
 
 
 def name_of(editing_function: object) -> str:

@@ -21,7 +21,8 @@ class HookGroups:
     def __init__(self) -> None:
         self._ids: dict[str, int] = {ALL: 0}
         self._next_id = 1
-        self._registrations: dict[HookFunction, Registration] = {}
+        # Of a function on several tensors of a site: one for each.
+        self._registrations: dict[HookFunction, Sequence[Registration]] = {}
 
     def __contains__(self, group: str) -> bool:
         return group in self._ids
@@ -32,15 +33,24 @@ class HookGroups:
 
     @property
     def registrations(self) -> list[Registration]:
-        return list(self._registrations.values())
+        return [one for several in self._registrations.values() for one in several]
 
-    def add(self, registration: Registration, groups: Iterable[str] = ()) -> None:
-        self._registrations[registration.hook_function] = registration
+    def add(
+        self,
+        function: HookFunction,
+        registrations: Sequence[Registration],
+        groups: Iterable[str] = (),
+    ) -> None:
+        self._registrations[function] = registrations
         for group in (ALL, *groups):
-            registration.hook.tag(self._make(group))
+            self._tag(function, self._make(group))
 
-    def discard(self, registration: Registration) -> None:
-        self._registrations.pop(registration.hook_function, None)
+    def _tag(self, function: HookFunction, number: int) -> None:
+        for registration in self._registrations[function]:
+            registration.hook.tag(number)
+
+    def discard(self, function: HookFunction) -> None:
+        self._registrations.pop(function, None)
         self._drop_empty()
 
     def _make(self, group: str) -> int:
@@ -50,7 +60,7 @@ class HookGroups:
         return self._ids[group]
 
     def _drop_empty(self) -> None:
-        hooks = [registration.hook for registration in self._registrations.values()]
+        hooks = [registration.hook for registration in self.registrations]
         for group, number in list(self._ids.items()):
             if group != ALL and not any(hook.has(number) for hook in hooks):
                 del self._ids[group]
@@ -78,23 +88,19 @@ class HookGroups:
             raise ValueError(
                 f"{hook_function!r} is not registered with this FlexModel; register it first"
             )
-        return self._registrations[hook_function].hook
+        return self._registrations[hook_function][0].hook
 
     def members(self, group: str) -> list[HookFunction]:
         """The hooks of a group, in the order of their registration."""
         number = self._id(group)
-        return [
-            function
-            for function, registration in self._registrations.items()
-            if registration.hook.has(number)
-        ]
+        return [function for function in self._registrations if self._hook(function).has(number)]
 
     def update(self, members: Members, group: str) -> list[HookFunction]:
         """Put registered hooks into a group, new or not; returns them."""
         check_name(group)
         functions = self._select(members)
         for function in functions:
-            self._registrations[function].hook.tag(self._make(group))
+            self._tag(function, self._make(group))
         return functions
 
     def remove(self, members: Members, group: str) -> list[HookFunction]:
@@ -105,11 +111,12 @@ class HookGroups:
                 "by its handle"
             )
         number = self._id(group)
-        functions = [f for f in self._select(members) if self._registrations[f].hook.has(number)]
+        functions = [f for f in self._select(members) if self._hook(f).has(number)]
         if not functions:
             raise ValueError(f"remove_hook_groups: none of the hooks given is in group {group!r}")
         for function in functions:
-            self._registrations[function].hook.untag(number)
+            for registration in self._registrations[function]:
+                registration.hook.untag(number)
         self._drop_empty()
         return functions
 

@@ -19,10 +19,31 @@ from flex_model.selection import Select
 
 
 @dataclass(eq=False)
-class Registration:
-    """One HookFunction at one site.
+class Joint:
+    """Several tensors of one site that one call edits. Their hooks are called one after another,
+    and each but the last only keeps what it gathered.
 
     Attributes:
+        indices: Which tensors, in the order of their hooks.
+        gathered: By batch (see ``RunContext``): what the call gets, so far.
+    """
+
+    indices: tuple[int, ...]
+    gathered: dict[int | None, list[Any]] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return len(self.indices)
+
+
+@dataclass(eq=False)
+class Registration:
+    """One HookFunction at one tensor of a site.
+
+    Attributes:
+        given: What the user registered: the function itself, or one on several tensors of which
+            this is about one.
+        joint: Shared with the other tensors of its call; None where it edits just one.
         index: Counts registrations of the wrap on this rank, removed ones included.
         number: Among the hooks at one place: the same on every rank that has the same hooks now,
             whatever it had before.
@@ -43,6 +64,8 @@ class Registration:
     index: int
     number: int
     module: weakref.ref[nn.Module] | None
+    given: HookFunction
+    joint: Joint | None = None
     hook: _C.Hook = field(init=False)
     moves: dict[Any, Any] = field(default_factory=dict)
     splits: dict[tuple[int, int], Any] = field(default_factory=dict)
@@ -65,6 +88,7 @@ class Registration:
             self.edits,
             self.number,
             *(() if function.select is None else (repr(function.select),)),
+            *(() if self.joint is None else (self.given.unpack_idx,)),
         )
 
     @staticmethod
@@ -74,6 +98,14 @@ class Registration:
     @property
     def edits(self) -> bool:
         return self.hook_function.editing_function is not None
+
+    @property
+    def is_first_of_joint(self) -> bool:
+        return self.joint is not None and self.joint.indices[0] == self.hook_function.unpack_idx
+
+    @property
+    def is_last_of_joint(self) -> bool:
+        return self.joint is not None and self.joint.indices[-1] == self.hook_function.unpack_idx
 
     @property
     def select(self) -> Select | None:

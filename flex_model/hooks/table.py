@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flex_model import _C
 from flex_model.hooks.function import KINDS, HookFunction
 from flex_model.hooks.groups import ALL, HookGroups, as_names
-from flex_model.hooks.registration import Registration
+from flex_model.hooks.registration import Joint, Registration
 from flex_model.hooks.site import ModuleSite, Moment, ParameterSite, SiteOwner
 
 Choice = tuple[tuple[str, ...], bool]  # groups, complement
@@ -75,21 +75,50 @@ class HookTable:
         targets: Sequence[nn.Module | nn.Parameter],
         groups: Iterable[str] = (),
         moment: Moment = "computed",
-    ) -> Registration:
+    ) -> Sequence[Registration]:
         """Put a hook at a module (at several that stand for it, or at none: it is on another rank),
-        or at a parameter for kind "tensor", whose gradient is met at this moment.
+        or at a parameter for kind "tensor", whose gradient is met at this moment. One registration
+        for each of its tensors.
         """
         assert kind in KINDS
-        if function._registration is not None:
+        if function._registrations:
             raise ValueError(
                 f"{function!r} is registered already; remove it first (handle.remove()), or make "
                 "another HookFunction"
             )
-        self._check_record_name(function, kind)
+        members = function.members or (function,)
+        edits_several = bool(function.members) and function.editing_function is not None
+        comes_together = kind in ("forward", "forward_pre")
+        if not comes_together and (edits_several or (function.members and kind == "tensor")):
+            raise ValueError(
+                f"{function!r}: a {kind} hook can't edit several tensors in one call, whose "
+                "gradients come at different times; register one HookFunction for each"
+            )
+        for member in members:
+            self._check_record_name(member, kind)
+        joint = Joint(function.unpack_idx) if edits_several else None
+        function._registrations = registrations = [
+            self._place(function, member, joint, kind, targets, moment) for member in members
+        ]
+        self.groups.add(function, registrations, groups)
+        self.refresh()
+        return registrations
+
+    def _place(
+        self,
+        given: HookFunction,
+        function: HookFunction,
+        joint: Joint | None,
+        kind: str,
+        targets: Sequence[nn.Module | nn.Parameter],
+        moment: Moment,
+    ) -> Registration:
         modules = [target for target in targets if isinstance(target, nn.Module)]
         module_ref = weakref.ref(modules[0]) if modules else None
         number = self._free_number(Registration.place_of(function, kind))
-        registration = Registration(function, kind, self._next_index, number, module_ref)
+        registration = Registration(
+            function, kind, self._next_index, number, module_ref, given, joint
+        )
         self._next_index += 1
         registration.hook = _C.Hook(
             registration,
@@ -108,9 +137,6 @@ class HookTable:
                         self._owner, self.parameter_dispatcher, target, moment
                     )
                 self._parameters[id(target)].site.add(registration.hook)
-        self.groups.add(registration, groups)
-        function._registration = registration
-        self.refresh()
         return registration
 
     def _free_number(self, place: tuple[str, str, int]) -> int:
@@ -141,32 +167,34 @@ class HookTable:
                     "one of them an output_name"
                 )
 
-    def unregister(self, registration: Registration) -> None:
-        """Take a hook off; nothing if it is off already."""
-        function = registration.hook_function
-        if function._registration is not registration:
+    def unregister(self, registrations: Sequence[Registration]) -> None:
+        """Take a function off, given what ``register`` returned; nothing if it is off already."""
+        function = registrations[0].given
+        if function._registrations is not registrations:
             return
-        function._registration = None
+        function._registrations = ()
         function.save_ctx = function.modules = None
-        self.groups.discard(registration)
+        self.groups.discard(function)
         tables: list[dict[int, Any]] = [self._modules, self._parameters]
         for table in tables:
             for key, place in list(table.items()):
                 for site in place.all_sites:
-                    site.remove(registration.hook)
+                    for registration in registrations:
+                        site.remove(registration.hook)
                     site.refresh()
                 if not any(site.hooks for site in place.all_sites):
                     place.remove()
                     del table[key]
-        # It holds the registration, and no garbage collector would see the cycle.
-        del registration.hook
+        for registration in registrations:
+            # It holds the registration, and no garbage collector would see the cycle.
+            del registration.hook
         if not self._is_closed:
             self.refresh()
 
     def is_chosen(self, registration: Registration, choice: Choice) -> bool:
         """Whether a choice makes a hook active, at whichever rank it is."""
         groups, complement = choice
-        return complement == self.groups.of(registration.hook_function).isdisjoint(groups)
+        return complement == self.groups.of(registration.given).isdisjoint(groups)
 
     def parameters(self) -> list[tuple[nn.Parameter, Sequence[Registration]]]:
         """Parameters of this rank with active hooks on their gradients, in the order of their
@@ -244,8 +272,8 @@ class HookTable:
     def close(self) -> None:
         """Take every hook off."""
         self._is_closed = True
-        for registration in self.registrations:
-            self.unregister(registration)
+        for function in self.groups.members(ALL):
+            self.unregister(function._registrations)
         self.active = frozenset()
         self.dispatcher.close()
         self.parameter_dispatcher.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,8 @@ from flex_model.errors import HookError
 from flex_model.hooks.context import Call, RandomState, seed_of_call, throw_away
 from flex_model.hooks.function import name_of
 from flex_model.integrations import dtensor
+
+Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
 
 _AMBIGUOUS = -1  # the number of a call that can't be told from another
 
@@ -24,9 +27,13 @@ class UserFunction:
         self._modules = modules
 
     def run(
-        self, call: Call, full: Tensor, leaf: Tensor, parameters: dict[str, Tensor]
-    ) -> Tensor | None:
-        """Call it on ``full``; what it made of that, or None if nothing changed.
+        self,
+        call: Call,
+        fulls: Sequence[Tensor],
+        leaf: Tensor,
+        parameters: dict[str, Tensor],
+    ) -> list[Tensor | None]:
+        """Call it on the full tensors; what it made of each, or None if nothing changed.
 
         Args:
             leaf: This rank's own part, which tells calls of one hook apart.
@@ -35,19 +42,20 @@ class UserFunction:
             TypeError, ValueError: what it returned can't go on in the model.
             Exception: whatever the function raised.
         """
-        function = call.registration.hook_function
+        function = call.registration.given
         assert function.editing_function is not None
         number = _number_of(call, leaf)
         seed = seed_of_call(call.run.seed or 0, call.registration.seed, number)
         save_ctx = self._save_ctx if call.run.save_ctx is None else call.run.save_ctx
         if call.is_replay:
             save_ctx = throw_away(save_ctx)
-        version = full._version
-        expected = _kind_of(full)
+        versions = [full._version for full in fulls]
+        kinds = [_kind_of(full) for full in fulls]
+        inputs = tuple(fulls) if function.members else fulls[0]
         function.parameters = parameters
         try:
-            with RandomState(seed, full.device) as random:
-                result = function.editing_function(call.module, full, save_ctx, self._modules)
+            with RandomState(seed, fulls[0].device) as random:
+                result = function.editing_function(call.module, inputs, save_ctx, self._modules)
         finally:
             function.parameters = {}
         if random.consumed and not call.is_replay:
@@ -62,15 +70,40 @@ class UserFunction:
                 "same input, or for one that is not remembered: which numbers it drew is not "
                 "known; do without checkpointing there"
             )
-        if result is None or result is full:
-            result = full
-            if _kind_of(full) == expected:
-                return full if full._version != version else None
-        _check(call, result, expected)
-        return result
+        results = _for_each(call, result, len(fulls)) if function.members else [result]
+        return [
+            _changed(call, full, version, expected, result)
+            for full, version, expected, result in zip(fulls, versions, kinds, results)
+        ]
 
 
-def _kind_of(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+def _for_each(call: Call, result: object, size: int) -> Sequence[object]:
+    """What a function on several tensors returned for each."""
+    if result is None:
+        return [None] * size
+    if not isinstance(result, (tuple, list)) or len(result) != size:
+        length = f" of {len(result)}" if isinstance(result, (tuple, list)) else ""
+        raise TypeError(
+            f"{_what(call)} a {type(result).__name__}{length}; expected a tuple of {size} tensors, "
+            "with None for those that stay as they are, or None"
+        )
+    return result
+
+
+def _changed(
+    call: Call, full: Tensor, version: int, expected: Kind, result: object
+) -> Tensor | None:
+    """What goes on in the place of ``full``; None if that did not change."""
+    if result is None or result is full:
+        result = full
+        if _kind_of(full) == expected:
+            return full if full._version != version else None
+    _check(call, result, expected)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def _kind_of(tensor: Tensor) -> Kind:
     return tuple(tensor.shape), tensor.dtype, tensor.device
 
 
@@ -92,11 +125,13 @@ def _fingerprint(tensor: Tensor) -> int:
     return int(values.fingerprint(tensor)[0])
 
 
-def _check(
-    call: Call, result: object, expected: tuple[tuple[int, ...], torch.dtype, torch.device]
-) -> None:
+def _what(call: Call) -> str:
     function = call.registration.hook_function.editing_function
-    what = f"{call.describe()}: the editing function {name_of(function)!r} returned"
+    return f"{call.describe()}: the editing function {name_of(function)!r} returned"
+
+
+def _check(call: Call, result: object, expected: Kind) -> None:
+    what = _what(call)
     if not isinstance(result, Tensor):
         raise TypeError(
             f"{what} a {type(result).__name__}; expected a torch.Tensor of shape {expected[0]}, "

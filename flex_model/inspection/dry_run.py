@@ -479,7 +479,9 @@ class _Costs:
     def _edit(self) -> Cost:
         if self._on_all:
             return Cost(headers=1) + self._sums() + self._all_gather()
-        return Cost(headers=2) + self._sums() + self._to_first() + self._from_first()
+        # Of tensors edited together, rank 0 tells once.
+        tells = self._registration.joint is None or self._registration.is_last_of_joint
+        return Cost(headers=1 + tells) + self._sums() + self._to_first() + self._from_first()
 
     def _backward_of_edit(self) -> Cost:
         """Of one whose layout is known, and of whose gradient replicas hold the whole."""

@@ -359,10 +359,10 @@ class PipelinedFlexModel(FlexModel):
                 if stage.stage_index == index
                 for module in targets(stage.submod, name)
             ]
-        registration = core.register(hook_function, kind, found, groups, "asked")
+        registrations = core.register(hook_function, kind, found, groups, "asked")
 
         def remove() -> None:
-            core.table.unregister(registration)
+            core.table.unregister(registrations)
 
         return HookHandle(remove, hook_function)
 

@@ -206,7 +206,7 @@ def _mark(
         registration.kind,
         describe_function(function.editing_function) if registration.edits else "",
         "" if function.select is None else repr(function.select),
-        tuple(sorted(core.table.groups.of(function) - {"all"})),
+        tuple(sorted(core.table.groups.of(registration.given) - {"all"})),
         function.record_name,
         layout,
         cost,
