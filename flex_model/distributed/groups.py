@@ -8,8 +8,10 @@ leaves nothing behind to collide with.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import os
 import threading
 import time
 from collections import Counter
@@ -112,8 +114,7 @@ def acquire(
     """
     _acquired[ranks] += 1
     number = _acquired[ranks]
-    name = hashlib.sha1(repr(ranks).encode()).hexdigest()[:16]
-    store = dist.PrefixStore(f"flex_model/{name}", dist.distributed_c10d._get_default_store())
+    path = ("flex_model/" + hashlib.sha1(repr(ranks).encode()).hexdigest()[:16],)
     me = ranks.index(dist.get_rank())
     settings = Settings.now()
     # Wrappers are collected at different times on different ranks, so what one rank still has
@@ -132,7 +133,7 @@ def acquire(
         default=0,
     )
     with Processes(dist.distributed_c10d._get_default_store(), ranks) as processes:
-        meeting = _Meeting(store, ranks, me, timeout_s, processes)
+        meeting = _Meeting(path, ranks, me, timeout_s, processes)
         try:
             offers = meeting.held_by_all(number, held)
         except HookError:
@@ -147,11 +148,44 @@ def acquire(
     return group, number
 
 
+class _Connection:
+    """To the store by which ranks meet, beside torch's own: a call that waits keeps the others of
+    its connection waiting. One is kept for the next group, since a new one may take seconds: torch
+    asks for the names of both ends, and a name server may be slow to say that it knows none.
+    """
+
+    _spare: _Connection | None = None
+
+    def __init__(self) -> None:
+        self._world = dist.group.WORLD
+        self.store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+
+    @staticmethod
+    def take() -> _Connection:
+        spare, _Connection._spare = _Connection._spare, None
+        return _Connection() if spare is None or spare._world is not dist.group.WORLD else spare
+
+    def give_back(self) -> None:
+        if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0":  # else gloo goes on to use it
+            _Connection._spare = self
+
+
+def _forget_connection() -> None:
+    _Connection._spare = None
+
+
+os.register_at_fork(after_in_child=_forget_connection)  # it is the parent's
+
+
 @dataclass(frozen=True)
 class _Meeting:
-    """Ranks that connect: by a store, each waiting for the words of all."""
+    """Ranks that connect: by a store, each waiting for the words of all.
 
-    store: dist.Store
+    Attributes:
+        path: Their place in the store.
+    """
+
+    path: tuple[str, ...]
     ranks: tuple[int, ...]
     me: int
     timeout_s: float
@@ -159,7 +193,16 @@ class _Meeting:
 
     def of(self, place: str) -> _Meeting:
         """The same ranks at another place of the store."""
-        return replace(self, store=dist.PrefixStore(place, self.store))
+        return replace(self, path=(*self.path, place))
+
+    @functools.cached_property
+    def store(self) -> dist.Store:
+        return self._place_in(dist.distributed_c10d._get_default_store())
+
+    def _place_in(self, store: dist.Store) -> dist.Store:
+        for part in self.path:
+            store = dist.PrefixStore(part, store)
+        return store
 
     def held_by_all(self, number: int, held: int) -> list[int]:
         """What each member offers to share (0: nothing). Gloo alone would wait in silence for who
@@ -207,12 +250,14 @@ class _Meeting:
         another thread waits there, with a connection to the store of its own.
         """
         self.processes.ended()  # watches them all
-        store, made = self.store.clone(), Future[Any]()  # type: ignore[attr-defined]
+        connection, made = _Connection.take(), Future[Any]()
+        store = self._place_in(connection.store)
         limit = timedelta(seconds=self.timeout_s + _BACKEND_SLACK_S)
 
         def make() -> None:
             try:
                 made.set_result(dist.ProcessGroupGloo(store, self.me, len(self.ranks), limit))
+                connection.give_back()
             except BaseException as error:
                 made.set_exception(error)
 

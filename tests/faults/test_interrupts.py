@@ -1,5 +1,6 @@
 """Ctrl-C on one rank: it leaves at once, wherever it is, and the others hear of it at once."""
 
+import gc
 import random
 import signal
 import time
@@ -58,6 +59,8 @@ def train(rank, tell, size, seconds, stays, backward_seconds):
     flex = wrapped(size)
     flex.module[0].seconds = seconds[rank]
     flex.module[2].backward_seconds = backward_seconds[rank]
+    gc.collect()
+    gc.freeze()  # Python ignores a Ctrl-C that comes in the __del__ of some garbage
     tell("training")
     try:
         while True:
