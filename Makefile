@@ -10,7 +10,10 @@ PYTHON3 ?= python3
 VENV ?= .venv
 PYTHON := $(abspath $(VENV))/bin/python
 # New when the requirements or the Python are: then the environment is brought up to date.
-STAMP := $(VENV)/flex_model-$(shell (cat requirements/*.txt; $(PYTHON3) --version) | cksum | cut -d' ' -f1)
+NEEDS := $(filter-out requirements/docs.txt,$(wildcard requirements/*.txt))
+stamp = flex_model-$(shell (cat $(1); $(PYTHON3) --version) | cksum | cut -d' ' -f1)
+STAMP := $(VENV)/$(call stamp,$(NEEDS))
+DOCS_STAMP := $(VENV)/docs/$(call stamp,requirements/docs.txt)
 
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export OMP_NUM_THREADS := 1
@@ -20,7 +23,7 @@ export PYTHON
 CPP = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 NVCC := $(shell PATH="$${CUDA_HOME:-/usr/local/cuda}/bin:$$PATH" command -v nvcc)
 
-.PHONY: help venv build demo test browser check bench lint clean parity
+.PHONY: help venv build demo test browser check bench docs lint clean parity
 .PHONY: check-build check-symbols check-sdist check-sanitizers check-slow
 
 help:  ## list the targets
@@ -29,7 +32,11 @@ help:  ## list the targets
 venv: $(STAMP)  ## .venv with everything that building, testing and linting take
 
 $(STAMP):
-	@.ci/make_venv "$(PYTHON3)" "$(VENV)"
+	@.ci/make_venv "$(PYTHON3)" "$(VENV)" requirements/dev.txt
+	@touch $@
+
+$(DOCS_STAMP):
+	@.ci/make_venv "$(PYTHON3)" "$(VENV)/docs" requirements/docs.txt
 	@touch $@
 
 build: venv  ## the compiled parts, in place; rebuilds what changed
@@ -47,6 +54,11 @@ browser: venv  ## a headless browser for the tests of pages, in .venv, where non
 parity: build  ## the parity table: every framework, mesh and hook kind against the unsharded model
 	$(PYTHON) tests/parity
 
+docs: $(DOCS_STAMP)  ## the documentation as a site in site/; links that lead nowhere fail
+	@mkdir -p build  # without --quiet, which would not count warnings
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build >build/docs.log 2>&1 || { cat build/docs.log >&2; exit 1; }
+	@echo "== docs: site/index.html"
+
 bench: build  ## the benchmarks, each checked and timed against its baseline in one run
 	@for file in benchmarks/bench_*.py; do echo "== $$file" && $(PYTHON) $$file || exit 1; done
 
@@ -56,7 +68,7 @@ lint: venv  ## format, lint and types
 	clang-format --dry-run -Werror $(CPP)
 	mypy
 
-check: lint check-build check-symbols check-sdist check-sanitizers check-slow  ## all that CI runs before the tests
+check: lint docs check-build check-symbols check-sdist check-sanitizers check-slow  ## all that CI runs before the tests
 	@echo "== check: passed"
 
 check-build: build  ## the CUDA build, where nvcc is; check-sdist makes the one without
@@ -80,6 +92,6 @@ check-slow: build  ## the slow tests
 	pytest -q -m "slow and not table"
 
 clean:  ## remove what was built; .venv stays
-	rm -rf build dist *.egg-info flex_model/*.so flex_model/_build_config.json
+	rm -rf build dist site *.egg-info flex_model/*.so flex_model/_build_config.json
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -45,9 +45,8 @@ class FlexModel(nn.Module):
 
         activations = {}
         with FlexModel(model, activations, tensor_parallel_size=2) as flex:
-            flex.register_forward_hook(HookFunction("layers.3.mlp", editing_function=lambda m, x,
-            ctx, mods: x * 0.5)) logits = flex(tokens)                       # rank 0:
-                activations["layers.3.mlp"][0] is the full tensor
+            flex.register_forward_hook(HookFunction("layers.3.mlp", editing_function=halve))
+            logits = flex(tokens)  # rank 0: activations["layers.3.mlp"][0] is the full tensor
 
     The same script runs on one process (no ``torchrun`` needed) and on many, and gives the same
     numbers. Every rank makes the same calls in the same order.
@@ -91,9 +90,8 @@ class FlexModel(nn.Module):
             mesh.
 
     Collective over the ranks of the model: the constructor, running the model while hooks are
-        active, everything about
-    parameters, ``register_trainable_module`` and ``sync_trainable_modules``. All else is local, to
-    be called alike on every rank.
+    active, everything about parameters, ``register_trainable_module`` and
+    ``sync_trainable_modules``. All else is local, to be called alike on every rank.
     """
 
     def __init__(
@@ -517,8 +515,9 @@ class FlexModel(nn.Module):
 
             flex.create_hook_group("mlps", "mlp", editing_function=halve)
             flex.create_hook_group("norms", re.compile(r"layers\\.[02]\\..*norm"))
-            flex.create_hook_group("grads", nn.Linear, hook_type="full_backward",
-            output_name="{name}.grad")
+            flex.create_hook_group(
+                "grads", nn.Linear, hook_type="full_backward", output_name="{name}.grad"
+            )
 
         Args:
             group_constructor: A substring of module names (of parameter names for

@@ -1,10 +1,8 @@
 """Ready edits in a model on one process: while it generates, lenses, patching beside plain torch
-hooks; and docs/editing.md. `test_editing` has the shardings.
+hooks. `test_editing` has the shardings.
 """
 
-import re
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 import torch
@@ -226,21 +224,6 @@ def test_what_experiments_refuse(flex):
     on_rank0 = FlexModel(flex.restore(), edit_on="rank0")
     with pytest.raises(ValueError, match="edit_on='all'"):
         editing.attribution_patching(on_rank0, TOKENS, OTHER, site, metric)
-
-
-def test_the_page_runs_as_printed(capsys):
-    pytest.importorskip("transformers")
-    page = (Path(__file__).parents[1] / "docs" / "editing.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    scope: dict = {}
-    for block in blocks:
-        exec(compile(block, "docs/editing.md", "exec"), scope)
-    printed = capsys.readouterr().out
-    promised = re.findall(r"# prints (.*)", page)
-    assert promised and all(line in printed for line in promised)
-    named = set(re.findall(r"`(\w+)\(", page))
-    factories = {name for name in editing.__all__ if name.islower()}
-    assert factories <= named | {"chain"}, factories - named
 
 
 def test_edits_without_gradients(flex):

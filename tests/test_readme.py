@@ -1,26 +1,12 @@
-"""README's Python example runs as it is printed, and what it names is there."""
+"""What README names is there. Its example, links and commands: `test_docs`."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-
-
-def test_the_example_runs_as_printed(tmp_path):
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    script = tmp_path / "example.py"
-    script.write_text(code)
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    for line in re.findall(r"# prints (.*)", code):
-        assert line in done.stdout
 
 
 @pytest.mark.parametrize("command", ["make demo", "make test"])

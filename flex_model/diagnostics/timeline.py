@@ -215,10 +215,10 @@ class _Recorder:
         return hook
 
     def _edit(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def edit(call: Any, *args: Any) -> Any:
-            registration = call.registration
+        def edit(several: Any, *args: Any) -> Any:
+            registration = several[-1].call.registration
             with self._span("edit", registration.describe(), registration.name):
-                return run(call, *args)
+                return run(several, *args)
 
         return edit
 

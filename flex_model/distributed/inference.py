@@ -107,6 +107,7 @@ def settle(
     *,
     activation: Tensor | None = None,
     is_memory: bool = False,
+    before: Splits | None = None,
 ) -> Settled:
     """``resolve`` for this rank's ``shard``; collective where the ranks must ask each other.
 
@@ -114,6 +115,8 @@ def settle(
         activation: Of a gradient: the fingerprint of the tensor whose gradient it is.
         is_memory: Whether ``splits`` are those of another tensor at the same site, which this one
             need not follow. The same on every rank.
+        before: Those of another tensor at the same site, tried where ``splits`` do not settle it.
+            The same on every rank.
     """
     told = Told(None)
     if known is None and not channel.is_local:
@@ -133,6 +136,8 @@ def settle(
     tries = [told]
     if is_memory:
         tries.append(Told(told.fingerprints, activation=told.activation))
+    if before is not None:
+        tries.append(Told(told.fingerprints, [before], told.activation))
     for i, told in enumerate(tries):
         try:
             found = resolve(

@@ -407,7 +407,8 @@ class HookCaller:
         if move is not None:
             return move
         number, ndim = call.number or 0, len(shapes[0])
-        splits, is_memory = self._splits(call, number, shapes)
+        before = registration.splits.get((number, ndim)) or registration.splits.get((0, ndim))
+        splits, is_memory = self._splits(call, shapes, before)
         try:
             settled = inference.settle(
                 self._channel,
@@ -421,6 +422,9 @@ class HookCaller:
                 _role_of(registration),
                 activation=call.activation,
                 is_memory=is_memory,
+                # Records of several forwards are settled together, at the run's end: the first
+                # one's tells what later ones, whose cache was not followed, don't.
+                before=None if is_memory else before,
             )
         except ValueError:
             if is_memory:  # another forward may tell what this one did not
@@ -461,11 +465,13 @@ class HookCaller:
                 registration.shapes.add(key)
         return values.fingerprint(dtensor.wait(leaf))
 
-    def _splits(self, call: Call, number: int, shapes: Sequence[Shape]) -> tuple[Splits, bool]:
+    def _splits(
+        self, call: Call, shapes: Sequence[Shape], before: Splits | None
+    ) -> tuple[Splits, bool]:
         """What this rank knows before asking: from this forward, else from the weight beside the
         tensor, else from earlier forwards; and whether it is from those.
         """
-        registration, ndim = call.registration, len(shapes[0])
+        registration = call.registration
         dp, tp = call.splits
         if tp is None and not self._channel.is_local:
             module = None if registration.module is None else registration.module()
@@ -473,7 +479,6 @@ class HookCaller:
                 module, registration.kind, shapes, self._channel.mesh, registration.describe()
             )
             tp = None if beside is None else beside.tp
-        before = registration.splits.get((number, ndim)) or registration.splits.get((0, ndim))
         if call.is_followed or before is None:
             return (dp, tp), False
         return (before[0] if dp is None else dp, before[1] if tp is None else tp), True

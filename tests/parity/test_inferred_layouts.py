@@ -107,6 +107,28 @@ def test_greedy_generation_with_an_edit_gives_the_same_tokens(site, edit, tmp_pa
         assert not torch.equal(expected, unedited)  # the edit matters
 
 
+@pytest.mark.ranks(2)
+def test_greedy_generation_records_every_step_in_full(tmp_path):
+    """No step's layout is settled before the run ends, and the second one reads a cache."""
+    site, seen = "model.layers.1.mlp.act_fn", []
+
+    def generate(model, prompt):
+        return model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
+
+    with frameworks.quiet(), build("hf-llama-2", tmp_path) as pair:
+        (prompt,) = pair.inputs
+        keep = pair.oracle.get_submodule(site).register_forward_hook(
+            lambda module, args, output: seen.append(output.detach().clone())
+        )
+        generate(pair.oracle, prompt)
+        keep.remove()
+        with FlexModel(pair.shard(), records := {}, output_ranks="all") as flex:
+            flex.register_forward_hook(HookFunction(site))
+            generate(flex, prompt)
+        assert len(seen) == 4
+        assert_close(records[site], seen, atol=LOGITS_TOLERANCE, rtol=0)
+
+
 # ---- What it costs -------------------------------------------------------------------------------
 
 
