@@ -105,6 +105,7 @@ class Runs:
             "expected_shape": site.expected_shape,
             "unpack_idx": site.unpack_idx,
             "output_name": name,
+            "record": edit is None,
         }
         hook = (
             HookFunction(site.module, **settings)

@@ -116,7 +116,7 @@ class HookCaller:
         check_movable(call, leaf)
         if call.registration.edits:
             return self._edit(call, leaf)
-        if not call.is_replay:
+        if call.records:
             self._collect(call, leaf)
         return []
 
@@ -236,7 +236,7 @@ class HookCaller:
         if self._channel.is_local:
             pick = self._look_alone(call, leaf)
             part = leaf if pick is None else pick.take(leaf)
-            if not call.is_replay:
+            if call.records:
                 self._records.now(call.registration, part)
             return _Given(call, original, leaf, part, _handed(part), pick)
         shapes = self._agree(call, leaf, call.registration.kind)
@@ -249,7 +249,7 @@ class HookCaller:
 
         trip = Trip(move, agree_on_gradient)
         part = leaf if move.pick is None else move.pick.take(leaf)
-        if self._records.keeps_parts and not call.is_replay:
+        if self._records.keeps_parts and call.records:
             self._records.later(call, leaf, known)
         gather_in_graph = self._gather_on_all if self.edits_on_all else self._gather_on_first
         return _Given(
@@ -257,7 +257,7 @@ class HookCaller:
         )
 
     def _gather_on_all(self, call: Call, part: Tensor, trip: Trip) -> Tensor:
-        records = not call.is_replay and self._records.keeps_full
+        records = call.records and self._records.keeps_full
         trip.num_records = int(records and part.device.type == "cpu")
         full = _gathered(gather.gather, part, trip)
         if records:
@@ -266,9 +266,9 @@ class HookCaller:
 
     def _gather_on_first(self, call: Call, part: Tensor, trip: Trip) -> Tensor:
         on_first = not self._records.on_all_ranks and not self._records.keeps_parts
-        trip.num_records = int(not call.is_replay and on_first)
+        trip.num_records = int(call.records and on_first)
         gathered = _gathered(gather.gather_to_first, part, trip)
-        if self._records.on_all_ranks and not call.is_replay:
+        if self._records.on_all_ranks and call.records:
             full = trip.move.cast(trip.move.all_gather(part))
             self._records.put(call.registration, None, full)
         elif trip.num_records and self._channel.mesh.place == 0:

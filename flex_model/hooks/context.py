@@ -92,6 +92,11 @@ class Call:
     is_followed: bool = False
     activation: Tensor | None = None
 
+    @property
+    def records(self) -> bool:
+        """Whether the tensor is recorded."""
+        return self.registration.hook_function.record and not self.is_replay
+
     def describe(self) -> str:
         return self.registration.describe()
 

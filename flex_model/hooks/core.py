@@ -262,7 +262,7 @@ class HookCore:
                 "kind": r.kind,
                 "module": r.name,
                 "tensor": r.hook_function.unpack_idx,
-                "record": r.hook_function.record_name,
+                "record": r.hook_function.record_name if r.hook_function.record else None,
                 "edits": r.edits,
                 "select": None if r.select is None else repr(r.select),
             }

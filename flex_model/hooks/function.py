@@ -64,6 +64,8 @@ class HookFunction:
         select: The part of the tensor that is needed (``flex_model.Select``): only that is moved,
             handed over and recorded, and an edit of it goes back to its place. Of several tensors:
             one for all, or a list of one for each.
+        record: Whether tensors are recorded in ``output_ptr``. An edit alone is faster: a copy of
+            each tensor is neither made nor kept.
         parameters: Names of parameters of the wrapped model that the function needs in full; they
             are in ``hook_function.parameters[name]`` while it runs, detached.
 
@@ -71,7 +73,8 @@ class HookFunction:
         save_ctx, modules: Those of the FlexModel it is registered with; None before.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong type, or a negative ``unpack_idx`` or size.
+        TypeError, ValueError: an argument of the wrong type, a negative ``unpack_idx`` or size, or
+            neither an edit nor a record.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class HookFunction:
         output_name: str | None = None,
         parameters: Iterable[str] = (),
         select: Select | Sequence[Select | None] | None = None,
+        record: bool = True,
     ) -> None:
         if not isinstance(module_name, str):
             raise TypeError(
@@ -102,6 +106,11 @@ class HookFunction:
             raise TypeError(
                 f"HookFunction: output_name must be a str or None, got {type(output_name).__name__}"
             )
+        if not record and editing_function is None:
+            raise ValueError(
+                f"HookFunction({module_name!r}, record=False) has nothing to do; give an "
+                "editing_function, or leave record=True"
+            )
         _check_indices(unpack_idx, indices)
         shapes = _for_each(expected_shape, several, indices, "expected_shape")
         selects = _for_each(select, several and isinstance(select, Sequence), indices, "select")
@@ -117,6 +126,7 @@ class HookFunction:
         self.unpack_idx: Any = indices if several else indices[0]
         self.output_name = output_name
         self.select: Any = select
+        self.record = bool(record)
         self.parameter_names = (parameters,) if isinstance(parameters, str) else tuple(parameters)
         self.parameters: dict[str, Tensor] = {}
         self.save_ctx: Namespace | None = None
@@ -139,6 +149,7 @@ class HookFunction:
             output_name=f"{self.record_name}[{index}]",
             parameters=self.parameter_names,
             select=select,
+            record=self.record,
         )
 
     @property
@@ -159,6 +170,8 @@ class HookFunction:
             parts.append(f"output_name={self.output_name!r}")
         if self.select is not None:
             parts.append(f"select={self.select}")
+        if not self.record:
+            parts.append("record=False")
         return f"HookFunction({', '.join(parts)})"
 
 

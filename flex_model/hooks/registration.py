@@ -89,6 +89,7 @@ class Registration:
             self.number,
             *(() if function.select is None else (repr(function.select),)),
             *(() if self.joint is None else (self.given.unpack_idx,)),
+            *(() if function.record else ("no record",)),
         )
 
     @staticmethod

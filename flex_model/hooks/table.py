@@ -160,7 +160,9 @@ class HookTable:
 
     def _check_record_name(self, function: HookFunction, kind: str) -> None:
         for other in self.registrations:
-            if other.hook_function.record_name == function.record_name and other.kind != kind:
+            both = other.hook_function.record and function.record
+            same = other.hook_function.record_name == function.record_name
+            if both and same and other.kind != kind:
                 raise ValueError(
                     f"a {kind} hook on {function.module_name!r} would write its records to "
                     f"output_ptr[{function.record_name!r}], as the {other.describe()} does; give "

@@ -471,6 +471,8 @@ class _Costs:
             if self._records_on_all:
                 return self._sums() + self._all_gather()
             return self._sums() + replace(self._to_first(), payloads=0)
+        if not self._registration.hook_function.record:
+            return self._edit()
         if self._keeps_parts:  # summed once more, for the record
             return self._edit() + self._sums()
         cost = self._edit()

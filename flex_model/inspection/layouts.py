@@ -114,7 +114,13 @@ def _on_one_process(
 ) -> SiteLayout:
     """Nothing is split there, so what a hook saw is known from its records."""
     name = registration.hook_function.record_name
-    sharing = [r for r in core.table.registrations if r.hook_function.record_name == name]
+    if not registration.hook_function.record:
+        return SiteLayout(*place, layout=_ONE_PROCESS, source="one process, nothing recorded")
+    sharing = [
+        r
+        for r in core.table.registrations
+        if r.hook_function.record_name == name and r.hook_function.record
+    ]
     records: Any = records_by_name.get(name)
     if not records and core.session is not None:
         records = core.session.spreads.get(name)

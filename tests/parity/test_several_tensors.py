@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import models
 import pipelines
-from flex_model import FlexModel, HookError, HookFunction, Select
+from flex_model import FlexModel, HookError, HookFunction, Select, editing
 
 BATCH = models.random(5, 6)
 
@@ -294,6 +294,11 @@ def test_one_that_is_not_there_is_told_on_every_rank():
         flex.register_trainable_module("probe", probe())
         flex.register_forward_hook(function)
         assert_close(flex(BATCH), reference(both)[1])
+
+
+def test_ready_edits_are_about_one_tensor():
+    with pytest.raises(TypeError, match=r"edits one tensor, got unpack_idx=\(0, 1\)"):
+        editing.zero().at("pair", unpack_idx=(0, 1))
 
 
 def test_bad_arguments():
