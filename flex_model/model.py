@@ -655,11 +655,19 @@ class FlexModel(nn.Module):
         """What a run with these inputs would do at each hook: shapes, layout, ranks, bytes moved
         and collectives, of all hooks in all groups. Prints as a table.
 
+        Example::
+
+            dry = flex.dry_run(tokens)
+            print(dry)
+            dry.raise_if_wrong()
+
         The model runs on shapes alone (torch's fake tensors): nothing is computed or recorded, no
-        editing function runs, no random number is drawn, and the model is left as it was. Layouts
-        are those that a run settles; where only the ranks' values can tell, the row says so.
-        Costs are those of a run whose layouts are known; the first one compares values besides.
-        Gradients are taken to be whole on ranks that share a tensor.
+        random number is drawn, and the model is left as it was. Editing functions are called on
+        tensors of the full shape, without values; what is wrong with them is in ``findings``, with
+        file and line (docs/layouts.md), and what they change is put back. Layouts are those that a
+        run settles; where only the ranks' values can tell, the row says so. Costs are those of a
+        run whose layouts are known; the first one compares values besides. Gradients are taken to
+        be whole on ranks that share a tensor.
 
         Collective over the ranks of the model: inputs and weights are compared by their hashes.
 
