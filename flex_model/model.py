@@ -664,7 +664,7 @@ class FlexModel(nn.Module):
         The model runs on shapes alone (torch's fake tensors): nothing is computed or recorded, no
         random number is drawn, and the model is left as it was. Editing functions are called on
         tensors of the full shape, without values; what is wrong with them is in ``findings``, with
-        file and line (docs/layouts.md), and what they change is put back. Layouts are those that a
+        file and line (docs/checks.md), and what they change is put back. Layouts are those that a
         run settles; where only the ranks' values can tell, the row says so. Costs are those of a
         run whose layouts are known; the first one compares values besides. Gradients are taken to
         be whole on ranks that share a tensor.

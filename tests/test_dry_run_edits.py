@@ -9,6 +9,7 @@ import inspect
 import random
 import re
 from argparse import Namespace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -743,3 +744,10 @@ def test_a_layout_that_shapes_do_not_tell_is_not_checked():
     flex = make_flex(model, tensor_parallel_size=2)
     (finding,) = found_in(flex, HookFunction("fc1", editing_function=wrong_shape))
     assert (finding.level, finding.problem) == (NOT_CHECKED, "not called")
+
+
+def test_the_page_lists_every_problem():
+    page = (Path(__file__).parents[1] / "docs" / "checks.md").read_text()
+    problems = {problem for _, problem, _ in BAD.values()}
+    problems |= {"unknown parameter", "sharded weight", "model inside", "unlike", "kept tensor"}
+    assert problems <= set(re.findall(r"`([a-z ]+)`", page))

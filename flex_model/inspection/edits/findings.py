@@ -28,7 +28,7 @@ class Finding:
 
     Attributes:
         level: ``"error"``, ``"warning"`` or ``"not checked"``.
-        problem: Which kind of thing, in a word or two; docs/layouts.md lists them.
+        problem: Which kind of thing, in a word or two; docs/checks.md lists them.
         message: What was expected, what was found, and what to do.
         name, kind, unpack_idx: The hook's, as in ``DryRunRow``.
         function: The editing function's name.
@@ -63,10 +63,12 @@ class Finding:
         return Finding(level, problem, message, *which, place.file, place.line)
 
     def to_json(self) -> dict[str, Any]:
+        """As JSON can hold it."""
         return asdict(self)
 
     @staticmethod
     def from_json(words: dict[str, Any]) -> Finding:
+        """From what ``to_json`` gave."""
         index = words["unpack_idx"]
         words = {**words, "unpack_idx": tuple(index) if isinstance(index, list) else index}
         return Finding(**{**words, "ranks": tuple(words["ranks"])})

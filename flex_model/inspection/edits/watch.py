@@ -229,7 +229,7 @@ class Watch(TorchDispatchMode):
         self._reports.stop(
             NOT_CHECKED,
             "depends on values",
-            f"{what} is made of values, and there are shapes only: from here on it is not "
+            f"{what} asks for values, and there are shapes only: from here on it is not "
             f"checked{also}",
         )
 
@@ -249,7 +249,7 @@ class Watch(TorchDispatchMode):
             result = func(*args, **kwargs)
         except _VALUE_ERRORS:
             name = func.overloadpacket.__name__.strip("_")
-            self._needs_values("a number (item, bool, float)" if "scalar" in name else name)
+            self._needs_values("item(), bool() or float()" if "scalar" in name else f"{name}()")
         except _UNSUPPORTED as error:
             self._reports.stop(
                 NOT_CHECKED,
