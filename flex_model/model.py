@@ -655,11 +655,19 @@ class FlexModel(nn.Module):
         """What a run with these inputs would do at each hook: shapes, layout, ranks, bytes moved
         and collectives, of all hooks in all groups. Prints as a table.
 
+        Example::
+
+            dry = flex.dry_run(tokens)
+            print(dry)
+            dry.raise_if_wrong()
+
         The model runs on shapes alone (torch's fake tensors): nothing is computed or recorded, no
-        editing function runs, no random number is drawn, and the model is left as it was. Layouts
-        are those that a run settles; where only the ranks' values can tell, the row says so.
-        Costs are those of a run whose layouts are known; the first one compares values besides.
-        Gradients are taken to be whole on ranks that share a tensor.
+        random number is drawn, and the model is left as it was. Editing functions are called on
+        tensors of the full shape, without values; what is wrong with them is in ``findings``, with
+        file and line (docs/checks.md), and what they change is put back. Layouts are those that a
+        run settles; where only the ranks' values can tell, the row says so. Costs are those of a
+        run whose layouts are known; the first one compares values besides. Gradients are taken to
+        be whole on ranks that share a tensor.
 
         Collective over the ranks of the model: inputs and weights are compared by their hashes.
 
@@ -753,6 +761,7 @@ class FlexModel(nn.Module):
         reference: nn.Module | Callable[[], nn.Module] | None,
         *args: Any,
         loss: Callable[[Any], Tensor] | None = None,
+        edits: bool = False,
         rtol: float | None = None,
         atol: float = 0.0,
         raise_on_difference: bool = False,
@@ -767,9 +776,9 @@ class FlexModel(nn.Module):
             report = flex.verify(lambda: load_on_one_device(path), tokens)
             assert report.is_equal, report
 
-        No editing function runs, nothing is recorded, and gradients stay as they were. A tensor is
-        equal where its largest difference is at most ``atol`` plus ``rtol`` times the reference's
-        largest absolute value.
+        No editing function runs (but see ``edits``), nothing is recorded, and gradients stay as
+        they were. A tensor is equal where its largest difference is at most ``atol`` plus ``rtol``
+        times the reference's largest absolute value.
 
         Args:
             reference: The unsharded model, with the same weights and in the same mode (``eval()``,
@@ -779,6 +788,9 @@ class FlexModel(nn.Module):
                 data-parallel ranks for the reference.
             loss: From the model's output to a scalar, the mean over rows: backward hooks' sites
                 are compared too. It is given each rank's own output, and the reference's.
+            edits: Both models are edited by the registered hooks: the tensors that hooks are given
+                are compared, the output, and with ``loss`` the gradients of trainable modules. What
+                functions keep is put back, as by ``dry_run``; hooks of parameters are left out.
             rtol: By default the two-thirds power of the dtype's ``eps``: 2e-5 for float32.
             reference_timeout: Seconds that the other ranks wait for the reference.
 
@@ -786,13 +798,13 @@ class FlexModel(nn.Module):
 
         Raises:
             AssertionError: with ``raise_on_difference``, where a site differs; on every rank.
-            HookError: the reference failed on rank 0.
+            HookError: the reference failed on rank 0, or an editing function did.
             ValueError: inputs that are neither the same on all ranks nor rows of one batch.
             RuntimeError: called during a run.
         """
         self._check_open()
         report = inspection.verify.verify(
-            self._core, reference, args, kwargs, loss, rtol, atol, reference_timeout
+            self._core, reference, args, kwargs, loss, rtol, atol, reference_timeout, edits
         )
         if raise_on_difference and not report.is_equal:
             raise AssertionError(f"verify: the sharded model differs\n{report}")

@@ -17,7 +17,7 @@ from flex_model.distributed import inference, values
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.gather import Move
 from flex_model.distributed.header import Header, site_hash
-from flex_model.distributed.layout import Placement, Replicate, Shard, ShardLayout
+from flex_model.distributed.layout import Placement, Replicate, Shape, Shard, ShardLayout
 from flex_model.errors import agreed
 from flex_model.integrations import dtensor, fsdp, layers, offload
 from flex_model.names import clean, find_parameter
@@ -63,6 +63,12 @@ class Parameters:
         """
         with self._found(name, sharded=sharded) as found:
             return self._full(name, found, found.kept, expected_shape)
+
+    def full_kind(self, name: str) -> tuple[Shape, torch.dtype]:
+        """The full parameter's shape and dtype; its values are not moved."""
+        with self._found(name) as found, torch.no_grad():
+            local, move = self._move(name, found, found.kept, None)
+            return tuple(local.shape) if move is None else move.full_shape, local.dtype
 
     def gradient(self, name: str, expected_shape: ExpectedShape = None) -> Tensor | None:
         """The full gradient as ``.grad`` has it, on the CPU, on every rank; None where there is

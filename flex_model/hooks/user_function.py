@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,9 @@ from flex_model.errors import HookError
 from flex_model.hooks.context import Call, RandomState, seed_of_call, throw_away
 from flex_model.hooks.function import name_of
 from flex_model.integrations import dtensor
+
+if TYPE_CHECKING:
+    from flex_model.hooks.registration import Registration
 
 Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
 
@@ -50,7 +54,7 @@ class UserFunction:
         if call.is_replay:
             save_ctx = throw_away(save_ctx)
         versions = [full._version for full in fulls]
-        kinds = [_kind_of(full) for full in fulls]
+        kinds = [kind_of(full) for full in fulls]
         inputs = tuple(fulls) if function.members else fulls[0]
         function.parameters = parameters
         try:
@@ -70,40 +74,44 @@ class UserFunction:
                 "same input, or for one that is not remembered: which numbers it drew is not "
                 "known; do without checkpointing there"
             )
-        results = _for_each(call, result, len(fulls)) if function.members else [result]
+        results = results_of(call.registration, result)
         return [
-            _changed(call, full, version, expected, result)
+            _changed(call.registration, full, version, expected, result)
             for full, version, expected, result in zip(fulls, versions, kinds, results)
         ]
 
 
-def _for_each(call: Call, result: object, size: int) -> Sequence[object]:
-    """What a function on several tensors returned for each."""
+def results_of(registration: Registration, result: object) -> Sequence[object]:
+    """What a function returned for each of its tensors. TypeError if that can't be told."""
+    size = len(registration.given.members)
+    if not size:
+        return [result]
     if result is None:
         return [None] * size
     if not isinstance(result, (tuple, list)) or len(result) != size:
         length = f" of {len(result)}" if isinstance(result, (tuple, list)) else ""
         raise TypeError(
-            f"{_what(call)} a {type(result).__name__}{length}; expected a tuple of {size} tensors, "
-            "with None for those that stay as they are, or None"
+            f"{_what(registration)} a {type(result).__name__}{length}; expected a tuple of {size} "
+            "tensors, with None for those that stay as they are, or None"
         )
     return result
 
 
 def _changed(
-    call: Call, full: Tensor, version: int, expected: Kind, result: object
+    registration: Registration, full: Tensor, version: int, expected: Kind, result: object
 ) -> Tensor | None:
     """What goes on in the place of ``full``; None if that did not change."""
     if result is None or result is full:
         result = full
-        if _kind_of(full) == expected:
+        if kind_of(full) == expected:
             return full if full._version != version else None
-    _check(call, result, expected)
+    check_result(registration, result, expected)
     assert isinstance(result, Tensor)
     return result
 
 
-def _kind_of(tensor: Tensor) -> Kind:
+def kind_of(tensor: Tensor) -> Kind:
+    """What an edit must keep."""
     return tuple(tensor.shape), tensor.dtype, tensor.device
 
 
@@ -125,13 +133,14 @@ def _fingerprint(tensor: Tensor) -> int:
     return int(values.fingerprint(tensor)[0])
 
 
-def _what(call: Call) -> str:
-    function = call.registration.hook_function.editing_function
-    return f"{call.describe()}: the editing function {name_of(function)!r} returned"
+def _what(registration: Registration) -> str:
+    function = registration.hook_function.editing_function
+    return f"{registration.describe()}: the editing function {name_of(function)!r} returned"
 
 
-def _check(call: Call, result: object, expected: Kind) -> None:
-    what = _what(call)
+def check_result(registration: Registration, result: object, expected: Kind) -> None:
+    """TypeError or ValueError for what the model can't go on with."""
+    what = _what(registration)
     if not isinstance(result, Tensor):
         raise TypeError(
             f"{what} a {type(result).__name__}; expected a torch.Tensor of shape {expected[0]}, "
@@ -141,6 +150,6 @@ def _check(call: Call, result: object, expected: Kind) -> None:
         raise TypeError(
             f"{what} a DTensor; expected a plain full torch.Tensor of shape {expected[0]}"
         )
-    for attribute, wanted, got in zip(("shape", "dtype", "device"), expected, _kind_of(result)):
+    for attribute, wanted, got in zip(("shape", "dtype", "device"), expected, kind_of(result)):
         if wanted != got:
             raise ValueError(f"{what} a tensor of {attribute} {got}; expected {attribute} {wanted}")

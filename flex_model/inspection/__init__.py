@@ -4,6 +4,7 @@ comparison with the unsharded model.
 
 from flex_model.inspection import observed
 from flex_model.inspection.dry_run import Cost, DryRun, DryRunRow
+from flex_model.inspection.edits.findings import Finding
 from flex_model.inspection.explain import Explanation, HookCost
 from flex_model.inspection.layouts import Layouts, SiteLayout
 from flex_model.inspection.verify import SiteDifference, VerifyReport
@@ -13,6 +14,7 @@ __all__ = [
     "DryRun",
     "DryRunRow",
     "Explanation",
+    "Finding",
     "HookCost",
     "Layouts",
     "SiteDifference",

@@ -19,11 +19,14 @@ from flex_model.distributed.layout import Placement, Replicate, Shape, Shard, Sh
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.propagation import Cut
 from flex_model.distributed.tracking import LayoutTracker, tensors_of
-from flex_model.errors import HookError
+from flex_model.errors import HookError, agreed
 from flex_model.hooks.call import check_movable
 from flex_model.hooks.context import Call, RunContext
 from flex_model.hooks.registration import Registration
 from flex_model.inspection import text
+from flex_model.inspection.edits.checks import EditCall, check_edits, is_called
+from flex_model.inspection.edits.findings import ERROR, NOT_CHECKED, WARNING, Finding
+from flex_model.inspection.edits.rehearsal import Given
 from flex_model.inspection.shapes_only import check_nothing_is_kept, fakes_alive, shapes_only
 from flex_model.integrations import dtensor
 from flex_model.names import find_parameter
@@ -75,6 +78,7 @@ class DryRunRow:
         source: Whence the layout is known, or why it is not.
         owners: Global ranks whose parts together are rank 0's full tensor.
         forward, backward: What its calls cost, without what all hooks share.
+        findings: What is wrong with its editing function; of all its rows together.
     """
 
     name: str
@@ -90,6 +94,7 @@ class DryRunRow:
     owners: tuple[int, ...] = ()
     forward: Cost = field(default_factory=Cost)
     backward: Cost = field(default_factory=Cost)
+    findings: tuple[Finding, ...] = ()
 
 
 class DryRun(list[DryRunRow]):
@@ -98,15 +103,34 @@ class DryRun(list[DryRunRow]):
     Attributes:
         forward, backward: Of all hooks together, with what they share: one header at the end, and
             one message with all records that wait for it.
+        findings: What is wrong with the editing functions, hook by hook, or was not checked.
     """
 
     forward: Cost
     backward: Cost
+    findings: list[Finding]
 
-    def __init__(self, rows: Iterable[DryRunRow], forward: Cost, backward: Cost) -> None:
+    def __init__(
+        self,
+        rows: Iterable[DryRunRow],
+        forward: Cost,
+        backward: Cost,
+        findings: Iterable[Finding] = (),
+    ) -> None:
         super().__init__(rows)
         self.forward = forward
         self.backward = backward
+        self.findings = list(findings)
+
+    def raise_if_wrong(self, *, warnings: bool = False) -> None:
+        """HookError with all errors that were found in editing functions; with ``warnings``, with
+        those too. On every rank alike; what was not checked is no error.
+        """
+        levels = (ERROR, WARNING) if warnings else (ERROR,)
+        wrong = [finding for finding in self.findings if finding.level in levels]
+        if wrong:
+            lines = "\n".join(map(str, wrong))
+            raise agreed(HookError(f"dry_run: {len(wrong)} problems in editing functions\n{lines}"))
 
     def __str__(self) -> str:
         if not self:
@@ -117,7 +141,16 @@ class DryRun(list[DryRunRow]):
             "costs: headers (64 bytes) + payload collectives, bytes that the busiest rank moves"
         )
         lines.append(f"all hooks: forward {self.forward}; backward {self.backward}")
-        return "\n".join(lines)
+        if self.findings or any(row.edits for row in self):
+            lines.append(self._checks())
+        return "\n".join([*lines, *map(str, self.findings)])
+
+    def _checks(self) -> str:
+        if not self.findings:
+            return "editing functions: nothing found"
+        levels = [finding.level for finding in self.findings]
+        counts = [f"{levels.count(level)} {level}" for level in (ERROR, WARNING, NOT_CHECKED)]
+        return f"editing functions: {', '.join(counts)}"
 
     @staticmethod
     def _row(row: DryRunRow) -> list[str]:
@@ -153,28 +186,31 @@ class Seen:
     splits: Splits
     needs_gradient: bool = False
     known: ShardLayout | None = field(default=None, compare=False)
+    device: torch.device = field(default=torch.device("cpu"), compare=False)  # this rank's
 
 
 def dry_run(core: HookCore, args: Any, kwargs: Any) -> DryRun:
     """See ``FlexModel.dry_run``. Collective over the grid."""
+    tracker = LayoutTracker(core.channel.mesh)
     with core.channel.uncounted():
         seen = on_shapes(
-            core, "dry_run", args, kwargs, lambda tracker, given: _follow(core, tracker, given)
+            core, tracker, "dry_run", args, kwargs, lambda given: _follow(core, tracker, given)
         )
         rows = exchange_seen(core.channel, seen)
-    registrations = {r.index: r for r in core.table.registrations}
-    return summary(core, registrations, rows)
+        registrations = {r.index: r for r in core.table.registrations}
+        return summary(core, tracker, registrations, rows)
 
 
 def on_shapes(
     core: HookCore,
+    tracker: LayoutTracker,
     name: str,
     args: Any,
     kwargs: Any,
-    follow: Callable[[LayoutTracker, Any], list[T]],
+    follow: Callable[[Any], list[T]],
 ) -> list[T]:
-    """What ``follow(tracker, inputs)`` returns, in which it runs the model on shapes alone, without
-    hooks. Collective over the grid.
+    """What ``follow(inputs)`` returns, in which it runs the model on shapes alone, without hooks,
+    while ``tracker`` follows. Collective over the grid.
 
     Args:
         name: What is done, for messages.
@@ -186,7 +222,6 @@ def on_shapes(
     if core.run is not None or core.in_backward():
         raise RuntimeError(f"{name}: a run of this FlexModel goes on; call it before or after")
     channel = core.channel
-    tracker = LayoutTracker(channel.mesh)
     found: list[T] = []
     before = core.table.choices
     core.table.choose(_NOTHING, _NOTHING)
@@ -196,7 +231,7 @@ def on_shapes(
         try:
             given, fakes = (args, kwargs), fakes_alive()
             with shapes_only(core.module, core.mesh, tracker, given, channel.exchange) as given:
-                found = follow(tracker, given)
+                found = follow(given)
             del given
             check_nothing_is_kept(fakes)
         except Exception as error:
@@ -259,7 +294,8 @@ def _seen(
         leaf = dtensor.without_partial(leaf)
     call, shard, known = core.caller.shard_of(call, leaf)
     needs = leaf.requires_grad and not registration.is_backward
-    return Seen(registration.index, tuple(shard.shape), shard.dtype, call.splits, needs, known)
+    shape, dtype, device = tuple(shard.shape), shard.dtype, shard.device
+    return Seen(registration.index, shape, dtype, call.splits, needs, known, device)
 
 
 def _seen_parameter(core: HookCore, registration: Registration) -> Seen:
@@ -270,7 +306,8 @@ def _seen_parameter(core: HookCore, registration: Registration) -> Seen:
         site = registration.describe()
         known = dtensor.layout(parameter, core.mesh, site, batch_on_dp=False)
         parameter = dtensor.to_local(parameter)
-    return Seen(registration.index, tuple(parameter.shape), parameter.dtype, splits, False, known)
+    shape, dtype, device = tuple(parameter.shape), parameter.dtype, parameter.device
+    return Seen(registration.index, shape, dtype, splits, False, known, device)
 
 
 # ---- Telling the others --------------------------------------------------------------------------
@@ -297,7 +334,7 @@ def exchange_seen(channel: Channel, seen: list[Seen]) -> list[list[Seen]]:
         json.loads(bytes(other[:size].tolist()))
         for other, size in zip(channel.exchange(row), sizes)
     ]
-    return [[_from_json(rank[i], one.known) for rank in told] for i, one in enumerate(seen)]
+    return [[_from_json(rank[i], one) for rank in told] for i, one in enumerate(seen)]
 
 
 def _to_json(one: Seen) -> list[Any]:
@@ -305,24 +342,31 @@ def _to_json(one: Seen) -> list[Any]:
     return [one.hook, one.shape, DTYPES.index(one.dtype), splits, one.needs_gradient]
 
 
-def _from_json(words: list[Any], known: ShardLayout | None) -> Seen:
+def _from_json(words: list[Any], mine: Seen) -> Seen:
     hook, shape, dtype, splits, needs_gradient = words
     told = inference.decode(splits)
-    return Seen(hook, tuple(shape), DTYPES[dtype], told, needs_gradient, known)
+    return Seen(hook, tuple(shape), DTYPES[dtype], told, needs_gradient, mine.known, mine.device)
 
 
 # ---- Layouts and costs ---------------------------------------------------------------------------
 
 
 def summary(
-    core: HookCore, registrations: dict[int, Registration], calls: Sequence[Sequence[Seen]]
+    core: HookCore,
+    tracker: LayoutTracker,
+    registrations: dict[int, Registration],
+    calls: Sequence[Sequence[Seen]],
 ) -> DryRun:
     """Rows of the hooks, from what all ranks saw at each call, in the order of registration and of
-    their shapes. Local.
+    their shapes; and what is found in their editing functions. Collective where hooks edit.
     """
     rows: dict[tuple[Any, ...], DryRunRow] = {}
+    edits: list[tuple[Registration, Sequence[Seen], DryRunRow]] = []
     for ranks in calls:
-        row = _row(core, registrations[ranks[0].hook], ranks)
+        registration = registrations[ranks[0].hook]
+        row = _row(core, registration, ranks)
+        if registration.edits:
+            edits.append((registration, ranks, row))
         key = (ranks[0].hook, row.local_shapes, row.dtype, row.layout, row.source)
         before = rows.get(key)
         if before is not None:
@@ -333,11 +377,43 @@ def summary(
                 backward=before.backward + row.backward,
             )
         rows[key] = row
+    found: dict[int, list[Finding]] = {}
+    if any(registration.edits for registration in registrations.values()):
+        found = check_edits(core, tracker, _edit_calls(edits))
     ordered = []
+    by_hook = {id(registrations[index].given): tuple(of_one) for index, of_one in found.items()}
     for index, registration in registrations.items():
         own = [row for key, row in rows.items() if key[0] == index]
-        ordered += own or [_empty_row(registration)]
-    return DryRun(ordered, *_totals(core, ordered))
+        of_all = by_hook.get(id(registration.given), ())
+        ordered += [replace(row, findings=of_all) for row in own or [_empty_row(registration)]]
+    findings = [finding for index in registrations for finding in found.get(index, ())]
+    return DryRun(ordered, *_totals(core, ordered), findings)
+
+
+def _edit_calls(calls: Sequence[tuple[Registration, Sequence[Seen], DryRunRow]]) -> list[EditCall]:
+    """Of hooks that edit, from their tensors in the order of the run."""
+    found: list[EditCall] = []
+    givens: dict[int, list[Given | str]] = {}  # of several tensors, so far
+    for registration, ranks, row in calls:
+        several = givens.setdefault(id(registration.given), [])
+        several.append(_given(registration, ranks, row))
+        if is_called(registration):
+            del givens[id(registration.given)]
+            unknown = [one for one in several if isinstance(one, str)]
+            known = [one for one in several if isinstance(one, Given)]
+            found.append(EditCall(registration, None if unknown else known, "; ".join(unknown)))
+    return found
+
+
+def _given(registration: Registration, ranks: Sequence[Seen], row: DryRunRow) -> Given | str:
+    """What a function is given, or why that isn't known."""
+    if row.full_shape is None or row.dtype is None:
+        return row.source
+    select, dtype = registration.select, row.dtype
+    if select is not None:
+        dtype = select.dtype_of(dtype)
+    needs_gradient = any(one.needs_gradient for one in ranks)
+    return Given(row.full_shape, dtype, ranks[0].device, needs_gradient)
 
 
 def _empty_row(registration: Registration) -> DryRunRow:

@@ -97,12 +97,14 @@ def fill(core: HookCore, nodes: Mapping[str, Node], args: Any) -> None:
         RuntimeError: called during a run.
     """
 
-    def follow(tracker: LayoutTracker, given: Any) -> list[Observed]:
+    tracker = LayoutTracker(core.mesh)
+
+    def follow(given: Any) -> list[Observed]:
         inputs, _ = given
         return observe(core.module, core.mesh, tracker, lambda: core.module(*inputs))
 
     with core.channel.uncounted():
-        mine = on_shapes(core, "show", args, {}, follow)
+        mine = on_shapes(core, tracker, "show", args, {}, follow)
         ranks = exchange_seen(core.channel, [seen for _, _, seen in mine])
     calls = [
         [(name, kind, seen) for seen in of_all] for (name, kind, _), of_all in zip(mine, ranks)

@@ -47,7 +47,7 @@ def shapes_only(
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
         stack.callback(_clear_caches)
-        stack.enter_context(_as_it_was(root))
+        stack.enter_context(as_it_was(root))
         stack.enter_context(_same_random_state())
         if "torch._dynamo" in sys.modules:  # else nothing is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -89,7 +89,7 @@ class _NoTransfers(TorchDispatchMode):
         self._done = _Done()  # torch keeps the C++ part alone, which waits for ever
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, _dtensor_class()) for kind in types):
+        if any(issubclass(kind, dtensor_class()) for kind in types):
             return NotImplemented  # its own operations come here again, on plain tensors
         kwargs = kwargs or {}
         if func.namespace != "c10d":
@@ -101,13 +101,14 @@ class _NoTransfers(TorchDispatchMode):
         return results[0] if len(results) == 1 else tuple(results)
 
 
-def _dtensor_class() -> Any:
+def dtensor_class() -> Any:
+    """For ``issubclass``; nothing where nobody imported it."""
     module = sys.modules.get("torch.distributed.tensor")
     return () if module is None else module.DTensor
 
 
 @contextlib.contextmanager
-def _as_it_was(root: nn.Module) -> Iterator[None]:
+def as_it_was(root: nn.Module) -> Iterator[None]:
     """Modules may keep tensors (caches, tables of positions) that would be fake ones."""
     tables: list[dict[Any, Any]] = [
         table

@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch import Tensor
 
-from flex_model.distributed.gather import Move
 from flex_model.distributed.header import Header
-from flex_model.distributed.layout import Shape, ShardLayout
-from flex_model.distributed.mesh import Mesh
-from flex_model.distributed.tracking import LayoutTracker, tensors_of
-from flex_model.errors import is_agreed
 from flex_model.hooks.core import HookCore
-from flex_model.hooks.function import HookFunction
-from flex_model.hooks.registration import Registration
-from flex_model.hooks.table import EVERYTHING
 from flex_model.inspection import text
-from flex_model.integrations import fsdp
-from flex_model.names import clean, find_module
-
-if TYPE_CHECKING:
-    from flex_model.hooks.context import RunContext
-
-Loss = Callable[[Any], Tensor]
-Reference = nn.Module | Callable[[], nn.Module] | None
-
-_NOTHING = ((), False)
+from flex_model.inspection.verify_runs import (
+    Found,
+    Loss,
+    Reference,
+    Site,
+    full_inputs,
+    run_reference,
+    run_sharded,
+    sites_to_edit,
+    sites_to_look_at,
+)
 
 # What became of a site.
 EQUAL, DIFFERS, SHAPES, CALLS, NOT_IN_REFERENCE, NOT_REACHED, NOT_SETTLED = range(7)
@@ -117,46 +107,6 @@ class VerifyReport:
         return text.table(["site", "kind", "max abs", "max relative", ""], cells) + "\n" + summary
 
 
-@dataclass(frozen=True)
-class _Site:
-    name: str
-    kind: str
-    unpack_idx: int
-    expected_shape: Any = None
-
-
-class _Looking(HookCore):
-    """A core whose hooks only look, and that goes on where a layout can't be settled.
-
-    Attributes:
-        unsettled: Registrations whose layout an error told of; the same on every rank.
-    """
-
-    def __init__(self, module: nn.Module, mesh: Mesh, timeout_s: float) -> None:
-        self.unsettled: set[int] = set()
-        self.found: dict[str, list[Tensor]] = {}
-        modules = nn.ModuleDict()
-        super().__init__(module, mesh, self.found, Namespace(), modules, "all", "rank0", timeout_s)
-
-    def _deliver(self, run: RunContext, kind: str) -> None:
-        if not self.channel.is_local:
-            self.records.join(run, kind, self._move)
-
-    def hook_failed(self, registration: Registration, error: Exception) -> None:
-        """A site without a tensor, or with one that can't be gathered, is left out."""
-        if is_agreed(error):
-            raise error
-        self.unsettled.add(registration.index)
-
-    def _move(self, call, shapes, dtype, known, shard) -> Move:
-        try:
-            return self.caller.move(call, shapes, dtype, known, shard)
-        except ValueError:
-            self.unsettled.add(call.registration.index)
-            own = [tuple(shard.shape)] * len(shapes)
-            return Move.of(self.channel, ShardLayout(), own, dtype)  # nothing is moved
-
-
 def verify(
     core: HookCore,
     reference: Reference,
@@ -166,21 +116,24 @@ def verify(
     rtol: float | None,
     atol: float,
     timeout_s: float,
+    edits: bool,
 ) -> VerifyReport:
     """See ``FlexModel.verify``. Collective over the grid."""
     if core.run is not None or core.in_backward():
         raise RuntimeError("verify: a run of this FlexModel goes on; call it before or after")
     channel, mesh = core.channel, core.mesh
-    sites = _sites(core, loss is not None)
-    given = _full_inputs(core, args, kwargs)
+    choose = sites_to_edit if edits else sites_to_look_at
+    sites = choose(core, with_loss=loss is not None)
+    given = full_inputs(core, args, kwargs)
 
-    expected: dict[str, list[Tensor]] = {}
-    flags = torch.zeros(len(sites), 2, dtype=torch.int64)  # in the reference, its place there
+    expected: Found = {}
+    flags = torch.zeros(len(sites), 2, dtype=torch.int64)
     before, channel.timeout_s = channel.timeout_s, timeout_s
     try:
         if mesh.place == 0:
             try:
-                expected = _run_reference(reference, sites, given, loss, flags)
+                expected, is_there = run_reference(core, reference, sites, given, loss, edits)
+                flags = _flags(expected, is_there)
             except Exception as error:
                 channel.set_error(f"verify: the reference failed: {error}", error)
                 if channel.is_local:
@@ -192,7 +145,7 @@ def verify(
         channel.timeout_s = before
 
     wanted = [i for i in range(len(sites)) if flags[i, 0] == EQUAL]
-    found, unsettled = _run_sharded(core, sites, wanted, (args, kwargs), loss)
+    found, unsettled = run_sharded(core, sites, wanted, (args, kwargs), loss, edits)
     table = torch.zeros(len(sites), 4, dtype=torch.float64)
     if mesh.place == 0:
         for i, row in enumerate(table):
@@ -208,158 +161,21 @@ def verify(
     return VerifyReport(tuple(rows))
 
 
-def _difference(site: _Site, row: Sequence[float]) -> SiteDifference:
+def _flags(expected: Found, is_there: Sequence[bool]) -> Tensor:
+    """Of each site, what is known of it from the reference, and its place there."""
+    flags = torch.zeros(len(is_there), 2, dtype=torch.int64)
+    for i, is_site in enumerate(is_there):
+        flags[i, 0] = NOT_REACHED if is_site else NOT_IN_REFERENCE
+    for place, key in enumerate(expected):
+        flags[int(key)] = torch.tensor([EQUAL, place])
+    return flags
+
+
+def _difference(site: Site, row: Sequence[float]) -> SiteDifference:
     result, max_abs, relative, call = row
     return SiteDifference(
         site.name, site.kind, site.unpack_idx, int(result), max_abs, relative, int(call)
     )
-
-
-def _sites(core: HookCore, with_loss: bool) -> list[_Site]:
-    """Those of the registered hooks; without hooks, the outputs of all modules."""
-    found: dict[tuple[str, str, int], _Site] = {}
-    registrations = [r for r in core.table.registrations if r.kind != "tensor"]
-    for r in registrations:
-        if r.is_backward and not with_loss:
-            continue
-        function = r.hook_function
-        site = _Site(r.name, r.kind, function.unpack_idx, function.expected_shape)
-        found.setdefault((site.name, site.kind, site.unpack_idx), site)
-    if not registrations:
-        for name, _ in core.module.named_modules():
-            name = clean(core.module, name)
-            found.setdefault((name, "forward", 0), _Site(name, "forward", 0))
-    if not found:
-        raise ValueError(
-            "verify: only backward hooks are registered; give loss=, a function of the model's "
-            "output"
-        )
-    return list(found.values())
-
-
-def _full_inputs(core: HookCore, args: Any, kwargs: Any) -> Any:
-    """The inputs of the whole batch, on rank 0. Collective."""
-    leaves, spec = tree_flatten((args, kwargs))
-    channel, mesh = core.channel, core.mesh
-    if channel.is_local:
-        return args, kwargs
-    tracker = LayoutTracker(mesh)
-    tensors = list(tensors_of((args, kwargs)))
-    core.tracking.seed(tracker, tensors)
-    for i, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor):
-            continue
-        dp, tp = tracker.splits(leaf)
-        row = torch.tensor(leaf.shape, dtype=torch.int64)
-        shapes: list[Shape] = [tuple(shape) for shape in channel.exchange(row).tolist()]
-        if dp is None or tp is None:
-            raise ValueError(
-                f"verify: input tensor of shape {tuple(leaf.shape)} is not the same on all "
-                f"tensor-parallel ranks, nor rows of one batch (shapes by rank {shapes}); give "
-                "every rank its rows, whole"
-            )
-        move = Move.of(channel, ShardLayout(dp), shapes, leaf.dtype)  # type: ignore[arg-type]
-        full = move.gather_to_first(leaf.detach())
-        if full is not None:
-            leaves[i] = full.requires_grad_(leaf.requires_grad)
-    return tree_unflatten(leaves, spec)
-
-
-# ---- The two runs --------------------------------------------------------------------------------
-
-
-def _run_reference(
-    reference: Reference, sites: Sequence[_Site], given: Any, loss: Loss | None, flags: Tensor
-) -> dict[str, list[Tensor]]:
-    """Run the unsharded model on this process alone; its tensors, by the sites' numbers."""
-    module: Any = reference
-    if not isinstance(module, nn.Module) and callable(module):
-        module = module()
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            "verify: rank 0 needs the unsharded model, or a function that makes it, got "
-            f"{type(module).__name__}"
-        )
-    core = _Looking(module, Mesh(), timeout_s=1.0)
-    try:
-        for i, site in enumerate(sites):
-            flags[i, 0] = NOT_REACHED if _look(core, site, i) else NOT_IN_REFERENCE
-        _run(core, _detached(given, next(module.parameters(), None)), loss)
-    finally:
-        core.close()
-    for place, key in enumerate(core.found):
-        flags[int(key)] = torch.tensor([EQUAL, place])
-    return core.found
-
-
-def _run_sharded(
-    core: HookCore, sites: Sequence[_Site], wanted: Sequence[int], given: Any, loss: Loss | None
-) -> tuple[dict[str, list[Tensor]], set[int]]:
-    """Run the wrapped model without the user's hooks; rank 0's full tensors, and the sites whose
-    layouts were not settled. Collective.
-    """
-    before = core.table.choices
-    core.table.choose(_NOTHING, _NOTHING)
-    looking = _Looking(core.module, core.mesh, core.channel.timeout_s)
-    try:
-        for i in wanted:
-            _look(looking, sites[i], i)
-        _run(looking, _detached(given, None), loss)
-    finally:
-        looking.close()
-        core.table.choose(*before)
-    return looking.found, {wanted[index] for index in looking.unsettled}
-
-
-def _look(core: HookCore, site: _Site, number: int) -> bool:
-    """Hook a site under its number; False if the model has no such module."""
-    try:
-        module = find_module(core.module, site.name)
-    except ValueError:
-        return False
-    function = HookFunction(
-        site.name, site.expected_shape, None, site.unpack_idx, output_name=str(number)
-    )
-    core.register(function, site.kind, [module])
-    return True
-
-
-def _run(core: HookCore, given: Any, loss: Loss | None) -> None:
-    """A forward, and a backward if there is a loss, that leave no gradients behind."""
-    args, kwargs = given
-    with nullcontext() if loss is not None else torch.no_grad():
-        run = core.begin(EVERYTHING)
-        try:
-            output = core.module(*args, **kwargs)
-        except BaseException as error:
-            core.end(run, error)
-            raise
-        core.end(run, None)
-    if loss is None:
-        return
-    module: Any
-    for module in core.module.modules():
-        if fsdp.is_fsdp2(module):
-            module.reshard()  # the root stays unsharded after a forward
-    before = [(parameter, parameter.grad) for parameter in core.module.parameters()]
-    for parameter, _ in before:
-        parameter.grad = None
-    try:
-        value: Any = loss(output)
-        value.backward()
-    finally:
-        for parameter, grad in before:
-            parameter.grad = grad
-
-
-def _detached(given: Any, like: Tensor | None) -> Any:
-    """The inputs, on the device of ``like``, so that no gradients reach the caller's tensors."""
-
-    def detached(tensor: Tensor) -> Tensor:
-        twin = tensor.detach() if like is None else tensor.detach().to(like.device)
-        return twin.requires_grad_(tensor.requires_grad)
-
-    return tree_map_only(Tensor, detached, given)
 
 
 def _compare(

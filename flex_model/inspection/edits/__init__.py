@@ -1,0 +1,3 @@
+"""Editing functions called on tensors without values, before a run: what is wrong with them, and
+at which line.
+"""

@@ -1,0 +1,341 @@
+"""The two runs that ``verify`` compares: of the unsharded model on rank 0 alone, of the sharded one
+on all ranks. They look, or they edit as the user's hooks do; nothing of them is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from flex_model.distributed.gather import Move
+from flex_model.distributed.layout import Shape, ShardLayout
+from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.tracking import LayoutTracker, tensors_of
+from flex_model.errors import is_agreed
+from flex_model.hooks.core import HookCore
+from flex_model.hooks.function import HookFunction
+from flex_model.hooks.registration import Registration
+from flex_model.hooks.table import EVERYTHING
+from flex_model.inspection.edits.undo import put_back, same_random_state
+from flex_model.integrations import fsdp
+from flex_model.names import clean, find_module
+
+if TYPE_CHECKING:
+    from flex_model.hooks.context import RunContext
+
+Loss = Callable[[Any], Tensor]
+Reference = nn.Module | Callable[[], nn.Module] | None
+Found = dict[str, list[Tensor]]  # by the sites' numbers
+
+_NOTHING = ((), False)
+
+
+@dataclass(frozen=True)
+class Site:
+    """What is compared; of kind ``"gradient"``: that of a trainable module's parameter.
+
+    Attributes:
+        hook: The user's, which edits there; of several tensors, at the first one's site.
+        is_with_last: Whether it is about a further tensor of the hook of the site before.
+    """
+
+    name: str
+    kind: str
+    unpack_idx: int
+    expected_shape: Any = None
+    hook: HookFunction | None = None
+    is_with_last: bool = False
+
+
+def sites_to_look_at(core: HookCore, with_loss: bool) -> list[Site]:
+    """Those of the registered hooks; without hooks, the outputs of all modules."""
+    found: dict[tuple[str, str, int], Site] = {}
+    registrations = [r for r in core.table.registrations if r.kind != "tensor"]
+    for r in registrations:
+        if r.is_backward and not with_loss:
+            continue
+        function = r.hook_function
+        site = Site(r.name, r.kind, function.unpack_idx, function.expected_shape)
+        found.setdefault((site.name, site.kind, site.unpack_idx), site)
+    if not registrations:
+        for name, _ in core.module.named_modules():
+            name = clean(core.module, name)
+            found.setdefault((name, "forward", 0), Site(name, "forward", 0))
+    if not found:
+        raise ValueError(
+            "verify: only backward hooks are registered; give loss=, a function of the model's "
+            "output"
+        )
+    return list(found.values())
+
+
+def sites_to_edit(core: HookCore, with_loss: bool) -> list[Site]:
+    """One for each registered hook, in its order; then the model's output, and with a loss the
+    gradients of trainable modules.
+    """
+    found: list[Site] = []
+    given = None
+    for r in core.table.registrations:
+        if r.kind != "tensor" and (with_loss or not r.is_backward):
+            is_with_last, given = r.given is given, r.given
+            hook = None if is_with_last else given
+            index = r.hook_function.unpack_idx
+            found.append(Site(r.name, r.kind, index, None, hook, is_with_last))
+    found.append(Site("", "forward", 0))
+    if with_loss:
+        names = [name for name, value in core.modules.named_parameters() if value.requires_grad]
+        found += [Site(name, "gradient", 0) for name in names]
+    return found
+
+
+def full_inputs(core: HookCore, args: Any, kwargs: Any) -> Any:
+    """The inputs of the whole batch, on rank 0. Collective."""
+    leaves, spec = tree_flatten((args, kwargs))
+    channel, mesh = core.channel, core.mesh
+    if channel.is_local:
+        return args, kwargs
+    tracker = LayoutTracker(mesh)
+    tensors = list(tensors_of((args, kwargs)))
+    core.tracking.seed(tracker, tensors)
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            continue
+        dp, tp = tracker.splits(leaf)
+        row = torch.tensor(leaf.shape, dtype=torch.int64)
+        shapes: list[Shape] = [tuple(shape) for shape in channel.exchange(row).tolist()]
+        if dp is None or tp is None:
+            raise ValueError(
+                f"verify: input tensor of shape {tuple(leaf.shape)} is not the same on all "
+                f"tensor-parallel ranks, nor rows of one batch (shapes by rank {shapes}); give "
+                "every rank its rows, whole"
+            )
+        move = Move.of(channel, ShardLayout(dp), shapes, leaf.dtype)  # type: ignore[arg-type]
+        full = move.gather_to_first(leaf.detach())
+        if full is not None:
+            leaves[i] = full.requires_grad_(leaf.requires_grad)
+    return tree_unflatten(leaves, spec)
+
+
+def _twin(hook: HookFunction, number: int) -> HookFunction:
+    """One that does the same beside it, and records under this number and those after it. To the
+    function it is the user's own.
+    """
+    twin = copy.copy(hook)
+    twin.output_name, twin._registrations = str(number), ()
+    twin.members = tuple(_twin(member, number + i) for i, member in enumerate(hook.members))
+    function = hook.editing_function
+    if function is None:
+        return twin
+
+    def edit(module: Any, full: Tensor, save_ctx: Namespace, modules: Any) -> Tensor | None:
+        before = hook.parameters, hook.save_ctx, hook.modules
+        hook.parameters, hook.save_ctx, hook.modules = twin.parameters, save_ctx, modules
+        try:
+            return function(module, full, save_ctx, modules)
+        finally:
+            hook.parameters, hook.save_ctx, hook.modules = before
+
+    twin.editing_function = functools.update_wrapper(edit, function, updated=())
+    return twin
+
+
+class _Core(HookCore):
+    """A core beside the user's, on the same model or on the reference.
+
+    Attributes:
+        unsettled: Registrations whose layout an error told of; the same on every rank.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        save_ctx: Namespace,
+        modules: nn.ModuleDict,
+        edit_on: str,
+        timeout_s: float,
+    ) -> None:
+        self.found: Found = {}
+        self.unsettled: set[int] = set()
+        super().__init__(module, mesh, self.found, save_ctx, modules, edit_on, "rank0", timeout_s)
+
+    def watch(self, site: Site, number: int) -> bool:
+        """Hook a site under its number; False if the model has no such module."""
+        if site.kind == "gradient":
+            return True
+        try:
+            module = find_module(self.module, site.name)
+        except ValueError:
+            return False
+        if site.is_with_last:
+            return True
+        if site.hook is not None:
+            function = _twin(site.hook, number)
+        else:
+            function = HookFunction(
+                site.name, site.expected_shape, None, site.unpack_idx, output_name=str(number)
+            )
+        self.register(function, site.kind, [module])
+        return True
+
+    def take_gradients(self, sites: Sequence[Site]) -> None:
+        """Of the trainable modules, after a run."""
+        gradients = {name: parameter.grad for name, parameter in self.modules.named_parameters()}
+        for i, site in enumerate(sites):
+            gradient = gradients[site.name] if site.kind == "gradient" else None
+            if gradient is not None:
+                self.found[str(i)] = [gradient.cpu()]
+
+
+class _LookingCore(_Core):
+    """One whose hooks only look, and that goes on where a layout can't be settled."""
+
+    def _deliver(self, run: RunContext, kind: str) -> None:
+        if not self.channel.is_local:
+            self.records.join(run, kind, self._move)
+
+    def hook_failed(self, registration: Registration, error: Exception) -> None:
+        """A site without a tensor, or with one that can't be gathered, is left out."""
+        if is_agreed(error):
+            raise error
+        self.unsettled.add(registration.index)
+
+    def _move(self, call, shapes, dtype, known, shard) -> Move:
+        try:
+            return self.caller.move(call, shapes, dtype, known, shard)
+        except ValueError:
+            self.unsettled.add(call.registration.index)
+            own = [tuple(shard.shape)] * len(shapes)
+            return Move.of(self.channel, ShardLayout(), own, dtype)  # nothing is moved
+
+
+def _core_beside(
+    user: HookCore, module: nn.Module, mesh: Mesh, timeout_s: float, edits: bool
+) -> _Core:
+    """One that only looks, or one that edits as the user's does: with its ``save_ctx``, and with
+    copies of its trainable modules.
+    """
+    if not edits:
+        return _LookingCore(module, mesh, Namespace(), nn.ModuleDict(), "all", timeout_s)
+    modules = copy.deepcopy(user.modules)
+    modules.zero_grad()
+    edit_on = "all" if user.caller.edits_on_all else "rank0"
+    return _Core(module, mesh, user.save_ctx, modules, edit_on, timeout_s)
+
+
+@contextlib.contextmanager
+def _forgotten(core: HookCore, edits: bool) -> Iterator[None]:
+    """Afterwards what editing functions keep, and random numbers, are as if none had run."""
+    if not edits:
+        yield
+        return
+    functions = [r.hook_function.editing_function for r in core.table.registrations]
+    with same_random_state(), put_back(functions, core.save_ctx):
+        yield
+
+
+# ---- The two runs --------------------------------------------------------------------------------
+
+
+def run_reference(
+    core: HookCore,
+    reference: Reference,
+    sites: Sequence[Site],
+    given: Any,
+    loss: Loss | None,
+    edits: bool,
+) -> tuple[Found, list[bool]]:
+    """Run the unsharded model on this process alone; its tensors, and which sites it has."""
+    module: Any = reference
+    if not isinstance(module, nn.Module) and callable(module):
+        module = module()
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            "verify: rank 0 needs the unsharded model, or a function that makes it, got "
+            f"{type(module).__name__}"
+        )
+    parameter = next(module.parameters(), None)
+    with _forgotten(core, edits):
+        beside = _core_beside(core, module, Mesh(), 1.0, edits)
+        if parameter is not None:
+            beside.modules.to(parameter.device)
+        try:
+            is_there = [beside.watch(site, i) for i, site in enumerate(sites)]
+            _run(beside, _detached(given, parameter), loss)
+            beside.take_gradients(sites)
+        finally:
+            beside.close()
+    return beside.found, is_there
+
+
+def run_sharded(
+    core: HookCore,
+    sites: Sequence[Site],
+    wanted: Sequence[int],
+    given: Any,
+    loss: Loss | None,
+    edits: bool,
+) -> tuple[Found, set[int]]:
+    """Run the wrapped model without the user's own hooks; rank 0's full tensors, and the sites
+    whose layouts were not settled. Collective.
+    """
+    before = core.table.choices
+    core.table.choose(_NOTHING, _NOTHING)
+    with _forgotten(core, edits):
+        beside = _core_beside(core, core.module, core.mesh, core.channel.timeout_s, edits)
+        try:
+            for i in wanted:
+                beside.watch(sites[i], i)
+            _run(beside, _detached(given, None), loss)
+            beside.take_gradients(sites)
+        finally:
+            beside.close()
+            core.table.choose(*before)
+    return beside.found, {wanted[index] for index in beside.unsettled}
+
+
+def _run(core: HookCore, given: Any, loss: Loss | None) -> None:
+    """A forward, and a backward if there is a loss, that leave no gradients behind."""
+    args, kwargs = given
+    with contextlib.nullcontext() if loss is not None else torch.no_grad():
+        run = core.begin(EVERYTHING)
+        try:
+            output = core.module(*args, **kwargs)
+        except BaseException as error:
+            core.end(run, error)
+            raise
+        core.end(run, None)
+    if loss is None:
+        return
+    module: Any
+    for module in core.module.modules():
+        if fsdp.is_fsdp2(module):
+            module.reshard()  # the root stays unsharded after a forward
+    before = [(parameter, parameter.grad) for parameter in core.module.parameters()]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        value: Any = loss(output)
+        value.backward()
+    finally:
+        for parameter, grad in before:
+            parameter.grad = grad
+
+
+def _detached(given: Any, like: Tensor | None) -> Any:
+    """The inputs, on the device of ``like``, so that no gradients reach the caller's tensors."""
+
+    def detached(tensor: Tensor) -> Tensor:
+        twin = tensor.detach() if like is None else tensor.detach().to(like.device)
+        return twin.requires_grad_(tensor.requires_grad)
+
+    return tree_map_only(Tensor, detached, given)

@@ -1,0 +1,753 @@
+"""dry_run() runs editing functions on shapes: what it finds, at which line, and that it leaves no
+trace.
+"""
+
+import contextlib
+import copy
+import functools
+import inspect
+import random
+import re
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import models
+from flex_model import FlexModel, HookError, HookFunction, Select, editing
+from flex_model.inspection import Finding
+
+ERROR, WARNING, NOT_CHECKED = "error", "warning", "not checked"
+X = models.random(4, 6)
+THRESHOLD = torch.tensor(2.0, dtype=torch.float64)
+MASK = torch.tensor([True, False, True, False])
+
+
+def line_of(function):
+    """Of the comment ``# here``."""
+    lines, first = inspect.getsourcelines(function)
+    (number,) = (i for i, line in enumerate(lines) if "# here" in line)
+    return first + number
+
+
+def found_in(flex, hook, x=X, kind="forward"):
+    """The findings of one hook; nothing of them is left behind."""
+    with getattr(flex, f"register_{kind}_hook")(hook):
+        dry = flex.dry_run(x)
+    assert all(row.findings == tuple(dry.findings) for row in dry if row.edits)
+    for finding in dry.findings:
+        assert str(finding) in str(dry)
+    return dry.findings
+
+
+# ---- Bad ones: (level, problem, words) and the function ------------------------------------------
+
+
+def wrong_shape(module, full, save_ctx, modules):
+    if full.dim() == 2:
+        return full[:, :1]  # here
+    return full
+
+
+def wrong_dtype(module, full, save_ctx, modules):
+    scaled = full.float() * 2
+    return scaled  # here
+
+
+def wrong_device(module, full, save_ctx, modules):
+    return torch.empty_like(full, device="meta")  # here
+
+
+def mixed_devices(module, full, save_ctx, modules):
+    other = torch.ones(8, device="meta", dtype=full.dtype)
+    return full + other  # here
+
+
+def a_tuple(module, full, save_ctx, modules):
+    return (full * 2,)  # here
+
+
+def an_array(module, full, save_ctx, modules):
+    return np.zeros(full.shape)  # here
+
+
+def no_such_attribute(module, full, save_ctx, modules):
+    return full.cosine()  # here
+
+
+def no_such_index(module, full, save_ctx, modules):
+    return full[:, 100]  # here
+
+
+def shapes_that_differ(module, full, save_ctx, modules):
+    def inner(value):
+        return value @ torch.ones(3, 3, dtype=value.dtype)  # here
+
+    return inner(full)
+
+
+def detached(module, full, save_ctx, modules):
+    found = full.detach() * 2
+    return found  # here
+
+
+def without_graph(module, full, save_ctx, modules):
+    with torch.no_grad():
+        found = full * 2
+    return found  # here
+
+
+def in_place_without_graph(module, full, save_ctx, modules):
+    with torch.no_grad():
+        full.mul_(2)  # here
+
+
+def in_place_on_detached(module, full, save_ctx, modules):
+    found = full.detach()
+    found[:, 0] = 0  # here
+    return full
+
+
+def through_data(module, full, save_ctx, modules):
+    full.data.mul_(2)  # here
+    return full
+
+
+def through_numpy(module, full, save_ctx, modules):
+    found = full.detach().numpy()  # here
+    found[:] = 0
+    return full
+
+
+def numpy_in_graph(module, full, save_ctx, modules):
+    return torch.from_numpy(full.numpy() * 2)  # here
+
+
+def view_of_many(module, full, save_ctx, modules):
+    for row in full.unbind():
+        row.mul_(2)  # here
+
+
+def leaf_in_place(module, full, save_ctx, modules):
+    modules["probe"].weight.mul_(2)  # here
+
+
+def saved_and_overwritten(module, full, save_ctx, modules):
+    found = full.exp()
+    found += 1  # here
+    return found
+
+
+def collective(module, full, save_ctx, modules):
+    dist.all_reduce(full)  # here
+
+
+def functional_collective(module, full, save_ctx, modules):
+    from torch.distributed import _functional_collectives as functional
+
+    return functional.all_reduce(full, "sum", [0])  # here
+
+
+def swallowed_collective(module, full, save_ctx, modules):
+    with contextlib.suppress(Exception):
+        dist.barrier()  # here
+
+
+def no_such_module(module, full, save_ctx, modules):
+    return modules["prob"](full)  # here
+
+
+def no_such_module_attribute(module, full, save_ctx, modules):
+    return modules.prob(full)  # here
+
+
+def exits(module, full, save_ctx, modules):
+    raise SystemExit(3)  # here
+
+
+def asks_for_a_number(module, full, save_ctx, modules):
+    if full.abs().max() > 3:  # here
+        return full * 0
+    return full.nothing
+
+
+def asks_for_item(module, full, save_ctx, modules):
+    save_ctx.norm = full.norm().item()  # here
+
+
+def asks_for_a_list(module, full, save_ctx, modules):
+    try:
+        return full.new_tensor(full.tolist())  # here
+    except Exception:
+        return None
+
+
+def size_by_values(module, full, save_ctx, modules):
+    return full[full > 0].sum() * full  # here
+
+
+def python_random(module, full, save_ctx, modules):
+    factor = 1.0
+    factor += random.random()  # here
+    return full * factor
+
+
+def numpy_random(module, full, save_ctx, modules):
+    return full * float(np.random.rand())  # here
+
+
+BAD = {
+    wrong_shape: (ERROR, "shape", r"shape \(4, 1\); expected shape \(4, 8\)"),
+    wrong_dtype: (ERROR, "dtype", "dtype torch.float32; expected dtype torch.float64"),
+    wrong_device: (ERROR, "device", "device meta; expected device cpu"),
+    mixed_devices: (ERROR, "device", "meta"),
+    a_tuple: (ERROR, "not a tensor", "returned a tuple"),
+    an_array: (ERROR, "numpy array", "returned a ndarray"),
+    no_such_attribute: (ERROR, "raises", "AttributeError: 'Tensor' object has no attribute"),
+    no_such_index: (ERROR, "raises", "IndexError"),
+    shapes_that_differ: (ERROR, "raises", "RuntimeError"),
+    exits: (ERROR, "raises", "SystemExit: 3"),
+    detached: (WARNING, "graph cut", "no gradient flows back"),
+    without_graph: (WARNING, "graph cut", "no gradient flows back"),
+    in_place_without_graph: (WARNING, "graph cut", "autograd does not see it"),
+    in_place_on_detached: (WARNING, "graph cut", "autograd does not see it"),
+    through_data: (ERROR, "unseen write", r"through \.data, which is not seen"),
+    through_numpy: (WARNING, "graph cut", r"numpy\(\) leaves the graph"),
+    numpy_in_graph: (ERROR, "raises", r"Can't call numpy\(\) on Tensor that requires grad"),
+    view_of_many: (ERROR, "in place", "is a view and is being modified inplace"),
+    leaf_in_place: (ERROR, "in place", "a leaf Variable that requires grad"),
+    saved_and_overwritten: (ERROR, "in place", "backward would raise"),
+    collective: (ERROR, "collective", "all_reduce is a transfer among ranks"),
+    functional_collective: (ERROR, "collective", "all_reduce is a transfer among ranks"),
+    swallowed_collective: (ERROR, "collective", "barrier is a transfer among ranks"),
+    no_such_module: (ERROR, "unknown module", "KeyError: 'prob'; nearest trainable.*'probe'"),
+    no_such_module_attribute: (ERROR, "unknown module", "nearest trainable modules: 'probe'"),
+    asks_for_a_number: (NOT_CHECKED, "depends on values", "from here on it is not checked"),
+    asks_for_item: (NOT_CHECKED, "depends on values", "from here on it is not checked"),
+    asks_for_a_list: (NOT_CHECKED, "depends on values", "from here on it is not checked"),
+    size_by_values: (NOT_CHECKED, "depends on values", "from here on it is not checked"),
+    python_random: (WARNING, "random", "numbers of random differ"),
+    numpy_random: (WARNING, "random", "numbers of numpy.random differ"),
+}
+
+
+def make_flex(model=None, **settings):
+    flex = FlexModel(model or models.mlp(), {}, **settings)
+    flex.register_trainable_module("probe", models.seeded(lambda: nn.Linear(8, 8).double()))
+    return flex
+
+
+@functools.cache
+def found_in_bad():
+    flex = make_flex()
+    for edit in BAD:
+        hook = HookFunction("fc1", editing_function=edit, output_name=edit.__name__)
+        flex.register_forward_hook(hook)
+    dry = flex.dry_run(X)
+    for finding in dry.findings:
+        assert str(finding) in str(dry)
+    return {row.findings[0].function: row.findings for row in dry}
+
+
+@pytest.mark.parametrize("edit", BAD, ids=lambda edit: edit.__name__)
+def test_each_kind_is_found_with_its_file_and_line(edit):
+    (finding,) = found_in_bad()[edit.__name__]
+    level, problem, words = BAD[edit]
+    assert (finding.level, finding.problem) == (level, problem), finding
+    assert re.search(words, finding.message), finding.message
+    assert (finding.file, finding.line) == (__file__, line_of(edit)), finding
+    assert (finding.name, finding.kind, finding.function) == ("fc1", "forward", edit.__name__)
+
+
+#: A run does not see the first, is ended by the second, and would wait for others in the third.
+NO_ERRORS = (through_data, exits, swallowed_collective)
+RAISE = [e for e, (level, *_) in BAD.items() if level == ERROR and e not in NO_ERRORS]
+
+
+@pytest.mark.parametrize("edit", RAISE, ids=lambda edit: edit.__name__)
+def test_what_is_an_error_is_one_in_a_run(edit):
+    flex = make_flex()
+    flex.register_forward_hook(HookFunction("fc1", editing_function=edit))
+    with pytest.raises((HookError, RuntimeError, ValueError)):
+        flex(X).sum().backward()
+
+
+# ---- Good ones -----------------------------------------------------------------------------------
+
+
+def prints(module, full, save_ctx, modules):
+    print(f"norm {full.norm():.3f}", full)
+
+
+def uses_a_module(module, full, save_ctx, modules):
+    return modules["probe"](full) + full.flip(-1)
+
+
+def uses_real_values(module, full, save_ctx, modules):
+    if THRESHOLD.item() > 1:
+        full[MASK] = full[MASK] * THRESHOLD
+    return full
+
+
+def in_place(module, full, save_ctx, modules):
+    full[:, 0] += 2 * full[:, 1]
+
+
+def random_by_torch(module, full, save_ctx, modules):
+    return full + torch.randn_like(full) + torch.randn(8, generator=torch.Generator())
+
+
+def constant(module, full, save_ctx, modules):
+    return torch.zeros_like(full)
+
+
+def nothing(module, full, save_ctx, modules):
+    save_ctx.seen = full.detach().clone()
+
+
+def transforms(module, full, save_ctx, modules):
+    gradient = torch.func.grad(lambda value: value.square().sum())(full)
+    halves = torch.func.vmap(lambda row: row / 2)(full)
+    return copy.deepcopy(full.detach()) + gradient + halves
+
+
+GOOD = [
+    prints,
+    transforms,
+    uses_a_module,
+    uses_real_values,
+    in_place,
+    random_by_torch,
+    constant,
+    nothing,
+]
+
+
+def test_nothing_is_found_in_what_is_right():
+    flex = make_flex()
+    places = {"forward": "fc1", "forward_pre": "act", "full_backward": "act"}
+    for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
+        for edit in GOOD:
+            name, key = places.get(kind, "fc1"), f"{kind} {edit.__name__}"
+            hook = HookFunction(name, editing_function=edit, output_name=key)
+            getattr(flex, f"register_{kind}_hook")(hook)
+    dry = flex.dry_run(X)
+    assert "editing functions: nothing found" in str(dry), dry
+    dry.raise_if_wrong(warnings=True)
+    flex(X).sum().backward()
+
+
+def test_a_compiled_function_is_not_compiled_for_shapes():
+    compiled = []
+    twice = torch.compile(lambda value: value * 2, backend=lambda *args: compiled.append(args))
+
+    def edit(module, full, save_ctx, modules):
+        return twice(full)
+
+    assert found_in(make_flex(), HookFunction("fc1", editing_function=edit)) == []
+    assert not compiled
+
+
+def test_no_gradient_is_missed_where_none_is_expected():
+    flex = make_flex()
+    for edit in (detached, *GOOD):
+        hook = HookFunction("fc1", editing_function=edit, output_name=edit.__name__)
+        flex.register_forward_hook(hook)
+    for off in (torch.no_grad, torch.inference_mode):
+        with off():
+            assert flex.dry_run(X).findings == []
+
+
+def test_ready_edits_pass():
+    torch.manual_seed(0)
+    kept, vector, matrix = editing.capture(), torch.randn(8).double(), torch.randn(2, 8).double()
+    flex = make_flex()
+    with flex.register_forward_hook(kept.at("fc1")):
+        flex(X)
+    edits = [
+        editing.zero(units=[1, 3]),
+        editing.zero(),
+        editing.mean(over="rows", dims={"rows": 0}),
+        editing.mean(vector, units=slice(2, 5)),
+        editing.resample(dims={"rows": 0}),
+        editing.resample(kept, seed=3),
+        editing.noise(0.1),
+        editing.noise(0.1, seed=4, rows=[0, 2]),
+        editing.scale(2.0) | uses_a_module,
+        editing.clamp(-1.0, 1.0, units=7),
+        editing.clamp(5.0, 5.0),
+        editing.steer(vector, 0.5, rows=[-1]),
+        editing.project_out(vector),
+        editing.project_onto(matrix),
+        editing.capture(),
+        editing.patch(kept),
+        editing.patch(kept, units=[0]),
+        editing.splice("probe"),
+        editing.splice("probe", add=True, rows=[0]),
+        editing.splice("probe", error=True),
+    ]
+    lens = editing.logit_lens("out.weight", kind="none").at("fc2")
+    hooks = [edit.at("fc1", output_name=str(i)) for i, edit in enumerate(edits)] + [lens]
+    for hook in hooks:
+        flex.register_forward_hook(hook)
+    assert flex.dry_run(X).findings == []
+
+
+def test_what_is_wrong_in_and_beside_ready_edits_is_found():
+    edit = editing.zero(units=[0]) | wrong_shape
+    (finding,) = found_in(make_flex(), edit.at("fc1"))
+    assert (finding.problem, finding.file, finding.line) == (
+        "shape",
+        __file__,
+        line_of(wrong_shape),
+    )
+    (finding,) = found_in(make_flex(), editing.zero(units=[9]).at("fc1"))
+    assert finding.problem == "raises" and "units: 9 is out of range" in finding.message
+
+
+# ---- What hooks have besides ---------------------------------------------------------------------
+
+
+def test_the_selected_part_and_full_parameters_are_given():
+    flex = make_flex()
+    select = Select(units=[5, 1], dtype=torch.float32)
+    hook = HookFunction("fc1", select=select, parameters=["out.weight"])
+
+    def edit(module, full, save_ctx, modules):
+        weight = hook.parameters["out.weight"]
+        assert (full.shape, full.dtype) == ((4, 2), torch.float32)
+        assert (weight.shape, weight.dtype) == ((5, 6), torch.float64)
+        hook.parameters["fc1.weight"]  # here
+
+    hook.editing_function = edit
+    (finding,) = found_in(flex, hook)
+    assert finding.problem == "unknown parameter" and finding.line == line_of(edit)
+    assert "hook_function.parameters has no 'fc1.weight'" in finding.message
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Two()
+
+    def forward(self, x):
+        wide, narrow = self.inner(x)
+        return wide.sum(-1) + narrow.sum(-1)
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(6, 8, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.lin(x), x * 2
+
+
+def test_several_tensors_of_one_hook():
+    def good(module, fulls, save_ctx, modules):
+        wide, narrow = fulls
+        wide[:, 0] += narrow[:, 0]
+        return None, narrow * wide.sum(-1, keepdim=True)
+
+    def wrong_second(module, fulls, save_ctx, modules):
+        return fulls[0], fulls[1][:, :2]  # here
+
+    def wrong_number(module, fulls, save_ctx, modules):
+        return fulls[0]  # here
+
+    def cut(module, fulls, save_ctx, modules):
+        return fulls[0] * 2, fulls[1] + fulls[0].detach()[:, :6]  # fine: the first one has it
+
+    def cut_all(module, fulls, save_ctx, modules):
+        return None, fulls[0].detach()[:, :6]  # here
+
+    flex = FlexModel(Pair(), {})
+    edits = (good, wrong_second, wrong_number, cut, cut_all)
+    for edit in edits:
+        hook = HookFunction("inner", None, edit, (0, 1), output_name=edit.__name__)
+        flex.register_forward_hook(hook)
+    dry = flex.dry_run(X)
+    assert [(f.function.rpartition(".")[2], f.problem, f.line) for f in dry.findings] == [
+        ("wrong_second", "shape", line_of(wrong_second)),
+        ("wrong_number", "not a tensor", line_of(wrong_number)),
+        ("cut_all", "graph cut", line_of(cut_all)),
+    ]
+    assert all(finding.unpack_idx == (0, 1) for finding in dry.findings)
+    assert [len(row.findings) for row in dry] == [0, 0, 1, 1, 1, 1, 0, 0, 1, 1]
+
+
+def test_what_may_come_of_a_function_not_followed_is_no_error():
+    flex = make_flex()
+
+    def second(module, full, save_ctx, modules):
+        return full / save_ctx.norm  # here
+
+    flex.register_forward_hook(HookFunction("inp", editing_function=asks_for_item))
+    flex.register_forward_hook(HookFunction("fc1", editing_function=second))
+    _, later = flex.dry_run(X).findings
+    assert (later.level, later.problem, later.line) == (NOT_CHECKED, "raises", line_of(second))
+    assert "may come of asks_for_item of the forward hook on 'inp'" in later.message
+    flex(X)
+
+
+def test_calls_come_in_the_order_of_a_run_and_share_save_ctx():
+    flex = make_flex()
+
+    def first(module, full, save_ctx, modules):
+        save_ctx.order = [*getattr(save_ctx, "order", []), module]
+        save_ctx.total = save_ctx.total + full.sum()
+
+    def last(module, full, save_ctx, modules):
+        return full * save_ctx.order.index(flex.module.fc1) + save_ctx.total
+
+    def backward(module, full, save_ctx, modules):
+        return full * len(save_ctx.order)
+
+    flex.register_full_backward_pre_hook(HookFunction("inp", editing_function=backward))
+    flex.register_forward_hook(HookFunction("out", editing_function=last))
+    flex.register_forward_hook(HookFunction("fc1", None, first, output_name="first"))
+    flex.save_ctx.total = total = torch.ones((), dtype=torch.float64)
+    dry = flex.dry_run(X)
+    assert dry.findings == [], dry
+    assert vars(flex.save_ctx) == {"total": total} and total == 1
+    flex(X).sum().backward()
+
+
+kept_globally = []
+counter = 0
+
+
+def leaves_traces(module, full, save_ctx, modules, kept=[]):  # noqa: B006
+    global counter
+    counter += 1
+    kept.append(full)
+    kept_globally.append(full * 2)
+    module.cached = full
+    save_ctx.seen.append(full)
+    save_ctx.total += full.detach().sum()
+    save_ctx.table["key"]["inner"] = full
+    modules["norm"].train()(full).sum().backward()
+    modules["norm"].cached = full
+    full.mul_(modules["norm"].weight)
+    random.random()
+    np.random.rand()
+    torch.manual_seed(3)
+    return full + TRACE
+
+
+TRACE = torch.zeros(8, dtype=torch.float64)
+
+
+def test_no_trace_is_left():
+    flex, closed = make_flex(), {"calls": 0, "last": None}
+    flex.register_trainable_module("norm", nn.BatchNorm1d(8).double())
+    total = torch.zeros((), dtype=torch.float64)
+    seen, table = [], {"key": {}}
+    flex.save_ctx.seen, flex.save_ctx.total, flex.save_ctx.table = seen, total, table
+    state = {k: v.clone() for k, v in flex.state_dict().items()}
+    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tobytes()
+
+    def edit(module, full, save_ctx, modules):
+        closed["calls"] += 1
+        closed["last"] = full
+        TRACE.add_(full.mean(0))
+        return leaves_traces(module, full, save_ctx, modules)
+
+    findings = found_in(flex, HookFunction("fc1", editing_function=edit))
+
+    assert {finding.problem for finding in findings} == {"random"}
+    assert closed == {"calls": 0, "last": None} and not kept_globally and counter == 0
+    assert leaves_traces.__defaults__ == ([],) and not hasattr(flex.module.fc1, "cached")
+    assert vars(flex.save_ctx) == {"seen": seen, "total": total, "table": table}
+    assert not seen and table == {"key": {}} and total == 0 and not total.requires_grad
+    assert not TRACE.any() and TRACE.grad_fn is None and TRACE._version == 0
+    assert not hasattr(flex.trainable_modules["norm"], "cached")
+    for name, value in flex.state_dict().items():
+        assert torch.equal(value, state[name]), name
+    every = [*flex.module.parameters(), *flex.trainable_modules.parameters()]
+    assert all(parameter.grad is None for parameter in every)
+    now = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tobytes()
+    assert torch.equal(now[0], generators[0]) and now[1:] == generators[1:]
+    assert not flex.output_ptr
+
+
+class Hidden:
+    __slots__ = ("tensor",)
+
+
+def test_what_can_t_be_taken_back_is_told():
+    hidden = Hidden()
+
+    def edit(module, full, save_ctx, modules):
+        hidden.tensor = full * 2
+
+    (finding,) = found_in(make_flex(), HookFunction("fc1", editing_function=edit))
+    assert finding.problem == "kept tensor" and finding.level == ERROR
+    assert (finding.file, finding.line) == (__file__, edit.__code__.co_firstlineno)
+
+
+def test_the_model_inside_of_an_edit():
+    flex = make_flex()
+
+    def direct(module, full, save_ctx, modules):
+        return flex.module(X)  # here
+
+    def in_groups(module, full, save_ctx, modules):
+        return flex(X, groups=())  # here
+
+    def hooked_part(module, full, save_ctx, modules):
+        return module(X)  # here
+
+    flex(X)
+    for edit in (direct, in_groups, hooked_part):
+        (finding,) = found_in(flex, HookFunction("fc1", editing_function=edit))
+        assert (finding.level, finding.problem) == (ERROR, "model inside"), finding
+        assert (finding.file, finding.line) == (__file__, line_of(edit))
+
+
+def test_what_is_not_reached_is_said_to_be_not_checked():
+    flex = make_flex()
+    flex.module.requires_grad_(False)
+    flex.register_full_backward_hook(HookFunction("fc1", editing_function=wrong_shape))
+    dry = flex.dry_run(X)
+    (finding,) = dry.findings
+    assert (finding.level, finding.problem) == (NOT_CHECKED, "not called")
+    assert "1 not checked" in str(dry) and "no gradient does" in finding.message
+    dry.raise_if_wrong(warnings=True)
+
+
+def test_raise_if_wrong_names_every_line():
+    flex = make_flex()
+    flex.register_forward_hook(HookFunction("fc1", editing_function=wrong_shape))
+    flex.register_forward_hook(HookFunction("out", editing_function=detached))
+    dry = flex.dry_run(X)
+    assert [isinstance(finding, Finding) for finding in dry.findings] == [True, True]
+    with pytest.raises(HookError, match=rf"{line_of(wrong_shape)}: error: ") as caught:
+        dry.raise_if_wrong()
+    assert "graph cut" not in str(caught.value)
+    with pytest.raises(HookError, match="graph cut"):
+        dry.raise_if_wrong(warnings=True)
+
+
+class AsCallable:
+    def __call__(self, module, full, save_ctx, modules):
+        return full[:1]  # here
+
+
+def test_functions_of_any_kind_are_named():
+    def with_more(extra, module, full, save_ctx, modules):
+        return full[:extra]  # here
+
+    for edit, line in (
+        (AsCallable(), line_of(AsCallable)),
+        (functools.partial(with_more, 1), line_of(with_more)),
+        (AsCallable().__call__, line_of(AsCallable)),
+        (lambda m, x, ctx, mods: x[:1], inspect.currentframe().f_lineno),
+    ):
+        (finding,) = found_in(make_flex(), HookFunction("fc1", editing_function=edit))
+        assert (finding.problem, finding.file, finding.line) == ("shape", __file__, line)
+
+
+# ---- On several ranks ----------------------------------------------------------------------------
+
+
+def uses_its_weight(module, full, save_ctx, modules):
+    width = module.weight.shape[-1]  # may be asked
+    return full @ module.weight[:, :width].T  # here
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["tp", "dtensor", "fsdp2"])
+def test_sharded_weights_are_named(name):
+    way = models.TWO_RANKS[name]
+    model = models.mlp(width=8)
+    flex = make_flex(way.shard(model), **way.sizes)
+    x = way.my_rows(models.random(4, 8))
+    (finding,) = found_in(flex, HookFunction("fc1", editing_function=uses_its_weight), x)
+    assert finding.problem == "sharded weight" and finding.line == line_of(uses_its_weight)
+    assert finding.level == (WARNING if name == "fsdp2" else ERROR)
+    assert "HookFunction(parameters=['fc1.weight'])" in finding.message
+    assert finding.ranks == (0, 1)
+    hook = HookFunction("fc1", parameters=["fc1.weight", "inp.weight"])
+
+    def edit(module, full, save_ctx, modules):
+        assert hook.parameters["fc1.weight"].shape == (8, 8)
+        return full @ hook.parameters["fc1.weight"].T
+
+    hook.editing_function = edit
+    assert found_in(flex, hook, x) == []
+
+
+def random_on_all(module, full, save_ctx, modules):
+    return full * random.random()  # here
+
+
+def wrong_on_one(module, full, save_ctx, modules):
+    if dist.get_rank() == 1:
+        return full[:1]  # here
+    return full * 2
+
+
+def edits_on_one(module, full, save_ctx, modules):  # here
+    return full * 2 if dist.get_rank() == 1 else None
+
+
+@pytest.mark.ranks(2)
+def test_findings_are_the_same_on_every_rank():
+    way = models.TWO_RANKS["tp"]
+    flex = make_flex(way.shard(models.mlp()), **way.sizes)
+
+    def own_collective(module, full, save_ctx, modules):
+        return flex.get_module_parameter("inp.weight")  # here
+
+    edits = {
+        random_on_all: ("random", (0, 1)),
+        wrong_on_one: ("shape", (1,)),
+        edits_on_one: ("unlike", (0, 1)),
+        collective: ("collective", (0, 1)),
+        functional_collective: ("collective", (0, 1)),
+        swallowed_collective: ("collective", (0, 1)),
+        own_collective: ("collective", (0, 1)),
+    }
+    for edit in edits:
+        hook = HookFunction("fc1", editing_function=edit, output_name=edit.__name__)
+        flex.register_forward_hook(hook)
+    dry = flex.dry_run(X)
+    assert [(finding.problem, finding.ranks) for finding in dry.findings] == list(edits.values())
+    for finding, edit in zip(dry.findings, edits):
+        assert finding.level == ERROR and finding.file == __file__
+        assert finding.line == line_of(edit), finding
+    assert "rank 0: ['left']; rank 1: ['changed']" in str(dry)
+    with pytest.raises(HookError, match="7 problems in editing functions"):
+        dry.raise_if_wrong()
+    assert not flex.output_ptr
+
+
+@pytest.mark.ranks(2)
+def test_only_rank_0_is_looked_at_where_only_it_edits():
+    way = models.TWO_RANKS["tp"]
+    flex = make_flex(way.shard(models.mlp()), edit_on="rank0", **way.sizes)
+    assert found_in(flex, HookFunction("fc1", editing_function=wrong_on_one)) == []
+    (finding,) = found_in(flex, HookFunction("fc1", editing_function=random_on_all))
+    assert (finding.level, finding.ranks) == (WARNING, (0,))
+    assert isinstance(flex.save_ctx, Namespace)
+
+
+@pytest.mark.ranks(2)
+def test_a_layout_that_shapes_do_not_tell_is_not_checked():
+    model = models.tensor_parallel(models.mlp(), dist.group.WORLD, states_sizes=False)
+    flex = make_flex(model, tensor_parallel_size=2)
+    (finding,) = found_in(flex, HookFunction("fc1", editing_function=wrong_shape))
+    assert (finding.level, finding.problem) == (NOT_CHECKED, "not called")
+
+
+def test_the_page_lists_every_problem():
+    page = (Path(__file__).parents[1] / "docs" / "checks.md").read_text()
+    problems = {problem for _, problem, _ in BAD.values()}
+    problems |= {"unknown parameter", "sharded weight", "model inside", "unlike", "kept tensor"}
+    assert problems <= set(re.findall(r"`([a-z ]+)`", page))
