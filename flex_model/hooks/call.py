@@ -443,6 +443,7 @@ class HookCaller:
         except (IndexError, TypeError, ValueError) as error:
             raise agreed(error.__class__(f"{registration.describe()}: {error}")) from None
         if not self._tracking.tells and registration.kind != "tensor":
+            call.run.moves.setdefault(registration.index, {})[key] = move
             return move
         if len(registration.splits) < _REMEMBERED_MOVES and registration.kind != "tensor":
             registration.splits[number, ndim] = settled.activation.dp, settled.activation.tp
@@ -486,7 +487,8 @@ class HookCaller:
     def _move_of_forward(self, call: Call, key: tuple[object, ...]) -> Move | None:
         """What the forward that is computed once more used, whichever call of it this is."""
         registration = call.registration
-        found = [move for other, move in registration.moves.items() if other[1:] == key]
+        moves = call.run.moves.get(registration.index, registration.moves)
+        found = [move for other, move in moves.items() if other[1:] == key]
         if any(move.layout != found[0].layout for move in found):
             raise agreed(
                 HookError(

@@ -34,6 +34,8 @@ class RunContext:
         calls: By registration index: how often its editing function was called.
         random_calls: By registration index: fingerprint of the input -> call number, for calls that
             drew random numbers.
+        moves: By registration index: plans of a forward that tells nothing of others, for its
+            recomputation.
         outer_error: The exception that was being handled when a direct call began; another one at
             its end is its own.
         first_node, last_node: Numbers of autograd's nodes made during the run: from the first, to
@@ -52,6 +54,7 @@ class RunContext:
     consumed: bool = False
     calls: dict[int, int] = field(default_factory=dict)
     random_calls: dict[int, dict[int, int]] = field(default_factory=dict)
+    moves: dict[int, dict[Any, Any]] = field(default_factory=dict)
     pending: list[PendingRecord] = field(default_factory=list)
     outer_error: BaseException | None = None
     first_node: int = 0

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import models
 from cells import EDITS, KINDS, SITES, differences, mean_loss, mixing_rows, table_cell
@@ -90,3 +92,32 @@ def test_rows_that_happen_to_be_equal_on_all_ranks_are_rows_of_one_batch(registe
     assert_close(mine, [tensor.chunk(2)[dist.get_rank()] for tensor in whole])
     if dist.get_rank() == 0:
         assert_close(records, expected)
+
+
+@pytest.mark.ranks(4)
+def test_a_forward_of_rows_that_happen_to_be_equal_is_computed_once_more():
+    """Its layouts are remembered for that, and not for other forwards."""
+
+    class Recomputing(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    def run(parallelism, **sizes):
+        found = []
+        model = Recomputing(parallelism.shard(models.mlp()))
+        flex = FlexModel(model, **(sizes or parallelism.sizes))
+        flex.register_forward_hook(HookFunction("inner.fc1", editing_function=mixing_rows))
+        for batch in (twice, models.random(4, 6, seed=1), twice):
+            mine = parallelism.my_rows(batch).clone().requires_grad_()
+            mean_loss(flex(mine)).backward()
+            found.append(mine.grad * len(mine) / len(batch))
+        return found
+
+    twice = torch.cat([models.random(2, 6)] * 2)
+    sharded = models.FOUR_RANKS["tp x dp"]
+    whole = run(models.ONE_RANK, process_group=dist.new_subgroups(1)[0])
+    assert_close(run(sharded), [sharded.my_rows(tensor) for tensor in whole])
