@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flex_model import inspection, visualize
+from flex_model import checkpoint, inspection, visualize
 from flex_model.diagnostics.timeline import Timeline, recorded
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.mesh import Mesh, is_distributed
@@ -32,10 +32,10 @@ from flex_model.inspection import DryRun, Explanation, Layouts, VerifyReport
 from flex_model.integrations import cut, fsdp, model_mesh
 from flex_model.integrations.mesh_sources import Source
 from flex_model.names import clean, find_module, find_parameter, module_names
-from flex_model.parameters import send_from_rank_0
 from flex_model.store import ActivationStore
 from flex_model.store.opening import config_hash
 from flex_model.store.session import Session
+from flex_model.trainable import send_from_rank_0
 
 
 class FlexModel(nn.Module):
@@ -72,6 +72,10 @@ class FlexModel(nn.Module):
             random state. ``"rank0"``: only rank 0 does, and its result is sent to the others;
             trainable modules then have gradients on rank 0 only (``sync_trainable_modules``).
         output_ranks: ``"rank0"`` or ``"all"``: who keeps records.
+        save_ctx_on: Who has what only some ranks wrote into ``save_ctx`` (with
+            ``edit_on="rank0"``, and in pipelines), when a run or backward is over: ``"rank0"``, or
+            ``"all"``. With ``edit_on="all"`` all ranks of a stage write it themselves. All choices
+            across ranks: docs/strategies.md.
         timeout: Seconds that one wait for other ranks may take before it is an error that names the
             missing rank.
 
@@ -90,8 +94,8 @@ class FlexModel(nn.Module):
             mesh.
 
     Collective over the ranks of the model: the constructor, running the model while hooks are
-    active, everything about parameters, ``register_trainable_module`` and
-    ``sync_trainable_modules``. All else is local, to be called alike on every rank.
+    active, everything about parameters, and registering, sending, saving and loading trainable
+    modules. All else is local, to be called alike on every rank.
     """
 
     def __init__(
@@ -106,10 +110,11 @@ class FlexModel(nn.Module):
         device_mesh: dist.DeviceMesh | None = None,
         edit_on: str = "all",
         output_ranks: str = "rank0",
+        save_ctx_on: str = "rank0",
         timeout: float = 60.0,
     ) -> None:
         super().__init__()
-        check_arguments(module, output_ptr, edit_on, output_ranks, timeout)
+        check_arguments(module, output_ptr, edit_on, output_ranks, save_ctx_on, timeout)
         sizes = (tensor_parallel_size, pipeline_parallel_size, data_parallel_size)
         mesh = find_mesh(module, sizes, process_group, device_mesh, float(timeout))
         if mesh.pp_size > 1:
@@ -127,6 +132,7 @@ class FlexModel(nn.Module):
             edit_on,
             output_ranks,
             float(timeout),
+            save_ctx_on=save_ctx_on,
         )
         if isinstance(output_ptr, ActivationStore):
             self._open_store(core, output_ptr)
@@ -892,11 +898,71 @@ class FlexModel(nn.Module):
         self.trainable_modules[name] = module
 
     def sync_trainable_modules(self) -> None:
-        """Send rank 0's trainable modules to all ranks, after a step with ``edit_on="rank0"``.
-        Collective.
+        """Send rank 0's trainable modules to all ranks, after an optimizer's step that rank 0 alone
+        makes. Collective.
+
+        Example::
+
+            if dist.get_rank() == 0:  # the only rank with the optimizer's state
+                optimizer.step()
+            flex.sync_trainable_modules()
         """
         self._check_open()
         send_from_rank_0(self._channel, "all trainable modules", self.trainable_modules)
+
+    def save_trainable_modules(
+        self, path: str | os.PathLike[str], optimizer: Any = None, extra: Any = None
+    ) -> None:
+        """Write the trainable modules and their optimizer to one safetensors file, without the
+        wrapped model. The file is there in whole, or what had its name before is.
+
+        Example::
+
+            optimizer = torch.optim.AdamW(flex.trainable_modules.parameters(), lr=1e-3)
+            ...
+            flex.save_trainable_modules("probe.safetensors", optimizer, extra={"step": 1000})
+
+        Args:
+            path: Rank 0 writes it; folders are made.
+            optimizer: Of trainable modules' parameters only. Given on all ranks, or on rank 0 if it
+                is there only (None elsewhere).
+            extra: Tensors, numbers, text, and containers of them: a scheduler's ``state_dict()``,
+                ``torch.get_rng_state()``. Rank 0's is kept.
+
+        The state alone, as torch has it: ``flex.trainable_modules.state_dict()``. Collective.
+
+        Raises:
+            HookMismatchError: ranks that run editing functions have other values than rank 0.
+            ValueError, TypeError: an optimizer of other parameters; values that can't be saved.
+            OSError: rank 0 can't write; on every rank.
+        """
+        self._check_open()
+        channel, runs_edits = self._channel, self._core.runs_edits
+        with channel.uncounted():
+            checkpoint.save(path, self.trainable_modules, optimizer, extra, channel, runs_edits)
+
+    def load_trainable_modules(self, path: str | os.PathLike[str], optimizer: Any = None) -> Any:
+        """Read what ``save_trainable_modules`` wrote, on any number of ranks and any sharding, into
+        the registered modules and the optimizer, bit for bit.
+
+        Args:
+            path: Rank 0 reads it and sends it to all.
+            optimizer: Made with the same groups of parameters. None: modules only. Ranks without
+                one are given none.
+
+        Returns:
+            The ``extra`` that was saved, on every rank.
+
+        Needs safetensors. Collective.
+
+        Raises:
+            ValueError: other names, shapes or dtypes; no optimizer in the file; a file that is not
+                whole. Raised on every rank, and nothing has been changed.
+            OSError: rank 0 can't read it; on every rank.
+        """
+        self._check_open()
+        with self._channel.uncounted():
+            return checkpoint.load(path, self.trainable_modules, optimizer, self._channel)
 
     def wrapped_module_requires_grad(self, requires_grad: bool = True) -> FlexModel:
         """Turn gradients of the wrapped model's parameters on or off; those of trainable modules
@@ -994,7 +1060,12 @@ def _is_of_torch(hook: object) -> bool:
 
 
 def check_arguments(
-    module: object, output_ptr: object, edit_on: str, output_ranks: str, timeout: object
+    module: object,
+    output_ptr: object,
+    edit_on: str,
+    output_ranks: str,
+    save_ctx_on: str,
+    timeout: object,
 ) -> None:
     """TypeError or ValueError for what a FlexModel can't be made of."""
     if isinstance(module, FlexModel):
@@ -1015,6 +1086,7 @@ def check_arguments(
     for name, value, choices in (
         ("edit_on", edit_on, ("all", "rank0")),
         ("output_ranks", output_ranks, ("rank0", "all")),
+        ("save_ctx_on", save_ctx_on, ("rank0", "all")),
     ):
         if value not in choices:
             raise ValueError(

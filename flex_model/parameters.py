@@ -322,27 +322,3 @@ class Parameters:
         if not self._channel.is_local:
             header = Header("parameter", site=site_hash(name, "gather"))
             self._channel.agree(header, f"parameter {name!r}")
-
-
-def send_from_rank_0(channel: Channel, name: str, module: nn.Module) -> None:
-    """Give every rank rank 0's parameters and buffers of ``module``. Collective over the grid.
-
-    Raises:
-        HookMismatchError: the ranks' modules have different parameters.
-    """
-    if channel.is_local:
-        return
-    tensors = [
-        (key, value)
-        for key, value in module.state_dict(keep_vars=True).items()
-        if isinstance(value, Tensor)
-    ]
-    described = ", ".join(f"{key} {tuple(value.shape)} {value.dtype}" for key, value in tensors)
-    digest = site_hash(name, described)
-    channel.agree(
-        Header("trainable module", site=digest),
-        f"register_trainable_module({name!r}) with {described or 'no tensors'}",
-    )
-    with torch.no_grad():
-        for _, value in tensors:
-            value.copy_(channel.broadcast(value.detach(), value.detach()))

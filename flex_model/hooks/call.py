@@ -24,6 +24,7 @@ from flex_model.distributed.layout import Shape, ShardLayout
 from flex_model.distributed.picked import Pick
 from flex_model.errors import HookError, agreed
 from flex_model.hooks.context import Call, seed_of_state
+from flex_model.hooks.save_context import SentToAll
 from flex_model.hooks.tracking import Tracking
 from flex_model.hooks.user_function import UserFunction
 from flex_model.integrations import dtensor
@@ -106,6 +107,7 @@ class HookCaller:
         # Whether ranks tell of each edit at once whether it failed. In a pipeline they go on with
         # backward passes after it, whose graphs must be alike.
         self.tells_edits = False
+        self.sent_to_all: SentToAll | None = None  # the save_ctx of functions that rank 0 runs
 
     # The three kinds of values.
 
@@ -329,6 +331,8 @@ class HookCaller:
         channel, call = self._channel, several[-1].call
         edits: list[Tensor | None] = [None] * len(several)
         if channel.mesh.place == 0:
+            if self.sent_to_all is not None and not call.is_replay:
+                self.sent_to_all.note(self._function.context_of(call))
             try:
                 edits = self._run_function(several, parameters)
             except Exception as error:

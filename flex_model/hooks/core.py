@@ -31,6 +31,7 @@ from flex_model.hooks.call import HookCaller
 from flex_model.hooks.context import Call, RunContext, advance_generator, next_sequence
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.registration import Registration
+from flex_model.hooks.save_context import SentToAll
 from flex_model.hooks.step import Step
 from flex_model.hooks.table import EVERYTHING, Choice, HookTable
 from flex_model.hooks.tracking import Tracking
@@ -39,6 +40,7 @@ from flex_model.outputs import Records
 from flex_model.parameters import Parameters
 from flex_model.store.session import Session
 from flex_model.store.store import ActivationStore
+from flex_model.trainable import Replicas
 
 # How torch's checkpointing leaves a recomputation that has gone far enough.
 _STOPS_RECOMPUTATION = "_StopRecomputationError"
@@ -66,6 +68,7 @@ class HookCore:
         output_ranks: str,
         timeout_s: float,
         step: Step | None = None,
+        save_ctx_on: str = "rank0",
     ) -> None:
         self.module = module
         self.mesh = mesh
@@ -87,7 +90,12 @@ class HookCore:
         )
         self.caller.tells_edits = step is not None
         self.save_ctx, self.modules = save_ctx, modules
-        self._settings = (edit_on, output_ranks, mesh.describe())  # must be alike on all ranks
+        # Must be alike on all ranks.
+        self._settings = (edit_on, output_ranks, mesh.describe(), save_ctx_on)
+        is_sent = save_ctx_on == "all" and edit_on == "rank0" and step is None
+        if is_sent and not self.channel.is_local:
+            self.caller.sent_to_all = SentToAll(self.channel, _device_of(module))
+        self.replicas = Replicas(self.channel, modules)
         self.run: RunContext | None = None
         self.num_active = 0
         self._runs: deque[RunContext] = deque(maxlen=_REMEMBERED_RUNS)
@@ -252,6 +260,9 @@ class HookCore:
         self.table.dispatcher.in_run = True
         if not self.channel.is_local:
             self._agree_on_hooks()
+            if self.caller.edits_on_all and self.step is None:
+                edits = any(r.edits for r in self.active_registrations())
+                self.replicas.check(edits)
         if self.session is not None and not self.session.is_sequential:
             self.session.check_hooks(self.described_hooks())
 
@@ -280,8 +291,8 @@ class HookCore:
         )
         self.channel.agree_on_hooks(
             Header("registered hooks", site=digest),
-            f"the start of a run (edit_on, output_ranks, mesh: {self._settings}) with these "
-            f"hooks: {names}",
+            f"the start of a run (edit_on, output_ranks, mesh, save_ctx_on: {self._settings}) with "
+            f"these hooks: {names}",
         )
         self._agreed_hooks = digest
 
@@ -302,6 +313,11 @@ class HookCore:
             raise
         finally:
             self._close_run(run)
+
+    @property
+    def runs_edits(self) -> bool:
+        """Whether this rank runs editing functions, and so uses trainable modules."""
+        return self.caller.edits_on_all or self.mesh.place == 0
 
     def _batch_ended(self) -> None:
         """A store has all that the run recorded, but for gradients that may follow. Collective."""
@@ -332,6 +348,8 @@ class HookCore:
         self._batch_failed()
         self.records.forget(run)
         self.table.forget_calls()
+        if self.caller.sent_to_all is not None:
+            self.caller.sent_to_all.forget()
         if self.channel.is_local or not run.covered or is_agreed(error):
             return
         if not isinstance(error, Exception):
@@ -357,6 +375,8 @@ class HookCore:
         run.consumed = False
         if consumed:
             advance_generator()
+        if self.caller.sent_to_all is not None:
+            self.caller.sent_to_all.send(self.save_ctx if run.save_ctx is None else run.save_ctx)
 
     def check_entry(self) -> None:
         """HookError where the model may not be run now."""

@@ -13,6 +13,7 @@ from flex_model.distributed import values
 from flex_model.errors import HookError
 from flex_model.hooks.context import Call, RandomState, seed_of_call, throw_away
 from flex_model.hooks.function import name_of
+from flex_model.hooks.save_context import begin_call, end_call
 from flex_model.integrations import dtensor
 
 if TYPE_CHECKING:
@@ -29,6 +30,10 @@ class UserFunction:
     def __init__(self, save_ctx: Namespace, modules: nn.ModuleDict) -> None:
         self._save_ctx = save_ctx
         self._modules = modules
+
+    def context_of(self, call: Call) -> Namespace:
+        """The ``save_ctx`` of the call's run: the wrapper's, or a batch's own."""
+        return self._save_ctx if call.run.save_ctx is None else call.run.save_ctx
 
     def run(
         self,
@@ -50,7 +55,7 @@ class UserFunction:
         assert function.editing_function is not None
         number = _number_of(call, leaf)
         seed = seed_of_call(call.run.seed or 0, call.registration.seed, number)
-        save_ctx = self._save_ctx if call.run.save_ctx is None else call.run.save_ctx
+        save_ctx = self.context_of(call)
         if call.is_replay:
             save_ctx = throw_away(save_ctx)
         versions = [full._version for full in fulls]
@@ -59,7 +64,9 @@ class UserFunction:
         function.parameters = parameters
         try:
             with RandomState(seed, fulls[0].device) as random:
+                begin_call(save_ctx, call.registration.index)
                 result = function.editing_function(call.module, inputs, save_ctx, self._modules)
+                end_call(save_ctx)
         finally:
             function.parameters = {}
         if random.consumed and not call.is_replay:

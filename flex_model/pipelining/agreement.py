@@ -21,6 +21,7 @@ from flex_model.hooks.core import HookCore
 from flex_model.hooks.table import Choice
 from flex_model.pipelining import chunks
 from flex_model.pipelining.stages import Directory
+from flex_model.trainable import refuse_different
 
 _ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, HookError, HookMismatchError)}
 
@@ -103,6 +104,10 @@ def agree(
             _check_target(call, schedule, number)
     except (ValueError, TypeError, IndexError) as wrong:
         error = [type(wrong).__name__, str(wrong)]
+    compares_modules = core.runs_edits and any(
+        registration.edits and core.table.is_chosen(registration, call.choice)
+        for registration in core.table.registrations
+    )
     sites = [registration.site for registration in core.table.registrations]
     alike = {
         "batch_mode": call.batch_mode,
@@ -128,11 +133,15 @@ def agree(
             sorted({str(p.dtype) for stage in stages for p in stage.submod.parameters()}),
         ],
         "seed": seed_of_state() if mesh.rank == 0 else 0,
+        "modules": core.replicas.digest() if compares_modules else None,
     }
     told = exchange_json(world, mine, "the start of a step of the pipeline")
     for what in alike:
         check_alike([of_rank["alike"][what] for of_rank in told], what)
     raise_told([of_rank["error"] for of_rank in told])
+    if len({of_rank["modules"] for of_rank in told} - {None}) > 1:
+        digests = core.replicas.digests() if compares_modules else None
+        refuse_different(exchange_json(world, digests, "the values of trainable modules"))
     grid = len(mesh.grid)
     first, last = directory.places[0] * grid, directory.places[-1] * grid
     for place in range(grid):

@@ -10,17 +10,19 @@ from typing import Any
 from torch import Tensor
 
 from flex_model.distributed.channel import Channel
+from flex_model.distributed.encoding import decode, encode
 from flex_model.distributed.tensor_dicts import (
     describe,
     exchange_json,
     from_rank,
     gather_to_first,
 )
-from flex_model.errors import HookError, HookMismatchError, agreed, is_agreed
+from flex_model.errors import HookError, HookMismatchError, agreed, is_agreed, see
+from flex_model.hooks import save_context
 from flex_model.hooks.context import advance_generator
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.step import Step
-from flex_model.pipelining import contexts, records
+from flex_model.pipelining import records
 from flex_model.pipelining.agreement import StepCall
 from flex_model.pipelining.gradients import Gradients
 from flex_model.pipelining.stages import Directory
@@ -38,10 +40,11 @@ class StepEnd:
         world: Channel,
         line: Channel,
         on_all_ranks: bool,
+        context_on_all: bool,
     ) -> None:
         self._core, self._step, self._stages = core, step, stages
         self._directory, self._world, self._line = directory, world, line
-        self._on_all_ranks = on_all_ranks
+        self._on_all_ranks, self._context_on_all = on_all_ranks, context_on_all
 
     def finish(
         self,
@@ -59,19 +62,14 @@ class StepEnd:
         core, mesh = self._core, self._core.mesh
         is_leader = mesh.place == 0
         has_last = any(stage.is_last for stage in self._stages)
-        sent: list[Tensor] = []
-        written = contexts.written(core.save_ctx, before) if is_leader else []
-        encoded = {}
-        for name in written:
-            try:
-                encoded[name] = contexts.encode(getattr(core.save_ctx, name), sent)
-            except TypeError as error:
-                encoded[name] = {"unknown": str(error)}
+        read = save_context.end_step(core.save_ctx)
+        names = save_context.written(core.save_ctx, before) if is_leader else []
+        written, sent = save_context.told(core.save_ctx, names)
         outputs: list[Tensor] = []
         structure = None
         if call.return_on == "all" and has_last and not self._step.failure:
             try:
-                structure = contexts.encode(output, outputs)
+                structure = encode(output, outputs)
             except TypeError as error:
                 self._step.fail(f"return_on='all': the last stage returns {error}", error)
         failure = self._step.failure
@@ -79,7 +77,8 @@ class StepEnd:
             "error": None if failure is None else _told_failure(failure, self._step, is_leader),
             "consumed": consumed,
             "records": records.told(found),
-            "written": [encoded, describe(sent)],
+            "written": written,
+            "read": read,
             "gradients": gradients.told(),
             "output": [structure, describe(outputs)],
         }
@@ -89,7 +88,7 @@ class StepEnd:
         failed = [(r, of_rank["error"]) for r, of_rank in enumerate(told) if of_rank["error"]]
         if failed or self._step.failure:
             return failed or [(mesh.rank, ["HookError", "a stage failed"])], None
-        self._check_written([of_rank["written"][0] for of_rank in told])
+        self._check_contexts(told)
         records.deliver(
             self._world, found, [r["records"] for r in told], self._on_all_ranks, output_ptr
         )
@@ -102,7 +101,7 @@ class StepEnd:
             tensors = from_rank(self._line, last, outputs, described)
             device = self._stages[0].device
             tensors = [tensor.detach().to(device) for tensor in tensors]
-            output = contexts.decode(structure, tensors)
+            output = decode(structure, tensors)
         return [], output
 
     def _along(self) -> list[int]:
@@ -110,20 +109,18 @@ class StepEnd:
         grid = len(self._core.mesh.grid)
         return list(range(self._core.mesh.place, self._core.mesh.num_ranks, grid))
 
-    def _check_written(self, written: list[dict[str, Any]]) -> None:
-        """ValueError, on every rank, for attributes of save_ctx that can't be merged."""
+    def _check_contexts(self, told: list[dict[str, Any]]) -> None:
+        """ValueError, on every rank, for attributes of save_ctx that can't be merged, or that
+        another stage would have seen in the unsplit model.
+        """
+        grid = len(self._core.mesh.grid)
         writers: dict[str, list[int]] = {}
-        for rank, attributes in enumerate(written):
-            for name, value in attributes.items():
+        for rank, of_rank in enumerate(told):
+            attributes = of_rank["written"][0]
+            for name in attributes:
                 writers.setdefault(name, []).append(rank)
-                if rank and isinstance(value, dict) and "unknown" in value:
-                    raise agreed(
-                        ValueError(
-                            f"save_ctx.{name} is {value['unknown']} on rank {rank}, and can't be "
-                            "sent to rank 0; keep tensors, numbers, text, and lists and dicts of "
-                            "them"
-                        )
-                    )
+            if rank or self._context_on_all:
+                save_context.check_sendable(rank, attributes, "rank 0")
         twice = [f"save_ctx.{n} by the ranks {r}" for n, r in writers.items() if len(r) > 1]
         if twice:
             raise agreed(
@@ -133,15 +130,52 @@ class StepEnd:
                     "its own, and put them together after the step"
                 )
             )
+        read = [
+            f"save_ctx.{name} is written on rank {writers[name][0]} and read on rank {rank}"
+            for rank, of_rank in enumerate(told)
+            for name in of_rank["read"]
+            if name in writers and writers[name][0] // grid != rank // grid
+        ]
+        if read:
+            raise agreed(
+                ValueError(
+                    f"in one step {'; '.join(read)}, another stage: a pipeline's stages have no "
+                    "save_ctx in common while a step runs; write it in one step and read it in the "
+                    f"next, with save_ctx_on='all' ({see('what-another-stage-wrote')})"
+                )
+            )
 
-    def _merge_contexts(self, written: list[Any], sent: list[Tensor]) -> None:
-        """Rank 0's save_ctx gets what the other stages wrote."""
-        if self._world.is_local or not any(attributes for attributes, _ in written[1:]):
+    def _merge_contexts(self, written: list[save_context.Told], sent: list[Tensor]) -> None:
+        """What each stage wrote goes to rank 0's save_ctx, or to those of all ranks; the others
+        note that they don't have it.
+        """
+        if self._world.is_local or not any(attributes for attributes, _, _ in written):
             return
-        received = gather_to_first(self._world, sent, [described for _, described in written])
-        for (attributes, _), tensors in zip(written[1:], (received or [])[1:]):
-            for name, value in attributes.items():
-                setattr(self._core.save_ctx, name, contexts.decode(value, tensors))
+        received = {}
+        if self._context_on_all:
+            for rank, (attributes, described, _) in enumerate(written):
+                if attributes:
+                    received[rank] = from_rank(self._world, rank, sent, described)
+        else:
+            of_ranks = gather_to_first(self._world, sent, [d for _, d, _ in written])
+            received = dict(enumerate(of_ranks or []))
+        context, device = self._core.save_ctx, self._stages[0].device
+        for rank, of_rank in enumerate(written):
+            if self._has(rank):
+                continue
+            if rank in received:
+                on = device if self._context_on_all else None
+                save_context.take(context, of_rank, received[rank], on)
+            else:
+                save_context.note_elsewhere(context, of_rank[0], rank)
+
+    def _has(self, writer: int) -> bool:
+        """Whether what that rank's functions wrote was written here too."""
+        mesh = self._core.mesh
+        grid = len(mesh.grid)
+        if not self._core.caller.edits_on_all:
+            return mesh.rank == writer
+        return mesh.rank // grid == writer // grid
 
     def raise_failure(self, told: list[Any]) -> None:
         step = self._step

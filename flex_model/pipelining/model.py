@@ -18,6 +18,7 @@ from flex_model.distributed.mesh import Mesh, group_ranks
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.registration import HookHandle
+from flex_model.hooks.save_context import StageContext
 from flex_model.hooks.step import Step
 from flex_model.hooks.table import EVERYTHING, Choice
 from flex_model.inspection import DryRun, VerifyReport
@@ -51,7 +52,8 @@ class PipelinedFlexModel(FlexModel):
     Names are those of the unsplit model, as the stages have them; hooks are registered in the same
     order on every rank, also for modules of other ranks. Records are of the whole batch, on rank 0
     when the call returns. Gradients are those of the mean loss over micro-batches
-    (``scale_grads=True``). After the step rank 0's ``save_ctx`` has what any stage wrote.
+    (``scale_grads=True``). After the step rank 0's ``save_ctx`` has what any stage wrote, or every
+    rank's (``save_ctx_on="all"``).
 
     Args:
         schedule: Any of ``torch.distributed.pipelining``, before its first step.
@@ -92,6 +94,7 @@ class PipelinedFlexModel(FlexModel):
         device_mesh: dist.DeviceMesh | None = None,
         edit_on: str = "all",
         output_ranks: str = "rank0",
+        save_ctx_on: str = "rank0",
         timeout: float = 60.0,
     ) -> None:
         nn.Module.__init__(self)
@@ -99,7 +102,7 @@ class PipelinedFlexModel(FlexModel):
         if "step" in vars(schedule):
             raise TypeError("the schedule is that of a FlexModel already; restore() it first")
         root = LocalStages(stages)
-        check_arguments(root, output_ptr, edit_on, output_ranks, timeout)
+        check_arguments(root, output_ptr, edit_on, output_ranks, save_ctx_on, timeout)
         for name, value in (("batch_mode", batch_mode), ("return_on", return_on)):
             _check_choice(name, value)
         sizes = (tensor_parallel_size, pipeline_parallel_size, data_parallel_size)
@@ -107,7 +110,7 @@ class PipelinedFlexModel(FlexModel):
         mesh = find_mesh(root, sizes, process_group, device_mesh, float(timeout), [along])
         step = Step()
         core = HookCore(
-            root, mesh, {}, Namespace(), nn.ModuleDict(), edit_on, "rank0", float(timeout), step
+            root, mesh, {}, StageContext(), nn.ModuleDict(), edit_on, "rank0", float(timeout), step
         )
         self.__dict__["schedule"] = schedule
         self.__dict__["_records"] = output_ptr if isinstance(output_ptr, dict) else {}
@@ -122,8 +125,9 @@ class PipelinedFlexModel(FlexModel):
                 core,
                 step,
                 float(timeout),
-                [edit_on, output_ranks, mesh.describe()],
+                [edit_on, output_ranks, mesh.describe(), save_ctx_on],
                 output_ranks == "all",
+                save_ctx_on == "all",
             )
             check_dims(microbatch_dim, pipeline.directory)
         except BaseException:

@@ -17,13 +17,14 @@ from flex_model.distributed.channel import Channel
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.tensor_dicts import describe, exchange_json, from_rank
 from flex_model.errors import HookError, agreed
+from flex_model.hooks import save_context
 from flex_model.hooks.context import RunContext
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.step import Step
 from flex_model.hooks.table import Choice
 from flex_model.hooks.until import Until
-from flex_model.pipelining import chunks, contexts, records, shapes
+from flex_model.pipelining import chunks, records, shapes
 from flex_model.pipelining.agreement import (
     Plan,
     StepCall,
@@ -63,6 +64,7 @@ class Pipeline:
         timeout_s: float,
         settings: list[Any],
         on_all_ranks: bool,
+        context_on_all: bool,
     ) -> None:
         mesh = core.mesh
         self.schedule, self.core, self.settings = schedule, core, settings
@@ -84,7 +86,14 @@ class Pipeline:
             self.close()
             raise
         self._end = StepEnd(
-            core, step, self.runner.stages, self.directory, self.world, self.line, on_all_ranks
+            core,
+            step,
+            self.runner.stages,
+            self.directory,
+            self.world,
+            self.line,
+            on_all_ranks,
+            context_on_all,
         )
         self._connected: str | None = None  # for which inputs
         self._have_rows: tuple[Any, dict[int, bool]] | None = None
@@ -205,7 +214,7 @@ class Pipeline:
                 registration.expected_shape = chunks.part_of_shape(
                     function.expected_shape, dim, plan.rows
                 )
-        before = contexts.snapshot(core.save_ctx)
+        before = save_context.snapshot(core.save_ctx)
         run = core.begin(call.choice)
         run.seed = plan.seed
         divisor = plan.number if schedule.scale_grads else 1
@@ -214,6 +223,7 @@ class Pipeline:
         self._cut(call.until)
         losses: list[Tensor] = []
         output = None
+        save_context.begin_step(core.save_ctx, plan.number > 1)
         try:
             output = self.runner.run(
                 plan.arg_chunks,

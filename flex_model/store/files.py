@@ -12,6 +12,7 @@ import os
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,14 +72,17 @@ def sync_folder(folder: Path) -> None:
         os.close(number)
 
 
-def safetensors_of(tensors: Mapping[str, Tensor]) -> Iterable[bytes | memoryview]:
+def safetensors_of(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> Iterable[bytes | memoryview]:
     """A safetensors file, piece by piece; tensors are not copied.
 
     Source: github.com/huggingface/safetensors, README, "Format".
     """
     # The widest elements first, so that all are aligned.
     names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
-    header, end = {}, 0
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end = 0
     for name in names:
         tensor = tensors[name]
         kind = _NAMES.get(tensor.dtype)

@@ -1,7 +1,4 @@
-"""``save_ctx`` over the stages of a pipeline: what a step wrote on any of them, sent to rank 0.
-
-Values travel as JSON and the bytes of tensors; nothing is pickled.
-"""
+"""Tensors, numbers, text and containers of them as JSON and tensors; nothing is pickled."""
 
 from __future__ import annotations
 
@@ -12,33 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_PLAIN = (bool, int, float, str, type(None))
-
-
-def snapshot(context: Namespace) -> dict[str, Any]:
-    """What ``written`` compares with: each attribute's state."""
-    return {name: _state(value) for name, value in vars(context).items()}
-
-
-def written(context: Namespace, before: dict[str, Any]) -> list[str]:
-    """Attributes that were set since, or whose containers or tensors were changed in place."""
-    return [
-        name
-        for name, value in vars(context).items()
-        if name not in before or before[name] != _state(value)
-    ]
-
-
-def _state(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return "tensor", id(value), value._version
-    if isinstance(value, dict):
-        return "dict", id(value), [(key, _state(item)) for key, item in value.items()]
-    if isinstance(value, (list, tuple, set)):
-        return "items", id(value), [_state(item) for item in value]
-    if isinstance(value, Namespace):
-        return "namespace", id(value), _state(vars(value))
-    return value if isinstance(value, _PLAIN) else id(value)
+PLAIN = (bool, int, float, str, type(None))
 
 
 def encode(value: Any, tensors: list[Tensor]) -> Any:
@@ -50,7 +21,7 @@ def encode(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors.append(value.detach())
         return {"tensor": len(tensors) - 1}
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         if isinstance(value, float) and value - value != 0:  # no JSON
             return {"float": str(value)}
         return value

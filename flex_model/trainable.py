@@ -1,0 +1,135 @@
+"""Trainable modules over the ranks: every rank that runs editing functions has the same values.
+
+They are replicated: rank 0's values are sent when a module is registered, each rank's optimizer
+makes the same step of the same gradients, and runs refuse to begin where ranks have come to differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from flex_model.distributed.channel import Channel
+from flex_model.distributed.header import Header, site_hash
+from flex_model.distributed.tensor_dicts import exchange_json
+from flex_model.errors import HookMismatchError, agreed, see
+
+_HALF = (1 << 31) - 1
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of its state, by name."""
+    state = module.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def send_from_rank_0(channel: Channel, name: str, module: nn.Module) -> None:
+    """Give every rank rank 0's parameters and buffers of ``module``. Collective over the grid.
+
+    Raises:
+        HookMismatchError: the ranks' modules have different parameters.
+    """
+    if channel.is_local:
+        return
+    tensors = tensors_of(module)
+    described = ", ".join(f"{key} {tuple(t.shape)} {t.dtype}" for key, t in tensors.items())
+    digest = site_hash(name, described)
+    channel.agree(
+        Header("trainable module", site=digest),
+        f"register_trainable_module({name!r}) with {described or 'no tensors'}",
+    )
+    with torch.no_grad():
+        for value in tensors.values():
+            value.copy_(channel.broadcast(value.detach(), value.detach()))
+
+
+class Replicas:
+    """This rank's trainable modules, as hashes of their values: read again only where a tensor was
+    changed since.
+    """
+
+    def __init__(self, channel: Channel, modules: nn.ModuleDict) -> None:
+        self._channel, self._modules = channel, modules
+        # By name: the tensor, how often and where it was written, and the hash of that.
+        self._hashes: dict[str, tuple[Tensor, tuple[int, int], int]] = {}
+
+    def digests(self) -> dict[str, int]:
+        """By name: a number that stands for the tensor's dtype, shape and values. Local."""
+        found = {}
+        for name, tensor in self._tensors():
+            version = 0 if tensor.is_inference() else tensor._version
+            state = version, tensor.data_ptr() if _has_values(tensor) else 0
+            known = self._hashes.get(name)
+            if known is None or known[0] is not tensor or known[1] != state:
+                known = tensor, state, _digest(tensor)
+            found[name] = known
+        self._hashes = found
+        return {name: digest for name, (_, _, digest) in found.items()}
+
+    def digest(self) -> int:
+        """One number for all of them. Local."""
+        return site_hash(sorted(self.digests().items()))
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._modules.named_parameters()
+        yield from self._modules.named_buffers()
+
+    def check(self, is_used: bool) -> None:
+        """HookMismatchError, on every rank, where ranks differ. Collective over the grid, where
+        there are trainable modules and editing functions (``is_used``).
+        """
+        if not is_used or not self._modules:
+            return
+        with self._channel.uncounted():
+            digest = self.digest()
+            header = Header("trainable module", shape=(digest & _HALF, digest >> 31 & _HALF))
+            headers = self._channel.agree(header, "the start of a run with trainable modules")
+            if any(other.shape != headers[0].shape for other in headers):
+                where = "the values of trainable modules"
+                refuse_different(exchange_json(self._channel, self.digests(), where))
+
+
+def refuse_different(told: list[dict[str, int] | None]) -> None:
+    """HookMismatchError where ranks told other digests; None: a rank that runs no function."""
+    all_told = {rank: of_rank for rank, of_rank in enumerate(told) if of_rank is not None}
+    first = next(iter(all_told.values()), {})
+    differ: dict[str, list[int]] = {}
+    for rank, of_rank in all_told.items():
+        for name in {**first, **of_rank}:
+            if first.get(name) != of_rank.get(name):
+                differ.setdefault(name, []).append(rank)
+    if not differ:
+        return
+    listed = [f"{name!r} on ranks {ranks}" for name, ranks in differ.items()]
+    more = f" and {len(listed) - 4} more" if len(listed) > 4 else ""
+    raise agreed(
+        HookMismatchError(
+            f"the trainable modules differ from rank 0's: {', '.join(listed[:4])}{more}; make the "
+            "same optimizer steps on every rank, or step on rank 0 only and call "
+            f"flex.sync_trainable_modules() after it ({see('trainable-modules-differ')})"
+        )
+    )
+
+
+def _digest(tensor: Tensor) -> int:
+    """The sum of its bytes as integers: read once, where the tensor is, and alike on all kinds of
+    devices.
+    """
+    kind = tensor.dtype, tuple(tensor.shape)
+    if not _has_values(tensor):
+        return site_hash(*kind)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    words = flat.numel() // 8 * 8
+    aligned = flat[:words] if flat.storage_offset() % 8 == 0 else flat[:words].clone()
+    total = aligned.view(torch.int64).sum() + flat[words:].sum(dtype=torch.int64)
+    return site_hash(*kind, int(total))
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Whether it is a plain tensor; others (on shapes alone, quantized, DTensors) are compared by
+    their shape.
+    """
+    is_dense = tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_nested)
+    return type(tensor.detach()) is Tensor and is_dense and not tensor.is_meta

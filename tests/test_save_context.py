@@ -1,0 +1,302 @@
+"""save_ctx across ranks: where it is written, where it goes, and what is not seen silently."""
+
+import copy
+from argparse import Namespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.testing import assert_close
+
+import models
+from flex_model import FlexModel, HookError, HookFunction, sequential
+from flex_model.hooks import save_context
+from flex_model.pipelining import current_microbatch
+from pipelines import alone_group, make_mlp, make_schedule
+
+MSE = torch.nn.MSELoss()
+
+
+def batch():
+    return models.random(8, 8).float(), models.random(8, 3).float()
+
+
+def capture(name):
+    """Keeps the full activation, and counts its calls."""
+
+    def edit(module, full, save_ctx, modules):
+        setattr(save_ctx, name, full.detach().clone())
+        setattr(save_ctx, f"{name}_calls", getattr(save_ctx, f"{name}_calls", 0) + 1)
+
+    return edit
+
+
+def patch(name):
+    """Mixes in, in full, what was captured elsewhere."""
+
+    def edit(module, full, save_ctx, modules):
+        return full + getattr(save_ctx, name).flip(-1)
+
+    return edit
+
+
+def test_a_value_is_new_wherever_it_is_in_memory():
+    context = Namespace(kept=torch.zeros(3), items=[torch.zeros(3)])
+    before = save_context.snapshot(context)
+    assert save_context.written(context, before) == []
+    for _ in range(20):  # one may be where the first was
+        context.kept = torch.zeros(3)
+        context.items = [torch.zeros(3)]
+        assert save_context.written(context, before) == ["kept", "items"]
+
+
+def test_what_is_changed_in_place_was_written():
+    numpy = pytest.importorskip("numpy")
+    context = Namespace(
+        tensor=torch.zeros(3), array=numpy.zeros(3), items=[[1]], of_names={"a": {2}}, plain=1
+    )
+    for name, change in {
+        "tensor": lambda: context.tensor.add_(1),
+        "array": lambda: context.array.__setitem__(1, 5),
+        "items": lambda: context.items[0].append(2),
+        "of_names": lambda: context.of_names["a"].add(3),
+    }.items():
+        before = save_context.snapshot(context)
+        change()
+        assert save_context.written(context, before) == [name]
+        before = save_context.snapshot(context)
+        delattr(context, name)
+        assert save_context.written(context, before) == [name]
+
+
+# ---- edit_on="rank0" -----------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("save_ctx_on", ["all", "rank0"])
+@pytest.mark.parametrize("name", ["tp", "ddp"])
+def test_what_rank_0_wrote_goes_to_all_or_stays(name, save_ctx_on):
+    def in_backward(module, grad, save_ctx, modules):
+        save_ctx.grad = (grad, {"norm": float(grad.norm())})
+        if hasattr(save_ctx, "once"):
+            del save_ctx.once
+
+    def hooked(model, **settings):
+        flex = FlexModel(model, **settings)
+        flex.register_forward_hook(HookFunction("fc1", editing_function=capture("kept")))
+        flex.register_full_backward_hook(
+            HookFunction("fc1", editing_function=in_backward, output_name="grad")
+        )
+        return flex
+
+    parallelism, (model, x) = models.TWO_RANKS[name], (models.mlp(), models.random(4, 6))
+    flex = hooked(
+        parallelism.shard(model), edit_on="rank0", save_ctx_on=save_ctx_on, **parallelism.sizes
+    )
+    alone = hooked(model, process_group=alone_group())
+    flex.save_ctx.script = object()  # the script's own, set on every rank, is not sent
+    flex.save_ctx.once = True
+    for calls in (1, 2):
+        flex(parallelism.my_rows(x)).sin().mean().backward()
+        alone(x).sin().mean().backward()
+        if dist.get_rank() == 0 or save_ctx_on == "all":
+            assert flex.save_ctx.kept_calls == calls and not hasattr(flex.save_ctx, "once")
+            assert_close(flex.save_ctx.kept, alone.save_ctx.kept)
+            assert_close(flex.save_ctx.grad, alone.save_ctx.grad)
+        else:
+            assert list(vars(flex.save_ctx)) == ["script", "once"]
+    flex.restore()
+    alone.restore()
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_be_sent_is_an_error_on_every_rank_and_the_next_run_works():
+    def keep(module, full, save_ctx, modules):
+        save_ctx.odd = object()
+
+    flex = FlexModel(models.mlp(), tensor_parallel_size=2, edit_on="rank0", save_ctx_on="all")
+    handle = flex.register_forward_hook(HookFunction("fc1", editing_function=keep))
+    with pytest.raises(ValueError, match=r"save_ctx.odd is a builtins.object on rank 0, and can't"):
+        flex(models.random(4, 6))
+    handle.remove()
+    flex.register_forward_hook(HookFunction("fc1", editing_function=capture("kept")))
+    flex(models.random(4, 6))
+    assert flex.save_ctx.kept.shape == (4, 8)
+    flex.restore()
+
+
+@pytest.mark.ranks(2)
+def test_batches_of_a_sequential_run_have_their_own_on_every_rank():
+    batches = [models.random(rows, 6, seed=rows) for rows in (2, 4, 6)]
+
+    def mix(module, full, save_ctx, modules):
+        return full + 0.5 * save_ctx.kept.flip(-1)
+
+    def run(model, **settings):
+        with FlexModel(model, **settings) as flex:
+            flex.register_forward_hook(HookFunction("fc1", editing_function=capture("kept")))
+            flex.register_forward_hook(HookFunction("act", editing_function=mix))
+            return sequential.run(flex, batches, targets=["fc1", "fc2"], window=2)
+
+    parallelism, model = models.TWO_RANKS["tp"], models.mlp()
+    expected = run(model, process_group=alone_group())
+    sharded, sizes = parallelism.shard(model), parallelism.sizes
+    found = run(sharded, edit_on="rank0", save_ctx_on="all", **sizes)
+    assert_close(list(found), list(expected))
+    for one, other in zip(found.save_ctxs, expected.save_ctxs, strict=True):
+        assert_close(vars(one), vars(other))
+
+
+def test_it_is_checked_and_costs_nothing_on_one_process():
+    with pytest.raises(ValueError, match="save_ctx_on must be 'rank0' or 'all', got 'each'"):
+        FlexModel(models.mlp(), save_ctx_on="each")
+    flex = FlexModel(models.mlp(), edit_on="rank0", save_ctx_on="all")
+    flex.register_forward_hook(HookFunction("fc1", editing_function=capture("kept")))
+    flex(models.random(4, 6))
+    assert flex.save_ctx.kept.shape == (4, 8)
+
+
+# ---- Pipelines -----------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B])
+def test_an_activation_of_one_stage_is_patched_into_another_in_the_next_step(kind):
+    def script(flex):
+        flex.create_hook_group("capture", "layers.7.fc2", None, capture("late"))
+        flex.create_hook_group("capture", "layers.0.act", None, capture("early"))
+        flex.create_hook_group("patch", "layers.1.fc2", None, patch("late"))
+        flex.create_hook_group("patch", "layers.6.act", None, patch("early"))
+
+    x, y = batch()
+    alone = FlexModel(make_mlp(), process_group=alone_group())
+    script(alone)
+    alone(x, groups="capture")
+    expected = alone(x, groups="patch")
+    flex = FlexModel(
+        make_schedule(kind, make_mlp(), loss_fn=MSE),
+        batch_mode="full",
+        return_on="all",
+        save_ctx_on="all",
+    )
+    script(flex)
+    flex(x, target=y, groups="capture")
+    assert_close(flex.save_ctx.late, alone.save_ctx.late)
+    assert flex.save_ctx.early_calls == flex.save_ctx.late_calls == 1
+    assert_close(flex(x, target=y, groups="patch"), expected.detach())
+    flex.restore()
+    alone.restore()
+
+
+@pytest.mark.ranks(2)
+def test_what_another_stage_wrote_is_not_silently_missing():
+    def optional(module, full, save_ctx, modules):
+        if "first" in save_ctx or getattr(save_ctx, "first", None) is not None:
+            return full + 1
+
+    x, y = batch()
+    flex = FlexModel(make_schedule(ScheduleGPipe, make_mlp(), loss_fn=MSE))
+    flex.create_hook_group("capture", "layers.0.fc2", None, capture("first"))
+    flex.create_hook_group("optional", "layers.7.fc2", None, optional)
+    with pytest.raises(ValueError, match=r"save_ctx.first is written on rank 0 and read on rank 1"):
+        flex(x, target=y)
+    flex.zero_grad()
+    flex(x, target=y, groups="capture")
+    with pytest.raises(HookError, match=r"save_ctx.first was written on rank 0 of the pipeline"):
+        flex(x, target=y, groups="optional")
+    if dist.get_rank() == 1:
+        with pytest.raises(AttributeError, match="save_ctx_on='all'"):
+            flex.save_ctx.first  # noqa: B018
+        assert not hasattr(flex.save_ctx, "first")
+    flex.save_ctx.first = None  # the script's own, on every rank
+    flex(x, target=y, groups="optional")
+    flex.restore()
+
+
+@pytest.mark.ranks(2)
+def test_an_older_value_is_not_taken_for_the_new_one():
+    def count(module, full, save_ctx, modules):
+        save_ctx.calls += 1
+
+    x, _ = batch()
+    for save_ctx_on in ("rank0", "all"):
+        flex = FlexModel(make_schedule(ScheduleGPipe, make_mlp()), save_ctx_on=save_ctx_on)
+        flex.save_ctx.calls = 0
+        assert copy.deepcopy(flex.save_ctx) == flex.save_ctx
+        flex.register_forward_hook(HookFunction("layers.0", editing_function=count))
+        for steps in (1, 2):
+            flex(x)
+            if dist.get_rank() == 0 or save_ctx_on == "all":
+                assert flex.save_ctx.calls == 4 * steps
+            else:
+                with pytest.raises(HookError, match=r"save_ctx.calls was written on rank 0"):
+                    flex.save_ctx.calls  # noqa: B018
+        flex.restore()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B])
+def test_a_value_of_another_microbatch_is_not_taken_for_this_ones(kind):
+    def keep(module, full, save_ctx, modules):
+        save_ctx.last = full.detach()
+        save_ctx.calls += 1
+        save_ctx.kept[current_microbatch()] = full.detach()
+
+    def use_last(module, grad, save_ctx, modules):
+        save_ctx.calls += 1  # one hook after the other may count on
+        return grad * save_ctx.last.flip(-1)
+
+    def use_own(module, grad, save_ctx, modules):
+        return grad * save_ctx.kept[current_microbatch()].flip(-1)
+
+    def script(flex, use):
+        flex.register_forward_hook(HookFunction("layers.1.fc1", editing_function=keep))
+        flex.register_full_backward_pre_hook(
+            HookFunction("layers.1.fc1", editing_function=use, output_name="grad")
+        )
+
+    x, y = batch()
+    gradients = {}
+    for use, mode in ((use_own, "micro"), (use_own, "full"), (use_last, "full")):
+        flex = FlexModel(make_schedule(kind, make_mlp(), loss_fn=MSE), batch_mode=mode)
+        flex.save_ctx.kept, flex.save_ctx.calls = {}, 0
+        script(flex, use)
+        flex(x, target=y)
+        gradients[use, mode] = flex.get_module_gradient("emb.weight")
+        flex.restore()
+    alone = FlexModel(make_mlp(), process_group=alone_group())
+    alone.save_ctx.kept, alone.save_ctx.calls = {}, 0
+    script(alone, use_last)
+    MSE(alone(x), y).backward()
+    for found in gradients.values():
+        assert_close(found, alone.module.emb.weight.grad, rtol=1e-5, atol=1e-6)
+    alone.restore()
+
+    flex = FlexModel(make_schedule(kind, make_mlp(), loss_fn=MSE))
+    flex.save_ctx.kept, flex.save_ctx.calls = {}, 0
+    script(flex, use_last)
+    with pytest.raises(HookError, match=r"save_ctx.last was written for micro-batch \d and read f"):
+        flex(x, target=y)
+    flex.restore()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("edit_on", ["all", "rank0"])
+def test_all_ranks_of_all_stages_have_it(edit_on):
+    x, _ = batch()
+    group = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0]
+    schedule = make_schedule(ScheduleGPipe, make_mlp(), group=group)
+    flex = FlexModel(schedule, data_parallel_size=2, edit_on=edit_on, save_ctx_on="all")
+    for name in ("layers.0", "layers.7"):
+        edit = capture(name.replace(".", "_"))
+        flex.register_forward_hook(HookFunction(name, editing_function=edit))
+    place = dist.get_rank() % 2
+    flex(x[4 * place : 4 * place + 4])
+    assert flex.save_ctx.layers_0_calls == flex.save_ctx.layers_7_calls == 4
+    assert flex.save_ctx.layers_0.shape == flex.save_ctx.layers_7.shape == (2, 8)
+    told = [None] * 4
+    dist.all_gather_object(told, vars(flex.save_ctx))
+    for of_rank in told:
+        assert_close(of_rank, told[0], rtol=0, atol=0)
+    flex.restore()
