@@ -127,6 +127,7 @@ def run(page: Page, folder: Path) -> list[tuple[Step, str]]:
     for name in ("examples", "benchmarks"):
         with contextlib.suppress(FileExistsError):
             (folder / name).symlink_to(ROOT / name)
+    _destroy_fairscale_groups()
     scope: dict = {"__name__": "page"}
     everything, printed, since = [], [], io.StringIO()
     back = Path.cwd()
@@ -151,6 +152,15 @@ def run(page: Page, folder: Path) -> list[tuple[Step, str]]:
                 value.restore()
     everything.append(since.getvalue())
     return [*printed, (Step("end", 0, ""), "".join(everything))]
+
+
+def _destroy_fairscale_groups() -> None:
+    """A test before may have left them in this process, where there can be one set."""
+    with contextlib.suppress(ImportError):
+        from fairscale.nn.model_parallel import initialize
+
+        if initialize.model_parallel_is_initialized():
+            initialize.destroy_model_parallel()
 
 
 def write(page: Page, printed: list[tuple[Step, str]]) -> None:

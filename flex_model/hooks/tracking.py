@@ -35,7 +35,8 @@ class FollowedForward:
     Attributes:
         depth: Of the wrapped module's calls inside itself.
         numbers: By registration index: how often the hook was called.
-        tells: Whether what it shows holds for other forwards, too.
+        tells: Whether what it shows holds for other forwards, too: not where all data-parallel
+            ranks were given the same, and which of these inputs has the batch's rows is not known.
     """
 
     tracker: LayoutTracker | None = None
@@ -176,9 +177,15 @@ class Tracking:
             found.append((dp, tp))
         if mesh.dp_size > 1 and all(dp == Replicate() for dp, _ in found):
             # Every rank was given the same: rows of one batch all the same, which happen to be
-            # equal. In the next forward they may differ.
-            self.forward.tells = False
-            batch = next((tensor for tensor in inputs if tensor.dim() > 1), None)
+            # equal. In the next forward they may differ, and tell which input has the rows.
+            several = [tensor for tensor in inputs if tensor.dim() > 1]
+            candidates = several or [tensor for tensor in inputs if tensor.dim()]
+            sizes = {tensor.shape[0] for tensor in candidates}
+            if len(candidates) == 1 or (len(sizes) == 1 and sizes != {1}):
+                batch = candidates[0]
+            elif candidates:
+                self.forward.tells = False
+                found = [(None, tp) for _, tp in found]
         rows = 0 if batch is None else batch.shape[0]
         for tensor, splits in zip(inputs, found):
             # Equal on all dp ranks, but with a row for every row of the batch: a mask of ones.

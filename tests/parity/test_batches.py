@@ -63,31 +63,58 @@ def test_a_batch_that_changes_its_size_is_gathered_anew():
             assert [tuple(record.shape) for record in records["fc1"]] == [(sum(rows), 8)]
 
 
-def of_a_run(register, rows_of, batches, **sizes):
+class Masked(nn.Module):
+    """Given a mask first, whose rows are not the batch's."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, mask, x):
+        return self.model(x @ mask)
+
+
+MASK = models.random(6, 6, seed=9)
+
+
+def of_a_run(register, rows_of, batches, takes_a_mask, **sizes):
     """Records, and my rows of the outputs and of the inputs' gradients, over several forwards."""
     records, seen = {}, []
-    flex = FlexModel(models.mlp(), records, **sizes)
-    getattr(flex, register)(HookFunction("fc1", editing_function=mixing_rows))
+    model = Masked(models.mlp()) if takes_a_mask else models.mlp()
+    flex = FlexModel(model, records, **sizes)
+    name = "model.fc1" if takes_a_mask else "fc1"
+    getattr(flex, register)(HookFunction(name, editing_function=mixing_rows))
     for batch in batches:
         mine = rows_of(batch).clone().requires_grad_()
-        output = flex(mine)
+        output = flex(MASK, mine) if takes_a_mask else flex(mine)
         mean_loss(output).backward()
         share = len(mine) / len(batch)  # a rank's loss is the mean of its own rows
         seen += [output.detach(), mine.grad * share]
-    return records.get("fc1", []), seen
+    return records.get(name, []), seen
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("takes_a_mask", [False, True])
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_hook"])
-def test_rows_that_happen_to_be_equal_on_all_ranks_are_rows_of_one_batch(register, rows):
-    """What such a forward shows of layouts is not remembered: the next rows may differ."""
+def test_rows_that_happen_to_be_equal_on_all_ranks_are_rows_of_one_batch(
+    register, rows, takes_a_mask
+):
+    """The next ones may differ, in the same shapes. With a mask such a forward does not tell which
+    input has the rows, and nothing of it is remembered.
+    """
     twice = torch.cat([models.random(rows, 6)] * 2)
     batches = [twice, models.random(2 * rows, 6, seed=1), twice, models.random(2 * rows, 6, seed=2)]
     alone = dist.new_subgroups(1)[0]
-    expected, whole = of_a_run(register, lambda batch: batch, batches, process_group=alone)
+    expected, whole = of_a_run(
+        register, lambda batch: batch, batches, takes_a_mask, process_group=alone
+    )
     records, mine = of_a_run(
-        register, lambda batch: batch.chunk(2)[dist.get_rank()], batches, data_parallel_size=2
+        register,
+        lambda batch: batch.chunk(2)[dist.get_rank()],
+        batches,
+        takes_a_mask,
+        data_parallel_size=2,
     )
     assert_close(mine, [tensor.chunk(2)[dist.get_rank()] for tensor in whole])
     if dist.get_rank() == 0:
