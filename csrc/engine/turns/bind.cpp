@@ -21,7 +21,8 @@ bool give_and_take(Turn* other, Turn& mine, double seconds) {
 }  // namespace
 
 void bind_turns(py::module_& m) {
-  m.def("current_core", [] { return sched_getcpu(); }, "The core that this thread runs on now.");
+  m.def(
+      "current_core", [] { return sched_getcpu(); }, "The core that this thread runs on now.");
   py::class_<Turn>(m, "Turn", "A thread's turn, among threads of which one runs at a time.")
       .def(py::init<>())
       .def("give", &Turn::give, "It is its turn now.")
