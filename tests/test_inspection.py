@@ -95,7 +95,11 @@ def check_dry_run(name, tmp_path):
         if all(row.layout is not None for row in dry):
             told = dry.forward.headers, dry.forward.payloads
             assert told == (middle[0] - start[0], middle[1] - start[1])
-        assert dry.findings == [] and str(dry).count("\n") == len(dry) + 4
+        # Functions can be called where shapes tell the layout, and these are right.
+        unknown = {(row.name, row.kind) for row in dry if row.layout is None}
+        assert {(finding.name, finding.kind) for finding in dry.findings} <= unknown
+        assert {finding.level for finding in dry.findings} <= {"not checked"}
+        assert str(dry).count("\n") == len(dry) + 4 + str(dry.findings).count("Finding(")
         assert str(flex.layouts()).count("\n") == len(dry) + 1
         flex.restore()
 
