@@ -726,6 +726,7 @@ def test_findings_are_the_same_on_every_rank():
     with pytest.raises(HookError, match="7 problems in editing functions"):
         dry.raise_if_wrong()
     assert not flex.output_ptr
+    flex.restore()  # `own_collective` holds it
 
 
 @pytest.mark.ranks(2)
