@@ -11,8 +11,6 @@ import inspect
 import os
 import re
 import shlex
-import subprocess
-import sys
 import textwrap
 import types
 
@@ -20,6 +18,7 @@ import pytest
 import torch.distributed as dist
 
 import doc_pages
+import scripts
 from doc_pages import PAGES, ROOT
 from flex_model import cli, editing
 
@@ -108,27 +107,8 @@ def test_the_first_script(tmp_path):
     (tmp_path / "first.py").write_text(script)
     shown = re.findall(r"```text\n\$ (.*?)\n(.*?)```", page, re.DOTALL)
     assert [command.split()[0] for command, _ in shown] == ["python", "torchrun"]
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-        and not name.startswith("TORCHELASTIC")
-    }
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    launchers = {"python": [], "torchrun": ["-m", "torch.distributed.run", "--standalone"]}
     for command, expected in shown:
-        program, *arguments = shlex.split(command)
-        done = subprocess.run(
-            [sys.executable, *launchers[program], *arguments],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=180,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout == expected
+        assert scripts.run(tmp_path, *shlex.split(command)) == expected
 
 
 # ---- Links ---------------------------------------------------------------------------------------

@@ -1,45 +1,22 @@
 """The examples run as a user runs them, and say that they are equal to the unsharded model."""
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+import scripts
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 def run(tmp_path, script: str, *args: str, num_processes: int = 1) -> str:
     """Run an example in a folder of its own and return what it printed."""
-    launcher = [sys.executable]
-    if num_processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone"]
-        launcher += ["--nproc-per-node", str(num_processes)]
-    # torchrun's own variables, where pytest itself runs under it, are not for the example.
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-        and not name.startswith("TORCHELASTIC")
-    }
-    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
-    finished = subprocess.run(
-        [*launcher, str(EXAMPLES / script), *args],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    return finished.stdout
+    arguments = [str(EXAMPLES / script), *args]
+    if num_processes == 1:
+        return scripts.run(tmp_path, "python", *arguments)
+    return scripts.run(tmp_path, "torchrun", "--nproc-per-node", str(num_processes), *arguments)
 
 
 def second_copy_losses(output: str) -> dict[str, float]:

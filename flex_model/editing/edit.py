@@ -84,14 +84,14 @@ class Edit:
         """
         if {"editing_function", "parameters"} & set(settings):
             raise TypeError("at: editing_function and parameters are the edit's own")
-        if isinstance(settings.get("unpack_idx", 0), (tuple, list)):
-            raise TypeError(
-                f"at: {self!r} edits one tensor, got unpack_idx={settings['unpack_idx']}; give it "
-                "one HookFunction for each"
-            )
         hook = HookFunction(
             module_name, editing_function=self, parameters=self.parameters, **settings
         )
+        if hook.members:
+            raise TypeError(
+                f"at: {self!r} edits one tensor, got unpack_idx={hook.unpack_idx}; give it one "
+                "HookFunction for each"
+            )
         hook.editing_function = AtSite(self, hook)
         return hook
 

@@ -70,10 +70,7 @@ class BatchRuns:
         core.table.choose(self._choice, parameters)
         core.table.clear_records(core.table.active)
         self._generator.set_state(torch.default_generator.get_state())
-        self._has_edits = any(
-            registration.hook_function.editing_function is not None
-            for registration in core.active_registrations()
-        )
+        self._has_edits = any(r.edits for r in core.active_registrations())
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -210,7 +210,7 @@ class HookCaller:
         else:
             several = joint.gathered.setdefault(batch, [])
             several.append(given)
-            if not call.registration.is_last_of_joint:
+            if not call.registration.calls_function:
                 return []
             del joint.gathered[batch]
             if len(several) < joint.size:

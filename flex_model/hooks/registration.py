@@ -88,7 +88,7 @@ class Registration:
             self.edits,
             self.number,
             *(() if function.select is None else (repr(function.select),)),
-            *(() if self.joint is None else (self.given.unpack_idx,)),
+            *(() if self.joint is None or not self.edits else (self.given.unpack_idx,)),
             *(() if function.record else ("no record",)),
         )
 
@@ -98,15 +98,16 @@ class Registration:
 
     @property
     def edits(self) -> bool:
-        return self.hook_function.editing_function is not None
+        return self.given.editing_function is not None
 
     @property
     def is_first_of_joint(self) -> bool:
         return self.joint is not None and self.joint.indices[0] == self.hook_function.unpack_idx
 
     @property
-    def is_last_of_joint(self) -> bool:
-        return self.joint is not None and self.joint.indices[-1] == self.hook_function.unpack_idx
+    def calls_function(self) -> bool:
+        """Whether the function is called where the hook is: of several tensors, at the last."""
+        return self.joint is None or self.joint.indices[-1] == self.hook_function.unpack_idx
 
     @property
     def select(self) -> Select | None:

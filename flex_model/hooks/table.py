@@ -87,16 +87,16 @@ class HookTable:
                 "another HookFunction"
             )
         members = function.members or (function,)
-        edits_several = bool(function.members) and function.editing_function is not None
+        edits = function.editing_function is not None
         comes_together = kind in ("forward", "forward_pre")
-        if not comes_together and (edits_several or (function.members and kind == "tensor")):
+        if function.members and not comes_together and (edits or kind == "tensor"):
             raise ValueError(
                 f"{function!r}: a {kind} hook can't edit several tensors in one call, whose "
                 "gradients come at different times; register one HookFunction for each"
             )
         for member in members:
             self._check_record_name(member, kind)
-        joint = Joint(function.unpack_idx) if edits_several else None
+        joint = Joint(function.unpack_idx) if function.members and comes_together else None
         function._registrations = registrations = [
             self._place(function, member, joint, kind, targets, moment) for member in members
         ]
@@ -153,7 +153,7 @@ class HookTable:
         return (
             self._serves_records
             and registration.kind in ("forward", "forward_pre")
-            and function.editing_function is None
+            and not registration.edits
             and function.expected_shape is None
             and function.select is None
         )

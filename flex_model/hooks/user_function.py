@@ -141,7 +141,7 @@ def _fingerprint(tensor: Tensor) -> int:
 
 
 def _what(registration: Registration) -> str:
-    function = registration.hook_function.editing_function
+    function = registration.given.editing_function
     return f"{registration.describe()}: the editing function {name_of(function)!r} returned"
 
 

@@ -24,7 +24,7 @@ from flex_model.hooks.call import check_movable
 from flex_model.hooks.context import Call, RunContext
 from flex_model.hooks.registration import Registration
 from flex_model.inspection import text
-from flex_model.inspection.edits.checks import EditCall, check_edits, is_called
+from flex_model.inspection.edits.checks import EditCall, check_edits
 from flex_model.inspection.edits.findings import ERROR, NOT_CHECKED, WARNING, Finding
 from flex_model.inspection.edits.rehearsal import Given
 from flex_model.inspection.shapes_only import check_nothing_is_kept, fakes_alive, shapes_only
@@ -397,7 +397,7 @@ def _edit_calls(calls: Sequence[tuple[Registration, Sequence[Seen], DryRunRow]])
     for registration, ranks, row in calls:
         several = givens.setdefault(id(registration.given), [])
         several.append(_given(registration, ranks, row))
-        if is_called(registration):
+        if registration.calls_function:
             del givens[id(registration.given)]
             unknown = [one for one in several if isinstance(one, str)]
             known = [one for one in several if isinstance(one, Given)]
@@ -558,8 +558,8 @@ class _Costs:
         if self._on_all:
             return Cost(headers=1) + self._sums() + self._all_gather()
         # Of tensors edited together, rank 0 tells once.
-        tells = self._registration.joint is None or self._registration.is_last_of_joint
-        return Cost(headers=1 + tells) + self._sums() + self._to_first() + self._from_first()
+        cost = Cost(headers=1 + self._registration.calls_function)
+        return cost + self._sums() + self._to_first() + self._from_first()
 
     def _backward_of_edit(self) -> Cost:
         """Of one whose layout is known, and of whose gradient replicas hold the whole."""

@@ -238,7 +238,7 @@ def _forgotten(core: HookCore, edits: bool) -> Iterator[None]:
     if not edits:
         yield
         return
-    functions = [r.hook_function.editing_function for r in core.table.registrations]
+    functions = [r.given.editing_function for r in core.table.registrations]
     with same_random_state(), put_back(functions, core.save_ctx):
         yield
 

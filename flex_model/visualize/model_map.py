@@ -204,7 +204,7 @@ def _mark(
         module,
         registration.name.rpartition(".")[2] if registration.kind == "tensor" else "",
         registration.kind,
-        describe_function(function.editing_function) if registration.edits else "",
+        describe_function(registration.given.editing_function) if registration.edits else "",
         "" if function.select is None else repr(function.select),
         tuple(sorted(core.table.groups.of(registration.given) - {"all"})),
         function.record_name,

@@ -34,11 +34,6 @@ class EditCall:
     why: str = ""
 
 
-def is_called(registration: Registration) -> bool:
-    """Whether its function is called, or when the last of the tensors that it gets is there."""
-    return registration.joint is None or registration.is_last_of_joint
-
-
 def check_edits(
     core: HookCore, tracker: LayoutTracker, calls: Sequence[EditCall]
 ) -> dict[int, list[Finding]]:
@@ -49,7 +44,7 @@ def check_edits(
         calls: In the order of the forward.
     """
     channel, mesh = core.channel, core.mesh
-    registrations = [r for r in core.table.registrations if r.edits and is_called(r)]
+    registrations = [r for r in core.table.registrations if r.edits and r.calls_function]
     parameters, unknown = _full_parameters(core, registrations)
     on_all = core.caller.edits_on_all
     rehearsal = Rehearsal(
@@ -139,7 +134,7 @@ def _unlike(registration: Registration, changed: Mapping[int, Sequence[bool | No
 
 
 def _finding(registration: Registration, level: str, problem: str, message: str) -> Finding:
-    source = Source(registration.hook_function.editing_function)
+    source = Source(registration.given.editing_function)
     return Finding.of(registration, source, level, problem, message)
 
 

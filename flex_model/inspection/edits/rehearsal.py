@@ -97,7 +97,7 @@ class Rehearsal:
 
     def __enter__(self) -> Rehearsal:
         core = self._core
-        functions = [r.hook_function.editing_function for r in self._registrations]
+        functions = [r.given.editing_function for r in self._registrations]
         with contextlib.ExitStack() as stack:
             stack.enter_context(same_random_state())
             stack.enter_context(as_it_was(core.module))
@@ -226,7 +226,7 @@ class Rehearsal:
         for registration in self._registrations:
             refs = self._made.get(registration.index, ())
             if any(ref() is not None for ref in refs):
-                source = Source(registration.hook_function.editing_function)
+                source = Source(registration.given.editing_function)
                 message = (
                     "keeps a tensor of the dry run, which has no values, in a place from which it "
                     "can't be taken again; make that empty before you run the model, and keep "
