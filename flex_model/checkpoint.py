@@ -26,7 +26,7 @@ from flex_model.distributed.header import site_hash
 from flex_model.distributed.tensor_dicts import DTYPE_OF_NAME, exchange_json, from_rank
 from flex_model.errors import agreed, see
 from flex_model.integrations import dtensor
-from flex_model.store.files import ASIDE, safetensors_of, write_whole
+from flex_model.store.files import safetensors_of, write_whole
 from flex_model.trainable import refuse_different, tensors_of
 
 _VERSION = 1
@@ -261,12 +261,7 @@ def _write(path: Path, state: State) -> None:
     text = json.dumps(state.index)
     metadata = {"format": "pt", "flex_model": text, "hash": str(site_hash(text))}
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        write_whole(path, safetensors_of(state.tensors, metadata))
-    except BaseException:
-        with contextlib.suppress(OSError):
-            path.with_name(path.name + ASIDE).unlink()
-        raise
+    write_whole(path, safetensors_of(state.tensors, metadata))
 
 
 # ---- Loading ----

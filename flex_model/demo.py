@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
 from flex_model import editing
@@ -113,6 +112,13 @@ def _copy(layer: Layer, start: int, source: int, target: int) -> None:
 
 def sharded(model: CopyingModel, num_ranks: int) -> CopyingModel:
     """Heads split over the ranks."""
+    # Over a second, which other commands do without.
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
     plan: dict[str, Any] = {name: ColwiseParallel() for name in "qkv"}
     mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("tp",))
     for layer in model.layers:

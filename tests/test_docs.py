@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import doc_pages
 import scripts
-from doc_pages import PAGES, ROOT
+from doc_pages import FENCE, PAGES, ROOT
 from flex_model import cli, editing
 
 ALL = {page.name: doc_pages.read(page) for page in PAGES}
@@ -117,13 +117,13 @@ LINKED = [*PAGES, *(ROOT / name for name in ("CHANGELOG.md", "benchmarks/results
 
 
 def without_code(text: str) -> str:
-    return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
+    return re.sub(r"`[^`\n]*`", "", FENCE.sub("", text))
 
 
 def anchors(path) -> set[str]:
     """Of its headings, where GitHub and the site call them alike."""
     found = set()
-    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.M | re.S)
+    text = FENCE.sub("", path.read_text())
     for heading in re.findall(r"^#+ (.*)$", text, re.M):
         plain = re.sub(r"[^\w\s-]", "", heading.replace("`", "")).strip().lower()
         on_github, on_site = re.sub(r"\s", "-", plain), re.sub(r"[-\s]+", "-", plain)
@@ -164,7 +164,7 @@ def test_pictures_are_small():
 
 def commands(text: str) -> list[str]:
     """The lines of blocks, and the code in sentences, that are for a shell."""
-    lines = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
+    lines = re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
     for language, block in doc_pages.FENCE.findall(text):
         if language != "python":
             lines += [line.removeprefix("$ ") for line in block.splitlines()]

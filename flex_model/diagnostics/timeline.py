@@ -102,23 +102,26 @@ class Timeline(list[list[Span]]):
             )
         return rows
 
+    def shown(self) -> list[dict[str, str]]:
+        """``summary`` as people read it."""
+        return [
+            {key: str(row[key]) for key in ("rank", "hooks", "edits", "headers", "transfers")}
+            | {
+                "bytes": text.size(row["bytes"]),
+                "in edits": f"{row['edit_us'] / 1e3:.2f} ms",
+                "waiting": f"{row['waited_us'] / 1e3:.2f} ms",
+            }
+            for row in self.summary()
+        ]
+
     def __str__(self) -> str:
         if not self:
             return "nothing is recorded yet"
-        headers = ("rank", "hooks", "edits", "headers", "transfers", "bytes", "in edits", "waiting")
-        rows = [
-            [
-                *(str(row[key]) for key in ("rank", "hooks", "edits", "headers", "transfers")),
-                text.size(row["bytes"]),
-                f"{row['edit_us'] / 1e3:.2f} ms",
-                f"{row['waited_us'] / 1e3:.2f} ms",
-            ]
-            for row in self.summary()
-        ]
+        shown = self.shown()
         end = f"{self.end_us / 1e3:.2f} ms in all; {self.clock}"
         if any(self.num_forgotten):
             end += f"; the first {max(self.num_forgotten)} of a rank's spans are forgotten"
-        return f"{text.table(headers, rows)}\n{end}"
+        return f"{text.table(list(shown[0]), [list(row.values()) for row in shown])}\n{end}"
 
 
 # ---- Recording -----------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ class LayoutTracker(TorchDispatchMode):
         if func.namespace in _COLLECTIVES:
             self._collective(func, args, kwargs, result)
             return result
-        outputs = _written(func, args, kwargs)
+        outputs = written_by(func, args, kwargs)
         in_place = bool(outputs)
         if not in_place:
             outputs = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
@@ -373,7 +373,7 @@ def _seen_through(written: Any, other: Any, new: Split, old: Split) -> Split:
     return seen if old in (seen, Replicate()) else None
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that the operation writes to."""
     found: list[Tensor] = []
     if not func._schema.is_mutable:

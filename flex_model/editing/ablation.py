@@ -160,7 +160,7 @@ def resample(
         drawn = others.to(full.device, full.dtype).index_select(dim, chosen.to(full.device))
         if drawn.shape != full.shape:
             raise _wrong_source(others, full)
-        return region.replace(full, lambda part, other: other.clone(), drawn)
+        return region.replace(full, lambda part, other: other, drawn)  # drawn is nobody else's
 
     return Edit(told("resample", where=region, source=source, seed=seed), apply)
 

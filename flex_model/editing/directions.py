@@ -43,24 +43,10 @@ def steer(vector: Tensor | str, strength: float = 1.0, **where: Unpack[Selection
 
 
 def _parameter_of(scope: Scope, name: str) -> Tensor:
-    parameters = list(trainable(scope, name, "steer").parameters())
+    parameters = list(scope.trainable(name, "steer").parameters())
     if len(parameters) != 1:
         raise ValueError(f"steer: the module {name!r} has {len(parameters)} parameters, not one")
     return parameters[0]
-
-
-def trainable(scope: Scope, name: str, what: str) -> torch.nn.Module:
-    """The registered trainable module.
-
-    Raises:
-        KeyError: there is none of this name.
-    """
-    if name not in scope.modules:
-        raise KeyError(
-            f"{what}: no trainable module is named {name!r}, there are {list(scope.modules)}; "
-            "flex.register_trainable_module adds one"
-        )
-    return scope.modules[name]
 
 
 def project_out(directions: Tensor, **where: Unpack[SelectionArguments]) -> Edit:

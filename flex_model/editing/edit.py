@@ -28,6 +28,19 @@ class Scope:
     site: str | None = None
     parameters: Mapping[str, Tensor] = field(default_factory=dict)
 
+    def trainable(self, name: str, what: str) -> nn.Module:
+        """The registered trainable module.
+
+        Raises:
+            KeyError: there is none of this name.
+        """
+        if name not in self.modules:
+            raise KeyError(
+                f"{what}: no trainable module is named {name!r}, there are {list(self.modules)}; "
+                "flex.register_trainable_module adds one"
+            )
+        return self.modules[name]
+
 
 class Edit:
     """An editing function, ``edit(current_module, inputs, save_ctx, modules) -> Tensor``.

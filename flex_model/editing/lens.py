@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flex_model.editing.directions import trainable
 from flex_model.editing.edit import Edit, Scope, told
 from flex_model.editing.region import Region
 from flex_model.selection.selectors import Selector
@@ -178,7 +177,7 @@ def _lens(
 
     def logits_of(hidden: Tensor, scope: Scope) -> Tensor:
         if translator is not None:
-            module = trainable(scope, translator, what)
+            module = scope.trainable(translator, what)
             hidden = hidden + module(hidden)
         weight, shift = (
             None if given is None else scope.parameters[given] for given in (norm, norm_bias)

@@ -46,7 +46,10 @@ class Region(Selection):
         chosen: list[Any] = [slice(None)] * full.dim()
         for dim, numbers in self.numbers(full.shape, rows).items():
             chosen[dim] = as_slice(numbers)
-        if all(isinstance(item, slice) for item in chosen):
+        listed = [dim for dim, item in enumerate(chosen) if not isinstance(item, slice)]
+        if len(listed) < 2:  # one list keeps its dim's place
+            for dim in listed:
+                chosen[dim] = torch.tensor(chosen[dim], dtype=torch.int64, device=full.device)
             return tuple(chosen)
         return tuple(
             torch.tensor(

@@ -194,13 +194,8 @@ class Runs:
     @contextlib.contextmanager
     def gradients_aside(self) -> Iterator[None]:
         """Inside, parameters have no gradients; afterwards those of before."""
-        root = self._flex.module
-        parameters = [*root.parameters(), *self._flex.trainable_modules.parameters()]
-        if any(fsdp.is_fsdp2(module) for module in root.modules()):
-            parameters += [
-                fsdp.sharded_parameter(root, name, parameter)
-                for name, parameter in list(root.named_parameters())
-            ]
+        flex = self._flex
+        parameters = [*fsdp.kept_parameters(flex.module), *flex.trainable_modules.parameters()]
         before = [(parameter, parameter.grad) for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None

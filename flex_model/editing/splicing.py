@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flex_model.editing.directions import trainable
 from flex_model.editing.edit import Edit, Scope, told
 from flex_model.editing.region import Region
 from flex_model.selection.selection import SelectionArguments
@@ -56,7 +55,7 @@ def splice(
     region = Region(**where)
 
     def apply(full: Tensor, scope: Scope) -> Tensor:
-        module = trainable(scope, name, "splice")
+        module = scope.trainable(name, "splice")
 
         def change(part: Tensor) -> Tensor:
             parameter = next(module.parameters(), part)

@@ -155,9 +155,14 @@ class Registration:
 
     def describe(self) -> str:
         """For messages: ``forward hook on 'layers.0.mlp'``."""
-        kind = "parameter-gradient" if self.kind == "tensor" else self.kind.replace("_", "-")
-        which = f", tensor {self.hook_function.unpack_idx}" if self.hook_function.unpack_idx else ""
-        return f"{kind} hook on {self.name!r}{which}"
+        return describe_hook(self.name, self.kind, self.hook_function.unpack_idx)
+
+
+def describe_hook(name: str, kind: str, unpack_idx: int | tuple[int, ...]) -> str:
+    """As ``Registration.describe``."""
+    kind = "parameter-gradient" if kind == "tensor" else kind.replace("_", "-")
+    which = f", tensor {unpack_idx}" if unpack_idx else ""
+    return f"{kind} hook on {name!r}{which}"
 
 
 class HookHandle:

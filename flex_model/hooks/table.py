@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from flex_model.hooks.site import ModuleSite, Moment, ParameterSite, SiteOwner
 
 Choice = tuple[tuple[str, ...], bool]  # groups, complement
 EVERYTHING: Choice = ((ALL,), False)
+NOTHING: Choice = ((), False)
 
 
 class HookTable:
@@ -193,10 +195,14 @@ class HookTable:
         if not self._is_closed:
             self.refresh()
 
-    def is_chosen(self, registration: Registration, choice: Choice) -> bool:
-        """Whether a choice makes a hook active, at whichever rank it is."""
+    def chosen(self, choice: Choice) -> list[Registration]:
+        """The hooks that a choice makes active, at whichever rank they are."""
         groups, complement = choice
-        return complement == self.groups.of(registration.given).isdisjoint(groups)
+        return [
+            registration
+            for registration in self.registrations
+            if complement == self.groups.of(registration.given).isdisjoint(groups)
+        ]
 
     def parameters(self) -> list[tuple[nn.Parameter, Sequence[Registration]]]:
         """Parameters of this rank with active hooks on their gradients, in the order of their
@@ -224,6 +230,16 @@ class HookTable:
         if self._choices != (modules, parameters):
             self._choices = modules, parameters
             self.refresh()
+
+    @contextlib.contextmanager
+    def nothing_chosen(self) -> Iterator[None]:
+        """Inside, no hook is active."""
+        before = self._choices
+        self.choose(NOTHING, NOTHING)
+        try:
+            yield
+        finally:
+            self.choose(*before)
 
     def refresh(self) -> None:
         """Install what the choice makes active now, and take off the rest."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,6 +17,7 @@ from flex_model.distributed.inference import AXES, UNKNOWN, ExpectedShape, Split
 from flex_model.distributed.layout import Placement, Replicate, Shape, Shard, ShardLayout
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.propagation import Cut
+from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.distributed.tracking import LayoutTracker, tensors_of
 from flex_model.errors import HookError, agreed
 from flex_model.hooks.call import check_movable
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_NOTHING = ((), False)  # a choice of hooks
 _VALUES_TELL = "not known from shapes; a run compares the ranks' values"
 
 
@@ -223,9 +222,7 @@ def on_shapes(
         raise RuntimeError(f"{name}: a run of this FlexModel goes on; call it before or after")
     channel = core.channel
     found: list[T] = []
-    before = core.table.choices
-    core.table.choose(_NOTHING, _NOTHING)
-    try:
+    with core.table.nothing_chosen():
         if not channel.is_local:
             core.tracking.seed(tracker, list(tensors_of((args, kwargs))))
         try:
@@ -242,8 +239,6 @@ def on_shapes(
             if channel.is_local:
                 raise HookError(message) from error
             channel.set_error(message, error)
-    finally:
-        core.table.choose(*before)
     return found
 
 
@@ -326,14 +321,8 @@ def exchange_seen(channel: Channel, seen: list[Seen]) -> list[list[Seen]]:
     channel.agree(header, f"the end of a run on shapes, which came by {len(seen)} sites")
     if not seen:
         return []
-    data = json.dumps([_to_json(one) for one in seen]).encode()
-    sizes = channel.exchange(torch.tensor([len(data)])).flatten().tolist()
-    row = torch.zeros(max(sizes), dtype=torch.uint8)
-    row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    told = [
-        json.loads(bytes(other[:size].tolist()))
-        for other, size in zip(channel.exchange(row), sizes)
-    ]
+    mine = [_to_json(one) for one in seen]
+    told = exchange_json(channel, mine, "what a run on shapes saw")
     return [[_from_json(rank[i], one) for rank in told] for i, one in enumerate(seen)]
 
 

@@ -48,7 +48,7 @@ def shapes_only(
     with contextlib.ExitStack() as stack:
         stack.callback(_clear_caches)
         stack.enter_context(as_it_was(root))
-        stack.enter_context(_same_random_state())
+        stack.enter_context(same_torch_random_state())
         if "torch._dynamo" in sys.modules:  # else nothing is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         _keep_ddp_out(root, stack)
@@ -190,7 +190,8 @@ def _holds_fakes(cache: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _same_random_state() -> Iterator[None]:
+def same_torch_random_state() -> Iterator[None]:
+    """Afterwards torch's generators go on as before."""
     has_cuda = torch.cuda.is_initialized()
     with torch.random.fork_rng([torch.cuda.current_device()] if has_cuda else []):
         yield

@@ -26,8 +26,9 @@ from flex_model.hooks.function import HookFunction
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.table import EVERYTHING
 from flex_model.inspection.edits.undo import put_back, same_random_state
+from flex_model.inspection.tree import named
 from flex_model.integrations import fsdp
-from flex_model.names import clean, find_module
+from flex_model.names import find_module
 
 if TYPE_CHECKING:
     from flex_model.hooks.context import RunContext
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 Loss = Callable[[Any], Tensor]
 Reference = nn.Module | Callable[[], nn.Module] | None
 Found = dict[str, list[Tensor]]  # by the sites' numbers
-
-_NOTHING = ((), False)
 
 
 @dataclass(frozen=True)
@@ -67,9 +66,7 @@ def sites_to_look_at(core: HookCore, with_loss: bool) -> list[Site]:
         site = Site(r.name, r.kind, function.unpack_idx, function.expected_shape)
         found.setdefault((site.name, site.kind, site.unpack_idx), site)
     if not registrations:
-        for name, _ in core.module.named_modules():
-            name = clean(core.module, name)
-            found.setdefault((name, "forward", 0), Site(name, "forward", 0))
+        found = {(name, "forward", 0): Site(name, "forward", 0) for name in named(core.module)}
     if not found:
         raise ValueError(
             "verify: only backward hooks are registered; give loss=, a function of the model's "
@@ -288,9 +285,7 @@ def run_sharded(
     """Run the wrapped model without the user's own hooks; rank 0's full tensors, and the sites
     whose layouts were not settled. Collective.
     """
-    before = core.table.choices
-    core.table.choose(_NOTHING, _NOTHING)
-    with _forgotten(core, edits):
+    with core.table.nothing_chosen(), _forgotten(core, edits):
         beside = _core_beside(core, core.module, core.mesh, core.channel.timeout_s, edits)
         try:
             for i in wanted:
@@ -299,7 +294,6 @@ def run_sharded(
             beside.take_gradients(sites)
         finally:
             beside.close()
-            core.table.choose(*before)
     return beside.found, {wanted[index] for index in beside.unsettled}
 
 

@@ -168,3 +168,13 @@ def owner_fsdp2(root: nn.Module, name: str) -> Any:
         if is_fsdp2(module):
             owner = module
     return owner
+
+
+def kept_parameters(root: nn.Module) -> list[nn.Parameter]:
+    """Those whose ``.grad`` a backward leaves: under FSDP2 the sharded ones."""
+    if not any(is_fsdp2(module) for module in root.modules()):
+        return list(root.parameters())
+    return [
+        sharded_parameter(root, name, parameter)
+        for name, parameter in list(root.named_parameters())
+    ]

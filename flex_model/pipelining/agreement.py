@@ -104,10 +104,7 @@ def agree(
             _check_target(call, schedule, number)
     except (ValueError, TypeError, IndexError) as wrong:
         error = [type(wrong).__name__, str(wrong)]
-    compares_modules = core.runs_edits and any(
-        registration.edits and core.table.is_chosen(registration, call.choice)
-        for registration in core.table.registrations
-    )
+    compares_modules = core.runs_edits and any(r.edits for r in core.table.chosen(call.choice))
     sites = [registration.site for registration in core.table.registrations]
     alike = {
         "batch_mode": call.batch_mode,

@@ -32,7 +32,7 @@ class Gradients:
         stages = [
             parameter
             for stage in core.module.children()
-            for parameter in _kept_parameters(stage)
+            for parameter in fsdp.kept_parameters(stage)
             if parameter.requires_grad
         ]
         for parameter in {id(p): p for p in [*stages, *self._trainable]}.values():
@@ -89,12 +89,3 @@ class Gradients:
             else:
                 with torch.no_grad():
                     parameter.grad = before.add_(parameter.grad)
-
-
-def _kept_parameters(stage: nn.Module) -> list[nn.Parameter]:
-    """Those whose ``.grad`` a step leaves: under FSDP2 the sharded ones."""
-    if not any(fsdp.is_fsdp2(module) for module in stage.modules()):
-        return list(stage.parameters())
-    return [
-        fsdp.sharded_parameter(stage, n, parameter) for n, parameter in stage.named_parameters()
-    ]

@@ -255,7 +255,7 @@ class PipelinedFlexModel(FlexModel):
                 if self._is_first_of_run:
                     session.begins()
                     self._has_batch = False
-                self._has_batch |= self._pipeline.has_hooks(choice)
+                self._has_batch |= bool(self._core.table.chosen(choice))
                 session.check_hooks(self._core.described_hooks())
             result = self._pipeline.run(call, self._records)
         except BaseException:
@@ -298,9 +298,8 @@ class PipelinedFlexModel(FlexModel):
             return [(module_name, "forward")]
         found = [
             (registration.name, registration.kind)
-            for registration in table.registrations
+            for registration in table.chosen(choice)
             if registration.kind in ("forward", "forward_pre")
-            and table.is_chosen(registration, choice)
         ]
         if not found:
             raise ValueError(cut.NO_HOOK)

@@ -20,9 +20,7 @@ from flex_model.errors import HookError, agreed
 from flex_model.hooks import save_context
 from flex_model.hooks.context import RunContext
 from flex_model.hooks.core import HookCore
-from flex_model.hooks.registration import Registration
 from flex_model.hooks.step import Step
-from flex_model.hooks.table import Choice
 from flex_model.hooks.until import Until
 from flex_model.pipelining import chunks, records, shapes
 from flex_model.pipelining.agreement import (
@@ -169,22 +167,12 @@ class Pipeline:
             step.is_silent = False
             core.records.output_ptr.clear()
             if not call.appends:
-                for registration in self._chosen(call):
+                for registration in self.core.table.chosen(call.choice):
                     output_ptr.pop(registration.hook_function.record_name, None)
             return self._run(call, plan, output_ptr)
         finally:
             step.is_running = step.is_silent = False
             core.records.output_ptr.clear()
-
-    def has_hooks(self, choice: Choice) -> bool:
-        """Whether a step with this choice has active hooks, on whichever rank."""
-        table = self.core.table
-        return any(table.is_chosen(r, choice) for r in table.registrations)
-
-    def _chosen(self, call: StepCall) -> list[Registration]:
-        """The hooks that are active in this step, on whichever rank."""
-        table = self.core.table
-        return [r for r in table.registrations if table.is_chosen(r, call.choice)]
 
     def _prepare(self, call: StepCall, plan: Plan) -> None:
         """Shapes and buffers for these inputs, where they are not those of the step before."""
@@ -206,7 +194,7 @@ class Pipeline:
         core, step, schedule = self.core, self._step, self.schedule
         have_rows = self._find_rows(call, plan)
         self._read_parameters(call)
-        for registration in self._chosen(call):
+        for registration in self.core.table.chosen(call.choice):
             function = registration.hook_function
             dim = self._dim(call, function.record_name)
             if registration.kind != "tensor":
@@ -279,7 +267,7 @@ class Pipeline:
         in_all = sum(of_rank[0] for of_rank in plan.rows)
         if plan.number == 1 or in_all != 1:
             return {}
-        mine = [r for r in self._chosen(call) if r.module is not None]
+        mine = [r for r in self.core.table.chosen(call.choice) if r.module is not None]
         key = (plan.inputs, tuple(r.index for r in mine))
         if self._have_rows is None or self._have_rows[0] != key:
             self._step.is_silent = True
@@ -304,14 +292,18 @@ class Pipeline:
         default = chunks.batch_dim(self.schedule)
         if given is None:
             return default
-        modules = [r.name for r in self._chosen(call) if r.hook_function.record_name == name]
+        modules = [
+            r.name
+            for r in self.core.table.chosen(call.choice)
+            if r.hook_function.record_name == name
+        ]
         return next((given[module] for module in modules if module in given), default)
 
     def _read_parameters(self, call: StepCall) -> None:
         """Full parameters that hooks named, whichever stage has them, before the schedule runs."""
         names = {
             name: None
-            for registration in self._chosen(call)
+            for registration in self.core.table.chosen(call.choice)
             for name in registration.hook_function.parameter_names
         }
         found = {name: self.parameter(name, None, sharded=False) for name in names}

@@ -91,6 +91,8 @@ def as_slice(chosen: Sequence[int]) -> slice | Sequence[int]:
     """A slice, if the numbers are consecutive: it needs no copy."""
     if not chosen:
         return slice(0, 0)
+    if isinstance(chosen, range) and chosen.step == 1:
+        return slice(chosen.start, chosen.stop)
     consecutive = range(chosen[0], chosen[0] + len(chosen))
     if chosen[-1] == consecutive[-1] and list(chosen) == list(consecutive):
         return slice(consecutive.start, consecutive.stop)

@@ -6,6 +6,7 @@ leaves behind has a name that says so, or is in no manifest.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -49,12 +50,17 @@ def write_whole(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
         OSError: as of the file system; nothing has this name then, or what had it before.
     """
     aside = path.with_name(path.name + ASIDE)
-    with open(aside, "wb") as file:
-        for chunk in chunks:
-            write_chunk(file, chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    try:
+        with open(aside, "wb") as file:
+            for chunk in chunks:
+                write_chunk(file, chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # of a disk that is full, it gives the room back
+            aside.unlink()
+        raise
     sync_folder(path.parent)
 
 

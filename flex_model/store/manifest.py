@@ -8,6 +8,7 @@ hashes tell what was changed.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
 import math
@@ -67,14 +68,7 @@ class Manifest:
 
     def group_of(self, batch: int) -> int:
         """The place in ``groups`` of a batch that is there."""
-        low, high = 0, len(self.groups) - 1
-        while low < high:
-            middle = (low + high) // 2
-            if self.groups[middle][1] < batch:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        return bisect.bisect_left(self.groups, batch, key=lambda group: group[1])
 
     def write(self, folder: Path) -> None:
         write_whole(folder / MANIFEST, [signed(self._fields())])

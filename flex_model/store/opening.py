@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 import uuid
@@ -16,7 +15,7 @@ from flex_model.distributed.channel import Channel
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import agreed
 from flex_model.store.files import ASIDE, FolderLock
-from flex_model.store.manifest import Index, Manifest, index_name
+from flex_model.store.manifest import Index, Manifest, digest_of, index_name
 from flex_model.store.store import ActivationStore
 
 SEEN_S = 5.0  # until what rank 0 wrote is seen on the other hosts of a shared file system
@@ -34,7 +33,7 @@ def config_hash(module: nn.Module) -> str | None:
         return None
     fields = {str(name): value for name, value in fields.items() if name not in _NO_MATTER}
     text = json.dumps(fields, sort_keys=True, default=lambda value: type(value).__qualname__)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return digest_of(text.encode())
 
 
 def opened(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,13 @@ class Reader:
         """Of all groups."""
         return [self.index_of(first) for first, _, _ in self._manifest.groups]
 
-    def records(self, batch: int) -> dict[str, list[Tensor]]:
-        """By name, in the order of calls."""
+    def records(self, batch: int, names: Collection[str] | None = None) -> dict[str, list[Tensor]]:
+        """By name, in the order of calls; None: of all names."""
         index, files = self._group(batch)
         return {
             name: [self._tensor(index, files, key, spread) for key, spread in calls]
             for name, calls in index.of_batch.get(batch, {}).items()
+            if names is None or name in names
         }
 
     def call(self, batch: int, name: str, call: int) -> Tensor:

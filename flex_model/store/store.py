@@ -190,7 +190,7 @@ class ActivationStore:
             if other == name
         ]
         if not found:
-            raise KeyError(f"{self.folder} has no record {name!r}; it has {self.names}")
+            raise self._no_record(name)
         return RecordSequence(self._reader, name, sorted(found))
 
     def numpy(self, name: str) -> Iterator[Any]:
@@ -210,8 +210,10 @@ class ActivationStore:
         """
         from datasets import IterableDataset
 
+        there = set(self.names) if names else set()
         for name in names or ():
-            self[name]
+            if name not in there:
+                raise self._no_record(name)
         return IterableDataset.from_generator(
             _rows,
             gen_kwargs={
@@ -234,6 +236,9 @@ class ActivationStore:
         self._check_batch(index)
         group = self._reader.index_of(index)
         return group.batches[index - group.first]["inputs"]
+
+    def _no_record(self, name: str) -> KeyError:
+        return KeyError(f"{self.folder} has no record {name!r}; it has {self.names}")
 
     def _check_batch(self, index: int) -> None:
         if not 0 <= index < self.num_batches:
@@ -274,8 +279,7 @@ def _rows(folder: str, names: Sequence[str] | None, batches: list[int]) -> Itera
         row: dict[str, Any] = {"batch": batch}
         for name, value in store.annotations(batch).items():
             row[name] = as_numpy(value) if isinstance(value, Tensor) else value
-        for name, calls in store.batch(batch).items():
-            if names is None or name in names:
-                arrays = [as_numpy(tensor) for tensor in calls]
-                row[name] = arrays[0] if len(arrays) == 1 else arrays
+        for name, calls in store._reader.records(batch, names).items():
+            arrays = [as_numpy(tensor) for tensor in calls]
+            row[name] = arrays[0] if len(arrays) == 1 else arrays
         yield row

@@ -97,19 +97,6 @@ def _timeline(picture: ModelMap) -> dict[str, Any]:
         ]
         for of_rank in timeline
     ]
-    summary = [
-        {
-            "rank": row["rank"],
-            "hooks": row["hooks"],
-            "edits": row["edits"],
-            "headers": row["headers"],
-            "transfers": row["transfers"],
-            "bytes": text.size(row["bytes"]),
-            "in edits": f"{row['edit_us'] / 1e3:.2f} ms",
-            "waiting": f"{row['waited_us'] / 1e3:.2f} ms",
-        }
-        for row in timeline.summary()
-    ]
     return {
         "ranks": timeline.ranks,
         "spans": spans,
@@ -117,5 +104,5 @@ def _timeline(picture: ModelMap) -> dict[str, Any]:
         "end": timeline.end_us,
         "clock": timeline.clock,
         "forgotten": max(timeline.num_forgotten, default=0),
-        "summary": summary,
+        "summary": timeline.shown(),
     }

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from flex_model.hooks.function import name_of
-from flex_model.hooks.registration import Registration
+from flex_model.hooks.registration import Registration, describe_hook
 
 #: How bad a finding is: a run would raise it or compute something else than was meant; it may have
 #: been meant; shapes alone don't tell.
@@ -74,11 +74,10 @@ class Finding:
         return Finding(**{**words, "ranks": tuple(words["ranks"])})
 
     def __str__(self) -> str:
-        kind = "parameter-gradient" if self.kind == "tensor" else self.kind.replace("_", "-")
-        which = f", tensor {self.unpack_idx}" if self.unpack_idx else ""
+        hook = describe_hook(self.name, self.kind, self.unpack_idx)
         return (
             f"{self.file}:{self.line}: {self.level}: {self.message} "
-            f"[{self.problem}; {self.function} in the {kind} hook on {self.name!r}{which}]"
+            f"[{self.problem}; {self.function} in the {hook}]"
         )
 
 

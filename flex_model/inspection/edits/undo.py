@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from flex_model.hooks.context import throw_away
 from flex_model.inspection.edits.findings import is_of_library
+from flex_model.inspection.shapes_only import same_torch_random_state
 
 _EDITING = "flex_model.editing."
 _MAX_OBJECTS = 20_000
@@ -51,8 +52,7 @@ def same_random_state() -> Iterator[None]:
     numpy_random = sys.modules.get("numpy.random")
     python_state = random.getstate()
     numpy_state = numpy_random.get_state() if numpy_random else None
-    has_cuda = torch.cuda.is_initialized()
-    with torch.random.fork_rng([torch.cuda.current_device()] if has_cuda else []):
+    with same_torch_random_state():
         try:
             yield
         finally:

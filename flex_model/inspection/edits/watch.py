@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from flex_model.distributed.tracking import written_by
 from flex_model.inspection.edits.findings import ERROR, NOT_CHECKED, WARNING, Place, Reports
 from flex_model.inspection.edits.lines import refuse_collective
 from flex_model.inspection.shapes_only import dtensor_class
@@ -258,7 +259,7 @@ class Watch(TorchDispatchMode):
                 "not checked",
             )
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        written = _written_by(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         if func.overloadpacket.__name__ not in _OF_SHAPES and any(map(self.depends, read)):
             self._dependent.update((_storage(tensor), tensor) for tensor in (*made, *written))
         if written:
@@ -289,19 +290,6 @@ def _is_about(func: Any) -> bool:
     if name == "__get__":
         return getattr(func, "__self__", None) not in _VIEWS
     return name in _ABOUT
-
-
-def _written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The arguments that an operation writes to, by its schema."""
-    if not func._schema.is_mutable:
-        return []
-    found: list[Tensor] = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[i] if i < len(args) else kwargs.get(argument.name)
-        found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return found
 
 
 def _storage(tensor: Tensor) -> int:
