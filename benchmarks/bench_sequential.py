@@ -30,14 +30,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from flex_model import FlexModel, HookFunction, sequential
 
-REPEATS = 5
-CASES = [  # width, rows, tokens, batches, window, hooks
-    (32, 2, 8, 64, 64, 0),
-    (32, 2, 8, 64, 8, 0),
-    (256, 4, 32, 32, 32, 0),
-    (256, 4, 32, 32, 8, 0),
-    (256, 4, 32, 32, 8, 8),
-    (768, 4, 64, 8, 8, 0),
+CASES = [  # width, rows, tokens, batches, window, hooks, repeats
+    (32, 2, 8, 64, 64, 0, 25),
+    (32, 2, 8, 64, 8, 0, 25),
+    (256, 4, 32, 32, 32, 0, 5),
+    (256, 4, 32, 32, 8, 0, 5),
+    (256, 4, 32, 32, 8, 8, 5),
+    (768, 4, 64, 8, 8, 0, 5),
 ]
 
 
@@ -54,14 +53,16 @@ def llama(width: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def measure(width: int, rows: int, tokens: int, num_batches: int, window: int, hooks: int) -> dict:
+def measure(
+    width: int, rows: int, tokens: int, num_batches: int, window: int, hooks: int, repeats: int
+) -> dict:
     flex = FlexModel(llama(width), {})
     for layer in range(hooks):
         flex.register_forward_hook(HookFunction(f"model.layers.{layer}.mlp"))
     batches = [{"input_ids": torch.randint(0, 256, (rows, tokens))} for _ in range(num_batches)]
     times: dict[str, list[float]] = {"loop": [], "run": []}
     with torch.no_grad():
-        for _ in range(REPEATS):
+        for _ in range(repeats):
             start = time.perf_counter()
             expected = [flex(**batch).logits for batch in batches]
             middle = time.perf_counter()

@@ -7,7 +7,7 @@ void bind_pytree(pybind11::module_& m);
 void bind_layout(pybind11::module_& m);
 void bind_hooks(pybind11::module_& m);
 void bind_shared_memory(pybind11::module_& m);
-void bind_turns(pybind11::module_& m);
+void bind_native_stack(pybind11::module_& m);
 }  // namespace flex_model
 
 PYBIND11_MODULE(_C, m) {
@@ -16,5 +16,5 @@ PYBIND11_MODULE(_C, m) {
   flex_model::bind_layout(m);
   flex_model::bind_hooks(m);
   flex_model::bind_shared_memory(m);
-  flex_model::bind_turns(m);
+  flex_model::bind_native_stack(m);
 }

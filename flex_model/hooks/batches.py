@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flex_model.hooks.context import RunContext, advance_generator, seed_of_state
+from flex_model.hooks.context import RunContext, Turns, advance_generator, seed_of_state
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.table import EVERYTHING, Choice
 from flex_model.hooks.tracking import FollowedForward
@@ -38,15 +38,17 @@ class BatchRun:
     choice: tuple[Choice, Choice]
     records: dict[str, list[Tensor]] = field(default_factory=dict)
     run: RunContext | None = None
-    thread: int | None = None
     in_run: bool = False
     forward: FollowedForward = field(default_factory=FollowedForward)
     calls: dict[int, list[Any]] = field(default_factory=dict)
 
 
 class BatchRuns:
-    """Use it as a context; inside, every batch is ``made``, ``goes_on`` any number of times, in
-    which one thread calls ``begin`` and ``end``, and is ``delivered``.
+    """Use it as a context; inside, every batch is ``made``, goes on any number of times between
+    ``resume`` and ``suspend``, ``run`` in between, and is ``delivered``.
+
+    Attributes:
+        channel: The wrapper's, which knows whether an editing function is being run.
     """
 
     def __init__(self, core: HookCore, choice: Choice) -> None:
@@ -54,6 +56,8 @@ class BatchRuns:
         self._choice = choice
         self._generator = torch.Generator()
         self._num_made = self._num_consumed = 0
+        self._turns = Turns()
+        self.channel = core.channel
 
     def __enter__(self) -> BatchRuns:
         core = self._core
@@ -67,6 +71,8 @@ class BatchRuns:
             core.session.in_run = False
         core.resting = self._choice
         parameters = core.table.choices[1] if not torch.is_grad_enabled() else self._choice
+        core.table.keeps_installed = True  # what batches that wait have chosen, others may not
+        core.table.choose(EVERYTHING, parameters)
         core.table.choose(self._choice, parameters)
         core.table.clear_records(core.table.active)
         self._generator.set_state(torch.default_generator.get_state())
@@ -76,7 +82,9 @@ class BatchRuns:
     def __exit__(self, *exc_info: object) -> None:
         core = self._core
         core.resting = EVERYTHING
+        core.table.keeps_installed = False
         core.table.choose(EVERYTHING, core.table.choices[1])
+        core.table.refresh()
         for _ in range(self._num_consumed):
             advance_generator()
 
@@ -103,11 +111,12 @@ class BatchRuns:
 
     @contextlib.contextmanager
     def run(self, batch: BatchRun) -> Iterator[None]:
-        """The batch's run is what happens inside. Used once, in its thread, while it goes on.
+        """The batch's run is what happens inside. Used once, while it goes on.
         Collective where hooks are active.
         """
         run = self._core.begin(self._choice)
-        run.save_ctx, run.seed, run.batch = batch.save_ctx, batch.seed, batch.index
+        run.save_ctx, run.seed = batch.save_ctx, batch.seed
+        run.batch, run.turns = batch.index, self._turns
         try:
             yield
         except BaseException as error:
@@ -119,27 +128,33 @@ class BatchRuns:
             self._num_consumed += 1  # an edit drew, on whichever rank
             torch.default_generator.set_state(before)  # not the model
 
-    @contextlib.contextmanager
-    def goes_on(self, batch: BatchRun) -> Iterator[None]:
-        """Inside, the core serves this batch, in the thread that the batch began in."""
+    def resume(self, batch: BatchRun) -> None:
+        """Have the core serve this batch, until it is suspended."""
         core = self._core
-        core.run, core.thread = batch.run, batch.thread
-        core.table.dispatcher.in_run = batch.in_run
-        core.tracking.forward, others = batch.forward, core.tracking.forward
-        core.table.exchange_calls(batch.calls)
-        before = self._exchange_records(batch.records)
+        self._turns.begin(batch.index)
+        core.run = batch.run
+        core.tracking.forward, batch.forward = batch.forward, core.tracking.forward
+        if core.table.registrations:
+            core.table.dispatcher.in_run = batch.in_run
+            batch.calls = core.table.exchange_calls(batch.calls)
+            batch.records = self._exchange_records(batch.records)
         core.table.choose(*batch.choice)
-        try:
-            yield
-        finally:
-            batch.choice = core.table.choices
-            batch.records = self._exchange_records(before)
-            batch.calls = core.table.exchange_calls({})
-            batch.forward, core.tracking.forward = core.tracking.forward, others
-            batch.in_run, core.table.dispatcher.in_run = core.table.dispatcher.in_run, False
-            batch.run, batch.thread = core.run, core.thread
-            core.run = core.thread = None
-            core.table.choose(self._choice, core.table.choices[1])
+
+    def caller_went_on(self) -> None:
+        """Between two batches."""
+        self._turns.begin(None)
+
+    def suspend(self, batch: BatchRun) -> None:
+        """Keep what is the batch's; what was there before is there again."""
+        core = self._core
+        batch.choice = core.table.choices
+        if core.table.registrations:
+            batch.records = self._exchange_records(batch.records)
+            batch.calls = core.table.exchange_calls(batch.calls)
+        batch.in_run, core.table.dispatcher.in_run = core.table.dispatcher.in_run, False
+        core.tracking.forward, batch.forward = batch.forward, core.tracking.forward
+        batch.run, core.run = core.run, None
+        core.table.choose(self._choice, core.table.choices[1])
 
     def delivered(self, batch: BatchRun) -> None:
         """Its records join the user's. Called in the order of the batches, when all is over."""

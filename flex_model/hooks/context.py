@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 import copy
 import hashlib
@@ -17,6 +18,34 @@ from flex_model.distributed.inference import UNKNOWN, Splits
 if TYPE_CHECKING:
     from flex_model.hooks.registration import Registration
     from flex_model.outputs import PendingRecord
+
+
+OPEN = 2**63  # the last node of a run that goes on
+
+
+class Turns:
+    """Which of several batches made autograd's nodes, whose numbers are those of one thread.
+
+    Attributes:
+        batch: Whose turn it is; None: the caller's.
+    """
+
+    def __init__(self) -> None:
+        self.batch: int | None = None
+        self._ends: list[int] = []  # numbers of the first nodes after each turn
+        self._batches: list[int | None] = []
+
+    def begin(self, batch: int | None) -> None:
+        """The turn that went on is over."""
+        number = torch._C._autograd._get_sequence_nr()
+        if not self._ends or number != self._ends[-1]:
+            self._ends.append(number)
+            self._batches.append(self.batch)
+        self.batch = batch
+
+    def batch_of(self, node: int) -> int | None:
+        place = bisect.bisect(self._ends, node)
+        return self._batches[place] if place < len(self._ends) else self.batch
 
 
 @dataclass(eq=False, slots=True)
@@ -43,8 +72,8 @@ class RunContext:
         backward_task: The backward pass at whose end its records will be delivered; -1 if none goes
             on.
         entry: Its number among the runs of a store.
-        save_ctx, batch: Of a batch that is run beside others: its own, and its number; None: the
-            wrapper's.
+        save_ctx, batch, turns: Of a batch that is run beside others: its own, its number, and
+            whose turn it was when; None: the wrapper's.
     """
 
     active: frozenset[int] = frozenset()
@@ -58,16 +87,19 @@ class RunContext:
     pending: list[PendingRecord] = field(default_factory=list)
     outer_error: BaseException | None = None
     first_node: int = 0
-    last_node: int = 2**63
+    last_node: int = OPEN
     backward_task: int = -1
     entry: int = 0
     save_ctx: Namespace | None = None
     batch: int | None = None
+    turns: Turns | None = None
 
     def holds(self, node: object) -> bool:
         """Whether an autograd node was made during this run."""
         number = node._sequence_nr()  # type: ignore[attr-defined]
-        return self.first_node <= number < self.last_node
+        return self.first_node <= number < self.last_node and (
+            self.turns is None or self.turns.batch_of(number) == self.batch
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from flex_model.errors import HookError, agreed, is_agreed, see
 from flex_model.hooks.backward_order import BackwardOrder
 from flex_model.hooks.backward_watch import BackwardWatch
 from flex_model.hooks.call import HookCaller
-from flex_model.hooks.context import Call, RunContext, advance_generator, next_sequence
+from flex_model.hooks.context import OPEN, Call, RunContext, advance_generator, next_sequence
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.save_context import SentToAll
@@ -211,6 +211,7 @@ class HookCore:
                 error = sys.exc_info()[1]
                 core.end(run, None if error is run.outer_error else error)
 
+        begin.begins_runs_of = core  # type: ignore[attr-defined]
         if self.is_compiled:
             begin, end = torch.compiler.disable(begin), torch.compiler.disable(end)
         # `begin` before all other hooks of the root, `end` after them: a hook on the root itself is
@@ -537,23 +538,11 @@ class HookCore:
         node = torch._C._current_autograd_node()
         if node is None:
             return self._runs[-1] if self._runs else None
-        found = [run for run in reversed(self._runs) if run.holds(node)]
-        if self.run is not None and self.run in found:
-            self._note_replay(self.run)
-            return self.run
-        if len(found) > 1 and any(run.save_ctx is not None for run in found):
-            raise HookError(
-                "the model is computed once more in backward (checkpointing) after a sequential "
-                "run, and which batch it is for is not known: each was run in a thread of its own, "
-                "and autograd numbers nodes by thread; call backward inside the batch's own call "
-                "(sequential.run(..., call=...)), or do without checkpointing; "
-                + see("which-batch-is-computed-once-more-is-not-known")
-            )
-        if found:
-            self._note_replay(found[0])
-            return found[0]
-        last = self._last_run
-        if last is None or node._sequence_nr() < last.last_node:
+        run = next((run for run in reversed(self._runs) if run.holds(node)), None)
+        if run is not None:
+            self._note_replay(run)
+            return run
+        if self.run is not None or not self._runs or node._sequence_nr() < self._last_node:
             return None
         if self._replayed is not None and self._replayed[0] != _backward_task():
             return self._replayed[1]  # a checkpoint inside one that is being computed once more
@@ -561,8 +550,13 @@ class HookCore:
 
     @property
     def _last_run(self) -> RunContext | None:
-        """The last one of this wrap; not that of a batch, which numbers nodes for itself."""
+        """The last one of this wrap; not that of a batch, of which there are several."""
         return next((run for run in reversed(self._runs) if run.save_ctx is None), None)
+
+    @property
+    def _last_node(self) -> int:
+        """Of the runs that are over: the number after that of their last node."""
+        return max((run.last_node for run in self._runs if run.last_node < OPEN), default=0)
 
     def _note_replay(self, run: RunContext) -> None:
         """A part of ``run`` is computed once more in the backward pass that goes on. Reentrant
@@ -667,11 +661,10 @@ class HookCore:
         """For a part of the model that is called on its own: the nodes since the last run are its
         own too.
         """
-        first_node = 0 if self._last_run is None else self._last_run.last_node
         run = RunContext(
             self.table.active,
             set(self.table.active),
-            first_node=first_node,
+            first_node=self._last_node,
             entry=0 if self.session is None else self.session.number,
         )
         run.last_node = next_sequence() + 1

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from flex_model import _C
+from flex_model.errors import HookError
 
 if TYPE_CHECKING:
     from flex_model.hooks.registration import Registration
@@ -77,6 +78,7 @@ class ModuleSite:
         self._dispatcher = dispatcher
         self._module = weakref.ref(module)
         self._handles: dict[str, Any] = {}
+        self._installed: set[str] = set()  # kinds
         self._entered: list[
             list[tuple[Tensor, Tensor, int]]
         ] = []  # per call under way: inputs with an edge
@@ -91,26 +93,28 @@ class ModuleSite:
     def all_sites(self) -> list[_C.Site]:
         return list(self.sites.values())
 
-    def _is_active(self, kind: str) -> bool:
-        return kind in self.sites and self.sites[kind].is_active
-
     def _is_ours(self, module: nn.Module) -> bool:
         """Not so for a copy of the module: it was copied with its torch hooks."""
         return module is self._module()
 
-    def install(self) -> None:
-        """Put on or take off torch hooks, to fit what is active now."""
+    def install(self, keeps: bool) -> None:
+        """Put on or take off torch hooks, to fit what is active now.
+
+        Args:
+            keeps: Take none off: torch has listed them for calls that wait at the module's entry.
+        """
         module = self._module()
         if module is None:
             return
         wanted: dict[str, Any] = {}
-        inputs = self._is_active("full_backward")
-        if inputs or self._is_active("forward_pre"):
+        kinds = {kind for kind, site in self.sites.items() if site.is_active}
+        self._installed = kinds = kinds | self._installed if keeps else kinds
+        inputs, outputs = "full_backward" in kinds, "full_backward_pre" in kinds
+        if inputs or "forward_pre" in kinds:
             wanted["pre+" if inputs else "pre"] = self._pre_hook(inputs)
-        outputs = self._is_active("full_backward_pre")
         if inputs or outputs:
             wanted[f"post+{inputs:d}{outputs:d}"] = self._edges_hook(inputs, outputs)
-        elif self._is_active("forward"):
+        elif "forward" in kinds:
             wanted["post"] = self._forward_hook()
         if self._owner.is_compiled:  # they run between two pieces of the graph
             wanted = {f"{name}!": torch.compiler.disable(hook) for name, hook in wanted.items()}
@@ -145,16 +149,29 @@ class ModuleSite:
     def _pre_hook(self, with_edges: bool):
         call = self.site("forward_pre").call
 
-        def hook(module, args, kwargs):
-            return call(module, (args, kwargs))
+        def hook(module, args, kwargs=None):
+            return call(module, (args, kwargs)) if kwargs is not None else self._was_taken_off()
 
-        def hook_with_edges(module, args, kwargs) -> Any:
+        def hook_with_edges(module, args, kwargs=None) -> Any:
+            if kwargs is None:
+                return self._was_taken_off()
             tree = call(module, (args, kwargs))
             if self._is_ours(module):
                 tree = self._put_input_edges(module, tree)
             return tree
 
         return hook_with_edges if with_edges else hook
+
+    def _was_taken_off(self) -> None:
+        """torch does not tell a hook's arguments when that is taken off while a call waits between
+        torch's list of hooks and its turn in it.
+        """
+        if self.sites["forward_pre"].is_active:
+            raise HookError(
+                f"sequential.run: the hooks of a {type(self._module()).__name__} were changed by "
+                "one batch while another one was waiting to enter it; register and remove hooks "
+                "before or after the run"
+            )
 
     def _edges_hook(self, inputs: bool, outputs: bool):
         call = self.site("forward").call
@@ -261,7 +278,7 @@ class ParameterSite:
     def all_sites(self) -> list[_C.Site]:
         return [self.site]
 
-    def install(self) -> None:
+    def install(self, keeps: bool) -> None:
         """Put on or take off the torch hook, to fit what is active now."""
         parameter = self.parameter()
         if not self.site.is_active or parameter is None or self._moment == "asked":

@@ -38,6 +38,7 @@ class HookTable:
 
     Attributes:
         active: Indices of the active registrations.
+        keeps_installed: Whether torch's hooks stay where they are when others are chosen.
         acts_in_backward: Whether ranks meet in a backward with these.
     """
 
@@ -64,6 +65,7 @@ class HookTable:
         self._next_index = 0
         self._is_closed = False
         self.acts_in_backward = False
+        self.keeps_installed = False
 
     @property
     def registrations(self) -> list[Registration]:
@@ -249,7 +251,7 @@ class HookTable:
         ):
             dispatcher.activate(self.groups.ids(groups, strict=False), complement)
             for place in places.values():
-                place.install()
+                place.install(self.keeps_installed)
         self.active = frozenset(
             registration.index for site in self._all_sites() for registration in site.active
         )

@@ -110,10 +110,12 @@ def full_inputs(core: HookCore, args: Any, kwargs: Any) -> Any:
         row = torch.tensor(leaf.shape, dtype=torch.int64)
         shapes: list[Shape] = [tuple(shape) for shape in channel.exchange(row).tolist()]
         if dp is None or tp is None:
+            problem = "is not the same on all tensor-parallel ranks"
+            if tp is not None:
+                problem = "is not known to be rows of one batch, or the same on all ranks"
             raise ValueError(
-                f"verify: input tensor of shape {tuple(leaf.shape)} is not the same on all "
-                f"tensor-parallel ranks, nor rows of one batch (shapes by rank {shapes}); give "
-                "every rank its rows, whole"
+                f"verify: input tensor of shape {tuple(leaf.shape)} {problem} (shapes by rank "
+                f"{shapes}); give every data-parallel rank its rows, whole, that differ from others"
             )
         move = Move.of(channel, ShardLayout(dp), shapes, leaf.dtype)  # type: ignore[arg-type]
         full = move.gather_to_first(leaf.detach())

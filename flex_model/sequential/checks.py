@@ -68,3 +68,16 @@ def check_not_compiled(module: nn.Module, found: list[Target]) -> None:
                 f"sequential.run: {name or 'the model'} is compiled, and compiled code can't be "
                 "suspended at a target inside; run the module that was compiled (._orig_mod)"
             )
+
+
+def check_no_other_hooks(module: nn.Module, found: list[Target], core: HookCore | None) -> None:
+    """Hooks of another FlexModel would take the batches that are under way at once for one run."""
+    targets = {target.module for target in found}
+    for name, part in module.named_modules():
+        hooks = part._forward_pre_hooks.values()
+        has_others = any(getattr(hook, "begins_runs_of", core) is not core for hook in hooks)
+        if has_others and not targets.isdisjoint(set(part.modules()) - {part}):
+            raise RuntimeError(
+                f"sequential.run: {name or 'the model'} has hooks of a FlexModel that is not the "
+                "one that is run; give that one, restore() it, or run one batch at a time, window=1"
+            )

@@ -1,30 +1,32 @@
 """Runs a model target by target: every batch of a window is suspended at the entry of a target
 until that target's turn comes.
 
-Batches take turns, one at a time, in their order, each giving the turn to the next. Of all targets
-that batches wait at, the first in the model's order is served first, so those that are behind (a
-skipped block, a loop) catch up.
+Batches take turns, one at a time, in their order. Of all targets that batches wait at, the first in
+the model's order is served first, so those that are behind (a skipped block, a loop) catch up.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-from collections import deque
+import os
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from greenlet import getcurrent
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.utils import stateless
 
 from flex_model import _C
 from flex_model.hooks.batches import BatchRun, BatchRuns
-from flex_model.sequential.interrupts import deferred
-from flex_model.sequential.suspension import SuspendedCall, Threads
+from flex_model.sequential.interrupts import Deferral, NoDeferral, deferrable
+from flex_model.sequential.suspension import SuspendedCall
 from flex_model.sequential.targets import Target
-from flex_model.sequential.thread_state import CallerState, ProcessState
+from flex_model.sequential.thread_state import ProcessState, ThreadState
 
 
 class Loader(Protocol):
@@ -57,7 +59,8 @@ class Batch:
         inputs: What that target was called with.
         path: The targets that it is inside of, outermost first.
         hooks: What the hook core keeps of it; None without hooks.
-        turn: What is undone when its turn is over.
+        process: What the process was like when its last turn ended.
+        num_replacing: How many calls of ``functional_call`` it is inside of.
     """
 
     call: SuspendedCall
@@ -73,7 +76,7 @@ class Batch:
         self.path: list[Target] = []
         self.begins_with = self.process = process
         self.put_away: Any = None
-        self.turn = contextlib.ExitStack()
+        self.num_replacing = 0
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class Reports:
 
     deliver: Callable[[Batch], None]
     on_target_end: Callable[[str, list[int]], Any] | None
-    on_step: Callable[[], None]
+    on_step: Callable[[], None] | None
     on_window: Callable[[], None]
 
 
@@ -117,15 +120,24 @@ class Engine:
         self._num_steps = max(target.step for target in targets) + 1
         self._hooks, self._loader, self._keeper = hooks, loader, keeper
         self._reports = reports
-        self._threads = Threads()
         self._cuda_device = cuda_device
+        self._deferral: Deferral | NoDeferral = NoDeferral()
+        self._ends_matter = loader is not None or reports.on_target_end is not None
+        self._ended_from: ThreadState | None = None
+        self._away = contextlib.ExitStack()
+        self._is_away = False
         self._current: Batch | None = None
-        self._latest: Batch | None = None
-        self._following: deque[Batch] = deque()  # whose turns are next, in this step
         self._step: int | None = None
         self._left: dict[Target, set[int]] = {}
+        self._are_several = False
+        self._changes_thread = False
+        self._safe_depths: set[int] = set()  # of calls that could be stopped
         self._followers: dict[int, int] = {}  # the step that came after a step, as last seen
         self.has_drawn = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
+        """For copies of the model that are made meanwhile: its hooks are copied with it."""
+        return self
 
     def run(
         self,
@@ -137,14 +149,16 @@ class Engine:
         """Run ``call(batch)`` for all of them, numbered from ``first``. An exception of a batch has
         its ``batch_index``.
         """
-        source = iter(batches)
-        caller = CallerState()
+        self._caller = ThreadState.now()
+        source = self._drawn(iter(batches))
         begins_with = ProcessState.now(self._cuda_device)
         with self._suspending():
             following = list(itertools.islice(source, window))
             while following:
+                self._caller = self._ended_from or ThreadState.now()
+                self._are_several = len(following) > 1
                 window_batches = [
-                    self._made(first + i, batch, call, caller, begins_with)
+                    self._made(first + i, batch, call, begins_with)
                     for i, batch in enumerate(following)
                 ]
                 first += len(following)
@@ -154,17 +168,33 @@ class Engine:
                 except Exception as error:  # it is not this window's
                     failure, following = error, []
                 self._run_window(window_batches, bool(following))
-                self._reports.on_window()
+                if not self.has_drawn:
+                    states = [(batch.begins_with, batch.process) for batch in window_batches]
+                    self.has_drawn = ProcessState.differ(states)
+                with self._deferral.released():
+                    self._reports.on_window()
                 if failure is not None:
                     raise failure
                 following += itertools.islice(source, window - 1 if window else 0)
+
+    def _drawn(self, batches: Iterator[Any]) -> Iterator[Any]:
+        end, before = object(), self._caller
+        while True:
+            if not before.is_now:
+                before = ThreadState.now()
+            with self._deferral.released():
+                batch = next(batches, end)
+            if batch is end:
+                if not before.is_now:  # a generator's contexts, which its batches are run in
+                    self._ended_from = before
+                return
+            yield batch
 
     def _made(
         self,
         index: int,
         arguments: Any,
         call: Callable[[Any], Any],
-        caller: CallerState,
         begins_with: ProcessState,
     ) -> Batch:
         hooks = None if self._hooks is None else self._hooks.made()
@@ -176,53 +206,64 @@ class Engine:
                 return call(arguments)
 
         batch = Batch(index, arguments, hooks, begins_with.of_batch(index))
-        following = functools.partial(self._turn_ends, batch)
-        batch.call = SuspendedCall(function, caller, self._threads, following)
+        batch.call = SuspendedCall(function, self._caller, self._deferral)
         return batch
 
     def _run_window(self, batches: list[Batch], is_followed: bool) -> None:
         todo = list(batches)
         try:
-            with self._callers_state_kept():
-                for batch in batches:
-                    batch.call.start()
-                self._go_on(batches)
+            self._go_on(batches)
             self._deliver_done(todo)
             while waiting := [batch for batch in todo if batch.waits_at is not None]:
                 self._take_step(waiting, is_followed)
                 self._deliver_done(todo)
-        except BaseException:
-            with deferred():
-                self._abandon(todo)
+        except BaseException as error:
+            self._abandon(todo)
+            if not isinstance(error, Exception):
+                # Ctrl-C may have come at the first line of a context's end. Torch's guards in it,
+                # which end with its frame, would bring back the batch's state, some time later.
+                traceback.clear_frames(error.__traceback__)
+                self._caller.restore()
             raise
+        finally:
+            self._return_to_caller()
 
     def _deliver_done(self, todo: list[Batch]) -> None:
         while todo and todo[0].call.is_done:
-            self._reports.deliver(todo.pop(0))
+            self._return_to_caller()
+            with self._deferral.released():
+                self._reports.deliver(todo.pop(0))
 
     def _take_step(self, waiting: list[Batch], is_followed: bool) -> None:
         """Let all that wait at the first target go on, beyond the targets of its step."""
-        step = min(batch.waits_at.step for batch in waiting if batch.waits_at)
-        going = [batch for batch in waiting if batch.waits_at and batch.waits_at.step == step]
+        steps = [batch.waits_at.step for batch in waiting if batch.waits_at]
+        step = min(steps)
+        going = [batch for batch, its in zip(waiting, steps) if its == step]
         self._step = step
         try:
             if self._loader is not None:
+                self._return_to_caller()
                 entered = {target.step for batch in waiting for target in batch.path[:-1]}
-                self._loader.acquire(entered | {step})
                 others = [batch for batch in waiting if batch not in going]
-                self._loader.read_ahead(self._steps_after(step, others, is_followed))
-            with self._callers_state_kept():
-                self._go_on(going)
+                ahead = self._steps_after(step, others, is_followed)
+                with self._deferral.released():
+                    self._loader.acquire(entered | {step})
+                    self._loader.read_ahead(ahead)
+            self._go_on(going)
         finally:
             self._step = None
-        for batch in going:
-            if batch.waits_at is not None:
-                self._followers[step] = batch.waits_at.step
-        left, self._left = self._left, {}
-        for target, indices in left.items():  # the inner ones first
-            if self._reports.on_target_end is not None:
-                self._reports.on_target_end(target.name, sorted(indices))
-        self._reports.on_step()
+        if self._loader is not None:
+            for batch in going:
+                if batch.waits_at is not None:
+                    self._followers[step] = batch.waits_at.step
+        if self._reports.on_target_end is not None:
+            left, self._left = self._left, {}
+            self._return_to_caller()
+            for target, indices in left.items():  # the inner ones first
+                with self._deferral.released():
+                    self._reports.on_target_end(target.name, sorted(indices))
+        if self._reports.on_step is not None:
+            self._reports.on_step()
 
     def _steps_after(self, step: int, others: list[Batch], is_followed: bool) -> list[int]:
         """The steps that will probably be next: those seen to follow, or that others wait at."""
@@ -245,133 +286,183 @@ class Engine:
         """Let them go on, one after the other, each until it waits at a target of another step or
         is done.
         """
-        if self._keeper is None:
-            self._take_turns(batches)
-            return
-        for batch in batches:  # what it does takes longer than a turn's way through this thread
-            self._keeper.bring_back(batch)
-            self._take_turns([batch])
-            if batch.waits_at is not None:
+        self._leave_caller()
+        for batch in batches:
+            if self._keeper is not None:
+                self._keeper.bring_back(batch)
+            self._take_turn(batch, batch.call.resume)
+            if self._keeper is not None and batch.waits_at is not None:
                 self._keeper.put_away(batch)
 
-    def _take_turns(self, batches: list[Batch]) -> None:
-        self._following.extend(batches)
-        interruption: BaseException | None = None
+    def _take_turn(self, batch: Batch, go_on: Callable[[], None]) -> None:
+        """Have it ``go_on``: meanwhile all is as the batch left it."""
         try:
-            self._begin_turn(self._following.popleft()).resume()
+            batch.waits_at = batch.inputs = None
+            batch.process.restore()
+            self._current = batch
+            if self._hooks is not None and batch.hooks is not None:
+                self._hooks.resume(batch.hooks)
+            go_on()
         except BaseException as error:
-            interruption = error
-        finally:
-            self._following.clear()
-            if self._current is not None:  # interrupted before it went on
-                self._end_turn(self._current)
-        failed = next((batch for batch in batches if batch.call.error is not None), self._latest)
-        assert failed is not None
-        raised, failed.call.error = failed.call.error or interruption, None
-        # The one that the caller's handler made, rather than its copy in the thread.
-        raised = interruption if type(interruption) is type(raised) else raised
-        if raised is not None:
             with contextlib.suppress(AttributeError):
-                raised.batch_index = failed.index  # type: ignore[attr-defined]
-            raise raised
-        for batch in batches:
-            if batch.call.is_done:
-                batch.call.give_back_thread()
-
-    def _turn_ends(self, batch: Batch) -> SuspendedCall | None:
-        """Called in a batch's thread where it stops or is done: whose turn is next."""
-        if self._current is batch:
-            self._end_turn(batch)
-        if self._threads.turns.is_interrupted or batch.call.error or not self._following:
-            return None
-        return self._begin_turn(self._following.popleft())
-
-    def _begin_turn(self, batch: Batch) -> SuspendedCall:
-        """All is as the batch left it."""
-        batch.waits_at = batch.inputs = None
-        batch.process.restore()
-        self._current = self._latest = batch
-        if self._hooks is not None and batch.hooks is not None:
-            batch.turn.enter_context(self._hooks.goes_on(batch.hooks))
-        return batch.call
-
-    def _end_turn(self, batch: Batch) -> None:
-        try:
-            batch.turn.close()
+                error.batch_index = batch.index  # type: ignore[attr-defined]
+            raise
         finally:
+            if self._hooks is not None and batch.hooks is not None:
+                self._hooks.suspend(batch.hooks)
             self._current = None
             batch.process = ProcessState.now(self._cuda_device)
+            self._changes_thread |= batch.call.has_changed_thread
             if batch.call.is_done:
-                self.has_drawn |= batch.process.has_drawn_since(batch.begins_with)
+                self._caller.restore()
+                if self._changes_thread and not self._caller.has_autocast:
+                    torch.clear_autocast_cache()  # as the end of the last autocast would
 
-    @contextlib.contextmanager
-    def _callers_state_kept(self) -> Iterator[None]:
-        before = ProcessState.now(self._cuda_device)
-        try:
-            yield
-        finally:
-            before.restore()
+    def _leave_caller(self) -> None:
+        """The thread is as it was when the window began, until ``_return_to_caller``, before any
+        code of the user's but the batches' own.
+        """
+        if not self._is_away:
+            self._is_away = True
+            if self._hooks is not None:
+                self._hooks.caller_went_on()
+            self._away.callback(ProcessState.now(self._cuda_device).restore)
+            self._away.enter_context(self._caller.during())
+
+    def _return_to_caller(self) -> None:
+        if self._is_away:
+            self._is_away = False
+            self._away.close()
 
     def _abandon(self, batches: list[Batch]) -> None:
         """End all that are under way; the last begun first, as they would be in one stack."""
         for batch in reversed(batches):
             while not batch.call.is_done:
-                try:
-                    with self._callers_state_kept():
-                        self._begin_turn(batch).abandon()
-                except BaseException:  # a second Ctrl-C: the first one is raised, after all ended
-                    continue
-                finally:
-                    if self._current is not None:
-                        self._end_turn(self._current)
+                # What it raises on its way out is nobody's: the first error is raised.
+                with contextlib.suppress(BaseException):
+                    self._leave_caller()
+                    self._take_turn(batch, batch.call.abandon)
 
     # What torch's hooks call.
 
     @contextlib.contextmanager
     def _suspending(self) -> Iterator[None]:
+        """Inside, batches can wait, and Ctrl-C does where no code of the user's is run."""
         handles = []
-        try:
-            with deferred():
+        with deferrable() as self._deferral, self._deferral.held(), self._replacing_noted():
+            try:
                 for module in self._targets:
                     enter = module.register_forward_pre_hook(
                         self._enter, prepend=True, with_kwargs=True
                     )
-                    leave = module.register_forward_hook(self._leave, always_call=True)
-                    handles += [enter, leave]
-            yield
-        finally:
-            with deferred():
+                    handles.append(enter)
+                    if self._ends_matter:
+                        leave = module.register_forward_hook(self._leave, always_call=True)
+                        handles.append(leave)
+                yield
+            finally:
                 for handle in handles:
                     handle.remove()
-                self._threads.close()
 
-    def _is_outside(self, module: nn.Module) -> bool:
-        """Not the run's business: a copy, another thread, a recomputation in backward."""
+    @contextlib.contextmanager
+    def _replacing_noted(self) -> Iterator[None]:
+        """Inside, it is noted when a batch runs with other parameters (``functional_call``), of
+        which torch tells nobody.
+        """
+        replace = stateless._reparametrize_module
+
+        @contextlib.contextmanager
+        def noted(*args: Any, **kwargs: Any) -> Iterator[None]:
+            batch = self._current
+            with replace(*args, **kwargs):
+                if batch is None or getcurrent() is not batch.call.greenlet:
+                    yield
+                    return
+                batch.num_replacing += 1
+                try:
+                    yield
+                finally:
+                    batch.num_replacing -= 1
+
+        stateless._reparametrize_module = noted
+        try:
+            yield
+        finally:
+            stateless._reparametrize_module = replace
+
+    def _is_outside(self, batch: Batch) -> bool:
+        """Not the run's business: another thread, a recomputation in backward, an editing
+        function's own computation.
+        """
         return (
-            self._current is None
-            or module not in self._targets
-            or not self._current.call.is_here
+            getcurrent() is not batch.call.greenlet
             or torch._C._current_graph_task_id() != -1
+            or (self._hooks is not None and self._hooks.channel.edit_of != "")
         )
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._is_outside(module):
+        batch, target = self._current, self._targets.get(module)
+        if batch is None or target is None or self._is_outside(batch):
+            if self._loader is not None:
+                self._check_is_loaded(target)
             return
-        batch, target = self._current, self._targets[module]
-        assert batch is not None
-        batch.path.append(target)
+        if self._ends_matter:
+            batch.path.append(target)
         if target.step == self._step:
             return  # of one step with the target before, or that one again: its weights are there
+        if batch.num_replacing or forward_ad._current_level >= 0:
+            self._check_shares_nothing(batch, target)
+        depth = batch.call.depth()
+        if depth not in self._safe_depths:
+            self._check_can_stop(batch, target)
+            self._safe_depths.add(depth)
         batch.waits_at, batch.inputs = target, (args, kwargs)
         batch.call.stop()
 
+    def _check_is_loaded(self, target: Target | None) -> None:
+        if target is None or target.step == self._step:
+            return
+        if self._hooks is not None and self._hooks.channel.edit_of:
+            raise RuntimeError(
+                f"sequential.run: an editing function calls the target {target.name!r}, whose "
+                "weights are not there now; compute with HookFunction(parameters=[...]), whose "
+                "weights are kept, or with modules of register_trainable_module"
+            )
+        raise RuntimeError(
+            f"sequential.run: the target {target.name!r}, whose weights are not there now, is "
+            "called where no batch can wait for them: in another thread, in a backward, in a run "
+            "inside the run or in a callback of the run; call it in the batch's own forward"
+        )
+
+    def _check_shares_nothing(self, batch: Batch, target: Target) -> None:
+        shared = ""
+        if batch.num_replacing:
+            shared = "with functional_call, whose parameters for the model"
+        elif forward_ad._current_level != self._caller.dual_level:
+            shared = "in forward-mode differentiation, whose tangents"
+        if shared and self._are_several:
+            raise RuntimeError(
+                f"sequential.run: the target {target.name!r} is called {shared} are one for the "
+                "whole process: other batches would change them; run one batch at a time, window=1"
+            )
+
+    def _check_can_stop(self, batch: Batch, target: Target) -> None:
+        hinderer = batch.call.hinderer
+        if hinderer:
+            raise RuntimeError(
+                f"sequential.run: the target {target.name!r} is called by way of compiled code, a "
+                f"function of {os.path.basename(hinderer)} (an operator of torch.library, say), "
+                "inside of which a batch can't wait; choose a target that holds that call, "
+                "targets=[...]"
+            )
+
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self._is_outside(module):
+        batch, target = self._current, self._targets.get(module)
+        if batch is None or target is None or self._is_outside(batch):  # a copy, say
             return None
-        batch, target = self._current, self._targets[module]
-        assert batch is not None
         batch.path.pop()
-        self._left.setdefault(target, set()).add(batch.index)
+        if self._reports.on_target_end is not None:
+            self._left.setdefault(target, set()).add(batch.index)
         return self._owned(output) if self._loader is not None else None
 
     def _owned(self, output: Any) -> Any:

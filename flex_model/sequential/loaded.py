@@ -77,8 +77,9 @@ def weights_of_hooks(core: HookCore) -> list[str]:
 
 def device_of(module: nn.Module, device: str | torch.device | None) -> torch.device:
     if device is None:
-        own = next((t.device for t in _tensors_of(module) if not t.is_meta), None)
-        if any(t.is_meta for t in _tensors_of(module)) and (own is None or own.type == "cpu"):
+        devices = dict.fromkeys(tensor.device for tensor in _tensors_of(module))
+        own = next((one for one in devices if one.type != "meta"), None)
+        if own is not None and own.type == "cpu" and torch.device("meta") in devices:
             own = None
         device = own or ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(device)
@@ -88,8 +89,11 @@ def device_of(module: nn.Module, device: str | torch.device | None) -> torch.dev
 
 
 def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
+    """Shared ones several times."""
+    for part in module.modules():
+        for tensor in (*part._parameters.values(), *part._buffers.values()):
+            if tensor is not None:
+                yield tensor
 
 
 def needs_loading(
@@ -100,8 +104,9 @@ def needs_loading(
     """
     if device is not None:
         return any(tensor.device != place for tensor in _tensors_of(module))
-    is_dispatched = any(hasattr(part, "_hf_hook") for part in module.modules())
-    return not is_dispatched and any(tensor.is_meta for tensor in _tensors_of(module))
+    return any(tensor.is_meta for tensor in _tensors_of(module)) and not any(
+        hasattr(part, "_hf_hook") for part in module.modules()
+    )
 
 
 def moved(batch: Any, place: torch.device) -> Any:

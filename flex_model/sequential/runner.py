@@ -115,7 +115,7 @@ def run(
 
     Random numbers: the first batch begins with the caller's random state, the others each with
     one of their own that follows from it, the same for every window. Random edits draw what they
-    draw in a plain loop.
+    draw in a plain loop, if those of every batch draw: the next batch begins before that is known.
 
     Not equal to a loop: forwards that depend on the batches before (BatchNorm in training, a state
     kept in the model).
@@ -135,6 +135,8 @@ def run(
     store = checks.store_of(store, core)
     found = choosing.choose(module, targets, targets_per_step)
     checks.check_not_compiled(module, found)
+    if window != 1:
+        checks.check_no_other_hooks(module, found, core)
     result = RunResult()
     with Cleanup() as stack:
         place = device_of(module, device)
@@ -190,7 +192,7 @@ def run(
             hooks,
             loader,
             keeper,
-            Reports(deliver, on_target_end, bar.step, end_of_window),
+            Reports(deliver, on_target_end, bar.step if is_shown else None, end_of_window),
             place.index if place.type == "cuda" else None,
         )
         engine.run(batches, window, forward, first=0 if records is None else records.num_done)

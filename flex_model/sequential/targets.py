@@ -90,25 +90,20 @@ def _automatic(model: nn.Module) -> Iterable[nn.Module]:
     """What the model itself says must not be split, else the largest list of modules. The
     outermost ones: a block rather than the blocks in it.
     """
+    modules = list(model.modules())
     stated = {
-        kind
-        for module in model.modules()
-        for kind in (getattr(module, "_no_split_modules", None) or ())
+        kind for module in modules for kind in (getattr(module, "_no_split_modules", None) or ())
     }
-    found = [m for m in model.modules() if type(m).__name__ in stated and m is not model]
+    found = [m for m in modules if type(m).__name__ in stated and m is not model]
     if found:
         inner = {child for m in found for child in m.modules() if child is not m}
-        blocks = _in_lists(model)
+        lists = [m for m in modules if isinstance(m, (nn.ModuleList, nn.Sequential))]
+        blocks = {child for one in lists for child in one}
         # An embedding may be stated too: it isn't one of many, and is left with the rest.
         outer = [m for m in found if m not in inner]
         return [m for m in outer if m in blocks] or outer
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    lists = [m for m in modules if isinstance(m, nn.ModuleList) and len(m)]
     return max(lists, key=len, default=nn.ModuleList())
-
-
-def _in_lists(model: nn.Module) -> set[nn.Module]:
-    lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
-    return {child for one in lists for child in one}
 
 
 # Names and arguments of the traced helpers.

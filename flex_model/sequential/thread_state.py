@@ -1,64 +1,292 @@
-"""What torch keeps per thread or per process, taken from the caller to each batch and back."""
+"""What torch keeps per thread or per process: each batch has its own, by exchange."""
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
-import torch.overrides
-from torch.utils import _python_dispatch
+from torch._C import _autograd, _functorch
+from torch._C._dynamo import eval_frame
+from torch.autograd import forward_ad
+from torch.utils import _device
+
+from flex_model.sequential.interrupts import deferred
+
+_ATTENTION = (
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+)
+
+_ASKED: tuple[Callable[[], Any], ...] = (
+    torch._C.is_grad_enabled,
+    torch._C.is_inference_mode_enabled,
+    torch._C._is_fwd_grad_enabled,
+    torch._C._is_multithreading_enabled,
+    torch._C._is_view_replay_enabled,
+    *(is_enabled for is_enabled, _ in _ATTENTION),
+    torch._C._len_torch_function_stack,
+    torch._C._len_torch_dispatch_stack,
+    torch._C._is_torch_function_enabled,
+    torch._C._is_any_autocast_enabled,
+    functools.partial(torch.get_autocast_dtype, "cpu"),
+    functools.partial(torch.get_autocast_dtype, "cuda"),
+    torch.is_autocast_cache_enabled,
+    eval_frame.get_eval_frame_callback,
+    _functorch.get_dynamic_layer_stack_depth,
+    functools.partial(_autograd._top_saved_tensors_default_hooks, True),
+    _autograd._saved_tensors_hooks_get_disabled_error_message,
+    torch._C._get_dtensor_allow_implicit_replication,
+)
 
 
-class CallerState:
-    """The caller's grad mode, inference mode, autocast, modes, default device, saved-tensor hooks,
-    CUDA device and stream, and context variables, for another thread to begin with.
+class ThreadState(NamedTuple):
+    """What torch keeps per thread, at one moment.
+
+    Attributes:
+        functions, dispatches: The stacks of ``TorchFunctionMode`` and ``TorchDispatchMode``.
+        function_state: Whether ``__torch_function__`` is called at all.
+        transforms: How many transforms of ``torch.func`` are going on.
+        saved_hooks: The innermost hooks for saved tensors; those around them aren't told.
+        saved_refusal: Why such hooks are forbidden; None: they aren't.
+        compiler: What ``torch.compile`` has called for each Python frame.
+        default_device, device_context: Of ``torch.set_default_device`` and ``with torch.device``.
+        replicates: Whether DTensors take plain tensors as replicated ones.
+        has_autocast, autocast_cpu, autocast_cuda: Whether it is on anywhere (keys tell where), and
+            its dtypes.
+        autocast_keeps: Whether it keeps what it has cast.
+        cuda: Device and stream; None where CUDA is not used.
+        has_inference, has_grad, has_forward_grad: Modes of autograd.
+        has_threads, replays_views: Whether backward may use threads of its own, and computes views
+            once more.
+        attention: Which kernels of attention may be used, and which are tried first; one for the
+            process.
+        dual_level: Of forward-mode differentiation; one for the process, and not exchanged.
+        answers: Those of functions that show at little cost whether anything has changed.
+        included, excluded: Keys of torch's dispatcher.
     """
 
-    def __init__(self) -> None:
-        self._grad = torch.is_grad_enabled()
-        self._inference = torch.is_inference_mode_enabled()
-        self._autocast_cache = torch.is_autocast_cache_enabled()
-        has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-        self._stream = torch.cuda.current_stream() if has_cuda else None
-        self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in ("cpu", "cuda")
-        ]
-        self._saved_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        self._function_modes = torch.overrides._get_current_function_mode_stack()
-        self._dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack()
-        self._num_threads = torch.get_num_threads()
-        self.context = contextvars.copy_context()
+    functions: tuple[Any, ...]
+    dispatches: tuple[Any, ...]
+    function_state: Any
+    transforms: int
+    saved_hooks: tuple[Any, Any] | None
+    saved_refusal: str | None
+    compiler: Any
+    default_device: Any
+    device_context: Any
+    replicates: bool
+    has_autocast: bool
+    autocast_cpu: torch.dtype
+    autocast_cuda: torch.dtype
+    autocast_keeps: bool
+    cuda: tuple[int, dict[str, int]] | None
+    has_inference: bool
+    has_grad: bool
+    has_forward_grad: bool
+    has_threads: bool
+    replays_views: bool
+    attention: tuple[tuple[bool, ...], list[int]]
+    dual_level: int
+    answers: list[Any]
+    included: torch._C.DispatchKeySet
+    excluded: torch._C.DispatchKeySet
+
+    @staticmethod
+    def now() -> ThreadState:
+        c: Any = torch._C
+        return ThreadState(
+            _FUNCTION_MODES.now(),
+            _DISPATCH_MODES.now(),
+            c._get_torch_function_state(),
+            _functorch.get_dynamic_layer_stack_depth(),
+            _autograd._top_saved_tensors_default_hooks(True),
+            _autograd._saved_tensors_hooks_get_disabled_error_message(),
+            eval_frame.get_eval_frame_callback(),
+            _device.CURRENT_DEVICE,
+            getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None),
+            c._get_dtensor_allow_implicit_replication(),
+            c._is_any_autocast_enabled(),
+            c.get_autocast_dtype("cpu"),
+            c.get_autocast_dtype("cuda"),
+            c.is_autocast_cache_enabled(),
+            _cuda_now() if torch.cuda.is_initialized() else None,
+            c.is_inference_mode_enabled(),
+            c.is_grad_enabled(),
+            c._is_fwd_grad_enabled(),
+            c._is_multithreading_enabled(),
+            c._is_view_replay_enabled(),
+            (tuple(is_enabled() for is_enabled, _ in _ATTENTION), c._get_sdp_priority_order()),
+            forward_ad._current_level,
+            [ask() for ask in _ASKED],
+            c._dispatch_tls_local_include_set(),
+            c._dispatch_tls_local_exclude_set(),
+        )
+
+    @property
+    def is_now(self) -> bool:
+        """Whether the thread is like this, as far as public functions can have changed it. Asked at
+        every turn, of functions that cost little.
+        """
+        if [ask() for ask in _ASKED] != self.answers:
+            return False
+        has_details = self.functions or self.dispatches or self.has_autocast or self.cuda
+        return not has_details or (
+            _FUNCTION_MODES.now() == self.functions
+            and _DISPATCH_MODES.now() == self.dispatches
+            and torch._C._dispatch_tls_local_exclude_set() == self.excluded
+            and (self.cuda is None or _cuda_now() == self.cuda)
+        )
 
     @contextlib.contextmanager
-    def entered(self):
-        """Inside, this thread is as the caller's was."""
-        with contextlib.ExitStack() as stack:
-            if torch.get_num_threads() != self._num_threads:
-                torch.set_num_threads(self._num_threads)
-            if self._stream is not None:
-                stack.enter_context(torch.cuda.stream(self._stream))
-            if self._inference:
-                stack.enter_context(torch.inference_mode())
-            stack.enter_context(torch.set_grad_enabled(self._grad))
-            for kind, is_enabled, dtype in self._autocast:
-                if is_enabled:
-                    stack.enter_context(
-                        torch.autocast(kind, dtype, cache_enabled=self._autocast_cache)
-                    )
-            if self._saved_hooks is not None:
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saved_hooks))
-            for pushed, push, pop in (
-                (self._function_modes, torch.overrides._push_mode, torch.overrides._pop_mode),
-                (self._dispatch_modes, _python_dispatch._push_mode, _python_dispatch._pop_mode),
-            ):
-                for mode in pushed:  # pushed, not entered: the caller's thread has entered them
-                    push(mode)
-                    stack.callback(pop)
+    def during(self) -> Iterator[None]:
+        """Inside, the thread is as it was at this moment; afterwards, as it is now."""
+        if self.is_now:
             yield
+            return
+        undo = contextlib.ExitStack()
+        try:
+            with deferred():
+                self._take_the_place_of(ThreadState.now(), undo)
+            yield
+        finally:
+            with deferred():
+                undo.close()
+
+    def restore(self) -> None:
+        """Set what a call has left otherwise. What its context managers have entered is for them to
+        leave, which they may not have done where Ctrl-C came at the first line of their end.
+        """
+        if not self.is_now:
+            with deferred():
+                _FUNCTION_MODES.set(self.functions)
+                _DISPATCH_MODES.set(self.dispatches)
+                if torch.is_inference_mode_enabled() != self.has_inference:
+                    # It would bring back, at its end, what there is now.
+                    _never_ending.append(torch._C._InferenceMode(self.has_inference))
+                    _never_ending[-1].__enter__()
+                self._set_values()
+
+    def _take_the_place_of(self, found: ThreadState, undo: contextlib.ExitStack) -> None:
+        """Args:
+        undo: What makes it as it was found; its last step sets values.
+        """
+        undo.callback(found._set_values)
+        if found._autocast != self._autocast:
+            # Casts are found by the weight alone: another batch may have another dtype, or no
+            # gradients, and the gradients of all would be summed in the low precision.
+            torch.clear_autocast_cache()
+            undo.callback(torch.clear_autocast_cache)
+        _autograd._saved_tensors_hooks_enable()
+        self._leave_transforms(found, undo)
+        for modes, theirs, mine in (
+            (_FUNCTION_MODES, found.functions, self.functions),
+            (_DISPATCH_MODES, found.dispatches, self.dispatches),
+        ):
+            if theirs != mine:
+                undo.callback(modes.set, theirs)
+                modes.set(mine)
+        while _autograd._top_saved_tensors_default_hooks(True) not in (None, self.saved_hooks):
+            hooks = _autograd._top_saved_tensors_default_hooks(True)
+            _autograd._pop_saved_tensors_default_hooks()
+            undo.callback(_autograd._push_saved_tensors_default_hooks, *hooks)
+            undo.callback(_autograd._saved_tensors_hooks_enable)
+        if found.has_inference != self.has_inference:
+            # A guard's end brings back what was there when it was made.
+            undo.enter_context(torch._C._InferenceMode(self.has_inference))
+        self._set_values()
+        undo.enter_context(torch._C._ForceDispatchKeyGuard(self.included, self.excluded))
+
+    def _leave_transforms(self, found: ThreadState, undo: contextlib.ExitStack) -> None:
+        if found.transforms < self.transforms:
+            raise RuntimeError(
+                "sequential.run: a target is called where torch.func has set a transform aside "
+                "that the run is inside of; such a call can't be suspended"
+            )
+        for _ in range(found.transforms - self.transforms):
+            layer = _functorch.pop_dynamic_layer_stack()
+            undo.callback(_functorch.push_dynamic_layer_stack, layer)
+
+    @property
+    def _autocast(self) -> tuple[Any, ...]:
+        return self.has_autocast, self.autocast_cpu, self.autocast_cuda
+
+    def _set_values(self) -> None:
+        c: Any = torch._C
+        c._set_torch_function_state(self.function_state)
+        if self.saved_refusal is None:
+            _autograd._saved_tensors_hooks_enable()
+        else:
+            _autograd._saved_tensors_hooks_disable(self.saved_refusal, False)
+        eval_frame.set_eval_frame(self.compiler)
+        _device.CURRENT_DEVICE = self.default_device
+        torch._GLOBAL_DEVICE_CONTEXT.device_context = self.device_context
+        c._set_dtensor_allow_implicit_replication(self.replicates)
+        for kind, dtype, key in (
+            ("cpu", self.autocast_cpu, c.DispatchKey.AutocastCPU),
+            ("cuda", self.autocast_cuda, c.DispatchKey.AutocastCUDA),
+        ):
+            torch.set_autocast_dtype(kind, dtype)
+            torch.set_autocast_enabled(kind, not self.excluded.has(key))
+        torch.set_autocast_cache_enabled(self.autocast_keeps)
+        if self.cuda is not None:
+            torch.cuda.set_device(self.cuda[0])
+            c._cuda_setStream(**self.cuda[1])
+        c._set_grad_enabled(self.has_grad)
+        c._set_fwd_grad_enabled(self.has_forward_grad)
+        c._set_multithreading_enabled(self.has_threads)
+        c._set_view_replay_enabled(self.replays_views)
+        kernels, order = self.attention
+        for (_, enable), is_enabled in zip(_ATTENTION, kernels):
+            enable(is_enabled)
+        c._set_sdp_priority_order(order)
+
+
+_never_ending: list[Any] = []
+
+
+class _Modes(NamedTuple):
+    """One of torch's stacks of modes, which are pushed here, not entered: what entered them leaves
+    them.
+    """
+
+    size: Callable[[], int]
+    at: Callable[[int], Any]
+    pop: Callable[[], Any]
+    push: Callable[[Any], None]
+
+    def now(self) -> tuple[Any, ...]:
+        return tuple(map(self.at, range(self.size())))
+
+    def set(self, modes: tuple[Any, ...]) -> None:
+        for _ in range(self.size()):
+            self.pop()
+        for mode in modes:
+            self.push(mode)
+
+
+_FUNCTION_MODES = _Modes(
+    torch._C._len_torch_function_stack,
+    torch._C._get_function_stack_at,
+    torch._C._pop_torch_function_stack,
+    torch._C._push_on_torch_function_stack,
+)
+_DISPATCH_MODES = _Modes(
+    torch._C._len_torch_dispatch_stack,
+    torch._C._get_dispatch_stack_at,
+    functools.partial(torch._C._pop_torch_dispatch_stack, None),  # whatever its kind
+    torch._C._push_on_torch_dispatch_stack,
+)
+
+
+def _cuda_now() -> tuple[int, dict[str, int]]:
+    stream = torch.cuda.current_stream()
+    names = ("stream_id", "device_index", "device_type")
+    return stream.device_index, {name: getattr(stream, name) for name in names}
 
 
 class ProcessState:
@@ -109,9 +337,12 @@ class ProcessState:
             generator.set_state(before)
         return ProcessState(self.default_dtype, made[0][1], tuple(made[1:]))
 
-    def has_drawn_since(self, before: ProcessState) -> bool:
-        """Whether random numbers were drawn between the two."""
-        pairs = zip(self.cuda_generators, before.cuda_generators)
-        return not torch.equal(self.generator, before.generator) or any(
-            not torch.equal(mine[1], theirs[1]) for mine, theirs in pairs
+    @staticmethod
+    def differ(pairs: Sequence[tuple[ProcessState, ProcessState]]) -> bool:
+        """Whether random numbers were drawn between the two of any pair."""
+        first, second = (torch.stack([pair[i].generator for pair in pairs]) for i in (0, 1))
+        return not torch.equal(first, second) or any(
+            not torch.equal(before[1], after[1])
+            for one, other in pairs
+            for before, after in zip(one.cuda_generators, other.cuda_generators)
         )

@@ -1,5 +1,6 @@
 """Hooks in sequential runs: as in one forward after the other."""
 
+import contextlib
 from argparse import Namespace
 
 import families
@@ -9,7 +10,7 @@ from test_engine import BATCHES, Stack, assert_nothing_left, halve
 from torch import nn
 from torch.testing import assert_close
 
-from flex_model import FlexModel, HookFunction, sequential
+from flex_model import FlexModel, HookError, HookFunction, sequential
 
 
 def hook(name, edit=None, **settings):
@@ -121,6 +122,73 @@ def test_a_choice_inside_a_batch_is_its_own():
             assert torch.equal(output, call(flex, batch))
 
 
+def test_choices_with_hooks_before_a_target():
+    """The hooks of a module change while a batch waits to enter it."""
+    flex = FlexModel(Stack(3), {})
+    flex.register_forward_pre_hook(one := hook("blocks.1", halve))
+    flex.register_full_backward_hook(two := hook("blocks.1", halve, output_name="grad"))
+    flex.update_hook_groups(one, "one")
+    flex.update_hook_groups(two, "two")
+
+    def call(model, batch):
+        return model(model(batch, groups=("one", "two", ())[len(batch) % 3]))
+
+    gradients = []
+    for run in (sequential.run, lambda model, batches, call: [call(model, b) for b in batches]):
+        with flex.active() if run is not sequential.run else contextlib.nullcontext():
+            outputs = run(flex, BATCHES, call=call)
+        flex.zero_grad()
+        for output in outputs:
+            output.square().sum().backward()
+        gradients.append([p.grad for p in flex.module.parameters()])
+        gradients[-1] += outputs
+    for one, other in zip(*gradients):
+        assert_close(one, other)
+
+
+def test_a_hook_that_removes_itself():
+    flex = FlexModel(Stack(3))
+
+    def once(module, x, save_ctx, modules):
+        handle.remove()
+        return x * 2
+
+    outputs = []
+    for run in (sequential.run, lambda model, batches: [model(batch) for batch in batches]):
+        handle = flex.register_forward_pre_hook(hook("blocks.1", once))
+        outputs.append(run(flex, BATCHES))
+    for one, other in zip(*outputs):
+        assert torch.equal(one, other)
+
+
+def test_hooks_that_change_where_a_batch_waits_are_refused():
+    flex = FlexModel(Stack(3))
+    flex.register_forward_pre_hook(hook("blocks.1", halve))
+
+    def add(module, x, save_ctx, modules):
+        flex.register_full_backward_hook(hook("blocks.1", halve, output_name="grad"))
+
+    handle = flex.register_forward_pre_hook(hook("blocks.1", add, output_name="adds"))
+    with pytest.raises(HookError, match="were changed by one batch while another one was waiting"):
+        sequential.run(flex, BATCHES)
+    handle.remove()
+
+
+def test_an_edit_may_call_a_target():
+    def call_next(module, x, save_ctx, modules):
+        return flex.module.blocks[2](x) * 2
+
+    flex = FlexModel(Stack(3))
+    flex.register_forward_hook(hook("blocks.0", call_next))
+    outputs = sequential.run(flex, BATCHES, window=2)
+    for output, batch in zip(outputs, BATCHES):
+        assert torch.equal(output, flex(batch))
+    state = {name: value.clone() for name, value in flex.module.state_dict().items()}
+    with pytest.raises(HookError, match=r"calls the target 'blocks.2', whose weights are not"):
+        sequential.run(flex, BATCHES, weights=state, device="cpu")
+    flex.restore()
+
+
 def test_trainable_modules_and_gradients():
     def use(module, x, save_ctx, modules):
         return x + modules["probe"](x)
@@ -184,10 +252,10 @@ def test_random_edits_draw_what_they_draw_in_a_loop():
         assert torch.equal(state, torch.get_rng_state())
 
 
-def test_checkpointing_after_the_run_is_refused_where_the_batch_is_not_known():
+@pytest.mark.parametrize("backward", ["in each batch", "of each output", "of all outputs"])
+@pytest.mark.parametrize("window", [None, 2])
+def test_checkpointed_edits_are_those_of_their_batch(backward, window):
     from torch.utils.checkpoint import checkpoint
-
-    from flex_model import HookError
 
     class Checkpointed(Stack):
         def forward(self, x):
@@ -196,24 +264,57 @@ def test_checkpointing_after_the_run_is_refused_where_the_batch_is_not_known():
             return x
 
     def edit(module, x, save_ctx, modules):
-        return (x * save_ctx.factor).sin() * x
+        noise = torch.rand_like(x)
+        return (x * save_ctx.factor + noise).sin() * x
+
+    def keep(module, x, save_ctx, modules):
+        save_ctx.factor = float(len(x))
+
+    def chosen(model, batch):  # a part of each batch's run makes a choice of its own
+        return model(model(batch, groups="edit") if len(batch) % 2 else batch)
 
     def step(model, batch):
-        loss = model(batch).square().sum()
+        loss = chosen(model, batch).square().sum()
         loss.backward()
         return loss.detach()
 
+    flex = FlexModel(Checkpointed(3))
+    flex.register_forward_pre_hook(first := hook("blocks.0", keep))
+    flex.register_forward_hook(second := hook("blocks.1", edit))
+    flex.register_forward_pre_hook(hook("blocks.2", halve))
+    flex.update_hook_groups([first, second], "edit")
+    torch.manual_seed(7)
+    expected = []
+    for batch in BATCHES:
+        with flex.active():
+            expected.append(step(flex, batch))
+    gradients = [parameter.grad.clone() for parameter in flex.module.parameters()]
+    flex.zero_grad()
+    torch.manual_seed(7)
+    if backward == "in each batch":
+        losses = sequential.run(flex, BATCHES, call=step, window=window)
+    else:
+        outputs = sequential.run(flex, BATCHES, call=chosen, window=window)
+        losses = [output.square().sum() for output in outputs]
+        for loss in losses if backward == "of each output" else [sum(losses)]:
+            loss.backward()
+    assert [float(loss.detach()) for loss in losses] == [float(loss) for loss in expected]
+    for parameter, gradient in zip(flex.module.parameters(), gradients):
+        assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_a_backward_of_a_batch_that_is_not_remembered_is_refused():
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(Stack):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
     flex = FlexModel(Checkpointed(2))
-    flex.save_ctx.factor = 0.5
-    flex.register_forward_hook(hook("blocks.0", edit))
-    with pytest.raises(HookError, match="which batch it is for is not known"):
-        sum(output.sum() for output in sequential.run(flex, BATCHES)).backward()
-    flex.zero_grad()
-    losses = sequential.run(flex, BATCHES, call=step)
-    gradient = flex.module.blocks[0].weight.grad.clone()
-    flex.zero_grad()
-    assert [step(flex, batch) for batch in BATCHES] == list(losses)
-    assert_close(flex.module.blocks[0].weight.grad, gradient)
+    flex.register_forward_hook(hook("blocks.0", lambda module, x, save_ctx, modules: x.sin()))
+    outputs = sequential.run(flex, [BATCHES[0]] * 70)
+    with pytest.raises(HookError, match="not among the last 64 runs"):
+        outputs[0].sum().backward()
 
 
 def test_a_run_inside_a_run_is_refused():
@@ -228,6 +329,21 @@ def test_a_run_inside_a_run_is_refused():
     assert_nothing_left(flex.module)
     with pytest.raises(RuntimeError, match="restored"):
         sequential.run(flex, BATCHES)
+
+
+def test_hooks_of_another_wrapper_are_refused():
+    other = FlexModel(Stack(3), found := {})
+    other.register_forward_hook(hook("blocks.1", halve))
+    flex = FlexModel(other.module)
+    for model in (flex, other.module, nn.Sequential(other.module)):
+        with pytest.raises(RuntimeError, match="hooks of a FlexModel that is not the one"):
+            sequential.run(model, BATCHES, "re:.*blocks")
+    outputs = sequential.run(other.module, BATCHES, window=1)
+    assert len(found["blocks.1"]) == 1
+    other.restore()
+    assert not torch.equal(sequential.run(flex, BATCHES)[0], outputs[0])
+    flex.restore()
+    assert_nothing_left(other.module)
 
 
 def test_an_exception_leaves_the_wrapper_as_it_was():

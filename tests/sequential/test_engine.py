@@ -1,18 +1,28 @@
 """Suspended runs against plain loops over the batches: the same bits."""
 
 import contextlib
+import contextvars
 import copy
+import itertools
 import random
+import signal
 import threading
 import time
 
 import pytest
 import torch
 from families import FAMILIES, tensors_of
+from greenlet import GreenletExit
 from torch import nn
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import models
 from flex_model import FlexModel, HookError, HookFunction, sequential
+from flex_model.sequential.thread_state import ThreadState
 
 
 def assert_equal(found, expected):
@@ -206,6 +216,274 @@ def test_modes_are_each_batchs_own_and_the_callers_are_kept(outer):
             assert torch.equal(found, expected) and seen == expected_seen
 
 
+class Plain(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Counting(TorchDispatchMode):
+    """Adds, to all that is made under it, how many it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+variable = contextvars.ContextVar("variable", default="the caller's")
+
+
+@contextlib.contextmanager
+def variable_set():
+    token = variable.set("the batch's")
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextlib.contextmanager
+def changed_values():
+    """Set by functions, and not set back."""
+    torch.set_grad_enabled(False)
+    torch._C._set_fwd_grad_enabled(False)
+    torch.set_autocast_enabled("cpu", True)
+    torch.set_autocast_dtype("cpu", torch.float16)
+    torch.set_autocast_cache_enabled(False)
+    yield
+
+
+def kept_tensors():
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t)
+
+
+CONTEXTS = {
+    "nothing": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "enable_grad": torch.enable_grad,
+    "inference": torch.inference_mode,
+    "no inference": lambda: torch.inference_mode(False),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "other autocast": lambda: torch.autocast("cpu", torch.float16, cache_enabled=False),
+    "no autocast": lambda: torch.autocast("cpu", enabled=False),
+    "device": lambda: torch.device("meta"),
+    "function mode": Plain,
+    "dispatch mode": Counting,
+    "no functions": torch._C.DisableTorchFunctionSubclass,
+    "saved tensors": kept_tensors,
+    "no saved tensors": lambda: torch.autograd.graph.disable_saved_tensors_hooks("not here"),
+    "replication": implicit_replication,
+    "threads": lambda: torch.autograd.set_multithreading_enabled(False),
+    "views": lambda: torch.autograd._force_original_view_tracking(True),
+    "attention": lambda: sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]),
+    "variable": variable_set,
+    "values": changed_values,
+}
+
+
+def state_of_thread():
+    """What code can ask for, besides our own ThreadState."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch._C._is_fwd_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+        str(torch.get_default_device()),
+        torch.empty(0).device.type,
+        torch._C._is_torch_function_enabled(),
+        [type(mode) for mode in torch.overrides._get_current_function_mode_stack()],
+        [type(mode) for mode in _python_dispatch._get_current_dispatch_mode_stack()],
+        [mode.num_calls for mode in _python_dispatch._get_current_dispatch_mode_stack()][1:],
+        torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
+        torch._C._autograd._saved_tensors_hooks_get_disabled_error_message(),
+        torch._C._get_dtensor_allow_implicit_replication(),
+        torch._C._is_multithreading_enabled(),
+        torch._C._is_view_replay_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        str(torch._C._dispatch_tls_local_include_set()),
+        str(torch._C._dispatch_tls_local_exclude_set()),
+        torch._C._functorch.get_dynamic_layer_stack_depth(),
+        variable.get(),
+    )
+
+
+class Entering(nn.Module):
+    """Calls its blocks in contexts of the batch's own, one inside the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks(3))
+
+    def forward(self, x, contexts):
+        seen = []
+        with contextlib.ExitStack() as stack:
+            for block, context in zip(self.blocks, contexts):
+                stack.enter_context(context())
+                if x.is_inference() and not torch.is_inference_mode_enabled():
+                    x = x.clone()
+                x = block(x.float())
+                seen.append(state_of_thread())
+        return x, seen
+
+
+@pytest.mark.parametrize("outer", [n for n in CONTEXTS if n not in ("values", "dispatch mode")])
+def test_what_torch_keeps_per_thread_is_each_batchs_own(outer):
+    model = Entering()
+    names = list(CONTEXTS)
+    batches = []
+    for i, step in itertools.product(range(len(names)), (1, 5)):
+        chosen = [names[(i + j * step) % len(names)] for j in range(3)]
+        if not {"saved tensors", "no saved tensors"} <= {outer, *chosen}:  # torch refuses both
+            batches.append((BATCHES[0], [CONTEXTS[name] for name in chosen]))
+    before = ThreadState.now()
+    with CONTEXTS[outer]():
+        inside = ThreadState.now()
+        expected = []
+        for batch in batches:
+            expected.append(model(*batch))
+            inside.restore()  # what "values" has left behind
+            assert ThreadState.now() == inside
+        found = sequential.run(model, batches)
+        assert ThreadState.now() == inside
+        assert_equal([x for x, _ in found], [x for x, _ in expected])
+    assert ThreadState.now() == before
+    for (one, seen), (other, expected_seen) in zip(found, expected):
+        assert seen == expected_seen
+        assert (one.dtype, one.requires_grad, one.is_inference()) == (
+            other.dtype,
+            other.requires_grad,
+            other.is_inference(),
+        )
+
+
+def test_what_autocast_has_cast_is_each_batchs_own():
+    model = Stack(3)
+
+    def call(model, batch):
+        dtype = torch.float16 if len(batch) == 5 else torch.bfloat16
+        with torch.set_grad_enabled(len(batch) != 3), torch.autocast("cpu", dtype):
+            return model(batch)
+
+    gradients, found = [], sequential.run(model, BATCHES * 9, call=call)
+    expected = [call(model, batch) for batch in BATCHES * 9]
+    assert_equal(found, expected)
+    for outputs in (found, expected):
+        model.zero_grad()
+        sum(output.float().sum() for output in outputs if output.requires_grad).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*gradients):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("window", [None, 2, 1])
+def test_batches_of_a_generator_are_run_in_its_contexts(window):
+    model = Stack(3)
+
+    def batches():
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            yield from BATCHES
+
+    before = ThreadState.now()
+    found = sequential.run(model, batches(), window=window)
+    assert ThreadState.now() == before
+    assert_equal(found, [model(batch) for batch in batches()])
+    assert not any(output.requires_grad for output in found)
+
+
+def test_a_copy_of_the_model_is_made_inside_a_batch():
+    model = Stack(3)
+    outputs = sequential.run(model, BATCHES, call=lambda m, batch: copy.deepcopy(m)(m(batch)))
+    assert_equal(outputs, [model(model(batch)) for batch in BATCHES])
+
+
+def test_transforms_of_functions_are_suspended():
+    model = Stack(3)
+
+    def of_samples(model, batch):
+        def loss(x):
+            return model(x).square().sum()
+
+        return torch.func.vmap(torch.func.grad(loss))(batch), model(batch)
+
+    for found, batch in zip(sequential.run(model, BATCHES, call=of_samples), BATCHES):
+        assert_equal(found, of_samples(model, batch))
+
+
+def test_derivatives_in_forward_mode_are_not_those_of_other_batches():
+    model = Stack(3)
+
+    def call(model, batch):
+        return torch.func.jvp(model, (batch,), (batch.cos(),))
+
+    for found, batch in zip(sequential.run(model, BATCHES, call=call, window=1), BATCHES):
+        assert_equal(found, call(model, batch))
+    with pytest.raises(RuntimeError, match=r"forward-mode.*window=1"):
+        sequential.run(model, BATCHES, call=call)
+    assert_equal(call(model, BATCHES[0]), call(Stack(3), BATCHES[0]))
+
+
+def test_replaced_parameters_are_not_those_of_other_batches():
+    model = Stack(3)
+
+    def call(model, batch):
+        parameters = {name: p * len(batch) for name, p in model.named_parameters()}
+        return torch.func.functional_call(model, parameters, (batch,))
+
+    for output, batch in zip(sequential.run(model, BATCHES, call=call, window=1), BATCHES):
+        assert torch.equal(output, call(model, batch))
+    with pytest.raises(RuntimeError, match=r"with functional_call.*window=1"):
+        sequential.run(model, BATCHES, call=call)
+
+    def mixed(model, batch):  # calls that are equally deep in C
+        nothing = {}
+        return call(model, batch) if len(batch) == 3 else model(*(batch,), **nothing)
+
+    with pytest.raises(RuntimeError, match=r"with functional_call.*window=1"):
+        sequential.run(model, BATCHES, call=mixed)
+    assert torch.equal(model(BATCHES[0]), Stack(3)(BATCHES[0]))
+
+
+def test_settings_that_the_callers_callbacks_change_are_the_callers():
+    model = Modes()
+    batches = [(x, torch.float32, True) for x in BATCHES]
+    seen = []
+
+    def change(index, output):
+        seen.append(torch.is_grad_enabled())
+        torch.set_grad_enabled(False)
+        return output[1]
+
+    try:
+        found = sequential.run(model, batches, window=5, on_output=change)
+        assert not torch.is_grad_enabled()
+    finally:
+        torch.set_grad_enabled(True)
+    assert seen == [True] + [False] * 4
+    assert found == [model(*batch)[1] for batch in batches]
+
+
+def test_targets_inside_an_operator_are_refused():
+    """Its C++ frames could not be left in any other order than they were entered."""
+    model = Stack(2)
+    library = torch.library.Library("flex_model_test", "DEF")
+    library.define("blocks(Tensor x) -> Tensor")
+    library.impl("blocks", lambda x: Stack.forward(model, x), "CompositeImplicitAutograd")
+    model.forward = torch.ops.flex_model_test.blocks
+    with pytest.raises(RuntimeError, match=r"'blocks.0' is called by way of compiled code"):
+        sequential.run(model, BATCHES)
+    outer = nn.ModuleList([model])
+    outer.forward = lambda x: model(x)
+    for output, batch in zip(sequential.run(outer, BATCHES, ["0"]), BATCHES):
+        assert torch.equal(output, model(batch))
+    assert_nothing_left(model)
+
+
 def test_random_numbers_do_not_depend_on_the_window():
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6))
     ones = torch.ones(4, 6)
@@ -303,10 +581,11 @@ class Failing(Stack):
 
 
 @pytest.mark.parametrize("window", [None, 2])
-def test_an_exception_reaches_the_caller_with_its_batch(window):
-    error = KeyError("of the model")
+@pytest.mark.parametrize("kind", [KeyError, SystemExit, GreenletExit])
+def test_an_exception_reaches_the_caller_with_its_batch(window, kind):
+    error = kind("of the model")
     model = Failing(BATCHES[2].shape[0], error)
-    with pytest.raises(KeyError) as caught:
+    with pytest.raises(kind) as caught:
         sequential.run(model, BATCHES, window=window)
     assert caught.value is error and error.batch_index == 2
     started = BATCHES if window is None else BATCHES[:4]
@@ -333,8 +612,6 @@ def test_an_error_of_the_batches_and_of_on_output():
 
 
 def interrupt_main_thread_after(seconds):
-    import signal
-
     def interrupt():
         time.sleep(seconds)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
@@ -366,26 +643,40 @@ def test_ctrl_c_ends_the_run(where):
 
 # An interruption inside of a weak reference's callback goes no further.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_ctrl_c_at_any_moment_leaves_nothing():
+@pytest.mark.parametrize("is_loaded", [True, False], ids=["loaded", "in memory"])
+def test_ctrl_c_at_any_moment_leaves_nothing(is_loaded):
     pytest.importorskip("safetensors")
-    model = Stack(4)
-    expected, state = [model(batch).detach() for batch in BATCHES], model.state_dict()
-    flex = FlexModel(copy.deepcopy(model).to("meta"), {})
+    model = Entering()
+    chosen = ["autocast", "inference", "device"], ["saved tensors", "no_grad", "function mode"]
+    batches = [(x, [CONTEXTS[name] for name in chosen[len(x) % 2]]) for x in BATCHES * 3]
+    expected, state = [model(*batch)[0].detach() for batch in batches], model.state_dict()
+    found = {"mine": [1]}
+    flex = FlexModel(copy.deepcopy(model).to("meta") if is_loaded else model, found)
     flex.register_forward_hook(HookFunction("blocks.2"))
+    settings = {"weights": state} if is_loaded else {}
     before = [id(parameter) for parameter in flex.module.parameters()]
+    handler, thread, generator = (
+        signal.getsignal(signal.SIGINT),
+        ThreadState.now(),
+        torch.get_rng_state(),
+    )
     hooks, chance, num_interrupted = len(torch_hooks(flex.module)), random.Random(0), 0
     for _ in range(60):
         with contextlib.suppress(KeyboardInterrupt):
             interrupter = interrupt_main_thread_after(chance.uniform(0, 0.02))
             try:
-                outputs = sequential.run(flex, BATCHES, weights=state, window=2)
-                assert all(torch.equal(one, other) for one, other in zip(outputs, expected))
+                outputs = sequential.run(flex, batches, window=2, **settings)
+                assert all(torch.equal(one, other) for (one, _), other in zip(outputs, expected))
             except KeyboardInterrupt:
                 num_interrupted += 1
             interrupter.join()  # the interruption may still be to come
         assert [id(parameter) for parameter in flex.module.parameters()] == before
         assert len(torch_hooks(flex.module)) == hooks
         assert not any(t.name.startswith("flex_model") for t in threading.enumerate())
+        assert found["mine"] == [1]
+        assert signal.getsignal(signal.SIGINT) is handler
+        assert ThreadState.now() == thread
+        assert torch.equal(torch.get_rng_state(), generator)
     assert num_interrupted > 5
 
 

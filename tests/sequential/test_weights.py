@@ -2,12 +2,14 @@
 
 import copy
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from families import FAMILIES
 from test_engine import BATCHES, Stack, assert_equal, assert_nothing_left
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import models
 from flex_model import FlexModel, HookFunction, sequential
@@ -316,3 +318,31 @@ def test_an_exception_in_a_batch_leaves_no_weight_and_no_thread():
     handle.remove()
     assert_as_before(empty, state)
     assert threading.active_count() < 20
+
+
+@pytest.mark.parametrize("where", ["thread", "run inside", "callback", "recomputation"])
+def test_a_target_that_is_called_where_its_weights_are_not_is_refused(where):
+    """It would be computed with what the model had before."""
+    model = Stack(3)
+    weights = {name: tensor * 2 for name, tensor in model.state_dict().items()}
+
+    def in_thread(model, batch):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(model, batch).result()
+
+    def recomputed(model, batch):
+        with torch.enable_grad():
+            x = first = batch.clone().requires_grad_()
+            for block in model.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return torch.autograd.grad(x.sum(), first)
+
+    settings = {
+        "thread": {"call": in_thread},
+        "run inside": {"call": lambda m, batch: sequential.run(m, [batch] * 2, "blocks.0")},
+        "callback": {"on_output": lambda index, output: model(output)},
+        "recomputation": {"call": recomputed},
+    }
+    with pytest.raises(RuntimeError, match="whose weights are not there now"):
+        sequential.run(model, BATCHES, weights=weights, **settings[where])
+    assert_nothing_left(model)
