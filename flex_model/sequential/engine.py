@@ -19,10 +19,10 @@ import torch
 from greenlet import getcurrent
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn.utils import stateless
 
 from flex_model import _C
 from flex_model.hooks.batches import BatchRun, BatchRuns
+from flex_model.sequential import replaced
 from flex_model.sequential.interrupts import Deferral, NoDeferral, deferrable
 from flex_model.sequential.suspension import SuspendedCall
 from flex_model.sequential.targets import Target
@@ -349,7 +349,11 @@ class Engine:
     def _suspending(self) -> Iterator[None]:
         """Inside, batches can wait, and Ctrl-C does where no code of the user's is run."""
         handles = []
-        with deferrable() as self._deferral, self._deferral.held(), self._replacing_noted():
+        with (
+            deferrable() as self._deferral,
+            self._deferral.held(),
+            replaced.noted(self._batch_here),
+        ):
             try:
                 for module in self._targets:
                     enter = module.register_forward_pre_hook(
@@ -364,31 +368,10 @@ class Engine:
                 for handle in handles:
                     handle.remove()
 
-    @contextlib.contextmanager
-    def _replacing_noted(self) -> Iterator[None]:
-        """Inside, it is noted when a batch runs with other parameters (``functional_call``), of
-        which torch tells nobody.
-        """
-        replace = stateless._reparametrize_module
-
-        @contextlib.contextmanager
-        def noted(*args: Any, **kwargs: Any) -> Iterator[None]:
-            batch = self._current
-            with replace(*args, **kwargs):
-                if batch is None or getcurrent() is not batch.call.greenlet:
-                    yield
-                    return
-                batch.num_replacing += 1
-                try:
-                    yield
-                finally:
-                    batch.num_replacing -= 1
-
-        stateless._reparametrize_module = noted
-        try:
-            yield
-        finally:
-            stateless._reparametrize_module = replace
+    def _batch_here(self) -> Batch | None:
+        """The batch that the code which asks belongs to."""
+        batch = self._current
+        return batch if batch is not None and getcurrent() is batch.call.greenlet else None
 
     def _is_outside(self, batch: Batch) -> bool:
         """Not the run's business: another thread, a recomputation in backward, an editing
