@@ -37,7 +37,7 @@ class Turns:
 
     def begin(self, batch: int | None) -> None:
         """The turn that went on is over."""
-        number = torch._C._autograd._get_sequence_nr()
+        number = next_sequence()
         if not self._ends or number != self._ends[-1]:
             self._ends.append(number)
             self._batches.append(self.batch)

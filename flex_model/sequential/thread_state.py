@@ -15,32 +15,53 @@ from torch.utils import _device
 
 from flex_model.sequential.interrupts import deferred
 
-_ATTENTION = (
+_Ask = Callable[[], Any]
+
+
+def _refuse_saved_hooks(message: str | None) -> None:
+    if message is None:
+        _autograd._saved_tensors_hooks_enable()
+    else:
+        _autograd._saved_tensors_hooks_disable(message, False)
+
+
+# How each is asked, and set. The kernels of attention are one choice for the process.
+_SETTINGS: tuple[tuple[_Ask, Callable[[Any], Any]], ...] = (
+    (torch._C.is_grad_enabled, torch._C._set_grad_enabled),
+    (torch._C._is_fwd_grad_enabled, torch._C._set_fwd_grad_enabled),
+    (torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled),
+    (torch._C._is_view_replay_enabled, torch._C._set_view_replay_enabled),
     (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
     (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
     (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
     (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+    *(
+        (
+            functools.partial(torch.get_autocast_dtype, kind),
+            functools.partial(torch.set_autocast_dtype, kind),
+        )
+        for kind in ("cpu", "cuda")
+    ),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    (
+        torch._C._get_dtensor_allow_implicit_replication,
+        torch._C._set_dtensor_allow_implicit_replication,
+    ),
+    (_autograd._saved_tensors_hooks_get_disabled_error_message, _refuse_saved_hooks),
+    # What torch.compile has called for each Python frame: last, since ours are none of its own.
+    (eval_frame.get_eval_frame_callback, eval_frame.set_eval_frame),
 )
 
-_ASKED: tuple[Callable[[], Any], ...] = (
-    torch._C.is_grad_enabled,
+# What shows at little cost whether anything has changed.
+_ASKED: tuple[_Ask, ...] = (
+    *(ask for ask, _ in _SETTINGS),
     torch._C.is_inference_mode_enabled,
-    torch._C._is_fwd_grad_enabled,
-    torch._C._is_multithreading_enabled,
-    torch._C._is_view_replay_enabled,
-    *(is_enabled for is_enabled, _ in _ATTENTION),
     torch._C._len_torch_function_stack,
     torch._C._len_torch_dispatch_stack,
     torch._C._is_torch_function_enabled,
     torch._C._is_any_autocast_enabled,
-    functools.partial(torch.get_autocast_dtype, "cpu"),
-    functools.partial(torch.get_autocast_dtype, "cuda"),
-    torch.is_autocast_cache_enabled,
-    eval_frame.get_eval_frame_callback,
     _functorch.get_dynamic_layer_stack_depth,
     functools.partial(_autograd._top_saved_tensors_default_hooks, True),
-    _autograd._saved_tensors_hooks_get_disabled_error_message,
-    torch._C._get_dtensor_allow_implicit_replication,
 )
 
 
@@ -52,21 +73,13 @@ class ThreadState(NamedTuple):
         function_state: Whether ``__torch_function__`` is called at all.
         transforms: How many transforms of ``torch.func`` are going on.
         saved_hooks: The innermost hooks for saved tensors; those around them aren't told.
-        saved_refusal: Why such hooks are forbidden; None: they aren't.
-        compiler: What ``torch.compile`` has called for each Python frame.
         default_device, device_context: Of ``torch.set_default_device`` and ``with torch.device``.
-        replicates: Whether DTensors take plain tensors as replicated ones.
-        has_autocast, autocast_cpu, autocast_cuda: Whether it is on anywhere (keys tell where), and
-            its dtypes.
-        autocast_keeps: Whether it keeps what it has cast.
+        autocast: Whether it is on anywhere (keys tell where), and its dtypes.
         cuda: Device and stream; None where CUDA is not used.
-        has_inference, has_grad, has_forward_grad: Modes of autograd.
-        has_threads, replays_views: Whether backward may use threads of its own, and computes views
-            once more.
-        attention: Which kernels of attention may be used, and which are tried first; one for the
-            process.
+        has_inference: Autograd's inference mode.
+        attention_order: Which kernels of attention are tried first; one order for the process.
         dual_level: Of forward-mode differentiation; one for the process, and not exchanged.
-        answers: Those of functions that show at little cost whether anything has changed.
+        answers: To what is ``_ASKED``; to begin with, the values of ``_SETTINGS``.
         included, excluded: Keys of torch's dispatcher.
     """
 
@@ -75,22 +88,12 @@ class ThreadState(NamedTuple):
     function_state: Any
     transforms: int
     saved_hooks: tuple[Any, Any] | None
-    saved_refusal: str | None
-    compiler: Any
     default_device: Any
     device_context: Any
-    replicates: bool
-    has_autocast: bool
-    autocast_cpu: torch.dtype
-    autocast_cuda: torch.dtype
-    autocast_keeps: bool
+    autocast: tuple[bool, torch.dtype, torch.dtype]
     cuda: tuple[int, dict[str, int]] | None
     has_inference: bool
-    has_grad: bool
-    has_forward_grad: bool
-    has_threads: bool
-    replays_views: bool
-    attention: tuple[tuple[bool, ...], list[int]]
+    attention_order: list[int]
     dual_level: int
     answers: list[Any]
     included: torch._C.DispatchKeySet
@@ -105,27 +108,25 @@ class ThreadState(NamedTuple):
             c._get_torch_function_state(),
             _functorch.get_dynamic_layer_stack_depth(),
             _autograd._top_saved_tensors_default_hooks(True),
-            _autograd._saved_tensors_hooks_get_disabled_error_message(),
-            eval_frame.get_eval_frame_callback(),
             _device.CURRENT_DEVICE,
             getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None),
-            c._get_dtensor_allow_implicit_replication(),
-            c._is_any_autocast_enabled(),
-            c.get_autocast_dtype("cpu"),
-            c.get_autocast_dtype("cuda"),
-            c.is_autocast_cache_enabled(),
+            (
+                c._is_any_autocast_enabled(),
+                c.get_autocast_dtype("cpu"),
+                c.get_autocast_dtype("cuda"),
+            ),
             _cuda_now() if torch.cuda.is_initialized() else None,
             c.is_inference_mode_enabled(),
-            c.is_grad_enabled(),
-            c._is_fwd_grad_enabled(),
-            c._is_multithreading_enabled(),
-            c._is_view_replay_enabled(),
-            (tuple(is_enabled() for is_enabled, _ in _ATTENTION), c._get_sdp_priority_order()),
+            c._get_sdp_priority_order(),
             forward_ad._current_level,
             [ask() for ask in _ASKED],
             c._dispatch_tls_local_include_set(),
             c._dispatch_tls_local_exclude_set(),
         )
+
+    @property
+    def has_autocast(self) -> bool:
+        return self.autocast[0]
 
     @property
     def is_now(self) -> bool:
@@ -176,7 +177,7 @@ class ThreadState(NamedTuple):
         undo: What makes it as it was found; its last step sets values.
         """
         undo.callback(found._set_values)
-        if found._autocast != self._autocast:
+        if found.autocast != self.autocast:
             # Casts are found by the weight alone: another batch may have another dtype, or no
             # gradients, and the gradients of all would be summed in the low precision.
             torch.clear_autocast_cache()
@@ -211,39 +212,19 @@ class ThreadState(NamedTuple):
             layer = _functorch.pop_dynamic_layer_stack()
             undo.callback(_functorch.push_dynamic_layer_stack, layer)
 
-    @property
-    def _autocast(self) -> tuple[Any, ...]:
-        return self.has_autocast, self.autocast_cpu, self.autocast_cuda
-
     def _set_values(self) -> None:
         c: Any = torch._C
         c._set_torch_function_state(self.function_state)
-        if self.saved_refusal is None:
-            _autograd._saved_tensors_hooks_enable()
-        else:
-            _autograd._saved_tensors_hooks_disable(self.saved_refusal, False)
-        eval_frame.set_eval_frame(self.compiler)
         _device.CURRENT_DEVICE = self.default_device
         torch._GLOBAL_DEVICE_CONTEXT.device_context = self.device_context
-        c._set_dtensor_allow_implicit_replication(self.replicates)
-        for kind, dtype, key in (
-            ("cpu", self.autocast_cpu, c.DispatchKey.AutocastCPU),
-            ("cuda", self.autocast_cuda, c.DispatchKey.AutocastCUDA),
-        ):
-            torch.set_autocast_dtype(kind, dtype)
+        for kind, key in (("cpu", c.DispatchKey.AutocastCPU), ("cuda", c.DispatchKey.AutocastCUDA)):
             torch.set_autocast_enabled(kind, not self.excluded.has(key))
-        torch.set_autocast_cache_enabled(self.autocast_keeps)
         if self.cuda is not None:
             torch.cuda.set_device(self.cuda[0])
             c._cuda_setStream(**self.cuda[1])
-        c._set_grad_enabled(self.has_grad)
-        c._set_fwd_grad_enabled(self.has_forward_grad)
-        c._set_multithreading_enabled(self.has_threads)
-        c._set_view_replay_enabled(self.replays_views)
-        kernels, order = self.attention
-        for (_, enable), is_enabled in zip(_ATTENTION, kernels):
-            enable(is_enabled)
-        c._set_sdp_priority_order(order)
+        for (_, put), value in zip(_SETTINGS, self.answers):
+            put(value)
+        c._set_sdp_priority_order(self.attention_order)
 
 
 _never_ending: list[Any] = []
