@@ -1,7 +1,7 @@
 """Ranks for the benchmarks, and a clock for what they do together.
 
 A rank is a fork of a process that has imported torch: 0.05 s each instead of 5 s. What counts as
-the time of a collective operation is the time of its slowest rank.
+the time of a collective operation is that of its slowest rank, from a start that is common to all.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 Report = Callable[[dict], None]
+
+_START_S = 5e-4  # until when the last rank has heard of the start: a wake-up takes some 0.1 ms
 
 
 # ---- Starting and ending them --------------------------------------------------------------------
@@ -127,8 +129,7 @@ def measure(
         for name in order:
             run = cases[name]
             result = None  # frees the last one before the clock runs
-            dist.barrier()
-            start = time.perf_counter()
+            start = _together()
             for _ in range(calls):
                 result = run()
             times[name] = (time.perf_counter() - start) / calls
@@ -152,6 +153,16 @@ def measure(
         name: Timing(min(values), statistics.median(values), total)
         for name, values, total in zip(cases, us, totals.tolist())
     }
+
+
+def _together() -> float:
+    """Waits until all ranks start, and returns when that was. A barrier lets its ranks go one after
+    the other: what they do then would not be concurrent. The clock is the host's. Collective.
+    """
+    start = _slowest(torch.tensor(time.perf_counter(), dtype=torch.float64)).item() + _START_S
+    while time.perf_counter() < start:
+        os.sched_yield()
+    return start
 
 
 def _slowest(times: Tensor) -> Tensor:

@@ -164,13 +164,30 @@ class Connections:
         )
 
     def call(self, method: str, axes: tuple[Axis, ...], *args: Any) -> Any:
-        return self.guarded(axes, lambda to: getattr(to, method)(*args))
+        """What that method of the transport returns; if it fails in any way, nobody is left waiting
+        for it.
+        """
+        to = self._ready(axes)
+        try:
+            return getattr(to, method)(*args)
+        except BaseException as error:
+            self._failed(error, to.group)
+            raise
 
     def guarded(self, axes: tuple[Axis, ...], transfer: Callable[[Transport], Any]) -> Any:
-        """What ``transfer`` returns; if it fails in any way, nobody is left waiting for it."""
+        """As ``call``, of what ``transfer`` returns."""
+        to = self._ready(axes)
+        try:
+            return transfer(to)
+        except BaseException as error:
+            self._failed(error, to.group)
+            raise
+
+    def _ready(self, axes: tuple[Axis, ...]) -> Transport:
+        """The transport among the ranks along ``axes``, for one transfer."""
         self._check_process()
         self.check_no_edit()
-        to = self.transport(axes)
+        to = self._by_axes.get(axes) or self.transport(axes)
         self._check_usable()
         here = to.group.hosts.here
         if here is not None:
@@ -180,15 +197,16 @@ class Connections:
                 here.set_position(self.where)
                 here.set_timeout(self.timeout_s)
                 here.set_watch(self._compare_hooks if self._compares_hooks else None)
-        try:
-            return transfer(to)
-        except HookError:
-            raise
-        except WaitError as failure:
-            raise self.give_up(self._explained(failure, to.group)) from None
-        except BaseException as error:  # Ctrl-C, for one: the others must not wait for this rank
-            self.give_up(self._leaving(error))
-            raise
+        return to
+
+    def _failed(self, error: BaseException, group: groups.PrivateGroup) -> None:
+        """A transfer ended with ``error``. Raises what explains it; returns if it does itself."""
+        if isinstance(error, HookError):
+            return
+        if isinstance(error, WaitError):
+            raise self.give_up(self._explained(error, group)) from None
+        # Ctrl-C, for one: the others must not wait for this rank.
+        self.give_up(self._leaving(error))
 
     def check_no_edit(self) -> None:
         if self.edit_of:
@@ -199,7 +217,7 @@ class Connections:
             )
 
     def _check_process(self) -> None:
-        if self.is_child:
+        if os.getpid() != self._pid:
             raise agreed(
                 HookError(
                     "this process was forked from a rank after the model was wrapped, and takes no "

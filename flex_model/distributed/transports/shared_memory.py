@@ -37,9 +37,13 @@ class SharedMemory:
     def all_gather(self, shard: Tensor, plan: GatherPlan, num_copies: int = 1) -> list[Tensor]:
         host = on_cpu(shard)
         check_bytes(host, plan.shard_bytes[self._rank])
+        if num_copies == 1 and shard.is_cpu and plan.full_bytes < memory.POOLED_BYTES:
+            full = host.new_empty(plan.full_sizes)  # all that small ones need, and no more
+            self._host.all_gather(plan, host.data_ptr(), (full.data_ptr(),))
+            return [full]
         fulls = [memory.empty(plan.full_sizes, shard.dtype) for _ in range(num_copies)]
         self._host.all_gather(plan, host.data_ptr(), [full.data_ptr() for full in fulls])
-        return fulls if shard.device.type == "cpu" else [full.to(shard.device) for full in fulls]
+        return fulls if shard.is_cpu else [full.to(shard.device) for full in fulls]
 
     def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
         rank = self._rank
