@@ -227,7 +227,7 @@ class Records:
         for record, move in zip(pending, moves):
             self._channel.meter.turn_to(record.call.registration.site)
             shard = record.snapshot.tensor
-            self._fill(record, move.copies(shard, 1)[0] if move.axes else shard)
+            self._fill(record, move.copies(shard, 1, num_read=1)[0] if move.axes else shard)
 
     def _deliver_to_first(self, pending: list[PendingRecord], moves: list[Move]) -> None:
         """All records in one transfer; ranks whose parts rank 0 does not need send nothing."""

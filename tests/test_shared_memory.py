@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from flex_model import _C
+from flex_model._C import GatherPlan
 from flex_model.distributed import memory
 from flex_model.distributed.transports.transport import end_to_end, stacking
 
@@ -164,6 +166,114 @@ def test_any_sequence_of_transfers(size):
     """More ranks than cores included, and tensors in the arena or not."""
     for seed in range(2):
         assert set(Ranks(size, any_transfers, seed, 150).results().values()) == {"done"}
+
+
+def viewed(group, plan, shard, number, fulls=()):
+    """``number`` full int32 tensors whose memory the ranks share."""
+    sizes = plan.full_sizes
+    capsules = group.all_gather_views(
+        plan, shard.data_ptr(), [full.data_ptr() for full in fulls], number, sizes, 0, 32
+    )
+    return [from_dlpack(capsule) for capsule in capsules]
+
+
+def any_views(group, rank, seed):
+    """Tensors whose memory is shared, held for some time and written to by some: each keeps its own
+    values, and none shows what was written to another that had its place before.
+    """
+    choose, dice = random.Random(seed), random.Random(seed * 10 + rank)
+    held = []
+    for step in range(120):
+        lengths = [choose.choice([0, 1, 5_000, 16_384, 40_000, 300_000]) for _ in range(group.size)]
+        plan = GatherPlan(
+            [sum(lengths)],
+            [[length] for length in lengths],
+            [(r, [sum(lengths[:r])], [0], [n]) for r, n in enumerate(lengths)],
+            4,
+        )
+        whole = torch.cat([numbers(r, n) + 1000 * step for r, n in enumerate(lengths)])
+        mine = numbers(rank, lengths[rank]) + 1000 * step
+        fulls = [memory.empty([len(whole)], torch.int32) for _ in range(dice.randrange(2))]
+        views = viewed(group, plan, mine, dice.choice([0, 1, 1, 2, 3]), fulls)
+        held += [(tensor, whole.clone()) for tensor in (*fulls, *views)]
+        for tensor, expected in held:
+            assert torch.equal(tensor, expected)
+            if len(expected) and dice.random() < 0.2:
+                at = dice.randrange(len(expected))
+                length = dice.choice([1, 5_000, len(expected)])
+                tensor[at : at + length] = step
+                expected[at : at + length] = step
+        while (held and dice.random() < 0.6) or len(held) > 12:
+            held.pop(dice.randrange(len(held)))
+    del held, fulls, views, tensor
+    group.exchange_bytes(b"all have given theirs back")
+    assert _C.arena_bytes()[1] == 0
+    return "done"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_tensors_that_share_memory_belong_to_each_rank_alone(size):
+    assert _C.views_work()
+    for seed in range(2):
+        assert set(Ranks(size, any_views, seed).results().values()) == {"done"}
+
+
+def views_with_a_full_arena(group, rank):
+    """No room on the first rank, or on the others: copies, and the same values."""
+    plan, shard = stacking(2, 400_000, 4), numbers(rank, 400_000)
+    expected = torch.stack([numbers(r, 400_000) for r in range(2)])
+    for full_on in range(2):
+        _C.set_arena_limit(0 if rank == full_on else -1)
+        for _ in range(3):
+            for view in viewed(group, plan, shard, 2):
+                assert torch.equal(view, expected)
+                view.zero_()
+    return "done"
+
+
+def test_views_without_room_are_copies():
+    assert set(Ranks(2, views_with_a_full_arena).results().values()) == {"done"}
+
+
+def views_in_a_forked_child(group, rank):
+    """It keeps what it has seen and written, while the parent's memory is used again."""
+    plan, shard = stacking(2, 400_000, 4), numbers(rank, 400_000)
+    expected = torch.stack([numbers(r, 400_000) for r in range(2)])
+    leased = memory.empty([2, 400_000], torch.int32)
+    seen, written = viewed(group, plan, shard, 2, [leased])
+    written[0, 7] = -1
+    parents, childs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(childs)
+            os.read(parents, 1)  # until the parent's end is closed
+            assert torch.equal(leased, expected)
+            assert torch.equal(seen, expected)
+            assert written[0, 7] == -1
+            written[0, 7] = expected[0, 7]
+            assert torch.equal(written, expected)
+            del leased, seen, written
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    address = seen.data_ptr()
+    leased.zero_()
+    del seen, written
+    group.exchange_bytes(b"given back")
+    others = viewed(group, plan, torch.full_like(shard, 5), 2)
+    assert address in [other.data_ptr() for other in others]  # the same place
+    assert all(other.eq(5).all() for other in others)
+    os.close(childs)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert all(other.eq(5).all() for other in others)
+    return "done"
+
+
+def test_a_forked_child_keeps_its_views():
+    assert set(Ranks(2, views_in_a_forked_child).results().values()) == {"done"}
 
 
 def run_until_stopped(group, rank, *_):

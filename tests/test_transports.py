@@ -125,10 +125,13 @@ def moves_every_way(channel, large):
         mine = shards[rank]  # not contiguous, as a model's may be
         move = Move.of(channel, layout, [tuple(shard.shape) for shard in shards], full.dtype)
         wanted = rank % 3  # each rank another number of copies
-        copies = channel.all_gather(move.axes, mine, move.plan, wanted)
-        assert len(copies) == wanted
-        for copy in copies:
-            same_bits(copy, full)
+        for num_read in range(3):  # and of those that it may share
+            num_read = min((num_read + rank) % 3, wanted)
+            copies = channel.all_gather(move.axes, mine, move.plan, wanted, num_read)
+            assert len(copies) == wanted
+            for copy in copies:
+                same_bits(copy, full)
+                bits(copy).zero_()  # nobody else sees that
         places = mesh.members(move.axes, place=0)
         moved.append((full, Gathered(move.plan, places, mine, 1 + len(moved) % 2)))
         on_first = move.gather_to_first(mine)
@@ -239,6 +242,87 @@ def test_what_an_edit_holds_is_not_given_out_again():
             views.append(full[50_000:50_010])
         for i, view in enumerate(views):
             assert torch.equal(view, torch.full((10,), float(i)))
+
+
+def roll(full):
+    """Mixes shards: every value goes to another rank's part."""
+    return full.roll(full.shape[-1] // 2, -1) * 2
+
+
+def write(full):
+    full.copy_(roll(full.clone()))
+
+
+def write_untold(full):
+    """By a way that no version counter tells."""
+    full.data.numpy()[:] = roll(full.data).numpy()
+    return full.clone()
+
+
+def write_and_return_another(full):
+    edited = roll(full)
+    full.data.zero_()
+    return edited
+
+
+def look(full):
+    return None
+
+
+# Those that a version counter tells come last: from then on the hook has memory of its own.
+WAYS = [roll, look, roll, write_untold, roll, write_and_return_another, roll, write, roll, write]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("keeps", [False, True])
+def test_edits_that_write_to_their_tensor_now_and_then(keeps):
+    """What a hook sees may be memory of all ranks until it writes there: records, tensors that it
+    keeps and other ranks are as if each had its own.
+    """
+    torch.manual_seed(1)
+    weight = torch.randn(4096, 3)
+    x = torch.randn(8, 40, 3)
+    rows = weight.chunk(2)[dist.get_rank()]
+
+    class Columns(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(rows.clone())
+
+        def forward(self, x):
+            return x @ self.weight.t()
+
+    kept, number = [], 0
+
+    def edit(module, full, save_ctx, modules):
+        if keeps:
+            kept.append(full)
+        return WAYS[number % len(WAYS)](full)
+
+    with transport("shared_memory"):
+        flex = FlexModel(torch.nn.Sequential(Columns()), {}, tensor_parallel_size=2)
+        flex.register_forward_hook(
+            HookFunction("0", expected_shape=(None, None, 4096), editing_function=edit)
+        )
+        for number in range(2 * len(WAYS)):
+            whole = (x + number) @ weight.t()
+            got = flex(x + number).detach()
+            edited = whole if WAYS[number % len(WAYS)] is look else roll(whole)
+            assert torch.equal(got, edited.chunk(2, -1)[dist.get_rank()])
+            records = flex.output_ptr.get("0", [])
+            assert len(records) == int(dist.get_rank() == 0)
+            assert all(torch.equal(record, whole) for record in records)
+            for record in records:
+                record.fill_(-1)  # the user's own
+        for i, full in enumerate(kept):
+            whole = (x + i) @ weight.t()
+            way = WAYS[i % len(WAYS)]
+            if way is write_and_return_another:
+                whole = torch.zeros_like(whole)
+            elif way in (write, write_untold):
+                whole = roll(whole)
+            assert torch.equal(full, whole)
+        flex.restore()
 
 
 @pytest.mark.ranks(2)

@@ -289,7 +289,9 @@ template <bool kToFull, typename Shard>
 void copy_boxes(const std::vector<Box>& boxes, const std::vector<Shard*>& shards, char* full) {
   int64_t bytes = 0;
   for (const Box& box : boxes) bytes += shards[box.rank] != nullptr ? num_bytes(box) : 0;
-  if (bytes < kStreamingBytes) return copy_in_turns<kToFull>(ThroughCache{}, boxes, shards, full);
+  if (bytes < (kToFull ? kStreamingBytes : kStreamingShardBytes)) {
+    return copy_in_turns<kToFull>(ThroughCache{}, boxes, shards, full);
+  }
   copy_in_turns<kToFull>(PastCache{}, boxes, shards, full);
   finish_streaming();
 }

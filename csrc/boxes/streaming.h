@@ -13,6 +13,8 @@ namespace flex_model {
 
 // From how many written bytes on it pays.
 constexpr int64_t kStreamingBytes = int64_t{8} << 20;
+// Of shards: the model computes with them next, and reads what is in the cache yet.
+constexpr int64_t kStreamingShardBytes = int64_t{32} << 20;
 
 namespace detail {
 

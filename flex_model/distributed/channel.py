@@ -226,11 +226,18 @@ class Channel(Connections):
     # Payload. Every method is collective over the ranks of `axes`, and follows an `agree`.
 
     def all_gather(
-        self, axes: tuple[Axis, ...], shard: Tensor, plan: GatherPlan, num_copies: int = 1
+        self,
+        axes: tuple[Axis, ...],
+        shard: Tensor,
+        plan: GatherPlan,
+        num_copies: int = 1,
+        num_read: int = 0,
     ) -> list[Tensor]:
-        """The full tensor ``num_copies`` times over: a number of each rank's own."""
+        """The full tensor ``num_copies`` times over, of which the last ``num_read`` are expected to
+        be read only: numbers of each rank's own.
+        """
         self._count(axes, costs.of_all_gather(plan))
-        return self.call("all_gather", axes, shard, plan, num_copies)
+        return self.call("all_gather", axes, shard, plan, num_copies, num_read)
 
     def gather_to_first(
         self, axes: tuple[Axis, ...], tensors: list[Gathered]

@@ -123,13 +123,15 @@ class Move:
         """
         return self.copies(shard, 1)[0]
 
-    def copies(self, shard: Tensor, number: int) -> list[Tensor]:
+    def copies(self, shard: Tensor, number: int, num_read: int = 0) -> list[Tensor]:
         """As ``all_gather``, several times over: cheaper than a gather and a copy of what it gave.
-        The number may differ by rank.
+
+        The last ``num_read`` are expected to be read only: ranks of one host may share their memory
+        until something is written to it. Both numbers may differ by rank.
         """
         shard = self.summed(shard)
         if self.axes:
-            return self.channel.all_gather(self.axes, shard, self.plan, number)
+            return self.channel.all_gather(self.axes, shard, self.plan, number, num_read)
         return [_copy(shard) for _ in range(number)]
 
     def cast(self, full: Tensor) -> Tensor:
@@ -238,12 +240,14 @@ class Trip:
     Attributes:
         agree: Exchanges headers before a gradient moves; collective.
         num_records: How many more full tensors are wanted, to keep: 0 or 1.
+        is_read: Whether the full tensor itself is expected to be read only.
         record: That one, once the tensor was gathered.
     """
 
     move: Move
     agree: AgreeOnGradient
     num_records: int = 0
+    is_read: bool = False
     record: Tensor | None = None
     _gradient: Move | None = None
 
@@ -285,7 +289,8 @@ class _Gather(Function):
     @staticmethod
     def forward(ctx, shard, trip):
         ctx.trip = trip
-        return _first_of(trip, trip.move.copies(shard, 1 + trip.num_records))
+        num_read = trip.num_records + trip.is_read
+        return _first_of(trip, trip.move.copies(shard, 1 + trip.num_records, num_read))
 
     @staticmethod
     @once_differentiable

@@ -78,6 +78,7 @@ class Hosts:
         settings: What this rank's environment said when the group was made.
         devices: The kind of each rank's device: ``"cpu"``, ``"cuda"``.
         why_not_shared: Why ``here`` is None; empty if it is not.
+        have_views: Whether every rank can read what others wrote as memory of its own.
     """
 
     names: list[str]
@@ -85,6 +86,7 @@ class Hosts:
     settings: Settings
     devices: list[str]
     why_not_shared: str = ""
+    have_views: bool = False
 
     @property
     def is_one(self) -> bool:
@@ -118,7 +120,8 @@ def connect(rank: int, settings: Settings, device: str, ask: Ask) -> Hosts:
         table = _C.arena_table()
     except RuntimeError as error:
         why_no_table = str(error)
-    mine = [settings.host, settings.transport, table, why_no_table, mistake, device]
+    views = _C.views_work()
+    mine = [settings.host, settings.transport, table, why_no_table, mistake, device, views]
     told = [json.loads(word) for word in ask("host", json.dumps(mine))]
     mistakes = [f"rank {r}: {row[4]}" for r, row in enumerate(told) if row[4]]
     if mistakes:
@@ -131,7 +134,7 @@ def connect(rank: int, settings: Settings, device: str, ask: Ask) -> Hosts:
     if settings.transport == "gloo" or failures:
         reason = "; ".join(failures) or "FLEX_MODEL_TRANSPORT=gloo"
         return _checked(Hosts(names, None, settings, devices, reason))
-    hosts = Hosts(names, None, settings, devices)
+    hosts = Hosts(names, None, settings, devices, have_views=all(row[6] for row in told))
     hosts.here, hosts.why_not_shared = _share(rank, hosts, [tuple(row[2]) for row in told], ask)
     return _checked(hosts)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,14 +41,23 @@ def empty(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
     num_bytes = dtype.itemsize * math.prod(sizes)
     if num_bytes < POOLED_BYTES:
         return torch.empty(sizes, dtype=dtype)
-    code = _CODES.get(dtype)
-    if code is not None:
-        capsule = _C.lease_tensor(sizes, *code)
-        return torch.empty(sizes, dtype=dtype) if capsule is None else from_dlpack(capsule)
-    capsule = _C.lease_tensor([num_bytes], *_CODES[torch.uint8])
+    capsule = _C.lease_tensor(*as_leased(sizes, dtype))
     if capsule is None:
         return torch.empty(sizes, dtype=dtype)
-    return from_dlpack(capsule).view(dtype).view(sizes)
+    return tensor(capsule, sizes, dtype)
+
+
+def as_leased(sizes: Sequence[int], dtype: torch.dtype) -> tuple[Sequence[int], int, int]:
+    """Sizes, type code and bits of the capsule that a tensor is made of."""
+    if dtype in _CODES:
+        return sizes, *_CODES[dtype]
+    return [dtype.itemsize * math.prod(sizes)], *_CODES[torch.uint8]
+
+
+def tensor(capsule: Any, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The tensor of a capsule that was made ``as_leased``."""
+    leased = from_dlpack(capsule)
+    return leased if dtype in _CODES else leased.view(dtype).view(sizes)
 
 
 def copy(tensor: Tensor) -> Tensor:

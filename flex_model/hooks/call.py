@@ -261,6 +261,7 @@ class HookCaller:
     def _gather_on_all(self, call: Call, part: Tensor, trip: Trip) -> Tensor:
         records = call.records and self._records.keeps_full
         trip.num_records = int(records and part.device.type == "cpu")
+        trip.is_read = call.registration.writes is False  # as before: not known of its first call
         full = _gathered(gather.gather, part, trip)
         if records:
             self._records.put(call.registration, trip.record, full)
@@ -271,7 +272,7 @@ class HookCaller:
         trip.num_records = int(call.records and on_first)
         gathered = _gathered(gather.gather_to_first, part, trip)
         if self._records.on_all_ranks and call.records:
-            full = trip.move.cast(trip.move.all_gather(part))
+            full = trip.move.cast(trip.move.copies(part, 1, num_read=1)[0])
             self._records.put(call.registration, None, full)
         elif trip.num_records and self._channel.mesh.place == 0:
             self._records.put(call.registration, trip.record, gathered)
@@ -283,10 +284,14 @@ class HookCaller:
         """The editing function, in which the model may not be run."""
         call, leaf = several[-1].call, several[-1].leaf
         outer, self._channel.edit_of = self._channel.edit_of, call.describe()
+        versions = [given.full._version for given in several]
         try:
             return self._function.run(call, [given.full for given in several], leaf, parameters)
         finally:
             self._channel.edit_of = outer
+            for given, version in zip(several, versions):
+                registration = given.call.registration
+                registration.writes = registration.writes or given.full._version != version
 
     def _edit_alone(
         self, several: Sequence[_Given], parameters: dict[str, Tensor]

@@ -57,6 +57,8 @@ class Registration:
         expected_shape: What the tensors handed to the hook must have: the function's, or in a
             pipeline a micro-batch's part of it.
         split_dim: In a pipeline: along which dim micro-batches divide the tensor; None: they don't.
+        writes: Whether the editing function has ever written to the full tensor that it was given;
+            None as long as it was not called.
     """
 
     hook_function: HookFunction
@@ -72,6 +74,7 @@ class Registration:
     shapes: set[Any] = field(default_factory=set)
     expected_shape: ExpectedShape = field(init=False)
     split_dim: int | None = None
+    writes: bool | None = None
     site: int = field(init=False)
     seed: int = field(init=False)
     name: str = field(init=False)

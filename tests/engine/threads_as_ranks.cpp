@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <random>
 #include <thread>
 
@@ -68,11 +69,19 @@ void check_whole(const char* got, const std::vector<int64_t>& sizes, int64_t ran
   expect(ok, "full tensor", rank, step);
 }
 
+// A full tensor that outlives its step.
+struct Held {
+  Owned memory;
+  std::vector<int64_t> sizes;
+  int step;
+};
+
 void run(std::shared_ptr<Segment> control, std::vector<Group::Rank> ranks, int64_t rank,
          int num_steps) {
   Group group(control, ranks, rank);
   group.set_timeout(60);
   std::mt19937 choose(1), own(rank);
+  std::deque<Held> held;
   const int64_t size = group.size();
   for (int step = 0; step < num_steps; ++step) {
     std::vector<int64_t> sizes;
@@ -86,9 +95,26 @@ void run(std::shared_ptr<Segment> control, std::vector<Group::Rank> ranks, int64
     for (int64_t i = 0; i < sizes[rank]; ++i) shard.data[i] = byte_of(rank, i, step);
     Buffer full(plan.boxes().full_bytes, own() % 3 > 0);
     if (own() % 8 == 0) std::this_thread::yield();
-    switch (choose() % 5) {
+    while (held.size() > own() % 4) {  // given back at any time
+      check_whole(held.front().memory.data, held.front().sizes, rank, held.front().step);
+      held.pop_front();
+    }
+    switch (choose() % 6) {
       case 0: {
         all_gather(group, plan, shard.data, {full.data});
+        check_whole(full.data, sizes, rank, step);
+        break;
+      }
+      case 5: {  // in memory that the ranks share, until somebody writes to it
+        const auto number = static_cast<int64_t>(own() % 3);
+        for (Owned& memory : all_gather(group, plan, shard.data, {full.data}, number)) {
+          check_whole(memory.data, sizes, rank, step);
+          if (own() % 4 == 0) {
+            std::memset(memory.data, 77, plan.boxes().full_bytes);
+          } else {
+            held.push_back({std::move(memory), sizes, step});
+          }
+        }
         check_whole(full.data, sizes, rank, step);
         break;
       }
@@ -149,6 +175,7 @@ void run(std::shared_ptr<Segment> control, std::vector<Group::Rank> ranks, int64
       }
     }
   }
+  held.clear();
   // The last rank gives up instead of coming; the others hear it while they wait.
   if (rank == size - 1) {
     std::this_thread::sleep_for(std::chrono::milliseconds(100));

@@ -13,6 +13,7 @@ namespace flex_model {
 namespace {
 
 constexpr int64_t kAlignment = 256;                 // of leases: whole cache lines, any vector
+constexpr int64_t kPage = 4096;                     // of memory: alignment of shared leases
 constexpr int64_t kSmallestSegment = 16 << 20;      // in bytes
 constexpr int64_t kLargestStep = int64_t{1} << 30;  // growth doubles up to it
 
@@ -24,41 +25,96 @@ Arena& Arena::of_process() {
   // Never destroyed: tensors may outlive everything else at exit.
   static Arena* arena = [] {
     auto* made = new Arena;
-    pthread_atfork([] { of_process().lock_for_fork(); }, [] { of_process().unlock_after_fork(); },
-                   [] {
-                     of_process().detach_in_child();
-                     of_process().unlock_after_fork();
-                   });
+    pthread_atfork([] { of_process().before_fork(); }, [] { of_process().after_fork_in_parent(); },
+                   [] { of_process().after_fork_in_child(); });
     return made;
   }();
   return *arena;
 }
 
 char* Arena::lease(int64_t bytes) {
-  if (bytes < 0 || bytes > machine_bytes()) return nullptr;
-  bytes = round_up(std::max<int64_t>(bytes, 1), kAlignment);
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!has_peers_) return nullptr;
-  auto found = free_.lower_bound({bytes, -1, -1});
+  return take(bytes, kAlignment);
+}
+
+Arena::Shared Arena::lease_shared(int64_t bytes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!has_peers_) return {};
+  end_unread();
+  int64_t number = 0;  // the first that is free
+  for (auto used = shared_.begin(); used != shared_.end() && used->first == number; ++used) {
+    ++number;
+  }
+  if (number >= ArenaTable::kMaxShared) return {};
+  char* data = take(round_up(std::max<int64_t>(bytes, 1), kPage), kPage);
+  if (data == nullptr) return {};
+  shared_[number] = data;
+  own_table().readers[number].store(1, std::memory_order_release);
+  return {data, number};
+}
+
+void ArenaTable::leave(int64_t shared) {
+  if (readers[shared].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    num_unread.fetch_add(1, std::memory_order_release);
+  }
+}
+
+// Ends the shared leases that nobody reads any more.
+void Arena::end_unread() {
+  if (shared_.empty() || is_forked_) return;
+  const int64_t num_unread = own_table().num_unread.load(std::memory_order_acquire);
+  if (num_unread == num_unread_) return;
+  num_unread_ = num_unread;
+  for (auto each = shared_.begin(); each != shared_.end();) {
+    if (own_table().readers[each->first].load(std::memory_order_acquire) > 0) {
+      ++each;
+      continue;
+    }
+    end(each->second);
+    each = shared_.erase(each);
+  }
+}
+
+char* Arena::take(int64_t bytes, int64_t alignment) {
+  if (bytes < 0 || bytes > machine_bytes() || !has_peers_) return nullptr;
+  end_unread();
+  bytes = round_up(std::max<int64_t>(bytes, 1), kAlignment);
+  // The smallest that fits once its beginning is rounded up.
+  const auto find_free = [&] {
+    auto found = free_.lower_bound({bytes, -1, -1});
+    while (found != free_.end() &&
+           round_up(found->offset, alignment) + bytes > found->offset + found->bytes) {
+      ++found;
+    }
+    return found;
+  };
+  auto found = find_free();
   if (found == free_.end()) {
     if (!grow(bytes)) return nullptr;
-    found = free_.lower_bound({bytes, -1, -1});
+    found = find_free();
   }
-  const FreePart taken = *found;
+  const FreePart whole = *found;
   free_.erase(found);
-  Held& held = *held_[taken.segment];
-  held.parts[taken.offset] = {bytes, false, false};
-  if (taken.bytes > bytes) {
-    const FreePart rest{taken.bytes - bytes, taken.segment, taken.offset + bytes};
-    held.parts[rest.offset] = {rest.bytes, true, false};
-    free_.insert(rest);
-  }
+  Held& held = *held_[whole.segment];
+  const int64_t offset = round_up(whole.offset, alignment);
+  const auto leave_free = [&](int64_t begin, int64_t end) {
+    if (begin == end) return;
+    held.parts[begin] = {end - begin, true, false};
+    free_.insert({end - begin, whole.segment, begin});
+  };
+  leave_free(whole.offset, offset);
+  leave_free(offset + bytes, whole.offset + whole.bytes);
+  held.parts[offset] = {bytes, false, false};
   leased_bytes_ += bytes;
-  return held.segment.data() + taken.offset;
+  return held.segment.data() + offset;
 }
 
 void Arena::end_lease(char* data) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  end(data);
+}
+
+void Arena::end(char* data) {
   int64_t index;
   Held* held = find(data, &index);
   auto part = held->parts.find(data - held->segment.data());
@@ -97,6 +153,7 @@ void Arena::set_retired(char* data, bool is_retired) {
 void Arena::close() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (is_forked_) return;
+  end_unread();
   has_peers_ = false;
   for (size_t i = 0; i < held_.size(); ++i) give_back_if_free(i);
 }
@@ -153,8 +210,9 @@ int64_t Arena::held_bytes() const {
   return held_bytes_;
 }
 
-int64_t Arena::leased_bytes() const {
+int64_t Arena::leased_bytes() {
   const std::lock_guard<std::mutex> lock(mutex_);
+  end_unread();
   return leased_bytes_;
 }
 
@@ -199,9 +257,25 @@ Arena::Held* Arena::find(const char* data, int64_t* index) const {
   return nullptr;
 }
 
+void Arena::before_fork() {
+  mutex_.lock();
+  gate_.before(leased_bytes_ > 0 && !is_forked_);
+}
+
+void Arena::after_fork_in_parent() {
+  gate_.in_parent();
+  mutex_.unlock();
+}
+
+void Arena::after_fork_in_child() noexcept {
+  detach();
+  gate_.in_child();
+  mutex_.unlock();
+}
+
 // The child keeps what its tensors hold, as after any fork, in memory of its own: what it writes
 // there the parent never sees, nor the child what the parent's peers write.
-void Arena::detach_in_child() noexcept {
+void Arena::detach() noexcept {
   is_forked_ = true;
   has_peers_ = false;
   for (const auto& held : held_) {

@@ -14,6 +14,7 @@
 #include <tuple>
 #include <vector>
 
+#include "fork_gate.h"
 #include "segment.h"
 
 namespace flex_model {
@@ -25,10 +26,17 @@ struct Place {
 };
 
 // The segments of an arena, for peers to read: a table in memory of its own, only ever added to.
+// And how many readers each shared lease has, who say there when they leave.
 struct ArenaTable {
   static constexpr int64_t kMaxSegments = 1024;
+  static constexpr int64_t kMaxShared = 16384;
   std::atomic<int64_t> num_segments;
   SegmentAddress segments[kMaxSegments];
+  std::atomic<int64_t> num_unread;  // shared leases that have lost their last reader, so far
+  std::atomic<int32_t> readers[kMaxShared];
+
+  // A reader of that shared lease leaves: from now on its memory is not read.
+  void leave(int64_t shared);
 };
 
 class Arena {
@@ -42,6 +50,14 @@ class Arena {
 
   // `data` was leased, and is free again.
   void end_lease(char* data);
+
+  // A lease in whole pages that ends when nobody reads it any more, here or in other processes. It
+  // has one reader, who leaves by the table. A null `data` if there is none.
+  struct Shared {
+    char* data = nullptr;
+    int64_t number = -1;  // in the table
+  };
+  Shared lease_shared(int64_t bytes);
 
   // `data` was leased, and a peer that is late may still write to it: it is never given out again,
   // unless it is reinstated before its lease ends.
@@ -64,15 +80,18 @@ class Arena {
   // Of the table (an ArenaTable), for peers: from now on there are some.
   SegmentAddress table();
 
+  // The same, of a process that has asked for it.
+  ArenaTable& own_table() { return *reinterpret_cast<ArenaTable*>(table_.data()); }
+
   // The most bytes that it may hold; -1 for as much as the machine can give.
   void set_limit(int64_t bytes);
 
-  int64_t held_bytes() const;    // taken from the machine
-  int64_t leased_bytes() const;  // given out
+  int64_t held_bytes() const;  // taken from the machine
+  int64_t leased_bytes();      // given out
 
-  void lock_for_fork() { mutex_.lock(); }
-  void unlock_after_fork() { mutex_.unlock(); }
-  void detach_in_child() noexcept;
+  void before_fork();
+  void after_fork_in_parent();
+  void after_fork_in_child() noexcept;
 
  private:
   struct Part {  // of a segment
@@ -94,7 +113,11 @@ class Arena {
   };
 
   void set_retired(char* data, bool is_retired);
+  char* take(int64_t bytes, int64_t alignment);
+  void end(char* data);
+  void end_unread();
   bool grow(int64_t bytes);
+  void detach() noexcept;
   void give_back_if_free(size_t index);
   Held* find(const char* data, int64_t* index) const;
 
@@ -102,7 +125,10 @@ class Arena {
   std::vector<std::unique_ptr<Held>> held_;  // null: given back
   std::set<FreePart> free_;                  // the smallest that fits is taken
   Segment table_;
+  std::map<int64_t, char*> shared_;  // leases by their number in the table
+  int64_t num_unread_ = 0;           // of which was heard
   bool is_forked_ = false;
+  ForkGate gate_;
   int64_t held_bytes_ = 0, leased_bytes_ = 0, limit_ = -1;
   bool has_peers_ = false;
 };

@@ -80,6 +80,24 @@ std::vector<py::bytes> exchange_bytes(Group& group, const std::string& mine) {
   return result;
 }
 
+std::vector<py::object> all_gather_views(Group& group, const GatherPlan& plan, uintptr_t shard,
+                                         const std::vector<uintptr_t>& fulls, int64_t number,
+                                         const std::vector<int64_t>& sizes, int code, int bits) {
+  int64_t bytes = bits / 8;
+  for (int64_t size : sizes) bytes *= size;
+  if (bytes != plan.boxes().full_bytes) throw py::value_error("all_gather_views: sizes");
+  std::vector<Owned> owned;
+  {
+    const py::gil_scoped_release no_gil;
+    owned = all_gather(group, plan, read(shard), write(fulls), number);
+  }
+  std::vector<py::object> tensors;
+  for (Owned& memory : owned) {
+    tensors.push_back(as_tensor(std::move(memory), sizes, code, bits));
+  }
+  return tensors;
+}
+
 using GatheredTuple = std::tuple<const GatherPlan*, std::vector<int64_t>, uintptr_t, uintptr_t>;
 
 void gather_tuples_to_first(Group& group, const std::vector<GatheredTuple>& tuples) {
@@ -174,6 +192,8 @@ void bind_shared_memory(py::module_& m) {
       },
       "Address and bytes of the arena's segment that an address is in; (0, 0) if it is in none.",
       py::arg("address"));
+  m.def("views_work", &Views::work,
+        "Whether all_gather_views shares memory on this machine, or makes copies.");
   m.def(
       "close_arena", [] { Arena::of_process().close(); },
       "There are no groups any more: give back what is not leased, and the rest as leases end.");
@@ -231,6 +251,11 @@ void bind_shared_memory(py::module_& m) {
           },
           "The full tensor at each of `fulls`.", py::arg("plan"), py::arg("shard"),
           py::arg("fulls"), NoGil())
+      .def("all_gather_views", &all_gather_views,
+           "As all_gather, and `number` DLPack capsules of full tensors more, in memory that ranks "
+           "share until they write to it.",
+           py::arg("plan"), py::arg("shard"), py::arg("fulls"), py::arg("number"), py::arg("sizes"),
+           py::arg("code"), py::arg("bits"))
       .def("gather_to_first", &gather_tuples_to_first,
            "Of each (plan, ranks that hold its shards, shard, full): the full tensor on rank 0.",
            py::arg("tensors"))

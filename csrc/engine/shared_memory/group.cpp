@@ -82,7 +82,7 @@ Group::Group(std::shared_ptr<Segment> control, std::vector<Rank> ranks, int64_t 
   peers_.resize(ranks_.size());
   for (size_t r = 0; r < ranks_.size(); ++r) {
     if (ranks_[r].pid == pid_) continue;
-    peers_[r].table = Segment::open(ranks_[r].arena_table);
+    peers_[r].table = std::make_shared<Segment>(Segment::open(ranks_[r].arena_table));
   }
   for (const Rank& other : ranks_) {
     watches_.push_back(static_cast<int>(syscall(SYS_pidfd_open, other.pid, 0)));
@@ -222,6 +222,31 @@ void Group::look_around(int64_t rank, uint32_t round) {
   }
 }
 
+ArenaTable& Group::table_of(int64_t rank) const {
+  const std::shared_ptr<Segment>& table = peers_[rank].table;
+  if (table == nullptr) return Arena::of_process().own_table();
+  return *reinterpret_cast<ArenaTable*>(table->data());
+}
+
+Group::Reader::Reader(ArenaTable* table, std::shared_ptr<Segment> memory, int64_t number)
+    : table_(table), memory_(std::move(memory)), number_(number), pid_(getpid()) {}
+
+Group::Reader::~Reader() {
+  if (getpid() == pid_) table_->leave(number_);
+}
+
+std::unique_ptr<Group::Reader> Group::reader(int64_t rank, int64_t number) {
+  return std::make_unique<Reader>(&table_of(rank), peers_[rank].table, number);
+}
+
+std::shared_ptr<Views> Group::views(int64_t rank, const Place& place) {
+  std::shared_ptr<Views>& views = peers_[rank].views[place.segment];
+  if (views == nullptr) {
+    views = std::make_shared<Views>(table_of(rank).segments[place.segment]);
+  }
+  return views;
+}
+
 char* Group::peer(int64_t rank, const Place& place, int64_t bytes, Stretch* stretch) {
   if (ranks_[rank].pid == pid_) {
     char* data = Arena::of_process().at(place);
@@ -229,16 +254,16 @@ char* Group::peer(int64_t rank, const Place& place, int64_t bytes, Stretch* stre
     return data;
   }
   Peer& peer = peers_[rank];
-  const auto* table = reinterpret_cast<const ArenaTable*>(peer.table.data());
+  const ArenaTable& table = table_of(rank);
   while (static_cast<int64_t>(peer.segments.size()) <= place.segment) {
     const auto number = static_cast<int64_t>(peer.segments.size());
-    if (number >= table->num_segments.load(std::memory_order_acquire)) {
+    if (number >= table.num_segments.load(std::memory_order_acquire)) {
       fail(WaitError::kOutOfStep, {rank}, "a place in memory that rank does not have");
     }
     peer.segments.emplace_back();
   }
   Segment& segment = peer.segments[place.segment];
-  if (segment.data() == nullptr) segment = Segment::open(table->segments[place.segment]);
+  if (segment.data() == nullptr) segment = Segment::open(table.segments[place.segment]);
   if (place.offset < 0 || place.offset + bytes > segment.bytes()) {
     fail(WaitError::kOutOfStep, {rank}, "a place outside of that rank's memory");
   }

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -17,6 +18,7 @@
 #include "arena.h"
 #include "flag.h"
 #include "segment.h"
+#include "views.h"
 
 namespace flex_model {
 
@@ -86,14 +88,36 @@ class Group {
   // The memory of another rank's arena, and the segment that it is in, as mapped here.
   char* peer(int64_t rank, const Place& place, int64_t bytes, Stretch* stretch = nullptr);
 
+  // One reader of a rank's shared lease, who leaves when this is destroyed; in a forked child, the
+  // parent's stays.
+  class Reader {
+   public:
+    Reader(ArenaTable* table, std::shared_ptr<Segment> memory, int64_t number);
+    Reader(const Reader&) = delete;
+    Reader& operator=(const Reader&) = delete;
+    ~Reader();
+
+   private:
+    ArenaTable* table_;
+    std::shared_ptr<Segment> memory_;
+    int64_t number_;
+    int32_t pid_;
+  };
+  std::unique_ptr<Reader> reader(int64_t rank, int64_t number);
+
+  // Of the segment of a rank's arena that a place is in. std::runtime_error if it can't be reached.
+  std::shared_ptr<Views> views(int64_t rank, const Place& place);
+
  private:
   struct Control;
   struct Message;
   struct Peer {
-    Segment table;
+    std::shared_ptr<Segment> table;  // null for ranks of this process
     std::vector<Segment> segments;
+    std::map<int64_t, std::shared_ptr<Views>> views;  // by segment
   };
 
+  ArenaTable& table_of(int64_t rank) const;
   Control& control() const;
   Message& message_at(int64_t rank, uint32_t round) const;
   void wait(int64_t rank, uint32_t round);

@@ -40,13 +40,11 @@ constexpr int32_t kDLCPU = 1;
 struct Lease {
   DLManagedTensor managed;
   std::vector<int64_t> sizes;
+  std::shared_ptr<void> keeper;
 };
 
 // Called from whichever thread drops the tensor, with or without the GIL.
-void end(DLManagedTensor* managed) {
-  Arena::of_process().end_lease(static_cast<char*>(managed->dl_tensor.data));
-  delete static_cast<Lease*>(managed->manager_ctx);
-}
+void end(DLManagedTensor* managed) { delete static_cast<Lease*>(managed->manager_ctx); }
 
 // A capsule that nobody made a tensor of still has its first name.
 void drop_unused(PyObject* capsule) {
@@ -64,10 +62,17 @@ py::object lease_tensor(std::vector<int64_t> sizes, int code, int bits) {
       throw py::value_error("lease_tensor: sizes out of range");
     }
   }
-  char* data = Arena::of_process().lease(bytes);
+  Arena& arena = Arena::of_process();
+  char* data = arena.lease(bytes);
   if (data == nullptr) return py::none();
-  auto* lease = new Lease{{}, std::move(sizes)};
-  lease->managed = {{data,
+  const std::shared_ptr<void> keeper(
+      data, [&arena](void* leased) { arena.end_lease(static_cast<char*>(leased)); });
+  return as_tensor({data, keeper}, std::move(sizes), code, bits);
+}
+
+py::object as_tensor(Owned memory, std::vector<int64_t> sizes, int code, int bits) {
+  auto* lease = new Lease{{}, std::move(sizes), std::move(memory.keeper)};
+  lease->managed = {{memory.data,
                      {kDLCPU, 0},
                      static_cast<int32_t>(lease->sizes.size()),
                      {static_cast<uint8_t>(code), static_cast<uint8_t>(bits), 1},

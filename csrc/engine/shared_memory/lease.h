@@ -1,4 +1,4 @@
-// Memory of the arena as a tensor: a DLPack capsule, whose memory goes back when the tensor dies.
+// Memory of the engine as a tensor: a DLPack capsule, whose memory goes back when the tensor dies.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -6,10 +6,14 @@
 #include <cstdint>
 #include <vector>
 
+#include "transfer.h"
+
 namespace flex_model {
 
-// A contiguous CPU tensor of these sizes, uninitialised; None if the arena is full. `code` and
-// `bits` are DLPack's of its dtype.
+// Contiguous memory as a CPU tensor of these sizes. `code` and `bits` are DLPack's of its dtype.
+pybind11::object as_tensor(Owned memory, std::vector<int64_t> sizes, int code, int bits);
+
+// The same of memory of the arena, uninitialised; None if the arena is full.
 pybind11::object lease_tensor(std::vector<int64_t> sizes, int code, int bits);
 
 }  // namespace flex_model

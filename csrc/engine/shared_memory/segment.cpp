@@ -37,10 +37,21 @@ class File {
   throw std::runtime_error("shared memory: " + what + ": " + std::strerror(errno));
 }
 
+[[noreturn]] void fail_to_map(int64_t bytes) {
+  fail("can't map " + std::to_string(bytes) + " bytes");
+}
+
+// The whole file, of whose pages each becomes this process's own when it is written to.
+char* map_private(int fd, int64_t bytes) {
+  void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, 0);
+  if (at == MAP_FAILED) fail_to_map(bytes);
+  return static_cast<char*>(at);
+}
+
 // The whole file, its pages at hand.
 char* map(int fd, int64_t bytes) {
   void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (at == MAP_FAILED) fail("can't map " + std::to_string(bytes) + " bytes");
+  if (at == MAP_FAILED) fail_to_map(bytes);
   // A fault a page during a copy costs as much as the copy. Older kernels don't know this advice:
   // there pages come as they are touched.
   madvise(at, bytes, MADV_POPULATE_WRITE);
@@ -87,6 +98,14 @@ Segment Segment::create(int64_t bytes) {
 }
 
 Segment Segment::open(const SegmentAddress& address) {
+  Segment segment = open_as(address, false);
+  segment.keep_from_children();
+  return segment;
+}
+
+Segment Segment::open_private(const SegmentAddress& address) { return open_as(address, true); }
+
+Segment Segment::open_as(const SegmentAddress& address, bool is_private) {
   const int64_t size = address.bytes + kFirstPage;
   const std::string path =
       "/proc/" + std::to_string(address.pid) + "/fd/" + std::to_string(address.fd);
@@ -98,7 +117,7 @@ Segment Segment::open(const SegmentAddress& address) {
                              " is not the one that was meant: its memory has another size");
   }
   Segment segment;
-  char* start = map(file.get(), size);
+  char* start = is_private ? map_private(file.get(), size) : map(file.get(), size);
   segment.data_ = start + kFirstPage;
   segment.address_ = address;
   segment.address_.fd = -1;  // the mapping keeps the file
@@ -107,7 +126,6 @@ Segment Segment::open(const SegmentAddress& address) {
                              " is not the one that was meant; ranks in containers of their own "
                              "don't share memory");
   }
-  segment.keep_from_children();
   return segment;
 }
 

@@ -33,6 +33,9 @@ class Segment {
   // The memory of another process. std::runtime_error with the reason if it can't be reached.
   static Segment open(const SegmentAddress& address);
 
+  // The same as a private mapping: what is written to it, nobody else sees.
+  static Segment open_private(const SegmentAddress& address);
+
   Segment() = default;
   Segment(Segment&& other) noexcept;
   Segment& operator=(Segment&& other) noexcept;
@@ -52,6 +55,7 @@ class Segment {
   void detach(const Keep& keep) noexcept;
 
  private:
+  static Segment open_as(const SegmentAddress& address, bool is_private);
   char* begin_detach() const noexcept;
   void end_detach(char* copy) noexcept;
 

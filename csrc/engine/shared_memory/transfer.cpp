@@ -29,7 +29,6 @@ using Bytes = std::unique_ptr<char[]>;
 // The largest shards that travel inside messages to every rank: larger ones are written once, where
 // they are to be, for less than the second copy costs.
 constexpr int64_t kInlineBytes = 16 << 10;
-constexpr int64_t kMaxPlaces = kMessageBytes / sizeof(Place);
 
 int64_t largest(const std::vector<int64_t>& values) {
   return values.empty() ? 0 : *std::max_element(values.begin(), values.end());
@@ -82,65 +81,196 @@ void exchange(Group& group, const char* mine, int64_t bytes, char* all) {
   }
 }
 
-void all_gather(Group& group, const GatherPlan& plan, const char* shard,
-                const std::vector<char*>& fulls) {
-  const Boxes& boxes = plan.boxes();
-  const int64_t me = group.rank(), size = group.size();
-  if (largest(boxes.shard_bytes) <= kInlineBytes) {
-    char* message = group.begin();
-    if (boxes.shard_bytes[me] > 0) std::memcpy(message, shard, boxes.shard_bytes[me]);
-    group.post(Act::kAllGather, plan.hash());
-    std::vector<const char*> shards(size);
-    for (int64_t r = 0; r < size; ++r) shards[r] = r == me ? shard : group.message(r);
-    for (char* full : fulls) assemble_boxes(boxes.boxes, shards, full);
-    return;
-  }
+namespace {
 
-  // Where everyone's tensors are: their number, then the places.
-  const Arena& arena = Arena::of_process();
-  std::vector<char*> in_arena, elsewhere;
-  auto* mine = reinterpret_cast<Place*>(group.begin());
-  int64_t num_places = 0;
-  if (static_cast<int64_t>(fulls.size()) >= kMaxPlaces) throw std::length_error("all_gather");
+// Memory of this process, out of its arena if there is room.
+Owned own_memory(int64_t bytes) {
+  Arena& arena = Arena::of_process();
+  if (char* leased = arena.lease(bytes)) {
+    return {leased, {leased, [&arena](char* data) { arena.end_lease(data); }}};
+  }
+  const std::shared_ptr<char[]> data(new char[std::max<int64_t>(1, bytes)]);
+  return {data.get(), data};
+}
+
+// Whose lease everyone's views are of.
+constexpr int64_t kHome = 0;
+
+// A view of the first rank's lease, that `reader` reads; a copy where that can't be had.
+Owned view_of(Group& group, const Place& home, int64_t bytes,
+              std::unique_ptr<Group::Reader> reader) {
+  struct View {
+    std::shared_ptr<Views> views;
+    char* data;
+    std::unique_ptr<Group::Reader> reader;  // leaves after the view
+    ~View() { views->give_back(data); }
+  };
+  try {
+    const std::shared_ptr<Views> views = group.views(kHome, home);
+    if (char* data = views->take(home.offset, bytes)) {
+      return {data, std::shared_ptr<View>(new View{views, data, std::move(reader)})};
+    }
+  } catch (const std::runtime_error&) {  // no room for one more mapping
+  }
+  Owned copy = own_memory(bytes);
+  std::memcpy(copy.data, group.peer(kHome, home, bytes), bytes);
+  return copy;
+}
+
+// One all_gather of tensors that are too large for a message.
+class LargeAllGather {
+ public:
+  LargeAllGather(Group& group, const GatherPlan& plan, const char* shard,
+                 const std::vector<char*>& fulls, int64_t num_views);
+
+  // The steps, in this order.
+  void meet();  // finds out where everyone's tensors are
+  void write();
+  void end();  // returns when all have written
+  std::vector<Owned> views();
+
+ private:
+  // What a rank tells of the tensors that it wants.
+  struct Wanted {
+    int64_t num_places;    // its own in its arena; they follow
+    int64_t num_streamed;  // its own elsewhere
+    int64_t num_views;
+    int64_t shared;  // of the first rank: the number of its lease for views, -1 if it has none
+    Place home;      // and where that is
+  };
+  static constexpr int64_t kMaxPlaces = (kMessageBytes - sizeof(Wanted)) / sizeof(Place);
+
+  bool has_home() const { return home_.shared >= 0; }
+  int64_t bytes() const { return plan_.boxes().full_bytes; }
+
+  Group& group_;
+  const GatherPlan& plan_;
+  const char* shard_;
+  int64_t num_views_;
+  std::vector<char*> in_arena_, elsewhere_;
+  std::vector<char*> targets_;                  // of all ranks, as this one writes to them
+  Wanted home_{};                               // the first rank's
+  int64_t num_streamed_ = 0, num_readers_ = 0;  // of all ranks
+  std::unique_ptr<Group::Reader> writer_;       // of the first rank's lease: keeps it
+  std::unique_ptr<Offer> offer_;
+  std::vector<Owned> own_views_;  // where there is no home
+};
+
+LargeAllGather::LargeAllGather(Group& group, const GatherPlan& plan, const char* shard,
+                               const std::vector<char*>& fulls, int64_t num_views)
+    : group_(group), plan_(plan), shard_(shard), num_views_(num_views) {
+  if (static_cast<int64_t>(fulls.size()) > kMaxPlaces) throw std::length_error("all_gather");
   for (char* full : fulls) {
-    const Place place = arena.place_of(full, boxes.full_bytes);
-    if (place.segment < 0) {
-      elsewhere.push_back(full);
-    } else {
-      in_arena.push_back(full);
-      mine[++num_places] = place;
+    const bool is_pooled = Arena::of_process().place_of(full, bytes()).segment >= 0;
+    (is_pooled ? in_arena_ : elsewhere_).push_back(full);
+  }
+}
+
+void LargeAllGather::meet() {
+  Arena& arena = Arena::of_process();
+  const int64_t me = group_.rank(), size = group_.size();
+  char* message = group_.begin();
+  Wanted mine{static_cast<int64_t>(in_arena_.size()),
+              static_cast<int64_t>(elsewhere_.size()),
+              num_views_,
+              -1,
+              {}};
+  std::vector<char*> offered = in_arena_;
+  if (me == kHome && num_views_ > 0) {
+    const Arena::Shared lease = arena.lease_shared(bytes());
+    if (lease.data != nullptr) {
+      writer_ = group_.reader(kHome, lease.number);
+      offered.push_back(lease.data);
+      mine.shared = lease.number;
+      mine.home = arena.place_of(lease.data, bytes());
     }
   }
-  mine[0] = {num_places, static_cast<int64_t>(elsewhere.size())};
-  Offer offer(in_arena);
-  group.post(Act::kAllGather, plan.hash());
+  std::memcpy(message, &mine, sizeof(mine));
+  auto* places = reinterpret_cast<Place*>(message + sizeof(mine));
+  for (char* full : in_arena_) *places++ = arena.place_of(full, bytes());
+  offer_ = std::make_unique<Offer>(std::move(offered));
+  group_.post(Act::kAllGather, plan_.hash());
 
-  std::vector<char*> targets;
-  bool streams = false;
   for (int64_t k = 0; k < size; ++k) {  // one's own first: each rank begins at another place
     const int64_t r = (me + k) % size;
-    const auto* places = reinterpret_cast<const Place*>(group.message(r));
-    streams = streams || places[0].offset > 0;
+    const char* told = group_.message(r);
+    Wanted theirs;
+    std::memcpy(&theirs, told, sizeof(theirs));
+    num_streamed_ += theirs.num_streamed;
+    num_readers_ += theirs.num_views;
+    if (r == kHome) home_ = theirs;
     if (r == me) {
-      targets.insert(targets.end(), in_arena.begin(), in_arena.end());
+      targets_.insert(targets_.end(), in_arena_.begin(), in_arena_.end());
       continue;
     }
-    for (int64_t i = 1; i <= places[0].segment; ++i) {
-      targets.push_back(group.peer(r, places[i], boxes.full_bytes));
+    const auto* their_places = reinterpret_cast<const Place*>(told + sizeof(theirs));
+    for (int64_t i = 0; i < theirs.num_places; ++i) {
+      targets_.push_back(group_.peer(r, their_places[i], bytes()));
     }
   }
-  write_into(plan, me, shard, targets);
-  if (streams) {
-    std::vector<Bytes> all;
-    stream(group, shard, boxes.shard_bytes, elsewhere.empty() ? nullptr : &all);
-    std::vector<const char*> shards;
-    for (const Bytes& bytes : all) shards.push_back(bytes.get());
-    for (char* full : elsewhere) assemble_boxes(boxes.boxes, shards, full);
+  if (has_home()) targets_.push_back(group_.peer(kHome, home_.home, bytes()));
+}
+
+void LargeAllGather::write() {
+  write_into(plan_, group_.rank(), shard_, targets_);
+  for (int64_t i = 0; !has_home() && i < num_views_; ++i) {
+    own_views_.push_back(own_memory(bytes()));
+    elsewhere_.push_back(own_views_.back().data);
   }
-  group.begin();
-  group.post(Act::kDone, plan.hash());
-  wait_for_all(group);
-  offer.done();
+  if (num_streamed_ == 0 && (has_home() || num_readers_ == 0)) return;
+  const Boxes& boxes = plan_.boxes();
+  std::vector<Bytes> all;
+  stream(group_, shard_, boxes.shard_bytes, elsewhere_.empty() ? nullptr : &all);
+  std::vector<const char*> shards;
+  for (const Bytes& bytes : all) shards.push_back(bytes.get());
+  for (char* full : elsewhere_) assemble_boxes(boxes.boxes, shards, full);
+}
+
+void LargeAllGather::end() {
+  group_.begin();
+  if (writer_ != nullptr) {  // before any of them can leave
+    Arena::of_process().own_table().readers[home_.shared].fetch_add(
+        static_cast<int32_t>(num_readers_));
+  }
+  group_.post(Act::kDone, plan_.hash());
+  wait_for_all(group_);
+  offer_->done();
+}
+
+std::vector<Owned> LargeAllGather::views() {
+  if (!has_home()) return std::move(own_views_);
+  std::vector<std::unique_ptr<Group::Reader>> readers;  // all of them, whatever is thrown below
+  for (int64_t i = 0; i < num_views_; ++i) readers.push_back(group_.reader(kHome, home_.shared));
+  std::vector<Owned> views;
+  for (auto& reader : readers) {
+    views.push_back(view_of(group_, home_.home, bytes(), std::move(reader)));
+  }
+  return views;
+}
+
+}  // namespace
+
+std::vector<Owned> all_gather(Group& group, const GatherPlan& plan, const char* shard,
+                              const std::vector<char*>& fulls, int64_t num_views) {
+  const Boxes& boxes = plan.boxes();
+  if (largest(boxes.shard_bytes) > kInlineBytes) {
+    LargeAllGather gather(group, plan, shard, fulls, num_views);
+    gather.meet();
+    gather.write();
+    gather.end();
+    return gather.views();
+  }
+  std::vector<Owned> views;
+  for (int64_t i = 0; i < num_views; ++i) views.push_back(own_memory(boxes.full_bytes));
+  const int64_t me = group.rank(), size = group.size();
+  char* message = group.begin();
+  if (boxes.shard_bytes[me] > 0) std::memcpy(message, shard, boxes.shard_bytes[me]);
+  group.post(Act::kAllGather, plan.hash());
+  std::vector<const char*> shards(size);
+  for (int64_t r = 0; r < size; ++r) shards[r] = r == me ? shard : group.message(r);
+  for (char* full : fulls) assemble_boxes(boxes.boxes, shards, full);
+  for (const Owned& view : views) assemble_boxes(boxes.boxes, shards, view.data);
+  return views;
 }
 
 void gather_to_first(Group& group, const std::vector<Gathered>& tensors) {

@@ -2,8 +2,9 @@
 //
 // Small tensors travel inside the messages of one round. Large ones go straight from the shard into
 // the final layout of the receiver's tensor, which lies in its arena: one round tells where, the
-// next that all is written. A receiver whose tensor is not in its arena (the arena is full) gets
-// the bytes through the messages, piece by piece.
+// next that all is written. Those that are expected to be read only are one, in the first rank's
+// arena, of which every rank has a view. A receiver whose tensor is not in its arena (the arena is
+// full) gets the bytes through the messages, piece by piece.
 //
 // All are collective over the group; a plan's ranks are the group's, in its order, unless `ranks`
 // says which they are. Plans, and which tensors are asked for, must be the same on every rank:
@@ -24,9 +25,17 @@ class Offer;
 // `bytes` bytes of every rank, one after the other, at `all`.
 void exchange(Group& group, const char* mine, int64_t bytes, char* all);
 
-// The full tensor at each of `fulls`, of which every rank may have another number.
-void all_gather(Group& group, const GatherPlan& plan, const char* shard,
-                const std::vector<char*>& fulls);
+// Memory of a tensor, until its keeper dies.
+struct Owned {
+  char* data;
+  std::shared_ptr<void> keeper;
+};
+
+// The full tensor at each of `fulls`, and `num_views` times more in memory that all ranks read and
+// whose pages become this rank's own where it writes to them (see Views); a copy where that can't
+// be had. Every rank may have other numbers.
+std::vector<Owned> all_gather(Group& group, const GatherPlan& plan, const char* shard,
+                              const std::vector<char*>& fulls, int64_t num_views = 0);
 
 // One tensor of several that are gathered together.
 struct Gathered {

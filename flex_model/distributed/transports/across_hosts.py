@@ -51,7 +51,9 @@ class AcrossHosts:
         rows = torch.stack(everyone) if size else torch.empty(0, dtype=torch.uint8)
         return rows.view(tensor.dtype).reshape(self.group.size, *tensor.shape)
 
-    def all_gather(self, shard: Tensor, plan: GatherPlan, num_copies: int = 1) -> list[Tensor]:
+    def all_gather(
+        self, shard: Tensor, plan: GatherPlan, num_copies: int = 1, num_read: int = 0
+    ) -> list[Tensor]:
         everyone = self._bytes_of_all(as_bytes(shard), plan.shard_bytes)
         if not num_copies:
             return []

@@ -16,7 +16,9 @@ class GpuTransport(Protocol):
 
     name: str
 
-    def all_gather(self, shard: Tensor, plan: GatherPlan, num_copies: int = 1) -> list[Tensor]: ...
+    def all_gather(
+        self, shard: Tensor, plan: GatherPlan, num_copies: int = 1, num_read: int = 0
+    ) -> list[Tensor]: ...
     def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None: ...
     def scatter_from_first(self, full: Tensor | None, like: Tensor, plan: GatherPlan) -> Tensor: ...
     def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor: ...
@@ -56,8 +58,10 @@ class ByDevice:
     def exchange(self, tensor: Tensor) -> Tensor:
         return self._on_cpu.exchange(tensor)
 
-    def all_gather(self, shard: Tensor, plan: GatherPlan, num_copies: int = 1) -> list[Tensor]:
-        return self._of(shard).all_gather(shard, plan, num_copies)
+    def all_gather(
+        self, shard: Tensor, plan: GatherPlan, num_copies: int = 1, num_read: int = 0
+    ) -> list[Tensor]:
+        return self._of(shard).all_gather(shard, plan, num_copies, num_read)
 
     def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
         if self.host_gather is not None:

@@ -34,7 +34,9 @@ class Gloo:
             self._wait([self.group.backend._allgather_base(gathered, flat)])
         return gathered.reshape(self.group.size, *tensor.shape)
 
-    def all_gather(self, shard: Tensor, plan: GatherPlan, num_copies: int = 1) -> list[Tensor]:
+    def all_gather(
+        self, shard: Tensor, plan: GatherPlan, num_copies: int = 1, num_read: int = 0
+    ) -> list[Tensor]:
         data, width = as_bytes(shard), max(plan.shard_bytes)
         if data.numel() < width:  # gloo needs equal sizes
             data = torch.cat([data, data.new_zeros(width - data.numel())])

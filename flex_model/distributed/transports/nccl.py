@@ -135,7 +135,9 @@ class Nccl:
             self._backend.recv([data], rank, 0)
         self._wait([self._backend._end_coalescing()])
 
-    def all_gather(self, shard: Tensor, plan: GatherPlan, num_copies: int = 1) -> list[Tensor]:
+    def all_gather(
+        self, shard: Tensor, plan: GatherPlan, num_copies: int = 1, num_read: int = 0
+    ) -> list[Tensor]:
         """``num_copies`` full tensors, on the device of ``shard``; each rank's own number.
 
         Where shards are whole pieces of the full tensor, they are received where they belong; else

@@ -109,7 +109,9 @@ class PeerMemory:
         torch.ops.flex_model.pull_(full, addresses, plan.code, first)
         return full
 
-    def all_gather(self, shard: Tensor, plan: GatherPlan, num_copies: int = 1) -> list[Tensor]:
+    def all_gather(
+        self, shard: Tensor, plan: GatherPlan, num_copies: int = 1, num_read: int = 0
+    ) -> list[Tensor]:
         """``num_copies`` full tensors, on the device of ``shard``; each rank's own number."""
         fulls: list[Tensor] = []
         if plan.full_bytes == 0:

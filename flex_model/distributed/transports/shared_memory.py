@@ -14,6 +14,10 @@ from flex_model.distributed import memory
 from flex_model.distributed.groups import PrivateGroup
 from flex_model.distributed.transports.transport import Gathered, on_cpu
 
+_VIEWED_BYTES = (
+    4 << 20
+)  # below, copies stay in the cache and cost less than what a view looks after
+
 
 class SharedMemory:
     """See ``Transport``. ``host`` are the group's ranks, all of this host."""
@@ -34,16 +38,30 @@ class SharedMemory:
         self._host.exchange(tensor.data_ptr(), tensor.nbytes, everyone.data_ptr())
         return everyone
 
-    def all_gather(self, shard: Tensor, plan: GatherPlan, num_copies: int = 1) -> list[Tensor]:
+    def all_gather(
+        self, shard: Tensor, plan: GatherPlan, num_copies: int = 1, num_read: int = 0
+    ) -> list[Tensor]:
         host = on_cpu(shard)
         check_bytes(host, plan.shard_bytes[self._rank])
         if num_copies == 1 and shard.is_cpu and plan.full_bytes < memory.POOLED_BYTES:
             full = host.new_empty(plan.full_sizes)  # all that small ones need, and no more
             self._host.all_gather(plan, host.data_ptr(), (full.data_ptr(),))
             return [full]
-        fulls = [memory.empty(plan.full_sizes, shard.dtype) for _ in range(num_copies)]
-        self._host.all_gather(plan, host.data_ptr(), [full.data_ptr() for full in fulls])
+        num_views = min(num_read, num_copies) if self._are_viewed(plan) else 0
+        fulls = [memory.empty(plan.full_sizes, shard.dtype) for _ in range(num_copies - num_views)]
+        addresses = [full.data_ptr() for full in fulls]
+        if num_views:
+            sizes, code, bits = memory.as_leased(plan.full_sizes, shard.dtype)
+            capsules = self._host.all_gather_views(
+                plan, host.data_ptr(), addresses, num_views, sizes, code, bits
+            )
+            fulls += [memory.tensor(each, plan.full_sizes, shard.dtype) for each in capsules]
+        else:
+            self._host.all_gather(plan, host.data_ptr(), addresses)
         return fulls if shard.is_cpu else [full.to(shard.device) for full in fulls]
+
+    def _are_viewed(self, plan: GatherPlan) -> bool:
+        return self.group.hosts.have_views and plan.full_bytes >= _VIEWED_BYTES
 
     def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
         rank = self._rank

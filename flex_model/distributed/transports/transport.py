@@ -72,9 +72,14 @@ class Transport(Protocol):
         """``(num_ranks, *shape)`` of a CPU tensor that has one shape and dtype on all ranks."""
         ...
 
-    def all_gather(self, shard: Tensor, plan: GatherPlan, num_copies: int = 1) -> list[Tensor]:
+    def all_gather(
+        self, shard: Tensor, plan: GatherPlan, num_copies: int = 1, num_read: int = 0
+    ) -> list[Tensor]:
         """The full tensor, ``num_copies`` times over, in memory of this rank's own and on the
         device of ``shard``; the number may differ by rank, and may be 0.
+
+        The last ``num_read`` of them, or fewer, are expected to be read only: they may have memory
+        that becomes this rank's own when something is written to it, which then takes longer.
         """
         ...
 
@@ -164,7 +169,7 @@ def all_reduce_sum(transport: Transport, tensor: Tensor) -> Tensor:
     for at in range(0, flat.numel(), step):
         part = flat[at : at + step]
         plan = stacking(transport.group.size, part.numel(), part.element_size())
-        (rows,) = transport.all_gather(part.unsqueeze(0), plan)
+        (rows,) = transport.all_gather(part.unsqueeze(0), plan, num_read=1)
         target = total[at : at + step]
         target.copy_(rows[0])
         for row in rows[1:]:
