@@ -177,10 +177,11 @@ def viewed(group, plan, shard, number, fulls=()):
     return [from_dlpack(capsule) for capsule in capsules]
 
 
-def any_views(group, rank, seed):
+def any_views(group, rank, seed, with_notes):
     """Tensors whose memory is shared, held for some time and written to by some: each keeps its own
     values, and none shows what was written to another that had its place before.
     """
+    _C.views_without_notes(not with_notes)
     choose, dice = random.Random(seed), random.Random(seed * 10 + rank)
     held = []
     for step in range(120):
@@ -211,11 +212,13 @@ def any_views(group, rank, seed):
     return "done"
 
 
+@pytest.mark.parametrize("with_notes", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_tensors_that_share_memory_belong_to_each_rank_alone(size):
-    assert _C.views_work()
+def test_tensors_that_share_memory_belong_to_each_rank_alone(size, with_notes):
+    """As the kernel tells of writes, or as its table of pages does."""
+    assert _C.worthwhile_view_bytes() > 0
     for seed in range(2):
-        assert set(Ranks(size, any_views, seed).results().values()) == {"done"}
+        assert set(Ranks(size, any_views, seed, with_notes).results().values()) == {"done"}
 
 
 def views_with_a_full_arena(group, rank):

@@ -78,7 +78,7 @@ class Hosts:
         settings: What this rank's environment said when the group was made.
         devices: The kind of each rank's device: ``"cpu"``, ``"cuda"``.
         why_not_shared: Why ``here`` is None; empty if it is not.
-        have_views: Whether every rank can read what others wrote as memory of its own.
+        viewed_bytes: From how many bytes on the ranks share what they only read; -1: they can't.
     """
 
     names: list[str]
@@ -86,7 +86,7 @@ class Hosts:
     settings: Settings
     devices: list[str]
     why_not_shared: str = ""
-    have_views: bool = False
+    viewed_bytes: int = -1
 
     @property
     def is_one(self) -> bool:
@@ -120,8 +120,8 @@ def connect(rank: int, settings: Settings, device: str, ask: Ask) -> Hosts:
         table = _C.arena_table()
     except RuntimeError as error:
         why_no_table = str(error)
-    views = _C.views_work()
-    mine = [settings.host, settings.transport, table, why_no_table, mistake, device, views]
+    least = _C.worthwhile_view_bytes()
+    mine = [settings.host, settings.transport, table, why_no_table, mistake, device, least]
     told = [json.loads(word) for word in ask("host", json.dumps(mine))]
     mistakes = [f"rank {r}: {row[4]}" for r, row in enumerate(told) if row[4]]
     if mistakes:
@@ -134,7 +134,9 @@ def connect(rank: int, settings: Settings, device: str, ask: Ask) -> Hosts:
     if settings.transport == "gloo" or failures:
         reason = "; ".join(failures) or "FLEX_MODEL_TRANSPORT=gloo"
         return _checked(Hosts(names, None, settings, devices, reason))
-    hosts = Hosts(names, None, settings, devices, have_views=all(row[6] for row in told))
+    of_views = [row[6] for row in told]
+    viewed_bytes = -1 if -1 in of_views else max(of_views)
+    hosts = Hosts(names, None, settings, devices, viewed_bytes=viewed_bytes)
     hosts.here, hosts.why_not_shared = _share(rank, hosts, [tuple(row[2]) for row in told], ask)
     return _checked(hosts)
 

@@ -192,8 +192,11 @@ void bind_shared_memory(py::module_& m) {
       },
       "Address and bytes of the arena's segment that an address is in; (0, 0) if it is in none.",
       py::arg("address"));
-  m.def("views_work", &Views::work,
-        "Whether all_gather_views shares memory on this machine, or makes copies.");
+  m.def("worthwhile_view_bytes", &Views::worthwhile_bytes,
+        "From how many bytes on all_gather_views costs less than copies; -1: it makes copies.");
+  m.def("views_without_notes", &Views::do_without_notes,
+        "Whether views made from now on do without the kernel's notes of writes.",
+        py::arg("without"));
   m.def(
       "close_arena", [] { Arena::of_process().close(); },
       "There are no groups any more: give back what is not leased, and the rest as leases end.");

@@ -1,11 +1,11 @@
 #include "views.h"
 
-#include <fcntl.h>
 #include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <mutex>
 #include <set>
@@ -13,15 +13,10 @@
 
 #include "fork_gate.h"
 
-#ifndef MADV_POPULATE_READ
-#define MADV_POPULATE_READ 22
-#endif
-
 namespace flex_model {
 namespace {
 
 constexpr int64_t kPage = 4096;
-constexpr int64_t kStretchBytes = 1 << 20;
 
 // All of this process, and what guards them. Never destroyed: tensors may outlive everything else.
 struct Registry {
@@ -34,43 +29,33 @@ Registry& registry() {
   return *made;
 }
 
-// Whether a page of a private mapping was written to, or that can't be known.
-// Source: Documentation/admin-guide/mm/pagemap.rst of the Linux kernel. Bit 63: the page is there;
-// 62: it is swapped out; 61: it is a file's page, not one that a write has made.
-bool is_written(const char* data, int64_t bytes) {
-  const int file = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
-  if (file < 0) return true;
-  uint64_t entries[1024];
-  const auto first = static_cast<int64_t>(reinterpret_cast<uintptr_t>(data) / kPage);
-  const int64_t pages = bytes / kPage;
-  bool written = false;
-  for (int64_t at = 0; at < pages && !written; at += 1024) {
-    const auto size = static_cast<ssize_t>(std::min<int64_t>(1024, pages - at) * 8);
-    if (pread(file, entries, size, (first + at) * 8) != size) written = true;
-    for (ssize_t i = 0; i < size / 8 && !written; ++i) {
-      const bool is_there = entries[i] >> 63 & 1, is_swapped = entries[i] >> 62 & 1;
-      const bool is_of_file = entries[i] >> 61 & 1;
-      written = is_swapped || (is_there && !is_of_file);
-    }
-  }
-  close(file);
-  return written;
+std::atomic<bool> without_notes{false};
+
+// Whether one of the stretches, which do not overlap, has bytes in common with this one.
+bool overlap(const std::map<int64_t, int64_t>& stretches, int64_t offset, int64_t bytes) {
+  const auto next = stretches.lower_bound(offset);
+  if (next != stretches.end() && next->first < offset + bytes) return true;
+  return next != stretches.begin() && std::prev(next)->first + std::prev(next)->second > offset;
 }
 
-bool try_out() {
+// What a page shows that others write to, until it is written to here, and after it was given back.
+bool try_out(bool may_take_notes) {
   if (sysconf(_SC_PAGESIZE) != kPage) return false;
   try {
     const Segment segment = Segment::create(2 * kPage);
-    Views views(segment.address());
-    segment.data()[kPage] = 1;
-    char* view = views.take(0, 2 * kPage);
-    if (view == nullptr || view[kPage] != 1 || is_written(view, 2 * kPage)) return false;
-    segment.data()[kPage] = 2;
-    if (view[kPage] != 2) return false;
-    view[kPage] = 3;
-    if (segment.data()[kPage] != 2 || !is_written(view, 2 * kPage)) return false;
-    views.give_back(view);
-    return views.take(0, 2 * kPage) == view && view[kPage] == 2;
+    Views views(segment.address(), may_take_notes);
+    char& shared = segment.data()[kPage];
+    for (char round = 0; round < 3; ++round) {  // the last one after one without a write
+      shared = 1;
+      char* view = views.take(0, 2 * kPage);
+      if (view == nullptr || view[kPage] != 1 || views.is_written(view)) return false;
+      shared = 2;
+      if (view[kPage] != 2 || views.is_written(view)) return false;
+      if (round < 2) view[kPage] = 3;
+      if (shared != 2 || views.is_written(view) != (round < 2)) return false;
+      views.give_back(view);
+    }
+    return true;
   } catch (const std::runtime_error&) {
     return false;
   }
@@ -78,17 +63,29 @@ bool try_out() {
 
 }  // namespace
 
-bool Views::work() {
-  static const bool they_do = try_out();
-  return they_do;
+int64_t Views::worthwhile_bytes() {
+  static const bool they_work = try_out(false);
+  if (take_notes()) return 1 << 20;  // from there on, copies don't stay in the cache
+  return they_work ? 4 << 20 : -1;
 }
 
-Views::Views(const SegmentAddress& segment) : address_(segment), pid_(getpid()) {
+bool Views::take_notes() {
+  static const bool they_do = try_out(true);
+  return they_do && !without_notes;
+}
+
+void Views::do_without_notes(bool without) { without_notes = without; }
+
+Views::Layer::Layer(const SegmentAddress& segment, bool may_take_notes)
+    : mapping(Segment::open_private(segment)),
+      writes(mapping.data(), mapping.bytes(), may_take_notes) {}
+
+Views::Views(const SegmentAddress& segment, bool may_take_notes)
+    : address_(segment), may_take_notes_(may_take_notes), pid_(getpid()) {
   static const int failed =
       pthread_atfork(&before_fork, &after_fork_in_parent, [] { after_fork_in_child(); });
   if (failed != 0) throw std::runtime_error("shared memory: pthread_atfork");
-  layers_.push_back(std::make_unique<Layer>());
-  layers_[0]->mapping = Segment::open_private(segment);
+  layers_.push_back(std::make_unique<Layer>(segment, may_take_notes));
   const std::lock_guard<std::mutex> lock(registry().mutex);
   registry().views.insert(this);
 }
@@ -101,59 +98,59 @@ Views::~Views() {
 char* Views::take(int64_t offset, int64_t bytes) {
   bytes = (bytes + kPage - 1) / kPage * kPage;
   const std::lock_guard<std::mutex> lock(registry().mutex);
-  Layer* free = nullptr;
-  for (const auto& layer : layers_) {
-    const auto next = layer->taken.lower_bound(offset);
-    const bool meets_next = next != layer->taken.end() && next->first < offset + bytes;
-    const bool meets_last =
-        next != layer->taken.begin() && std::prev(next)->first + std::prev(next)->second > offset;
-    if (!meets_next && !meets_last) {
-      free = layer.get();
-      break;
-    }
-  }
-  if (free == nullptr) {
-    auto layer = std::make_unique<Layer>();
+  const auto found = std::find_if(layers_.begin(), layers_.end(), [&](const auto& layer) {
+    return !overlap(layer->taken, offset, bytes);
+  });
+  Layer* layer = nullptr;
+  if (found != layers_.end()) {
+    layer = found->get();
+  } else {
     try {
-      layer->mapping = Segment::open_private(address_);
+      layers_.push_back(std::make_unique<Layer>(address_, may_take_notes_));
     } catch (const std::runtime_error&) {
       return nullptr;
     }
-    layers_.push_back(std::move(layer));
-    free = layers_.back().get();
+    layer = layers_.back().get();
   }
-  free->taken[offset] = bytes;
-  // The faults of pages that are there already, many at once.
-  free->is_mapped.resize((address_.bytes + kStretchBytes - 1) / kStretchBytes);
-  for (int64_t i = offset / kStretchBytes; i * kStretchBytes < offset + bytes; ++i) {
-    if (free->is_mapped[i]) continue;
-    const int64_t size = std::min(kStretchBytes, address_.bytes - i * kStretchBytes);
-    madvise(free->mapping.data() + i * kStretchBytes, size, MADV_POPULATE_READ);
-    free->is_mapped[i] = true;
+  char* data = layer->mapping.data() + offset;
+  int64_t& begun = layer->clean[offset];  // none at first
+  if (begun < bytes) {
+    layer->writes.begin(data + begun, bytes - begun);
+    begun = bytes;
   }
-  return free->mapping.data() + offset;
+  layer->taken[offset] = bytes;
+  return data;
 }
 
-void Views::give_back(char* data) {
+bool Views::is_written(const char* view) const {
+  const Found found = find(view);
+  return found.layer->writes.any(view, found.bytes);
+}
+
+void Views::give_back(char* view) {
   if (getpid() != pid_) return;
-  Layer* layer = nullptr;
-  int64_t offset = 0, bytes = 0;
-  {
-    const std::lock_guard<std::mutex> lock(registry().mutex);
-    for (size_t i = 0; layer == nullptr; ++i) {
-      offset = data - layers_.at(i)->mapping.data();
-      if (offset >= 0 && offset < address_.bytes) layer = layers_[i].get();
-    }
-    bytes = layer->taken.at(offset);
-  }
+  const Found found = find(view);
   // Not locked: its pages are still this view's alone.
-  const bool written = is_written(data, bytes);
-  if (written && madvise(data, bytes, MADV_DONTNEED) != 0) return;  // never used again
+  const bool written = found.layer->writes.any(view, found.bytes);
+  if (written && madvise(view, found.bytes, MADV_DONTNEED) != 0) return;  // never used again
   const std::lock_guard<std::mutex> lock(registry().mutex);
-  for (int64_t i = offset / kStretchBytes; written && i * kStretchBytes < offset + bytes; ++i) {
-    layer->is_mapped[i] = false;
+  Stretches& clean = found.layer->clean;
+  for (auto each = clean.begin(); written && each != clean.end();) {
+    const bool is_met = overlap({*each}, found.offset, found.bytes);
+    each = is_met ? clean.erase(each) : std::next(each);
   }
-  layer->taken.erase(offset);
+  found.layer->taken.erase(found.offset);
+}
+
+Views::Found Views::find(const char* view) const {
+  const std::lock_guard<std::mutex> lock(registry().mutex);
+  for (const auto& layer : layers_) {
+    const int64_t offset = view - layer->mapping.data();
+    if (offset >= 0 && offset < address_.bytes) {
+      return {layer.get(), offset, layer->taken.at(offset)};
+    }
+  }
+  throw std::logic_error("Views: not one of them");
 }
 
 void Views::before_fork() {

@@ -14,16 +14,22 @@
 #include <vector>
 
 #include "segment.h"
+#include "written_pages.h"
 
 namespace flex_model {
 
 class Views {
  public:
-  // Whether they can be had on this machine: tried out once.
-  static bool work();
+  // From how many bytes on they cost less than copies; -1 where they can't be had. Tried out once.
+  static int64_t worthwhile_bytes();
+
+  // Whether the kernel takes notes of what is written to them (see WrittenPages): tried out once,
+  // unless they are to do without.
+  static bool take_notes();
+  static void do_without_notes(bool without);
 
   // Of one segment. std::runtime_error if it can't be reached.
-  explicit Views(const SegmentAddress& segment);
+  explicit Views(const SegmentAddress& segment, bool may_take_notes = take_notes());
   Views(const Views&) = delete;
   Views& operator=(const Views&) = delete;
   ~Views();
@@ -33,23 +39,36 @@ class Views {
   // more mapping.
   char* take(int64_t offset, int64_t bytes);
 
+  bool is_written(const char* view) const;
+
   // Ends a view; what was written to it is gone. In a forked child, the view stays as it is.
-  void give_back(char* data);
+  void give_back(char* view);
 
  private:
+  using Stretches = std::map<int64_t, int64_t>;  // bytes by offset
+
   // One private mapping of the whole segment. Views that overlap are in different ones.
   struct Layer {
+    Layer(const SegmentAddress& segment, bool may_take_notes);
+
     Segment mapping;
-    std::map<int64_t, int64_t> taken;  // bytes by offset
-    std::vector<bool> is_mapped;       // of each stretch of kStretchBytes: its pages are at hand
+    WrittenPages writes;
+    Stretches taken;
+    Stretches clean;  // begun (see WrittenPages), and not written to since: may overlap
+  };
+  struct Found {
+    Layer* layer;
+    int64_t offset, bytes;
   };
 
+  Found find(const char* view) const;
   static void before_fork();
   static void after_fork_in_parent();
   static void after_fork_in_child() noexcept;
   void detach() noexcept;
 
   const SegmentAddress address_;
+  const bool may_take_notes_;
   const int32_t pid_;
   std::vector<std::unique_ptr<Layer>> layers_;
 };

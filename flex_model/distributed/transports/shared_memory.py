@@ -14,10 +14,6 @@ from flex_model.distributed import memory
 from flex_model.distributed.groups import PrivateGroup
 from flex_model.distributed.transports.transport import Gathered, on_cpu
 
-_VIEWED_BYTES = (
-    4 << 20
-)  # below, copies stay in the cache and cost less than what a view looks after
-
 
 class SharedMemory:
     """See ``Transport``. ``host`` are the group's ranks, all of this host."""
@@ -61,7 +57,7 @@ class SharedMemory:
         return fulls if shard.is_cpu else [full.to(shard.device) for full in fulls]
 
     def _are_viewed(self, plan: GatherPlan) -> bool:
-        return self.group.hosts.have_views and plan.full_bytes >= _VIEWED_BYTES
+        return 0 <= self.group.hosts.viewed_bytes <= plan.full_bytes
 
     def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
         rank = self._rank
