@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <mutex>
 
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22
@@ -39,8 +40,10 @@ uint64_t number(const char* data) { return reinterpret_cast<uintptr_t>(data); }
 
 // What takes the notes of this process; -1 if it can't be had. Never closed: that ends them.
 int notes() {
+  static std::mutex mutex;
   static int file = -1;
   static pid_t owner = 0;
+  const std::lock_guard<std::mutex> lock(mutex);
   if (owner == getpid()) return file;
   owner = getpid();
   file = static_cast<int>(syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK | kUserModeOnly));

@@ -1,4 +1,5 @@
-"""Memory that the ranks of one host share: each writes its shard where the full tensor is to be.
+"""Memory that the ranks of one host share: each writes its shard where the full tensor is to be, in
+every rank's own or in one that all of them read.
 
 CUDA tensors are staged through the CPU.
 """
