@@ -2,6 +2,7 @@
 ranks that stop, die or fork. Here without torch.distributed; in a model see test_transports.py.
 """
 
+import mmap
 import multiprocessing
 import os
 import random
@@ -277,6 +278,26 @@ def views_in_a_forked_child(group, rank):
 
 def test_a_forked_child_keeps_its_views():
     assert set(Ranks(2, views_in_a_forked_child).results().values()) == {"done"}
+
+
+def drop_in_a_child(group, rank):
+    """What a child does not have of a group, it does not unmap: something else lies there."""
+    block = _C.ControlBlock(4)
+    parents = _C.HostGroup.made(block, [_C.arena_table()] * 4, 0)
+    pid = os.fork()
+    if pid == 0:
+        others = [mmap.mmap(-1, 4096 * pages) for pages in (1, 10, 100, 130, 140, 200) * 20]
+        for other in others:
+            other[:1] = b"a"
+        del parents, block
+        os._exit(0 if all(other[:1] == b"a" for other in others) else 1)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    return "done"
+
+
+def test_a_forked_child_may_drop_its_parents_groups():
+    assert set(Ranks(1, drop_in_a_child).results().values()) == {"done"}
 
 
 def run_until_stopped(group, rank, *_):
