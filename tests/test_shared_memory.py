@@ -2,6 +2,7 @@
 ranks that stop, die or fork. Here without torch.distributed; in a model see test_transports.py.
 """
 
+import ctypes
 import mmap
 import multiprocessing
 import os
@@ -278,6 +279,38 @@ def views_in_a_forked_child(group, rank):
 
 def test_a_forked_child_keeps_its_views():
     assert set(Ranks(2, views_in_a_forked_child).results().values()) == {"done"}
+
+
+def views_of_locked_memory(group, rank, flags, with_notes):
+    """mlockall makes every page of the views' mappings a copy, also where no view is."""
+    _C.views_without_notes(not with_notes)
+    libc = ctypes.CDLL(None, use_errno=True)
+    plan, shard = stacking(2, 400_000, 4), numbers(rank, 400_000)
+    kept = viewed(group, stacking(2, 200_000, 4), numbers(rank, 200_000), 1)
+    del kept
+    group.exchange_bytes(b"given back")
+    for step in range(4):
+        if step == 1 and rank == 1 and libc.mlockall(flags) != 0:
+            return "not allowed"
+        if step == 3:
+            libc.munlockall()
+        group.exchange_bytes(b"locked")
+        views = viewed(group, plan, shard + step, 2)
+        for view in views:
+            assert torch.equal(view, torch.stack([numbers(r, 400_000) for r in range(2)]) + step)
+        views[0].zero_()
+        del view, views
+        group.exchange_bytes(b"given back")
+    return "done"
+
+
+@pytest.mark.parametrize("with_notes", [True, False])
+@pytest.mark.parametrize("flags", [1, 3])  # MCL_CURRENT, and MCL_FUTURE too
+def test_views_show_no_copies_that_a_lock_made(flags, with_notes):
+    results = Ranks(2, views_of_locked_memory, flags, with_notes).results()
+    if "not allowed" in results.values():
+        pytest.skip("memory can't be locked here")
+    assert set(results.values()) == {"done"}, results
 
 
 def drop_in_a_child(group, rank):
