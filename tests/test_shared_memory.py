@@ -313,6 +313,37 @@ def test_views_show_no_copies_that_a_lock_made(flags, with_notes):
     assert set(results.values()) == {"done"}, results
 
 
+def views_after_the_last_group(group, rank):
+    """Nothing of them stays in the first rank's pool, whoever holds them and for how long."""
+    plan, shard = stacking(2, 400_000, 4), numbers(rank, 400_000)
+    expected = torch.stack([numbers(r, 400_000) for r in range(2)])
+    views = viewed(group, plan, shard, 2)
+    own = memory.empty([400_000], torch.int32).fill_(rank)  # of the same segment, on rank 0
+    group.exchange_bytes(b"have them")
+    _C.close_arena()
+    group.exchange_bytes(b"closed")
+    del own
+    assert _C.arena_bytes() == (0, 0)
+    _C.arena_table()  # of another wrap, whose tensors have no place that is still seen
+    others = [memory.empty([800_000], torch.int32).fill_(7) for _ in range(6)]
+    group.exchange_bytes(b"written")
+    for view in views:
+        assert torch.equal(view, expected)
+    views[0].zero_()
+    assert torch.equal(views[1], expected)
+    del others, view
+    if rank == 0:
+        views.clear()
+    group.exchange_bytes(b"the first rank has none")
+    assert not views or torch.equal(views[1], expected)
+    return "done"
+
+
+def test_views_outlive_the_last_group_and_hold_no_pool():
+    results = Ranks(2, views_after_the_last_group).results()
+    assert set(results.values()) == {"done"}, results
+
+
 def drop_in_a_child(group, rank):
     """What a child does not have of a group, it does not unmap: something else lies there."""
     block = _C.ControlBlock(4)
