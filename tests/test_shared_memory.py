@@ -2,11 +2,13 @@
 ranks that stop, die or fork. Here without torch.distributed; in a model see test_transports.py.
 """
 
+import contextlib
 import ctypes
 import mmap
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -362,6 +364,40 @@ def drop_in_a_child(group, rank):
 
 def test_a_forked_child_may_drop_its_parents_groups():
     assert set(Ranks(1, drop_in_a_child).results().values()) == {"done"}
+
+
+def fork_without_a_file_to_spare(group, rank):
+    """The child has copied what it keeps before the parent's memory is used again."""
+    plan, shard = stacking(2, 8_000_000, 4), numbers(rank, 8_000_000)
+    views = [viewed(group, plan, shard, 1)[0] for _ in range(6)]
+    if rank == 0:
+        expected, last = views[-1].clone(), views[-1]
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        highest = max(int(number) for number in os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
+        spare = []
+        with contextlib.suppress(OSError):
+            while True:
+                spare.append(os.dup(0))
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if torch.equal(last, expected) else 1)
+        for number in spare:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        del last
+    views.clear()
+    others = [viewed(group, plan, torch.zeros_like(shard), 1)[0] for _ in range(7)]
+    assert not any(other.any() for other in others)
+    if rank == 0:
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+    return "done"
+
+
+def test_a_fork_that_may_open_no_more_files():
+    results = Ranks(2, fork_without_a_file_to_spare).results()
+    assert set(results.values()) == {"done"}, results
 
 
 def run_until_stopped(group, rank, *_):
