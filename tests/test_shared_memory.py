@@ -2,9 +2,13 @@
 ranks that stop, die or fork. Here without torch.distributed; in a model see test_transports.py.
 """
 
+import contextlib
+import ctypes
+import mmap
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -277,6 +281,123 @@ def views_in_a_forked_child(group, rank):
 
 def test_a_forked_child_keeps_its_views():
     assert set(Ranks(2, views_in_a_forked_child).results().values()) == {"done"}
+
+
+def views_of_locked_memory(group, rank, flags, with_notes):
+    """mlockall makes every page of the views' mappings a copy, also where no view is."""
+    _C.views_without_notes(not with_notes)
+    libc = ctypes.CDLL(None, use_errno=True)
+    plan, shard = stacking(2, 400_000, 4), numbers(rank, 400_000)
+    kept = viewed(group, stacking(2, 200_000, 4), numbers(rank, 200_000), 1)
+    del kept
+    group.exchange_bytes(b"given back")
+    for step in range(4):
+        if step == 1 and rank == 1 and libc.mlockall(flags) != 0:
+            return "not allowed"
+        if step == 3:
+            libc.munlockall()
+        group.exchange_bytes(b"locked")
+        views = viewed(group, plan, shard + step, 2)
+        for view in views:
+            assert torch.equal(view, torch.stack([numbers(r, 400_000) for r in range(2)]) + step)
+        views[0].zero_()
+        del view, views
+        group.exchange_bytes(b"given back")
+    return "done"
+
+
+@pytest.mark.parametrize("with_notes", [True, False])
+@pytest.mark.parametrize("flags", [1, 3])  # MCL_CURRENT, and MCL_FUTURE too
+def test_views_show_no_copies_that_a_lock_made(flags, with_notes):
+    results = Ranks(2, views_of_locked_memory, flags, with_notes).results()
+    if "not allowed" in results.values():
+        pytest.skip("memory can't be locked here")
+    assert set(results.values()) == {"done"}, results
+
+
+def views_after_the_last_group(group, rank):
+    """Nothing of them stays in the first rank's pool, whoever holds them and for how long."""
+    plan, shard = stacking(2, 400_000, 4), numbers(rank, 400_000)
+    expected = torch.stack([numbers(r, 400_000) for r in range(2)])
+    views = viewed(group, plan, shard, 2)
+    own = memory.empty([400_000], torch.int32).fill_(rank)  # of the same segment, on rank 0
+    group.exchange_bytes(b"have them")
+    _C.close_arena()
+    group.exchange_bytes(b"closed")
+    del own
+    assert _C.arena_bytes() == (0, 0)
+    _C.arena_table()  # of another wrap, whose tensors have no place that is still seen
+    others = [memory.empty([800_000], torch.int32).fill_(7) for _ in range(6)]
+    group.exchange_bytes(b"written")
+    for view in views:
+        assert torch.equal(view, expected)
+    views[0].zero_()
+    assert torch.equal(views[1], expected)
+    del others, view
+    if rank == 0:
+        views.clear()
+    group.exchange_bytes(b"the first rank has none")
+    assert not views or torch.equal(views[1], expected)
+    return "done"
+
+
+def test_views_outlive_the_last_group_and_hold_no_pool():
+    results = Ranks(2, views_after_the_last_group).results()
+    assert set(results.values()) == {"done"}, results
+
+
+def drop_in_a_child(group, rank):
+    """What a child does not have of a group, it does not unmap: something else lies there."""
+    block = _C.ControlBlock(4)
+    parents = _C.HostGroup.made(block, [_C.arena_table()] * 4, 0)
+    pid = os.fork()
+    if pid == 0:
+        others = [mmap.mmap(-1, 4096 * pages) for pages in (1, 10, 100, 130, 140, 200) * 20]
+        for other in others:
+            other[:1] = b"a"
+        del parents, block
+        os._exit(0 if all(other[:1] == b"a" for other in others) else 1)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    return "done"
+
+
+def test_a_forked_child_may_drop_its_parents_groups():
+    assert set(Ranks(1, drop_in_a_child).results().values()) == {"done"}
+
+
+def fork_without_a_file_to_spare(group, rank):
+    """The child has copied what it keeps before the parent's memory is used again."""
+    plan, shard = stacking(2, 8_000_000, 4), numbers(rank, 8_000_000)
+    views = [viewed(group, plan, shard, 1)[0] for _ in range(6)]
+    if rank == 0:
+        expected, last = views[-1].clone(), views[-1]
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        highest = max(int(number) for number in os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
+        spare = []
+        with contextlib.suppress(OSError):
+            while True:
+                spare.append(os.dup(0))
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if torch.equal(last, expected) else 1)
+        for number in spare:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        del last
+    views.clear()
+    others = [viewed(group, plan, torch.zeros_like(shard), 1)[0] for _ in range(7)]
+    assert not any(other.any() for other in others)
+    if rank == 0:
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+    return "done"
+
+
+def test_a_fork_that_may_open_no_more_files():
+    results = Ranks(2, fork_without_a_file_to_spare).results()
+    assert set(results.values()) == {"done"}, results
 
 
 def run_until_stopped(group, rank, *_):

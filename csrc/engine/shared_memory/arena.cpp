@@ -70,8 +70,9 @@ void Arena::end_unread() {
       ++each;
       continue;
     }
-    end(each->second);
+    char* data = each->second;
     each = shared_.erase(each);
+    if (data != nullptr) end(data);
   }
 }
 
@@ -158,12 +159,35 @@ void Arena::close() {
   for (size_t i = 0; i < held_.size(); ++i) give_back_if_free(i);
 }
 
+// The offsets of the shared leases that are in a segment.
+std::set<int64_t> Arena::shared_in(const Held& held) const {
+  std::set<int64_t> offsets;
+  for (const auto& [number, data] : shared_) {
+    const int64_t offset = data == nullptr ? -1 : data - held.segment.data();
+    if (offset >= 0 && offset < held.segment.bytes()) offsets.insert(offset);
+  }
+  return offsets;
+}
+
+// Shared leases don't keep it: views are mappings of their own, and the last one's end frees it,
+// also where that is a process that can't tell.
 void Arena::give_back_if_free(size_t index) {
-  if (!held_[index] || held_[index]->parts.size() != 1) return;
-  const Part& whole = held_[index]->parts.at(0);
-  if (!whole.is_free) return;
-  free_.erase({whole.bytes, static_cast<int64_t>(index), 0});
-  held_bytes_ -= whole.bytes;
+  if (!held_[index]) return;
+  Held& held = *held_[index];
+  const std::set<int64_t> shared = shared_in(held);
+  for (const auto& [offset, part] : held.parts) {
+    if (!part.is_free && (part.is_retired || shared.count(offset) == 0)) return;
+  }
+  for (const auto& [offset, part] : held.parts) {
+    if (part.is_free) free_.erase({part.bytes, static_cast<int64_t>(index), offset});
+    if (!part.is_free) leased_bytes_ -= part.bytes;
+  }
+  for (auto& [number, data] : shared_) {
+    if (data >= held.segment.data() && data < held.segment.data() + held.segment.bytes()) {
+      data = nullptr;
+    }
+  }
+  held_bytes_ -= held.segment.bytes();
   held_[index].reset();
 }
 
@@ -280,9 +304,11 @@ void Arena::detach() noexcept {
   has_peers_ = false;
   for (const auto& held : held_) {
     if (!held) continue;
+    const std::set<int64_t> shared = shared_in(*held);  // views are copied, see there
     held->segment.detach([&](char* copy) {
       for (const auto& [offset, part] : held->parts) {
-        if (!part.is_free) std::memcpy(copy + offset, held->segment.data() + offset, part.bytes);
+        if (part.is_free || shared.count(offset) > 0) continue;
+        std::memcpy(copy + offset, held->segment.data() + offset, part.bytes);
       }
     });
   }

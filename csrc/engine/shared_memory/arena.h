@@ -119,14 +119,16 @@ class Arena {
   bool grow(int64_t bytes);
   void detach() noexcept;
   void give_back_if_free(size_t index);
+  std::set<int64_t> shared_in(const Held& held) const;
   Held* find(const char* data, int64_t* index) const;
 
   mutable std::mutex mutex_;
   std::vector<std::unique_ptr<Held>> held_;  // null: given back
   std::set<FreePart> free_;                  // the smallest that fits is taken
   Segment table_;
-  std::map<int64_t, char*> shared_;  // leases by their number in the table
-  int64_t num_unread_ = 0;           // of which was heard
+  // Leases by their number in the table; null: its segment was given back, the number not yet.
+  std::map<int64_t, char*> shared_;
+  int64_t num_unread_ = 0;  // of which was heard
   bool is_forked_ = false;
   ForkGate gate_;
   int64_t held_bytes_ = 0, leased_bytes_ = 0, limit_ = -1;

@@ -1,15 +1,27 @@
 #include "fork_gate.h"
 
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <new>
 #include <utility>
 
 namespace flex_model {
+namespace {
+
+constexpr size_t kPage = 4096;
+constexpr int kMostMilliseconds =
+    30000;  // for a child that was killed and can't be seen to be gone
+
+}  // namespace
 
 void ForkGate::before(bool copies) {
-  if (!copies || pipe2(ends_, O_CLOEXEC) != 0) ends_[0] = ends_[1] = -1;
+  if (!copies || pipe2(ends_, O_CLOEXEC) == 0) return;
+  ends_[0] = ends_[1] = -1;
+  void* page = mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (page != MAP_FAILED) told_ = new (page) std::atomic<bool>(false);
 }
 
 void ForkGate::in_parent() {
@@ -18,9 +30,16 @@ void ForkGate::in_parent() {
   while (ends_[0] >= 0 && read(ends_[0], &byte, 1) < 0 && errno == EINTR) {
   }
   close_end(0);
+  if (told_ == nullptr) return;
+  for (int i = 0; i < kMostMilliseconds && !*told_; ++i) usleep(1000);
+  munmap(std::exchange(told_, nullptr), kPage);
 }
 
 void ForkGate::in_child() {
+  if (told_ != nullptr) {
+    *told_ = true;
+    munmap(std::exchange(told_, nullptr), kPage);
+  }
   close_end(0);
   close_end(1);
 }

@@ -4,6 +4,8 @@
 // For handlers of pthread_atfork, under one lock from `before` on.
 #pragma once
 
+#include <atomic>
+
 namespace flex_model {
 
 class ForkGate {
@@ -17,6 +19,8 @@ class ForkGate {
   void close_end(int which);
 
   int ends_[2] = {-1, -1};  // of a pipe, whose second one is the child's
+  // Where no more files may be open: a page of both, in which the child tells.
+  std::atomic<bool>* told_ = nullptr;
 };
 
 }  // namespace flex_model

@@ -242,7 +242,12 @@ std::unique_ptr<Group::Reader> Group::reader(int64_t rank, int64_t number) {
 std::shared_ptr<Views> Group::views(int64_t rank, const Place& place) {
   std::shared_ptr<Views>& views = peers_[rank].views[place.segment];
   if (views == nullptr) {
-    views = std::make_shared<Views>(table_of(rank).segments[place.segment]);
+    const SegmentAddress& address = table_of(rank).segments[place.segment];
+    const bool is_peers = peers_[rank].table != nullptr;
+    if (is_peers && peers_[rank].segments.at(place.segment).address().token != address.token) {
+      throw std::runtime_error("shared memory: that rank has given this segment back");
+    }
+    views = std::make_shared<Views>(address);
   }
   return views;
 }

@@ -61,18 +61,23 @@ char* map(int fd, int64_t bytes) {
 }  // namespace
 
 Segment::Segment(Segment&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), address_(other.address_) {
+    : data_(std::exchange(other.data_, nullptr)),
+      address_(other.address_),
+      kept_by_(other.kept_by_) {
   other.address_.fd = -1;
 }
 
 Segment& Segment::operator=(Segment&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(address_, other.address_);
+  std::swap(kept_by_, other.kept_by_);
   return *this;
 }
 
 Segment::~Segment() {
-  if (data_ != nullptr) munmap(data_ - kFirstPage, address_.bytes + kFirstPage);
+  // In a child that does not have it, something else may lie there by now.
+  const bool is_mapped = data_ != nullptr && (kept_by_ < 0 || kept_by_ == getpid());
+  if (is_mapped) munmap(data_ - kFirstPage, address_.bytes + kFirstPage);
   if (address_.fd >= 0 && address_.pid == getpid()) close(address_.fd);
 }
 
@@ -129,8 +134,10 @@ Segment Segment::open_as(const SegmentAddress& address, bool is_private) {
   return segment;
 }
 
-void Segment::keep_from_children() const {
-  madvise(data_ - kFirstPage, address_.bytes + kFirstPage, MADV_DONTFORK);
+void Segment::keep_from_children() {
+  if (madvise(data_ - kFirstPage, address_.bytes + kFirstPage, MADV_DONTFORK) == 0) {
+    kept_by_ = getpid();
+  }
 }
 
 char* Segment::begin_detach() const noexcept {

@@ -47,7 +47,7 @@ class Segment {
   const SegmentAddress& address() const { return address_; }
 
   // Forked children don't have it.
-  void keep_from_children() const;
+  void keep_from_children();
 
   // In a forked child: the pages become memory of its own, of which `keep(copy_to)` may fill what
   // is still needed.
@@ -61,6 +61,7 @@ class Segment {
 
   char* data_ = nullptr;  // page-aligned; the token's page lies before it
   SegmentAddress address_{-1, -1, 0, 0};
+  int32_t kept_by_ = -1;  // the only process that has it, if it is kept from children
 };
 
 template <typename Keep>

@@ -1,7 +1,6 @@
 #include "views.h"
 
 #include <pthread.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -102,7 +101,8 @@ char* Views::take(int64_t offset, int64_t bytes) {
     return !overlap(layer->taken, offset, bytes);
   });
   Layer* layer = nullptr;
-  if (found != layers_.end()) {
+  const bool is_new = found == layers_.end();
+  if (!is_new) {
     layer = found->get();
   } else {
     try {
@@ -114,8 +114,14 @@ char* Views::take(int64_t offset, int64_t bytes) {
   }
   char* data = layer->mapping.data() + offset;
   int64_t& begun = layer->clean[offset];  // none at first
+  // mlockall makes all pages of private mappings copies, as they are at that time.
+  if (begun > 0 && layer->writes.any(data, std::min(begun, bytes))) begun = 0;
   if (begun < bytes) {
-    layer->writes.begin(data + begun, bytes - begun);
+    if (!layer->writes.begin(data + begun, bytes - begun)) {
+      layer->clean.erase(offset);
+      if (is_new) layers_.pop_back();
+      return nullptr;
+    }
     begun = bytes;
   }
   layer->taken[offset] = bytes;
@@ -132,7 +138,7 @@ void Views::give_back(char* view) {
   const Found found = find(view);
   // Not locked: its pages are still this view's alone.
   const bool written = found.layer->writes.any(view, found.bytes);
-  if (written && madvise(view, found.bytes, MADV_DONTNEED) != 0) return;  // never used again
+  if (written && !WrittenPages::drop(view, found.bytes)) return;  // never used again
   const std::lock_guard<std::mutex> lock(registry().mutex);
   Stretches& clean = found.layer->clean;
   for (auto each = clean.begin(); written && each != clean.end();) {

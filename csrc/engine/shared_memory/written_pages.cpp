@@ -13,6 +13,9 @@
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22
 #endif
+#ifndef MADV_DONTNEED_LOCKED
+#define MADV_DONTNEED_LOCKED 24
+#endif
 
 namespace flex_model {
 namespace {
@@ -99,13 +102,20 @@ WrittenPages::WrittenPages(char* data, int64_t bytes, bool may_take_notes) {
   takes_notes_ = ioctl(notes(), UFFDIO_REGISTER, &all) == 0;
 }
 
-void WrittenPages::begin(char* data, int64_t bytes) const {
+bool WrittenPages::drop(char* data, int64_t bytes) {
+  return madvise(data, bytes, MADV_DONTNEED) == 0 ||
+         madvise(data, bytes, MADV_DONTNEED_LOCKED) == 0;
+}
+
+bool WrittenPages::begin(char* data, int64_t bytes) const {
+  if (!drop(data, bytes)) return false;      // of a mapping that was locked, each is a copy
   madvise(data, bytes, MADV_POPULATE_READ);  // the faults of many pages at once, if it is known
-  if (!takes_notes_) return;
+  if (!takes_notes_) return true;
   uffdio_writeprotect stretch{};
   stretch.range = {number(data), static_cast<uint64_t>(bytes)};
   stretch.mode = UFFDIO_WRITEPROTECT_MODE_WP;
   ioctl(notes(), UFFDIO_WRITEPROTECT, &stretch);  // if not: its pages count as written
+  return true;
 }
 
 bool WrittenPages::any(const char* data, int64_t bytes) const {
