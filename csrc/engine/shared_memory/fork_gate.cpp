@@ -12,8 +12,7 @@ namespace flex_model {
 namespace {
 
 constexpr size_t kPage = 4096;
-constexpr int kMostMilliseconds =
-    30000;  // for a child that was killed and can't be seen to be gone
+constexpr int kMostMilliseconds = 30000;  // for a child that was killed: it can't be seen here
 
 }  // namespace
 

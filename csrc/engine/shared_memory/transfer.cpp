@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <stdexcept>
 
 namespace flex_model {
@@ -89,8 +90,9 @@ Owned own_memory(int64_t bytes) {
   if (char* leased = arena.lease(bytes)) {
     return {leased, {leased, [&arena](char* data) { arena.end_lease(data); }}};
   }
-  const std::shared_ptr<char[]> data(new char[std::max<int64_t>(1, bytes)]);
-  return {data.get(), data};
+  constexpr auto kAlignment = std::align_val_t(64);  // as torch's own: results may depend on it
+  void* data = ::operator new(std::max<int64_t>(1, bytes), kAlignment);
+  return {static_cast<char*>(data), {data, [](void* at) { ::operator delete(at, kAlignment); }}};
 }
 
 // Whose lease everyone's views are of.
