@@ -142,6 +142,9 @@ class LargeAllGather {
   };
   static constexpr int64_t kMaxPlaces = (kMessageBytes - sizeof(Wanted)) / sizeof(Place);
 
+  void want(char* full);
+  void tell(int64_t num_views);
+  void hear();
   bool has_home() const { return home_.shared >= 0; }
   int64_t bytes() const { return plan_.boxes().full_bytes; }
 
@@ -161,24 +164,41 @@ class LargeAllGather {
 LargeAllGather::LargeAllGather(Group& group, const GatherPlan& plan, const char* shard,
                                const std::vector<char*>& fulls, int64_t num_views)
     : group_(group), plan_(plan), shard_(shard), num_views_(num_views) {
-  if (static_cast<int64_t>(fulls.size()) > kMaxPlaces) throw std::length_error("all_gather");
-  for (char* full : fulls) {
-    const bool is_pooled = Arena::of_process().place_of(full, bytes()).segment >= 0;
-    (is_pooled ? in_arena_ : elsewhere_).push_back(full);
+  if (static_cast<int64_t>(fulls.size()) + num_views > kMaxPlaces) {
+    throw std::length_error("all_gather");
   }
+  for (char* full : fulls) want(full);
+}
+
+void LargeAllGather::want(char* full) {
+  const bool is_pooled = Arena::of_process().place_of(full, bytes()).segment >= 0;
+  (is_pooled ? in_arena_ : elsewhere_).push_back(full);
 }
 
 void LargeAllGather::meet() {
+  tell(num_views_);
+  hear();
+  if (has_home() || num_readers_ == 0) return;
+  // The first rank has no room, or wants no view itself: all meet once more, each view a tensor of
+  // its own.
+  for (int64_t i = 0; i < num_views_; ++i) {
+    own_views_.push_back(own_memory(bytes()));
+    want(own_views_.back().data);
+  }
+  tell(0);
+  hear();
+}
+
+void LargeAllGather::tell(int64_t num_views) {
   Arena& arena = Arena::of_process();
-  const int64_t me = group_.rank(), size = group_.size();
   char* message = group_.begin();
   Wanted mine{static_cast<int64_t>(in_arena_.size()),
               static_cast<int64_t>(elsewhere_.size()),
-              num_views_,
+              num_views,
               -1,
               {}};
   std::vector<char*> offered = in_arena_;
-  if (me == kHome && num_views_ > 0) {
+  if (group_.rank() == kHome && num_views > 0) {
     const Arena::Shared lease = arena.lease_shared(bytes());
     if (lease.data != nullptr) {
       writer_ = group_.reader(kHome, lease.number);
@@ -192,7 +212,12 @@ void LargeAllGather::meet() {
   for (char* full : in_arena_) *places++ = arena.place_of(full, bytes());
   offer_ = std::make_unique<Offer>(std::move(offered));
   group_.post(Act::kAllGather, plan_.hash());
+}
 
+void LargeAllGather::hear() {
+  const int64_t me = group_.rank(), size = group_.size();
+  targets_.clear();
+  num_streamed_ = num_readers_ = 0;
   for (int64_t k = 0; k < size; ++k) {  // one's own first: each rank begins at another place
     const int64_t r = (me + k) % size;
     const char* told = group_.message(r);
@@ -215,11 +240,7 @@ void LargeAllGather::meet() {
 
 void LargeAllGather::write() {
   write_into(plan_, group_.rank(), shard_, targets_);
-  for (int64_t i = 0; !has_home() && i < num_views_; ++i) {
-    own_views_.push_back(own_memory(bytes()));
-    elsewhere_.push_back(own_views_.back().data);
-  }
-  if (num_streamed_ == 0 && (has_home() || num_readers_ == 0)) return;
+  if (num_streamed_ == 0) return;
   const Boxes& boxes = plan_.boxes();
   std::vector<Bytes> all;
   stream(group_, shard_, boxes.shard_bytes, elsewhere_.empty() ? nullptr : &all);
