@@ -269,7 +269,7 @@ class Channel(Connections):
     def all_reduce_sum(self, axes: tuple[Axis, ...], tensor: Tensor) -> Tensor:
         """The sum over the ranks along ``axes``, on every rank."""
         self._count(axes, costs.of_all_reduce(tensor.nbytes))
-        return self.guarded(axes, lambda to: transport.all_reduce_sum(to, tensor))
+        return self.call(transport.all_reduce_sum, axes, tensor)
 
     def _count(self, axes: tuple[Axis, ...], num_bytes: int) -> None:
         self.num_payloads += 1

@@ -163,31 +163,13 @@ class Connections:
             f"{type(error).__name__}: {error}."
         )
 
-    def call(self, method: str, axes: tuple[Axis, ...], *args: Any) -> Any:
-        """What that method of the transport returns; if it fails in any way, nobody is left waiting
-        for it.
+    def call(self, transfer: str | Callable[..., Any], axes: tuple[Axis, ...], *args: Any) -> Any:
+        """What a method of the transport, by its name, or a function of the transport returns; if
+        it fails in any way, nobody is left waiting for it.
         """
-        to = self._ready(axes)
-        try:
-            return getattr(to, method)(*args)
-        except BaseException as error:
-            self._failed(error, to.group)
-            raise
-
-    def guarded(self, axes: tuple[Axis, ...], transfer: Callable[[Transport], Any]) -> Any:
-        """As ``call``, of what ``transfer`` returns."""
-        to = self._ready(axes)
-        try:
-            return transfer(to)
-        except BaseException as error:
-            self._failed(error, to.group)
-            raise
-
-    def _ready(self, axes: tuple[Axis, ...]) -> Transport:
-        """The transport among the ranks along ``axes``, for one transfer."""
         self._check_process()
         self.check_no_edit()
-        to = self._by_axes.get(axes) or self.transport(axes)
+        to = self.transport(axes)
         self._check_usable()
         here = to.group.hosts.here
         if here is not None:
@@ -197,16 +179,17 @@ class Connections:
                 here.set_position(self.where)
                 here.set_timeout(self.timeout_s)
                 here.set_watch(self._compare_hooks if self._compares_hooks else None)
-        return to
-
-    def _failed(self, error: BaseException, group: groups.PrivateGroup) -> None:
-        """A transfer ended with ``error``. Raises what explains it; returns if it does itself."""
-        if isinstance(error, HookError):
-            return
-        if isinstance(error, WaitError):
-            raise self.give_up(self._explained(error, group)) from None
-        # Ctrl-C, for one: the others must not wait for this rank.
-        self.give_up(self._leaving(error))
+        try:
+            if isinstance(transfer, str):
+                return getattr(to, transfer)(*args)
+            return transfer(to, *args)
+        except HookError:
+            raise
+        except WaitError as failure:
+            raise self.give_up(self._explained(failure, to.group)) from None
+        except BaseException as error:  # Ctrl-C, for one: the others must not wait for this rank
+            self.give_up(self._leaving(error))
+            raise
 
     def check_no_edit(self) -> None:
         if self.edit_of:
@@ -217,7 +200,7 @@ class Connections:
             )
 
     def _check_process(self) -> None:
-        if os.getpid() != self._pid:
+        if self.is_child:
             raise agreed(
                 HookError(
                     "this process was forked from a rank after the model was wrapped, and takes no "

@@ -13,11 +13,8 @@ namespace flex_model {
 namespace {
 
 constexpr int64_t kAlignment = 256;                 // of leases: whole cache lines, any vector
-constexpr int64_t kPage = 4096;                     // of memory: alignment of shared leases
 constexpr int64_t kSmallestSegment = 16 << 20;      // in bytes
 constexpr int64_t kLargestStep = int64_t{1} << 30;  // growth doubles up to it
-
-int64_t round_up(int64_t bytes, int64_t to) { return (bytes + to - 1) / to * to; }
 
 }  // namespace
 
@@ -250,7 +247,7 @@ bool Arena::grow(int64_t bytes) {
                           kSmallestSegment);
   const int64_t allowed =
       std::min(limit_ < 0 ? machine_bytes() : limit_ - held_bytes_, free_machine_bytes() / 2);
-  if (size > allowed) size = round_up(bytes, 4096);
+  if (size > allowed) size = round_up(bytes, kPage);
   if (size > allowed) return false;
   auto held = std::make_unique<Held>();
   try {

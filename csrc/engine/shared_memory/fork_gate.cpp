@@ -8,10 +8,11 @@
 #include <new>
 #include <utility>
 
+#include "machine.h"
+
 namespace flex_model {
 namespace {
 
-constexpr size_t kPage = 4096;
 constexpr int kMostMilliseconds = 30000;  // for a child that was killed: it can't be seen here
 
 }  // namespace

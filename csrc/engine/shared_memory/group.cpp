@@ -65,7 +65,7 @@ struct Group::Control {
 
   static int64_t bytes_before_messages(int64_t num_ranks) {
     const int64_t bytes = sizeof(Control) + (num_ranks - 1) * sizeof(Rank);
-    return (bytes + 4095) / 4096 * 4096;
+    return round_up(bytes, kPage);
   }
 };
 

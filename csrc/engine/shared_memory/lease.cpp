@@ -2,8 +2,6 @@
 
 #include <memory>
 
-#include "arena.h"
-
 namespace py = pybind11;
 
 namespace flex_model {
@@ -62,12 +60,9 @@ py::object lease_tensor(std::vector<int64_t> sizes, int code, int bits) {
       throw py::value_error("lease_tensor: sizes out of range");
     }
   }
-  Arena& arena = Arena::of_process();
-  char* data = arena.lease(bytes);
-  if (data == nullptr) return py::none();
-  const std::shared_ptr<void> keeper(
-      data, [&arena](void* leased) { arena.end_lease(static_cast<char*>(leased)); });
-  return as_tensor({data, keeper}, std::move(sizes), code, bits);
+  Owned memory = lease(bytes);
+  if (memory.data == nullptr) return py::none();
+  return as_tensor(std::move(memory), std::move(sizes), code, bits);
 }
 
 py::object as_tensor(Owned memory, std::vector<int64_t> sizes, int code, int bits) {

@@ -37,24 +37,15 @@ class File {
   throw std::runtime_error("shared memory: " + what + ": " + std::strerror(errno));
 }
 
-[[noreturn]] void fail_to_map(int64_t bytes) {
-  fail("can't map " + std::to_string(bytes) + " bytes");
-}
-
-// The whole file, of whose pages each becomes this process's own when it is written to.
-char* map_private(int fd, int64_t bytes) {
-  void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, 0);
-  if (at == MAP_FAILED) fail_to_map(bytes);
-  return static_cast<char*>(at);
-}
-
-// The whole file, its pages at hand.
-char* map(int fd, int64_t bytes) {
-  void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (at == MAP_FAILED) fail_to_map(bytes);
+// The whole file: its pages at hand, or, privately, each to become this process's own when it is
+// written to.
+char* map(int fd, int64_t bytes, bool is_private = false) {
+  const int flags = is_private ? MAP_PRIVATE | MAP_NORESERVE : MAP_SHARED;
+  void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
+  if (at == MAP_FAILED) fail("can't map " + std::to_string(bytes) + " bytes");
   // A fault a page during a copy costs as much as the copy. Older kernels don't know this advice:
   // there pages come as they are touched.
-  madvise(at, bytes, MADV_POPULATE_WRITE);
+  if (!is_private) madvise(at, bytes, MADV_POPULATE_WRITE);
   return static_cast<char*>(at);
 }
 
@@ -122,7 +113,7 @@ Segment Segment::open_as(const SegmentAddress& address, bool is_private) {
                              " is not the one that was meant: its memory has another size");
   }
   Segment segment;
-  char* start = is_private ? map_private(file.get(), size) : map(file.get(), size);
+  char* start = map(file.get(), size, is_private);
   segment.data_ = start + kFirstPage;
   segment.address_ = address;
   segment.address_.fd = -1;  // the mapping keeps the file

@@ -82,14 +82,19 @@ void exchange(Group& group, const char* mine, int64_t bytes, char* all) {
   }
 }
 
+Owned lease(int64_t bytes) {
+  Arena& arena = Arena::of_process();
+  char* data = arena.lease(bytes);
+  if (data == nullptr) return {nullptr, nullptr};
+  return {data, {data, [&arena](char* leased) { arena.end_lease(leased); }}};
+}
+
 namespace {
 
 // Memory of this process, out of its arena if there is room.
 Owned own_memory(int64_t bytes) {
-  Arena& arena = Arena::of_process();
-  if (char* leased = arena.lease(bytes)) {
-    return {leased, {leased, [&arena](char* data) { arena.end_lease(data); }}};
-  }
+  Owned leased = lease(bytes);
+  if (leased.data != nullptr) return leased;
   constexpr auto kAlignment = std::align_val_t(64);  // as torch's own: results may depend on it
   void* data = ::operator new(std::max<int64_t>(1, bytes), kAlignment);
   return {static_cast<char*>(data), {data, [](void* at) { ::operator delete(at, kAlignment); }}};

@@ -31,6 +31,9 @@ struct Owned {
   std::shared_ptr<void> keeper;
 };
 
+// Of the arena; null data if it is full.
+Owned lease(int64_t bytes);
+
 // The full tensor at each of `fulls`, and `num_views` times more in memory that all ranks read and
 // whose pages become this rank's own where it writes to them (see Views); a copy where that can't
 // be had. Every rank may have other numbers.

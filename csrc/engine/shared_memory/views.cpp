@@ -11,11 +11,10 @@
 #include <stdexcept>
 
 #include "fork_gate.h"
+#include "machine.h"
 
 namespace flex_model {
 namespace {
-
-constexpr int64_t kPage = 4096;
 
 // All of this process, and what guards them. Never destroyed: tensors may outlive everything else.
 struct Registry {
@@ -63,8 +62,8 @@ bool try_out(bool may_take_notes) {
 }  // namespace
 
 int64_t Views::worthwhile_bytes() {
-  static const bool they_work = try_out(false);
   if (take_notes()) return 1 << 20;  // from there on, copies don't stay in the cache
+  static const bool they_work = try_out(false);
   return they_work ? 4 << 20 : -1;
 }
 
@@ -95,7 +94,7 @@ Views::~Views() {
 }
 
 char* Views::take(int64_t offset, int64_t bytes) {
-  bytes = (bytes + kPage - 1) / kPage * kPage;
+  bytes = round_up(bytes, kPage);
   const std::lock_guard<std::mutex> lock(registry().mutex);
   const auto found = std::find_if(layers_.begin(), layers_.end(), [&](const auto& layer) {
     return !overlap(layer->taken, offset, bytes);

@@ -10,6 +10,8 @@
 #include <algorithm>
 #include <mutex>
 
+#include "machine.h"
+
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22
 #endif
@@ -19,8 +21,6 @@
 
 namespace flex_model {
 namespace {
-
-constexpr int64_t kPage = 4096;
 
 // What headers of older kernels lack.
 // Sources: Documentation/admin-guide/mm/userfaultfd.rst and pagemap.rst of the Linux kernel.
