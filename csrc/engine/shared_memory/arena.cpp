@@ -31,7 +31,7 @@ Arena& Arena::of_process() {
 
 char* Arena::lease(int64_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return take(bytes, kAlignment);
+  return take(bytes, kAlignment, false);
 }
 
 Arena::Shared Arena::lease_shared(int64_t bytes) {
@@ -43,7 +43,7 @@ Arena::Shared Arena::lease_shared(int64_t bytes) {
     ++number;
   }
   if (number >= ArenaTable::kMaxShared) return {};
-  char* data = take(round_up(std::max<int64_t>(bytes, 1), kPage), kPage);
+  char* data = take(round_up(std::max<int64_t>(bytes, 1), kPage), kPage, true);
   if (data == nullptr) return {};
   shared_[number] = data;
   own_table().readers[number].store(1, std::memory_order_release);
@@ -73,7 +73,7 @@ void Arena::end_unread() {
   }
 }
 
-char* Arena::take(int64_t bytes, int64_t alignment) {
+char* Arena::take(int64_t bytes, int64_t alignment, bool is_shared) {
   if (bytes < 0 || bytes > machine_bytes() || !has_peers_) return nullptr;
   end_unread();
   bytes = round_up(std::max<int64_t>(bytes, 1), kAlignment);
@@ -102,7 +102,7 @@ char* Arena::take(int64_t bytes, int64_t alignment) {
   };
   leave_free(whole.offset, offset);
   leave_free(offset + bytes, whole.offset + whole.bytes);
-  held.parts[offset] = {bytes, false, false};
+  held.parts[offset] = {bytes, false, false, is_shared};
   leased_bytes_ += bytes;
   return held.segment.data() + offset;
 }
@@ -156,24 +156,13 @@ void Arena::close() {
   for (size_t i = 0; i < held_.size(); ++i) give_back_if_free(i);
 }
 
-// The offsets of the shared leases that are in a segment.
-std::set<int64_t> Arena::shared_in(const Held& held) const {
-  std::set<int64_t> offsets;
-  for (const auto& [number, data] : shared_) {
-    const int64_t offset = data == nullptr ? -1 : data - held.segment.data();
-    if (offset >= 0 && offset < held.segment.bytes()) offsets.insert(offset);
-  }
-  return offsets;
-}
-
 // Shared leases don't keep it: views are mappings of their own, and the last one's end frees it,
 // also where that is a process that can't tell.
 void Arena::give_back_if_free(size_t index) {
   if (!held_[index]) return;
   Held& held = *held_[index];
-  const std::set<int64_t> shared = shared_in(held);
   for (const auto& [offset, part] : held.parts) {
-    if (!part.is_free && (part.is_retired || shared.count(offset) == 0)) return;
+    if (!part.is_free && (part.is_retired || !part.is_shared)) return;
   }
   for (const auto& [offset, part] : held.parts) {
     if (part.is_free) free_.erase({part.bytes, static_cast<int64_t>(index), offset});
@@ -301,10 +290,9 @@ void Arena::detach() noexcept {
   has_peers_ = false;
   for (const auto& held : held_) {
     if (!held) continue;
-    const std::set<int64_t> shared = shared_in(*held);  // views are copied, see there
     held->segment.detach([&](char* copy) {
       for (const auto& [offset, part] : held->parts) {
-        if (part.is_free || shared.count(offset) > 0) continue;
+        if (part.is_free || part.is_shared) continue;  // views are copied, see there
         std::memcpy(copy + offset, held->segment.data() + offset, part.bytes);
       }
     });

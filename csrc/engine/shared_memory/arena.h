@@ -97,7 +97,8 @@ class Arena {
   struct Part {  // of a segment
     int64_t bytes;
     bool is_free;
-    bool is_retired;
+    bool is_retired = false;
+    bool is_shared = false;
   };
   struct Held {
     Segment segment;
@@ -113,13 +114,12 @@ class Arena {
   };
 
   void set_retired(char* data, bool is_retired);
-  char* take(int64_t bytes, int64_t alignment);
+  char* take(int64_t bytes, int64_t alignment, bool is_shared);
   void end(char* data);
   void end_unread();
   bool grow(int64_t bytes);
   void detach() noexcept;
   void give_back_if_free(size_t index);
-  std::set<int64_t> shared_in(const Held& held) const;
   Held* find(const char* data, int64_t* index) const;
 
   mutable std::mutex mutex_;
