@@ -326,6 +326,36 @@ def test_edits_that_write_to_their_tensor_now_and_then(keeps):
 
 
 @pytest.mark.ranks(2)
+def test_gradients_of_edits_of_memory_that_ranks_share():
+    """Of an edit that mixes shards and keeps its tensor for backward, against the whole weight."""
+    torch.manual_seed(1)
+    whole = torch.randn(4096, 3, dtype=torch.float64, requires_grad=True)
+    part = torch.nn.Linear(3, 2048, bias=False, dtype=torch.float64)
+    part.weight.data = whole.data.chunk(2)[dist.get_rank()].clone()
+
+    def edit(module, full, save_ctx, modules):
+        return full * roll(full).sin()
+
+    with transport("shared_memory"):
+        flex = FlexModel(torch.nn.Sequential(part), {}, tensor_parallel_size=2)
+        flex.register_forward_hook(
+            HookFunction("0", expected_shape=(None, 4096), editing_function=edit)
+        )
+        for _ in range(4):  # from the second on in shared memory
+            x = torch.randn(64, 3, dtype=torch.float64)
+            full = x @ whole.t()
+            assert 0 < _C.worthwhile_view_bytes() <= full.nbytes
+            edited = full * roll(full).sin()
+            expected = torch.autograd.grad((edited**3).sum(), whole)[0].chunk(2)[dist.get_rank()]
+            got = flex(x)
+            torch.testing.assert_close(got, edited.chunk(2, -1)[dist.get_rank()])
+            part.weight.grad = None
+            (got**3).sum().backward()
+            torch.testing.assert_close(part.weight.grad, expected)
+        flex.restore()
+
+
+@pytest.mark.ranks(2)
 def test_settings_that_make_no_sense_are_named_on_every_rank():
     for settings, message in (
         ({"FLEX_MODEL_TRANSPORT": "pigeon"}, r"(?s)FLEX_MODEL_TRANSPORT.*'pigeon'"),
