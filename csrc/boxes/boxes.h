@@ -362,6 +362,7 @@ void for_each_part(const Box& box, int64_t max_bytes, const Visit& visit) {
 // or later: a part at a time into each, so that the shard is read from memory once.
 inline void assemble_into_each(const std::vector<Box>& boxes, int64_t rank, const char* shard,
                                const std::vector<char*>& fulls) {
+  if (fulls.empty()) return;
   constexpr int64_t kPartBytes = 64 << 10;
   int64_t bytes = 0;
   for (const Box& box : boxes) bytes += box.rank == rank ? num_bytes(box) : 0;

@@ -15,6 +15,7 @@
 #include <random>
 #include <thread>
 
+#include "shared_memory/messages.h"
 #include "shared_memory/transfer.h"
 
 namespace {

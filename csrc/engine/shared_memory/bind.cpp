@@ -5,8 +5,9 @@
 #include <optional>
 
 #include "arena.h"
+#include "dlpack.h"
 #include "group.h"
-#include "lease.h"
+#include "messages.h"
 #include "transfer.h"
 
 namespace py = pybind11;

@@ -1,4 +1,4 @@
-// What a group moves: messages, and tensors along a GatherPlan.
+// What a group moves: tensors, along a GatherPlan or whole.
 //
 // Small tensors travel inside the messages of one round. Large ones go straight from the shard into
 // the final layout of the receiver's tensor, which lies in its arena: one round tells where, the
@@ -17,22 +17,11 @@
 
 #include "../layout/gather_plan.h"
 #include "group.h"
+#include "owned.h"
 
 namespace flex_model {
 
 class Offer;
-
-// `bytes` bytes of every rank, one after the other, at `all`.
-void exchange(Group& group, const char* mine, int64_t bytes, char* all);
-
-// Memory of a tensor, until its keeper dies.
-struct Owned {
-  char* data;
-  std::shared_ptr<void> keeper;
-};
-
-// Of the arena; null data if it is full.
-Owned lease(int64_t bytes);
 
 // The full tensor at each of `fulls`, and `num_views` times more in memory that all ranks read and
 // whose pages become this rank's own where it writes to them (see Views); a copy where that can't

@@ -1,4 +1,4 @@
-#include "lease.h"
+#include "dlpack.h"
 
 #include <memory>
 

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "transfer.h"
+#include "owned.h"
 
 namespace flex_model {
 

@@ -1,0 +1,218 @@
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+
+#include "messages.h"
+#include "offer.h"
+#include "transfer.h"
+
+namespace flex_model {
+namespace {
+
+// The largest shards that travel inside messages to every rank: larger ones are written once, where
+// they are to be, for less than the second copy costs.
+constexpr int64_t kInlineBytes = 16 << 10;
+
+// Whose lease everyone's views are of.
+constexpr int64_t kHome = 0;
+
+// A view of the first rank's lease, that `reader` reads; a copy where that can't be had.
+Owned view_of(Group& group, const Place& home, int64_t bytes,
+              std::unique_ptr<Group::Reader> reader) {
+  struct View {
+    std::shared_ptr<Views> views;
+    char* data;
+    std::unique_ptr<Group::Reader> reader;  // leaves after the view
+    ~View() { views->give_back(data); }
+  };
+  try {
+    const std::shared_ptr<Views> views = group.views(kHome, home);
+    if (char* data = views->take(home.offset, bytes)) {
+      return {data, std::shared_ptr<View>(new View{views, data, std::move(reader)})};
+    }
+  } catch (const std::runtime_error&) {  // no room for one more mapping
+  }
+  Owned copy = own_memory(bytes);
+  std::memcpy(copy.data, group.peer(kHome, home, bytes), bytes);
+  return copy;
+}
+
+// One all_gather of tensors that are too large for a message.
+class LargeAllGather {
+ public:
+  LargeAllGather(Group& group, const GatherPlan& plan, const char* shard,
+                 const std::vector<char*>& fulls, int64_t num_views);
+
+  // The steps, in this order.
+  void meet();  // finds out where everyone's tensors are
+  void write();
+  void end();  // returns when all have written
+  std::vector<Owned> views();
+
+ private:
+  // What a rank tells of the tensors that it wants.
+  struct Wanted {
+    int64_t num_places;    // its own in its arena; they follow
+    int64_t num_streamed;  // its own elsewhere
+    int64_t num_views;
+    int64_t shared;  // of the first rank: the number of its lease for views, -1 if it has none
+    Place home;      // and where that is
+  };
+  static constexpr int64_t kMaxPlaces = (kMessageBytes - sizeof(Wanted)) / sizeof(Place);
+
+  void want(char* full);
+  void tell(int64_t num_views);
+  void hear();
+  bool has_home() const { return home_.shared >= 0; }
+  int64_t bytes() const { return plan_.boxes().full_bytes; }
+
+  Group& group_;
+  const GatherPlan& plan_;
+  const char* shard_;
+  int64_t num_views_;
+  std::vector<char*> in_arena_, elsewhere_;
+  std::vector<char*> targets_;                  // of all ranks, as this one writes to them
+  Wanted home_{};                               // the first rank's
+  int64_t num_streamed_ = 0, num_readers_ = 0;  // of all ranks
+  std::unique_ptr<Group::Reader> writer_;       // of the first rank's lease: keeps it
+  std::unique_ptr<Offer> offer_;
+  std::vector<Owned> own_views_;  // where there is no home
+};
+
+LargeAllGather::LargeAllGather(Group& group, const GatherPlan& plan, const char* shard,
+                               const std::vector<char*>& fulls, int64_t num_views)
+    : group_(group), plan_(plan), shard_(shard), num_views_(num_views) {
+  if (static_cast<int64_t>(fulls.size()) + num_views > kMaxPlaces) {
+    throw std::length_error("all_gather");
+  }
+  for (char* full : fulls) want(full);
+}
+
+void LargeAllGather::want(char* full) {
+  const bool is_pooled = Arena::of_process().place_of(full, bytes()).segment >= 0;
+  (is_pooled ? in_arena_ : elsewhere_).push_back(full);
+}
+
+void LargeAllGather::meet() {
+  tell(num_views_);
+  hear();
+  if (has_home() || num_readers_ == 0) return;
+  // The first rank has no room, or wants no view itself: all meet once more, each view a tensor of
+  // its own.
+  for (int64_t i = 0; i < num_views_; ++i) {
+    own_views_.push_back(own_memory(bytes()));
+    want(own_views_.back().data);
+  }
+  tell(0);
+  hear();
+}
+
+void LargeAllGather::tell(int64_t num_views) {
+  Arena& arena = Arena::of_process();
+  char* message = group_.begin();
+  Wanted mine{static_cast<int64_t>(in_arena_.size()),
+              static_cast<int64_t>(elsewhere_.size()),
+              num_views,
+              -1,
+              {}};
+  std::vector<char*> offered = in_arena_;
+  if (group_.rank() == kHome && num_views > 0) {
+    const Arena::Shared lease = arena.lease_shared(bytes());
+    if (lease.data != nullptr) {
+      writer_ = group_.reader(kHome, lease.number);
+      offered.push_back(lease.data);
+      mine.shared = lease.number;
+      mine.home = arena.place_of(lease.data, bytes());
+    }
+  }
+  std::memcpy(message, &mine, sizeof(mine));
+  auto* places = reinterpret_cast<Place*>(message + sizeof(mine));
+  for (char* full : in_arena_) *places++ = arena.place_of(full, bytes());
+  offer_ = std::make_unique<Offer>(std::move(offered));
+  group_.post(Act::kAllGather, plan_.hash());
+}
+
+void LargeAllGather::hear() {
+  const int64_t me = group_.rank(), size = group_.size();
+  targets_.clear();
+  num_streamed_ = num_readers_ = 0;
+  for (int64_t k = 0; k < size; ++k) {  // one's own first: each rank begins at another place
+    const int64_t r = (me + k) % size;
+    const char* told = group_.message(r);
+    Wanted theirs;
+    std::memcpy(&theirs, told, sizeof(theirs));
+    num_streamed_ += theirs.num_streamed;
+    num_readers_ += theirs.num_views;
+    if (r == kHome) home_ = theirs;
+    if (r == me) {
+      targets_.insert(targets_.end(), in_arena_.begin(), in_arena_.end());
+      continue;
+    }
+    const auto* their_places = reinterpret_cast<const Place*>(told + sizeof(theirs));
+    for (int64_t i = 0; i < theirs.num_places; ++i) {
+      targets_.push_back(group_.peer(r, their_places[i], bytes()));
+    }
+  }
+  if (has_home()) targets_.push_back(group_.peer(kHome, home_.home, bytes()));
+}
+
+void LargeAllGather::write() {
+  assemble_into_each(plan_.boxes().boxes, group_.rank(), shard_, targets_);
+  if (num_streamed_ == 0) return;
+  const Boxes& boxes = plan_.boxes();
+  std::vector<Bytes> all;
+  stream(group_, shard_, boxes.shard_bytes, elsewhere_.empty() ? nullptr : &all);
+  std::vector<const char*> shards;
+  for (const Bytes& bytes : all) shards.push_back(bytes.get());
+  for (char* full : elsewhere_) assemble_boxes(boxes.boxes, shards, full);
+}
+
+void LargeAllGather::end() {
+  group_.begin();
+  if (writer_ != nullptr) {  // before any of them can leave
+    Arena::of_process().own_table().readers[home_.shared].fetch_add(
+        static_cast<int32_t>(num_readers_));
+  }
+  group_.post(Act::kDone, plan_.hash());
+  wait_for_all(group_);
+  offer_->done();
+}
+
+std::vector<Owned> LargeAllGather::views() {
+  if (!has_home()) return std::move(own_views_);
+  std::vector<std::unique_ptr<Group::Reader>> readers;  // all of them, whatever is thrown below
+  for (int64_t i = 0; i < num_views_; ++i) readers.push_back(group_.reader(kHome, home_.shared));
+  std::vector<Owned> views;
+  for (auto& reader : readers) {
+    views.push_back(view_of(group_, home_.home, bytes(), std::move(reader)));
+  }
+  return views;
+}
+
+}  // namespace
+
+std::vector<Owned> all_gather(Group& group, const GatherPlan& plan, const char* shard,
+                              const std::vector<char*>& fulls, int64_t num_views) {
+  const Boxes& boxes = plan.boxes();
+  if (largest(boxes.shard_bytes) > kInlineBytes) {
+    LargeAllGather gather(group, plan, shard, fulls, num_views);
+    gather.meet();
+    gather.write();
+    gather.end();
+    return gather.views();
+  }
+  std::vector<Owned> views;
+  for (int64_t i = 0; i < num_views; ++i) views.push_back(own_memory(boxes.full_bytes));
+  const int64_t me = group.rank(), size = group.size();
+  char* message = group.begin();
+  if (boxes.shard_bytes[me] > 0) std::memcpy(message, shard, boxes.shard_bytes[me]);
+  group.post(Act::kAllGather, plan.hash());
+  std::vector<const char*> shards(size);
+  for (int64_t r = 0; r < size; ++r) shards[r] = r == me ? shard : group.message(r);
+  for (char* full : fulls) assemble_boxes(boxes.boxes, shards, full);
+  for (const Owned& view : views) assemble_boxes(boxes.boxes, shards, view.data);
+  return views;
+}
+
+}  // namespace flex_model

@@ -1,0 +1,30 @@
+// Bytes that travel inside the messages of a group's rounds.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "group.h"
+
+namespace flex_model {
+
+using Bytes = std::unique_ptr<char[]>;
+
+inline int64_t largest(const std::vector<int64_t>& values) {
+  return values.empty() ? 0 : *std::max_element(values.begin(), values.end());
+}
+
+// `bytes` bytes of every rank, one after the other, at `all`. Collective.
+void exchange(Group& group, const char* mine, int64_t bytes, char* all);
+
+// Every rank's bytes in one stream, piece by piece through the messages. Who receives has `into`
+// with a buffer for each rank; null elsewhere. Collective.
+void stream(Group& group, const char* mine, const std::vector<int64_t>& bytes_of_rank,
+            std::vector<Bytes>* into);
+
+// Returns when every rank has posted what this one has.
+void wait_for_all(Group& group);
+
+}  // namespace flex_model
