@@ -11,7 +11,7 @@ from flex_model import _C
 from flex_model.distributed.header import site_hash
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.tracking import LayoutTracker
-from flex_model.inspection.dry_run import Seen, exchange_seen, layout_from_shapes, on_shapes
+from flex_model.inspection.on_shapes import Seen, exchange_seen, layout_from_shapes, on_shapes
 from flex_model.inspection.tree import Node, TensorSeen, named
 from flex_model.integrations import dtensor
 
