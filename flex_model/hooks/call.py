@@ -284,14 +284,15 @@ class HookCaller:
         """The editing function, in which the model may not be run."""
         call, leaf = several[-1].call, several[-1].leaf
         outer, self._channel.edit_of = self._channel.edit_of, call.describe()
-        versions = [given.full._version for given in several]
+        fulls = [given.full for given in several]
+        versions = [full._version for full in fulls]
         try:
-            return self._function.run(call, [given.full for given in several], leaf, parameters)
+            return self._function.run(call, fulls, leaf, parameters)
         finally:
             self._channel.edit_of = outer
-            for given, version in zip(several, versions):
+            for given, full, version in zip(several, fulls, versions):
                 registration = given.call.registration
-                registration.writes = registration.writes or given.full._version != version
+                registration.writes = registration.writes or full._version != version
 
     def _edit_alone(
         self, several: Sequence[_Given], parameters: dict[str, Tensor]

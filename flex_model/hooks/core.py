@@ -12,7 +12,6 @@ import sys
 import threading
 import weakref
 from argparse import Namespace
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,12 +24,14 @@ from flex_model.distributed.channel import Channel
 from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.mesh import Mesh
 from flex_model.errors import HookError, agreed, is_agreed, see
+from flex_model.hooks import remembered_runs
 from flex_model.hooks.backward_order import BackwardOrder
 from flex_model.hooks.backward_watch import BackwardWatch
 from flex_model.hooks.call import HookCaller
-from flex_model.hooks.context import OPEN, Call, RunContext, advance_generator, next_sequence
+from flex_model.hooks.context import Call, RunContext, advance_generator, next_sequence
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.registration import Registration
+from flex_model.hooks.remembered_runs import RememberedRuns, backward_task
 from flex_model.hooks.save_context import SentToAll
 from flex_model.hooks.step import Step
 from flex_model.hooks.table import EVERYTHING, Choice, HookTable
@@ -44,7 +45,6 @@ from flex_model.trainable import Replicas
 
 # How torch's checkpointing leaves a recomputation that has gone far enough.
 _STOPS_RECOMPUTATION = "_StopRecomputationError"
-_REMEMBERED_RUNS = 64  # for recomputation: light, since what they collected is gone from them
 
 
 @dataclass
@@ -98,8 +98,7 @@ class HookCore:
         self.replicas = Replicas(self.channel, modules)
         self.run: RunContext | None = None
         self.num_active = 0
-        self._runs: deque[RunContext] = deque(maxlen=_REMEMBERED_RUNS)
-        self._replayed: tuple[int, RunContext] | None = None  # in which backward pass, and what
+        self._runs = RememberedRuns()
         self._agreed_hooks = site_hash()
         self._num_published, self._published = 0, site_hash()
         self.is_compiled, self._has_new_hooks = False, False
@@ -239,8 +238,7 @@ class HookCore:
         self.tracking.reset()
         self.channel.meter.clear()
         self.run = run
-        self._runs.append(run)
-        self._replayed = None
+        self._runs.begin(run)
         try:
             if self.session is not None:
                 run.entry = self.session.begins()
@@ -418,7 +416,7 @@ class HookCore:
         # A part of the run with a choice of its own, which recomputation will find by its nodes.
         part = replace(parent, active=frozenset(), direct_depth=0, first_node=next_sequence())
         self.run = part
-        self._runs.append(part)
+        self._runs.add(part)
         try:
             self.table.choose(choice, choice)
             part.active = self.table.active
@@ -518,7 +516,7 @@ class HookCore:
             if run is None:
                 raise HookError(
                     f"{registration.describe()}: the model is computed once more in a backward "
-                    f"whose forward is not among the last {_REMEMBERED_RUNS} runs, so its edit "
+                    f"whose forward is not among the last {remembered_runs.MOST} runs, so its edit "
                     "can't be repeated; run backward sooner, or do without checkpointing"
                 )
             if registration.index not in run.active:
@@ -535,42 +533,7 @@ class HookCore:
 
     def _run_of_backward(self) -> RunContext | None:
         """The run whose graph is being computed; None if it is not remembered."""
-        node = torch._C._current_autograd_node()
-        if node is None:
-            return self._runs[-1] if self._runs else None
-        run = next((run for run in reversed(self._runs) if run.holds(node)), None)
-        if run is not None:
-            self._note_replay(run)
-            return run
-        if self.run is not None or not self._runs or node._sequence_nr() < self._last_node:
-            return None
-        if self._replayed is not None and self._replayed[0] != _backward_task():
-            return self._replayed[1]  # a checkpoint inside one that is being computed once more
-        return self._lone_run()  # a part of the model that was called on its own
-
-    @property
-    def _last_run(self) -> RunContext | None:
-        """The last one of this wrap; not that of a batch, of which there are several."""
-        return next((run for run in reversed(self._runs) if run.save_ctx is None), None)
-
-    @property
-    def _last_node(self) -> int:
-        """Of the runs that are over: the number after that of their last node."""
-        return max((run.last_node for run in self._runs if run.last_node < OPEN), default=0)
-
-    def _note_replay(self, run: RunContext) -> None:
-        """A part of ``run`` is computed once more in the backward pass that goes on. Reentrant
-        checkpointing makes new nodes there, and runs a backward pass of theirs inside this one.
-        """
-        task = _backward_task()
-        if self._replayed is None or self._replayed[0] != task:
-
-            def end() -> None:
-                if self._replayed is not None and self._replayed[0] == task:
-                    self._replayed = None
-
-            torch.autograd.Variable._execution_engine.queue_callback(end)
-        self._replayed = task, run
+        return self._runs.of_backward(self.run is not None, self._lone_run)
 
     def chosen_now(self, registrations: Sequence[Registration]) -> Sequence[Registration]:
         """Of active hooks, those that a recomputed forward had too."""
@@ -664,18 +627,18 @@ class HookCore:
         run = RunContext(
             self.table.active,
             set(self.table.active),
-            first_node=self._last_node,
+            first_node=self._runs.last_node,
             entry=0 if self.session is None else self.session.number,
         )
         run.last_node = next_sequence() + 1
-        self._runs.append(run)
+        self._runs.add(run)
         return run
 
     def run_parameter_hooks(self, registrations: Sequence[Registration], grad: Tensor) -> Tensor:
         """The hooks on a parameter's gradient; the gradient that goes on."""
         if self.is_closed:
             return grad
-        run = self.run or self._last_run or self._lone_run()
+        run = self.run or self._runs.last or self._lone_run()
         self._expect_end_of_backward(run)
         for registration in registrations:
             try:
@@ -694,7 +657,7 @@ class HookCore:
         """Deliver what this backward collects when it ends, once; in a pipeline, its step does."""
         if self.step is not None:
             return
-        task = _backward_task()
+        task = backward_task()
         if run.backward_task == task or task == -1:
             return
         run.backward_task = task
@@ -731,8 +694,8 @@ class HookCore:
         self.close_store()
         self.table.close()
         self._install_root()
-        self._runs.clear()
-        self.run = self._replayed = None
+        self._runs.forget()
+        self.run = None
         self.channel.close()
 
 
@@ -743,9 +706,4 @@ def _device_of(module: nn.Module) -> torch.device:
 
 
 def _in_backward() -> bool:
-    return _backward_task() != -1
-
-
-def _backward_task() -> int:
-    """The number of the backward pass that goes on; -1 if there is none."""
-    return torch._C._current_graph_task_id()
+    return backward_task() != -1
