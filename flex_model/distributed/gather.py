@@ -2,13 +2,12 @@
 
 The edit of a gathered tensor runs on every rank, on the same values, so its gradient is the same on
 every rank: gather's backward is a slice, scatter's backward an all-gather. Along dp the loss is the
-    mean over ranks, which DDP and
-FSDP average to afterwards: there scatter's backward divides by dp and gather's multiplies by it.
-    With an edit on rank 0
-only, gather's backward is a scatter from rank 0, and scatter's a gather to it.
+mean over ranks, which DDP and FSDP average to afterwards: there scatter's backward divides by dp
+and gather's multiplies by it. With an edit on rank 0 only, gather's backward is a scatter from rank
+0, and scatter's a gather to it.
 
 Source: the conjugate pairs f and g of Megatron-LM (Shoeybi et al. 2019, section 3), here in their
-    "replicated" form.
+"replicated" form.
 """
 
 from __future__ import annotations

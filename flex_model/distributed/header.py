@@ -3,8 +3,9 @@
 Layout, eight little-endian int64 words:
 
 ====  =====================================================================
-0     magic 16 bits, state 4, kind 8, dtype 8, ndim 4, flags 4, micro-batch 16 (from high to low, 4
-bits unused) 1     sequence number of the exchange in this wrap
+0     from high to low: 4 bits unused, magic 16, state 4, kind 8, dtype 8,
+      ndim 4, flags 4, micro-batch 16
+1     sequence number of the exchange in this wrap
 2     site: hash of kind, module name, tensor index and hook number
 3     random seed of the run (rank 0's counts)
 4-7   up to eight sizes, 32 bits each
@@ -25,11 +26,9 @@ _WORDS = struct.Struct("<8q")
 MAX_DIMS = 8
 _MAGIC = 0x464D  # fits 15 bits, so that word 0 stays positive
 
-OK, ERROR, FAILED = (
-    0,
-    1,
-    2,
-)  # fine; an editing function or hook failed here; the model's own forward failed here
+OK = 0
+ERROR = 1  # an editing function or hook failed here
+FAILED = 2  # the model's own forward failed here
 
 DTYPES = sorted(
     {value for value in vars(torch).values() if isinstance(value, torch.dtype)},
