@@ -47,6 +47,7 @@ class Connections:
 
     def __init__(self, mesh: Mesh, timeout_s: float, device: torch.device | None = None) -> None:
         self.mesh = mesh
+        self.is_local = len(mesh.grid) == 1  # no other rank to talk to
         self.timeout_s = timeout_s
         self.sequence = 0  # of the last exchange
         self.where = "nothing yet"
@@ -62,11 +63,6 @@ class Connections:
         self._pid = os.getpid()
         if not self.is_local:
             self.transport(GRID)
-
-    @property
-    def is_local(self) -> bool:
-        """Whether there is no other rank to talk to."""
-        return len(self.mesh.grid) == 1
 
     def transport(self, axes: tuple[Axis, ...]) -> Transport:
         """Of the ranks along ``axes``; made, collectively, when it is used first."""

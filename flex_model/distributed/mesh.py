@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch.distributed as dist
 from torch import Tensor
@@ -178,11 +179,11 @@ class Mesh:
         stage, place = divmod(self.rank, self.dp_size * self.tp_size)
         return {"pp": stage, "dp": place // self.tp_size, "tp": place % self.tp_size}
 
-    @property
+    @cached_property
     def grid(self) -> tuple[int, ...]:
         """Global ranks of this pipeline stage, in the order (dp, tp), tp fastest."""
         size = self.dp_size * self.tp_size
-        start = self.coordinates["pp"] * size
+        start = self.rank // size * size
         return self.ranks[start : start + size]
 
     @property
