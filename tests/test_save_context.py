@@ -236,6 +236,28 @@ def test_an_older_value_is_not_taken_for_the_new_one():
 
 
 @pytest.mark.ranks(2)
+def test_a_value_that_is_written_once_more_is_sent_once_more():
+    def write(value):
+        def edit(module, full, save_ctx, modules):
+            save_ctx.found = value
+
+        return edit
+
+    x, _ = batch()
+    flex = FlexModel(make_schedule(ScheduleGPipe, make_mlp()))
+    flex.create_hook_group("early", "layers.0.fc2", None, write(5))
+    flex.create_hook_group("late", "layers.7.fc2", None, write(7))
+    for group, value in 2 * (("early", 5), ("late", 7)):  # each rank still has its own
+        flex(x, groups=group)
+        if dist.get_rank() == 0:
+            assert flex.save_ctx.found == value
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"several stages wrote one attribute: save_ctx.found"):
+            flex(x)
+    flex.restore()
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", [ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B])
 def test_a_value_of_another_microbatch_is_not_taken_for_this_ones(kind):
     def keep(module, full, save_ctx, modules):

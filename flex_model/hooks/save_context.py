@@ -48,7 +48,13 @@ def written(context: Namespace, before: dict[str, Any]) -> list[str]:
     place.
     """
     now = vars(context)
-    changed = [n for n, value in now.items() if n not in before or before[n] != _state(value)]
+    # Set to what they were before here, which is not what another rank may have.
+    assigned = context._flex_assigned if isinstance(context, StageContext) else ()
+    changed = [
+        name
+        for name, value in now.items()
+        if name in assigned or name not in before or before[name] != _state(value)
+    ]
     return changed + [name for name in before if name not in now]
 
 
@@ -151,6 +157,7 @@ class StageContext(Namespace):
     """
 
     __slots__ = (
+        "_flex_assigned",
         "_flex_call",
         "_flex_carried",
         "_flex_elsewhere",
@@ -164,6 +171,7 @@ class StageContext(Namespace):
         super().__init__()
         self._flex_elsewhere: dict[str, int] = {}  # by attribute: the rank that has it
         self._flex_read: set[str] = set()
+        self._flex_assigned: set[str] = set()  # in this step
         self._flex_in_step = self._flex_is_split = False
         # The hook and the micro-batch of the call that goes on, of those that set an attribute in
         # this step, and the micro-batches of others that the call read.
@@ -184,6 +192,8 @@ class StageContext(Namespace):
         if not name.startswith("_flex_"):
             self._flex_elsewhere.pop(name, None)
             self._flex_carried.pop(name, None)  # read to be changed: a sum over micro-batches
+            if self._flex_in_step:
+                self._flex_assigned.add(name)
             if self._flex_call is not None:
                 self._flex_set[name] = self._flex_call
         super().__setattr__(name, value)
@@ -214,6 +224,7 @@ def begin_step(context: Namespace, is_split: bool) -> None:
     """Note from now on what is read; ``is_split``: in several micro-batches."""
     assert isinstance(context, StageContext)
     context._flex_read.clear()
+    context._flex_assigned.clear()
     context._flex_set.clear()
     context._flex_in_step, context._flex_is_split = True, is_split
 
