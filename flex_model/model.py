@@ -24,7 +24,8 @@ from flex_model.distributed.state import ParallelState, initialize_from_launcher
 from flex_model.errors import nearest
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import KINDS, EditingFunction, HookFunction
-from flex_model.hooks.groups import Members, check_name, matches, pattern_text
+from flex_model.hooks.groups import Members, matches, pattern_text
+from flex_model.hooks.groups import check_name as check_group_name
 from flex_model.hooks.registration import HookHandle
 from flex_model.hooks.table import EVERYTHING
 from flex_model.hooks.until import Site, Until
@@ -35,7 +36,7 @@ from flex_model.names import clean, find_module, find_parameter, module_names
 from flex_model.store import ActivationStore
 from flex_model.store.opening import config_hash
 from flex_model.store.session import Session
-from flex_model.trainable import send_from_rank_0
+from flex_model.trainable import check_name, send_from_rank_0
 
 
 class FlexModel(nn.Module):
@@ -536,7 +537,7 @@ class FlexModel(nn.Module):
             ValueError: nothing matches, or an unknown ``hook_type``.
             TypeError: ``group_constructor`` is none of the three.
         """
-        check_name(group_name)
+        check_group_name(group_name)
         if hook_type not in KINDS:
             raise ValueError(
                 f"create_hook_group: hook_type must be one of {KINDS}, got {hook_type!r}"
@@ -888,12 +889,17 @@ class FlexModel(nn.Module):
     def register_trainable_module(self, name: str, module: nn.Module) -> None:
         """Make a module known to editing functions, as ``modules[name]``. Collective: rank 0's
         values are sent to all.
+
+        Raises:
+            ValueError, TypeError: a name that ``nn.ModuleDict`` can't have; no module.
+            HookMismatchError: ranks give modules with different parameters.
         """
         if not isinstance(module, nn.Module):
             raise TypeError(
                 f"register_trainable_module: expected an nn.Module, got {type(module).__name__}"
             )
         self._check_open()
+        check_name(self.trainable_modules, name)
         send_from_rank_0(self._channel, name, module)
         self.trainable_modules[name] = module
 

@@ -30,6 +30,12 @@ def clean(module: nn.Module, name: str) -> str:
     return ".".join(parts)
 
 
+def check_name(name: object, what: str) -> None:
+    """TypeError for what can't be a name."""
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a {what} must be a str, got {type(name).__name__}")
+
+
 def module_names(root: nn.Module) -> list[str]:
     """Names of all modules below ``root``, as they are."""
     return [name for name, _ in root.named_modules(remove_duplicate=False) if name]
@@ -41,6 +47,7 @@ def find_module(root: nn.Module, name: str) -> nn.Module:
     Raises:
         ValueError: there is none; the message has the nearest names.
     """
+    check_name(name, "module")
     try:
         return root.get_submodule(name)
     except AttributeError:
@@ -63,6 +70,7 @@ def find_parameter(root: nn.Module, name: str) -> tuple[str, nn.Module, nn.Param
     Raises:
         ValueError: there is none, or it is a buffer; the message has the nearest names.
     """
+    check_name(name, "parameter")
     with contextlib.suppress(AttributeError):
         parameter = root.get_parameter(name)
         return name, root.get_submodule(name.rpartition(".")[0]), parameter

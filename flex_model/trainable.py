@@ -25,6 +25,19 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
+def check_name(modules: nn.ModuleDict, name: object) -> None:
+    """That a trainable module can have this name. Local."""
+    if not isinstance(name, str):
+        raise TypeError(
+            f"register_trainable_module: the name must be a str, got {type(name).__name__}"
+        )
+    if not name or "." in name or (hasattr(modules, name) and name not in modules):
+        raise ValueError(
+            f"register_trainable_module: {name!r} can't be the name of a trainable module; give "
+            "one without dots that is no attribute of nn.ModuleDict"
+        )
+
+
 def send_from_rank_0(channel: Channel, name: str, module: nn.Module) -> None:
     """Give every rank rank 0's parameters and buffers of ``module``. Collective over the grid.
 

@@ -138,6 +138,42 @@ def test_unknown_settings_are_named(setting):
         FlexModel(models.mlp(), **setting)
 
 
+def test_arguments_of_a_wrong_type_are_named():
+    flex = wrapped(HookFunction("fc1"))
+    for call, match in (
+        (lambda: flex.get_module_parameter(3), "name of a parameter must be a str, got int"),
+        (lambda: flex.get_module_gradient(None), "name of a parameter must be a str"),
+        (lambda: flex.run_until(3, BATCH), "name of a module must be a str, got int"),
+        (lambda: flex.get_group_hook_functions(3), "group name must be a str, got int"),
+        (lambda: flex.remove_hook_groups("fc1", 3), "group name must be a str, got int"),
+        (lambda: flex.get_hook_function_groups("fc1"), "expected a HookFunction, got str"),
+        (lambda: HookFunction("fc1", parameters=3), r"parameters must be names.* got 3"),
+        (lambda: HookFunction("fc1", parameters=["fc1.weight", 3]), "parameters must be names"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            call()
+
+
+@pytest.mark.ranks(2)
+def test_what_is_no_group_and_no_mesh_is_refused():
+    for name, match in (("process_group", "new_group"), ("device_mesh", "init_device_mesh")):
+        with pytest.raises(TypeError, match=rf"{name} must be a .* got str; .*{match}"):
+            FlexModel(models.mlp(), **{name: "world"})
+
+
+@pytest.mark.ranks(2)
+def test_a_name_that_no_trainable_module_can_have_is_refused_before_anything_is_sent():
+    flex, probe = FlexModel(models.mlp(), tensor_parallel_size=2), nn.Linear(2, 2)
+    nn.init.constant_(probe.weight, dist.get_rank())
+    for name, kind in ((3, TypeError), ("", ValueError), ("a.b", ValueError), ("keys", ValueError)):
+        with pytest.raises(kind, match=r"register_trainable_module.*name"):
+            flex.register_trainable_module(name, probe)
+    assert (probe.weight == dist.get_rank()).all()
+    flex.register_trainable_module("probe", probe)
+    flex.register_trainable_module("probe", nn.Linear(3, 3))  # in its place
+    flex.restore()
+
+
 # ---- Sizes and shapes ----------------------------------------------------------------------------
 
 

@@ -1,5 +1,7 @@
 """HookFunction, the five kinds of hooks, groups, save_ctx, records and names."""
 
+import copy
+import pickle
 import re
 from collections import namedtuple
 
@@ -72,6 +74,19 @@ def test_a_hook_function_can_be_used_again():
             flex.register_forward_hook(hook)
             flex(BATCH)
             assert len(records["fc1"]) == 1
+
+
+def test_a_copy_of_a_registered_hook_is_registered_nowhere():
+    flex = FlexModel(models.mlp(), activations := {})
+    hook = HookFunction("fc1", editing_function=negate)
+    flex.register_forward_hook(hook)
+    for copied in (copy.copy(hook), copy.deepcopy(hook), pickle.loads(pickle.dumps(hook))):
+        assert repr(copied) == repr(hook) and copied.save_ctx is None
+        copied.output_name = "copy"
+        with flex.register_forward_hook(copied):
+            flex(BATCH)
+        assert_close(activations["copy"][0], -activations["fc1"][0])
+    flex.restore()
 
 
 def test_a_removed_hook_does_not_run():

@@ -676,6 +676,10 @@ def test_arguments_that_do_not_go_together():
         pipeline(model, args, split_spec={"layers.2": "beginning"})
     with pytest.raises(TypeError, match="tuple"):
         pipeline(model, args[0], split_spec=split)
+    for settings in ({"mb_kwargs": 3}, {"split_spec": ["layers.2"]}, {"split_policy": "half"}):
+        ((name, value),) = settings.items()
+        with pytest.raises(TypeError, match=rf"{name} is a .*got {type(value).__name__}"):
+            pipeline(model, args, **settings)
     with pytest.raises(ValueError, match="needs a split_spec"):
         pipeline(model, args, method="modules")
     with pytest.raises(ValueError, match="'auto', 'trace', 'modules'"):

@@ -89,6 +89,11 @@ class Mesh:
         """Take the axes from a ``DeviceMesh`` whose dims are named (``tp``, ``dp``, ``pp``,
         ``fsdp``, ...). Local.
         """
+        if not isinstance(device_mesh, dist.DeviceMesh):
+            raise TypeError(
+                f"FlexModel: device_mesh must be a DeviceMesh, got {type(device_mesh).__name__}; "
+                'make it with init_device_mesh(..., mesh_dim_names=("dp", "tp"))'
+            )
         names = device_mesh.mesh_dim_names
         if names is None:
             raise ValueError(
@@ -241,6 +246,13 @@ def is_distributed() -> bool:
 
 def group_ranks(process_group: dist.ProcessGroup | None) -> tuple[int, ...]:
     """Global ranks of a process group; ``(0,)`` where torch.distributed is not initialised."""
+    if process_group is not None and not isinstance(
+        process_group, (dist.ProcessGroup, type(dist.GroupMember.NON_GROUP_MEMBER))
+    ):
+        raise TypeError(
+            "FlexModel: process_group must be a torch.distributed.ProcessGroup, got "
+            f"{type(process_group).__name__}; make it with torch.distributed.new_group(ranks)"
+        )
     if not is_distributed():
         if process_group is not None:
             raise ValueError(

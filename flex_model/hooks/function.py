@@ -127,7 +127,7 @@ class HookFunction:
         self.output_name = output_name
         self.select: Any = select
         self.record = bool(record)
-        self.parameter_names = (parameters,) if isinstance(parameters, str) else tuple(parameters)
+        self.parameter_names = _names_of_parameters(parameters)
         self.parameters: dict[str, Tensor] = {}
         self.save_ctx: Namespace | None = None
         self.modules: nn.ModuleDict | None = None
@@ -156,6 +156,12 @@ class HookFunction:
     def record_name(self) -> str:
         """Key of the record in ``output_ptr``."""
         return self.module_name if self.output_name is None else self.output_name
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is registered nowhere."""
+        unused = HookFunction(self.module_name)
+        names = ("_registrations", "save_ctx", "modules", "parameters")
+        return {**self.__dict__, **{name: getattr(unused, name) for name in names}}
 
     def __repr__(self) -> str:
         edit = self.editing_function
@@ -189,6 +195,16 @@ def _check_indices(given: object, indices: tuple[object, ...]) -> None:
         )
     if len(set(indices)) < len(indices):
         raise ValueError(f"HookFunction: unpack_idx names a tensor twice, {given}; name it once")
+
+
+def _names_of_parameters(given: object) -> tuple[str, ...]:
+    names = (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"HookFunction: parameters must be names of parameters, got {given!r}; example: "
+            '("lm_head.weight",)'
+        )
+    return names
 
 
 def _for_each(given: Any, several: bool, indices: tuple[object, ...], what: str) -> Sequence[Any]:

@@ -72,6 +72,7 @@ class HookGroups:
         return [self._id(group) for group in as_names(groups) if strict or group in self._ids]
 
     def _id(self, group: str) -> int:
+        check_name(group)
         if group not in self._ids:
             raise ValueError(
                 f"there is no hook group {group!r}; {nearest(group, self._ids, 'group')}"
@@ -84,6 +85,8 @@ class HookGroups:
         return {group for group, number in self._ids.items() if hook.has(number)}
 
     def _hook(self, hook_function: HookFunction) -> Hook:
+        if not isinstance(hook_function, HookFunction):
+            raise TypeError(f"expected a HookFunction, got {type(hook_function).__name__}")
         if hook_function not in self._registrations:
             raise ValueError(
                 f"{hook_function!r} is not registered with this FlexModel; register it first"

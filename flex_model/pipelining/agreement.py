@@ -197,7 +197,7 @@ def check_dims(dims: int | Mapping[str, int] | None, directory: Directory) -> No
     """That ``microbatch_dim`` is a dim, or dims by names of modules."""
     of_names = dims if isinstance(dims, Mapping) else {"": 0 if dims is None else dims}
     for name, dim in of_names.items():
-        if not isinstance(dim, int):
+        if isinstance(dim, bool) or not isinstance(dim, int):
             raise TypeError(
                 "microbatch_dim must be an int, or a dict of ints by module name; got "
                 f"{type(dim).__name__}{f' for {name!r}' if name else ''}"

@@ -13,7 +13,7 @@ from torch import nn
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.layout import Placement
 from flex_model.errors import nearest
-from flex_model.names import clean, find_module, find_parameter
+from flex_model.names import check_name, clean, find_module, find_parameter
 from flex_model.parameters import Parameters
 from flex_model.pipelining.pass_through import PassThrough
 
@@ -216,6 +216,7 @@ class Directory:
         Raises:
             ValueError: there is none.
         """
+        check_name(name, "module")
         found = self._called.get(name) or self._held.get(name)
         if found:
             return tuple(found)
@@ -263,6 +264,7 @@ class Directory:
         Raises:
             ValueError: there is none.
         """
+        check_name(name, "parameter")
         if name not in self._parameters:
             raise ValueError(
                 f"the pipeline's {self.num_stages} stages have no parameter {name!r}; "

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
 from flex_model.hooks.core import HookCore
 from flex_model.sequential.targets import Target
 from flex_model.store import ActivationStore
+
+
+def check_kinds(model: object, batches: object, **functions: object) -> None:
+    """TypeError for what can't be a model, batches, or one of the functions."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"sequential.run: expected an nn.Module or a FlexModel, got {type(model).__name__}"
+        )
+    if not isinstance(batches, Iterable):
+        raise TypeError(
+            f"sequential.run: batches must be an iterable, got {type(batches).__name__}; of one "
+            "batch: [batch]"
+        )
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise TypeError(
+                f"sequential.run: {name} must be a function or None, got {type(function).__name__}"
+            )
 
 
 def check_counts(window: object, targets_per_step: object, prefetch: object) -> None:

@@ -146,6 +146,11 @@ class WeightLoader:
             return
         assert self._source is not None
         full = self._source.read(weight.given_as)
+        if not isinstance(full, Tensor):
+            raise TypeError(
+                f"sequential.run: the weights give a {type(full).__name__} for "
+                f"{weight.given_as!r}; read() must return a torch.Tensor"
+            )
         if full.shape != weight.tensor.shape:
             raise ValueError(
                 f"sequential.run: {weight.names[0]!r} has shape {tuple(weight.tensor.shape)} in "

@@ -125,9 +125,11 @@ def run(
     Raises:
         ValueError: a target that matches nothing; a weight that nothing gives, named, before the
             first batch; activations to be offloaded with gradients on.
+        TypeError: an argument of a wrong type, before the first batch.
         Exception: what a batch raised, with its own type (``HookError`` for editing functions);
             ``error.batch_index`` says which batch. No thread, hook or loaded weight is left.
     """
+    checks.check_kinds(model, batches, call=call, on_output=on_output, on_target_end=on_target_end)
     core = model._core if isinstance(model, FlexModel) else None
     module: nn.Module = model.module if isinstance(model, FlexModel) else model
     checks.check_counts(window, targets_per_step, prefetch)

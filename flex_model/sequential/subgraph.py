@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,10 +75,15 @@ def trace_subgraphs(
             exact for these too.
         ValueError: no target, a model on meta, or an argument that the model needs is missing.
     """
-    targets = match_modules(model, list(sequential_targets))
+    if not isinstance(model, nn.Module) or not isinstance(sample_input, Mapping):
+        raise TypeError(
+            "trace_subgraphs: expected an nn.Module and a dict of its forward's arguments, got "
+            f"{type(model).__name__} and {type(sample_input).__name__}"
+        )
+    targets = match_modules(model, sequential_targets)
     if not targets:
         raise ValueError(
-            f"trace_subgraphs: {list(sequential_targets)} match no module of {type(model).__name__}"
+            f"trace_subgraphs: {sequential_targets!r} match no module of {type(model).__name__}"
         )
     meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if meta is not None:

@@ -22,11 +22,35 @@ def match_modules(model: nn.Module, target_names: list[str]) -> set[nn.Module]:
         match_modules(model, ["LlamaDecoderLayer"])
         match_modules(model, ["lm_head", r"re:.*layers\\.[02]$"])
     """
+    names = _names(target_names)
     return {
         module
         for name, module in model.named_modules()
-        if any(_fits(target, model, name, module) for target in target_names)
+        if any(_fits(target, model, name, module) for target in names)
     }
+
+
+def _names(targets: str | Iterable[str]) -> list[str]:
+    """One name or several, as a list."""
+    names: list[object] = [targets]
+    if isinstance(targets, Iterable) and not isinstance(targets, str):
+        names = list(targets)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(
+                "targets must be names, class names or 're:...' patterns, got "
+                f"{name!r}, a {type(name).__name__}"
+            )
+        if name.startswith("re:"):
+            _compiled(name)
+    return [str(name) for name in names]
+
+
+def _compiled(target: str) -> re.Pattern[str]:
+    try:
+        return re.compile(target[len("re:") :])
+    except re.error as error:
+        raise ValueError(f"the target {target!r} is no regular expression: {error}") from error
 
 
 def _fits(target: str, model: nn.Module, name: str, module: nn.Module) -> bool:
@@ -34,7 +58,7 @@ def _fits(target: str, model: nn.Module, name: str, module: nn.Module) -> bool:
     kinds = {kind.__name__ for kind in type(module).__mro__ if kind not in (nn.Module, object)}
     if not target.startswith("re:"):
         return target in names or target in kinds
-    pattern = re.compile(target[len("re:") :])
+    pattern = _compiled(target)
     return any(pattern.match(text) for text in names | {type(module).__name__})
 
 
@@ -58,6 +82,7 @@ def choose(model: nn.Module, targets: str | Sequence[str], per_step: int) -> lis
 
     Raises:
         ValueError: nothing matches, or nothing says what "auto" would be.
+        TypeError: something that is no name.
     """
     if isinstance(targets, str) and targets == "auto":
         modules = set(_automatic(model))
@@ -67,7 +92,11 @@ def choose(model: nn.Module, targets: str | Sequence[str], per_step: int) -> lis
                 f"in {type(model).__name__}; name the modules, targets=['encoder', ...]"
             )
     else:
-        names = [targets] if isinstance(targets, str) else list(targets)
+        names = _names(targets)
+        if not names:
+            raise ValueError(
+                "sequential.run: targets is empty; name some modules, or leave it at 'auto'"
+            )
         modules = match_modules(model, names)
         for name in names:
             if not match_modules(model, [name]):

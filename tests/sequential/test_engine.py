@@ -705,9 +705,22 @@ def test_wrong_arguments():
         ("prefetch must be", {"prefetch": -1}),
         ("'none', 'cpu' or 'disk', got 'gpu'", {"offload_activations": "gpu"}),
         ("needs gradients off", {"offload_activations": "disk"}),
+        ("targets is empty", {"targets": []}),
+        (r"'re:\(' is no regular expression", {"targets": ["re:("]}),
     ):
         with pytest.raises(ValueError, match=match):
             sequential.run(model, BATCHES, **settings)
+    for match, settings in (
+        ("targets must be names.* got 3, a int", {"targets": 3}),
+        ("targets must be names.* got 3, a int", {"targets": ["Stack", 3]}),
+        ("call must be a function or None, got str", {"call": "forward"}),
+        ("on_output must be a function", {"on_output": []}),
+        ("on_target_end must be a function", {"on_target_end": 3}),
+        ("batches must be an iterable, got int", {"batches": 3}),
+        ("expected an nn.Module or a FlexModel, got str", {"model": "Stack"}),
+    ):
+        with pytest.raises(TypeError, match=match):
+            sequential.run(**{"model": model, "batches": BATCHES, **settings})
     with pytest.raises(ValueError, match="found neither"):
         sequential.run(nn.Linear(6, 6), BATCHES)
     compiled = torch.compile(Stack(), backend="eager")
@@ -723,6 +736,7 @@ def test_matching_modules():
     assert match(model, [r"re:.*blocks\.1$"]) == {model[0].blocks[1], model[1].blocks[1]}
     assert match(model, ["re:Lin"]) == {m for m in model.modules() if isinstance(m, nn.Linear)}
     assert match(model, ["nothing"]) == set()
+    assert match(model, "Stack") == set(model)  # not its letters
 
 
 def test_an_editing_function_that_fails():

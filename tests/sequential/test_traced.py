@@ -217,6 +217,8 @@ def test_what_does_not_equal_the_model_is_an_error(name):
 
 
 def test_no_target_and_a_missing_argument():
+    with pytest.raises(TypeError, match=r"expected an nn.Module and a dict .* Stack and list"):
+        trace_subgraphs(Stack(), [BATCHES[0]], ["Linear"])
     with pytest.raises(ValueError, match="match no module"):
         trace_subgraphs(Stack(), {"x": BATCHES[0]}, ["Conv2d"])
     with pytest.raises(ValueError, match="forward needs 'x'"):

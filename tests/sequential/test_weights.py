@@ -290,6 +290,9 @@ def test_files_that_do_not_fit(tmp_path):
         sequential.run(on_meta(model), BATCHES, weights=other)
     with pytest.raises(TypeError, match="weights must be None, a path"):
         sequential.run(on_meta(model), BATCHES, weights=3)
+    other = {name: value.tolist() for name, value in model.state_dict().items()}
+    with pytest.raises(TypeError, match=r"the weights give a list for '.*'; read\(\) must return"):
+        sequential.run(on_meta(model), BATCHES, weights=other)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])

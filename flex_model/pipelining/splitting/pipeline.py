@@ -59,8 +59,8 @@ def pipeline(
             whose blocks hand on more than the hidden state.
         TraceError: with ``"trace"``, a model that does not trace, or not rightly.
     """
+    _check_arguments(module, mb_args, mb_kwargs, split_spec, split_policy, method)
     kwargs = dict(mb_kwargs or {})
-    _check_arguments(module, mb_args, split_spec, split_policy, method)
     has_hooks = _check_hooks(module)
     if method == "modules" or (method == "auto" and split_spec and _is_hugging_face(module)):
         assert split_spec is not None
@@ -88,13 +88,21 @@ def pipeline(
 
 
 def _check_arguments(
-    module: Any, mb_args: Any, split_spec: Any, split_policy: Any, method: str
+    module: Any, mb_args: Any, mb_kwargs: Any, split_spec: Any, split_policy: Any, method: str
 ) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"pipeline() splits an nn.Module, got {type(module).__name__}")
     if not isinstance(mb_args, tuple):
         raise TypeError(
             f"mb_args is a tuple of positional arguments, got {type(mb_args).__name__}; write (x,)"
+        )
+    for name, value in (("mb_kwargs", mb_kwargs), ("split_spec", split_spec)):
+        if value is not None and not isinstance(value, Mapping):
+            raise TypeError(f"{name} is a dict by name, or None; got {type(value).__name__}")
+    if split_policy is not None and not callable(split_policy):
+        raise TypeError(
+            "split_policy is a function from a traced graph to one with pipe_split in it, or None; "
+            f"got {type(split_policy).__name__}"
         )
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; choose from {', '.join(map(repr, METHODS))}")
