@@ -680,6 +680,8 @@ def test_arguments_that_do_not_go_together():
         ((name, value),) = settings.items()
         with pytest.raises(TypeError, match=rf"{name} is a .*got {type(value).__name__}"):
             pipeline(model, args, **settings)
+    with FlexModel(model) as flex, pytest.raises(ValueError, match=r"live FlexModel.*restore"):
+        pipeline(flex, args, split_spec=split)
     with pytest.raises(ValueError, match="needs a split_spec"):
         pipeline(model, args, method="modules")
     with pytest.raises(ValueError, match="'auto', 'trace', 'modules'"):

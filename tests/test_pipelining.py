@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from flex_model import FlexModel, HookFunction
+from flex_model import FlexModel, HookFunction, sequential
 from flex_model.pipelining import current_microbatch
 from flex_model.pipelining.schedule import stages_of
 from pipelines import ALL, Block, alone_group, make_mlp, make_schedule, part, unsplit
@@ -452,12 +452,25 @@ def test_expected_shapes_are_those_of_the_whole_batch():
                     "layers.6.fc2.weight": (8, 16),
                 }
         assert "layers.6.fc1" in str(flex.layouts()) and str(flex.explain())
-        flex.register_forward_hook(HookFunction("layers.7.fc1", (8, 17)))
-        with pytest.raises(RuntimeError, match=r"layers\.7\.fc1.*expected_shape"):
-            flex(x, target=y)
+        flex.batch_mode = "micro"
+        for shape in ((8, 17), (2, 16), (4, None)):  # the second is that of a micro-batch
+            hook = HookFunction("layers.7.fc1", shape)
+            with (
+                flex.register_forward_hook(hook),
+                pytest.raises(RuntimeError, match=r"layers\.7\.fc1.*expected_shape"),
+            ):
+                flex(x, target=y)
+        flex(x, target=y)
 
 
 # ---- Errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+def test_a_sequential_run_refuses_a_schedule():
+    schedule = make_schedule(ALL[0], make_mlp())
+    with FlexModel(schedule) as flex, pytest.raises(TypeError, match=r"run.* over a schedule"):
+        sequential.run(flex, [data()[0]], "layers.0")
 
 
 @pytest.mark.ranks(2)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from flex_model.distributed.channel import Channel
+from flex_model.distributed.inference import ExpectedShape
 from flex_model.distributed.tensor_dicts import describe, from_rank, gather_to_first
 from flex_model.pipelining import chunks
 
@@ -31,6 +32,7 @@ def joined(
     rows: Sequence[Sequence[int]],
     dim_of: Callable[[str], int],
     is_batched: Callable[[str, str], bool | None],
+    expected: Mapping[tuple[str, str], ExpectedShape],
 ) -> list[StageRecords]:
     """What this rank's stages recorded.
 
@@ -40,9 +42,10 @@ def joined(
         rows: By data-parallel rank: its rows of each micro-batch.
         dim_of: By name: along which dim they are joined.
         is_batched: By name and kind: whether they have rows along it; None if it is not known.
+        expected: By name and kind: their ``expected_shape``, where one was given.
 
     Raises:
-        ValueError: the micro-batches' tensors don't fit together.
+        ValueError: the micro-batches' tensors don't fit together, or not with ``expected``.
     """
     found: dict[tuple[str, str, int], dict[int, list[Tensor]]] = {}
     for (name, kind, (stage, microbatch)), tensors in recorded.items():
@@ -66,10 +69,22 @@ def joined(
                 chunks.join(parts, dim_of(name), rows, is_batched(name, kind))
                 for parts in zip(*lists, strict=True)
             ]
+            for tensor in whole:
+                _check_shape(tensor, expected.get((name, kind)))
         except ValueError as error:
             raise ValueError(f"{kind} hook on {name!r}: {error}") from None
         result.append(StageRecords(name, kind, stage, whole))
     return result
+
+
+def _check_shape(whole: Tensor, expected: ExpectedShape) -> None:
+    if expected is None or len(expected) != whole.dim():
+        return  # a hook that was called knows it already
+    if any(size not in (None, got) for size, got in zip(expected, whole.shape)):
+        raise ValueError(
+            f"expected_shape is {expected}, but the tensor of the whole batch has the shape "
+            f"{tuple(whole.shape)}; give the sizes of the whole batch, or None"
+        )
 
 
 def told(records: Sequence[StageRecords]) -> list[Any]:

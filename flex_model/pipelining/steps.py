@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flex_model.distributed.channel import Channel
+from flex_model.distributed.inference import ExpectedShape
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.tensor_dicts import describe, exchange_json, from_rank
 from flex_model.errors import HookError, agreed
@@ -331,10 +332,20 @@ class Pipeline:
                 plan.rows,
                 lambda name: self._dim(call, name),
                 lambda name, kind: have_rows.get((name, kind)),
+                self._expected_shapes(call),
             )
         except ValueError as error:
             self._step.fail(str(error), error)
             return []
+
+    def _expected_shapes(self, call: StepCall) -> dict[tuple[str, str], ExpectedShape]:
+        """Of records that one hook makes: what its ``expected_shape`` says of the whole batch."""
+        found: dict[tuple[str, str], list[ExpectedShape]] = {}
+        for registration in self.core.table.chosen(call.choice):
+            function = registration.hook_function
+            shape = function.expected_shape if function.select is None else None
+            found.setdefault((function.record_name, registration.kind), []).append(shape)
+        return {key: shapes[0] for key, shapes in found.items() if len(shapes) == 1}
 
     # Parameters.
 

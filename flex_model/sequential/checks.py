@@ -18,6 +18,11 @@ def check_kinds(model: object, batches: object, **functions: object) -> None:
         raise TypeError(
             f"sequential.run: expected an nn.Module or a FlexModel, got {type(model).__name__}"
         )
+    if "schedule" in vars(model):
+        raise TypeError(
+            "sequential.run: the model is a FlexModel over a schedule, which alone runs its "
+            "stages; give the unsplit model"
+        )
     if not isinstance(batches, Iterable):
         raise TypeError(
             f"sequential.run: batches must be an iterable, got {type(batches).__name__}; of one "

@@ -62,6 +62,7 @@ def pipeline(
     _check_arguments(module, mb_args, mb_kwargs, split_spec, split_policy, method)
     kwargs = dict(mb_kwargs or {})
     has_hooks = _check_hooks(module)
+    check_split_spec(module, split_spec or {})
     if method == "modules" or (method == "auto" and split_spec and _is_hugging_face(module)):
         assert split_spec is not None
         return ModulePipe(split_modules(module, mb_args, kwargs, split_spec))
@@ -115,7 +116,6 @@ def _check_arguments(
             'method="modules" needs a split_spec, for example '
             '{"layers.2": SplitPoint.BEGINNING}; a split_policy is for the tracer'
         )
-    check_split_spec(module, split_spec or {})
 
 
 def _check_hooks(module: nn.Module) -> str | None:
