@@ -401,6 +401,29 @@ def test_an_exception_on_one_of_four_ranks_is_an_error_on_all():
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("site", ["fc1", "fc2"])
+def test_ddp_works_on_after_an_edit_of_a_gradient_failed(site):
+    def fails_on_rank_1(module, full, save_ctx, modules):
+        if dist.get_rank() == 1:
+            raise ArithmeticError("went wrong")
+
+    flex = FlexModel(nn.parallel.DistributedDataParallel(models.mlp()))
+    with (
+        flex.register_full_backward_pre_hook(HookFunction(site, None, fails_on_rank_1)),
+        pytest.raises(HookError, match="went wrong"),
+    ):
+        flex(BATCH).sum().backward()
+    flex.zero_grad()
+    flex(BATCH).sum().backward()  # torch's reducer had come to its end
+    gradients = [parameter.grad.clone() for parameter in flex.parameters()]
+    flex.restore()
+    alone = models.mlp()
+    alone(BATCH).sum().backward()
+    for gradient, parameter in zip(gradients, alone.parameters()):
+        torch.testing.assert_close(gradient, parameter.grad)
+
+
+@pytest.mark.ranks(2)
 def test_a_caught_exception_leaves_no_wrong_record():
     """The loop goes on after an error: every later record belongs to its own batch."""
     step, records = [0], {}

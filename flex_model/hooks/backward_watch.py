@@ -42,8 +42,9 @@ class BackwardWatch:
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def at_end(self, act: Callable[[], None], has_begun: Callable[[], bool]) -> None:
-        """Have autograd call ``act`` at the end of the pass that goes on. Once it ``has_begun``, it
-        tells of its own troubles; of a Ctrl-C before that it can't.
+        """Have autograd call ``act`` at the end of the pass that goes on, after what was queued
+        during it: DDP, whose reducer an error before its own end would leave unusable. Once it
+        ``has_begun``, it tells of its own troubles; of a Ctrl-C before that it can't.
         """
 
         def if_raised() -> None:
@@ -51,7 +52,8 @@ class BackwardWatch:
                 self._tell()
 
         end = _C.watched(act, if_raised)
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        queue(lambda: queue(end))
 
     def watch_from(self, output: Any) -> None:
         """The passes that begin at an output of the model, from their first step on. Local."""
