@@ -478,6 +478,25 @@ def test_hooks_that_run_in_another_order_are_an_error(edits):
         flex(BATCH)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("edits", [False, True])
+def test_two_wraps_that_run_in_another_order_are_an_error(edits):
+    """Alike in all but their tensors, before and after a run that all make."""
+    double = lambda module, full, save_ctx, modules: full * 2  # noqa: E731
+    wraps = []
+    for _ in range(2):
+        wraps.append(FlexModel(models.mlp(), tensor_parallel_size=2, timeout=5))
+        wraps[-1].register_forward_hook(HookFunction("fc1", None, double if edits else None))
+    for _ in range(2):
+        for i in (0, 1) if dist.get_rank() == 0 else (1, 0):
+            with pytest.raises(HookMismatchError, match=r"different FlexModels: .*(?s:wrap.*wrap)"):
+                wraps[i](BATCH)
+        for wrap in wraps:
+            wrap(BATCH)
+    for wrap in wraps:
+        wrap.restore()
+
+
 OTHER_TENSORS = {
     "shape": (BATCH[:3], r"(?s)\(4, 6\).*\(3, 6\)|\(3, 6\).*\(4, 6\)"),
     "dims": (BATCH[0], r"(?s)\(4, 6\).*\(6,\)|\(6,\).*\(4, 6\)"),

@@ -105,6 +105,8 @@ class Channel(Connections):
             raise self.give_up(f"{where}: {error}") from None
         if any(other.state != OK for other in headers):
             raise self._agreed_error(headers, where)
+        if not all(self.is_of_this_wrap(other.sequence) for other in headers):
+            raise self.mismatch(f"{where}, of wrap {self._number}", "run different FlexModels")
         for other in headers:
             if (other.kind, other.site, other.sequence) != (
                 header.kind,

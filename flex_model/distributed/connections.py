@@ -33,6 +33,7 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 5e-5, 0.002  # between polls
 _LOOK_AROUND_S = 0.1  # between looks at the store for a peer's error
 _HOOKS_GRACE_S = 5.0  # how late a rank may register its hooks
 _ANSWER_S = 2.0  # how long a rank that lost a connection waits for those that live
+_BITS_OF_SEQUENCE = 32  # above them: the wrap's number
 
 
 class Connections:
@@ -63,6 +64,11 @@ class Connections:
         self._pid = os.getpid()
         if not self.is_local:
             self.transport(GRID)
+            self.sequence = self._number << _BITS_OF_SEQUENCE  # no other wrap of theirs is there
+
+    def is_of_this_wrap(self, sequence: int) -> bool:
+        """Whether a rank that is there runs this wrap, and not another one of the same ranks."""
+        return sequence >> _BITS_OF_SEQUENCE == self._number
 
     def transport(self, axes: tuple[Axis, ...]) -> Transport:
         """Of the ranks along ``axes``; made, collectively, when it is used first."""

@@ -144,7 +144,8 @@ class Move:
         return shard
 
     def slice(self, full: Tensor) -> Tensor:
-        """This rank's shard of a full tensor, contiguous. Local.
+        """This rank's shard of a full tensor, contiguous: a copy, but where every rank holds the
+        full tensor. Local.
 
         Of a sum that is due, the first rank has the whole and the others have zeros, so that the
         sum is exactly ``full``.
@@ -155,7 +156,7 @@ class Move:
             return full.new_zeros(self.plan.shard_sizes[self.rank])
         full = full.detach()
         if not self.axes:
-            return full.contiguous()
+            return _copy(full) if partial else full.contiguous()
         host = on_cpu(full)
         shard = memory.empty(self.plan.shard_sizes[self.rank], full.dtype)
         _C.split_into(self.plan, self.rank, host.data_ptr(), shard.data_ptr())

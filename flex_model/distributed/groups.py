@@ -119,10 +119,10 @@ def acquire(
     settings = Settings.now()
     # Wrappers are collected at different times on different ranks, so what one rank still has
     # another may have freed.
-    held = max(
+    kept = max(
         (
-            group.number
-            for group in _groups.values()
+            group
+            for group in list(_groups.values())
             if group.ranks == ranks
             and group.broken is None
             and group.timeout_s >= timeout_s
@@ -130,20 +130,28 @@ def acquire(
             and group.hosts.settings == settings
             and group.hosts.devices[me] == device
         ),
-        default=0,
+        key=lambda group: group.number,
+        default=None,
     )
+    held = 0
+    if kept is not None and (ranks, kept.number) in _groups:
+        kept.num_users += 1  # wrappers may be collected while the ranks meet, too
+        held = kept.number
     with Processes(dist.distributed_c10d._get_default_store(), ranks) as processes:
         meeting = _Meeting(path, ranks, me, timeout_s, processes)
         try:
             offers = meeting.held_by_all(number, held)
         except HookError:
             _acquired[ranks] -= 1  # as on the ranks that did not come: the next try meets them
+            if held:
+                release(_groups[ranks, held])
             raise
         if held and set(offers) == {held}:
-            group = _groups[ranks, held]
-        else:
-            group = _make(meeting.of(str(number)), number, settings, device)
-            _groups[ranks, number] = group
+            return _groups[ranks, held], number
+        if held:
+            release(_groups[ranks, held])
+        group = _make(meeting.of(str(number)), number, settings, device)
+        _groups[ranks, number] = group
     group.num_users += 1
     return group, number
 

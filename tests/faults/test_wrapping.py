@@ -6,6 +6,7 @@ import signal
 import time
 
 import pytest
+import torch.distributed as dist
 
 import models
 from flex_model import FlexModel, HookFunction
@@ -80,3 +81,20 @@ def test_a_rank_that_dies_before_it_wraps_anything_is_named_at_the_timeout():
         ranks.killed.add(1)
         outcome = ranks.outcomes(6)[0]
     assert outcome.kind == "HookError" and "global ranks [1] did not come" in outcome.text, outcome
+
+
+@pytest.mark.ranks(2)
+def test_a_wrap_may_be_collected_while_the_next_one_is_made(monkeypatch):
+    """On one rank: its group is one that the ranks have just told that they hold."""
+    old, meet = FlexModel(models.mlp(), tensor_parallel_size=2), groups._Meeting.held_by_all
+
+    def held_by_all(meeting, number, held):
+        if dist.get_rank() == 0:
+            old.restore()
+        return meet(meeting, number, held)
+
+    monkeypatch.setattr(groups._Meeting, "held_by_all", held_by_all)
+    with FlexModel(models.mlp(), tensor_parallel_size=2, timeout=5) as flex:
+        flex.register_forward_hook(HookFunction("fc1"))
+        flex(models.random(4, 6))
+    old.restore()

@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.testing import assert_close
 
 import models
@@ -155,3 +158,36 @@ def test_a_loss_on_an_activation_kept_in_save_ctx(name):
     gradients = parallelism.full_gradients(model, flex.module)
     for parameter_name, parameter in model.named_parameters():
         assert_close(gradients[parameter_name], parameter.grad)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("edit_on", ["all", "rank0"])
+@pytest.mark.parametrize("layout", [Shard(-1), Replicate(), Partial()], ids=str)
+def test_what_the_user_keeps_of_an_edit_stays_as_the_model_writes_to_it(layout, edit_on, grad):
+    """Exp keeps its result for backward, too."""
+    kept = []
+
+    def edit(module, full, save_ctx, modules):
+        kept.append(full.exp())
+        return kept[-1]
+
+    weight, x = models.random(6, 8), models.random(4, 8).mul_(0.1)
+    layer = nn.Linear(8, 6, bias=False, dtype=torch.float64)
+    layer.weight.data.copy_(weight)
+    model = parallelize_module(
+        nn.Sequential(layer),
+        models.mesh(1, 2)["tp"],
+        {"0": RowwiseParallel(use_local_output=False, output_layouts=layout)},
+    )
+    with FlexModel(model, tensor_parallel_size=2, edit_on=edit_on) as flex:
+        flex.register_forward_hook(HookFunction("0", editing_function=edit))
+        with torch.set_grad_enabled(grad):
+            output = flex(x.chunk(2, -1)[dist.get_rank()]).mul_(3)
+        edited = (x @ weight.t()).exp()
+        assert_close(output.full_tensor(), 3 * edited)
+        for full in kept:
+            assert_close(full, edited)
+        if grad:
+            output.full_tensor().sum().backward()
+            assert_close(layer.weight.grad.full_tensor(), (3 * edited).t() @ x)
