@@ -389,10 +389,10 @@ class HookCore:
             and self.thread not in (None, threading.get_ident())
             and not _in_backward()
         ):
+            or_wrap = ", or wrap it once per thread" if self.channel.is_local else ""
             return (
                 "the model is called from a second thread while a run of this FlexModel goes on in "
-                "another; run the model from one thread at a time, or wrap it once per thread "
-                f"({see('two-threads')})"
+                f"another; run the model from one thread at a time{or_wrap} ({see('two-threads')})"
             )
         if self.channel.edit_of:
             return (
