@@ -5,7 +5,7 @@ Layout, eight little-endian int64 words:
 ====  =====================================================================
 0     from high to low: 4 bits unused, magic 16, state 4, kind 8, dtype 8,
       ndim 4, flags 4, micro-batch 16
-1     sequence number of the exchange in this wrap
+1     number of the wrap (high 32 bits) and of the exchange in it
 2     site: hash of kind, module name, tensor index and hook number
 3     random seed of the run (rank 0's counts)
 4-7   up to eight sizes, 32 bits each
