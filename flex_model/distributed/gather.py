@@ -250,27 +250,67 @@ class Trip:
     is_read: bool = False
     record: Tensor | None = None
     _gradient: Move | None = None
+    _taken_for_whole: Tensor | None = None
 
     def gradient(self, grad: Tensor | None = None) -> Move:
         """The way of the gradient. Of a replicated tensor it is whole on every rank (the model
         reduces it before it gets here), or a sum that the model will reduce: ``grad``'s values on
-        the ranks tell which.
+        the ranks tell which. Without them it is taken for whole as long as that is not known.
 
         Collective where they have to.
         """
-        move = self.move
         if self._gradient is None:
-            tp = move.gradient_of_replicas
+            tp = self.move.gradient_of_replicas
             if tp is None and grad is not None:
-                self.agree(grad)
-                mesh = move.channel.mesh
-                table = move.channel.exchange(values.fingerprint(grad)).tolist()
-                told = values.Fingerprints.of(mesh, table)
-                tp = Replicate() if told.equal_along("tp") else Partial()
-                if told.tell:
-                    move.gradient_of_replicas = tp
-            self._gradient = move.of_gradient(tp or Replicate())
+                tp, tells = self._ask(grad)
+                if tells:
+                    self.move.gradient_of_replicas = tp
+            if tp is None:
+                return self.move.of_gradient(Replicate())
+            self._gradient = self.move.of_gradient(tp)
         return self._gradient
+
+    def _ask(self, grad: Tensor) -> tuple[Placement, bool]:
+        """How tp ranks hold this gradient of replicas, and whether its values tell for sure.
+        Collective.
+        """
+        self.agree(grad)
+        channel = self.move.channel
+        table = channel.exchange(values.fingerprint(grad)).tolist()
+        told = values.Fingerprints.of(channel.mesh, table)
+        return Replicate() if told.equal_along("tp") else Partial(), told.tell
+
+    def hand_back(self, shard: Tensor) -> Tensor:
+        """The gradient that goes from the full tensor to this rank's; ``watch`` looks at it where
+        it is taken for whole.
+        """
+        if self._gradient is None and self.move.gradient_of_replicas is None:
+            self._taken_for_whole = shard
+        return shard
+
+    def watch(self, leaf: Tensor) -> None:
+        """Of a tensor that the function only kept, the model's own gradient comes beside that of
+        what was kept, and tells whether both are parts of a sum. Local; its backward is collective.
+        """
+        if not leaf.requires_grad or self.move.gradient_of_replicas is not None:
+            return
+
+        def correct(total: Tensor) -> Tensor | None:
+            kept, self._taken_for_whole = self._taken_for_whole, None
+            if kept is None:
+                return None
+            if self.move.pick is not None:
+                kept = self.move.pick.put(torch.zeros_like(total), kept)
+            of_model = total - kept
+            tp, tells = self._ask(of_model)
+            if tp == Replicate():
+                return None
+            if tells:
+                self.move.gradient_of_replicas = tp
+            mesh = self.move.channel.mesh
+            return None if mesh.members(("tp",), mesh.place)[0] == mesh.place else of_model
+
+        leaf.register_hook(correct)
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -297,7 +337,7 @@ class _Gather(Function):
     def backward(ctx, grad):
         scale = ctx.trip.move.grad_scale
         shard = ctx.trip.gradient().slice(grad)
-        return (shard * scale if scale > 1 else shard), None
+        return ctx.trip.hand_back(shard * scale if scale > 1 else shard), None
 
 
 class _Scatter(Function):
@@ -334,7 +374,7 @@ class _GatherToFirst(Function):
         way = trip.gradient()
         first = way.channel.mesh.place == 0
         shard = way.scatter_from_first(grad if first else None, ctx.like)
-        return (shard * way.grad_scale if way.grad_scale > 1 else shard), None
+        return trip.hand_back(shard * way.grad_scale if way.grad_scale > 1 else shard), None
 
 
 class _ScatterFromFirst(Function):

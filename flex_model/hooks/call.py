@@ -250,6 +250,8 @@ class HookCaller:
             self._agree(call, grad, "gradient of an edit")
 
         trip = Trip(move, agree_on_gradient)
+        if torch.is_grad_enabled():
+            trip.watch(leaf)
         part = leaf if move.pick is None else move.pick.take(leaf)
         if self._records.keeps_parts and call.records:
             self._records.later(call, leaf, known)

@@ -9,8 +9,9 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 from torch.testing import assert_close
 
 import models
+import pipelines
 from cells import mean_loss
-from flex_model import FlexModel, HookFunction
+from flex_model import FlexModel, HookFunction, Select
 
 BATCH = models.random(4, 6)
 PARALLELISMS = ("tp", "dp")
@@ -191,3 +192,60 @@ def test_what_the_user_keeps_of_an_edit_stays_as_the_model_writes_to_it(layout, 
         if grad:
             output.full_tensor().sum().backward()
             assert_close(layer.weight.grad.full_tensor(), (3 * edited).t() @ x)
+
+
+class Copied(nn.Module):
+    """The input of a column-parallel layer as its ranks share it: a module of its own, whose
+    gradients are parts of a sum.
+    """
+
+    def __init__(self, group):
+        super().__init__()
+        self.group = group
+
+    def forward(self, x):
+        return x * 1 if self.group is None else models.CopyToRanks.apply(x, self.group)
+
+
+class ColumnsOfCopy(models.ColumnLinear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+def copied_mlp(group):
+    model = models.mlp()
+    if group is not None:
+        fc1 = ColumnsOfCopy(model.fc1, group)
+        model = models.tensor_parallel(model, group)
+        model.fc1 = fc1
+        model.fc1.in_features, model.fc1.out_features = 6, 8
+    model.inp = nn.Sequential(model.inp, Copied(group))
+    return model
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("select", [None, Select(units=[4, 1])])
+@pytest.mark.parametrize("edits", [False, True])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_loss_on_a_kept_activation_whose_gradients_the_model_sums(passes, edits, select):
+    def keep(module, full, save_ctx, modules):
+        save_ctx.kept = full
+
+    def gradients(group, process_group, size):
+        model = copied_mlp(group)
+        sizes = {"tensor_parallel_size": size, "process_group": process_group}
+        with FlexModel(model, **sizes) as flex:
+            if edits:
+                edit = lambda module, full, save_ctx, modules: full + full.flip(-1)  # noqa: E731
+                flex.register_forward_hook(
+                    HookFunction("inp.1", editing_function=edit, output_name="edited")
+                )
+            flex.register_forward_hook(HookFunction("inp.1", editing_function=keep, select=select))
+            for _ in range(passes):
+                loss = mean_loss(flex(BATCH))
+                (loss + flex.save_ctx.kept.cos().mean()).backward()
+        return [parameter.grad for parameter in model.inp[0].parameters()]
+
+    group = models.mesh(1, 2)["tp"].get_group()
+    expected = gradients(None, pipelines.alone_group(), 1)
+    assert_close(gradients(group, None, 2), expected)
