@@ -70,6 +70,38 @@ def test_what_is_changed_in_place_was_written():
         assert save_context.written(context, before) == [name]
 
 
+def test_what_is_changed_in_place_in_inference_mode_was_written():
+    with torch.inference_mode():
+        context = Namespace(sums=torch.zeros(3), of_names={"a": torch.zeros(3).conj()})
+        for name, tensor in (("sums", context.sums), ("of_names", context.of_names["a"])):
+            before = save_context.snapshot(context)
+            assert save_context.written(context, before) == []
+            tensor.add_(1)
+            assert save_context.written(context, before) == [name]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_sum_of_another_stage_goes_on_over_steps(mode):
+    def add_up(module, full, save_ctx, modules):
+        if not hasattr(save_ctx, "sums"):
+            save_ctx.sums = torch.zeros(8)
+        save_ctx.sums.add_(full.sum(0))
+
+    x, _ = batch()
+    found = []
+    alone = FlexModel(make_mlp(), process_group=alone_group())
+    for flex in (alone, FlexModel(make_schedule(ScheduleGPipe, make_mlp()))):
+        flex.register_forward_hook(HookFunction("layers.7", editing_function=add_up))
+        with mode():
+            for _ in range(3):
+                flex(x)
+            if flex is alone or dist.get_rank() == 0:
+                found.append(flex.save_ctx.sums)
+        flex.restore()
+    assert_close(found[-1], found[0])
+
+
 # ---- edit_on="rank0" -----------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flex_model.distributed import values
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.encoding import PLAIN, decode, encode
 from flex_model.distributed.tensor_dicts import Description, describe, exchange_json, from_rank
@@ -60,7 +61,7 @@ def written(context: Namespace, before: dict[str, Any]) -> list[str]:
 
 def _state(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return "tensor", _Same(value), 0 if value.is_inference() else value._version
+        return "tensor", _Same(value), _version(value)
     if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
         return "array", _Same(value), value.tobytes()
     if isinstance(value, dict):
@@ -70,6 +71,15 @@ def _state(value: Any) -> Any:
     if isinstance(value, Namespace):
         return "namespace", _Same(value), _state(vars(value))
     return value if isinstance(value, PLAIN) else _Same(value)
+
+
+def _version(tensor: Tensor) -> Any:
+    """What a change in place changes. Inference tensors don't count theirs: their values."""
+    if not tensor.is_inference():
+        return tensor._version
+    if tensor.layout != torch.strided or tensor.is_meta:
+        return 0
+    return values.fingerprint(tensor).tolist()
 
 
 def told(context: Namespace, names: Sequence[str]) -> tuple[Told, list[Tensor]]:
