@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
+from flex_model.sequential.absent import absent
 from flex_model.sequential.interrupts import deferred
 from flex_model.sequential.inventory import Inventory, Weight
 from flex_model.sequential.shards import local_of, part_of, with_local
@@ -56,7 +57,12 @@ class WeightLoader:
         self._reader = ThreadPoolExecutor(1, "flex_model weights") if prefetch else None
 
     def load_resident(self) -> None:
-        """What stays for the whole run: embeddings, norms, heads, weights that targets share."""
+        """What stays for the whole run: embeddings, norms, heads, weights that targets share. All
+        else is absent until it is acquired.
+        """
+        for weights in self._inventory.steps.values():
+            for weight in weights:
+                weight.put(absent(weight))
         for weight in self._inventory.resident:
             if weight.given_as is None and weight.tensor.device == self._device:
                 continue
@@ -109,7 +115,7 @@ class WeightLoader:
     def _release(self, step: int) -> None:
         buffer = self._loaded.pop(step)
         for weight, _ in buffer.parts:
-            weight.put(weight.tensor)
+            weight.put(absent(weight))
         buffer.parts = []
         if self._device.type == "cuda":
             buffer.is_free_after = torch.cuda.Event()
