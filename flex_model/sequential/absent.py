@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from flex_model.sequential.inventory import Weight
 
 # Besides attributes; they don't need values.
-_HARMLESS = frozenset(
-    "dim element_size get_device is_complex is_contiguous is_floating_point is_inference ndimension "
-    "nelement numel size storage_offset stride __hash__ __len__".split()
+_HARMLESS = (
+    *("dim", "ndimension", "size", "numel", "nelement", "stride", "storage_offset", "element_size"),
+    *("get_device", "is_complex", "is_contiguous", "is_floating_point", "is_inference"),
+    *("__hash__", "__len__"),
 )
 
 
