@@ -387,3 +387,38 @@ def test_a_weight_that_is_used_outside_of_its_target_is_there_or_an_error(
     found = sequential.run(empty, BATCHES, ["blocks.0", "blocks.2"], **settings)
     assert_equal(found, expected)
     assert_as_before(empty, state)
+
+
+class KeepsWeights(nn.Module):
+    """A block that gives on its weights by a side way, which later blocks use."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+
+    def forward(self, x, kept):
+        kept += [self.fc.weight, self.fc.bias.view(2, 3)]
+        return self.fc(x)
+
+
+class UsesKeptWeights(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(KeepsWeights() for _ in range(5))
+
+    def forward(self, x):
+        kept = []
+        for block in self.blocks:
+            x = block(x, kept)
+        return x @ kept[0] + kept[3].sum()
+
+
+@pytest.mark.parametrize("window", [1, 2, None])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_weights_that_a_target_keeps_stay_what_they_are(window, prefetch):
+    model = models.seeded(UsesKeptWeights)
+    with torch.no_grad():
+        expected = [model(batch) for batch in BATCHES]
+    settings = {"weights": model.state_dict(), "window": window, "prefetch": prefetch}
+    found = sequential.run(on_meta(model), BATCHES, device="cpu", **settings)
+    assert_equal(found, expected)
