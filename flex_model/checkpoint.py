@@ -325,7 +325,7 @@ def _read(path: Path) -> State:
             for name, (dtype, shape, hashed) in index["tensors"].items():
                 tensor = file.get_tensor(name)
                 if str(tensor.dtype) != dtype:  # one that safetensors has no name for
-                    tensor = tensor.view(DTYPE_OF_NAME[dtype]).reshape(shape)
+                    tensor = tensor.clone().view(DTYPE_OF_NAME[dtype]).reshape(shape)
                 if list(tensor.shape) != shape or int(values.fingerprint(tensor)[0]) != hashed:
                     raise ValueError(f"{name!r} is not what was written")
                 tensors[name] = tensor

@@ -70,6 +70,38 @@ def test_what_is_changed_in_place_was_written():
         assert save_context.written(context, before) == [name]
 
 
+def test_what_is_changed_in_place_in_inference_mode_was_written():
+    with torch.inference_mode():
+        context = Namespace(sums=torch.zeros(3), of_names={"a": torch.zeros(3).conj()})
+        for name, tensor in (("sums", context.sums), ("of_names", context.of_names["a"])):
+            before = save_context.snapshot(context)
+            assert save_context.written(context, before) == []
+            tensor.add_(1)
+            assert save_context.written(context, before) == [name]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_sum_of_another_stage_goes_on_over_steps(mode):
+    def add_up(module, full, save_ctx, modules):
+        if not hasattr(save_ctx, "sums"):
+            save_ctx.sums = torch.zeros(8)
+        save_ctx.sums.add_(full.sum(0))
+
+    x, _ = batch()
+    found = []
+    alone = FlexModel(make_mlp(), process_group=alone_group())
+    for flex in (alone, FlexModel(make_schedule(ScheduleGPipe, make_mlp()))):
+        flex.register_forward_hook(HookFunction("layers.7", editing_function=add_up))
+        with mode():
+            for _ in range(3):
+                flex(x)
+            if flex is alone or dist.get_rank() == 0:
+                found.append(flex.save_ctx.sums)
+        flex.restore()
+    assert_close(found[-1], found[0])
+
+
 # ---- edit_on="rank0" -----------------------------------------------------------------------------
 
 
@@ -300,6 +332,72 @@ def test_a_value_of_another_microbatch_is_not_taken_for_this_ones(kind):
     script(flex, use_last)
     with pytest.raises(HookError, match=r"save_ctx.last was written for micro-batch \d and read f"):
         flex(x, target=y)
+    flex.restore()
+
+
+def keep_in_dict(save_ctx, full):
+    save_ctx.kept["last"] = full
+
+
+def keep_in_slot(save_ctx, full):
+    save_ctx.kept["slots"][0] = full
+
+
+def append(save_ctx, full):
+    save_ctx.kept["stack"].append(full)
+
+
+def keep_by_microbatch(save_ctx, full):
+    save_ctx.kept["of"][current_microbatch()] = full
+    save_ctx.kept["calls"] += 1
+
+
+CASES = {  # what a forward keeps, what its backward takes, and whether that is the same one
+    "dict": (keep_in_dict, lambda kept: kept["last"], False),
+    "slot": (keep_in_slot, lambda kept: kept["slots"][0], False),
+    "last of a list": (append, lambda kept: kept["stack"].pop(), False),
+    "first of a list": (append, lambda kept: kept["stack"].pop(0), True),
+    "popped": (keep_by_microbatch, lambda kept: kept["of"].pop(current_microbatch()), True),
+    "read": (keep_by_microbatch, lambda kept: kept["of"][current_microbatch()], True),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B])
+@pytest.mark.parametrize("case", CASES)
+def test_nor_is_one_inside_a_container(kind, case):
+    keep, take, is_right = CASES[case]
+
+    def script(flex):
+        def use(module, grad, save_ctx, modules):
+            return grad * take(save_ctx.kept).flip(-1)
+
+        flex.save_ctx.kept = {"slots": [None], "stack": [], "of": {}, "calls": 0}
+        for edit, register in (
+            (lambda m, full, c, mods: keep(c, full.detach()), flex.register_forward_hook),
+            (use, flex.register_full_backward_pre_hook),
+        ):
+            name = register.__name__
+            register(HookFunction("layers.1.fc1", editing_function=edit, output_name=name))
+
+    x, y = batch()
+    alone = FlexModel(make_mlp(), process_group=alone_group())
+    script(alone)
+    MSE(alone(x), y).backward()
+    expected = alone.module.emb.weight.grad
+    alone.restore()
+    flex = FlexModel(make_schedule(kind, make_mlp(), loss_fn=MSE))
+    script(flex)
+    if is_right:
+        for steps in (1, 2):
+            flex(x, target=y)
+            found = flex.get_module_gradient("emb.weight")
+            assert_close(found, steps * expected, rtol=1e-5, atol=1e-6)
+    else:
+        with pytest.raises(
+            HookError, match=r"save_ctx.kept was written for micro-batch \d and read"
+        ):
+            flex(x, target=y)
     flex.restore()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flex_model.distributed import values
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.encoding import PLAIN, decode, encode
 from flex_model.distributed.tensor_dicts import Description, describe, exchange_json, from_rank
@@ -60,7 +61,7 @@ def written(context: Namespace, before: dict[str, Any]) -> list[str]:
 
 def _state(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return "tensor", _Same(value), 0 if value.is_inference() else value._version
+        return "tensor", _Same(value), _version(value)
     if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
         return "array", _Same(value), value.tobytes()
     if isinstance(value, dict):
@@ -70,6 +71,15 @@ def _state(value: Any) -> Any:
     if isinstance(value, Namespace):
         return "namespace", _Same(value), _state(vars(value))
     return value if isinstance(value, PLAIN) else _Same(value)
+
+
+def _version(tensor: Tensor) -> Any:
+    """What a change in place changes. Inference tensors don't count theirs: their values."""
+    if not tensor.is_inference():
+        return tensor._version
+    if tensor.layout != torch.strided or tensor.is_meta:
+        return 0
+    return values.fingerprint(tensor).tolist()
 
 
 def told(context: Namespace, names: Sequence[str]) -> tuple[Told, list[Tensor]]:
@@ -150,6 +160,55 @@ class SentToAll:
         self._before.clear()
 
 
+# Where a thing is in nested containers: keys, and for items of a list their identity.
+_Place = tuple[Any, ...]
+
+
+def _things_in(value: Any, place: _Place = ()) -> dict[_Place, Any]:
+    """The states of what is in a container, but for what counts or names."""
+    if isinstance(value, Namespace):
+        value = vars(value)
+    if isinstance(value, dict):
+        pairs = [(("key", key), item) for key, item in value.items()]
+    elif isinstance(value, list):
+        pairs = [(("item", id(item)), item) for item in value]
+    else:
+        return (
+            {} if not place or isinstance(value, (int, str, type(None))) else {place: _state(value)}
+        )
+    return {at: one for key, item in pairs for at, one in _things_in(item, (*place, key)).items()}
+
+
+def _look_inside(
+    context: StageContext, name: str, before: dict[_Place, Any], call: tuple[int, int | None]
+) -> None:
+    """Note what a call put into the containers of an attribute, and what it read there, or took
+    away, of another micro-batch.
+    """
+    inside, carried = context._flex_inside, context._flex_carried
+    after = _things_in(vars(context).get(name))
+
+    def other(at: _Place) -> bool:
+        by = inside.get((name, at))
+        return by is not None and by[0][0] != call[0] and by[0][1] != call[1]
+
+    taken = [at for at in before if at not in after]
+    own = [at for at in taken if (by := inside.get((name, at))) and by[0][1] == call[1]]
+    for at, state in after.items():
+        if before.get(at) != state:
+            by = inside.get((name, at))
+            is_exchanged = at[-1][0] == "item" and any(one[:-1] == at[:-1] for one in taken)
+            is_second = is_exchanged or (by is not None and (by[1] or by[0][1] != call[1]))
+            inside[name, at] = call, is_second
+        elif other(at) and inside[name, at][1]:
+            carried[name] = inside[name, at][0][1]
+    for at in taken:
+        if call[1] is not None and not own and other(at):
+            carried[name] = inside[name, at][0][1]
+    for at in taken:
+        inside.pop((name, at), None)
+
+
 class StageContext(Namespace):
     """The ``save_ctx`` of one rank of a pipeline. It knows what was written where, and refuses to
     be read where that is another value than the unsplit model's: one that was written on another
@@ -161,7 +220,9 @@ class StageContext(Namespace):
         "_flex_call",
         "_flex_carried",
         "_flex_elsewhere",
+        "_flex_found",
         "_flex_in_step",
+        "_flex_inside",
         "_flex_is_split",
         "_flex_read",
         "_flex_set",
@@ -178,6 +239,10 @@ class StageContext(Namespace):
         self._flex_call: tuple[int, int | None] | None = None
         self._flex_set: dict[str, tuple[int, int | None]] = {}
         self._flex_carried: dict[str, int | None] = {}
+        # What was in the containers that the call read, and of each thing in them the call that
+        # put it there, and whether it took the place of another micro-batch's.
+        self._flex_found: dict[str, dict[_Place, Any]] = {}
+        self._flex_inside: dict[tuple[str, _Place], tuple[tuple[int, int | None], bool]] = {}
 
     def __getattribute__(self, name: str) -> Any:
         if not name.startswith(("__", "_flex_")):
@@ -204,6 +269,8 @@ class StageContext(Namespace):
             written, now = self._flex_set.get(name), self._flex_call
             if written and now and written[0] != now[0] and written[1] != now[1]:
                 self._flex_carried[name] = written[1]
+            if now and name not in self._flex_found:
+                self._flex_found[name] = _things_in(vars(self).get(name))
         rank = self._flex_elsewhere.get(name)
         if rank is None:
             return
@@ -226,6 +293,7 @@ def begin_step(context: Namespace, is_split: bool) -> None:
     context._flex_read.clear()
     context._flex_assigned.clear()
     context._flex_set.clear()
+    context._flex_inside.clear()
     context._flex_in_step, context._flex_is_split = True, is_split
 
 
@@ -241,6 +309,7 @@ def begin_call(context: Namespace, hook: int) -> None:
     if isinstance(context, StageContext) and context._flex_is_split:
         context._flex_call = hook, current_microbatch()
         context._flex_carried.clear()
+        context._flex_found.clear()
 
 
 def end_call(context: Namespace) -> None:
@@ -249,7 +318,10 @@ def end_call(context: Namespace) -> None:
     """
     if not isinstance(context, StageContext) or context._flex_call is None:
         return
-    (_, microbatch), context._flex_call = context._flex_call, None
+    call, context._flex_call = context._flex_call, None
+    microbatch = call[1]
+    for name, found in context._flex_found.items():
+        _look_inside(context, name, found, call)
     for name, written in context._flex_carried.items():
         now = "the whole batch" if microbatch is None else f"micro-batch {microbatch}"
         raise HookError(

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
+from flex_model.sequential.absent import absent
 from flex_model.sequential.interrupts import deferred
 from flex_model.sequential.inventory import Inventory, Weight
 from flex_model.sequential.shards import local_of, part_of, with_local
@@ -21,6 +22,7 @@ from flex_model.sequential.targets import Target
 from flex_model.sequential.weights import WeightSource
 
 _ALIGNMENT = 64  # bytes, as torch's own allocator: kernels' results may depend on it
+_OWN = 2  # references to the storage of a lone tensor: the tensor's, and that of who asks
 
 
 class WeightLoader:
@@ -56,7 +58,12 @@ class WeightLoader:
         self._reader = ThreadPoolExecutor(1, "flex_model weights") if prefetch else None
 
     def load_resident(self) -> None:
-        """What stays for the whole run: embeddings, norms, heads, weights that targets share."""
+        """What stays for the whole run: embeddings, norms, heads, weights that targets share. All
+        else is absent until it is acquired.
+        """
+        for weights in self._inventory.steps.values():
+            for weight in weights:
+                weight.put(absent(weight))
         for weight in self._inventory.resident:
             if weight.given_as is None and weight.tensor.device == self._device:
                 continue
@@ -108,9 +115,11 @@ class WeightLoader:
 
     def _release(self, step: int) -> None:
         buffer = self._loaded.pop(step)
-        for weight, _ in buffer.parts:
-            weight.put(weight.tensor)
+        for weight in [part[0] for part in buffer.parts]:
+            weight.put(absent(weight))
         buffer.parts = []
+        if buffer.is_held:
+            return  # by what a target kept of its weights: theirs for good
         if self._device.type == "cuda":
             buffer.is_free_after = torch.cuda.Event()
             buffer.is_free_after.record(torch.cuda.current_stream(self._device))
@@ -172,6 +181,11 @@ class _Buffer:
         self.is_free_after: torch.cuda.Event | None = None
         self._staging: Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether other tensors lie in this memory."""
+        return torch._C._storage_Use_Count(self.memory.untyped_storage()._cdata) > _OWN
 
     def cut(self, weights: list[Weight]) -> list[tuple[Weight, Tensor]]:
         """A part for each weight, of its local shape and dtype."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -114,7 +116,9 @@ class StoredRecords:
 
 
 def hash_of(inputs: Any) -> str:
-    """Of a batch: its structure, its tensors' values, and plain numbers and strings."""
+    """Of a batch: its structure, the values of its tensors and arrays, plain numbers and strings;
+    of objects of other kinds the name of the class alone.
+    """
     digest = hashlib.blake2b(digest_size=16)
     _add(digest, inputs)
     return digest.hexdigest()
@@ -125,6 +129,9 @@ def _add(digest: Any, value: Any) -> None:
         digest.update(f"tensor {tuple(value.shape)} {value.dtype}".encode())
         if value.layout == torch.strided and not value.is_meta:
             digest.update(str(values.fingerprint(value).tolist()).encode())
+        elif value.layout == torch.sparse_coo and not value.is_meta:
+            value = value.detach().coalesce()
+            _add(digest, [value.indices(), value.values()])
     elif isinstance(value, Mapping):
         for key, item in value.items():
             digest.update(f"key {key!r}".encode())
@@ -133,6 +140,18 @@ def _add(digest: Any, value: Any) -> None:
         digest.update(f"{len(value)} items".encode())
         for item in value:
             _add(digest, item)
+    elif isinstance(value, (set, frozenset)):
+        _add(digest, sorted(map(hash_of, value)))
+    elif isinstance(value, Namespace):
+        _add(digest, vars(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        _add(digest, {one.name: getattr(value, one.name) for one in dataclasses.fields(value)})
+    elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+        digest.update(f"array {value.shape} {value.dtype}".encode())
+        if value.dtype.hasobject:
+            _add(digest, value.tolist())
+        else:
+            digest.update(value.tobytes())
     elif value is None or isinstance(value, (bool, int, float, str, bytes)):
         digest.update(repr(value).encode())
     else:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 ASIDE = ".part"
 _CHUNK_BYTES = 16 * 2**20  # of one write
+_ALIGNMENT = 64  # of the first tensor: operations on complex128 need 16
 _MAX_HEADER_BYTES = 100_000_000  # what readers of safetensors take
 
 # The names that safetensors has for dtypes; others are kept as bytes, and the index says what they
@@ -99,7 +100,7 @@ def safetensors_of(
             "data_offsets": [start, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     if len(text) > _MAX_HEADER_BYTES:
         raise ValueError(
             f"the names of {len(tensors)} records take {len(text)} bytes, more than a safetensors "

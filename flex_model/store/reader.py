@@ -17,7 +17,7 @@ _OPEN_GROUPS = 2  # kept open: batches are mostly read in order
 
 
 class Reader:
-    """Of one manifest of a folder. Nothing is read before it is asked for, and files are mapped."""
+    """Of one manifest of a folder. Nothing is read before it is asked for."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self._manifest = folder, manifest
@@ -67,7 +67,8 @@ class Reader:
     def _tensor(self, index: Index, files: dict[int, Any], key: str, spread: Spread) -> Tensor:
         if spread.is_whole:
             rank, shape = spread.shards[0]
-            return self._shard(index, files, key, rank, shape, spread.dtype)
+            # A file is mapped once: what the caller writes into its record is not for the next one.
+            return self._shard(index, files, key, rank, shape, spread.dtype).clone()
         full = torch.empty(spread.shape, dtype=spread.dtype)
         shards = [
             self._shard(index, files, key, rank, shape, spread.dtype)
@@ -98,7 +99,7 @@ class Reader:
             if tensor.dtype != dtype:  # one that safetensors has no name for
                 if tensor.dtype != torch.uint8 or tensor.dim() != 1:
                     raise ValueError(f"{key!r} is of {tensor.dtype}, not {dtype}")
-                tensor = tensor.view(dtype).reshape(shape)
+                tensor = tensor.clone().view(dtype).reshape(shape)  # aligned, as operations need it
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{key!r} has shape {tuple(tensor.shape)}, not {shape}")
         except (SafetensorError, ValueError, RuntimeError, OSError) as error:

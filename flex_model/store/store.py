@@ -170,7 +170,7 @@ class ActivationStore:
 
     def tensors(self, name: str) -> Iterator[Tensor]:
         """The records of one name in the order of batches, then calls, as ``output_ptr`` has them;
-        one at a time, memory-mapped where one rank has it all.
+        one at a time, each in memory of its own.
 
         Raises:
             KeyError: no batch has such a record.
@@ -195,7 +195,7 @@ class ActivationStore:
 
     def numpy(self, name: str) -> Iterator[Any]:
         """As ``tensors``, as numpy arrays; dtypes that numpy lacks (bfloat16, float8) become
-        float32, which has all their values.
+        float32 (complex32: complex64), which has all their values.
         """
         return map(as_numpy, self.tensors(name))
 
@@ -270,7 +270,7 @@ def as_numpy(tensor: Tensor) -> Any:
     try:
         return tensor.numpy()
     except TypeError:
-        return tensor.to(torch.float32).numpy()
+        return tensor.to(torch.complex64 if tensor.is_complex() else torch.float32).numpy()
 
 
 def _rows(folder: str, names: Sequence[str] | None, batches: list[int]) -> Iterator[dict[str, Any]]:

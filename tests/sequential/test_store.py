@@ -1,5 +1,6 @@
 """Records on disk: those of output_ptr, whole, and complete after any number of kills."""
 
+import copy
 import json
 import os
 import random
@@ -9,6 +10,8 @@ import subprocess
 import sys
 import time
 import warnings
+from argparse import Namespace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from test_engine import BATCHES, Stack, assert_nothing_left, halve
 
 from flex_model import FlexModel, HookFunction, sequential
 from flex_model.sequential import ActivationStore
+from flex_model.sequential.store import hash_of
 
 safetensors = pytest.importorskip("safetensors.torch")
 SITES = ("blocks.0", "blocks.2")
@@ -121,6 +125,25 @@ def assert_holds_first(store, expected, num_batches):
         found = list(store.tensors(name))
         assert len(found) == num_batches
         assert all(torch.equal(one, other) for one, other in zip(found, records))
+
+
+def test_other_inputs_of_any_kind_have_another_hash():
+    numpy = pytest.importorskip("numpy")
+
+    @dataclass
+    class Tokens:
+        ids: torch.Tensor
+
+    for one, other in (
+        (numpy.zeros(3), numpy.ones(3)),
+        (numpy.float32(1), numpy.float32(2)),
+        (numpy.array(["a", None], object), numpy.array(["b", None], object)),
+        (Tokens(torch.zeros(3)), Tokens(torch.ones(3))),
+        (Namespace(ids=torch.zeros(3)), Namespace(ids=torch.ones(3))),
+        (torch.eye(3).to_sparse(), (2 * torch.eye(3)).to_sparse()),
+        ({1, 2}, {1, 3}),
+    ):
+        assert hash_of([one]) == hash_of([copy.deepcopy(one)]) != hash_of([other])
 
 
 def test_what_does_not_belong_together_is_refused(tmp_path):

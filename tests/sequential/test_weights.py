@@ -349,3 +349,76 @@ def test_a_target_that_is_called_where_its_weights_are_not_is_refused(where):
     with pytest.raises(RuntimeError, match="whose weights are not there now"):
         sequential.run(model, BATCHES, weights=weights, **settings[where])
     assert_nothing_left(model)
+
+
+class UsesWeightsOutside(Stack):
+    """With the weight of a block that is used when it is not that block's turn."""
+
+    def __init__(self, is_taken_before):
+        super().__init__(3)
+        self.is_taken_before = is_taken_before
+
+    def forward(self, x):
+        own = next(self.blocks[1].parameters())
+        assert isinstance(own, nn.Parameter) and own.dtype == torch.float32 and own.numel() > 0
+        copy.deepcopy(self.blocks[1])
+        x = super().forward(x)
+        return x * (own if self.is_taken_before else next(self.blocks[1].parameters())).sum()
+
+
+@pytest.mark.parametrize("is_taken_before", [False, True])
+@pytest.mark.parametrize("window", [1, None])
+@pytest.mark.parametrize("is_on_meta", [False, True])
+def test_a_weight_that_is_used_outside_of_its_target_is_there_or_an_error(
+    is_taken_before, window, is_on_meta
+):
+    model = UsesWeightsOutside(is_taken_before)
+    weights = {name: tensor * 2 for name, tensor in model.state_dict().items()}
+    loaded = copy.deepcopy(model)
+    loaded.load_state_dict(weights)
+    with torch.no_grad():
+        expected = [loaded(batch) for batch in BATCHES]
+    empty = on_meta(model) if is_on_meta else model
+    state = tensors_of(empty)
+    settings = {"weights": weights, "window": window, "device": "cpu"}
+    with pytest.raises(RuntimeError, match=r"the weight 'blocks\.1\.\S+' is used outside of the"):
+        sequential.run(empty, BATCHES, **settings)
+    assert_as_before(empty, state)
+    found = sequential.run(empty, BATCHES, ["blocks.0", "blocks.2"], **settings)
+    assert_equal(found, expected)
+    assert_as_before(empty, state)
+
+
+class KeepsWeights(nn.Module):
+    """A block that gives on its weights by a side way, which later blocks use."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+
+    def forward(self, x, kept):
+        kept += [self.fc.weight, self.fc.bias.view(2, 3)]
+        return self.fc(x)
+
+
+class UsesKeptWeights(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(KeepsWeights() for _ in range(5))
+
+    def forward(self, x):
+        kept = []
+        for block in self.blocks:
+            x = block(x, kept)
+        return x @ kept[0] + kept[3].sum()
+
+
+@pytest.mark.parametrize("window", [1, 2, None])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_weights_that_a_target_keeps_stay_what_they_are(window, prefetch):
+    model = models.seeded(UsesKeptWeights)
+    with torch.no_grad():
+        expected = [model(batch) for batch in BATCHES]
+    settings = {"weights": model.state_dict(), "window": window, "prefetch": prefetch}
+    found = sequential.run(on_meta(model), BATCHES, device="cpu", **settings)
+    assert_equal(found, expected)

@@ -58,6 +58,25 @@ def test_every_dtype_and_shape(tmp_path, dtype):
         assert torch.equal(torch.from_numpy(array.copy()).to(wide.dtype), wide)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+def test_complex_halves_keep_their_imaginary_parts_in_numpy(tmp_path):
+    one = torch.randn(3, 4, dtype=torch.complex64).to(torch.complex32)
+    (array,) = filled(tmp_path, [one]).numpy("0")
+    assert torch.equal(torch.from_numpy(array), one.to(torch.complex64))
+
+
+@pytest.mark.parametrize("num_letters", [1, 9, 17, 25])
+def test_every_record_is_aligned(tmp_path, num_letters):
+    """Else an operation on complex128 kills the process."""
+    name, one = "x" * num_letters, torch.randn(64, 64, dtype=torch.complex128)
+    with FlexModel(nn.Sequential(nn.Identity()), ActivationStore(tmp_path)) as flex:
+        flex.register_forward_hook(HookFunction("0", output_name=name))
+        flex(one)
+    found = ActivationStore(tmp_path)[name][0]
+    assert found.data_ptr() % 16 == 0
+    assert torch.equal(found * 2, one * 2)
+
+
 def test_files_are_ordinary_safetensors(tmp_path):
     tensors = [
         tensor(torch.bfloat16, (3, 5)),
@@ -90,6 +109,8 @@ def test_records_of_a_name_are_a_sequence(tmp_path):
 def test_what_is_read_may_be_written_to(tmp_path):
     store = filled(tmp_path, [tensor(torch.float32, (2, 3))])
     next(store.tensors("0")).zero_()
+    for again in (store["0"][0], store.batch(0)["0"][0]):
+        assert torch.equal(again, tensor(torch.float32, (2, 3)))
     assert torch.equal(next(ActivationStore(tmp_path).tensors("0")), tensor(torch.float32, (2, 3)))
 
 
