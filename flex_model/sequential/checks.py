@@ -48,8 +48,8 @@ def check_device(device: object) -> None:
         torch.empty(0, device=device)
     except Exception as error:  # of another type for each kind of device
         raise ValueError(
-            f"sequential.run: device {str(device)!r} can't be used: {error}; give 'cpu' or a device "
-            "that torch has here, or leave device= out"
+            f"sequential.run: device {str(device)!r} can't be used: {error}; give 'cpu' or a "
+            "device that torch has here, or leave device= out"
         ) from error
 
 
