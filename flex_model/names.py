@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -91,3 +93,29 @@ def find_parameter(root: nn.Module, name: str) -> tuple[str, nn.Module, nn.Param
         )
     full_name, parameter = cleaned[name]
     return full_name, root.get_submodule(full_name.rpartition(".")[0]), parameter
+
+
+def shapes_by_name(expected_shapes: object, names: Mapping[str, str]) -> dict[str, Any]:
+    """What ``iterate_parameters`` was given, by clean name.
+
+    Args:
+        names: Of the parameters: the clean name of each, by its name as it is.
+
+    Raises:
+        TypeError, ValueError: no mapping; no such parameter, the message has the nearest names.
+    """
+    if expected_shapes is None:
+        return {}
+    if not isinstance(expected_shapes, Mapping):
+        raise TypeError(
+            "iterate_parameters: expected_shapes must be a mapping of names to shapes, got "
+            f"{type(expected_shapes).__name__}"
+        )
+    cleaned = {**{name: name for name in names.values()}, **names}
+    for name in expected_shapes:
+        if name not in cleaned:
+            raise ValueError(
+                f"iterate_parameters: expected_shapes has {name!r}, which is the first name of no "
+                f"parameter; {nearest(str(name), cleaned, 'parameter')}"
+            )
+    return {cleaned[name]: shape for name, shape in expected_shapes.items()}

@@ -20,7 +20,7 @@ from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.layout import Placement, Replicate, Shape, Shard, ShardLayout
 from flex_model.errors import agreed
 from flex_model.integrations import dtensor, fsdp, layers, offload
-from flex_model.names import clean, find_parameter
+from flex_model.names import clean, find_parameter, shapes_by_name
 from flex_model.outputs import owned_copy
 
 ExpectedShape = Sequence[int | None] | None
@@ -116,10 +116,12 @@ class Parameters:
         self, expected_shapes: Mapping[str, ExpectedShape] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """Clean names and full parameters, one at a time, tied ones once."""
-        expected_shapes = expected_shapes or {}
-        for full_name in self._names():
-            name = clean(self._root, full_name)
-            yield name, self.get(full_name, expected_shapes.get(name), sharded=True)
+        names = {name: clean(self._root, name) for name in self._names()}
+        shapes = shapes_by_name(expected_shapes, names)
+        return (
+            (name, self.get(full_name, shapes.get(name), sharded=True))
+            for full_name, name in names.items()
+        )
 
     def _names(self) -> list[str]:
         """Names of all parameters, FSDP1's flattened ones by those of their parts."""

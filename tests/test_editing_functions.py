@@ -109,6 +109,17 @@ def test_nothing_chosen_is_no_edit():
         (lambda: editing.clamp(3, 1), "above max"),
         (lambda: editing.mean(over="units"), "over must be"),
         (lambda: editing.noise(-1), "std"),
+        (lambda: editing.scale("x"), "scale: factor must be a number, got 'x'"),
+        (lambda: editing.scale(None), "scale: factor must be a number, got None"),
+        (lambda: editing.scale(VECTOR), "scale: factor must be a number, got a tensor (8,)"),
+        (lambda: editing.clamp("low"), "clamp: min must be a number, got 'low'"),
+        (lambda: editing.clamp(max=[1.0]), "clamp: max must be a number, got [1.0]"),
+        (lambda: editing.mean("x"), "mean must be a Tensor, a number or None, got 'x'"),
+        (lambda: editing.noise("x"), "noise: std must be a number"),
+        (lambda: editing.noise(1.0, seed=1.5), "noise: seed must be an int or None, got 1.5"),
+        (lambda: editing.resample(seed="a"), "resample: seed must be an int or None, got 'a'"),
+        (lambda: editing.resample("other"), "source must be a Tensor, a Capture or None"),
+        (lambda: editing.steer(VECTOR, "much"), "steer: strength must be a number, got 'much'"),
         (lambda: editing.steer(3.0), "must be a Tensor or"),
         (lambda: editing.project_out(torch.zeros(8)), "is zero"),
         (lambda: editing.project_out(torch.ones(2, 8)), "depends on the others"),
@@ -116,7 +127,13 @@ def test_nothing_chosen_is_no_edit():
         (lambda: editing.patch([1.0]), "Tensor or a Capture"),
         (lambda: editing.splice("m", add=True, error=True), "add= is for adapters"),
         (lambda: editing.splice("m", heads=1, num_heads=2), "all units"),
+        (lambda: editing.splice("m", latents=3.0), "splice: latents must be an Edit"),
         (lambda: editing.splice(nn.Linear(1, 1)), "register_trainable_module"),
+        (lambda: editing.logit_lens(None), "by their names"),
+        (lambda: editing.logit_lens("w", eps="x"), "logit_lens: eps must be a number, got 'x'"),
+        (lambda: editing.logit_lens("w", keep=3), "keep must be a function or None, got 3"),
+        (lambda: editing.logit_lens("w", name=3), "logit_lens: name must be a str, got int"),
+        (lambda: editing.tuned_lens(None, "w"), "translator must be a str, got NoneType"),
         (lambda: editing.logit_lens("w", kind="batch"), "kind must be"),
         (lambda: editing.logit_lens(VECTOR), "by their names"),
         (lambda: editing.chain(), "at least one"),
@@ -162,6 +179,16 @@ def test_what_does_not_fit_the_activation(make, message):
     with pytest.raises(Exception, match=re.escape(message)) as raised:
         call(make(), **modules)
     assert isinstance(raised.value, (IndexError, KeyError, RuntimeError, TypeError, ValueError))
+
+
+def test_values_that_the_activation_cannot_hold_are_an_error():
+    numbers = torch.arange(24).reshape(1, 3, 8)
+    for edit in (editing.scale(0.5, units=1), editing.noise(1.0), editing.steer(VECTOR)):
+        with pytest.raises(TypeError, match=r"an activation of torch\.int64 can't hold the edit's"):
+            call(edit, numbers)
+    with pytest.raises(TypeError, match=r"torch\.float64 can't hold the edit's torch\.complex"):
+        call(editing.scale(1j, units=1), X.double())
+    assert_close(call(editing.scale(2, units=1), numbers)[..., 1], numbers[..., 1] * 2)
 
 
 # ---- What an edit does ---------------------------------------------------------------------------

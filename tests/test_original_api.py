@@ -177,6 +177,11 @@ def test_sizes_must_multiply_to_the_number_of_ranks():
             r"pass a dim in \[-1, 0\]",
         ),
         (
+            lambda f: fm_dist.all_gather_data_parallel(torch.ones(2), None, f),
+            TypeError,
+            "dim must be an int, got None",
+        ),
+        (
             lambda f: fm_dist.scatter_tensor_parallel(torch.ones(2), -2, f),
             IndexError,
             "dim -2 is out of range",
@@ -212,6 +217,29 @@ def test_sizes_must_multiply_to_the_number_of_ranks():
 def test_wrong_arguments_are_named(call, error, message):
     with pytest.raises(error, match=message):
         call(state())
+
+
+@pytest.mark.parametrize("fmps", [None, nn.Identity()], ids=["not initialised", "a module"])
+def test_what_is_no_state_is_named(fmps):
+    x, routing = torch.ones(2), fm_dist.ActivationTensorAllToAllRoutingStrategy
+    calls = {
+        "all_gather_tensor_parallel": lambda: fm_dist.all_gather_tensor_parallel(x, 0, fmps),
+        "all_gather_data_parallel": lambda: fm_dist.all_gather_data_parallel(x, 0, fmps),
+        "scatter_tensor_parallel": lambda: fm_dist.scatter_tensor_parallel(x, 0, fmps),
+        "scatter_data_parallel": lambda: fm_dist.scatter_data_parallel(x, 0, fmps),
+        "broadcast_tensor_parallel": lambda: fm_dist.broadcast_tensor_parallel(x, fmps),
+        "broadcast_data_parallel": lambda: fm_dist.broadcast_data_parallel(x, fmps),
+        "batch_isend_irecv_pipeline_parallel": lambda: fm_dist.batch_isend_irecv_pipeline_parallel(
+            fmps, [], [], [], []
+        ),
+        "gather_pipeline_parallel_tensor_dicts": (
+            lambda: fm_dist.gather_pipeline_parallel_tensor_dicts(fmps, {})
+        ),
+        "routing of an activation": lambda: routing.initialize(fmps, x, None),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=f"{name}: fmps must be a ParallelState, got .*initial"):
+            call()
 
 
 # ---- Gather and scatter --------------------------------------------------------------------------

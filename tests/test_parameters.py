@@ -268,6 +268,10 @@ def test_iterating_over_parameters_takes_the_shapes_that_must_be_told():
         assert torch.equal(full, model.get_parameter(name))
     with pytest.raises(ValueError, match=r"fc1\.weight.*expected_shape"):
         dict(flex.iterate_parameters())
+    with pytest.raises(ValueError, match=r"'fc1\.wait', which is.*nearest.*'fc1\.weight'"):
+        flex.iterate_parameters({**shapes, "fc1.wait": (8, 6)})
+    with pytest.raises(TypeError, match="must be a mapping of names to shapes, got list"):
+        flex.iterate_parameters([(8, 6)])
 
 
 @pytest.mark.ranks(2)

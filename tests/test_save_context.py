@@ -70,6 +70,30 @@ def test_what_is_changed_in_place_was_written():
         assert save_context.written(context, before) == [name]
 
 
+def test_what_torch_does_not_count_as_a_change_was_written_too():
+    freed = torch.zeros(3)
+    freed.untyped_storage().resize_(0)
+    kept = {
+        "plain": torch.zeros(3),
+        "parameter": torch.nn.Parameter(torch.zeros(3)),
+        "part": torch.zeros(3, 4)[:, 1],
+        "expanded": torch.zeros(1, 3).expand(2**40, 3),
+        "number": torch.zeros(()),
+        "half": torch.zeros(3, dtype=torch.float8_e4m3fn),
+        "complex": torch.zeros(3, dtype=torch.complex64).conj(),
+    }
+    others = {"sparse": torch.eye(3).to_sparse(), "meta": torch.zeros(3, device="meta")}
+    context = Namespace(
+        **kept, **others, freed=freed, empty=torch.zeros(0), list=list(kept.values())
+    )
+    for name, tensor in kept.items():
+        before = save_context.snapshot(context)
+        found = [save_context.written(context, before)]
+        tensor.data[(0,) * tensor.dim()].fill_(1)
+        found.append(save_context.written(context, before))
+        assert found == [[], [name, "list"]]
+
+
 def test_what_is_changed_in_place_in_inference_mode_was_written():
     with torch.inference_mode():
         context = Namespace(sums=torch.zeros(3), of_names={"a": torch.zeros(3).conj()})
@@ -82,11 +106,12 @@ def test_what_is_changed_in_place_in_inference_mode_was_written():
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_sum_of_another_stage_goes_on_over_steps(mode):
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_a_sum_of_another_stage_goes_on_over_steps(mode, is_counted):
     def add_up(module, full, save_ctx, modules):
         if not hasattr(save_ctx, "sums"):
             save_ctx.sums = torch.zeros(8)
-        save_ctx.sums.add_(full.sum(0))
+        (save_ctx.sums if is_counted else save_ctx.sums.data).add_(full.sum(0))
 
     x, _ = batch()
     found = []

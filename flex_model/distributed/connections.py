@@ -32,6 +32,7 @@ GRID: tuple[Axis, ...] = ("dp", "tp")  # all ranks of a stage
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 5e-5, 0.002  # between polls
 _LOOK_AROUND_S = 0.1  # between looks at the store for a peer's error
 _HOOKS_GRACE_S = 5.0  # how late a rank may register its hooks
+_RUN_GRACE_S = 1.0  # how long to wait for an exchange to show what is wrong with a run
 _ANSWER_S = 2.0  # how long a rank that lost a connection waits for those that live
 _BITS_OF_SEQUENCE = 32  # above them: the wrap's number
 
@@ -61,6 +62,7 @@ class Connections:
         self._number = 0  # of this wrap, among those of its ranks
         self._hooks = ""  # a digest of those that this rank has registered
         self._compares_hooks = False
+        self._num_runs = 0
         self._pid = os.getpid()
         if not self.is_local:
             self.transport(GRID)
@@ -129,14 +131,51 @@ class Connections:
         """Put up which hooks this rank has registered; ``""`` for none. Local."""
         self._hooks = digest
         if not self.is_local and not self.is_child:
-            self._groups[GRID].publish(self._number, digest)
+            self._groups[GRID].publish(str(self._number), digest)
+
+    def publish_run(self, active: int, choice: str) -> None:
+        """Put up that a run begins here, or a part of one, and which hooks are active in it. Local.
+
+        Args:
+            active: A digest of them.
+            choice: How they were chosen, for messages.
+        """
+        self._num_runs += 1
+        if not self.is_local and not self.is_child:
+            notice = [self.sequence, self._num_runs, active, choice[:80]]
+            self._groups[GRID].publish("run", notice)
+
+    def _compare(self, waited_s: float) -> None:
+        """During a long wait: whether some rank has other hooks than this rank, and may never
+        come.
+        """
+        if waited_s > min(_RUN_GRACE_S, self.timeout_s / 2):
+            self._compare_runs(waited_s)
+        if self._compares_hooks and waited_s > min(_HOOKS_GRACE_S, self.timeout_s / 2):
+            self._compare_hooks(waited_s)
+
+    def _compare_runs(self, waited_s: float) -> None:
+        group = self._groups[GRID]
+        told = [group.published("run", rank) for rank in range(group.size)]
+        mine = told[group.rank]
+        # Others may be in a run before or after this one.
+        others = [
+            rank
+            for rank, run in enumerate(told)
+            if mine and run and run[:2] == mine[:2] and run[2] != mine[2]
+        ]
+        if not others:
+            return
+        listed = "; ".join(f"rank {rank} runs {told[rank][3]}" for rank in [group.rank, *others])
+        reason = (
+            f"rank {group.rank} waited {waited_s:.0f} s at {self.where}, but the ranks have chosen "
+            f"different hooks for this run: {listed}. Every rank must choose the same groups."
+        )
+        raise self.give_up(reason, HookMismatchError)
 
     def _compare_hooks(self, waited_s: float) -> None:
-        """During a long wait: whether some rank's hooks are still others than this rank's."""
-        if waited_s < min(_HOOKS_GRACE_S, self.timeout_s / 2):
-            return
         group = self._groups[GRID]
-        told = [group.published(self._number, rank) for rank in range(group.size)]
+        told = [group.published(str(self._number), rank) for rank in range(group.size)]
         others = [rank for rank, hooks in enumerate(told) if hooks not in (None, self._hooks)]
         if not others:
             return
@@ -175,12 +214,12 @@ class Connections:
         self._check_usable()
         here = to.group.hosts.here
         if here is not None:
-            told = (self.where, self.timeout_s, self._compares_hooks)
+            told = (self, self.where, self.timeout_s)
             if told != to.group.told:
                 to.group.told = told
                 here.set_position(self.where)
                 here.set_timeout(self.timeout_s)
-                here.set_watch(self._compare_hooks if self._compares_hooks else None)
+                here.set_watch(self._compare)
         try:
             if isinstance(transfer, str):
                 return getattr(to, transfer)(*args)
@@ -286,8 +325,7 @@ class Connections:
             raise self.give_up(group.store.get("broken").decode())
         if group.store.check(["lost"]):
             group.store.set(f"lives/{group.rank}", "")
-        if self._compares_hooks:
-            self._compare_hooks(waited_s)
+        self._compare(waited_s)
         if waited_s < self.timeout_s:
             return
         absent = []

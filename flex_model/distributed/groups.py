@@ -52,9 +52,10 @@ class PrivateGroup:
         hosts: Which of them share memory.
         leaders: With several hosts, on the first rank of each: a group of these.
         number: Of groups with these ranks, by which the members tell them apart.
-        notices: What this rank put up, by the wrap (its number among those of these ranks).
-        told: What the shared memory was told last of this rank's waits: where it is, for how long
-            it waits, and whether it compares hooks meanwhile.
+        notices: What this rank put up: of each wrap (its number among those of these ranks), and of
+            the run that goes on.
+        told: What the shared memory was told last of this rank's waits: whose they are, where it
+            is, and for how long it waits.
         locks: Of the memory of others that is mapped with the group.
     """
 
@@ -69,26 +70,26 @@ class PrivateGroup:
     world: dist.ProcessGroup | None  # torch.distributed may be destroyed and initialised again
     num_users: int = 0
     broken: str | None = None  # why it can't be used any more
-    notices: dict[int, str] = field(default_factory=dict)
-    told: tuple[str, float, bool] | None = None
+    notices: dict[str, Any] = field(default_factory=dict)
+    told: tuple[Any, str, float] | None = None
     locks: PageLocks = field(default_factory=PageLocks)
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
-    def publish(self, wrap: int, notice: str) -> None:
-        """Put up a notice of this rank's about a wrap, for others to read while they wait. Local.
-        A short one: there is room for about 500 bytes.
+    def publish(self, what: str, notice: Any) -> None:
+        """Put up a notice of this rank's, which JSON can hold, for others to read while they wait.
+        Local. A short one: there is room for about 500 bytes.
         """
-        self.notices[wrap] = notice
+        self.notices[what] = notice
         board = json.dumps(self.notices)
         if self.hosts.here is not None and self.hosts.is_one:
             self.hosts.here.publish(board)
         else:
             self.store.set(f"notices/{self.rank}", board)
 
-    def published(self, wrap: int, rank: int) -> str | None:
+    def published(self, what: str, rank: int) -> Any:
         """What a rank put up; None if that can't be told. Local."""
         if self.hosts.here is not None and self.hosts.is_one:
             board = self.hosts.here.published(rank)
@@ -99,7 +100,7 @@ class PrivateGroup:
             notices = json.loads(board or "{}")
         except ValueError:  # read while it was written, or too long
             return None
-        return notices.get(str(wrap), "")
+        return notices.get(what, "")
 
 
 def acquire(

@@ -16,7 +16,7 @@ from torch.autograd import Function
 from flex_model.distributed import gather
 from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.layout import Shard, ShardLayout
-from flex_model.distributed.state import ParallelState
+from flex_model.distributed.state import ParallelState, check_state
 from flex_model.errors import agreed
 
 
@@ -41,7 +41,7 @@ def all_gather_tensor_parallel(tensor: Tensor, dim: int, fmps: ParallelState) ->
     CUDA.
 
     Raises:
-        TypeError, IndexError: not a dense tensor; ``dim`` out of range.
+        TypeError, IndexError: not a dense tensor, no state; ``dim`` out of range.
         ValueError: the ranks' tensors differ in size along other dims too; on every rank.
         HookMismatchError: the ranks differ in dtype, number of dims, ``dim`` or in what they call;
             on every rank.
@@ -73,7 +73,7 @@ def scatter_tensor_parallel(
     the first call, which connects them.
 
     Raises:
-        TypeError, IndexError: not a dense tensor; ``dim`` out of range.
+        TypeError, IndexError: not a dense tensor, no state; ``dim`` out of range.
         ValueError: ``sizes`` that do not add up.
     """
     return _scatter(tensor, dim, fmps, sizes, "tp", "scatter_tensor_parallel")
@@ -100,7 +100,7 @@ def broadcast_tensor_parallel(tensor: Tensor, fmps: ParallelState) -> Tensor:
     Collective over the tensor-parallel ranks.
 
     Raises:
-        TypeError: not a dense tensor.
+        TypeError: not a dense tensor, no state.
         HookMismatchError: the ranks differ in shape or dtype, or in what they call; on every rank.
         HookError: a rank did not come in time; the message names it.
     """
@@ -118,6 +118,7 @@ def broadcast_data_parallel(tensor: Tensor, fmps: ParallelState) -> Tensor:
 
 def _all_gather(tensor: Tensor, dim: int, fmps: ParallelState, axis: str, name: str) -> Tensor:
     dim = _check_dim(tensor, dim, name)
+    check_state(fmps, name)
     channel = fmps.channel(axis)
     if channel.is_local:
         return tensor.clone()
@@ -137,6 +138,7 @@ def _scatter(
     tensor: Tensor, dim: int, fmps: ParallelState, sizes: Sequence[int] | None, axis: str, name: str
 ) -> Tensor:
     dim = _check_dim(tensor, dim, name)
+    check_state(fmps, name)
     ranks, total = fmps.axis_ranks(axis), tensor.shape[dim]
     parts = fmps.sizes(axis, dim, total) if sizes is None else list(sizes)
     if len(parts) != len(ranks) or sum(parts) != total or min(parts) < 0:
@@ -159,6 +161,7 @@ def _scatter(
 
 def _broadcast(tensor: Tensor, fmps: ParallelState, axis: str, name: str) -> Tensor:
     check_tensor(tensor, name)
+    check_state(fmps, name)
     channel = fmps.channel(axis)
     if channel.is_local:
         return tensor
@@ -227,6 +230,8 @@ def check_tensor(tensor: object, name: str) -> None:
 
 def _check_dim(tensor: Tensor, dim: int, name: str) -> int:
     check_tensor(tensor, name)
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise TypeError(f"{name}: dim must be an int, got {dim!r}")
     if not -tensor.dim() <= dim < tensor.dim():
         raise IndexError(
             f"{name}: dim {dim} is out of range for a tensor of shape {tuple(tensor.shape)}; pass "

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flex_model.distributed.mappings import check_tensor
-from flex_model.distributed.state import ParallelState
+from flex_model.distributed.state import ParallelState, check_state
 from flex_model.distributed.tensor_dicts import describe, exchange_json, gather_to_first
 from flex_model.errors import HookError, agreed
 from flex_model.outputs import owned_copy
@@ -46,9 +46,10 @@ def batch_isend_irecv_pipeline_parallel(
     Raises:
         ValueError: lists of different lengths, a stage out of range, sends to itself that it does
             not receive.
-        TypeError: not a dense tensor.
+        TypeError: not a dense tensor, no state.
     """
     name = "batch_isend_irecv_pipeline_parallel"
+    check_state(fmps, name)
     me = fmps.get_pipeline_parallel_rank()
     receive = _check_pairs(fmps, "recv", recv_tensors, recv_from_ranks, name)
     send = _check_pairs(fmps, "send", send_tensors, send_to_ranks, name)
@@ -146,11 +147,13 @@ def gather_pipeline_parallel_tensor_dicts(
     unpickled.
 
     Raises:
+        TypeError: no state.
         ValueError: two stages have a tensor of the same name; on every rank, naming both.
         HookError: a stage gave something else than a dict of tensors (its own cause is a
             TypeError), or did not come in time.
     """
     name = "gather_pipeline_parallel_tensor_dicts"
+    check_state(fmps, name)
     channel = fmps.channel("pp")
     try:
         tensors = _check_dict(tensor_dict, name)

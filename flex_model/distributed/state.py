@@ -177,6 +177,15 @@ class ParallelState:
         return self._sizes.get((axis, dim, total)) or even_sizes(total, len(self.axis_ranks(axis)))
 
 
+def check_state(fmps: object, name: str) -> None:
+    """TypeError for what is no state, on a function's behalf."""
+    if not isinstance(fmps, ParallelState):
+        raise TypeError(
+            f"{name}: fmps must be a ParallelState, got {type(fmps).__name__}; "
+            "initialize_distributed_state makes it"
+        )
+
+
 def even_sizes(total: int, num_ranks: int) -> list[int]:
     """Parts as ``torch.chunk`` and DTensor make them: of one size, the last ranks' less, or 0."""
     part = -(-total // num_ranks)

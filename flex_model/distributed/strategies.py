@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flex_model.distributed import gather, inference
 from flex_model.distributed.header import Header, site_hash
-from flex_model.distributed.state import ParallelState
+from flex_model.distributed.state import ParallelState, check_state
 from flex_model.outputs import owned_copy
 
 Shape = Sequence[int | None] | None
@@ -100,9 +100,10 @@ class _Route:
         expected_shape: Shape,
         batch_on_dp: bool,
     ) -> None:
+        self._site = f"routing of {'an activation' if batch_on_dp else 'a parameter'}"
+        check_state(fmps, self._site)
         self._fmps, self._axis, self._batch_on_dp = fmps, axis, batch_on_dp
         self._expected = inference.check_expected_shape(expected_shape)
-        self._site = f"routing of {'an activation' if batch_on_dp else 'a parameter'}"
         self._trip: gather.Trip | None = None
         self._full_shape: tuple[int, ...] | None = None
         if (

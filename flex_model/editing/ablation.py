@@ -4,12 +4,12 @@ ablation, noise, clamp, scale. On a gradient (backward hooks) they work alike.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from flex_model.editing.edit import Edit, Scope, told
+from flex_model.editing.edit import Edit, Scope, check_number, check_seed, told
 from flex_model.editing.patching import Capture
 from flex_model.editing.region import Region
 from flex_model.hooks.step import current_microbatch
@@ -37,6 +37,7 @@ def scale(factor: float, **where: Unpack[SelectionArguments]) -> Edit:
 
         scale(2.0, units=[7])
     """
+    check_number(factor, "scale: factor")
     region = Region(**where)
     return Edit(
         told("scale", factor, where=region),
@@ -56,6 +57,9 @@ def clamp(
     """
     if min is None and max is None:
         raise ValueError("clamp: give min=, max= or both")
+    for name, bound in (("min", min), ("max", max)):
+        if bound is not None:
+            check_number(bound, f"clamp: {name}")
     if min is not None and max is not None and min > max:
         raise ValueError(f"clamp: min is {min}, above max, which is {max}")
     region = Region(**where)
@@ -91,7 +95,7 @@ def mean(
     names = (over,) if isinstance(over, str) else tuple(over)
     if not names or not set(names) <= {"rows", "positions"}:
         raise ValueError(f"mean: over must be 'rows', 'positions' or both, got {over!r}")
-    given = None if mean is None else torch.as_tensor(mean)
+    given = None if mean is None else _as_tensor(mean)
 
     def apply(full: Tensor, scope: Scope) -> Tensor:
         if given is not None:
@@ -135,6 +139,9 @@ def resample(
             are in other micro-batches) or ``seed`` (each micro-batch would draw by itself).
     """
     region = Region(**where)
+    check_seed(seed, "resample")
+    if source is not None and not isinstance(source, (Tensor, Capture)):
+        raise TypeError(f"resample: source must be a Tensor, a Capture or None, got {source!r}")
 
     def apply(full: Tensor, scope: Scope) -> Tensor:
         microbatch, dim = region.rows_of_microbatch(full), region.dim("rows", full.shape)
@@ -183,6 +190,8 @@ def noise(std: float, *, seed: int | None = None, **where: Unpack[SelectionArgum
             would draw by itself.
     """
     region = Region(**where)
+    check_seed(seed, "noise")
+    check_number(std, "noise: std")
     if not std >= 0:
         raise ValueError(f"noise: std must be at least 0, got {std}")
 
@@ -198,6 +207,13 @@ def noise(std: float, *, seed: int | None = None, **where: Unpack[SelectionArgum
         return region.replace(full, torch.add, region.of_microbatch(drawn, full))
 
     return Edit(told("noise", std, where=region, seed=seed), apply)
+
+
+def _as_tensor(mean: Any) -> Tensor:
+    try:
+        return torch.as_tensor(mean)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"mean: mean must be a Tensor, a number or None, got {mean!r}") from None
 
 
 def _wrong_source(source: Tensor, full: Tensor) -> ValueError:

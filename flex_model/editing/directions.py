@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flex_model.editing.edit import Edit, Scope, told
+from flex_model.editing.edit import Edit, Scope, check_number, told
 from flex_model.editing.region import Region
 from flex_model.selection.selection import SelectionArguments
 
@@ -33,6 +33,7 @@ def steer(vector: Tensor | str, strength: float = 1.0, **where: Unpack[Selection
         raise TypeError(
             f"steer: vector must be a Tensor or a trainable module's name, got {vector!r}"
         )
+    check_number(strength, "steer: strength")
 
     def apply(full: Tensor, scope: Scope) -> Tensor:
         added = _parameter_of(scope, vector) if isinstance(vector, str) else vector

@@ -5,12 +5,13 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Number
 from typing import Any
 
 from torch import Tensor, nn
 
 from flex_model.hooks.function import HookFunction
-from flex_model.selection.selectors import show
+from flex_model.selection.selectors import is_int, show
 
 
 @dataclass(frozen=True)
@@ -182,3 +183,17 @@ def told(name: str, *values: object, **named: object) -> str:
         elif value is not None:
             parts.append(f"{key}={show(value)}")
     return f"{name}({', '.join(part for part in parts if part)})"
+
+
+def check_number(value: object, what: str) -> None:
+    """TypeError for what is neither a number nor a tensor of one."""
+    is_number = isinstance(value, Number) and not isinstance(value, bool)
+    if not is_number and not (isinstance(value, Tensor) and value.numel() == 1):
+        got = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise TypeError(f"{what} must be a number, got {got}")
+
+
+def check_seed(seed: object, what: str) -> None:
+    """TypeError for what is neither a seed of torch's generators nor None."""
+    if seed is not None and not is_int(seed):
+        raise TypeError(f"{what}: seed must be an int or None, got {seed!r}")

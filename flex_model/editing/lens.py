@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flex_model.editing.edit import Edit, Scope, told
+from flex_model.editing.edit import Edit, Scope, check_number, told
 from flex_model.editing.region import Region
 from flex_model.selection.selectors import Selector
 
@@ -169,11 +169,18 @@ def _lens(
     if not callable(kind) and kind not in ("rms", "layer", "none"):
         raise ValueError(f"{what}: kind must be 'rms', 'layer', 'none' or a function, got {kind!r}")
     for given in (unembed, bias, norm, norm_bias):
-        if given is not None and not isinstance(given, str):
+        if not isinstance(given, str) and (given is not None or unembed is None):
             raise TypeError(
                 f"{what}: weights are given by their names, since a rank may hold shards only; "
                 f"got {type(given).__name__}"
             )
+    names = {"name": name} if what == "logit_lens" else {"name": name, "translator": translator}
+    for argument, given in names.items():
+        if not isinstance(given, str):
+            raise TypeError(f"{what}: {argument} must be a str, got {type(given).__name__}")
+    check_number(eps, f"{what}: eps")
+    if keep is not None and not callable(keep):
+        raise TypeError(f"{what}: keep must be a function or None, got {keep!r}")
 
     def logits_of(hidden: Tensor, scope: Scope) -> Tensor:
         if translator is not None:

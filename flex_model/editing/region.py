@@ -37,7 +37,9 @@ class Region(Selection):
             return full
         if torch.is_grad_enabled():
             part = part.clone()  # a view that the graph keeps may not be written over
-        full[index] = change(part, *(other[index] for other in parts))
+        changed = change(part, *(other[index] for other in parts))
+        _check_kept(changed, full)
+        full[index] = changed
         return full
 
     def index(self, full: Tensor) -> tuple[Any, ...]:
@@ -85,8 +87,9 @@ class Region(Selection):
             whole: Broadcasts to the tensor that ``full`` is the whole batch's, or a micro-batch's.
 
         Raises:
-            ValueError: it doesn't.
+            TypeError, ValueError: it can't be held there; it doesn't.
         """
+        _check_kept(whole, full)
         whole = whole.to(full.device, full.dtype)
         shape, rows = list(full.shape), None
         if whole.dim() == full.dim() and current_rows() is not None:
@@ -129,3 +132,9 @@ class Region(Selection):
         inside = torch.zeros(full.shape, dtype=torch.bool, device=full.device)
         inside[self.index(full)] = True
         return mask & inside
+
+
+def _check_kept(values: Tensor, full: Tensor) -> None:
+    """TypeError where ``full`` would hold integers of fractions, or the real part only."""
+    if not torch.can_cast(values.dtype, full.dtype):
+        raise TypeError(f"an activation of {full.dtype} can't hold the edit's {values.dtype}")

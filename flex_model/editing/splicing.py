@@ -48,6 +48,8 @@ def splice(
     """
     if not isinstance(name, str):
         raise TypeError("splice: give the name of a module that register_trainable_module knows")
+    if latents is not None and not isinstance(latents, Edit):
+        raise TypeError(f"splice: latents must be an Edit of flex_model.editing, got {latents!r}")
     if add and (error or latents is not None):
         raise ValueError("splice: add= is for adapters, error= and latents= for autoencoders")
     if where.get("units") is not None or where.get("heads") is not None:

@@ -34,7 +34,7 @@ from flex_model.hooks.registration import Registration
 from flex_model.hooks.remembered_runs import RememberedRuns, backward_task
 from flex_model.hooks.save_context import SentToAll
 from flex_model.hooks.step import Step
-from flex_model.hooks.table import EVERYTHING, Choice, HookTable
+from flex_model.hooks.table import EVERYTHING, Choice, HookTable, describe_choice
 from flex_model.hooks.tracking import Tracking
 from flex_model.integrations import compiled
 from flex_model.outputs import Records
@@ -101,6 +101,7 @@ class HookCore:
         self._runs = RememberedRuns()
         self._agreed_hooks = site_hash()
         self._num_published, self._published = 0, site_hash()
+        self._active: int | None = None  # a digest of the active hooks, once it is asked for
         self.is_compiled, self._has_new_hooks = False, False
         self._look_for_compiled()
         self._root_handles: list[Any] = []
@@ -141,6 +142,7 @@ class HookCore:
 
     def _active_hooks_changed(self) -> None:
         self._publish_hooks()
+        self._active = None
         self.num_active = len(self.table.active)
         self._install_root()
         if self.run is not None:
@@ -258,7 +260,10 @@ class HookCore:
         run.covered |= new
         self.table.dispatcher.in_run = True
         if not self.channel.is_local:
-            self._agree_on_hooks()
+            if self._active is None:
+                self._active = site_hash(*(r.site for r in self.active_registrations()))
+            self.channel.publish_run(self._active, describe_choice(self.table.choices[0]))
+            self._agree_on_hooks(self._active)
             if self.caller.edits_on_all and self.step is None:
                 edits = any(r.edits for r in self.active_registrations())
                 self.replicas.check(edits)
@@ -280,7 +285,7 @@ class HookCore:
             if not only_active or r.index in self.table.active
         ]
 
-    def _agree_on_hooks(self) -> None:
+    def _agree_on_hooks(self, active: int) -> None:
         registrations = self.table.registrations
         digest = site_hash(*(registration.site for registration in registrations), *self._settings)
         if digest == self._agreed_hooks:
@@ -289,9 +294,9 @@ class HookCore:
             f"{registration.kind} {registration.hook_function!r}" for registration in registrations
         )
         self.channel.agree_on_hooks(
-            Header("registered hooks", site=digest),
-            f"the start of a run (edit_on, output_ranks, mesh, save_ctx_on: {self._settings}) with "
-            f"these hooks: {names}",
+            Header("registered hooks", site=site_hash(digest, active)),
+            f"the start of a run of {describe_choice(self.table.choices[0])} (edit_on, "
+            f"output_ranks, mesh, save_ctx_on: {self._settings}) with these hooks: {names}",
         )
         self._agreed_hooks = digest
 

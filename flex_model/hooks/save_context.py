@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flex_model.distributed import values
 from flex_model.distributed.channel import Channel
@@ -41,7 +41,7 @@ class _Same:
 
 def snapshot(context: Namespace) -> dict[str, Any]:
     """What ``written`` compares with: each attribute's state."""
-    return {name: _state(value) for name, value in vars(context).items()}
+    return {name: _state(value, with_values=True) for name, value in vars(context).items()}
 
 
 def written(context: Namespace, before: dict[str, Any]) -> list[str]:
@@ -54,32 +54,42 @@ def written(context: Namespace, before: dict[str, Any]) -> list[str]:
     changed = [
         name
         for name, value in now.items()
-        if name in assigned or name not in before or before[name] != _state(value)
+        if name in assigned or name not in before or before[name] != _state(value, with_values=True)
     ]
     return changed + [name for name in before if name not in now]
 
 
-def _state(value: Any) -> Any:
+def _state(value: Any, with_values: bool = False) -> Any:
+    """What is another one after a change; of one that torch does not count only ``with_values``."""
     if isinstance(value, Tensor):
-        return "tensor", _Same(value), _version(value)
+        is_hashed = with_values or value.is_inference()
+        return "tensor", _Same(value), _version(value), _hash(value) if is_hashed else None
     if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
         return "array", _Same(value), value.tobytes()
     if isinstance(value, dict):
-        return "dict", _Same(value), [(key, _state(item)) for key, item in value.items()]
+        items = [(key, _state(item, with_values)) for key, item in value.items()]
+        return "dict", _Same(value), items
     if isinstance(value, (list, tuple, set)):
-        return "items", _Same(value), [_state(item) for item in value]
+        return "items", _Same(value), [_state(item, with_values) for item in value]
     if isinstance(value, Namespace):
-        return "namespace", _Same(value), _state(vars(value))
+        return "namespace", _Same(value), _state(vars(value), with_values)
     return value if isinstance(value, PLAIN) else _Same(value)
 
 
-def _version(tensor: Tensor) -> Any:
-    """What a change in place changes. Inference tensors don't count theirs: their values."""
-    if not tensor.is_inference():
-        return tensor._version
-    if tensor.layout != torch.strided or tensor.is_meta:
-        return 0
-    return values.fingerprint(tensor).tolist()
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _hash(tensor: Tensor) -> Any:
+    """Of the values, which ``.data`` and numpy change too. Not of a GPU's, which would wait."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        return None
+    if tensor.is_meta or tensor.is_quantized or not tensor.untyped_storage().nbytes():
+        return None
+    if tensor.is_cuda and not tensor.is_inference():
+        return None
+    once = [slice(None) if stride else slice(1) for stride in tensor.stride()]
+    return values.fingerprint(tensor.detach()[tuple(once)]).tolist()
 
 
 def told(context: Namespace, names: Sequence[str]) -> tuple[Told, list[Tensor]]:

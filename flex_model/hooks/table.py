@@ -22,6 +22,12 @@ EVERYTHING: Choice = ((ALL,), False)
 NOTHING: Choice = ((), False)
 
 
+def describe_choice(choice: Choice) -> str:
+    """For messages."""
+    groups, complement = choice
+    return f"all groups but {list(groups)}" if complement else f"the groups {list(groups)}"
+
+
 class HookTable:
     """Registered hooks by site.
 

@@ -25,7 +25,7 @@ from flex_model.inspection import DryRun, VerifyReport
 from flex_model.integrations import cut, fsdp
 from flex_model.integrations.mesh_sources import Source
 from flex_model.model import FlexModel, check_arguments, find_mesh
-from flex_model.names import find_parameter
+from flex_model.names import find_parameter, shapes_by_name
 from flex_model.pipelining.agreement import StepCall, check_dims
 from flex_model.pipelining.pictures import modules_of
 from flex_model.pipelining.schedule import stages_of
@@ -403,8 +403,9 @@ class PipelinedFlexModel(FlexModel):
         self, expected_shapes: Mapping[str, Sequence[int | None]] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         self._check_open()
-        for name in self._pipeline.directory.parameter_names:
-            yield name, self._pipeline.parameter(name, (expected_shapes or {}).get(name))
+        names = self._pipeline.directory.parameter_names
+        shapes = shapes_by_name(expected_shapes, {name: name for name in names})
+        return ((name, self._pipeline.parameter(name, shapes.get(name))) for name in names)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

@@ -35,6 +35,24 @@ def check_kinds(model: object, batches: object, **functions: object) -> None:
             )
 
 
+def check_device(device: object) -> None:
+    """ValueError for where nothing can run, TypeError for what is no device."""
+    if device is None:
+        return
+    if not isinstance(device, (str, torch.device)):
+        raise TypeError(
+            "sequential.run: device must be a str, a torch.device or None, got "
+            f"{type(device).__name__}"
+        )
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:  # of another type for each kind of device
+        raise ValueError(
+            f"sequential.run: device {str(device)!r} can't be used: {error}; give 'cpu' or a "
+            "device that torch has here, or leave device= out"
+        ) from error
+
+
 def check_counts(window: object, targets_per_step: object, prefetch: object) -> None:
     for name, value, least in (
         ("window", 1 if window is None else window, 1),

@@ -132,6 +132,7 @@ def run(
     checks.check_kinds(model, batches, call=call, on_output=on_output, on_target_end=on_target_end)
     core = model._core if isinstance(model, FlexModel) else None
     module: nn.Module = model.module if isinstance(model, FlexModel) else model
+    checks.check_device(device)
     checks.check_counts(window, targets_per_step, prefetch)
     checks.check_offload(offload_activations, weights is not None)
     store = checks.store_of(store, core)

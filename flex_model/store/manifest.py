@@ -21,10 +21,11 @@ from typing import Any
 
 from flex_model import _C
 from flex_model.distributed.tensor_dicts import DTYPE_OF_NAME
-from flex_model.store.files import write_whole
+from flex_model.store.files import ASIDE, write_whole
 from flex_model.store.spread import Spread
 
 MANIFEST = "manifest.json"
+MANIFEST_ASIDE = MANIFEST + ASIDE
 FORMAT = "flex_model activations"
 VERSION = 2
 _MAX_RANKS = 1 << 24
@@ -37,6 +38,11 @@ def index_name(first: int, last: int) -> str:
 def shard_name(first: int, last: int, session: str, rank: int) -> str:
     """Of one session: a rank that outlives the others can't write over what comes after them."""
     return f"batches-{first:08d}-{last:08d}.{session}.rank-{rank:04d}.safetensors"
+
+
+def is_of_batches(name: str) -> bool:
+    """Whether a file has the name of an index or a shard, or is one that was not finished."""
+    return name.startswith("batches-")
 
 
 def digest_of(text: bytes) -> str:

@@ -14,8 +14,15 @@ from torch import nn
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import agreed
-from flex_model.store.files import ASIDE, FolderLock
-from flex_model.store.manifest import Index, Manifest, digest_of, index_name
+from flex_model.store.files import FolderLock
+from flex_model.store.manifest import (
+    MANIFEST_ASIDE,
+    Index,
+    Manifest,
+    digest_of,
+    index_name,
+    is_of_batches,
+)
 from flex_model.store.store import ActivationStore
 
 SEEN_S = 5.0  # until what rank 0 wrote is seen on the other hosts of a shared file system
@@ -107,7 +114,7 @@ def _delete_leftovers(store: ActivationStore, manifest: Manifest) -> None:
         index = Index.read(store.folder, first, last, digest)
         listed |= {index_name(first, last), *index.files}
     for path in store.folder.iterdir():
-        is_ours = path.name.startswith("batches-") or path.name.endswith(ASIDE)
+        is_ours = is_of_batches(path.name) or path.name == MANIFEST_ASIDE
         if is_ours and path.name not in listed and not path.is_dir():
             path.unlink()
 

@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
-from flex_model.store.files import ASIDE
-from flex_model.store.manifest import MANIFEST, Manifest
+from flex_model.store.manifest import MANIFEST, MANIFEST_ASIDE, Manifest, is_of_batches
 from flex_model.store.reader import Reader
 
 if TYPE_CHECKING:
     from flex_model.store.session import Session
-
-_LEFTOVERS = (ASIDE, ".safetensors", ".json")
 
 
 class ActivationStore:
@@ -84,13 +81,12 @@ class ActivationStore:
     def reload(self) -> None:
         """See what is in the folder now. Local; what a FlexModel writes is seen after ``flush``."""
         found = Manifest.read(self.folder)
+        if found is None and self.folder.is_dir():
+            names = sorted(path.name for path in self.folder.iterdir())
+            found = Manifest.read(self.folder)  # another process may have begun it meanwhile
+            if found is None:
+                self._check_never_begun(names)
         if found is None:
-            others = [p.name for p in self.folder.iterdir()] if self.folder.is_dir() else []
-            if any(not name.endswith(_LEFTOVERS) for name in others):
-                raise ValueError(
-                    f"ActivationStore: {self.folder} holds other files ({sorted(others)[0]!r}) and "
-                    f"no {MANIFEST}; give a folder of its own"
-                )
             return
         if self.key is not None and found.key != self.key:
             raise ValueError(
@@ -99,6 +95,21 @@ class ActivationStore:
             )
         if found != self._manifest:
             self._manifest, self._reader = found, Reader(self.folder, found)
+
+    def _check_never_begun(self, names: list[str]) -> None:
+        """ValueError for what is in the folder besides the manifest, with which a store begins."""
+        others = [name for name in names if name != MANIFEST_ASIDE]
+        batches = [name for name in others if is_of_batches(name)]
+        if batches:
+            raise ValueError(
+                f"ActivationStore: {self.folder} holds batches ({batches[0]!r}), and the "
+                f"{MANIFEST} that lists them is gone; put it back, or delete the folder"
+            )
+        if others:
+            raise ValueError(
+                f"ActivationStore: {self.folder} holds other files ({others[0]!r}) and no "
+                f"{MANIFEST}; give a folder of its own"
+            )
 
     # Writing.
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import models
-from flex_model import FlexModel, HookFunction, HookMismatchError
+from flex_model import FlexModel, HookError, HookFunction, HookMismatchError
 
 BATCH = models.random(4, 6)
 SITES = ["inp", "fc1", "act", "fc2", "out"]
@@ -122,6 +122,38 @@ def test_groups_that_differ_between_ranks_are_found():
     expected = models.mlp()
     expected = expected.out(expected.fc2(expected.act(expected.fc1(2 * expected.inp(BATCH)))))
     assert torch.equal(flex(BATCH, groups="inp"), expected)
+
+
+class TalkingMLP(models.MLP):
+    """Its ranks meet between two of its modules, as those of tensor parallelism do."""
+
+    def forward(self, x):
+        x = self.inp(x)
+        dist.all_reduce(torch.zeros(1))
+        return self.out(self.fc2(self.act(self.fc1(x))))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("has_run", [True, False])
+def test_groups_that_differ_are_found_though_a_rank_waits_for_another_inside_the_model(
+    transport, has_run, monkeypatch
+):
+    monkeypatch.setenv("FLEX_MODEL_TRANSPORT", transport)
+    rank = dist.get_rank()
+    flex = FlexModel(models.seeded(TalkingMLP, 6, 8), tensor_parallel_size=2)
+    for site in ("inp", "fc2"):
+        flex.register_forward_hook(HookFunction(site, editing_function=double))
+        flex.update_hook_groups(site, site)
+    batch, start = BATCH.float(), time.monotonic()
+    if has_run:
+        flex(batch)
+    with pytest.raises(HookError) as caught:
+        flex(batch, groups=["inp", "fc2"][rank])
+    assert time.monotonic() - start < 10
+    if has_run and rank == 0:
+        dist.all_reduce(torch.zeros(1))  # for which rank 1 waits, and then hears of it
+    assert "the groups ['inp']" in str(caught.value) and "the groups ['fc2']" in str(caught.value)
 
 
 @pytest.mark.ranks(2)

@@ -706,6 +706,8 @@ def test_wrong_arguments():
         ("'none', 'cpu' or 'disk', got 'gpu'", {"offload_activations": "gpu"}),
         ("needs gradients off", {"offload_activations": "disk"}),
         ("targets is empty", {"targets": []}),
+        ("device 'xx' can't be used: .*; give 'cpu' or a device", {"device": "xx"}),
+        ("device 'vulkan' can't be used", {"device": torch.device("vulkan")}),
         (r"'re:\(' is no regular expression", {"targets": ["re:("]}),
     ):
         with pytest.raises(ValueError, match=match):
@@ -718,6 +720,7 @@ def test_wrong_arguments():
         ("on_target_end must be a function", {"on_target_end": 3}),
         ("batches must be an iterable, got int", {"batches": 3}),
         ("expected an nn.Module or a FlexModel, got str", {"model": "Stack"}),
+        ("device must be a str, a torch.device or None, got list", {"device": ["cpu"]}),
     ):
         with pytest.raises(TypeError, match=match):
             sequential.run(**{"model": model, "batches": BATCHES, **settings})

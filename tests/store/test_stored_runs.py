@@ -414,6 +414,37 @@ def test_the_manifest_says_what_is_there(tmp_path):
     assert (index["spreads"][0]["shape"], index["spreads"][0]["dtype"]) == ([3, 8], "torch.float32")
 
 
+def test_batches_without_their_manifest_are_an_error_and_stay(tmp_path):
+    with wrapped(ActivationStore(tmp_path)) as flex:
+        flex(batches(1)[0])
+    store = ActivationStore(tmp_path)
+    manifest = (tmp_path / "manifest.json").read_bytes()
+    (tmp_path / "manifest.json").unlink()
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match=r"holds batches \('batches-.*gone; put it back"):
+        ActivationStore(tmp_path)
+    with pytest.raises(ValueError, match=r"holds batches \('batches-.*gone; put it back"):
+        wrapped(store)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
+    (tmp_path / "manifest.json").write_bytes(manifest)
+    assert_holds(tmp_path, expected(1))
+
+
+def test_a_folder_with_files_of_others_is_left_alone(tmp_path):
+    for name in ("config.json", "model.safetensors", "download.part"):
+        (tmp_path / name).write_text("mine")
+        with pytest.raises(ValueError, match=rf"holds other files \('{name}'\) and no manifest"):
+            ActivationStore(tmp_path)
+        (tmp_path / name).unlink()
+    with wrapped(ActivationStore(tmp_path)) as flex:
+        flex(batches(1)[0])
+    (tmp_path / "download.part").write_text("mine")
+    with wrapped(ActivationStore(tmp_path)) as flex:
+        flex(batches(2)[1])
+    assert (tmp_path / "download.part").read_text() == "mine"
+    assert_holds(tmp_path, expected(2))
+
+
 def test_experiments_refuse_a_store(tmp_path):
     with wrapped(ActivationStore(tmp_path)) as flex:
         batch = batches(1)[0]
