@@ -236,10 +236,9 @@ class Parameters:
                 by_hand = ShardLayout(tp=Shard(larger[0]), source="expected_shape")
         if by_hand is None:
             return layout, axes
+        both = replace(by_hand, dp=layout.dp)
         # FSDP2 has split what the layer had split by hand.
-        on_one_dim = isinstance(layout.dp, Shard) and isinstance(by_hand.tp, Shard)
-        on_one_dim = on_one_dim and layout.dp.dim == by_hand.tp.dim  # type: ignore[union-attr]
-        return replace(by_hand, dp=layout.dp, tp_first=on_one_dim), axes
+        return replace(both, tp_first=both.splits_one_dim), axes
 
     def _check_replicas(
         self, site: str, local: Tensor, layout: ShardLayout, stated_axes: frozenset[str]

@@ -12,9 +12,10 @@ Source: the conjugate pairs f and g of Megatron-LM (Shoeybi et al. 2019, section
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -358,6 +359,19 @@ class _Scatter(Function):
         return (full / way.grad_scale if way.grad_scale > 1 else full), None
 
 
+def _once_on_every_rank(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """As ``once_differentiable``, which leaves gradients alone that don't need one: so do those
+    here on all ranks but the first, which would go on where that one raises.
+    """
+    once = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def backward_once(ctx: Any, grad: Tensor) -> Any:
+        return once(ctx, grad.detach().requires_grad_() if torch.is_grad_enabled() else grad)
+
+    return backward_once
+
+
 class _GatherToFirst(Function):
     @staticmethod
     def forward(ctx, shard, trip):
@@ -367,7 +381,7 @@ class _GatherToFirst(Function):
         return shard.new_empty(0) if fulls is None else _first_of(trip, fulls).to(shard.device)
 
     @staticmethod
-    @once_differentiable
+    @_once_on_every_rank
     def backward(ctx, grad):
         trip = ctx.trip
         trip.agree(ctx.like)

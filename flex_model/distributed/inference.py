@@ -233,6 +233,8 @@ def resolve(
         layout = _of_tensor(site, shapes, mesh, expected_shape, told, batch_on_dp)
         if role == "parameter gradient":
             layout = _summed_later(layout, told)
+            # FSDP2 splits what the layer has split by hand.
+            layout = replace(layout, tp_first=layout.splits_one_dim)
     full_shape = _full_shape(site, layout, shapes, mesh)
     if expected_shape is not None and any(
         size is not None and size != full for size, full in zip(expected_shape, full_shape)

@@ -108,6 +108,12 @@ class ShardLayout:
         return tuple(axis for axis in ("dp", "tp") if isinstance(getattr(self, axis), Partial))
 
     @property
+    def splits_one_dim(self) -> bool:
+        """Whether both axes split the same dim."""
+        dp, tp = self.dp, self.tp
+        return isinstance(dp, Shard) and isinstance(tp, Shard) and dp.dim == tp.dim
+
+    @property
     def without_copies(self) -> ShardLayout:
         """The layout among ranks that hold different pieces, one rank a piece."""
         dp, tp = (

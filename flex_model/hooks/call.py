@@ -342,7 +342,9 @@ class HookCaller:
             if self.sent_to_all is not None and not call.is_replay:
                 self.sent_to_all.note(self._function.context_of(call))
             try:
-                edits = self._run_function(several, parameters)
+                # Checkpointing would compute once more what is saved here, and only here.
+                with torch.autograd.graph.saved_tensors_hooks(_saved, _unsaved):
+                    edits = self._run_function(several, parameters)
             except Exception as error:
                 if call.is_replay:
                     raise
@@ -520,6 +522,22 @@ def _told_of(edits: Sequence[Tensor | None]) -> int:
             in_graph = edited.requires_grad and torch.is_grad_enabled()
             told |= (_CHANGED | (_REQUIRES_GRAD if in_graph else 0)) << 2 * i
     return told
+
+
+def _saved(tensor: Tensor) -> tuple[Tensor, int]:
+    """As autograd saves a tensor where no hooks of its are set."""
+    return tensor, tensor._version
+
+
+def _unsaved(saved: tuple[Tensor, int]) -> Tensor:
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation in an editing function: a {tuple(tensor.shape)} tensor is at version "
+            f"{tensor._version}, expected {version}"
+        )
+    return tensor
 
 
 def _role_of(registration: Registration) -> inference.Role:

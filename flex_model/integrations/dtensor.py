@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -118,8 +119,8 @@ def layout(tensor: Any, mesh: Mesh, site: str, *, batch_on_dp: bool) -> ShardLay
     )
     if not parts["dp"] and batch_on_dp and mesh.dp_size > 1 and tensor.ndim:
         dp = Shard(0)
-    on_one_dim = isinstance(dp, Shard) and isinstance(tp, Shard) and dp.dim == tp.dim
-    return ShardLayout(dp, tp, tp_first and on_one_dim, "its DTensor placements")
+    found = ShardLayout(dp, tp, source="its DTensor placements")
+    return replace(found, tp_first=tp_first and found.splits_one_dim)
 
 
 def _name(axis: Axis) -> str:

@@ -6,12 +6,13 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import models
-from flex_model import FlexModel, HookFunction
+from flex_model import FlexModel, HookError, HookFunction
 
 BATCH = models.random(4, 6)
 # How the outer and the inner block are computed once more; None: they are not.
@@ -59,7 +60,7 @@ class Nested(nn.Module):
         return self.last(block(self.outer, self.first(x), self.use_reentrant))
 
 
-def run(parallelism, *nested):
+def run(parallelism, *nested, **settings):
     """Records, output, gradients, and how often an edit was called."""
     records, calls = {}, []
 
@@ -68,7 +69,7 @@ def run(parallelism, *nested):
         return full.sin() * torch.randn_like(full)
 
     model = models.seeded(Nested, *nested).double()
-    flex = FlexModel(parallelism.shard(model), records, **parallelism.sizes, timeout=30)
+    flex = FlexModel(parallelism.shard(model), records, **parallelism.sizes, **settings, timeout=30)
     split = (None, 8) if parallelism.by_hand else None
     flex.register_forward_hook(HookFunction("outer.before", editing_function=edit))
     flex.register_forward_hook(HookFunction("outer.inner.fc1", split, edit))
@@ -87,14 +88,15 @@ def run(parallelism, *nested):
     return outputs, gradients, len(calls)
 
 
-def check(parallelism, nested):
-    outputs, gradients, calls = run(parallelism, *nested)
-    expected_outputs, expected_gradients, expected_calls = run(parallelism)
+def check(parallelism, nested, **settings):
+    outputs, gradients, calls = run(parallelism, *nested, **settings)
+    expected_outputs, expected_gradients, expected_calls = run(parallelism, **settings)
     assert_close(outputs, expected_outputs, rtol=0, atol=0)
     assert_close(gradients, expected_gradients, rtol=0, atol=0)
     for _, records in outputs:
         assert all(len(kept) == 1 for kept in records.values())
-    assert calls > expected_calls, "nothing was computed once more"
+    runs_edits = settings.get("edit_on") != "rank0" or dist.get_rank() == 0
+    assert calls > expected_calls or not runs_edits, "nothing was computed once more"
 
 
 @pytest.mark.parametrize("nested", NESTED, ids=str)
@@ -108,3 +110,45 @@ def test_nested_checkpoints(nested):
 def test_nested_checkpoints_on_two_ranks(nested, transport, monkeypatch):
     monkeypatch.setenv("FLEX_MODEL_TRANSPORT", transport)
     check(models.TWO_RANKS["tp"], nested)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("nested", NESTED, ids=str)
+def test_nested_checkpoints_with_edits_on_rank_0(nested):
+    """What autograd saves of an edit is on rank 0 alone: it must not begin a recomputation there,
+    nor count for its end.
+    """
+    check(models.TWO_RANKS["tp"], nested, edit_on="rank0")
+
+
+def sums_aside(module, full, save_ctx, modules):
+    save_ctx.total = full.exp().sum()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("site", ["outer", "outer.after", "outer.inner.fc2"])
+def test_what_rank_0_computes_beside_the_model_is_not_computed_once_more_for_it(site):
+    model = models.seeded(Nested, False).double()
+    parallelism = models.TWO_RANKS["tp"]
+    flex = FlexModel(parallelism.shard(model), edit_on="rank0", timeout=20, **parallelism.sizes)
+    flex.register_forward_hook(HookFunction(site, editing_function=sums_aside))
+    flex(BATCH).square().sum().backward()
+    model.outer.use_reentrant = model.use_reentrant = None
+    model(BATCH).square().sum().backward()
+    gradients = parallelism.full_gradients(model, flex.module)
+    assert_close(gradients, {name: p.grad for name, p in model.named_parameters()})
+
+
+def changes_what_is_saved(module, full, save_ctx, modules):
+    edited = full.exp()
+    return edited.mul_(2)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("edit_on", ["all", "rank0"])
+def test_a_change_in_place_of_what_is_saved_for_backward_is_an_error(edit_on):
+    flex = FlexModel(models.mlp(), tensor_parallel_size=2, edit_on=edit_on, timeout=20)
+    flex.register_forward_hook(HookFunction("fc1", editing_function=changes_what_is_saved))
+    output = flex(BATCH)
+    with pytest.raises((RuntimeError, HookError), match=r"modified by an inplace|own backward"):
+        output.sum().backward()

@@ -141,6 +141,20 @@ def test_the_gradient_of_the_input():
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("edit_on", ["all", "rank0"])
+@pytest.mark.parametrize("name", PARALLELISMS)
+def test_a_second_derivative_through_an_edit_is_an_error_on_every_rank(name, edit_on):
+    parallelism = models.TWO_RANKS[name]
+    flex = FlexModel(parallelism.shard(models.mlp()), edit_on=edit_on, **parallelism.sizes)
+    edit = lambda module, full, save_ctx, modules: full.softmax(-1)  # noqa: E731
+    flex.register_forward_hook(HookFunction("fc1", editing_function=edit))
+    x = parallelism.my_rows(BATCH).clone().requires_grad_()
+    (first,) = torch.autograd.grad(mean_loss(flex(x)), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.square().sum().backward()
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", PARALLELISMS)
 def test_a_loss_on_an_activation_kept_in_save_ctx(name):
     parallelism = models.TWO_RANKS[name]

@@ -19,7 +19,7 @@ from torch.testing import assert_close
 
 import by_hand
 import models
-from flex_model import FlexModel
+from flex_model import FlexModel, HookFunction
 
 BATCH = models.random(4, 5, 8)
 TOKENS = 1 + models.random(2, 5, seed=6).argsort()
@@ -229,3 +229,21 @@ def test_parameters_of_fsdp2_over_layers_that_shard_by_hand(hidden):
     sharded = models.tensor_parallel(model, mesh["tp"].get_group())
     fully_shard(sharded, mesh=mesh["dp"])
     check(model, sharded, call, models.FOUR_RANKS["tp x dp"].my_rows, device_mesh=mesh)
+
+
+@pytest.mark.ranks(4)
+def test_gradients_that_hooks_see_of_fsdp2_over_layers_that_shard_by_hand():
+    mesh, model, rows = models.mesh(2, 2), models.mlp(), models.FOUR_RANKS["tp x dp"].my_rows
+    batch, records = models.random(4, 6), {}
+    sharded = models.tensor_parallel(model, mesh["tp"].get_group())
+    fully_shard(sharded, mesh=mesh["dp"])
+    with FlexModel(sharded, records, device_mesh=mesh, output_ranks="all") as flex:
+        for name, _ in model.named_parameters():
+            flip = lambda module, full, *_: full + full.flip(0)  # noqa: E731
+            flex.register_hook(HookFunction(name, editing_function=flip))
+        flex(rows(batch)).sin().mean().backward()
+        model(batch).sin().mean().backward()
+        for name, parameter in model.named_parameters():
+            assert_close(records[name], [parameter.grad], msg=partial("{}: {}".format, name))
+            edited = flex.get_module_gradient(name)
+            assert_close(edited, parameter.grad + parameter.grad.flip(0))
