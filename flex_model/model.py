@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import re
 import sys
@@ -167,6 +168,9 @@ class FlexModel(nn.Module):
 
             return super().__new__(PipelinedFlexModel)
         return super().__new__(cls)
+
+    # Otherwise help() and inspect.signature() tell of `(module, *args, **kwargs)`.
+    __new__.__signature__ = inspect.signature(__init__)  # type: ignore[attr-defined]
 
     @property
     def _session(self) -> Session | None:

@@ -1,6 +1,7 @@
 """FlexModel: wrap a module, look like it, restore it."""
 
 import gc
+import inspect
 from argparse import Namespace
 
 import pytest
@@ -11,6 +12,7 @@ from torch.testing import assert_close
 
 import models
 from flex_model import DummyModule, FlexModel, HookFunction
+from flex_model.pipelining.model import PipelinedFlexModel
 
 BATCH = models.random(4, 6)
 
@@ -42,6 +44,13 @@ def test_attributes():
     assert isinstance(flex.trainable_modules, nn.ModuleDict)
     assert (flex.tp_size, flex.pp_size, flex.dp_size) == (1, 1, 1)
     assert isinstance(FlexModel(models.mlp()).output_ptr, dict)
+
+
+@pytest.mark.parametrize("kind", [FlexModel, PipelinedFlexModel])
+def test_the_signature_of_the_class_is_that_of_its_constructor(kind):
+    found = list(inspect.signature(kind).parameters.values())
+    assert found == list(inspect.signature(kind.__init__).parameters.values())[1:]
+    assert [parameter.default for parameter in found[1:6]] == [None, 1, 1, 1, None]
 
 
 @pytest.mark.ranks(4)

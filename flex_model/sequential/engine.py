@@ -152,6 +152,7 @@ class Engine:
         self._caller = ThreadState.now()
         source = self._drawn(iter(batches))
         begins_with = ProcessState.now(self._cuda_device)
+        reads_ahead = self._loader is not None and self._loader.prefetch > 0
         with self._suspending():
             following = list(itertools.islice(source, window))
             while following:
@@ -163,10 +164,12 @@ class Engine:
                 ]
                 first += len(following)
                 failure: Exception | None = None
-                try:  # so that the first weights of the next window are read ahead
-                    following = list(itertools.islice(source, 1))
-                except Exception as error:  # it is not this window's
-                    failure, following = error, []
+                following = []
+                if reads_ahead:
+                    try:  # so that the first weights of the next window are read ahead
+                        following += itertools.islice(source, 1)
+                    except Exception as error:  # it is not this window's
+                        failure = error
                 self._run_window(window_batches, bool(following))
                 if not self.has_drawn:
                     states = [(batch.begins_with, batch.process) for batch in window_batches]
@@ -175,7 +178,8 @@ class Engine:
                     self._reports.on_window()
                 if failure is not None:
                     raise failure
-                following += itertools.islice(source, window - 1 if window else 0)
+                if window is not None:
+                    following += itertools.islice(source, window - len(following))
 
     def _drawn(self, batches: Iterator[Any]) -> Iterator[Any]:
         end, before = object(), self._caller

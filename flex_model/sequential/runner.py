@@ -28,7 +28,7 @@ class RunResult(list[Any]):
     """The outputs of a run in the order of its batches.
 
     Attributes:
-        save_ctxs: The batches' ``save_ctx``, in their order; [] without a FlexModel.
+        save_ctxs: The batches' ``save_ctx``, in their order; empty ones without a FlexModel.
         loads: How often each target's weights were loaded, by name; {} without weights.
         bytes_read: Bytes of weights read from their source.
     """
@@ -79,9 +79,9 @@ def run(
         model: A module, or a FlexModel, whose hooks run. ``save_ctx`` of an editing function is its
             batch's own, begun as a shallow copy of ``flex.save_ctx``; ``flex.shared_ctx`` is one
             for all. ``output_ptr`` is in batch order, then call order.
-        batches: Read a window at a time, and the first of the next one. A Mapping is called as
-            ``model(**batch)``, a tuple or list as ``model(*batch)``, anything else as
-            ``model(batch)``. Shapes may differ.
+        batches: Read a window at a time; with ``prefetch``, where weights are loaded, also the
+            first of the next one. A Mapping is called as ``model(**batch)``, a tuple or list as
+            ``model(*batch)``, anything else as ``model(batch)``. Shapes may differ.
         targets: ``"auto"`` (the model's ``_no_split_modules``, else the members of its largest
             ModuleList), or names, class names and ``re:`` patterns, as in ``match_modules``.
         weights: None: the model's own. Else a safetensors file, a Hugging Face folder or a
@@ -167,8 +167,8 @@ def run(
 
         def deliver(batch: Batch) -> None:
             output, batch.call.value = batch.call.value, None
+            result.save_ctxs.append(Namespace() if batch.hooks is None else batch.hooks.save_ctx)
             if hooks is not None and batch.hooks is not None:
-                result.save_ctxs.append(batch.hooks.save_ctx)
                 if records is not None:
                     records.take(batch)
                 hooks.delivered(batch.hooks)

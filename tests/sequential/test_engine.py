@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+from argparse import Namespace
 
 import pytest
 import torch
@@ -135,8 +136,12 @@ def test_targets_inside_targets_and_a_shared_one():
     ]
 
 
-def test_layer_by_layer_with_a_bounded_window():
+@pytest.mark.parametrize("prefetch", [None, 0, 1])
+def test_layer_by_layer_with_a_bounded_window(prefetch):
+    """``prefetch`` is None without weights to load."""
     model = Stack(3)
+    weights = sequential.DictWeights(model.state_dict())
+    loading = {} if prefetch is None else {"prefetch": prefetch, "weights": weights}
     calls, under_way = [], []
     for i, block in enumerate(model.blocks):
         block.register_forward_hook(lambda m, a, o, i=i: calls.append((i, len(a[0]))))
@@ -152,11 +157,18 @@ def test_layer_by_layer_with_a_bounded_window():
         delivered.append((index, len(under_way)))
         return index * 10
 
-    result = sequential.run(model, batches(), window=2, on_output=on_output)
+    result = sequential.run(model, batches(), window=2, on_output=on_output, **loading)
     assert result == [0, 10, 20, 30, 40]
     assert [block for block, _ in calls] == [0, 0, 1, 1, 2, 2] * 2 + [0, 1, 2]
-    # One batch more than the window is asked for, so that its first weights can be read ahead.
-    assert delivered == [(0, 3), (1, 3), (2, 5), (3, 5), (4, 5)]
+    if prefetch:  # one batch more is asked for, so that its first weights can be read ahead
+        assert delivered == [(0, 3), (1, 3), (2, 5), (3, 5), (4, 5)]
+    else:
+        assert delivered == [(0, 2), (1, 2), (2, 4), (3, 4), (4, 5)]
+
+
+def test_each_batch_has_a_namespace():
+    outputs = sequential.run(Stack(2), BATCHES)
+    assert outputs.save_ctxs == [Namespace() for _ in BATCHES]
 
 
 def test_arguments_of_every_kind_and_a_call_of_ones_own():
