@@ -123,7 +123,11 @@ class Connections:
         self._transports.clear()
         self._by_axes.clear()
         while self._groups:
-            groups.release(self._groups.popitem()[1])
+            group = self._groups.popitem()[1]
+            if group.watcher is self and group.hosts.here is not None:
+                group.watcher = None
+                group.hosts.here.set_watch(None)
+            groups.release(group)
 
     # Which hooks are registered here, for others to see while they wait.
 
@@ -214,12 +218,14 @@ class Connections:
         self._check_usable()
         here = to.group.hosts.here
         if here is not None:
-            told = (self, self.where, self.timeout_s)
+            if to.group.watcher is not self:
+                to.group.watcher = self
+                here.set_watch(self._compare)
+            told = (self.where, self.timeout_s)
             if told != to.group.told:
                 to.group.told = told
                 here.set_position(self.where)
                 here.set_timeout(self.timeout_s)
-                here.set_watch(self._compare)
         try:
             if isinstance(transfer, str):
                 return getattr(to, transfer)(*args)

@@ -54,8 +54,9 @@ class PrivateGroup:
         number: Of groups with these ranks, by which the members tell them apart.
         notices: What this rank put up: of each wrap (its number among those of these ranks), and of
             the run that goes on.
-        told: What the shared memory was told last of this rank's waits: whose they are, where it
-            is, and for how long it waits.
+        watcher: Who is asked by the shared memory in a long wait of this rank.
+        told: What it was told last of this rank's waits: where the rank is, and for how long it
+            waits.
         locks: Of the memory of others that is mapped with the group.
     """
 
@@ -71,7 +72,8 @@ class PrivateGroup:
     num_users: int = 0
     broken: str | None = None  # why it can't be used any more
     notices: dict[str, Any] = field(default_factory=dict)
-    told: tuple[Any, str, float] | None = None
+    watcher: Any = None
+    told: tuple[str, float] | None = None
     locks: PageLocks = field(default_factory=PageLocks)
 
     @property
