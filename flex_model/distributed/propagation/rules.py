@@ -54,6 +54,7 @@ _RULES: dict[str, Callable[..., list[Split]]] = {
     "cat": reshaping.cat,
     "stack": reshaping.stack,
     "sum": arithmetic.sum_of,
+    "count_nonzero": arithmetic.count_of,
     "copy_": arithmetic.written,
     "index_add": arithmetic.put,
     "index_add_": arithmetic.put,
