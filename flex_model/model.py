@@ -747,8 +747,14 @@ class FlexModel(nn.Module):
         over the ranks of the model, before or after a run.
 
         Raises:
+            ValueError: no such rank.
             HookError, RuntimeError: with ``args``, as ``dry_run``.
         """
+        if rank is not None and rank not in range(self.mesh.num_ranks):
+            raise ValueError(
+                f"show: rank must be one of the wrap's, 0 to {self.mesh.num_ranks - 1}, or None "
+                f"for all, got {rank!r}"
+            )
         modules = self._modules_to_show(args)
         if rank not in (None, self.mesh.rank):
             return

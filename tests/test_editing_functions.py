@@ -11,7 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import models
-from flex_model import editing
+from flex_model import FlexModel, editing
 from flex_model.hooks.step import Step, current_microbatch, current_rows
 
 X = models.random(3, 5, 8)  # rows, positions, units
@@ -27,6 +27,18 @@ def changed(positions=slice(None), rows=slice(None), units=slice(None), to=0.0):
     expected = X.clone()
     expected[rows, positions, units] = to
     return expected
+
+
+def patching(**settings):
+    inputs = models.random(4, 6)
+    given = {"clean": inputs, "corrupted": inputs, "sites": ["fc1"], "metric": torch.sum}
+    return editing.activation_patching(FlexModel(models.mlp()), **{**given, **settings})
+
+
+def path(receivers=("fc2",), frozen=("act",)):
+    inputs = models.random(4, 6)
+    flex = FlexModel(models.mlp())
+    return editing.path_patching(flex, inputs, inputs, "fc1", receivers, frozen, torch.sum)
 
 
 # ---- Where an edit acts --------------------------------------------------------------------------
@@ -138,7 +150,17 @@ def test_nothing_chosen_is_no_edit():
         (lambda: editing.logit_lens(VECTOR), "by their names"),
         (lambda: editing.chain(), "at least one"),
         (lambda: editing.chain(3), "expected editing functions"),
+        (lambda: editing.zero(dims=3), "dims: expected a mapping, as {'rows': 1}, got 3"),
         (lambda: editing.Site("a", "middle"), "side must be"),
+        (lambda: editing.Site(3), "the name of a module must be a str, got int"),
+        (lambda: editing.Site("a", "input", 3), "Site: where must be a mapping, got int"),
+        (lambda: patching(sites="fc1"), "must be Sites or names of modules, got 'fc1'; of one:"),
+        (lambda: patching(sites=None), "sites must be Sites or names of modules, got None"),
+        (lambda: patching(metric="sum"), "metric must be a function of the output, got 'sum'"),
+        (lambda: patching(positions="last"), "of one: ['last']"),
+        (lambda: patching(clean=3), "the inputs of a run must be a tensor"),
+        (lambda: path(receivers="fc2"), "receivers must be Sites or names of modules"),
+        (lambda: path(frozen=3), "frozen must be Sites or names of modules"),
         (lambda: editing.zero().at("a", parameters=["b"]), "the edit's own"),
     ],
 )

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import flex_model.distributed as fm_dist
 import models
 from flex_model import FlexModel, HookFunction
 from flex_model.errors import HookError, HookMismatchError, TraceError
@@ -607,3 +608,30 @@ def test_a_rank_may_register_its_hooks_a_little_later():
     flex.register_forward_hook(HookFunction("fc1"))
     flex(BATCH)
     flex.restore()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+def test_transforms_of_functions_are_named_on_several_ranks(transport, monkeypatch):
+    monkeypatch.setenv("FLEX_MODEL_TRANSPORT", transport)
+    flex = FlexModel(models.mlp(), tensor_parallel_size=2)
+    flex.register_forward_hook(HookFunction("act", editing_function=lambda m, x, s, ms: x.flip(-1)))
+    expected = flex(BATCH)
+    full = BATCH.clone().requires_grad_()
+
+    def batched_gradient():
+        part = fm_dist.scatter_tensor_parallel(full, 0, flex.fmps).sum(0)
+        torch.autograd.grad(part, full, torch.eye(6, dtype=full.dtype), is_grads_batched=True)
+
+    for transform in (
+        lambda: torch.func.vmap(flex)(BATCH),
+        lambda: torch.func.vmap(flex.module)(BATCH[:, None]),
+        lambda: torch.func.grad(lambda x: flex(x).sum())(BATCH),
+        lambda: torch.func.jvp(flex, (BATCH,), (BATCH,)),
+        batched_gradient,
+    ):
+        with pytest.raises(
+            HookError, match=r"transforms of torch\.func .* use torch\.autograd and"
+        ):
+            transform()
+        assert torch.equal(flex(BATCH), expected)

@@ -291,7 +291,25 @@ def test_a_reference_that_fails_is_an_error_on_every_rank():
         flex.verify(nn.Linear(3, 3, dtype=torch.float64), models.random(4, 6))
     with pytest.raises(HookError, match="rank 0 needs the unsharded model"):
         flex.verify(None, models.random(4, 6))
+    for itself in (flex, flex.module):
+        with pytest.raises(HookError, match="the reference is the wrapped model itself; give an"):
+            flex.verify(itself, models.random(4, 6))
     assert flex.verify(models.mlp(), models.random(4, 6)).is_equal
+
+
+@pytest.mark.ranks(2)
+def test_wrong_arguments_of_verify_are_errors_on_every_rank_at_once():
+    flex, x = FlexModel(models.mlp(), tensor_parallel_size=2), models.random(4, 6)
+    for settings, error, match in (
+        ({"rtol": "1e-3"}, ValueError, "rtol must be a number of at least 0, got '1e-3'"),
+        ({"atol": None}, ValueError, "atol must be a number of at least 0, got None"),
+        ({"atol": -1.0}, ValueError, "atol must be a number of at least 0, got -1.0"),
+        ({"reference_timeout": "1h"}, ValueError, "reference_timeout must be a number"),
+        ({"loss": "mse"}, TypeError, "loss must be a function of the output or None, got 'mse'"),
+    ):
+        with pytest.raises(error, match=match):
+            flex.verify(models.mlp(), x, **settings)
+    assert flex.verify(models.mlp(), x, rtol=1).is_equal
 
 
 # ---- What can't be run on shapes -----------------------------------------------------------------

@@ -214,6 +214,7 @@ class Connections:
         """
         self._check_process()
         self.check_no_edit()
+        self._check_no_transform(args)
         to = self.transport(axes)
         self._check_usable()
         here = to.group.hosts.here
@@ -244,6 +245,19 @@ class Connections:
                 f"{self.edit_of}: a transfer among ranks inside an editing function, which may run "
                 "on one rank only, and at its own time; name the weights that it needs in "
                 f"HookFunction(parameters=...) ({see('inside-an-editing-function')})"
+            )
+
+    def _check_no_transform(self, args: tuple[Any, ...]) -> None:
+        is_batched = torch._C._functorch.is_legacy_batchedtensor  # by grad(is_grads_batched=True)
+        if torch._C._functorch.peek_interpreter_stack() is not None or any(
+            isinstance(arg, torch.Tensor) and is_batched(arg) for arg in args
+        ):
+            raise agreed(
+                HookError(
+                    f"{self.where}: transforms of torch.func (vmap, grad, jvp) and batched "
+                    "gradients can't be followed by a transfer among ranks; use torch.autograd and "
+                    f"a loop, or one process ({see('a-transform-of-functions')})"
+                )
             )
 
     def _check_process(self) -> None:

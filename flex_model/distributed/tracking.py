@@ -326,8 +326,8 @@ class _Pieces:
 
 
 def _storage(tensor: Tensor) -> Any:
-    """None for tensors that are not plain memory: sparse ones, and wrappers of other tensors."""
-    if tensor.layout != torch.strided:
+    """None for tensors that are not plain memory: sparse, nested ones, and wrappers of others."""
+    if tensor.layout != torch.strided or tensor.is_nested:
         return None
     try:
         return tensor.untyped_storage()

@@ -19,7 +19,16 @@ from flex_model import pytree
 from flex_model.editing.edit import Edit, Scope
 from flex_model.editing.patching import Capture, patch
 from flex_model.editing.region import Region
-from flex_model.editing.runs import Inputs, Metric, Runs, Site, as_arguments, as_site
+from flex_model.editing.runs import (
+    Inputs,
+    Metric,
+    Runs,
+    Site,
+    as_arguments,
+    as_site,
+    as_sites,
+    check_metric,
+)
 from flex_model.model import FlexModel
 from flex_model.selection.selectors import Selector
 
@@ -90,7 +99,8 @@ def activation_patching(
         RuntimeError: called during a run.
         HookError: the metric failed, or an edit; on every rank.
     """
-    places = tuple(as_site(site) for site in sites)
+    places = as_sites(sites, "sites")
+    check_metric(metric)
     chosen = _positions(positions, clean, corrupted)
     current: list[Edit] = [patch(Capture())] * len(places)
     with Runs(flex, groups) as runs:
@@ -154,11 +164,9 @@ def path_patching(
     Collective over the ranks of the model. Raises: as `activation_patching`.
     """
     _positions(["every"], inputs, other)
-    sender, heard, held = (
-        as_site(sender),
-        [as_site(r) for r in receivers],
-        [as_site(f) for f in frozen],
-    )
+    check_metric(metric)
+    sender = as_site(sender)
+    heard, held = as_sites(receivers, "receivers"), as_sites(frozen, "frozen")
     with Runs(flex, groups) as runs:
         runs.watch(as_site(output), "output")
         sent = runs.capture(sender, "sender")
@@ -216,7 +224,9 @@ def attribution_patching(
             pipeline, or none elsewhere; ``edit_on="rank0"``.
         HookError: the metric failed; on every rank.
     """
-    places = tuple(as_site(site) for site in sites)
+    places = as_sites(sites, "sites")
+    if metric is not None:
+        check_metric(metric)
     _positions(["every"], clean, corrupted)
     is_pipeline = "schedule" in vars(flex)
     if is_pipeline and (metric is not None or flex.schedule._loss_fn is None):
@@ -295,6 +305,11 @@ def _positions(
             "so that a position means the same in both"
         )
     if positions is not None:
+        if isinstance(positions, str) or not isinstance(positions, Iterable):
+            raise TypeError(
+                f"positions must be a list of those to patch one by one, got {positions!r}; of "
+                f"one: [{positions!r}]"
+            )
         return tuple(positions)
     if not shapes[0] or len(shapes[0][0]) < 2:
         raise ValueError(

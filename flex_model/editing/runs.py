@@ -17,6 +17,7 @@ from flex_model.errors import HookError, agreed
 from flex_model.hooks.function import HookFunction
 from flex_model.integrations import fsdp
 from flex_model.model import FlexModel
+from flex_model.names import check_name
 from flex_model.selection.selection import SelectionArguments
 from flex_model.store import ActivationStore
 
@@ -50,6 +51,9 @@ class Site:
     def __post_init__(self) -> None:
         if self.side not in ("output", "input"):
             raise ValueError(f"Site: side must be 'output' or 'input', got {self.side!r}")
+        check_name(self.module, "module")
+        if not isinstance(self.where, Mapping):
+            raise TypeError(f"Site: where must be a mapping, got {type(self.where).__name__}")
         Region(**self.where)
 
 
@@ -61,12 +65,30 @@ def as_site(site: Site | str) -> Site:
     return site
 
 
+def as_sites(sites: Iterable[Site | str], what: str) -> tuple[Site, ...]:
+    if isinstance(sites, (str, Site)) or not isinstance(sites, Iterable):
+        raise TypeError(
+            f"{what} must be Sites or names of modules, got {sites!r}; of one: [{sites!r}]"
+        )
+    return tuple(as_site(site) for site in sites)
+
+
 def as_arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Tensor):
         return (inputs,), {}
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
+    if isinstance(inputs, str) or not isinstance(inputs, Sequence):
+        raise TypeError(
+            "the inputs of a run must be a tensor, a sequence of positional or a mapping of "
+            f"keyword arguments, got {inputs!r}"
+        )
     return tuple(inputs), {}
+
+
+def check_metric(metric: object) -> None:
+    if not callable(metric):
+        raise TypeError(f"metric must be a function of the output, got {metric!r}")
 
 
 class Runs:

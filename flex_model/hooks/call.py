@@ -115,7 +115,7 @@ class HookCaller:
         """A forward or forward-pre hook on one tensor; what the model goes on with in the place of
         tensors of its site, by ``unpack_idx``.
         """
-        check_movable(call, leaf)
+        call.registration.check_movable(leaf)
         if call.registration.edits:
             return self._edit(call, leaf)
         if call.records:
@@ -126,7 +126,7 @@ class HookCaller:
         """A backward hook on one gradient. Its values are those of the mean loss, over
         data-parallel ranks and micro-batches.
         """
-        check_movable(call, grad)
+        call.registration.check_movable(grad)
         if dtensor.is_dtensor(grad):
             grad = dtensor.without_partial(grad)
         scale = self.gradient_scale
@@ -141,7 +141,7 @@ class HookCaller:
 
     def parameter_gradient(self, call: Call, grad: Tensor) -> Tensor:
         """A hook on a parameter's gradient: averaged over dp, in full; the average goes on."""
-        check_movable(call, grad)
+        call.registration.check_movable(grad)
         if dtensor.is_dtensor(grad):
             grad = dtensor.without_partial(grad)
         grad = self._mean_over_dp(call, grad)
@@ -575,16 +575,3 @@ def _gathered(
     if trip.record is not None:
         trip.record = move.cast(trip.record)
     return full
-
-
-def check_movable(call: Call, leaf: Tensor) -> None:
-    """TypeError for tensors that are not plain strided ones."""
-    if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested:
-        kind = (
-            "quantized" if leaf.is_quantized else "nested" if leaf.is_nested else str(leaf.layout)
-        )
-        raise TypeError(
-            f"{call.describe()}: the tensor is {kind}, and only dense strided tensors can "
-            "be gathered; hook a "
-            "module whose tensor is dense"
-        )

@@ -8,6 +8,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from flex_model import _C
@@ -155,6 +156,16 @@ class Registration:
         if self.describe() in text:
             return text
         return f"{self.describe()}: the editing function raised {text}"
+
+    def check_movable(self, leaf: Tensor) -> None:
+        """TypeError for tensors that are not plain strided ones."""
+        if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested:
+            is_of = {"quantized": leaf.is_quantized, "nested": leaf.is_nested}
+            kind = next((kind for kind, is_it in is_of.items() if is_it), str(leaf.layout))
+            raise TypeError(
+                f"{self.describe()}: the tensor is {kind}, and only dense strided tensors can be "
+                "gathered; hook a module whose tensor is dense"
+            )
 
     def describe(self) -> str:
         """For messages: ``forward hook on 'layers.0.mlp'``."""

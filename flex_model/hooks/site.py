@@ -233,7 +233,10 @@ class ModuleSite:
 
     def _leaf(self, registration: Registration, tree: Any) -> Tensor | None:
         try:
-            return registration.leaf(tree)
+            leaf = registration.leaf(tree)
+            if leaf.requires_grad:
+                registration.check_movable(leaf)
+            return leaf
         except Exception as error:
             self._owner.hook_failed(registration, error)
             return None

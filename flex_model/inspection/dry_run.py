@@ -14,7 +14,6 @@ from flex_model.distributed.inference import UNKNOWN, Splits
 from flex_model.distributed.layout import Shape, ShardLayout
 from flex_model.distributed.tracking import LayoutTracker
 from flex_model.errors import HookError, agreed
-from flex_model.hooks.call import check_movable
 from flex_model.hooks.context import Call, RunContext
 from flex_model.hooks.registration import Registration
 from flex_model.inspection import call_costs, text
@@ -192,7 +191,7 @@ def _seen(
     core: HookCore, registration: Registration, module: nn.Module, leaf: Tensor, splits: Splits
 ) -> Seen:
     call = Call(registration, module, RunContext(), splits=splits)
-    check_movable(call, leaf)
+    registration.check_movable(leaf)
     if registration.is_backward and dtensor.is_dtensor(leaf):
         leaf = dtensor.without_partial(leaf)
     call, shard, known = core.caller.shard_of(call, leaf)

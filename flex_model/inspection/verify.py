@@ -119,6 +119,7 @@ def verify(
     edits: bool,
 ) -> VerifyReport:
     """See ``FlexModel.verify``. Collective over the grid."""
+    _check_arguments(loss, rtol=rtol, atol=atol, reference_timeout=timeout_s)
     if core.run is not None or core.in_backward():
         raise RuntimeError("verify: a run of this FlexModel goes on; call it before or after")
     channel, mesh = core.channel, core.mesh
@@ -159,6 +160,17 @@ def verify(
     if not core.table.registrations:  # containers are not called
         rows = [row for row in rows if row.result != NOT_REACHED]
     return VerifyReport(tuple(rows))
+
+
+def _check_arguments(loss: object, **numbers: object) -> None:
+    """On every rank: the reference and the comparison are on rank 0 alone."""
+    if loss is not None and not callable(loss):
+        raise TypeError(f"verify: loss must be a function of the output or None, got {loss!r}")
+    for name, value in numbers.items():
+        if name == "rtol" and value is None:
+            continue
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value >= 0:
+            raise ValueError(f"verify: {name} must be a number of at least 0, got {value!r}")
 
 
 def _flags(expected: Found, is_there: Sequence[bool]) -> Tensor:

@@ -262,6 +262,11 @@ def run_reference(
             "verify: rank 0 needs the unsharded model, or a function that makes it, got "
             f"{type(module).__name__}"
         )
+    if any(part is core.module for part in module.modules()):
+        raise ValueError(
+            "verify: the reference is the wrapped model itself; give an unsharded one with the "
+            "same weights, loaded or copied before that was sharded"
+        )
     parameter = next(module.parameters(), None)
     with _forgotten(core, edits):
         beside = _core_beside(core, module, Mesh(), 1.0, edits)

@@ -71,7 +71,10 @@ class Selection:
                 f"{', '.join(SelectionArguments.__annotations__)}"
             )
         self.arguments = arguments
-        self._given = given = dict(arguments.get("dims") or {})
+        dims: object = arguments.get("dims")
+        if dims is not None and not isinstance(dims, Mapping):
+            raise TypeError(f"dims: expected a mapping, as {{'rows': 1}}, got {dims!r}")
+        self._given = given = dict(dims or {})
         if not set(given) <= set(_DIMS) or not all(is_int(dim) for dim in given.values()):
             raise ValueError(f"dims: expected dims by the names {sorted(_DIMS)}, got {given!r}")
         self._dims = {**_DIMS, **given}

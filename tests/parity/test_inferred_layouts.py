@@ -1,10 +1,12 @@
 """Sites whose layout nobody tells: interiors of MLPs and attention, without ``expected_shape``."""
 
+import warnings
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing import assert_close
 
@@ -213,3 +215,40 @@ def test_unknown_layers_that_shard_by_hand(site):
         else:
             assert_close(output, expected)
             assert_close(records.get(site, []), seen if dist.get_rank() == 0 else [])
+
+
+class Aside(models.MLP):
+    """An MLP that computes with tensors that can't be gathered, beside its own."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.aside = nn.Identity()
+        self.make = make
+
+    def forward(self, x):
+        hidden = self.act(self.fc1(self.inp(x)))
+        hidden, _ = self.aside((hidden, self.make(hidden)))
+        return self.out(self.fc2(hidden))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "unpack_idx"), [("forward", 0), ("forward", 1), ("full_backward_pre", 1)]
+)
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_a_model_may_compute_with_tensors_that_can_not_be_gathered(is_sparse, kind, unpack_idx):
+    def make(hidden):
+        if is_sparse:
+            return hidden.to_sparse()
+        with warnings.catch_warnings():  # of a prototype
+            warnings.simplefilter("ignore")
+            return torch.nested.as_nested_tensor([hidden[0], hidden[1, :2]])
+
+    way, model, x = models.TWO_RANKS["tp"], models.seeded(Aside, make).double(), models.random(4, 6)
+    flex = FlexModel(way.shard(model), **way.sizes)
+    getattr(flex, f"register_{kind}_hook")(HookFunction("aside", unpack_idx=unpack_idx))
+    if unpack_idx == 1:
+        with pytest.raises(HookError, match=r"the tensor is (torch\.sparse|nested).*hook a module"):
+            flex(x)
+        return
+    assert_close(flex(x), model(x))

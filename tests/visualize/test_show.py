@@ -92,6 +92,12 @@ def test_ready_edits_and_selections_show_themselves(capsys):
     assert f"* forward; looks; {Select(units=[3])!r}; not run yet" in shown
 
 
+def test_a_rank_that_is_not_there_is_an_error():
+    for rank in (1, -1, "0"):
+        with pytest.raises(ValueError, match="rank must be one of the wrap's, 0 to 0, or None"):
+            FlexModel(models.mlp()).show(rank=rank)
+
+
 def test_layers_with_the_same_hooks_are_folded(capsys):
     model = nn.Sequential(*(models.block() for _ in range(6)))
     with FlexModel(model, {}) as flex:

@@ -132,6 +132,11 @@ def sum_of(func, args, kwargs, outputs, place_of) -> list[Split]:
     return by_experiment(func, args, kwargs, outputs, place_of)
 
 
+def count_of(func, args, kwargs, outputs, place_of) -> list[Split]:
+    is_split = shard_of(place_of(args[0])) is not None  # a partial sum's own counts tell nothing
+    return sum_of(func, args, kwargs, outputs, place_of) if is_split else [None]
+
+
 def written(func, args, kwargs, outputs, place_of) -> list[Split]:
     """``copy_``: what was written counts."""
     target, source = args[0], args[1]

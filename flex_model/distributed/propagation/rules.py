@@ -54,6 +54,7 @@ _RULES: dict[str, Callable[..., list[Split]]] = {
     "cat": reshaping.cat,
     "stack": reshaping.stack,
     "sum": arithmetic.sum_of,
+    "count_nonzero": arithmetic.count_of,
     "copy_": arithmetic.written,
     "index_add": arithmetic.put,
     "index_add_": arithmetic.put,
@@ -86,11 +87,11 @@ def after(
     name = func._schema.name.partition("::")[2]
     if not tensors or name in _FACTORIES:
         return [REPLICATED] * len(outputs)
-    if name in slicing.CUTS:
-        return slicing.cut(name, func, args, kwargs, outputs, places[0], axis)
-    if all(place == REPLICATED for place in places):
-        return [REPLICATED] * len(outputs)
     try:
+        if name in slicing.CUTS:
+            return slicing.cut(name, func, args, kwargs, outputs, places[0], axis)
+        if all(place == REPLICATED for place in places):
+            return [REPLICATED] * len(outputs)
         rule = _RULES.get(name)
         if rule is not None:
             return rule(func, args, kwargs, outputs, place_of)
