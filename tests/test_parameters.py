@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.testing import assert_close
 
 import models
@@ -279,6 +279,24 @@ def test_ranks_that_should_share_a_parameter_and_differ_are_an_error():
     with pytest.raises(ValueError, match=r"'inp.weight'.*tensor-parallel ranks hold different"):
         flex.get_module_parameter("inp.weight")
     assert flex.get_module_parameter("fc1.weight").shape == (8, 6)
+
+
+@pytest.mark.ranks(2)
+def test_a_partial_sum_is_written_as_one():
+    mesh, full = models.mesh(1, 2)["tp"], models.random(4, 2)
+    model = nn.Linear(2, 4, bias=False)
+    part = DTensor.from_local(full * (0.25, 0.75)[dist.get_rank()], mesh, [Partial()])
+    model.weight = nn.Parameter(part)
+    with FlexModel(model) as flex:
+        assert torch.equal(flex.get_module_parameter("weight"), full)
+        flex.set_module_parameter("weight", 2 * full)
+        assert torch.equal(flex.get_module_parameter("weight"), 2 * full)
+    assert torch.equal(model.weight.full_tensor(), 2 * full)
+    model.weight = nn.Parameter(DTensor.from_local(full, mesh, [Partial("avg")]))
+    with FlexModel(model) as flex:
+        assert torch.equal(flex.get_module_parameter("weight"), full)
+        with pytest.raises(ValueError, match=r"'weight'.*Partial\(avg\).*redistribute it"):
+            flex.set_module_parameter("weight", full)
 
 
 @pytest.mark.ranks(2)
