@@ -325,6 +325,22 @@ def test_parameters_of_fsdp2_are_read_in_their_own_dtype_after_a_forward():
     assert torch.equal(flex.get_module_parameter("fc1.weight"), model.fc1.weight)
 
 
+@pytest.mark.ranks(4)
+def test_parameters_of_fsdp2_over_dtensors_are_written_where_they_are_kept_after_a_forward():
+    """The root stays gathered: DTensors of tensor parallelism alone, that FSDP2 drops."""
+    parallelism, new = models.FOUR_RANKS["dtensor x fsdp2"], models.random(8, 6, seed=8)
+    sharded = models.Parallelism("dtensor", tp=2, dp=2).shard(models.mlp())
+    fully_shard(sharded, mesh=parallelism.mesh["dp"])
+    flex = FlexModel(sharded, device_mesh=parallelism.mesh)
+    with torch.no_grad():
+        flex(parallelism.my_rows(BATCH))
+    assert sharded.fc1.weight.device_mesh.ndim == 1
+    flex.set_module_parameter("fc1.weight", new)
+    sharded.reshard()
+    assert torch.equal(flex.get_module_parameter("fc1.weight"), new)
+    flex.restore()
+
+
 # ---- FSDP1 while it runs -------------------------------------------------------------------------
 
 
