@@ -901,7 +901,8 @@ class FlexModel(nn.Module):
         values are sent to all.
 
         Raises:
-            ValueError, TypeError: a name that ``nn.ModuleDict`` can't have; no module.
+            ValueError, TypeError: a name that ``nn.ModuleDict`` can't have; no module; with several
+                ranks, one of DTensors, or without values.
             HookMismatchError: ranks give modules with different parameters.
         """
         if not isinstance(module, nn.Module):

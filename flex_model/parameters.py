@@ -67,7 +67,7 @@ class Parameters:
     def full_kind(self, name: str) -> tuple[Shape, torch.dtype]:
         """The full parameter's shape and dtype; its values are not moved."""
         with self._found(name) as found, torch.no_grad():
-            local, move = self._move(name, found, found.kept, None)
+            local, move = self._move(name, found, _summed(found.kept), None)
             return tuple(local.shape) if move is None else move.full_shape, local.dtype
 
     def gradient(self, name: str, expected_shape: ExpectedShape = None) -> Tensor | None:
@@ -152,7 +152,7 @@ class Parameters:
         self, name: str, found: _Found, tensor: Tensor, expected_shape: ExpectedShape
     ) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
-            local, move = self._move(name, found, tensor, expected_shape)
+            local, move = self._move(name, found, _summed(tensor), expected_shape)
             return owned_copy(local) if move is None else move.all_gather(local).cpu()
 
     def _move(
@@ -169,8 +169,6 @@ class Parameters:
         """
         expected = inference.check_expected_shape(expected_shape)
         site = f"parameter {name!r}"
-        if dtensor.is_dtensor(tensor):
-            tensor = dtensor.without_partial(tensor)
         told = expected or inference.check_expected_shape(default_shape)
         known, stated_axes = self._stated(site, found, tensor, told)
         if known is None:
@@ -323,3 +321,8 @@ class Parameters:
         if not self._channel.is_local:
             header = Header("parameter", site=site_hash(name, "gather"))
             self._channel.agree(header, f"parameter {name!r}")
+
+
+def _summed(tensor: Any) -> Any:
+    """With the partial sums of a DTensor done. Collective where there are any."""
+    return dtensor.without_partial(tensor) if dtensor.is_dtensor(tensor) else tensor

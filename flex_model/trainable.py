@@ -42,11 +42,19 @@ def send_from_rank_0(channel: Channel, name: str, module: nn.Module) -> None:
     """Give every rank rank 0's parameters and buffers of ``module``. Collective over the grid.
 
     Raises:
+        TypeError: one that is not a plain tensor with values.
         HookMismatchError: the ranks' modules have different parameters.
     """
     if channel.is_local:
         return
     tensors = tensors_of(module)
+    for key, value in tensors.items():
+        if not _has_values(value):
+            raise TypeError(
+                f"register_trainable_module: {key!r} of {name!r} is a "
+                f"{type(value.detach()).__name__} on {value.device}; trainable modules are whole "
+                "on every rank, give them plain dense tensors with values"
+            )
     described = ", ".join(f"{key} {tuple(t.shape)} {t.dtype}" for key, t in tensors.items())
     digest = site_hash(name, described)
     channel.agree(

@@ -425,6 +425,59 @@ def test_ddp_works_on_after_an_edit_of_a_gradient_failed(site):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("site", ["fc1", "fc2", "out"])
+@pytest.mark.parametrize("name", ["fsdp2", "ddp"])
+def test_a_failed_edit_of_a_gradient_is_raised_at_the_end_of_the_backward(name, site):
+    """FSDP2 and DDP finish theirs, and call hooks on parameters in the next one."""
+    calls, fails = [], [True]
+    parallelism = models.TWO_RANKS[name]
+
+    def double(module, full, save_ctx, modules):
+        calls.append(1)
+        return full * 2
+
+    flex = FlexModel(parallelism.shard(models.mlp()), **parallelism.sizes)
+    failing = failing_edit(lambda: fails[0] and dist.get_rank() == 1)
+    flex.register_full_backward_hook(HookFunction(site, editing_function=failing))
+    names = ["inp.weight", "fc1.weight", "fc2.weight", "out.weight"]
+    for parameter_name in names:
+        flex.register_hook(HookFunction(parameter_name, editing_function=double))
+    with pytest.raises(HookError, match="went wrong"):
+        flex(parallelism.my_rows(BATCH)).mean().backward()
+    for fails[0] in (False, True, False):
+        flex.zero_grad()
+        calls.clear()
+        if fails[0]:
+            with pytest.raises(HookError, match="went wrong"):
+                flex(parallelism.my_rows(BATCH)).mean().backward()
+            continue
+        flex(parallelism.my_rows(BATCH)).mean().backward()
+        assert len(calls) == len(names)
+    oracle = models.mlp()
+    getattr(oracle, site).register_full_backward_hook(lambda m, grads, _: (grads[0] * 2,))
+    oracle(BATCH).mean().backward()
+    for parameter_name in names:
+        gradient = flex.get_module_gradient(parameter_name)
+        torch.testing.assert_close(gradient, 2 * oracle.get_parameter(parameter_name).grad)
+    flex.restore()
+
+
+@pytest.mark.ranks(2)
+def test_gradients_that_fsdp2_accumulates_are_refused_at_the_end_of_the_backward():
+    parallelism, records = models.TWO_RANKS["fsdp2"], {}
+    flex = FlexModel(parallelism.shard(models.mlp()), records, output_ranks="all")
+    for name in ("inp.weight", "fc1.weight"):
+        flex.register_hook(HookFunction(name))
+    for _ in range(2):
+        flex.zero_grad()
+        flex(parallelism.my_rows(BATCH)).mean().backward()
+        assert len(records["inp.weight"]) == len(records["fc1.weight"]) == 1
+        with pytest.raises(ValueError, match=r"set gradients to None"):
+            flex(parallelism.my_rows(BATCH)).mean().backward()
+    flex.restore()
+
+
+@pytest.mark.ranks(2)
 def test_a_caught_exception_leaves_no_wrong_record():
     """The loop goes on after an error: every later record belongs to its own batch."""
     step, records = [0], {}

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.testing import assert_close
 
 import models
@@ -286,6 +286,24 @@ def test_ranks_that_should_share_a_parameter_and_differ_are_an_error():
 
 
 @pytest.mark.ranks(2)
+def test_a_partial_sum_is_written_as_one():
+    mesh, full = models.mesh(1, 2)["tp"], models.random(4, 2)
+    model = nn.Linear(2, 4, bias=False)
+    part = DTensor.from_local(full * (0.25, 0.75)[dist.get_rank()], mesh, [Partial()])
+    model.weight = nn.Parameter(part)
+    with FlexModel(model) as flex:
+        assert torch.equal(flex.get_module_parameter("weight"), full)
+        flex.set_module_parameter("weight", 2 * full)
+        assert torch.equal(flex.get_module_parameter("weight"), 2 * full)
+    assert torch.equal(model.weight.full_tensor(), 2 * full)
+    model.weight = nn.Parameter(DTensor.from_local(full, mesh, [Partial("avg")]))
+    with FlexModel(model) as flex:
+        assert torch.equal(flex.get_module_parameter("weight"), full)
+        with pytest.raises(ValueError, match=r"'weight'.*Partial\(avg\).*redistribute it"):
+            flex.set_module_parameter("weight", full)
+
+
+@pytest.mark.ranks(2)
 def test_dtensors_on_a_mesh_in_descending_order_are_an_error():
     """``distribute_tensor`` gives the first shard to the lowest rank, ``from_local`` to the first
     of the mesh.
@@ -309,6 +327,22 @@ def test_parameters_of_fsdp2_are_read_in_their_own_dtype_after_a_forward():
         flex(BATCH)
     assert sharded.fc1.weight.dtype == torch.bfloat16
     assert torch.equal(flex.get_module_parameter("fc1.weight"), model.fc1.weight)
+
+
+@pytest.mark.ranks(4)
+def test_parameters_of_fsdp2_over_dtensors_are_written_where_they_are_kept_after_a_forward():
+    """The root stays gathered: DTensors of tensor parallelism alone, that FSDP2 drops."""
+    parallelism, new = models.FOUR_RANKS["dtensor x fsdp2"], models.random(8, 6, seed=8)
+    sharded = models.Parallelism("dtensor", tp=2, dp=2).shard(models.mlp())
+    fully_shard(sharded, mesh=parallelism.mesh["dp"])
+    flex = FlexModel(sharded, device_mesh=parallelism.mesh)
+    with torch.no_grad():
+        flex(parallelism.my_rows(BATCH))
+    assert sharded.fc1.weight.device_mesh.ndim == 1
+    flex.set_module_parameter("fc1.weight", new)
+    sharded.reshard()
+    assert torch.equal(flex.get_module_parameter("fc1.weight"), new)
+    flex.restore()
 
 
 # ---- FSDP1 while it runs -------------------------------------------------------------------------

@@ -15,7 +15,17 @@ from flex_model import FlexModel, HookFunction
 from flex_model.errors import HookError, HookMismatchError
 from flex_model.pipelining import SplitPoint, current_microbatch, pipeline
 from flex_model.pipelining.schedule import stages_of
-from pipelines import ALL, SINGLE, alone_group, make_mlp, make_schedule, my_indices, part, unsplit
+from pipelines import (
+    ALL,
+    MLP,
+    SINGLE,
+    alone_group,
+    make_mlp,
+    make_schedule,
+    my_indices,
+    part,
+    unsplit,
+)
 from test_pipelining import (
     MSE,
     assert_near,
@@ -83,6 +93,28 @@ def test_several_edits_of_every_kind_at_the_edges_of_stages(kind):
         script(flex)
         for _ in range(2):
             compare(flex, records, script, model, x, y)
+
+
+class ScaledInput(MLP):
+    def forward(self, x, scale=1):
+        return super().forward(x * scale if isinstance(self.emb, nn.Linear) else x)
+
+
+@pytest.mark.ranks(2)
+@every
+def test_an_argument_may_be_no_tensor(kind):
+    model, (x, y) = ScaledInput().eval(), data()
+
+    def script(flex):
+        flex.register_forward_hook(HookFunction("layers.5.fc1", editing_function=in_place))
+
+    with FlexModel(make_schedule(kind, model, loss_fn=MSE), records := {}) as flex:
+        script(flex)
+        flex(x, target=y, scale=3)
+        expected = unsplit(model, script, 3 * x, y, MSE)
+        check_parameters(flex, expected["grads"])
+        if rank_of(flex) == 0:
+            check(records, expected["records"])
 
 
 @pytest.mark.ranks(2)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.tensor import distribute_module
 from torch.testing import assert_close
 
 import models
@@ -221,6 +222,20 @@ def test_ranks_that_run_no_function_need_not_have_the_values():
     if dist.get_rank() == 0:
         assert_close(found, expected)
     run.flex.restore()
+
+
+@pytest.mark.ranks(2)
+def test_what_is_not_whole_on_every_rank_is_refused():
+    flex = FlexModel(models.mlp(), tensor_parallel_size=2)
+    sharded = distribute_module(nn.Linear(4, 4), models.mesh(1, 2)["tp"])
+    for module, kind in ((sharded, "DTensor on cpu"), (nn.Linear(4, 4, device="meta"), "meta")):
+        with pytest.raises(TypeError, match=rf"'weight' of 'probe' is a .*{kind}; trainable"):
+            flex.register_trainable_module("probe", module)
+    flex.register_trainable_module("probe", nn.Linear(4, 4))
+    flex.trainable_modules["probe"] = sharded
+    with pytest.raises(TypeError, match=r"'probe.weight' of 'all trainable modules' is a DTensor"):
+        flex.sync_trainable_modules()
+    flex.restore()
 
 
 # ---- Saved and resumed ---------------------------------------------------------------------------

@@ -38,6 +38,8 @@ class Channel(Connections):
         self.num_payloads = 0  # payload collectives so far
         self.num_agreed = 0  # errors that all ranks knew of
         self.meter = costs.Meter()  # of the run
+        self.backwards: set[int] = set()  # passes at whose end ``held`` is raised
+        self.held: Exception | None = None  # an error that all ranks know of
         self.edited = ""  # the hook whose edit has just changed its tensor: on all ranks or on none
         self._error: tuple[int, str, BaseException | None] = (OK, "", None)
         super().__init__(mesh, timeout_s, device)
@@ -56,6 +58,11 @@ class Channel(Connections):
     @property
     def has_error(self) -> bool:
         return self._error[0] != OK
+
+    @property
+    def may_hold(self) -> bool:
+        """Whether an error may wait in ``held``, now."""
+        return torch._C._current_graph_task_id() in self.backwards
 
     def set_error(self, text: str, cause: BaseException | None, state: int = ERROR) -> None:
         """Remember an error of this rank; all ranks raise it at the next exchange. The first one
@@ -82,7 +89,8 @@ class Channel(Connections):
             where: What this rank is doing, for messages: ``"forward of 'layers.0' (hook 3)"``.
 
         Raises:
-            HookError: a rank has an error to tell, is missing, or died. Raised on every rank.
+            HookError: a rank has an error to tell, is missing, or died. Raised on every rank. What
+                a hook's function raised waits in ``held`` instead where it ``may_hold``.
             HookMismatchError: ranks do different things, or tensors of another dtype or number of
                 dims.
         """
@@ -104,7 +112,12 @@ class Channel(Connections):
         except ValueError as error:
             raise self.give_up(f"{where}: {error}") from None
         if any(other.state != OK for other in headers):
-            raise self._agreed_error(headers, where)
+            told = self._agreed_error(headers, where)
+            if self.may_hold and _can_go_on(headers):
+                self.held = self.held or told
+                return headers
+            self.num_agreed += 1
+            raise told
         if not all(self.is_of_this_wrap(other.sequence) for other in headers):
             raise self.mismatch(f"{where}, of wrap {self._number}", "run different FlexModels")
         for other in headers:
@@ -168,7 +181,6 @@ class Channel(Connections):
         state, text, cause = self._error
         texts = self.exchange_text(text)
         self.clear_error()
-        self.num_agreed += 1
         failed = [
             f"rank {self.mesh.rank_at(place)}: {texts[place]}"
             for place, other in enumerate(headers)
@@ -276,6 +288,16 @@ class Channel(Connections):
     def _count(self, axes: tuple[Axis, ...], num_bytes: int) -> None:
         self.num_payloads += 1
         self.meter.payload(num_bytes, self.transport(axes).name)
+
+
+def _can_go_on(headers: list[Header]) -> bool:
+    """Whether what failed on some ranks was a hook's function, and all are at one place."""
+    places = {
+        (header.kind, header.site, header.sequence, header.dtype, len(header.shape))
+        for header in headers
+    }
+    is_plain = all(header.state != FAILED and not header.is_wide for header in headers)
+    return is_plain and len(places) == 1
 
 
 def _note(error: BaseException | None, text: str) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from flex_model import _C
 from flex_model.distributed.channel import Channel
-from flex_model.distributed.header import Header, site_hash
+from flex_model.distributed.header import ERROR, FAILED, Header, site_hash
 from flex_model.distributed.mesh import Mesh
 from flex_model.errors import HookError, agreed, is_agreed, see
 from flex_model.hooks import remembered_runs
@@ -237,6 +237,8 @@ class HookCore:
         self.thread = threading.get_ident()
         self.backward_watch.thread = self.thread
         self.backward_watch.tell_what_is_owed()
+        self.channel.backwards.clear()
+        self.channel.held = None
         self.tracking.reset()
         self.channel.meter.clear()
         self.run = run
@@ -533,7 +535,8 @@ class HookCore:
                 raise
             if run is not None:
                 self._expect_end_of_backward(run)
-            self.hook_failed(registration, error)
+            # The graph is another one than on ranks that edit, so it can't be run to its end.
+            self.hook_failed(registration, error, FAILED)
             return tree
 
     def _run_of_backward(self) -> RunContext | None:
@@ -549,19 +552,23 @@ class HookCore:
         run = self._run_of_backward()
         return [r for r in registrations if run is None or r.index in run.active]
 
-    def hook_failed(self, registration: Registration, error: Exception) -> None:
+    def hook_failed(self, registration: Registration, error: Exception, state: int = ERROR) -> None:
         """An error of one hook. One rank: raise it. Several: go on as if unedited, all raise at the
-        next exchange. In a step of a pipeline: when it is over.
+        next exchange; in a backward pass at its end, for FSDP2 and DDP leave one that is left in
+        its middle unfinished. In a step of a pipeline: when it is over.
         """
         text = registration.failure(error)
         if self.step is not None:
             self._fail_in_step(self.step, text, error)
             return
         if is_agreed(error):
-            raise error
+            if isinstance(error, HookError) or not self.channel.may_hold:
+                raise error
+            self.channel.held = self.channel.held or error
+            return
         if self.channel.is_local:
             raise agreed(HookError(text)) from error
-        self.channel.set_error(text, error)
+        self.channel.set_error(text, error, state)
 
     def _fail_in_step(self, step: Step, text: str, error: BaseException) -> None:
         """The schedule goes on, without edits on all ranks of the stage, from the same exchange
@@ -604,6 +611,8 @@ class HookCore:
                 return grad
             self._expect_end_of_backward(run)
             for registration, number in zip(registrations, numbers):
+                if self.channel.held is not None:
+                    break
                 call = Call(
                     registration,
                     module,
@@ -646,12 +655,19 @@ class HookCore:
         run = self.run or self._runs.last or self._lone_run()
         self._expect_end_of_backward(run)
         for registration in registrations:
+            if self.channel.held is not None:
+                break
             try:
                 self._check_batch_open(run)
                 grad = self.caller.parameter_gradient(Call(registration, None, run), grad)
             except Exception as error:
                 self.hook_failed(registration, error)
         return grad
+
+    def refuse_parameter_hooks(self, registration: Registration, error: Exception) -> None:
+        """An error of all ranks, instead of ``run_parameter_hooks``."""
+        self._expect_end_of_backward(self.run or self._runs.last or self._lone_run())
+        self.hook_failed(registration, agreed(error))
 
     def _check_batch_open(self, run: RunContext) -> None:
         """HookError where the records of a backward would be those of another batch's."""
@@ -666,6 +682,8 @@ class HookCore:
         if run.backward_task == task or task == -1:
             return
         run.backward_task = task
+        if not self.channel.is_local:
+            self.channel.backwards.add(task)
         session = self.session
         if session is not None:
             session.backward_begins(run.entry)
@@ -678,6 +696,8 @@ class HookCore:
             try:
                 has_begun = True
                 run.backward_task = -1
+                core.channel.backwards.discard(task)
+                core._raise_held(run)
                 if not core.is_closed:
                     core._deliver(run, "end of the backward")
                     core.backward_order.ends()
@@ -688,6 +708,13 @@ class HookCore:
                 raise
 
         self.backward_watch.at_end(end, lambda: has_begun)
+
+    def _raise_held(self, run: RunContext) -> None:
+        """What failed on some rank in the backward that ends. Local: all ranks know of it."""
+        held, self.channel.held = self.channel.held, None
+        if held is not None:
+            self.records.forget(run)
+            raise held
 
     # The end.
 

@@ -64,6 +64,7 @@ class SiteOwner(Protocol):
     def run_parameter_hooks(
         self, registrations: Sequence[Registration], grad: Tensor
     ) -> Tensor: ...
+    def refuse_parameter_hooks(self, registration: Registration, error: Exception) -> None: ...
     def hook_failed(self, registration: Registration, error: Exception) -> None: ...
     def chosen_now(self, registrations: Sequence[Registration]) -> Sequence[Registration]: ...
 
@@ -316,12 +317,14 @@ class ParameterSite:
         def hook(parameter):
             nonlocal last
             if last is not None and parameter.grad is last():
-                raise ValueError(
+                refusal = ValueError(
                     f"parameter-gradient hook on {site.active[0].name!r}: FSDP2 adds this "
                     "backward's gradient to the one that was there, and the hook would edit their "
                     "sum; set gradients to None before each backward "
                     "(zero_grad(set_to_none=True)), or hook the module's gradients"
                 )
+                owner.refuse_parameter_hooks(site.active[0], refusal)
+                return
             parameter.grad = owner.run_parameter_hooks(site.active, parameter.grad)
             last = reference(parameter.grad)
 

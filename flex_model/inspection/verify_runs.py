@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from flex_model.distributed.gather import Move
+from flex_model.distributed.header import ERROR
 from flex_model.distributed.layout import Shape, ShardLayout
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.tracking import LayoutTracker, tensors_of
@@ -202,7 +203,7 @@ class _LookingCore(_Core):
         if not self.channel.is_local:
             self.records.join(run, kind, self._move)
 
-    def hook_failed(self, registration: Registration, error: Exception) -> None:
+    def hook_failed(self, registration: Registration, error: Exception, state: int = ERROR) -> None:
         """A site without a tensor, or with one that can't be gathered, is left out."""
         if is_agreed(error):
             raise error

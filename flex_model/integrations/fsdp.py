@@ -148,9 +148,9 @@ def sharded_parameter(root: nn.Module, name: str, parameter: nn.Parameter) -> nn
     the while.
     """
     owner = owner_fsdp2(root, name)
-    if owner is None or hasattr(parameter, "placements"):
+    if owner is None:
         return parameter
-    owner.reshard()
+    owner.reshard()  # nothing where it is sharded
     return names.find_parameter(root, name)[2]
 
 

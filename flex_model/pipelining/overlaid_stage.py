@@ -98,16 +98,26 @@ class OverlaidStage:
             try:
                 if not self.is_beyond:
                     with self._cut():
-                        return self._of_torch(
+                        output = self._of_torch(
                             "forward_one_chunk",
                             fwd_chunk_id,
                             args,
                             self.accepted(kwargs),
                             save_forward_output=save_forward_output,
                         )
+                        self._keep_tensors(fwd_chunk_id)
+                        return output
             except BaseException as error:
                 self._fail(fwd_chunk_id, error)
             return self._stand_in(fwd_chunk_id, save_forward_output)
+
+    def _keep_tensors(self, microbatch: int) -> None:
+        """Of the inputs that the backward is given: a split one asks each of them whether it needs
+        a gradient.
+        """
+        cache = self.stage.fwd_cache
+        outputs, inputs = cache[microbatch]
+        cache[microbatch] = outputs, [value for value in inputs if isinstance(value, Tensor)]
 
     @contextlib.contextmanager
     def _cut(self) -> Iterator[None]:
