@@ -23,7 +23,7 @@ from flex_model import _C
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.mesh import Mesh
-from flex_model.errors import HookError, agreed, is_agreed, see
+from flex_model.errors import HookError, UnpackIndexError, agreed, is_agreed, see
 from flex_model.hooks import remembered_runs
 from flex_model.hooks.backward_order import BackwardOrder
 from flex_model.hooks.backward_watch import BackwardWatch
@@ -555,7 +555,8 @@ class HookCore:
         if is_agreed(error):
             raise error
         if self.channel.is_local:
-            raise agreed(HookError(text)) from error
+            kind = UnpackIndexError if isinstance(error, UnpackIndexError) else HookError
+            raise agreed(kind(text)) from error
         self.channel.set_error(text, error)
 
     def _fail_in_step(self, step: Step, text: str, error: BaseException) -> None:
