@@ -386,6 +386,22 @@ def test_an_exception_on_one_rank_is_an_error_on_all_within_two_seconds(kind, ba
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("site", ["fc1", "fc2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exception_on_one_rank_leaves_no_collective_of_dtensors_to_it_alone(kind, site):
+    """The gradient of what fc1 is given is still to be summed over the ranks."""
+    fails = [True]
+    flex = FlexModel(models.TWO_RANKS["dtensor"].shard(models.mlp()), timeout=5)
+    edit = failing_edit(lambda: fails[0] and dist.get_rank() == 1)
+    getattr(flex, f"register_{kind}_hook")(HookFunction(site, editing_function=edit))
+    with pytest.raises(HookError, match=rf"rank 1: .*{site}.*went wrong"):
+        flex(BATCH).sum().backward()
+    fails[0] = False
+    flex.zero_grad()
+    flex(BATCH).sum().backward()
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_an_exception_at_a_replicated_site_is_an_error_on_all(bad_rank):
     fails = [True]

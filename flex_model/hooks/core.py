@@ -613,6 +613,7 @@ class HookCore:
                 position = self.backward_order.position(name)
                 try:
                     self._check_batch_open(run)
+                    grad = self.caller.summed(grad)
                     grad = self.caller.gradient(call, grad)
                     self.backward_order.note(name, position, run.batch)
                 except Exception as error:
@@ -644,6 +645,7 @@ class HookCore:
         for registration in registrations:
             try:
                 self._check_batch_open(run)
+                grad = self.caller.summed(grad)
                 grad = self.caller.parameter_gradient(Call(registration, None, run), grad)
             except Exception as error:
                 self.hook_failed(registration, error)
