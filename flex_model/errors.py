@@ -18,6 +18,12 @@ class HookError(RuntimeError):
     """
 
 
+class UnpackIndexError(HookError, IndexError):
+    """Where a hook is there are fewer tensors than its ``unpack_idx`` counts to: a wrong argument,
+    found while the model ran.
+    """
+
+
 class HookMismatchError(HookError):
     """Ranks disagree: other hooks, another order, other shapes or dtypes. The message names ranks,
     site and values.

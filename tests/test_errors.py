@@ -228,8 +228,22 @@ def test_a_contradicted_expected_shape_names_the_site_on_every_rank(site, shape)
 @pytest.mark.parametrize("index", [1, 7])
 def test_an_unpack_idx_out_of_range_names_the_site_and_what_there_is(index):
     flex = wrapped(HookFunction("fc1", unpack_idx=index))
-    with pytest.raises((IndexError, HookError), match=rf"(?s)fc1.*unpack_idx {index}.*1 tensor"):
+    with pytest.raises(IndexError, match=rf"(?s)fc1.*unpack_idx {index}.*1 tensor") as caught:
         flex(BATCH)
+    assert isinstance(caught.value, HookError)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("edits", [False, True])
+def test_an_unpack_idx_out_of_range_on_several_ranks(edits):
+    flex = FlexModel(models.mlp(), tensor_parallel_size=2)
+    edit = (lambda module, full, save_ctx, modules: full + 1) if edits else None
+    handle = flex.register_forward_hook(HookFunction("fc1", None, edit, 1))
+    with pytest.raises(IndexError, match=r"fc1.*unpack_idx 1 is out of range") as caught:
+        flex(BATCH)
+    assert isinstance(caught.value, HookError)
+    handle.remove()
+    flex(BATCH)
 
 
 def test_an_unpack_idx_below_zero():
@@ -367,6 +381,22 @@ def test_an_exception_on_one_rank_is_an_error_on_all_within_two_seconds(kind, ba
     if dist.get_rank() == bad_rank:
         assert isinstance(error.value.__cause__, ArithmeticError)
 
+    fails[0] = False
+    flex.zero_grad()
+    flex(BATCH).sum().backward()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("site", ["fc1", "fc2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exception_on_one_rank_leaves_no_collective_of_dtensors_to_it_alone(kind, site):
+    """The gradient of what fc1 is given is still to be summed over the ranks."""
+    fails = [True]
+    flex = FlexModel(models.TWO_RANKS["dtensor"].shard(models.mlp()), timeout=5)
+    edit = failing_edit(lambda: fails[0] and dist.get_rank() == 1)
+    getattr(flex, f"register_{kind}_hook")(HookFunction(site, editing_function=edit))
+    with pytest.raises(HookError, match=rf"rank 1: .*{site}.*went wrong"):
+        flex(BATCH).sum().backward()
     fails[0] = False
     flex.zero_grad()
     flex(BATCH).sum().backward()

@@ -370,6 +370,30 @@ def test_what_a_stage_takes():
         assert_equal((loss, logits), (expected.loss, expected.logits))
 
 
+@pytest.mark.parametrize("kind", ["plain", "checkpointed"])
+def test_a_keyword_used_between_blocks_that_the_example_did_not_have(kind):
+    class Scaled(Tower):
+        def forward(self, x, scale=None):
+            hidden = self.inp(x)
+            for layer in self.layers:
+                if self.kind == "checkpointed":
+                    hidden = checkpoint(layer, hidden, use_reentrant=False)
+                else:
+                    hidden = layer(hidden)
+                if scale is not None:
+                    hidden = hidden * scale
+            return self.out(self.norm(hidden))
+
+    model = seeded(Scaled, kind).double()
+    x, scale = random(4, 5), random(4, 1)
+    split = {"layers.1": BEGINNING, "layers.2": END}
+    pipe = pipeline(model, (x,), split_spec=split, method="modules")
+    for given in (scale, None):
+        answers = [each(x, scale=given) for each in (pipe, model)]
+        assert_equal(*answers)
+        assert_equal(*[torch.autograd.grad(y.sum(), list(model.parameters())) for y in answers])
+
+
 def test_inputs_by_keyword_reach_every_stage():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(**SMALL)

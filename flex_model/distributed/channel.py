@@ -21,7 +21,7 @@ from flex_model.distributed.mesh import Axis, Mesh
 from flex_model.distributed.transports import transport
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.transport import Gathered
-from flex_model.errors import HookError, HookMismatchError, agreed, see
+from flex_model.errors import HookError, HookMismatchError, UnpackIndexError, agreed, see
 
 _TEXT_BYTES = 2048
 _GRACE_S = 10.0  # how long a rank whose model failed waits to tell the others
@@ -187,7 +187,8 @@ class Channel(Connections):
             if other.state != OK
         ]
         here = "" if state != OK else f" (this rank was at: {where})"
-        error = HookError(f"{'; '.join(failed)}{here}{self._steps_of_all()}")
+        kind = UnpackIndexError if isinstance(cause, UnpackIndexError) else HookError
+        error = kind(f"{'; '.join(failed)}{here}{self._steps_of_all()}")
         error.__cause__ = cause
         return agreed(error)
 

@@ -122,13 +122,17 @@ class HookCaller:
             self._collect(call, leaf)
         return []
 
+    def summed(self, grad: Tensor) -> Tensor:
+        """A gradient with its partial sums done. It goes on so on every rank, also on one whose
+        function fails: else that one alone would sum later, and wait for the others.
+        """
+        return dtensor.without_partial(grad) if dtensor.is_dtensor(grad) else grad
+
     def gradient(self, call: Call, grad: Tensor) -> Tensor:
-        """A backward hook on one gradient. Its values are those of the mean loss, over
+        """A backward hook on one ``summed`` gradient. Its values are those of the mean loss, over
         data-parallel ranks and micro-batches.
         """
         call.registration.check_movable(grad)
-        if dtensor.is_dtensor(grad):
-            grad = dtensor.without_partial(grad)
         scale = self.gradient_scale
         given = grad / scale if scale > 1 else grad
         if not call.registration.edits:
@@ -140,10 +144,10 @@ class HookCaller:
         return edited * scale if scale > 1 else edited
 
     def parameter_gradient(self, call: Call, grad: Tensor) -> Tensor:
-        """A hook on a parameter's gradient: averaged over dp, in full; the average goes on."""
+        """A hook on a parameter's ``summed`` gradient: averaged over dp, in full; the average goes
+        on.
+        """
         call.registration.check_movable(grad)
-        if dtensor.is_dtensor(grad):
-            grad = dtensor.without_partial(grad)
         grad = self._mean_over_dp(call, grad)
         if not call.registration.edits:
             self._collect(call, grad)

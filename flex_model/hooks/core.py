@@ -23,7 +23,7 @@ from flex_model import _C
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.header import ERROR, FAILED, Header, site_hash
 from flex_model.distributed.mesh import Mesh
-from flex_model.errors import HookError, agreed, is_agreed, see
+from flex_model.errors import HookError, UnpackIndexError, agreed, is_agreed, see
 from flex_model.hooks import remembered_runs
 from flex_model.hooks.backward_order import BackwardOrder
 from flex_model.hooks.backward_watch import BackwardWatch
@@ -567,7 +567,8 @@ class HookCore:
             self.channel.held = self.channel.held or error
             return
         if self.channel.is_local:
-            raise agreed(HookError(text)) from error
+            kind = UnpackIndexError if isinstance(error, UnpackIndexError) else HookError
+            raise agreed(kind(text)) from error
         self.channel.set_error(text, error, state)
 
     def _fail_in_step(self, step: Step, text: str, error: BaseException) -> None:
@@ -626,6 +627,7 @@ class HookCore:
                 position = self.backward_order.position(name)
                 try:
                     self._check_batch_open(run)
+                    grad = self.caller.summed(grad)
                     grad = self.caller.gradient(call, grad)
                     self.backward_order.note(name, position, run.batch)
                 except Exception as error:
@@ -659,6 +661,7 @@ class HookCore:
                 break
             try:
                 self._check_batch_open(run)
+                grad = self.caller.summed(grad)
                 grad = self.caller.parameter_gradient(Call(registration, None, run), grad)
             except Exception as error:
                 self.hook_failed(registration, error)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flex_model import _C
 from flex_model.distributed.header import site_hash
 from flex_model.distributed.inference import ExpectedShape
-from flex_model.errors import HookError
+from flex_model.errors import HookError, UnpackIndexError
 from flex_model.hooks.function import HookFunction
 from flex_model.selection import Select
 
@@ -131,7 +131,8 @@ class Registration:
         """The tensor that the hook is about.
 
         Raises:
-            HookError: there is none, or fewer than ``unpack_idx`` counts to.
+            HookError: there is none.
+            UnpackIndexError: there are fewer than ``unpack_idx`` counts to.
         """
         index = self.hook_function.unpack_idx
         try:
@@ -145,7 +146,7 @@ class Registration:
                 f"({_brief(tree)}); hook another module, or register the container's type with "
                 "flex_model.pytree.register"
             )
-        raise HookError(
+        raise UnpackIndexError(
             f"{self.describe()}: unpack_idx {index} is out of range, the module's {what} holds "
             f"{count} tensor{'s' * (count > 1)}; give an unpack_idx from 0 to {count - 1}"
         )

@@ -65,7 +65,8 @@ def trace_subgraphs(
     model, also on other batch sizes, lengths and masks.
 
     Args:
-        sample_input: Arguments by name. Their lengths and truths are taken to be those of all.
+        sample_input: Arguments by name. Their lengths and truths are taken to be those of all; code
+            that asks in Python for values in tensors does not trace.
         sequential_targets: As in ``match_modules``.
         ignore: Names of methods, of the modules around targets, not to look into.
 

@@ -22,17 +22,22 @@ import torch.fx
 from torch import Tensor, nn
 from torch.fx.node import map_arg
 
+from flex_model.errors import TraceError
+
 # Factories of tensors: torch does not ask their arguments, which may be sizes, for their type.
 _FACTORIES = (
     *("arange", "as_tensor", "empty", "eye", "full", "full_like", "linspace"),
     *("ones", "rand", "randn", "tensor", "zeros"),
 )
+# What gives Python values of tensors.
+_READERS = ("item", "tolist", "equal", "allclose", torch.equal, torch.allclose, torch.is_nonzero)
 _NO_SAMPLE = object()
 
 
 class SampledProxy(torch.fx.Proxy):
     """A proxy that knows what it is for the sample. Sizes stay proxies; dtypes, devices and the
-    like are taken to be the same for all inputs, and so are lengths, truths and indices.
+    like are taken to be the same for all inputs, and so are lengths, truths and indices. Python is
+    not told the values in a tensor of the input: no comparison could tell what others would do.
     """
 
     @property
@@ -49,23 +54,32 @@ class SampledProxy(torch.fx.Proxy):
             return self.tracer.create_proxy("call_function", getattr, (self, name), {})
         return value
 
+    def _answer(self) -> Any:
+        """The sample, where no value of the input decides what it is."""
+        if self.tracer.reads_values(self.node):  # type: ignore[attr-defined]
+            raise TraceError(
+                f"the code around the targets asks in Python for the values of {self.node.name!r}, "
+                "a tensor (an if, .item(), bool(), int())"
+            )
+        return self.sample
+
     def __bool__(self) -> bool:
-        return super().__bool__() if self.sample is _NO_SAMPLE else bool(self.sample)
+        return super().__bool__() if self.sample is _NO_SAMPLE else bool(self._answer())
 
     def __len__(self) -> int:
         return super().__len__() if self.sample is _NO_SAMPLE else len(self.sample)
 
     def __index__(self) -> int:
-        return operator.index(self.sample)
+        return operator.index(self._answer())
 
     def __int__(self) -> int:
-        return int(self.sample)
+        return int(self._answer())
 
     def __float__(self) -> float:
-        return float(self.sample)
+        return float(self._answer())
 
     def __contains__(self, item: Any) -> bool:
-        return _sample_of(item) in self.sample
+        return _sample_of(item) in self._answer()
 
     def __iter__(self) -> Iterator[Any]:
         if self.sample is _NO_SAMPLE:
@@ -177,6 +191,24 @@ class SequentialTracer(torch.fx.Tracer):
             self.samples[node] = self._run(node)
         return self.samples[node]
 
+    def reads_values(self, node: torch.fx.Node) -> bool:
+        """Whether what a node is for the sample follows from values in tensors of the input: not
+        from sizes, and not from weights alone.
+        """
+        todo = [node]
+        while todo:
+            node = todo.pop()
+            is_tensor = isinstance(self.samples.get(node), Tensor)
+            if (is_tensor or _gives_values(node)) and _is_of_inputs(node):
+                return True
+            if not is_tensor:
+                todo += (
+                    one
+                    for one in node.all_input_nodes
+                    if not isinstance(self.samples.get(one), Tensor)
+                )
+        return False
+
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, Tensor) and not self._is_of_model(a):
             return self.create_node("call_function", _constant(a), (), {})
@@ -219,6 +251,22 @@ class SequentialTracer(torch.fx.Tracer):
 
         call.__wrapped__ = function  # type: ignore[attr-defined]
         return call
+
+
+def _gives_values(node: torch.fx.Node) -> bool:
+    return node.op in ("call_method", "call_function") and node.target in _READERS
+
+
+def _is_of_inputs(node: torch.fx.Node) -> bool:
+    todo, seen = [node], {node}
+    while todo:
+        node = todo.pop()
+        if node.op == "placeholder":
+            return True
+        new = set(node.all_input_nodes) - seen
+        seen |= new
+        todo += new
+    return False
 
 
 def _constant(tensor: Tensor) -> Callable[[], Tensor]:

@@ -160,6 +160,16 @@ def plain(self, x):
     return {"x": x, "rows": torch.arange(x.shape[0])}
 
 
+def test_a_branch_on_weights_is_the_same_for_all_inputs():
+    model = Parent(
+        lambda self, x: (
+            self.blocks[1](self.blocks[0](x)) * (2 if self.scale.sum() > 0 and len(x) > 0 else 3)
+        )
+    )
+    subgraphs = trace_subgraphs(model, {"x": BATCHES[0]}, ["Linear"])
+    assert_equal(run_by_hand(model, subgraphs, {"x": BATCHES[3]}), model(BATCHES[3]))
+
+
 def test_weights_and_factories_of_the_parent():
     model = Parent(lambda self, x: (self.blocks[1](self.blocks[0](x)) * self.scale + self.shift,))
     subgraphs = trace_subgraphs(model, {"x": BATCHES[0]}, ["Linear"])
@@ -168,9 +178,17 @@ def test_weights_and_factories_of_the_parent():
 
 WRONG = {
     # what is true of the sample only
-    "a branch on values": (
+    "a branch on sizes": (
         lambda self, x: self.blocks[1](self.blocks[0](x)) * (2 if x.shape[0] > 2 else 3),
         "differs from the model's",
+    ),
+    "a branch on values": (
+        lambda self, x: self.blocks[1](self.blocks[0](x)) * (2 if x.sum() > 1e9 else 3),
+        "does not trace.*asks in Python for the values of 'gt'",
+    ),
+    "a number from values": (
+        lambda self, x: self.blocks[1](self.blocks[0](x)) * max(0, x.max().item() - 1e9),
+        "does not trace.*asks in Python for the values of 'gt'",
     ),
     "a length taken as a constant": (plain, "differs from the model's"),
     "a loop over rows": (

@@ -71,9 +71,9 @@ def build(
         fill = float("nan") if parameter.dtype.is_floating_point else 0
         nothing = torch.full((), fill, dtype=parameter.dtype, device=parameter.device)
         holder.register_buffer(key, nothing.expand(parameter.shape), persistent=False)
-    if enters is not None and enters.output is None and enters.argument is not None:
+    if enters is not None and enters.argument is not None:
         first = stage.get_submodule(blocks.blocks[start])
-        hook = ReceiveAtEntry(enters.argument)
+        hook = ReceiveAtEntry(enters.argument, is_behind_entry=enters.output is not None)
         first.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
     leaving = None
     if leaves is not None and leaves.argument is None:

@@ -112,19 +112,28 @@ class Exit(StandIn):
 class ReceiveAtEntry:
     """A forward-pre hook: the block's hidden state is what the stage has received.
 
-    For blocks that take something other than what the block before them returned.
+    Args:
+        leaf: Which of its arguments is the hidden state.
+        is_behind_entry: On the example it was what the block before it returned. It is not where
+            the model does more between the blocks, for an argument that the example did not have:
+            the stage before has done that.
     """
 
-    def __init__(self, leaf: int) -> None:
+    def __init__(self, leaf: int, *, is_behind_entry: bool) -> None:
         self._leaf = leaf
+        self._is_behind_entry = is_behind_entry
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         leaves, spec = _pytree.tree_flatten((args, kwargs))
         call = current_call()
+        if call is not None and leaves[self._leaf] is call.hidden:
+            return None
         if call is None:
             # A checkpointed block computed once more, during the backward: it is given the very
             # tensor that it was given then.
             hidden = getattr(leaves[self._leaf], "_flex_model_received", None)
+            if hidden is None and self._is_behind_entry:
+                return None
             if hidden is None:
                 raise RuntimeError(
                     "the first block of a pipeline stage was called outside of its stage"
