@@ -273,6 +273,10 @@ SEVERAL = {
     ),
     "where": (torch.where, [X > 0, X, X.flip(0)], [Shard(2), Shard(2), Shard(2)], Shard(2)),
     "masked fill": (lambda x, m: x.masked_fill(m, 0.0), [X, X > 0], [Shard(1), Shard(1)], Shard(1)),
+    "complex": (torch.complex, [X, X.flip(0)], [Shard(2), Shard(2)], Shard(2)),
+    "polar": (torch.polar, [X, X.flip(0)], [Shard(1), Shard(1)], Shard(1)),
+    "complex of sums": (torch.complex, [X, X], [P, P], None),
+    "prelu": (F.prelu, [X, random(1)], [Shard(2), R], Shard(2)),
     "outer product": (torch.outer, [random(4), random(6)], [R, Shard(0)], Shard(1)),
     "index add": (
         lambda x, s: x.index_add(0, torch.tensor([1, 2, 0, 3]), s),

@@ -36,7 +36,15 @@ _UNARY = {
     "wait_tensor",
 }
 # Without torch's own tag.
-_POINTWISE = {"masked_fill", "masked_fill_", "where", "_weight_norm_interface"}
+_POINTWISE = {
+    "complex",
+    "masked_fill",
+    "masked_fill_",
+    "polar",
+    "_prelu_kernel",
+    "where",
+    "_weight_norm_interface",
+}
 _RULES: dict[str, Callable[..., list[Split]]] = {
     "view": reshaping.view,
     "_unsafe_view": reshaping.view,
