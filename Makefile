@@ -2,6 +2,7 @@
 # compiler. `make help` lists the targets.
 #
 #   VENV=path       another environment than .venv
+#   SECONDS=n       for how long `make fuzz` runs; RANKS=n: on how many; FUZZ="...": its further arguments
 #   FLEX_MODEL_...  see setup.py and flex_model/_load.py
 
 .NOTPARALLEL:
@@ -23,7 +24,7 @@ export PYTHON
 CPP = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 NVCC := $(shell PATH="$${CUDA_HOME:-/usr/local/cuda}/bin:$$PATH" command -v nvcc)
 
-.PHONY: help venv build demo test browser check bench docs lint clean parity
+.PHONY: help venv build demo test browser check bench docs lint clean parity fuzz
 .PHONY: check-build check-symbols check-sdist check-sanitizers check-slow
 
 help:  ## list the targets
@@ -53,6 +54,9 @@ browser: venv  ## a headless browser for the tests of pages, in .venv, where non
 
 parity: build  ## the parity table: every framework, mesh and hook kind against the unsharded model
 	$(PYTHON) tests/parity
+
+fuzz: build  ## random programs on 2 ranks (RANKS=1|2|4) for SECONDS, against the unsharded model
+	$(PYTHON) tests/fuzz --seconds $(or $(SECONDS),600) --ranks $(or $(RANKS),2) $(FUZZ)
 
 docs: $(DOCS_STAMP)  ## the documentation as a site in site/; links that lead nowhere fail
 	@mkdir -p build  # without --quiet, which would not count warnings

@@ -8,7 +8,7 @@ load()
 
 from flex_model import pytree
 from flex_model.dummy import DummyModule
-from flex_model.errors import HookError, HookMismatchError, TraceError
+from flex_model.errors import HookError, HookMismatchError, HookNotCalledWarning, TraceError
 from flex_model.hooks.function import HookFunction
 from flex_model.model import FlexModel
 from flex_model.selection import Select
@@ -23,6 +23,7 @@ __all__ = [
     "HookError",
     "HookFunction",
     "HookMismatchError",
+    "HookNotCalledWarning",
     "Select",
     "TraceError",
     "build_info",

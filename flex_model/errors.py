@@ -30,6 +30,18 @@ class HookMismatchError(HookError):
     """
 
 
+class LayoutMismatchError(HookMismatchError, ValueError):
+    """The shapes that ranks hold are not those of one tensor's shards, as its layout says, or as
+    ``expected_shape`` does.
+    """
+
+
+class HookNotCalledWarning(UserWarning):
+    """A run ended, and the module of a forward or forward-pre hook was never run in it, nor in one
+    before. Once per hook, on every rank.
+    """
+
+
 class TraceError(RuntimeError):
     """A model could not be traced, or the traced graph does not compute what the model computes."""
 

@@ -120,11 +120,7 @@ class FlexModel(nn.Module):
         sizes = (tensor_parallel_size, pipeline_parallel_size, data_parallel_size)
         mesh = find_mesh(module, sizes, process_group, device_mesh, float(timeout))
         if mesh.pp_size > 1:
-            raise ValueError(
-                f"pipeline_parallel_size is {mesh.pp_size}, but a module alone does not say when "
-                "its stages run; wrap the "
-                "pipeline's schedule: FlexModel(schedule, output_ptr, ...)"
-            )
+            raise ValueError(model_mesh.pipeline_refusal(module, mesh.pp_size))
         core = HookCore(
             module,
             mesh,
@@ -359,12 +355,14 @@ class FlexModel(nn.Module):
         core = self._core
         self._check_open()
         choice = core.table.choice(groups, complement)
-        cut.check(self.module, core.is_compiled)
+        cut.check(self.module)
         is_inside = core.run is not None or core.in_backward()
         with core.chosen(choice) if is_inside else self.active(groups, complement):
             until = Until(self._sites_until(module_name))
             with until.installed(), until.one_forward():
                 self.module(*args, **kwargs)
+            if core.run is not None:
+                core.run.was_cut = True
             cut.clean_up(self.module)
             if not until.is_reached:
                 raise RuntimeError(cut.not_reached(module_name))
@@ -493,16 +491,16 @@ class FlexModel(nn.Module):
     def _hookable_parameter(self, name: str) -> tuple[nn.Parameter, bool]:
         if fsdp.wrapper_of_parameter(self.module, name) is not None:
             raise ValueError(
-                f"register_hook: parameter {name!r} belongs to a FullyShardedDataParallel (FSDP1) "
-                "module, which gives "
+                f"register_hook: parameter {clean(self.module, name)!r} belongs to a "
+                "FullyShardedDataParallel (FSDP1) module, which gives "
                 "hooks a local, flattened gradient; use torch.distributed.fsdp.fully_shard, or "
                 "hook the module's gradients"
             )
         _, _, parameter = find_parameter(self.module, name)
         if not parameter.requires_grad:
             raise ValueError(
-                f"register_hook: parameter {name!r} does not require a gradient; call "
-                "requires_grad_(True) first"
+                f"register_hook: parameter {clean(self.module, name)!r} does not require a "
+                "gradient; call requires_grad_(True) first"
             )
         after = fsdp.owner_fsdp2(self.module, name) is not None
         return fsdp.sharded_parameter(self.module, name, parameter), after
@@ -1033,9 +1031,10 @@ class FlexModel(nn.Module):
     def restore(self) -> nn.Module:
         """Take all hooks off and return the wrapped model as it was; frees what the wrapper made.
 
-        As often as one likes. A graph made before it should have had its backward: checkpointed
-        parts would be computed once more without their edits. An editing function that refers to
-        this FlexModel keeps it alive until then.
+        As often as one likes. The backward of a graph made before it still has its hooks, and
+        checkpointed parts are computed once more with their edits; with several ranks, what that
+        needs is freed after it, or with the graph. An editing function that refers to this
+        FlexModel keeps it alive until then.
         """
         self.__dict__.pop("fmps", None)  # with its connections
         try:

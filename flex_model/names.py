@@ -28,7 +28,8 @@ def clean(module: nn.Module, name: str) -> str:
         )
         if not is_wrapper:
             parts.append(part)
-        module = getattr(module, "_modules", {}).get(part) or module
+        child = getattr(module, "_modules", {}).get(part)  # not tested: it may have a length
+        module = module if child is None else child
     return ".".join(parts)
 
 

@@ -78,7 +78,8 @@ class Parameters:
             gradient = found.gradient
             if not self._channel.is_local:
                 there = gradient is not None
-                what = f"the gradient of parameter {name!r}, which is {'there' * there or None}"
+                shown = clean(self._root, name)
+                what = f"the gradient of parameter {shown!r}, which is {'there' * there or None}"
                 self._channel.agree(Header("parameter", site=site_hash(name, there)), what)
             if gradient is None:
                 return None
@@ -88,26 +89,29 @@ class Parameters:
         """Write each rank's shard of ``full`` into the parameter; its shape tells how plain shards
         are split, where nothing else does.
         """
+        shown = clean(self._root, name)
         if not isinstance(full, Tensor):
             raise TypeError(
-                f"set_module_parameter: expected a full torch.Tensor for {name!r}, got "
+                f"set_module_parameter: expected a full torch.Tensor for {shown!r}, got "
                 f"{type(full).__name__}"
             )
         given = tuple(full.shape)
         if not self._channel.is_local:
             header = Header("parameter", site=site_hash("set", name, given))
-            self._channel.agree(header, f"a new full value of parameter {name!r}, of shape {given}")
+            self._channel.agree(
+                header, f"a new full value of parameter {shown!r}, of shape {given}"
+            )
         with self._found(name, writeback=True, sharded=True) as found, torch.no_grad():
             local, move = self._move(name, found, found.kept, None, default_shape=full.shape)
             shape = tuple(local.shape) if move is None else move.full_shape
             if given != shape:
                 raise agreed(
                     ValueError(
-                        f"set_module_parameter: {name!r} has the full shape {shape}, got {given}"
+                        f"set_module_parameter: {shown!r} has the full shape {shape}, got {given}"
                     )
                 )
             full = full.detach().to(local.dtype)
-            self._check_equal(name, full)
+            self._check_equal(shown, full)
             local.copy_(full if move is None else move.slice(full.to(local.device)))
             if offload.is_offloaded(self._root, found.full_name):
                 offload.write(self._root, found.full_name, local)
@@ -168,7 +172,7 @@ class Parameters:
         ``default_shape`` is the expected shape where nothing else tells the layout.
         """
         expected = inference.check_expected_shape(expected_shape)
-        site = f"parameter {name!r}"
+        site = f"parameter {clean(self._root, name)!r}"
         told = expected or inference.check_expected_shape(default_shape)
         known, stated_axes = self._stated(site, found, tensor, told)
         if known is None:
@@ -187,6 +191,8 @@ class Parameters:
                     header, f"the full value of {site}, expected_shape {expected}"
                 )
             ]
+        if not dtensor.is_dtensor(tensor):
+            self._check_elements(site, found, shapes)
         layout = inference.settle(
             self._channel, site, local, shapes, expected, known, batch_on_dp=False
         ).layout
@@ -195,6 +201,28 @@ class Parameters:
         if known is not None:
             self._check_replicas(site, local, layout, stated_axes)
         return local, Move.of(self._channel, layout, shapes, local.dtype)
+
+    def _check_elements(self, site: str, found: _Found, shapes: Sequence[Shape]) -> None:
+        """ValueError, on all ranks, where a rank has no elements of what its layer says has some,
+        and no split into as many parts leaves it without.
+        """
+        sizes = layers.stated_sizes(found.module, found.full_name.rpartition(".")[2])
+        if sizes is None or 0 in sizes:
+            return
+        tp_size = self._channel.mesh.tp_size
+        for rank, shape in enumerate(shapes):
+            is_last_part = len(shape) == len(sizes) and all(
+                own == full or (own == 0 and full < tp_size) for own, full in zip(shape, sizes)
+            )
+            if 0 in shape and not is_last_part:
+                raise agreed(
+                    ValueError(
+                        f"{site}: rank {rank} holds no elements of it (local shape {shape}), and "
+                        f"its layer states the sizes {sizes}: its values are elsewhere, offloaded "
+                        "or partitioned by something that flex_model does not know; bring them "
+                        "back before they are read"
+                    )
+                )
 
     def split_of_gradient(self, name: str) -> Placement | None:
         """How the gradient of a parameter that is no DTensor is split along tp, where its layer or
@@ -311,8 +339,8 @@ class Parameters:
                 kept = offload.read(self._root, full_name)
             elif parameter.is_meta:
                 raise ValueError(
-                    f"parameter {name!r} is on the meta device: its weights are not loaded; load "
-                    "or dispatch the model first"
+                    f"parameter {clean(self._root, name)!r} is on the meta device: its weights are "
+                    "not loaded; load or dispatch the model first"
                 )
             yield _Found(full_name, module, parameter, kept)
 
@@ -320,7 +348,7 @@ class Parameters:
         """Before a collective of the framework's own, in which ranks that differ would hang."""
         if not self._channel.is_local:
             header = Header("parameter", site=site_hash(name, "gather"))
-            self._channel.agree(header, f"parameter {name!r}")
+            self._channel.agree(header, f"parameter {clean(self._root, name)!r}")
 
 
 def _summed(tensor: Any) -> Any:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from rank_pool import GRACE_S, RankPool, Skipped, seed_everything
 
 TIMEOUT_S = 60
+PROCESS = os.getpid()
 POOLS = {}
 STDERR, STATUS = pytest.StashKey(), pytest.StashKey()
 
@@ -39,6 +40,11 @@ def pytest_configure(config):
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if WORLD_SIZE:  # fd 2 as it is while pytest captures nothing
         config.stash[STDERR] = os.fdopen(os.dup(2), "w")
+
+
+def pytest_runtest_logreport():
+    if os.getpid() != PROCESS:  # a child that a test forked, and in which it has failed
+        os._exit(70)
 
 
 def pytest_collection_modifyitems(items):

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 
 class MLP(nn.Module):
@@ -75,6 +76,24 @@ class Block(nn.Module):
     def forward(self, x):
         x = x + self.attn(hidden=self.norm(x), causal=True)[0]
         return x + self.mlp(x)
+
+
+class Checkpointed(nn.Module):
+    """Two MLPs, the second of which is recomputed in backward."""
+
+    columns, rows = ("a.fc1", "b.fc1"), ("a.fc2", "b.fc2")
+
+    def __init__(self, recompute=None):
+        super().__init__()
+        self.a, self.b = MLP(), MLP()
+        self.a.out = nn.Identity()
+        self.recompute = recompute
+
+    def forward(self, x):
+        x = self.a(x)
+        if self.recompute is None:
+            return self.b(x)
+        return checkpoint(self.b, x, use_reentrant=self.recompute == "reentrant")
 
 
 def mlp(width=6, hidden=8, dtype=torch.float64):

@@ -4,6 +4,7 @@ With the "eager" backend, which runs what was captured as it is: capturing is wh
 """
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -114,6 +115,114 @@ def test_a_model_compiled_after_it_was_wrapped():
     flex.register_forward_hook(HookFunction("fc1"))
     flex(BATCH)
     assert len(records["fc1"]) == 1
+
+
+def keep_a_function(model):
+    """As transformers' ``get_compiled_call``; so may anybody."""
+    model._compiled_call = torch.compile(model.__call__, backend="eager")
+    return model, model._compiled_call
+
+
+def compile_forward(model):
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model, model
+
+
+def compile_outside(model):
+    return model, torch.compile(lambda *args: model(*args), backend="eager")
+
+
+# These failed before: the hook was not called.
+@pytest.mark.parametrize("compile_call", [keep_a_function, compile_forward, compile_outside])
+@pytest.mark.parametrize("called_before", [False, True])
+@pytest.mark.parametrize("begins_run", [False, True])
+def test_a_hook_fires_in_code_that_is_compiled_beside_the_model(
+    compile_call, called_before, begins_run
+):
+    records, expected = {}, {}
+    plain = FlexModel(models.mlp(), expected)
+    model, call = compile_call(models.mlp())
+    flex = FlexModel(model, records)
+    if called_before:
+        assert_close(call(BATCH), plain(BATCH))
+    for wrapper in (plain, flex):
+        wrapper.register_forward_hook(HookFunction("fc1", editing_function=double))
+        wrapper.update_hook_groups("fc1", "first")
+    for site in ("act", "fc2"):
+        for groups in ("all", "first", (), "all"):
+            records.clear()
+            expected.clear()
+            output = plain(BATCH, groups=groups)
+            with flex.active(groups) if begins_run or groups != "all" else nullcontext():
+                assert torch.equal(call(BATCH), output)
+            assert records.keys() == expected.keys()
+            for name, tensors in expected.items():
+                assert_close(records[name], tensors)
+        for wrapper in (plain, flex):
+            wrapper.register_forward_hook(HookFunction(site, editing_function=double))
+    flex.restore()
+    assert torch.equal(call(BATCH), models.mlp()(BATCH))
+
+
+def generating(model, device_is_cuda):
+    """As ``generate`` does by itself on CUDA: decoding with a static cache runs compiled."""
+    from transformers.generation.configuration_utils import CompileConfig
+
+    if device_is_cuda:
+        config = CompileConfig(backend="eager", mode=None)
+        config._compile_all_devices = True
+        model.generation_config.compile_config = config
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    more = {"cache_implementation": "static", "output_scores": True}
+    return lambda flex: flex.generate(
+        torch.tensor([[1, 2, 3, 4]]), return_dict_in_generate=True, **settings, **more
+    )
+
+
+def generations(model, compiles, name, **sizes):
+    """What some runs of ``generate`` give: tokens, scores, records."""
+    records, runs = {}, []
+    flex = FlexModel(model, records, output_ranks="all", **sizes)
+    generate = generating(model, compiles)
+
+    def run():
+        records.clear()
+        output = generate(flex)
+        runs.append((output.sequences, output.scores, dict(records)))
+
+    run()
+    handle = flex.register_forward_hook(HookFunction(name, editing_function=double))
+    run()
+    flex.register_forward_hook(HookFunction("model.norm"))
+    run()
+    handle.remove()
+    run()
+    assert hasattr(model, "_compiled_call") == compiles
+    flex.restore()
+    return runs
+
+
+def check_generation(plain, compiled, name, **sizes):
+    """The same calls of a model that compiles and of one that does not."""
+    for expected, found in zip(
+        generations(plain, False, name, **sizes), generations(compiled, True, name, **sizes)
+    ):
+        assert torch.equal(found[0], expected[0])
+        assert_close(found[1:], expected[1:])
+        assert all(len(tensors) == 4 for tensors in expected[2].values())
+
+
+def test_generation_with_a_static_cache_as_on_cuda():  # hooks were called by the prefill only
+    check_generation(models.llama(), models.llama(), "model.layers.0.mlp")
+
+
+@pytest.mark.ranks(2)
+def test_generation_with_a_static_cache_over_two_tensor_parallel_ranks():
+    sharded = models.tensor_parallel_llama(models.llama(), models.mesh(1, 2)["tp"])
+    with warnings.catch_warnings():  # Dynamo's, of breaks
+        warnings.simplefilter("ignore")
+        check_generation(models.llama(), sharded, "model.layers.0.mlp", tensor_parallel_size=2)
+    torch.compiler.reset()
 
 
 def test_an_idle_wrapper_adds_no_graph_break():

@@ -738,3 +738,33 @@ def test_groups_on_two_ranks():
         result = flex(BATCH, groups=groups)
         assert_close(result, expected)
         assert lengths(records) == (dict.fromkeys(sites, 1) if dist.get_rank() == 0 else {})
+
+
+def test_a_group_that_lost_its_hooks_is_empty():
+    """It was unknown before."""
+    flex, records = wrap("fc1")
+    (hook,) = flex.create_hook_group("g", "fc2", editing_function=negate)
+    flex.update_hook_groups("fc2", "other")
+    flex.remove_hook_groups("fc2", "g")
+    assert flex.get_group_hook_functions("g") == []
+    expected = models.mlp()(BATCH)
+    assert_close(flex(BATCH, groups="g"), expected)
+    assert not records
+    flex(BATCH, groups="g", complement=True)
+    assert sorted(records) == ["fc1", "fc2"]
+    with flex.active(["g"]):
+        assert_close(flex(BATCH), expected)
+    flex.update_hook_groups(hook, "g")
+    assert flex.get_group_hook_functions("g") == [hook]
+    flex.restore()
+
+
+def test_a_group_whose_hooks_were_removed_is_empty():
+    flex, _ = wrap("fc1")
+    handle = flex.register_forward_hook(HookFunction("fc2", editing_function=negate))
+    flex.update_hook_groups("fc2", "g")
+    handle.remove()
+    assert flex.get_group_hook_functions("g") == []
+    assert_close(flex(BATCH, groups="g"), models.mlp()(BATCH))
+    with pytest.raises(ValueError, match="no hook group 'h'"):
+        flex(BATCH, groups="h")

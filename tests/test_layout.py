@@ -126,6 +126,129 @@ def test_plan_refuses_buffers_of_another_size():
         plan.split(b"abcd", 2)
 
 
+def of_parts(full, dim, part_sizes, count, split=torch.tensor_split):
+    """What each of ``count`` ranks holds, by torch's own split: its pieces of all parts."""
+    by_part = [split(part, count, dim) for part in full.split(part_sizes, dim)]
+    return [torch.cat(pieces, dim) for pieces in zip(*by_part)]
+
+
+def check_round_trip(full, layout, shards, dp_size, tp_size):
+    shards = [shard.contiguous() for shard in shards]
+    shapes = [tuple(shard.shape) for shard in shards]
+    assert layout.full_shape(shapes, dp_size, tp_size) == tuple(full.shape)
+    plan = layout.plan(shapes, dp_size, tp_size, full.element_size())
+    assert plan.assemble([shard.numpy() for shard in shards]) == full.numpy().tobytes()
+    for rank, shard in enumerate(shards):
+        assert plan.split(full.numpy(), rank) == shard.numpy().tobytes()
+
+
+PART_SIZES = [
+    ((8, 2, 2), 2),  # grouped-query heads
+    ((32, 8, 8), 4),
+    ((6, 6), 3),  # equal parts
+    ((12,), 2),  # one part
+    ((7, 3, 3), 2),  # uneven
+    ((5, 2), 4),  # fewer of a part than ranks
+    ((1, 0, 4), 2),
+    ((9, 4), 1),
+]
+
+
+@pytest.mark.parametrize(("part_sizes", "count"), PART_SIZES)
+@pytest.mark.parametrize("dim", [0, 2])
+def test_parts_of_other_sizes_are_put_together(part_sizes, count, dim):
+    shape = [3, 2, 4]
+    shape[dim] = sum(part_sizes)
+    full = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    layout = ShardLayout(tp=Shard(dim, part_sizes=part_sizes))
+    check_round_trip(full, layout, of_parts(full, dim, part_sizes, count), 1, count)
+
+
+@pytest.mark.parametrize(("part_sizes", "count"), [((10, 10), 4), ((10, 4, 4), 4), ((5, 3), 4)])
+def test_parts_split_as_dtensor_chunks_are_put_together(part_sizes, count):
+    def chunk(part, count, dim):  # DTensor leaves the last ranks empty where chunk gives fewer
+        chunks = part.chunk(count, dim)
+        return [*chunks, *[part.narrow(dim, 0, 0)] * (count - len(chunks))]
+
+    full = torch.arange(sum(part_sizes) * 3).reshape(-1, 3)
+    shards = of_parts(full, 0, part_sizes, count, chunk)
+    check_round_trip(full, ShardLayout(tp=Shard(0, part_sizes=part_sizes)), shards, 1, count)
+
+
+@pytest.mark.parametrize(("part_sizes", "count"), PART_SIZES)
+def test_parts_of_other_sizes_beside_rows_of_a_batch(part_sizes, count):
+    rows = [2, 3]
+    full = torch.arange(5 * sum(part_sizes)).reshape(5, -1)
+    shards = [shard for row in full.split(rows) for shard in of_parts(row, 1, part_sizes, count)]
+    layout = ShardLayout(Shard(0), Shard(1, part_sizes=part_sizes))
+    check_round_trip(full, layout, shards, 2, count)
+
+
+@pytest.mark.parametrize(("part_sizes", "count"), PART_SIZES)
+def test_parts_of_other_sizes_split_once_more_along_their_dim(part_sizes, count):
+    # FSDP2 over a fused tensor-parallel weight: dp splits what a tp rank holds
+    full = torch.arange(sum(part_sizes) * 3).reshape(-1, 3)
+    of_tp = of_parts(full, 0, part_sizes, count)
+    shards = [held.tensor_split(2)[dp] for dp in range(2) for held in of_tp]
+    layout = ShardLayout(Shard(0), Shard(0, part_sizes=part_sizes), tp_first=True)
+    check_round_trip(full, layout, shards, 2, count)
+
+
+def test_parts_of_other_sizes_in_fewer_pieces_than_ranks():
+    full = torch.arange(12 * 3).reshape(-1, 3)
+    shards = of_parts(full, 0, (8, 2, 2), 2)
+    shapes = [tuple(shards[rank // 2].shape) for rank in range(4)]
+    layout = ShardLayout(tp=Shard(0, part_sizes=(8, 2, 2), pieces=2, stride=2))
+    assert layout.full_shape(shapes, 1, 4) == (12, 3)
+    check_round_trip(full, layout.without_copies, shards, 1, 2)
+
+
+def test_a_part_of_a_tensor_of_parts_is_found():
+    full = torch.arange(12.0)
+    layout = ShardLayout(tp=Shard(0, part_sizes=(8, 2, 2)))
+    chosen = [9, 0, 5, 11, 8]
+    plan, held, _ = layout.plan_of({0: chosen}, [(6,), (6,)], 1, 2, 4)
+    shards = of_parts(full, 0, (8, 2, 2), 2)
+    parts = [shard[h[0]].numpy() for shard, h in zip(shards, held)]
+    assert plan.assemble(parts) == full[chosen].numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("layout", "shapes", "message"),
+    [
+        (
+            ShardLayout(tp=Shard(0, part_sizes=(8, 2, 2))),
+            [(6,), (5,)],
+            r"ranks hold \[6, 5\] along dim 0 .* does not fit the layout dp R, tp "
+            r"S\(0, parts 8\+2\+2\)",
+        ),
+        (ShardLayout(tp=Shard(0, part_sizes=(8, 2, 2))), [(5,), (7,)], "does not fit the layout"),
+        (ShardLayout(tp=Shard(0, part_sizes=(12,))), [(4,), (8,)], "does not fit the layout"),
+        (
+            ShardLayout(tp=Shard(0, part_sizes=(8, 2, 2)), dp=Shard(0)),
+            [(3,), (3,), (3,), (3,)],
+            "interleaves parts along dim 0 inside the shards of another axis",
+        ),
+    ],
+)
+def test_parts_that_do_not_make_what_ranks_hold_are_refused(layout, shapes, message):
+    with pytest.raises(ValueError, match=message):
+        layout.full_shape(shapes, len(shapes) // 2, 2)
+
+
+def test_part_sizes_are_part_of_what_a_shard_is():
+    shard = Shard(2, part_sizes=[32, 8, 8])
+    assert shard == Shard(2, part_sizes=(32, 8, 8)) == Shard(2, 3, part_sizes=(32, 8, 8))
+    assert len({shard, Shard(2, part_sizes=(32, 8, 8)), Shard(2, 3), Shard(2)}) == 3
+    assert str(shard) == "S(2, parts 32+8+8)"
+    assert str(Shard(2, part_sizes=(8, 8), pieces=2)) == "S(2, parts 8+8, 2 pieces)"
+    with pytest.raises(ValueError, match="parts=2 contradicts part_sizes"):
+        Shard(2, 2, part_sizes=(32, 8, 8))
+    for sizes in [(), (4, -1)]:
+        with pytest.raises(ValueError, match="full size of each part"):
+            Shard(2, part_sizes=sizes)
+
+
 def test_layout_refuses_sizes_that_do_not_fit_it():
     with pytest.raises(ValueError, match=r"ranks hold \[3, 4\] along dim 0"):
         ShardLayout(tp=Shard(1)).full_shape([(3, 2), (4, 2)], 1, 2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -86,24 +86,31 @@ def test_a_table_of_ranks_with_two_dims_of_one_axis():
 
 
 @pytest.mark.parametrize(
-    ("names", "ndim", "is_fsdp2", "replicates_first", "axes"),
+    ("names", "sizes", "is_fsdp2", "replicates_first", "axes"),
     [
-        (("pp", "fsdp", "tp"), 3, False, False, ("pp", "dp", "tp")),
-        (("dp_replicate", "dp_shard", "tp"), 3, True, True, ("dp", "dp", "tp")),
-        (("TP",), 1, True, False, ("tp",)),  # a tensor-parallel parameter that FSDP2 ignores
-        (None, 1, False, False, ("tp",)),
-        (None, 1, True, False, ("dp",)),
-        (("outer", "inner"), 2, True, True, ("dp", "dp")),
-        (("outer", "inner"), 2, True, False, ("dp", "tp")),
-        (("rows", "tp"), 2, True, False, ("dp", "tp")),
-        (("rows", "dp"), 2, True, False, None),  # its second dim would be tp
-        (("outer", "inner"), 2, False, False, None),
-        (("dp_shard_cp", "tp"), 2, True, False, None),
-        (("ep",), 1, False, False, None),
+        (("pp", "fsdp", "tp"), (2, 2, 2), False, False, ("pp", "dp", "tp")),
+        (("dp_replicate", "dp_shard", "tp"), (2, 2, 2), True, True, ("dp", "dp", "tp")),
+        (("TP",), (2,), True, False, ("tp",)),  # a tensor-parallel parameter that FSDP2 ignores
+        (None, (2,), False, False, ("tp",)),
+        (None, (2,), True, False, ("dp",)),
+        (("outer", "inner"), (2, 2), True, True, ("dp", "dp")),
+        (("outer", "inner"), (2, 2), True, False, ("dp", "tp")),
+        (("rows", "tp"), (2, 2), True, False, ("dp", "tp")),
+        (("rows", "dp"), (2, 2), True, False, None),  # its second dim would be tp
+        (("outer", "inner"), (2, 2), False, False, None),
+        (("dp_shard_cp", "tp"), (2, 2), True, False, None),
+        (("ep",), (2,), False, False, None),
+        (("efsdp", "ep"), (2, 2), True, False, None),
+        # dims of size 1 don't count, whatever their name: these were refused before
+        (("pp", "fsdp", "ep"), (1, 2, 1), True, False, ("pp", "dp", "dp")),
+        (("dp_shard_cp", "tp"), (1, 2), True, False, ("dp", "tp")),
+        (("anything", "tp"), (1, 2), False, False, ("dp", "tp")),
+        (("outer", "inner"), (1, 2), True, False, ("dp", "tp")),
+        (("outer", "middle", "inner"), (2, 1, 1), True, False, ("dp", "tp", "tp")),
     ],
 )
-def test_axes_of_the_dims_of_a_mesh(names, ndim, is_fsdp2, replicates_first, axes):
-    found = axes_of_dims(names, ndim, is_fsdp2=is_fsdp2, replicates_first=replicates_first)
+def test_axes_of_the_dims_of_a_mesh(names, sizes, is_fsdp2, replicates_first, axes):
+    found = axes_of_dims(names, sizes, is_fsdp2=is_fsdp2, replicates_first=replicates_first)
     assert found == axes
 
 
@@ -317,6 +324,12 @@ def test_hybrid_fsdp1_is_one_axis():
         device_id=torch.device("cpu"),
     )
     assert lines(FlexModel(sharded)) == {"dp": (0, 1, 2, 3)}
+    sharded._inter_node_pg = None  # private: it may not be there in another torch
+    message = "does not tell the group it replicates over; give device_mesh= .* dp_replicate"
+    with pytest.raises(ValueError, match=message):
+        FlexModel(sharded)
+    named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    assert FlexModel(sharded, device_mesh=named).dp_size == 4  # the first error again, before
 
 
 @pytest.mark.ranks(4)
@@ -354,8 +367,28 @@ def test_groups_that_different_layers_know():
     model = parallelize_module(model, models.mesh(2, 2)["tp"], PLAN)
     crossed, _ = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])
     model.out = DistributedDataParallel(model.out, process_group=crossed)
-    with pytest.raises(ValueError, match="its ranks make no regular grid"):
+    with pytest.raises(ValueError, match=r"regular grid .* shard the model over the dims of one"):
         FlexModel(model)
+
+
+@pytest.mark.ranks(4)
+def test_groups_of_a_mesh_in_no_order():
+    mesh = DeviceMesh("cpu", torch.tensor([[0, 3], [1, 2]]), mesh_dim_names=("a", "b"))
+    model = models.mlp()
+    for name, dim in (("fc1", "a"), ("out", "b")):
+        layer = model.get_submodule(name)
+        if dim == "a":
+            model.set_submodule(
+                name, DistributedDataParallel(layer, process_group=mesh.get_group(dim))
+            )
+        else:
+            parallelize_module(layer, mesh[dim], ColwiseParallel())
+    named = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ValueError, match="give the device_mesh= of which they are the dims"):
+        FlexModel(model)
+    # It was refused, too: DDP's group has its ranks in ascending order.
+    found = FlexModel(model, device_mesh=named).mesh
+    assert found == Mesh.from_device_mesh(named)
 
 
 @pytest.mark.ranks(4)

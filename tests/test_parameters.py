@@ -502,3 +502,31 @@ def test_parameters_of_zero_3():
             assert flex.get_module_parameter("fc1.weight").shape == (7, 6)
             assert sharded.fc1.weight.shape == (7, 6)
         flex.restore()
+
+
+def test_a_parameter_without_elements_beside_stated_sizes_is_an_error():
+    """Before, it was read as an empty tensor: DeepSpeed, for one, leaves such parameters."""
+    model = models.mlp()
+    model.fc1.weight.data = torch.empty(0, dtype=torch.float64)
+    model.fc1.bias.data = torch.empty(0, dtype=torch.float64)
+    flex = FlexModel(model)
+    for name, sizes in (("fc1.weight", r"\(8, 6\)"), ("fc1.bias", r"\(8,\)")):
+        with pytest.raises(ValueError, match=rf"{name}.*no elements.*states the sizes {sizes}"):
+            flex.get_module_parameter(name)
+    with pytest.raises(ValueError, match="no elements"):
+        dict(flex.iterate_parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nothing = nn.Linear(0, 3)
+    assert FlexModel(nothing).get_module_parameter("weight").shape == (3, 0)
+
+
+@pytest.mark.ranks(2)
+def test_a_parameter_without_elements_on_one_rank_is_an_error_on_all():
+    model = models.mlp()
+    if dist.get_rank() == 1:
+        model.fc1.bias.data = torch.empty(0, dtype=torch.float64)
+    flex = FlexModel(model, tensor_parallel_size=2)
+    with pytest.raises(ValueError, match=r"fc1\.bias.*rank 1 holds no elements"):
+        flex.get_module_parameter("fc1.bias")
+    assert torch.equal(flex.get_module_parameter("fc2.bias"), model.fc2.bias)

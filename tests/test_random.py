@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
 
 import models
 from flex_model import FlexModel, HookFunction
@@ -99,29 +98,86 @@ def test_each_ranks_own_random_state_is_its_own():
     assert not torch.equal(*both)
 
 
+class Dropping(nn.Module):
+    """Draws random numbers of its own."""
+
+    columns, rows = ("fc1",), ("fc2",)
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.drop, self.fc2 = nn.Linear(6, 8), nn.Dropout(0.4), nn.Linear(8, 6)
+
+    def forward(self, x):
+        return self.drop(self.fc2(self.fc1(x)))
+
+
+@pytest.mark.parametrize("draws", [0, 1, 300, 623, 624, 700])
+def test_the_models_own_stream_is_that_of_the_bare_model(draws):
+    """Failed before: an edit that drew moved torch's generator on, and the dropout of the next
+    forward was another one.
+    """
+    model = models.seeded(Dropping).double()
+    flex = FlexModel(model)
+    flex.register_forward_hook(
+        HookFunction("drop", editing_function=lambda m, full, s, ms: 0 * torch.randn_like(full))
+    )
+    dropped = []
+    model.drop.register_forward_hook(lambda module, args, output: dropped.append(output == 0))
+    runs = []
+    for groups in ((), "all"):
+        dropped.clear()
+        torch.manual_seed(5)
+        torch.rand(draws)
+        for _ in range(3):
+            flex(BATCH, groups=groups)
+        after = (torch.rand(2000), torch.randn(2000), torch.randint(9, (999,)), torch.randperm(50))
+        assert torch.initial_seed() == 5
+        runs.append((list(dropped), after))
+    assert_close(runs[1], runs[0], rtol=0, atol=0)
+
+
+def test_a_random_state_that_is_set_again_gives_the_same_noise_again():
+    flex = noisy(models.ONE_RANK, "fc1")
+    torch.manual_seed(0)
+    flex.save_ctx.noises = []
+    for _ in range(3):
+        flex(BATCH)
+    state = torch.get_rng_state()
+    flex(BATCH)
+    torch.set_rng_state(state)
+    flex(BATCH)
+    *others, fourth, again = flex.save_ctx.noises
+    assert torch.equal(fourth, again)
+    assert not any(torch.equal(fourth, other) for other in others)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("edit_on", ["all", "rank0"])
+@pytest.mark.parametrize("name", ["tp", "dp"])
+def test_the_models_own_stream_is_that_of_the_bare_model_on_two_ranks(name, edit_on):
+    parallelism = models.TWO_RANKS[name]
+    model = parallelism.shard(models.seeded(Dropping).double())
+    flex = FlexModel(model, edit_on=edit_on, **parallelism.sizes)
+    shape = (None, 8) if parallelism.by_hand else None
+    noise = lambda m, full, s, ms: torch.randn_like(full)  # noqa: E731
+    flex.register_forward_hook(HookFunction("fc1", shape, noise))
+    dropped = []
+    model.drop.register_forward_hook(lambda module, args, output: dropped.append(output == 0))
+    runs = []
+    for groups in ((), "all"):
+        dropped.clear()
+        torch.manual_seed(5)
+        for _ in range(3):
+            flex(parallelism.my_rows(BATCH), groups=groups).sum().backward()
+        runs.append((list(dropped), torch.rand(700)))
+    assert_close(runs[1], runs[0], rtol=0, atol=0)
+
+
 # ---- Activation checkpointing -------------------------------------------------------------------
 
 
-class Checkpointed(nn.Module):
-    """Two MLPs, the second of which is recomputed in backward."""
-
-    columns, rows = ("a.fc1", "b.fc1"), ("a.fc2", "b.fc2")
-
-    def __init__(self, recompute=None):
-        super().__init__()
-        self.a, self.b = models.MLP(), models.MLP()
-        self.a.out = nn.Identity()
-        self.recompute = recompute
-
-    def forward(self, x):
-        x = self.a(x)
-        if self.recompute is None:
-            return self.b(x)
-        return checkpoint(self.b, x, use_reentrant=self.recompute == "reentrant")
-
-
 def noisy_run(parallelism, recompute):
-    model = models.seeded(Checkpointed, recompute).double()
+    model = models.seeded(models.Checkpointed, recompute).double()
     records, calls = {}, []
 
     def edit(module, full, save_ctx, modules):
@@ -173,7 +229,7 @@ def test_recomputation_runs_the_groups_of_its_forward(recompute):
     """In backward the choice of groups is "all" again, but the graph was made with one of two."""
     gradients = []
     for how in (recompute, None):
-        flex = FlexModel(models.seeded(Checkpointed, how).double())
+        flex = FlexModel(models.seeded(models.Checkpointed, how).double())
         for site, edit in (("b.fc1", torch.tanh), ("b.act", torch.sin)):
             hook = HookFunction(site, None, lambda m, full, ctx, ms, edit=edit: 3 * edit(full))
             flex.register_forward_hook(hook)
@@ -188,7 +244,7 @@ def test_recomputation_runs_the_groups_of_its_forward(recompute):
 def test_the_first_of_two_forwards_is_recomputed_with_its_own_noise(recompute):
     gradients = []
     for how in (recompute, None):
-        model = models.seeded(Checkpointed, how).double()
+        model = models.seeded(models.Checkpointed, how).double()
         flex = FlexModel(models.TWO_RANKS["tp"].shard(model), tensor_parallel_size=2)
         flex.register_forward_hook(HookFunction("b.fc1", (None, 8), add_noise))
         torch.manual_seed(4)

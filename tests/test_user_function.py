@@ -7,7 +7,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import models
-from flex_model import FlexModel, HookError, HookFunction
+from flex_model import FlexModel, HookError, HookFunction, Select
 
 
 class Net(nn.Module):
@@ -72,3 +72,47 @@ def test_what_was_returned_is_not_changed_by_the_model():
     flex.register_forward_hook(HookFunction("0", editing_function=lambda m, x, ctx, mods: mine))
     assert_close(flex(models.random(4, 6)), kept.relu())
     assert_close(mine, kept)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("select", [None, Select(units=[0, 2])])
+def test_a_pre_hook_on_an_input_made_before_inference_mode(in_place, needs_grad, select):
+    """Failed before (inference tensors track no version), and every later run with it: the model
+    was taken to be inside an editing function.
+    """
+
+    def double(module, full, save_ctx, modules):
+        return full.mul_(2) if in_place else full * 2
+
+    layer = models.seeded(nn.Linear, 6, 3).double()
+    x = models.random(4, 6).requires_grad_(needs_grad)
+    kept = x.detach().clone()
+    scale = torch.full((6,), 2.0).double()
+    if select is not None:
+        scale[[1, 3, 4, 5]] = 1
+    expected = layer(kept * scale)
+    with FlexModel(nn.Sequential(layer), {}) as flex:
+        flex.register_forward_pre_hook(HookFunction("0", editing_function=double, select=select))
+        with torch.inference_mode():
+            assert_close(flex(x), expected)
+        assert_close(flex(x), expected)
+    assert torch.equal(x, kept)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("edit_on", ["all", "rank0"])
+@pytest.mark.parametrize("name", ["tp", "dp"])
+def test_a_pre_hook_on_an_input_made_before_inference_mode_on_two_ranks(name, edit_on):
+    def double(module, full, save_ctx, modules):
+        full.mul_(2)
+
+    parallelism = models.TWO_RANKS[name]
+    oracle, x = models.mlp(), models.random(4, 6)
+    expected = oracle(2 * x)
+    with FlexModel(parallelism.shard(oracle), edit_on=edit_on, **parallelism.sizes) as flex:
+        flex.register_forward_pre_hook(HookFunction("inp", editing_function=double))
+        rows = parallelism.my_rows(x)
+        with torch.inference_mode():
+            assert_close(flex(rows), parallelism.my_rows(expected))
+        assert_close(flex(rows), parallelism.my_rows(expected))

@@ -65,6 +65,8 @@ Tensor fingerprint(const Tensor& tensor) {
   check_contiguous("fingerprint", "tensor", tensor);
   const auto* bytes = static_cast<const unsigned char*>(tensor.const_data_ptr());
   const int64_t size = num_bytes(tensor);
+  check(bytes != nullptr || size == 0,
+        "fingerprint: `tensor` has no memory at its address; pass a ", "plain one");
   Tensor result = torch::stable::new_empty(tensor, {2}, ScalarType::Long);
   auto* values = static_cast<int64_t*>(result.mutable_data_ptr());
   values[0] = static_cast<int64_t>(hash_bytes(bytes, size));

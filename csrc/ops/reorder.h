@@ -14,12 +14,22 @@
 
 namespace flex_model {
 
+// A tensor without memory is one that a subclass stands for.
+inline void check_memory(const Tensor& tensor, const void* data) {
+  check(data != nullptr || tensor.numel() == 0, "flex_model: a tensor of sizes ", sizes_of(tensor),
+        " has no memory at its address; pass a plain one");
+}
+
 inline const char* read_bytes(const Tensor& tensor) {
-  return static_cast<const char*>(tensor.const_data_ptr());
+  const void* data = tensor.const_data_ptr();
+  check_memory(tensor, data);
+  return static_cast<const char*>(data);
 }
 
 inline char* write_bytes(const Tensor& tensor) {
-  return static_cast<char*>(tensor.mutable_data_ptr());
+  void* data = tensor.mutable_data_ptr();
+  check_memory(tensor, data);
+  return static_cast<char*>(data);
 }
 
 // Where the shard of each rank begins; null if it is absent.

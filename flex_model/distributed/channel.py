@@ -7,8 +7,9 @@ along a GatherPlan.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from flex_model.distributed import costs
 from flex_model.distributed.connections import GRID, Connections
 from flex_model.distributed.header import ERROR, FAILED, OK, Header
 from flex_model.distributed.mesh import Axis, Mesh
+from flex_model.distributed.plain import plain
 from flex_model.distributed.transports import transport
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.transport import Gathered
@@ -25,6 +27,34 @@ from flex_model.errors import HookError, HookMismatchError, UnpackIndexError, ag
 
 _TEXT_BYTES = 2048
 _GRACE_S = 10.0  # how long a rank whose model failed waits to tell the others
+MODE_BITS = 2
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """The forward that an exchange begins.
+
+    Attributes:
+        num_skipped: How many in its mode this rank made without hooks, since the last one with
+            hooks.
+        choice: How its hooks were chosen.
+    """
+
+    num_skipped: int
+    mode: int
+    choice: str
+
+    @property
+    def mark(self) -> int:
+        """What differs in its headers from those of another forward."""
+        return self.num_skipped << MODE_BITS | self.mode
+
+    def describe(self) -> str:
+        training, grad = "training" if self.mode & 2 else "eval", "with" if self.mode & 1 else "no"
+        return (
+            f"the first exchange of a run of {self.choice} ({training} mode, {grad} gradients), "
+            f"before which it made {self.num_skipped} such runs without hooks"
+        )
 
 
 class Channel(Connections):
@@ -42,6 +72,8 @@ class Channel(Connections):
         self.held: Exception | None = None  # an error that all ranks know of
         self.edited = ""  # the hook whose edit has just changed its tensor: on all ranks or on none
         self._error: tuple[int, str, BaseException | None] = (OK, "", None)
+        self._forward: _Forward | None = None  # what begins with the next exchange
+        self._skipped: Counter[int] = Counter()  # forwards without hooks since then, by mode
         super().__init__(mesh, timeout_s, device)
 
     @contextlib.contextmanager
@@ -80,6 +112,37 @@ class Channel(Connections):
         self.num_agreed += 1
         return super().give_up(reason, kind)
 
+    # Which forward of the model it is.
+
+    def note_forward(self, has_hooks: bool, mode: int, active: int, choice: str) -> None:
+        """A forward begins here, of which the next exchange tells. Local.
+
+        A forward without hooks exchanges nothing, so a rank that chose none would be taken for
+        being at the next forward of the others. Therefore they compare how many forwards in this
+        mode each of them made without hooks. Those in another mode can't be the one that others are
+        at: one rank alone may evaluate in the middle of a training.
+
+        Args:
+            mode: A number below ``1 << MODE_BITS`` that is the same on all ranks.
+            active: A digest of the hooks that are active in it.
+            choice: How they were chosen, for messages.
+        """
+        if has_hooks:
+            self._forward = _Forward(self._skipped[mode], mode, choice)
+            self._skipped.clear()
+        else:
+            self._skipped[mode] += 1
+            self.publish_run(active, choice, mode, has_hooks=False)
+
+    @property
+    def has_skipped(self) -> bool:
+        """Whether there were forwards without hooks since the last one with hooks."""
+        return bool(self._skipped)
+
+    def forget_forward(self) -> None:
+        """The forward that was noted is over. Local."""
+        self._forward = None
+
     # Agreement.
 
     def agree(self, header: Header, where: str) -> list[Header]:
@@ -101,6 +164,9 @@ class Channel(Connections):
         self.meter.header(header.site)
         state = self._error[0]
         edited, self.edited = self.edited, ""
+        forward, self._forward = self._forward, None
+        if forward is not None:
+            header = replace(header, site=header.site ^ forward.mark)
         packed = header.pack(self.sequence, state, Header.EDITED if edited else 0)
         rows = [packed] if self.is_local else self.call("exchange_bytes", GRID, packed)
         seed = Header.seed_if_alike(rows, packed) if state == OK else None
@@ -126,6 +192,7 @@ class Channel(Connections):
                 header.site,
                 header.sequence,
             ):
+                where += "" if forward is None else f", {forward.describe()}"
                 raise self.mismatch(where, "are at different places")
             if other.dtype != header.dtype:
                 raise self.mismatch(f"{where} with {header.dtype}", "have different dtypes")
@@ -157,6 +224,7 @@ class Channel(Connections):
         """``(num_ranks, *shape)`` of a CPU tensor that has the same shape and dtype on every
         rank.
         """
+        tensor = plain(tensor)
         return tensor.unsqueeze(0) if self.is_local else self.call("exchange", GRID, tensor)
 
     def exchange_text(self, text: str) -> list[str]:
@@ -252,7 +320,7 @@ class Channel(Connections):
         be read only: numbers of each rank's own.
         """
         self._count(axes, costs.of_all_gather(plan))
-        return self.call("all_gather", axes, shard, plan, num_copies, num_read)
+        return self.call("all_gather", axes, plain(shard), plan, num_copies, num_read)
 
     def gather_to_first(
         self, axes: tuple[Axis, ...], tensors: list[Gathered]
@@ -264,6 +332,7 @@ class Channel(Connections):
         self.num_payloads += 1
         self.meter.payload(0, name)
         for tensor in tensors:
+            tensor.shard = plain(tensor.shard)
             moved = costs.of_gather_to_first(tensor.plan, tensor.ranks, to.group.rank)
             self.meter.part_of_payload(tensor.site, moved, name)
         return self.call("gather_to_first", axes, tensors)
@@ -274,17 +343,19 @@ class Channel(Connections):
         """This rank's shard of the first rank's ``full``."""
         rank, size = self.transport(axes).group.rank, self.transport(axes).group.size
         self._count(axes, costs.of_gather_to_first(plan, range(size), rank))
+        full = None if full is None else plain(full)
         return self.call("scatter_from_first", axes, full, like, plan)
 
     def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
         """The tensor of rank 0 of the grid on every rank."""
         self._count(GRID, costs.of_broadcast(like.nbytes))
+        tensor = None if tensor is None else plain(tensor)
         return self.call("broadcast", GRID, tensor, like)
 
     def all_reduce_sum(self, axes: tuple[Axis, ...], tensor: Tensor) -> Tensor:
         """The sum over the ranks along ``axes``, on every rank."""
         self._count(axes, costs.of_all_reduce(tensor.nbytes))
-        return self.call(transport.all_reduce_sum, axes, tensor)
+        return self.call(transport.all_reduce_sum, axes, plain(tensor))
 
     def _count(self, axes: tuple[Axis, ...], num_bytes: int) -> None:
         self.num_payloads += 1

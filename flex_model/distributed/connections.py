@@ -62,8 +62,10 @@ class Connections:
         self._number = 0  # of this wrap, among those of its ranks
         self._hooks = ""  # a digest of those that this rank has registered
         self._compares_hooks = False
-        self._num_runs = 0
+        self._num_runs = 0  # with hooks
+        self._notice: list[Any] = []  # the last one of a run
         self._pid = os.getpid()
+        self._is_closed = False
         if not self.is_local:
             self.transport(GRID)
             self.sequence = self._number << _BITS_OF_SEQUENCE  # no other wrap of theirs is there
@@ -116,7 +118,11 @@ class Connections:
         return to.host_gather if isinstance(to, ByDevice) else None
 
     def close(self) -> None:
-        """Give the private groups back. Local."""
+        """Give the private groups back; a forked child has none, they are its parent's. Local."""
+        self._is_closed = True
+        if self.is_child:
+            groups.leave_to_parent(self._transports)
+            return
         for to, _ in self._transports.values():
             if isinstance(to, ByDevice):
                 to.close()
@@ -137,16 +143,20 @@ class Connections:
         if not self.is_local and not self.is_child:
             self._groups[GRID].publish(str(self._number), digest)
 
-    def publish_run(self, active: int, choice: str) -> None:
+    def publish_run(self, active: int, choice: str, mode: int, has_hooks: bool = True) -> None:
         """Put up that a run begins here, or a part of one, and which hooks are active in it. Local.
 
         Args:
             active: A digest of them.
             choice: How they were chosen, for messages.
+            mode: Of its forwards. One without hooks may be between two runs of the others, if that
+                is in another mode.
         """
-        self._num_runs += 1
-        if not self.is_local and not self.is_child:
-            notice = [self.sequence, self._num_runs, active, choice[:80]]
+        self._num_runs += has_hooks
+        number = self._num_runs + (not has_hooks)
+        notice = [self.sequence, number, active, choice[:80], mode, has_hooks]
+        if not self.is_local and not self.is_child and notice != self._notice:
+            self._notice = notice
             self._groups[GRID].publish("run", notice)
 
     def _compare(self, waited_s: float) -> None:
@@ -162,11 +172,13 @@ class Connections:
         group = self._groups[GRID]
         told = [group.published("run", rank) for rank in range(group.size)]
         mine = told[group.rank]
+        if not mine or not mine[5]:
+            return
         # Others may be in a run before or after this one.
         others = [
             rank
             for rank, run in enumerate(told)
-            if mine and run and run[:2] == mine[:2] and run[2] != mine[2]
+            if run and run[:2] == mine[:2] and run[2] != mine[2] and (run[5] or run[4] == mine[4])
         ]
         if not others:
             return
@@ -215,8 +227,8 @@ class Connections:
         self._check_process()
         self.check_no_edit()
         self._check_no_transform(args)
-        to = self.transport(axes)
         self._check_usable()
+        to = self.transport(axes)
         here = to.group.hosts.here
         if here is not None:
             if to.group.watcher is not self:
@@ -271,6 +283,14 @@ class Connections:
             )
 
     def _check_usable(self) -> None:
+        if self._is_closed:
+            raise agreed(
+                HookError(
+                    f"{self.where}: this FlexModel was restored, and what it needs to meet other "
+                    "ranks was given back, after it or after the last backward of its graphs; run "
+                    "the model and its backward before restore()"
+                )
+            )
         for group in self._groups.values():
             if group.broken:
                 raise HookError(

@@ -37,6 +37,7 @@ from flex_model.distributed.layout import (
 )
 from flex_model.distributed.mesh import Axis
 from flex_model.distributed.picked import Pick
+from flex_model.distributed.plain import plain
 from flex_model.distributed.transports.transport import Gathered, on_cpu
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ class Move:
             return _copy(full) if partial else full.contiguous()
         host = on_cpu(full)
         shard = memory.empty(self.plan.shard_sizes[self.rank], full.dtype)
-        _C.split_into(self.plan, self.rank, host.data_ptr(), shard.data_ptr())
+        _C.split_into(self.plan, self.rank, memory.span(host), memory.span(shard))
         return shard.to(full.device)
 
     @property
@@ -297,6 +298,7 @@ class Trip:
             return
 
         def correct(total: Tensor) -> Tensor | None:
+            total = plain(total)
             kept, self._taken_for_whole = self._taken_for_whole, None
             if kept is None:
                 return None
@@ -337,7 +339,7 @@ class _Gather(Function):
     @once_differentiable
     def backward(ctx, grad):
         scale = ctx.trip.move.grad_scale
-        shard = ctx.trip.gradient().slice(grad)
+        shard = ctx.trip.gradient().slice(plain(grad))
         return ctx.trip.hand_back(shard * scale if scale > 1 else shard), None
 
 
@@ -350,7 +352,7 @@ class _Scatter(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        trip = ctx.trip
+        trip, grad = ctx.trip, plain(grad)
         way = trip.gradient(grad)
         if way.is_whole:
             return grad, None
@@ -383,7 +385,7 @@ class _GatherToFirst(Function):
     @staticmethod
     @_once_on_every_rank
     def backward(ctx, grad):
-        trip = ctx.trip
+        trip, grad = ctx.trip, plain(grad)
         trip.agree(ctx.like)
         way = trip.gradient()
         first = way.channel.mesh.place == 0
@@ -404,7 +406,7 @@ class _ScatterFromFirst(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        trip = ctx.trip
+        trip, grad = ctx.trip, plain(grad)
         way = trip.gradient(grad)
         trip.agree(grad)
         mesh = way.channel.mesh
@@ -431,7 +433,7 @@ class _MeanGradientOverDp(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        channel = ctx.trip.move.channel
+        channel, grad = ctx.trip.move.channel, plain(grad)
         ctx.trip.agree(grad)
         return channel.all_reduce_sum(("dp",), grad) / channel.mesh.dp_size, None
 

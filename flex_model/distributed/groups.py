@@ -8,6 +8,7 @@ leaves nothing behind to collide with.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import json
@@ -75,6 +76,7 @@ class PrivateGroup:
     watcher: Any = None
     told: tuple[str, float] | None = None
     locks: PageLocks = field(default_factory=PageLocks)
+    pid: int = field(default_factory=os.getpid)  # of the process that made it
 
     @property
     def size(self) -> int:
@@ -181,11 +183,20 @@ class _Connection:
             _Connection._spare = self
 
 
-def _forget_connection() -> None:
+def leave_to_parent(owned: object) -> None:
+    """In a forked child: what is its parent's is never destroyed here, where the threads that
+    destructors wait for are not; not even by the interpreter at its end.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(owned))
+
+
+def _forked() -> None:
+    leave_to_parent([*_groups.values(), *_broken, _Connection._spare])
+    _groups.clear()
     _Connection._spare = None
 
 
-os.register_at_fork(after_in_child=_forget_connection)  # it is the parent's
+os.register_at_fork(after_in_child=_forked)
 
 
 @dataclass(frozen=True)
@@ -324,7 +335,9 @@ def _make(meeting: _Meeting, number: int, settings: Settings, device: str) -> Pr
 
 
 def release(group: PrivateGroup) -> None:
-    """Give the group back; freed when nobody uses it. Local."""
+    """Give the group back; freed when nobody uses it. Local. Nothing in a forked child."""
+    if group.pid != os.getpid():
+        return
     group.num_users -= 1
     if group.num_users <= 0:
         group.locks.release()

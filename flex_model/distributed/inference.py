@@ -27,7 +27,7 @@ from flex_model.distributed.layout import (
 )
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.propagation import Cut, Split
-from flex_model.errors import agreed
+from flex_model.errors import LayoutMismatchError, agreed
 
 ExpectedShape = tuple[int | None, ...] | None
 
@@ -431,11 +431,24 @@ def _shard_tp(site: str, tp: Placement, dim: int, expected: tuple[int | None, ..
 def _full_shape(site: str, layout: ShardLayout, shapes: Sequence[Shape], mesh: Mesh) -> Shape:
     try:
         return layout.full_shape(shapes, mesh.dp_size, mesh.tp_size)
-    except ValueError as error:
-        raise ValueError(
-            f"{site}: {error}. Give the full sizes in expected_shape where the ranks hold "
-            "different sizes"
-        ) from None
+    except LayoutMismatchError as error:
+        columns = [shapes[place :: mesh.tp_size] for place in range(mesh.tp_size)]
+        rows = layout.dp.dim if isinstance(layout.dp, Shard) else None
+        candidates = _candidates(shapes, mesh) if mesh.tp_size > 1 else ""
+        others = [
+            {tuple(n for dim, n in enumerate(shape) if dim != rows) for shape in column}
+            for column in columns
+        ]
+        if any(len(sizes) > 1 for sizes in others):
+            advice = "pad the inputs of the data-parallel ranks to one length"
+        elif candidates:
+            advice = f"it may be {candidates}: give the full sizes in expected_shape"
+        else:
+            advice = (
+                "they are shards of no one tensor: give the tensor-parallel ranks the same inputs, "
+                "or hook another module"
+            )
+        raise LayoutMismatchError(f"{site}: {error}; {advice}") from None
 
 
 def _check_values(
@@ -492,7 +505,7 @@ def _candidates(shapes: Sequence[Shape], mesh: Mesh) -> str:
         except ValueError:
             continue
         found.append(f"{_in_words(tp)}, in full {full}")
-    return "; or ".join(found) or "split in a way that is no shard of one tensor"
+    return "; or ".join(found)
 
 
 def _has_many(shape: Shape) -> bool:

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from flex_model._C import GatherPlan
 from flex_model.distributed.mesh import Axis
+from flex_model.errors import LayoutMismatchError
 
 Shape = tuple[int, ...]
 
@@ -35,6 +36,12 @@ class Shard:
     of which each rank has ``[gate_r; up_r]`` is ``Shard(0, parts=2)``. The same as torch's
     ``_StridedShard(dim, split_factor=parts)``.
 
+    ``part_sizes`` are the full sizes along ``dim`` of parts that may differ: a fused projection of
+    32 query, 8 key and 8 value heads is ``Shard(2, part_sizes=(32, 8, 8))`` times the head size.
+    Each part is split evenly over the ranks; where that leaves a rest, as ``torch.tensor_split``
+    does (the first ranks one more) or as ``torch.chunk`` and DTensor do, whichever gives the sizes
+    that the ranks hold (no sizes fit both). ``parts`` is then their number.
+
     With ``pieces`` set, the axis has fewer pieces than ranks, and rank ``i`` of it holds piece
     ``(i // stride) % pieces``: key-value heads that two neighbouring ranks share have ``stride=2``,
     the replicas of HSDP ``stride=1``.
@@ -44,16 +51,64 @@ class Shard:
     parts: int = 1
     pieces: int | None = None
     stride: int = 1
+    part_sizes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.part_sizes is None:
+            return
+        sizes = tuple(self.part_sizes)
+        if not sizes or any(size < 0 for size in sizes):
+            raise ValueError(
+                f"part_sizes must be the full size of each part, one or more and none negative, "
+                f"got {sizes}; example: part_sizes=(4096, 1024, 1024)"
+            )
+        if self.parts not in (1, len(sizes)):
+            raise ValueError(f"parts={self.parts} contradicts part_sizes {sizes}; leave parts out")
+        object.__setattr__(self, "part_sizes", sizes)
+        object.__setattr__(self, "parts", len(sizes))
 
     def piece(self, place: int) -> int:
         """Which piece the rank at ``place`` of the axis holds."""
         return place if self.pieces is None else place // self.stride % self.pieces
 
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether a rank holds pieces of several parts, or the sizes of its parts are stated."""
+        return self.parts > 1 or self.part_sizes is not None
+
+    def part_widths(self, held: Sequence[int]) -> list[list[int]] | None:
+        """How much of each part the holder of each piece has, from how much each has along ``dim``
+        in all. None if the parts can't be split so.
+        """
+        if self.part_sizes is None:
+            if any(size % self.parts for size in held):
+                return None
+            return [[size // self.parts] * self.parts for size in held]
+        for split in (_first_have_one_more, _as_chunks):
+            by_part = [split(size, len(held)) for size in self.part_sizes]
+            widths = [list(of_piece) for of_piece in zip(*by_part)]
+            if [sum(of_piece) for of_piece in widths] == list(held):
+                return widths
+        return None
+
     def __str__(self) -> str:
         more = f", {self.parts} parts" if self.parts > 1 else ""
+        if self.part_sizes is not None:
+            more = f", parts {'+'.join(map(str, self.part_sizes))}"
         if self.pieces is not None:
             more += f", {self.pieces} pieces"
         return f"S({self.dim}{more})"
+
+
+def _first_have_one_more(size: int, count: int) -> list[int]:
+    """The sizes that ``torch.tensor_split`` gives."""
+    return [size // count + (i < size % count) for i in range(count)]
+
+
+def _as_chunks(size: int, count: int) -> list[int]:
+    """The sizes that ``torch.chunk`` gives, with zeros where it gives fewer chunks."""
+    width = -(-size // count)
+    return [max(0, min(size, (i + 1) * width) - i * width) for i in range(count)]
 
 
 @dataclass(frozen=True)
@@ -194,10 +249,13 @@ class ShardLayout:
     ) -> tuple[int, list[list[_Range]]]:
         """The full size along ``dim``, and where each rank's indices along it lie in it."""
         order = ("tp", "dp") if self.tp_first else ("dp", "tp")
+        sizes = {"dp": dp_size, "tp": tp_size}
         axes = [
             axis
             for axis in order
-            if isinstance(placement := getattr(self, axis), Shard) and placement.dim == dim
+            if isinstance(placement := getattr(self, axis), Shard)
+            and placement.dim == dim
+            and (sizes[axis] > 1 or placement.is_interleaved)
         ]
         places = [self._place_on(divmod(rank, tp_size), axes) for rank in range(len(shapes))]
         extent: dict[tuple[int, ...], int] = {}
@@ -208,27 +266,32 @@ class ShardLayout:
         for place in sorted(extent):
             start_of[place] = start
             start += extent[place]
-        parts = [getattr(self, axis).parts for axis in axes]
-        if all(n == 1 for n in parts):
+        shards: list[Shard] = [getattr(self, axis) for axis in axes]
+        if not any(shard.is_interleaved for shard in shards):
             return start, [[(start_of[place], 0, extent[place])] for place in places]
-        if any(n != 1 for n in parts[1:]):
-            raise ValueError(f"the layout {self} interleaves parts inside another shard")
+        if any(shard.is_interleaved for shard in shards[1:]):
+            raise ValueError(
+                f"the layout {self} interleaves parts along dim {dim} inside the shards of another "
+                "axis: only the axis that splits the full dim can hold pieces of its parts"
+            )
         # The outer axis interleaves; an inner one splits what a rank of the outer one holds.
-        outer = {place[0] for place in places}
-        held = {i: sum(n for place, n in extent.items() if place[0] == i) for i in outer}
-        if any(n % parts[0] for n in held.values()):
+        outer = sorted({place[0] for place in places})
+        held = [sum(n for place, n in extent.items() if place[0] == i) for i in outer]
+        widths = shards[0].part_widths(held)
+        if widths is None:
             self._does_not_fit(dim, shapes, dp_size, tp_size)
+        full_starts = _starts([sum(of_part) for of_part in zip(*widths)])
+        before = [_starts(of_part) for of_part in zip(*widths)]  # by part and piece
         ranges = []
         for place in places:
-            own, total = place[0], held[place[0]]
-            first = start_of[place] - start_of[(own,) + (0,) * (len(place) - 1)]
-            last, width = first + extent[place], total // parts[0]
-            before = sum(held[i] for i in outer if i < own) // parts[0]
+            own = outer.index(place[0])
+            first = start_of[place] - start_of[(place[0],) + (0,) * (len(place) - 1)]
+            last = first + extent[place]
             mine = []
-            for part in range(parts[0]):
-                low, high = max(first, part * width), min(last, (part + 1) * width)
+            for part, part_start in enumerate(_starts(widths[own])):
+                low, high = max(first, part_start), min(last, part_start + widths[own][part])
                 if low < high:
-                    full_start = part * (start // parts[0]) + before + low - part * width
+                    full_start = full_starts[part] + before[part][own] + low - part_start
                     mine.append((full_start, low - first, high - low))
             ranges.append(mine)
         return start, ranges
@@ -236,7 +299,7 @@ class ShardLayout:
     def _does_not_fit(
         self, dim: int, shapes: Sequence[Shape], dp_size: int, tp_size: int
     ) -> NoReturn:
-        raise ValueError(
+        raise LayoutMismatchError(
             f"ranks hold {[shape[dim] for shape in shapes]} along dim {dim} (shapes "
             f"{[tuple(s) for s in shapes]}, in the order dp {dp_size} x tp {tp_size}), which does "
             f"not fit the layout {self}"
@@ -249,6 +312,11 @@ class ShardLayout:
 
     def __str__(self) -> str:
         return f"dp {self.dp}, tp {self.tp}" + (", tp first" if self.tp_first else "")
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    """Where each of consecutive ranges of these sizes starts."""
+    return [0, *itertools.accumulate(sizes)][:-1]
 
 
 def _boxes(along_dims: Sequence[Sequence[Sequence[_Range]]], num_ranks: int) -> list[Piece]:

@@ -10,25 +10,9 @@ from functools import cached_property
 import torch.distributed as dist
 from torch import Tensor
 
-AXES = ("pp", "dp", "tp")  # slowest first
+from flex_model.distributed.mesh_dims import AXIS_OF_DIM, names_of_dims
 
-# Names that device meshes give to their dims, and our axis for each.
-AXIS_OF_DIM = {
-    "pp": "pp",
-    "pipeline": "pp",
-    "dp": "dp",
-    "data": "dp",
-    "ddp": "dp",
-    "fsdp": "dp",
-    "hsdp": "dp",
-    "replicate": "dp",
-    "shard": "dp",
-    "dp_replicate": "dp",
-    "dp_shard": "dp",
-    "tp": "tp",
-    "tensor": "tp",
-    "model": "tp",
-}
+AXES = ("pp", "dp", "tp")  # slowest first
 
 # An axis of a mesh, or a part of one: ``(axis, count, stride)`` are the ``count`` ranks of it that
 # are ``stride`` apart.
@@ -87,14 +71,14 @@ class Mesh:
     @staticmethod
     def from_device_mesh(device_mesh: dist.DeviceMesh) -> Mesh:
         """Take the axes from a ``DeviceMesh`` whose dims are named (``tp``, ``dp``, ``pp``,
-        ``fsdp``, ...). Local.
+        ``fsdp``, ...). Dims of size 1 don't count. Local.
         """
         if not isinstance(device_mesh, dist.DeviceMesh):
             raise TypeError(
                 f"FlexModel: device_mesh must be a DeviceMesh, got {type(device_mesh).__name__}; "
                 'make it with init_device_mesh(..., mesh_dim_names=("dp", "tp"))'
             )
-        names = device_mesh.mesh_dim_names
+        names = names_of_dims(device_mesh)
         if names is None:
             raise ValueError(
                 "device_mesh must have named dims, so that tensor- and data-parallel axes can be "
@@ -102,8 +86,8 @@ class Mesh:
                 'make it with init_device_mesh(..., mesh_dim_names=("dp", "tp"))'
             )
         axes = []
-        for name in names:
-            axis = AXIS_OF_DIM.get(name.lower())
+        for name, size in zip(names, device_mesh.shape):
+            axis = "dp" if size == 1 else AXIS_OF_DIM.get(name.lower())
             if axis is None:
                 raise ValueError(
                     f"device_mesh dim {name!r} is not a known axis; name the dims after "
@@ -246,9 +230,8 @@ def is_distributed() -> bool:
 
 def group_ranks(process_group: dist.ProcessGroup | None) -> tuple[int, ...]:
     """Global ranks of a process group; ``(0,)`` where torch.distributed is not initialised."""
-    if process_group is not None and not isinstance(
-        process_group, (dist.ProcessGroup, type(dist.GroupMember.NON_GROUP_MEMBER))
-    ):
+    is_left_out = dist.is_available() and process_group == dist.GroupMember.NON_GROUP_MEMBER
+    if not is_left_out and not isinstance(process_group, (dist.ProcessGroup, type(None))):
         raise TypeError(
             "FlexModel: process_group must be a torch.distributed.ProcessGroup, got "
             f"{type(process_group).__name__}; make it with torch.distributed.new_group(ranks)"
@@ -262,7 +245,7 @@ def group_ranks(process_group: dist.ProcessGroup | None) -> tuple[int, ...]:
         return (0,)
     if process_group is None:
         return tuple(range(dist.get_world_size()))
-    if process_group == dist.GroupMember.NON_GROUP_MEMBER:
+    if is_left_out:
         raise ValueError(
             "this rank is not a member of the process_group given; wrap the model on the group's "
             "ranks only"

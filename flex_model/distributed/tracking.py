@@ -28,9 +28,14 @@ from flex_model.distributed.layout import Replicate, Shard, ShardLayout
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.propagation import AxisPlace, Split
 from flex_model.integrations import dtensor
+from flex_model.layouts import memory_map
+from flex_model.layouts.follow import group_of
 
 _REPLICATED: Splits = (Replicate(), Replicate())
 _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
+
+
+_entered: list[LayoutTracker] = []  # of all FlexModels of one model
 
 
 class LayoutTracker(TorchDispatchMode):
@@ -54,21 +59,33 @@ class LayoutTracker(TorchDispatchMode):
         self._pieces = _Pieces()
         self._received: set[Any] = set()  # identities of what collectives wrote
 
+    def __enter__(self) -> LayoutTracker:
+        _entered.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *exc_info: Any) -> None:
+        _entered.remove(self)
+        super().__exit__(*exc_info)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What runs inside is no part of the model."""
-        self._is_paused, was_paused = True, self._is_paused
+        """What runs inside is no part of the model, for no tracker."""
+        trackers = {self, *_entered}
+        were_paused = [(tracker, tracker._is_paused) for tracker in trackers]
+        for tracker in trackers:
+            tracker._is_paused = True
         try:
             yield
         finally:
-            self._is_paused = was_paused
+            for tracker, was_paused in were_paused:
+                tracker._is_paused = was_paused
 
     # What is known.
 
     def note(self, tensor: Tensor, splits: Splits) -> None:
         """Remember how a tensor is split; a DTensor tells it itself."""
         tensor, told = self._plain(tensor)
-        storage = _storage(tensor)
+        storage = memory_map.storage_of(tensor)
         if storage is None:
             return
         key = storage._cdata
@@ -77,11 +94,15 @@ class LayoutTracker(TorchDispatchMode):
             entry = self._storages[key] = (StorageWeakRef(storage), {})
             if len(self._storages) % 4096 == 0:
                 self._sweep()
-        entry[1][_geometry(tensor)] = _either(told, splits)
+        entry[1][memory_map.geometry(tensor)] = _either(told, splits)
 
     def note_layout(self, tensor: Tensor, layout: ShardLayout) -> None:
-        """Remember a layout that was settled."""
-        self.note(tensor, (layout.dp, layout.tp))
+        """Remember a layout that was settled. Of other FlexModels, those with these ranks do, too;
+        to the rest nothing is known of it.
+        """
+        for tracker in {self, *_entered}:
+            is_known = tracker._mesh == self._mesh
+            tracker.note(tensor, (layout.dp, layout.tp) if is_known else UNKNOWN)
 
     def note_parameter(self, parameter: Tensor, splits: Splits) -> None:
         """As ``note``, for a parameter or buffer, whose storage may be exchanged (FSDP)."""
@@ -96,12 +117,12 @@ class LayoutTracker(TorchDispatchMode):
         parameter, known = self._parameters.get(id(tensor), (None, UNKNOWN))
         if parameter is None or parameter() is not tensor:
             known = UNKNOWN
-            memory = _storage(plain)
+            memory = memory_map.storage_of(plain)
             storage = None if memory is None else self._storages.get(memory._cdata)
             if isinstance(tensor, nn.Parameter):  # FSDP makes new ones when it unshards
                 known = (Replicate(), None if self._mesh.tp_size > 1 else Replicate())
             elif storage is not None:
-                known = storage[1].get(_geometry(plain), UNKNOWN)
+                known = storage[1].get(memory_map.geometry(plain), UNKNOWN)
             elif memory is not None and plain.dim() == 0:
                 known = _REPLICATED
             elif memory is not None and is_operand:
@@ -195,11 +216,11 @@ class LayoutTracker(TorchDispatchMode):
         """
         self.note(tensor, splits)
         tensor, _ = self._plain(tensor)
-        storage = _storage(tensor)
+        storage = memory_map.storage_of(tensor)
         if storage is None:
             return
         views = self._storages[storage._cdata][1]
-        own = _geometry(tensor)
+        own = memory_map.geometry(tensor)
         for geometry in [key for key in views if key != own]:
             before = views[geometry]
             views[geometry] = tuple(  # type: ignore[assignment]
@@ -258,7 +279,7 @@ class LayoutTracker(TorchDispatchMode):
         """The axes that the collective's group runs along; none if it is no group of ours."""
         for leaf in tree_iter((args, kwargs)):
             if isinstance(leaf, (str, torch.ScriptObject)):
-                group = _group(leaf)
+                group = group_of(leaf)
                 if group is not None:
                     return self._axes_of_ranks(tuple(dist.get_process_group_ranks(group)))
         return ()
@@ -325,35 +346,9 @@ class _Pieces:
                 del table[key]
 
 
-def _storage(tensor: Tensor) -> Any:
-    """None for tensors that are not plain memory: sparse, nested ones, and wrappers of others."""
-    if tensor.layout != torch.strided or tensor.is_nested:
-        return None
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return None
-
-
 def _identity(tensor: Tensor) -> Any:
-    storage = _storage(tensor)
-    return (0, None) if storage is None else (storage._cdata, _geometry(tensor))
-
-
-def _group(value: Any) -> Any:
-    if isinstance(value, str):
-        try:
-            return dist.distributed_c10d._resolve_process_group(value)  # type: ignore[arg-type]
-        except (LookupError, RuntimeError, ValueError):
-            return None
-    try:
-        return dist.ProcessGroup.unbox(value)
-    except (RuntimeError, TypeError, ValueError):
-        return None
-
-
-def _geometry(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    storage = memory_map.storage_of(tensor)
+    return (0, None) if storage is None else (storage._cdata, memory_map.geometry(tensor))
 
 
 def _seen_through(written: Any, other: Any, new: Split, old: Split) -> Split:

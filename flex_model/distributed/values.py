@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.plain import plain
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
     """Two int64: a hash of the tensor's bytes, and 1 if all its elements are the same. Local."""
-    host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    host = plain(tensor.detach()).cpu().contiguous()
     return torch.ops.flex_model.fingerprint(host)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flex_model.hooks.context import RunContext, Turns, advance_generator, seed_of_state
+from flex_model.hooks.context import RunContext, Turns, renew_seed, seed_of_state
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.table import EVERYTHING, Choice
 from flex_model.hooks.tracking import FollowedForward
@@ -86,7 +86,7 @@ class BatchRuns:
         core.table.choose(EVERYTHING, core.table.choices[1])
         core.table.refresh()
         for _ in range(self._num_consumed):
-            advance_generator()
+            renew_seed()
 
     def made(self) -> BatchRun:
         """A batch that has not begun."""
@@ -106,7 +106,7 @@ class BatchRuns:
             return None
         with _default_state(self._generator):
             seed = seed_of_state()
-            advance_generator()  # as if the edits of every batch drew numbers
+            renew_seed()  # as if the edits of every batch drew numbers
         return seed
 
     @contextlib.contextmanager

@@ -22,6 +22,7 @@ from flex_model.distributed.header import Header
 from flex_model.distributed.inference import Splits
 from flex_model.distributed.layout import Shape, ShardLayout
 from flex_model.distributed.picked import Pick
+from flex_model.distributed.plain import is_renamed, plain
 from flex_model.errors import HookError, agreed
 from flex_model.hooks.context import Call, seed_of_state
 from flex_model.hooks.save_context import SentToAll
@@ -77,8 +78,14 @@ class _Given:
         return shard if self.pick is None else self.pick.put(self.leaf, shard)
 
     def like_original(self, shard: Tensor) -> Tensor:
-        is_dtensor = dtensor.is_dtensor(self.original)
-        return dtensor.like(shard, self.original) if is_dtensor else shard
+        """What the model goes on with. Where its own tensor is contiguous, so is that: views of it
+        work, and a DTensor says so of its local part.
+        """
+        if self.original.is_contiguous() or dtensor.is_dtensor(self.original):
+            shard = shard.contiguous()
+        if dtensor.is_dtensor(self.original):
+            return dtensor.like(shard, self.original)
+        return shard.as_subclass(type(self.original)) if is_renamed(self.original) else shard
 
 
 class HookCaller:
@@ -174,11 +181,13 @@ class HookCaller:
         if self._channel.is_local:
             if dtensor.is_dtensor(leaf):
                 leaf = dtensor.to_local(dtensor.without_partial(leaf))
+            elif is_renamed(leaf):
+                leaf = plain(leaf)
             pick = self._look_alone(call, leaf)
             self._records.now(call.registration, leaf if pick is None else pick.take(leaf.detach()))
             return
         call, shard, known = self.shard_of(call, leaf)
-        self._records.later(call, shard, known)
+        self._records.later(call, plain(shard), known)
 
     def shard_of(self, call: Call, leaf: Any) -> tuple[Call, Tensor, ShardLayout | None]:
         """This rank's plain tensor, in the graph, and what a DTensor tells: the whole layout, or
@@ -239,6 +248,8 @@ class HookCaller:
     def _gather(self, call: Call, original: Any) -> _Given:
         """The full tensor, for the function and for the records."""
         call, leaf, known = self.shard_of(call, original)
+        if not self._channel.is_local or is_renamed(leaf):
+            leaf = plain(leaf)
         if self._channel.is_local:
             pick = self._look_alone(call, leaf)
             part = leaf if pick is None else pick.take(leaf)
@@ -289,9 +300,9 @@ class HookCaller:
     ) -> list[Tensor | None]:
         """The editing function, in which the model may not be run."""
         call, leaf = several[-1].call, several[-1].leaf
-        outer, self._channel.edit_of = self._channel.edit_of, call.describe()
         fulls = [given.full for given in several]
         versions = [full._version for full in fulls]
+        outer, self._channel.edit_of = self._channel.edit_of, call.describe()
         try:
             return self._function.run(call, fulls, leaf, parameters)
         finally:
@@ -554,8 +565,8 @@ def _handed(leaf: Tensor) -> Tensor:
     """A copy, in the graph, for the function to edit in place; never an inference tensor, so that
     its version counts.
     """
-    if leaf.is_inference():
-        with torch.inference_mode(False):
+    if leaf.is_inference() or torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
             return leaf.clone()
     return leaf.clone()
 

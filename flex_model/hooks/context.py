@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 
 OPEN = 2**63  # the last node of a run that goes on
+# Where a state of torch's CPU generator has the first word of the twister (after its seed and its
+# counters; CPUGeneratorImplStateLegacy in ATen/CPUGeneratorImpl.cpp), and what is unused of that.
+_FIRST_WORD, _UNREAD_BITS = 24, 2**31 - 1
 
 
 class Turns:
@@ -67,6 +70,8 @@ class RunContext:
             recomputation.
         outer_error: The exception that was being handled when a direct call began; another one at
             its end is its own.
+        ran_model: Whether the wrapped module was called in it.
+        was_cut: Whether a forward of it was left early, by ``run_until``.
         first_node, last_node: Numbers of autograd's nodes made during the run: from the first, to
             before the last.
         backward_task: The backward pass at whose end its records will be delivered; -1 if none goes
@@ -86,6 +91,8 @@ class RunContext:
     moves: dict[int, dict[Any, Any]] = field(default_factory=dict)
     pending: list[PendingRecord] = field(default_factory=list)
     outer_error: BaseException | None = None
+    ran_model: bool = False
+    was_cut: bool = False
     first_node: int = 0
     last_node: int = OPEN
     backward_task: int = -1
@@ -179,10 +186,26 @@ class RandomState:
             generator.set_state(state)
 
 
-def advance_generator() -> None:
-    """Move torch's CPU generator on by one draw, so that the next run's edits draw other
-    numbers.
+def renew_seed() -> None:
+    """Let the edits of the next run draw other numbers. The stream of torch's CPU generator stays
+    as it is: a model's dropout draws what it draws without hooks.
+
+    The seed of a run is a hash of the generator's state, and this counts up 31 bits of that which
+    the generator never reads: of the first word of its state, a Mersenne twister uses the highest
+    bit only (19937 = 624 * 32 - 31). So ``manual_seed`` begins anew here too, and a state that is
+    saved and set again gives the same numbers again.
+
+    Source: Matsumoto and Nishimura 1998, section 2.1.
     """
+    state = torch.default_generator.get_state()
+    word = state[_FIRST_WORD : _FIRST_WORD + 4].view(torch.int32)
+    first = int(word)
+    word.fill_((first & ~_UNREAD_BITS) | (first + 1 & _UNREAD_BITS))
+    torch.default_generator.set_state(state)
+
+
+def advance_generator() -> None:
+    """Move torch's CPU generator on by one draw."""
     torch.empty((), dtype=torch.int64).random_()
 
 

@@ -10,10 +10,12 @@ import contextlib
 import itertools
 import sys
 import threading
+import warnings
 import weakref
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,20 +25,29 @@ from flex_model import _C
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.header import ERROR, FAILED, Header, site_hash
 from flex_model.distributed.mesh import Mesh
-from flex_model.errors import HookError, UnpackIndexError, agreed, is_agreed, see
+from flex_model.errors import (
+    HookError,
+    HookNotCalledWarning,
+    UnpackIndexError,
+    agreed,
+    is_agreed,
+    see,
+)
 from flex_model.hooks import remembered_runs
 from flex_model.hooks.backward_order import BackwardOrder
 from flex_model.hooks.backward_watch import BackwardWatch
 from flex_model.hooks.call import HookCaller
-from flex_model.hooks.context import Call, RunContext, advance_generator, next_sequence
+from flex_model.hooks.context import Call, RunContext, next_sequence, renew_seed
 from flex_model.hooks.function import HookFunction
+from flex_model.hooks.graphs import Graphs
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.remembered_runs import RememberedRuns, backward_task
 from flex_model.hooks.save_context import SentToAll
 from flex_model.hooks.step import Step
 from flex_model.hooks.table import EVERYTHING, Choice, HookTable, describe_choice
 from flex_model.hooks.tracking import Tracking
-from flex_model.integrations import compiled
+from flex_model.integrations import compiled, context_parallel
+from flex_model.names import clean
 from flex_model.outputs import Records
 from flex_model.parameters import Parameters
 from flex_model.store.session import Session
@@ -97,23 +108,32 @@ class HookCore:
             self.caller.sent_to_all = SentToAll(self.channel, _device_of(module))
         self.replicas = Replicas(self.channel, modules)
         self.run: RunContext | None = None
+        self.num_runs = 0
+        self._not_called_yet: weakref.WeakValueDictionary[int, Registration]
+        self._not_called_yet = weakref.WeakValueDictionary()
         self.num_active = 0
         self._runs = RememberedRuns()
         self._agreed_hooks = site_hash()
         self._num_published, self._published = 0, site_hash()
         self._active: int | None = None  # a digest of the active hooks, once it is asked for
-        self.is_compiled, self._has_new_hooks = False, False
-        self._look_for_compiled()
+        self._num_compiled, self._has_new_hooks = 0, False
         self._root_handles: list[Any] = []
         self.thread: int | None = None  # that runs the model now
         self.resting: Choice = EVERYTHING  # what is chosen between runs
         self._deferred: _Deferred | None = None  # a run that begins with the first module it runs
-        self.is_closed = False
+        self.is_closed, self._had_store = False, False
         self.session: Session | None = None  # where records go to a store
         serves_records = self.channel.is_local and step is None
         self.table = HookTable(
-            self, self._run_hook, output_ptr, serves_records, self._active_hooks_changed
+            self,
+            self._run_hook,
+            output_ptr,
+            serves_records,
+            self._active_hooks_changed,
+            lambda registrations: self.graphs.keep(registrations),
+            partial(clean, module),
         )
+        self.graphs = Graphs(self.table, self._runs, self._free)
 
     def open_store(self, store: ActivationStore, config: str | None) -> None:
         """Records go there from now on. Collective."""
@@ -131,8 +151,12 @@ class HookCore:
         self, function: HookFunction, kind: str, targets: Sequence[Any], *args: Any, **kwargs: Any
     ) -> Sequence[Registration]:
         """As ``HookTable.register``; the function gets to know ``save_ctx`` and ``modules``."""
+        if compiled.num_compiled() != self._num_compiled:
+            self._look_for_compiled()
         registrations = self.table.register(function, kind, targets, *args, **kwargs)
         self.tracking.hooks_changed()
+        if kind in ("forward", "forward_pre"):
+            self._not_called_yet.update((r.index, r) for r in registrations)
         if kind == "tensor":
             for parameter in targets:
                 split = self.parameters.split_of_gradient(function.module_name)
@@ -164,13 +188,14 @@ class HookCore:
         self._has_new_hooks = True
         self.channel.publish_hooks(f"{digest:x}" if sites else "")
 
-    def _look_for_compiled(self) -> bool:
-        """Whether the model is compiled, and was not before."""
-        if self.is_compiled or not compiled.is_compiled(self.module):
-            return False
-        self.is_compiled = True
-        compiled.see_hooks()
-        return True
+    def _look_for_compiled(self) -> None:
+        """Compiled code must see the hooks: that of the model, and what others made around it."""
+        number = compiled.num_compiled()
+        if number == self._num_compiled and not self._has_new_hooks:
+            return
+        if number or compiled.is_compiled(self.module):
+            compiled.see_hooks()
+        self._num_compiled = compiled.num_compiled()
 
     # Runs.
 
@@ -194,8 +219,10 @@ class HookCore:
                 run.outer_error = sys.exc_info()[1]
                 if core._deferred is not None:
                     core._deferred.run = run
-            elif core.run.direct_depth:
-                core.run.direct_depth += 1
+            else:
+                core.run.direct_depth += bool(core.run.direct_depth)
+                if core.channel.has_skipped:
+                    core._note_forward()
             core.tracking.begin(args, kwargs, core.active_registrations())
 
         def end(module, args, output):
@@ -203,7 +230,9 @@ class HookCore:
             if module is not core.module or run is None or _in_backward() or core._refusal():
                 return
             core.tracking.end()
+            run.ran_model = True
             if core.table.acts_in_backward and core.step is None:
+                core.graphs.watch(run, output)
                 core.backward_watch.watch_from(output)
             if not run.direct_depth:
                 return
@@ -213,8 +242,7 @@ class HookCore:
                 core.end(run, None if error is run.outer_error else error)
 
         begin.begins_runs_of = core  # type: ignore[attr-defined]
-        if self.is_compiled:
-            begin, end = torch.compiler.disable(begin), torch.compiler.disable(end)
+        begin, end = compiled.outside_graphs(begin), compiled.outside_graphs(end)
         # `begin` before all other hooks of the root, `end` after them: a hook on the root itself is
         # inside
         self._root_handles = [
@@ -226,13 +254,12 @@ class HookCore:
         """Start an outermost run: choose hooks, agree on them where they are new, start their lists
         afresh.
         """
-        if self._has_new_hooks:
-            self._has_new_hooks = False
-            if self._look_for_compiled():  # since it was wrapped
-                self.table.refresh()
+        self._look_for_compiled()
+        self._has_new_hooks = False
         # A run without gradients leaves parameters to the graph of the run before it.
         keeps = not torch.is_grad_enabled()
         self.table.choose(choice, self.table.choices[1] if keeps else choice)
+        self._note_forward()
         run = RunContext(self.table.active, direct_depth=int(direct), first_node=next_sequence())
         self.thread = threading.get_ident()
         self.backward_watch.thread = self.thread
@@ -242,6 +269,7 @@ class HookCore:
         self.tracking.reset()
         self.channel.meter.clear()
         self.run = run
+        self.num_runs += 1
         self._runs.begin(run)
         try:
             if self.session is not None:
@@ -258,19 +286,39 @@ class HookCore:
         new = run.active - run.covered
         if not new:
             return
+        if not self.channel.is_local:
+            context_parallel.check_run()
         self.table.clear_records(new)
         run.covered |= new
         self.table.dispatcher.in_run = True
         if not self.channel.is_local:
-            if self._active is None:
-                self._active = site_hash(*(r.site for r in self.active_registrations()))
-            self.channel.publish_run(self._active, describe_choice(self.table.choices[0]))
-            self._agree_on_hooks(self._active)
+            active, choice = self._active_digest, describe_choice(self.table.choices[0])
+            self.channel.publish_run(active, choice, self._mode)
+            self._agree_on_hooks(active)
             if self.caller.edits_on_all and self.step is None:
                 edits = any(r.edits for r in self.active_registrations())
                 self.replicas.check(edits)
         if self.session is not None and not self.session.is_sequential:
             self.session.check_hooks(self.described_hooks())
+
+    def _note_forward(self) -> None:
+        """A forward begins with what is chosen now. Local."""
+        if self.channel.is_local or not self._num_published:
+            return
+        choice = describe_choice(self.table.choices[0])
+        has_hooks = bool(self.table.active)
+        self.channel.note_forward(has_hooks, self._mode, self._active_digest, choice)
+
+    @property
+    def _mode(self) -> int:
+        """Of forwards that begin now, as ``Channel.note_forward`` compares it."""
+        return 2 * self.module.training + torch.is_grad_enabled()
+
+    @property
+    def _active_digest(self) -> int:
+        if self._active is None:
+            self._active = site_hash(*(r.site for r in self.active_registrations()))
+        return self._active
 
     def described_hooks(self, only_active: bool = False) -> list[Any]:
         """What records depend on, as JSON can hold it."""
@@ -319,6 +367,28 @@ class HookCore:
             raise
         finally:
             self._close_run(run)
+        if error is None and self._not_called_yet:
+            self.warn_of_hooks_not_called(run)
+
+    def warn_of_hooks_not_called(self, run: RunContext) -> None:
+        """Once per hook: it may have the name of a module that the model never calls."""
+        if not run.ran_model or run.was_cut or self.step is not None:
+            return
+        chosen = [r for index, r in self._not_called_yet.items() if index in run.covered]
+        for registration in chosen:
+            del self._not_called_yet[registration.index]
+        missing = [r for r in chosen if r.places and not r.was_called(self.num_runs)]
+        if missing:
+            names = [r.describe() for r in missing[:5]]
+            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+            warnings.warn(
+                f"{', '.join(names)}{more}: not called in this run, since the model did not call "
+                "the module; flex.explain() tells for each run. Hook a module that this forward "
+                "calls (a container, such as a ModuleList, is never called itself), or leave the "
+                "hook out of the run with groups=",
+                HookNotCalledWarning,
+                stacklevel=3,
+            )
 
     @property
     def runs_edits(self) -> bool:
@@ -340,6 +410,7 @@ class HookCore:
 
     def _close_run(self, run: RunContext) -> None:
         self.tracking.reset()
+        self.channel.forget_forward()
         run.last_node = next_sequence()
         if run.pending:
             self.records.forget(run)
@@ -374,13 +445,13 @@ class HookCore:
             self.channel.leave(error)
 
     def _deliver(self, run: RunContext, kind: str) -> None:
-        """Bring records to where they are kept; move the generator on if edits drew from it."""
+        """Bring records to where they are kept; the next run draws other numbers if edits drew."""
         consumed = run.consumed
         if not self.channel.is_local:
             consumed = self.records.join(run, kind, self.caller.move)
         run.consumed = False
         if consumed:
-            advance_generator()
+            renew_seed()
         if self.caller.sent_to_all is not None:
             self.caller.sent_to_all.send(self.save_ctx if run.save_ctx is None else run.save_ctx)
 
@@ -417,6 +488,8 @@ class HookCore:
         before, parent = self.table.choices, self.run
         in_recomputation = parent is None or _in_backward()
         if in_recomputation or choice in (EVERYTHING, before[0]):
+            if not in_recomputation:
+                self._note_forward()
             yield
             return
         assert parent is not None
@@ -426,6 +499,7 @@ class HookCore:
         self._runs.add(part)
         try:
             self.table.choose(choice, choice)
+            self._note_forward()
             part.active = self.table.active
             self._cover(part)
             yield
@@ -466,6 +540,8 @@ class HookCore:
         self.check_entry()
         if _in_backward():
             return self._replay(registration, module, tree)
+        if self.table.is_put_back(registration):
+            return tree  # it is there for a backward that goes on in another thread
         if self.run is None and self._deferred is not None:
             self._deferred.run = self.begin(EVERYTHING)
         run = self.run
@@ -477,7 +553,10 @@ class HookCore:
             self.records.output_ptr.pop(registration.hook_function.record_name, None)
             failure = None
             try:
-                return self._run_in(run, registration, module, tree)
+                after = self._run_in(run, registration, module, tree)
+                if registration.edits:
+                    self.graphs.watch(run, after)
+                return after
             except BaseException as error:
                 failure = error
                 raise
@@ -523,8 +602,10 @@ class HookCore:
             if run is None:
                 raise HookError(
                     f"{registration.describe()}: the model is computed once more in a backward "
+                    "that begins inside it, and "
                     f"whose forward is not among the last {remembered_runs.MOST} runs, so its edit "
-                    "can't be repeated; run backward sooner, or do without checkpointing"
+                    "can't be repeated; begin backward at the model's output, run it sooner, or do "
+                    "without checkpointing"
                 )
             if registration.index not in run.active:
                 return tree
@@ -598,6 +679,7 @@ class HookCore:
             else (self._run_of_backward() if _in_backward() else None) or self._lone_run()
         )
         module_ref = weakref.ref(module)
+        graph = self.graphs.add(run)
         splits, is_followed = self.tracking.splits(leaf), self.tracking.is_following
         with self.tracking.paused():
             activation = self.caller.fingerprint(registrations, leaf)
@@ -608,8 +690,9 @@ class HookCore:
 
         def handler(grad: Tensor | None) -> Tensor | None:
             module = module_ref()
-            if grad is None or self.is_closed or module is None or self._is_silent():
+            if grad is None or module is None or self._is_silent():
                 return grad
+            graph.enter()
             self._expect_end_of_backward(run)
             for registration, number in zip(registrations, numbers):
                 if self.channel.held is not None:
@@ -652,8 +735,6 @@ class HookCore:
 
     def run_parameter_hooks(self, registrations: Sequence[Registration], grad: Tensor) -> Tensor:
         """The hooks on a parameter's gradient; the gradient that goes on."""
-        if self.is_closed:
-            return grad
         run = self.run or self._runs.last or self._lone_run()
         self._expect_end_of_backward(run)
         for registration in registrations:
@@ -673,7 +754,14 @@ class HookCore:
         self.hook_failed(registration, agreed(error))
 
     def _check_batch_open(self, run: RunContext) -> None:
-        """HookError where the records of a backward would be those of another batch's."""
+        """HookError where the records of a backward would be those of another batch's, or where
+        their store is closed.
+        """
+        if self._had_store:
+            raise HookError(
+                "the backward of a graph comes after restore(), when the store that its records "
+                "belong to is closed; run backward before restore()"
+            )
         if self.session is not None:
             self.session.check_open(run.entry, None if self.run is None else self.run.entry)
 
@@ -701,9 +789,8 @@ class HookCore:
                 run.backward_task = -1
                 core.channel.backwards.discard(task)
                 core._raise_held(run)
-                if not core.is_closed:
-                    core._deliver(run, "end of the backward")
-                    core.backward_order.ends()
+                core._deliver(run, "end of the backward")
+                core.backward_order.ends()
                 if session is not None:
                     session.backward_ends(run.entry)
             except BaseException as error:
@@ -722,15 +809,22 @@ class HookCore:
     # The end.
 
     def close(self) -> None:
-        """Take every hook off and give back groups and lists. Local; as often as one likes."""
+        """Take every hook off; give back groups and lists as soon as no graph needs them. Local; as
+        often as one likes.
+        """
         if self.is_closed:
             return
-        self.is_closed = self.backward_watch.is_closed = True
+        self.is_closed, self._had_store = True, self.session is not None
         self.close_store()
         self.table.close()
         self._install_root()
-        self._runs.forget()
         self.run = None
+        self.graphs.leave(self)
+
+    def _free(self) -> None:
+        """Give back what the backward of a graph may have needed. Local."""
+        self.backward_watch.is_closed = True
+        self._runs.forget()
         self.channel.close()
 
 

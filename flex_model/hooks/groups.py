@@ -16,7 +16,10 @@ Members = Sequence[HookFunction] | HookFunction | str | re.Pattern
 
 
 class HookGroups:
-    """Which hook is in which group. The dispatcher keeps the sets; here they have names."""
+    """Which hook is in which group. The dispatcher keeps the sets; here they have names.
+
+    A group that lost its last hook stays, empty: whoever chooses it chooses no hook.
+    """
 
     def __init__(self) -> None:
         self._ids: dict[str, int] = {ALL: 0}
@@ -51,19 +54,12 @@ class HookGroups:
 
     def discard(self, function: HookFunction) -> None:
         self._registrations.pop(function, None)
-        self._drop_empty()
 
     def _make(self, group: str) -> int:
         if group not in self._ids:
             self._ids[group] = self._next_id
             self._next_id += 1
         return self._ids[group]
-
-    def _drop_empty(self) -> None:
-        hooks = [registration.hook for registration in self.registrations]
-        for group, number in list(self._ids.items()):
-            if group != ALL and not any(hook.has(number) for hook in hooks):
-                del self._ids[group]
 
     def ids(self, groups: str | Iterable[str], strict: bool = True) -> list[int]:
         """Numbers of groups. ValueError for an unknown one, with the nearest names; left out if not
@@ -110,8 +106,9 @@ class HookGroups:
         """Take hooks out of a group; returns those that were in it."""
         if group == ALL:
             raise ValueError(
-                'remove_hook_groups: every registered hook is in "all"; remove the hook itself '
-                "by its handle"
+                'remove_hook_groups: every registered hook is in "all"; choose other groups for '
+                "a run, take off a hook by the handle that register_... returned, or all with "
+                "restore()"
             )
         number = self._id(group)
         functions = [f for f in self._select(members) if self._hook(f).has(number)]
@@ -120,7 +117,6 @@ class HookGroups:
         for function in functions:
             for registration in self._registrations[function]:
                 registration.hook.untag(number)
-        self._drop_empty()
         return functions
 
     def _select(self, members: Members) -> list[HookFunction]:

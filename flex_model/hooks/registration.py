@@ -5,18 +5,22 @@ far.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from flex_model import _C
 from flex_model.distributed.header import site_hash
 from flex_model.distributed.inference import ExpectedShape
+from flex_model.distributed.plain import kind_of
 from flex_model.errors import HookError, UnpackIndexError
 from flex_model.hooks.function import HookFunction
 from flex_model.selection import Select
+
+if TYPE_CHECKING:
+    from flex_model.hooks.site import ModuleSite, Moment
 
 
 @dataclass(eq=False)
@@ -45,10 +49,13 @@ class Registration:
         given: What the user registered: the function itself, or one on several tensors of which
             this is about one.
         joint: Shared with the other tensors of its call; None where it edits just one.
+        targets: The modules that stand for its site on this rank, or the parameter.
+        moment: When it meets the gradient of that.
         index: Counts registrations of the wrap on this rank, removed ones included.
         number: Among the hooks at one place: the same on every rank that has the same hooks now,
             whatever it had before.
         hook: The dispatcher's view of it (groups, activity).
+        clean_name: Of the module or parameter, without what wrappers put in: for messages.
         site: Stands for it in headers: ranks that differ in any of it must not talk of one site.
         seed: Its part of the seeds of its calls: the same on any sharding.
         moves: Plans by what all ranks hold: ``(call number, shapes, dtype, ...) -> Move``.
@@ -58,6 +65,7 @@ class Registration:
         expected_shape: What the tensors handed to the hook must have: the function's, or in a
             pipeline a micro-batch's part of it.
         split_dim: In a pipeline: along which dim micro-batches divide the tensor; None: they don't.
+        places: Of the modules that it is at, on this rank.
         writes: Whether the editing function has ever written to the full tensor that it was given;
             None as long as it was not called.
     """
@@ -68,13 +76,17 @@ class Registration:
     number: int
     module: weakref.ref[nn.Module] | None
     given: HookFunction
+    clean_name: str
     joint: Joint | None = None
+    targets: Sequence[weakref.ref[Any]] = ()
+    moment: Moment = "computed"
     hook: _C.Hook = field(init=False)
     moves: dict[Any, Any] = field(default_factory=dict)
     splits: dict[tuple[int, int], Any] = field(default_factory=dict)
     shapes: set[Any] = field(default_factory=set)
     expected_shape: ExpectedShape = field(init=False)
     split_dim: int | None = None
+    places: list[ModuleSite] = field(default_factory=list)
     writes: bool | None = None
     site: int = field(init=False)
     seed: int = field(init=False)
@@ -101,8 +113,22 @@ class Registration:
         return kind, function.module_name, function.unpack_idx
 
     @property
+    def is_registered(self) -> bool:
+        """Whether it was not removed."""
+        return any(own is self for own in self.given._registrations)
+
+    @property
+    def living_targets(self) -> list[Any]:
+        """Those of its targets that are still there."""
+        return [target for ref in self.targets if (target := ref()) is not None]
+
+    @property
     def edits(self) -> bool:
         return self.given.editing_function is not None
+
+    def was_called(self, run: int) -> bool:
+        """Whether one of its modules was run in that run, and hooks there."""
+        return any(place.last_run == run for place in self.places)
 
     @property
     def is_first_of_joint(self) -> bool:
@@ -160,9 +186,8 @@ class Registration:
 
     def check_movable(self, leaf: Tensor) -> None:
         """TypeError for tensors that are not plain strided ones."""
-        if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested:
-            is_of = {"quantized": leaf.is_quantized, "nested": leaf.is_nested}
-            kind = next((kind for kind, is_it in is_of.items() if is_it), str(leaf.layout))
+        kind = kind_of(leaf)
+        if kind and kind != "meta":  # which a dry run may be on
             raise TypeError(
                 f"{self.describe()}: the tensor is {kind}, and only dense strided tensors can be "
                 "gathered; hook a module whose tensor is dense"
@@ -170,7 +195,7 @@ class Registration:
 
     def describe(self) -> str:
         """For messages: ``forward hook on 'layers.0.mlp'``."""
-        return describe_hook(self.name, self.kind, self.hook_function.unpack_idx)
+        return describe_hook(self.clean_name, self.kind, self.hook_function.unpack_idx)
 
 
 def describe_hook(name: str, kind: str, unpack_idx: int | tuple[int, ...]) -> str:

@@ -19,6 +19,7 @@ class RememberedRuns:
 
     def __init__(self) -> None:
         self._runs: deque[RunContext] = deque(maxlen=MOST)
+        self._served: list[RunContext] = []  # those whose graphs a backward pass came to
         self._replayed: tuple[int, RunContext] | None = None  # in which backward pass, and what
 
     def add(self, run: RunContext) -> None:
@@ -28,6 +29,14 @@ class RememberedRuns:
         """As ``add``, of one that no backward pass is about."""
         self.add(run)
         self._replayed = None
+
+    def serve(self, run: RunContext) -> None:
+        """A backward pass came to a graph of this run, however long that is ago."""
+        self._served.append(run)
+
+    def unserve(self, run: RunContext) -> None:
+        """That pass is over."""
+        self._served.remove(run)
 
     def forget(self) -> None:
         self._runs.clear()
@@ -53,6 +62,9 @@ class RememberedRuns:
         if node is None:
             return self._runs[-1] if self._runs else None
         run = next((run for run in reversed(self._runs) if run.holds(node)), None)
+        if run is None:
+            held = (run for run in self._served if run.holds(node))
+            run = max(held, key=lambda run: run.first_node, default=None)
         if run is not None:
             self._note_replay(run)
             return run

@@ -7,6 +7,7 @@ fires at the wrong time under split backward passes.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -17,6 +18,7 @@ from torch.autograd import Function
 
 from flex_model import _C
 from flex_model.errors import HookError
+from flex_model.integrations import compiled
 
 if TYPE_CHECKING:
     from flex_model.hooks.registration import Registration
@@ -49,14 +51,29 @@ class _Edge(Function):
         return ctx.handler(grad), None, None
 
 
+_numbers = itertools.count()
+
+
+def _put_in_order(hooks: Any, number: int) -> None:
+    """Put a hook that was just registered in front of those of FlexModels that came to the module
+    later: torch's hooks come and go, the order of edits stays.
+    """
+    others = list(hooks)[:-1]
+    for i, key in enumerate(others):
+        if getattr(hooks[key], "place_among_wraps", -1) > number:
+            for behind in others[i:]:
+                hooks[behind] = hooks.pop(behind)
+            return
+
+
 class SiteOwner(Protocol):
     """What sites call: HookCore.
 
     Attributes:
-        is_compiled: Whether the model, or a part of it, is known to be compiled.
+        num_runs: Outermost runs so far.
     """
 
-    is_compiled: bool
+    num_runs: int
 
     def backward_handler(
         self, registrations: Sequence[Registration], module: nn.Module, leaf: Tensor
@@ -78,6 +95,8 @@ class ModuleSite:
         self._owner = owner
         self._dispatcher = dispatcher
         self._module = weakref.ref(module)
+        self._number = next(_numbers)
+        self.last_run = 0  # in which the module was called, as the owner counts them
         self._handles: dict[str, Any] = {}
         self._installed: set[str] = set()  # kinds
         self._entered: list[
@@ -117,19 +136,21 @@ class ModuleSite:
             wanted[f"post+{inputs:d}{outputs:d}"] = self._edges_hook(inputs, outputs)
         elif "forward" in kinds:
             wanted["post"] = self._forward_hook()
-        if self._owner.is_compiled:  # they run between two pieces of the graph
-            wanted = {f"{name}!": torch.compiler.disable(hook) for name, hook in wanted.items()}
         for name in [name for name in self._handles if name not in wanted]:
             self._handles.pop(name).remove()
         for name, hook in wanted.items():
             if name in self._handles:
                 continue
+            hook = compiled.outside_graphs(hook)
+            hook.place_among_wraps = self._number
             if name.startswith("pre"):
                 self._handles[name] = module.register_forward_pre_hook(hook, with_kwargs=True)
+                _put_in_order(module._forward_pre_hooks, self._number)
             else:
                 self._handles[name] = module.register_forward_hook(
                     hook, with_kwargs=name.startswith("post+")
                 )
+                _put_in_order(module._forward_hooks, self._number)
 
     def remove(self) -> None:
         """Take everything off."""
@@ -141,19 +162,24 @@ class ModuleSite:
 
     def _forward_hook(self):
         call = self.site("forward").call
+        owner = self._owner
 
         def hook(module, args, output):
+            self.last_run = owner.num_runs
             return call(module, output)
 
         return hook
 
     def _pre_hook(self, with_edges: bool):
         call = self.site("forward_pre").call
+        owner = self._owner
 
         def hook(module, args, kwargs=None):
+            self.last_run = owner.num_runs
             return call(module, (args, kwargs)) if kwargs is not None else self._was_taken_off()
 
         def hook_with_edges(module, args, kwargs=None) -> Any:
+            self.last_run = owner.num_runs
             if kwargs is None:
                 return self._was_taken_off()
             tree = call(module, (args, kwargs))
@@ -176,8 +202,10 @@ class ModuleSite:
 
     def _edges_hook(self, inputs: bool, outputs: bool):
         call = self.site("forward").call
+        owner = self._owner
 
         def hook(module, args, kwargs, output):
+            self.last_run = owner.num_runs
             if not self._is_ours(module):
                 return output
             if inputs:

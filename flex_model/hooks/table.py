@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -41,6 +43,8 @@ class HookTable:
         serves_records: Whether the compiled dispatcher may serve hooks that only look: one rank,
             which keeps records.
         on_change: Called after the set of active hooks may have changed.
+        on_removal: Called with hooks that are about to be removed.
+        clean: The name of a module or parameter for messages.
 
     Attributes:
         active: Indices of the active registrations.
@@ -55,21 +59,27 @@ class HookTable:
         output_ptr: dict[str, list[Tensor]],
         serves_records: bool,
         on_change: Callable[[], None],
+        on_removal: Callable[[Sequence[Registration]], None],
+        clean: Callable[[str], str],
     ) -> None:
         self.groups = HookGroups()
-        make = (output_ptr, run_hook, torch.Tensor, torch._C._current_graph_task_id)
-        self.dispatcher = _C.Dispatcher(*make)
-        self.parameter_dispatcher = _C.Dispatcher(*make)
+        self._make_dispatcher = functools.partial(
+            _C.Dispatcher, output_ptr, run_hook, torch.Tensor, torch._C._current_graph_task_id
+        )
+        self.dispatcher = self._make_dispatcher()
+        self.parameter_dispatcher = self._make_dispatcher()
         self.active: frozenset[int] = frozenset()
         self._owner = owner
         self._output_ptr = output_ptr
         self._serves_records = serves_records
-        self._on_change = on_change
+        self._on_change, self._clean = on_change, clean
+        self._on_removal = on_removal
         self._modules: dict[int, ModuleSite] = {}
         self._parameters: dict[int, ParameterSite] = {}
         self._choices = EVERYTHING, EVERYTHING  # for modules, for parameters
         self._next_index = 0
         self._is_closed = False
+        self._replays: Counter[int] = Counter()  # by index: passes that a hook was put back for
         self.acts_in_backward = False
         self.keeps_installed = False
 
@@ -93,8 +103,8 @@ class HookTable:
         assert kind in KINDS
         if function._registrations:
             raise ValueError(
-                f"{function!r} is registered already; remove it first (handle.remove()), or make "
-                "another HookFunction"
+                f"{function!r} is registered already; make another HookFunction, or take this one "
+                "off first, by the handle that register_... returned"
             )
         members = function.members or (function,)
         edits = function.editing_function is not None
@@ -126,28 +136,48 @@ class HookTable:
         modules = [target for target in targets if isinstance(target, nn.Module)]
         module_ref = weakref.ref(modules[0]) if modules else None
         number = self._free_number(Registration.place_of(function, kind))
+        clean_name = self._clean(function.module_name)
         registration = Registration(
-            function, kind, self._next_index, number, module_ref, given, joint
+            function,
+            kind,
+            self._next_index,
+            number,
+            module_ref,
+            given,
+            clean_name,
+            joint,
+            targets=[weakref.ref(target) for target in targets],
+            moment=moment,
         )
         self._next_index += 1
+        self._make_hook(registration)
+        return registration
+
+    def _make_hook(self, registration: Registration) -> None:
+        """Make it known to the dispatcher, at the sites of its targets."""
+        function = registration.hook_function
         registration.hook = _C.Hook(
             registration,
             function.unpack_idx,
             function.record_name,
             self._is_served_by_dispatcher(registration),
         )
-        for target in targets:
+        for target in registration.living_targets:
+            self._site(registration, target).add(registration.hook)
             if isinstance(target, nn.Module):
-                if id(target) not in self._modules:
-                    self._modules[id(target)] = ModuleSite(self._owner, self.dispatcher, target)
-                self._modules[id(target)].site(kind).add(registration.hook)
-            else:
-                if id(target) not in self._parameters:
-                    self._parameters[id(target)] = ParameterSite(
-                        self._owner, self.parameter_dispatcher, target, moment
-                    )
-                self._parameters[id(target)].site.add(registration.hook)
-        return registration
+                registration.places.append(self._modules[id(target)])
+
+    def _site(self, registration: Registration, target: nn.Module | nn.Parameter) -> _C.Site:
+        """Where its hooks of this kind are; made where there were none."""
+        if isinstance(target, nn.Module):
+            if id(target) not in self._modules:
+                self._modules[id(target)] = ModuleSite(self._owner, self.dispatcher, target)
+            return self._modules[id(target)].site(registration.kind)
+        if id(target) not in self._parameters:
+            self._parameters[id(target)] = ParameterSite(
+                self._owner, self.parameter_dispatcher, target, registration.moment
+            )
+        return self._parameters[id(target)].site
 
     def _free_number(self, place: tuple[str, str, int]) -> int:
         taken = {
@@ -173,8 +203,9 @@ class HookTable:
             both = other.hook_function.record and function.record
             same = other.hook_function.record_name == function.record_name
             if both and same and other.kind != kind:
+                name = self._clean(function.module_name)
                 raise ValueError(
-                    f"a {kind} hook on {function.module_name!r} would write its records to "
+                    f"a {kind} hook on {name!r} would write its records to "
                     f"output_ptr[{function.record_name!r}], as the {other.describe()} does; give "
                     "one of them an output_name"
                 )
@@ -184,9 +215,15 @@ class HookTable:
         function = registrations[0].given
         if function._registrations is not registrations:
             return
+        self._on_removal(registrations)
         function._registrations = ()
         function.save_ctx = function.modules = None
         self.groups.discard(function)
+        self._remove_hooks([r for r in registrations if not self._replays[r.index]])
+        if not self._is_closed:
+            self.refresh()
+
+    def _remove_hooks(self, registrations: Sequence[Registration]) -> None:
         tables: list[dict[int, Any]] = [self._modules, self._parameters]
         for table in tables:
             for key, place in list(table.items()):
@@ -200,8 +237,63 @@ class HookTable:
         for registration in registrations:
             # It holds the registration, and no garbage collector would see the cycle.
             del registration.hook
-        if not self._is_closed:
-            self.refresh()
+            registration.places.clear()
+
+    # For the backward of a graph that was made with other hooks than those that are active now.
+
+    def put_back(self, registrations: Sequence[Registration]) -> None:
+        """Have hooks called that are not active, in the place that they had among those of their
+        site, until they are taken off as often as put back. They count as not active.
+        """
+        if registrations and self._is_closed and not self._replays:
+            self.dispatcher = self._make_dispatcher()
+            self.parameter_dispatcher = self._make_dispatcher()
+        new = [
+            registration for registration in registrations if not self._replays[registration.index]
+        ]
+        self._replays.update(registration.index for registration in registrations)
+        for registration in new:
+            if registration.is_registered:
+                registration.hook.replays = True
+                continue
+            self._make_hook(registration)
+            registration.hook.replays = True
+            for target in registration.living_targets:
+                site = self._site(registration, target)
+                in_order = sorted(site.hooks, key=lambda other: other.index)
+                for other in in_order:
+                    site.remove(other.hook)
+                for other in in_order:
+                    site.add(other.hook)
+        self._install(new)
+
+    def take_off(self, registrations: Sequence[Registration]) -> None:
+        """The end of ``put_back``."""
+        self._replays.subtract(registration.index for registration in registrations)
+        over = [
+            registration for registration in registrations if not self._replays[registration.index]
+        ]
+        self._replays = +self._replays
+        for registration in over:
+            registration.hook.replays = False
+        self._install(over)
+        self._remove_hooks([r for r in over if not r.is_registered])
+        if registrations and self._is_closed and not self._replays:
+            self._close_dispatchers()
+
+    def _install(self, registrations: Sequence[Registration]) -> None:
+        """Have torch's hooks at their sites fit what is active there."""
+        for registration in registrations:
+            for target in registration.living_targets:
+                self._site(registration, target).refresh()
+                places: dict[int, Any] = (
+                    self._modules if isinstance(target, nn.Module) else self._parameters
+                )
+                places[id(target)].install(self.keeps_installed)
+
+    def is_put_back(self, registration: Registration) -> bool:
+        """Whether it is there for the backward of a graph only."""
+        return registration.index in self._replays
 
     def chosen(self, choice: Choice) -> list[Registration]:
         """The hooks that a choice makes active, at whichever rank they are."""
@@ -259,7 +351,10 @@ class HookTable:
             for place in places.values():
                 place.install(self.keeps_installed)
         self.active = frozenset(
-            registration.index for site in self._all_sites() for registration in site.active
+            registration.index
+            for site in self._all_sites()
+            for registration in site.active
+            if registration.index not in self._replays
         )
         self.acts_in_backward = any(
             registration.edits or registration.kind == "tensor" or registration.is_backward
@@ -301,5 +396,9 @@ class HookTable:
         for function in self.groups.members(ALL):
             self.unregister(function._registrations)
         self.active = frozenset()
+        if not self._replays:
+            self._close_dispatchers()
+
+    def _close_dispatchers(self) -> None:
         self.dispatcher.close()
         self.parameter_dispatcher.close()

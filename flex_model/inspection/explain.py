@@ -121,6 +121,9 @@ def _row(registration: Registration, spent: Spent | None, core: HookCore) -> Hoo
 
 
 def _why(registration: Registration, spent: Spent, core: HookCore) -> str:
+    is_here = registration.kind in ("forward", "forward_pre") and registration.places
+    if is_here and core.num_runs and not registration.was_called(core.num_runs):
+        return "not called in the last run"
     if core.channel.is_local:
         return "one rank: the tensor is whole"
     if not registration.moves:

@@ -84,6 +84,8 @@ class _NoTransfers(TorchDispatchMode):
     their own; those in place are not run at all.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self._done = _Done()  # torch keeps the C++ part alone, which waits for ever

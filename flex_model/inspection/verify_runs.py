@@ -22,6 +22,7 @@ from flex_model.distributed.layout import Shape, ShardLayout
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.tracking import LayoutTracker, tensors_of
 from flex_model.errors import is_agreed
+from flex_model.hooks.context import RunContext
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.registration import Registration
@@ -167,6 +168,9 @@ class _Core(HookCore):
         self.found: Found = {}
         self.unsettled: set[int] = set()
         super().__init__(module, mesh, self.found, save_ctx, modules, edit_on, "rank0", timeout_s)
+
+    def warn_of_hooks_not_called(self, run: RunContext) -> None:
+        """Not of what is compared, which may be all modules; the report names them."""
 
     def watch(self, site: Site, number: int) -> bool:
         """Hook a site under its number; False if the model has no such module."""

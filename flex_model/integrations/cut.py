@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from flex_model.integrations import fsdp, offload
+from flex_model.integrations import compiled, fsdp, offload
 
 NO_HOOK = (
     "run_until: no forward or forward-pre hook is active, and no module was named, so there is "
@@ -22,10 +22,10 @@ def not_reached(module_name: str | None) -> str:
     )
 
 
-def check(root: nn.Module, is_compiled: bool) -> None:
+def check(root: nn.Module) -> None:
     """ValueError for a model whose forward must come to its end."""
     reason = ""
-    if is_compiled:
+    if compiled.is_compiled(root):
         reason = "it is compiled, and hooks inside of what was compiled are not called"
     elif any(fsdp.is_fsdp1(module) for module in root.modules()):
         reason = "FullyShardedDataParallel (FSDP1) frees what it gathered after each forward"

@@ -223,6 +223,14 @@ def layout_beside_weight(
     return ShardLayout(dp, Shard(ndim - 1), source="the placements of its weight")
 
 
+def masks_of(tensor: Any) -> list[Tensor]:
+    """The masks that a DTensor keeps of a vocabulary that is split over ranks: which ids of an
+    embedding were not this rank's. Local.
+    """
+    buffers: list[Any] = [getattr(one, "mask_buffer", None) for one in tensor.placements]
+    return [buffer.data for buffer in buffers if getattr(buffer, "data", None) is not None]
+
+
 def to_local(tensor: Any) -> Tensor:
     """This rank's part as a plain tensor, in the graph."""
     return wait(tensor.to_local())

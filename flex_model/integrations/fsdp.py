@@ -34,6 +34,15 @@ def is_fsdp2(module: nn.Module) -> bool:
     return cls is not None and isinstance(module, cls)
 
 
+def mesh_of_fsdp2(module: Any) -> Any:
+    """The mesh that ``fully_shard`` was given; None for a module without parameters of its own.
+    DTensors may have an equal mesh of another origin, which torch keeps in its caches. There is no
+    public way to ask for it.
+    """
+    group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
+    return getattr(getattr(group, "mesh_info", None), "mesh", None)
+
+
 def wrapper_of_parameter(root: nn.Module, name: str) -> nn.Module | None:
     """The FSDP1 wrapper that owns the parameter of this (clean or wrapped) name; None if there is
     none.
@@ -65,7 +74,8 @@ def summoned(
     Raises:
         ValueError: the wrapper is in its forward or backward, or its gradients can't be had.
     """
-    _check_idle(wrapper, name)
+    shown = names.clean(root, name)
+    _check_idle(wrapper, shown)
     # Of all wrappers the outermost must be the first that FSDP1 meets, or it can't be run any more.
     next(module for module in _path(root, name) if is_fsdp1(module)).check_is_root()
     summon = _fsdp1_class().summon_full_params
@@ -76,7 +86,7 @@ def summoned(
             )
         except NotImplementedError as error:
             raise ValueError(
-                f"get_module_gradient: parameter {name!r} belongs to a FullyShardedDataParallel "
+                f"get_module_gradient: parameter {shown!r} belongs to a FullyShardedDataParallel "
                 "(FSDP1) module that keeps one flattened gradient for all its parameters; give it "
                 "use_orig_params=True, or use torch.distributed.fsdp.fully_shard"
             ) from error

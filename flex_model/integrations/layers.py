@@ -52,6 +52,15 @@ def parameter_layout(
     return ShardLayout(tp=tp, source="the sizes that its layer states")
 
 
+def stated_sizes(module: nn.Module, leaf_name: str) -> tuple[int, ...] | None:
+    """The full sizes of a weight or bias, where its layer states them in attributes. Local."""
+    for names in _STATED_SIZES if leaf_name in ("weight", "bias") else ():
+        sizes: list[Any] = [getattr(module, name, None) for name in names]
+        if all(isinstance(size, int) for size in sizes):
+            return tuple(sizes if leaf_name == "weight" else sizes[:1])
+    return None
+
+
 def _split_dim(module: nn.Module, weight: Any, mesh: Mesh) -> int | None:
     """The dim along which ``weight`` is smaller than its layer states; None for no or several."""
     if not isinstance(weight, Tensor) or weight.ndim != 2 or _is_along_tp(weight, mesh):

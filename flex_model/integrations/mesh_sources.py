@@ -10,12 +10,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from flex_model.distributed.mesh import AXIS_OF_DIM, Mesh, group_ranks
-from flex_model.integrations import fsdp
+from flex_model.distributed.mesh import Mesh, group_ranks
+from flex_model.distributed.mesh_dims import AXIS_OF_DIM, is_foreign, names_of_dims
+from flex_model.integrations import context_parallel, fsdp
 from flex_model.integrations.dtensor import is_dtensor
-
-# Words in the names of mesh dims that split what our axes don't: the sequence, or the experts.
-_FOREIGN = {"cp", "context", "sp", "sequence", "ulysses", "ep", "efsdp", "etp", "expert"}
+from flex_model.names import clean
 
 
 @dataclass(frozen=True)
@@ -33,66 +32,80 @@ class Source:
     is_exact: bool = True
 
 
-def find_all(root: nn.Module) -> tuple[list[Source], list[str]]:
-    """All that a model says of its ranks, and in words the meshes that can't be read.
+def find_all(root: nn.Module) -> tuple[list[Source], list[str], list[str]]:
+    """All that a model says of its ranks, in words the meshes that can't be read, and groups that
+    are there and not told.
 
     Raises:
-        ValueError: this rank is not one of the model's, or Megatron's context parallelism is on.
+        ValueError: this rank is not one of the model's, or the model is context parallel.
     """
+    context_parallel.check_modules(root)
     unknown: list[str] = []
+    untold: list[str] = []
     sources = [
         *_dtensor_meshes(root, unknown),
         *_hugging_face_mesh(root),
-        *_wrapper_groups(root),
+        *_wrapper_groups(root, untold),
         *_megatron_groups(root),
         *_fairscale_groups(root),
     ]
-    return sources, unknown
+    return sources, unknown, untold
 
 
 def axes_of_dims(
-    names: Sequence[str] | None, ndim: int, *, is_fsdp2: bool, replicates_first: bool
+    names: Sequence[str] | None,
+    sizes: Sequence[int],
+    *,
+    is_fsdp2: bool,
+    replicates_first: bool,
 ) -> tuple[str, ...] | None:
     """Our axis for each dim of a parameter's mesh; None where that can't be told. Pure.
 
     Args:
-        names: Names of the dims.
+        names: Names of the dims; those of size 1 may have any.
         is_fsdp2: Whether FSDP2 manages the parameter: it puts its dims before those of tensor
             parallelism.
         replicates_first: Whether the parameter is replicated along the first dim, as HSDP does and
             plain FSDP2 never.
     """
+    counts = [size > 1 for size in sizes]
     known = [AXIS_OF_DIM.get(name.lower()) for name in names or ()]
-    if names is not None and None not in known:
-        return tuple(axis for axis in known if axis is not None)
-    if any(_FOREIGN.intersection(name.lower().split("_")) for name in names or ()):
+    if names is not None and all(axis or not big for axis, big in zip(known, counts)):
+        return tuple(axis or "dp" for axis in known)
+    if any(big and is_foreign(name) for name, big in zip(names or (), counts)):
         return None
     if is_fsdp2:
-        num_dp = 2 if replicates_first and ndim > 1 else 1
-        axes = ("dp",) * num_dp + ("tp",) * (ndim - num_dp)
+        num_dp = 2 if replicates_first and len(sizes) > 1 else 1
+        axes = ("dp",) * num_dp + ("tp",) * (len(sizes) - num_dp)
     else:
-        axes = ("tp",) * ndim
-    fits = all(name is None or name == axis for name, axis in zip(known, axes))
-    return axes if fits and axes.count("tp") <= 1 else None
+        axes = ("tp",) * len(sizes)
+    told = zip(known or [None] * len(sizes), axes, counts)
+    fits = all(name in (None, axis) or not big for name, axis, big in told)
+    num_tp = sum(axis == "tp" and big for axis, big in zip(axes, counts))
+    return axes if fits and num_tp <= 1 else None
 
 
 def _dtensor_meshes(root: nn.Module, unknown: list[str]) -> Iterator[Source]:
     """One source for each mesh of DTensor parameters; what can't be read goes to ``unknown``."""
-    managed: set[int] = set()
+    managed: dict[int, Any] = {}  # by parameter: the mesh that FSDP2 was given
     for module in root.modules():
         if fsdp.is_fsdp2(module):
             # after a forward its parameters may still be whole; no collective, and nothing if not
             module.reshard()  # type: ignore[operator]
-            managed.update(id(parameter) for parameter in module.parameters())
-    seen = set()
+            origin = fsdp.mesh_of_fsdp2(module)
+            managed.update((id(parameter), origin) for parameter in module.parameters())
+    seen, names = set(), {}
     parameter: Any
     for name, parameter in root.named_parameters():
         if not is_dtensor(parameter):
             continue
-        device_mesh = parameter.device_mesh
+        name = clean(root, name)
+        device_mesh, origin = parameter.device_mesh, managed.get(id(parameter))
+        if (device_mesh, id(origin)) not in names:
+            names[device_mesh, id(origin)] = names_of_dims(device_mesh, origin)
         axes = axes_of_dims(
-            device_mesh.mesh_dim_names,
-            device_mesh.ndim,
+            names[device_mesh, id(origin)],
+            device_mesh.shape,
             is_fsdp2=id(parameter) in managed,
             replicates_first=parameter.placements[0].is_replicate(),
         )
@@ -121,8 +134,10 @@ def _hugging_face_mesh(root: nn.Module) -> Iterator[Source]:
                 yield Source("Hugging Face's _device_mesh", Mesh.from_table(mesh.mesh, axes))
 
 
-def _wrapper_groups(root: nn.Module) -> Iterator[Source]:
-    """The groups of DDP and FSDP1; their whole mesh, where they were given a part of one."""
+def _wrapper_groups(root: nn.Module, untold: list[str]) -> Iterator[Source]:
+    """The groups of DDP and FSDP1; their whole mesh, where they were given a part of one. What
+    does not tell its groups goes to ``untold``.
+    """
     seen = set()
     for module in root.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
@@ -130,6 +145,13 @@ def _wrapper_groups(root: nn.Module) -> Iterator[Source]:
         elif fsdp.is_fsdp1(module):
             name, device_mesh = "FSDP1", getattr(module, "_device_mesh", None)
         else:
+            continue
+        if device_mesh is not None:
+            names_of_dims(device_mesh)  # refuses context parallelism
+        strategy = getattr(getattr(module, "sharding_strategy", None), "name", "")
+        # There is no public way to ask for the group that replicates.
+        if "HYBRID" in strategy and getattr(module, "_inter_node_pg", None) is None:
+            untold.append(f"FSDP1 with {strategy} does not tell the group it replicates over")
             continue
         mesh, is_exact = _wrapper_mesh(module)
         if mesh.ranks not in seen:
@@ -151,12 +173,7 @@ def _wrapper_mesh(module: Any) -> tuple[Mesh, bool]:
     strategy = getattr(getattr(module, "sharding_strategy", None), "name", "")
     if "HYBRID" not in strategy:
         return Mesh(ranks, ranks.index(me), dp_size=len(ranks)), True
-    between = getattr(module, "_inter_node_pg", None)  # no public way to ask for it
-    if between is None:
-        raise ValueError(
-            f"FlexModel: FSDP1 with {strategy} does not tell the group it replicates over; give "
-            'device_mesh= with dims named "replicate" and "shard"'
-        )
+    between = module._inter_node_pg
     replicas = group_ranks(between)
     grid = Mesh.from_lines((me,), replicas, ranks, me, dist.get_world_size())
     return Mesh(grid.ranks, grid.rank, dp_size=grid.num_ranks), False
@@ -220,6 +237,9 @@ def _layers(root: nn.Module, package: str) -> Iterator[nn.Module]:
 
 def _known_axes(device_mesh: dist.DeviceMesh) -> tuple[str, ...] | None:
     """Our axes of a mesh whose dims have names that we know; None for any other."""
-    names = device_mesh.mesh_dim_names or ("",)
-    axes = tuple(AXIS_OF_DIM.get(name.lower(), "") for name in names)
+    names = names_of_dims(device_mesh) or ("",) * device_mesh.ndim
+    axes = tuple(
+        "dp" if size == 1 else AXIS_OF_DIM.get(name.lower(), "")
+        for name, size in zip(names, device_mesh.shape)
+    )
     return axes if all(axes) else None

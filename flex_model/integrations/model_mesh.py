@@ -13,6 +13,7 @@ from torch import nn
 
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.mesh import AXES, Mesh, check_sizes, group_ranks
+from flex_model.distributed.mesh_dims import AXIS_OF_DIM
 from flex_model.integrations import mesh_sources
 from flex_model.integrations.mesh_sources import Source
 
@@ -26,12 +27,14 @@ class ModelGroups:
         names: What says so, by axis.
         exact: Whole meshes that were read.
         unknown: A mesh of the model that could not be read; empty if there is none.
+        untold: A group that it does not tell; likewise.
     """
 
     lines: dict[str, tuple[int, ...]]
     names: dict[str, str]
     exact: tuple[Mesh, ...] = ()
     unknown: str = ""
+    untold: str = ""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -54,7 +57,11 @@ class ModelGroups:
         Raises:
             ValueError: it has others.
         """
-        if any(mesh.line(axis) != line for axis, line in self.lines.items()):
+        differ = [axis for axis, line in self.lines.items() if mesh.line(axis) != line]
+        # A group says who has rows of the batch, not in which order: torch sorts its ranks.
+        if "dp" in differ and set(mesh.line("dp")) == set(self.lines["dp"]):
+            differ.remove("dp")
+        if differ:
             ours = ", ".join(f"{axis} over ranks {list(mesh.line(axis))}" for axis in self.lines)
             raise ValueError(
                 f"FlexModel: {given}: {mesh.describe()}, which puts global rank "
@@ -92,7 +99,9 @@ class ModelGroups:
         if not is_agreed(() if found is None else found.ranks, (tp, dp, pp), timeout_s):
             raise ValueError(
                 f"FlexModel: the model is sharded as {self.describe()}, and its ranks make no "
-                'regular grid of these groups; give device_mesh= with dims named "dp" and "tp"'
+                "regular grid of these groups; give the device_mesh= of which they are the dims "
+                '"dp" and "tp", or, where no mesh has them all, shard the model over the dims of '
+                "one mesh"
             ) from error
         assert found is not None  # nobody agrees on an empty grid
         return found
@@ -110,15 +119,16 @@ def find(root: nn.Module, stages: Sequence[Source] = ()) -> ModelGroups | None:
 
     Raises:
         ValueError: this rank is not one of the model's; two of these contradict each other; or
-            Megatron's context parallelism is on.
+            the model is context parallel.
     """
-    sources, unknown = mesh_sources.find_all(root)
+    sources, unknown, untold = mesh_sources.find_all(root)
     sources = [*sources, *stages]
     lines, names = merge(sources)
-    if not lines and not unknown:
+    if not lines and not unknown and not untold:
         return None
     exact = tuple(source.mesh for source in sources if source.is_exact)
-    return ModelGroups(lines, names, exact, unknown[0] if unknown else "")
+    first = (found[0] if found else "" for found in (unknown, untold))
+    return ModelGroups(lines, names, exact, *first)
 
 
 def choose(
@@ -158,6 +168,11 @@ def choose(
         if own is not None:
             own.check(mesh, "the device_mesh says")
         return mesh
+    if own is not None and own.untold:
+        raise ValueError(
+            f"FlexModel: {own.untold}; give device_mesh= with dims named after "
+            f"{sorted(AXIS_OF_DIM)}, such as dp_replicate and dp_shard"
+        )
     says_ranks = sizes != (1, 1, 1) or process_group is not None
     if own is None or (says_ranks and not own.lines):
         return Mesh.from_sizes(*sizes, process_group)
@@ -201,6 +216,26 @@ def _fill_in(
             f"sharded as {own.describe()}"
         )
     return mesh
+
+
+def pipeline_refusal(module: nn.Module, pp_size: int) -> str:
+    """Why stages without a schedule can't be wrapped, and what can be."""
+    schedule = (
+        "split the whole model with flex_model.pipelining.pipeline(...), or into stages by hand, "
+        "and wrap the torch.distributed.pipelining schedule that runs them: FlexModel(schedule, "
+        "output_ptr)"
+    )
+    if any("_pp_stage" in vars(part) for part in module.modules()):  # Hugging Face's own
+        return (
+            f"FlexModel: the model was loaded with pp_size={pp_size}: its forward runs the stages "
+            "by itself, without a schedule whose hooks could be merged; load it with "
+            "DistributedConfig(tp_size=...) or (fsdp_size=...) and without pp_size; or load it "
+            f"without distributed_config, {schedule}"
+        )
+    return (
+        f"pipeline_parallel_size is {pp_size}, but a module alone does not say when its stages "
+        f"run; {schedule}; or shard the model without a pipeline"
+    )
 
 
 def merge(

@@ -12,6 +12,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from flex_model.names import clean
+
 # accelerate.
 
 
@@ -37,7 +39,7 @@ def write(root: nn.Module, full_name: str, value: Tensor) -> None:
     for name in [full_name, *tied_names(root, full_name)]:
         place = _place(root, name)
         if place is not None:
-            _write(name, *place, value)
+            _write(clean(root, name), *place, value)
         elif name != full_name:
             root.get_parameter(name).data.copy_(value)
 

@@ -19,7 +19,7 @@ from flex_model.distributed.tensor_dicts import (
 )
 from flex_model.errors import HookError, HookMismatchError, agreed, is_agreed, see
 from flex_model.hooks import save_context
-from flex_model.hooks.context import advance_generator
+from flex_model.hooks.context import renew_seed
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.step import Step
 from flex_model.pipelining import records
@@ -84,7 +84,7 @@ class StepEnd:
         }
         told = exchange_json(self._world, mine, "the end of a step of the pipeline")
         if any(of_rank["consumed"] for of_rank in told):
-            advance_generator()
+            renew_seed()
         failed = [(r, of_rank["error"]) for r, of_rank in enumerate(told) if of_rank["error"]]
         if failed or self._step.failure:
             return failed or [(mesh.rank, ["HookError", "a stage failed"])], None

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from flex_model.hooks.core import HookCore
+from flex_model.integrations.compiled import is_compiled_itself
 from flex_model.sequential.targets import Target
 from flex_model.store import ActivationStore
 
@@ -103,8 +104,7 @@ def store_of(store: object, core: HookCore | None) -> ActivationStore | None:
 
 def check_not_compiled(module: nn.Module, found: list[Target]) -> None:
     for name, part in module.named_modules():
-        is_compiled = getattr(part, "_compiled_call_impl", None) is not None
-        if not is_compiled and type(part).__name__ != "OptimizedModule":
+        if not is_compiled_itself(part):
             continue
         if any(target.module in set(part.modules()) for target in found):
             raise ValueError(

@@ -120,3 +120,24 @@ def test_an_edit_that_changes_its_tensor_on_one_rank_only_is_an_error(site, tran
         else:
             flex(BATCH)
     flex.restore()
+
+
+# ValueError before, which nobody expects of a run.
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["data", "tensor"])
+@pytest.mark.parametrize("edit", [None, double])
+def test_shapes_that_fit_no_layout_are_a_mismatch(kind, edit):
+    flex = FlexModel(nn.Sequential(nn.Identity()), {}, **{f"{kind}_parallel_size": 2})
+    flex.register_forward_hook(HookFunction("0", editing_function=edit))
+    x = models.random(4, 6)[:, dist.get_rank() :]
+    with pytest.raises(
+        HookMismatchError, match=r"forward hook on '0': ranks hold \[6, 5\]"
+    ) as error:
+        flex(x)
+    assert isinstance(error.value, ValueError)  # as of a wrong expected_shape
+    advice = "pad the inputs of the data-parallel ranks to one length"
+    if kind == "tensor":
+        advice = "may be split along dim 1, in full (4, 11): give the full sizes in expected_shape"
+    assert advice in str(error.value)
+    flex(models.random(4, 6))  # as the advice says
+    assert flex.output_ptr["0"] if dist.get_rank() == 0 else True

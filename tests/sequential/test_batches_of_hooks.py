@@ -303,18 +303,42 @@ def test_checkpointed_edits_are_those_of_their_batch(backward, window):
         assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-6)
 
 
-def test_a_backward_of_a_batch_that_is_not_remembered_is_refused():
-    from torch.utils.checkpoint import checkpoint
+class CheckpointedAtOnce(Stack):
+    """Its blocks are one checkpointed part, and it adds something behind."""
 
-    class Checkpointed(Stack):
-        def forward(self, x):
-            return checkpoint(super().forward, x, use_reentrant=False)
+    def forward(self, x):
+        from torch.utils.checkpoint import checkpoint
 
-    flex = FlexModel(Checkpointed(2))
-    flex.register_forward_hook(hook("blocks.0", lambda module, x, save_ctx, modules: x.sin()))
-    outputs = sequential.run(flex, [BATCHES[0]] * 70)
-    with pytest.raises(HookError, match="not among the last 64 runs"):
+        self.inside = checkpoint(super().forward, x, use_reentrant=False)
+        return self.inside + 1
+
+
+def test_a_backward_has_the_edits_of_its_batch_however_many_came_after():
+    gradients = []
+    for way in ("at once", "long after", "restored"):
+        model = CheckpointedAtOnce(2)
+        flex = FlexModel(model)
+        flex.register_forward_hook(hook("blocks.0", lambda module, x, save_ctx, modules: x.sin()))
+        batches = [BATCHES[0]] * (1 if way == "at once" else 70)
+        outputs = sequential.run(flex, batches)
+        if way == "restored":
+            flex.restore()
         outputs[0].sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert_close(gradients[1], gradients[0])
+    assert_close(gradients[2], gradients[0])
+
+
+def test_a_backward_that_begins_inside_a_model_is_refused_if_its_run_is_not_remembered():
+    flex = FlexModel(CheckpointedAtOnce(2))
+    flex.register_forward_hook(hook("blocks.0", lambda module, x, save_ctx, modules: x.sin()))
+    inside = []
+    for _ in range(70):
+        flex(BATCHES[0])
+        inside.append(flex.module.inside)
+    inside[-1].sum().backward()
+    with pytest.raises(HookError, match="not among the last 64 runs"):
+        inside[0].sum().backward()
 
 
 def test_a_run_inside_a_run_is_refused():

@@ -81,7 +81,9 @@ void bind_hooks(py::module_& m) {
           py::arg("group"))
       .def(
           "has", [](const Hook& hook, size_t group) { return hook.groups.contains(group); },
-          "Whether it is in a group.", py::arg("group"));
+          "Whether it is in a group.", py::arg("group"))
+      .def_readwrite("replays", &Hook::replays,
+                     "Whether it runs in any case, for a backward of a graph made with it.");
 
   py::class_<Site, std::shared_ptr<Site>>(m, "Site",
                                           "The hooks of one (module, kind) or of one parameter.")

@@ -23,6 +23,7 @@ struct Hook {
   py::object record_name;
   bool records_here;  // only records, and nothing needs to be gathered: served without Python
   GroupSet groups;
+  bool replays = false;  // runs for a backward of a graph that was made with it, in no group or not
 };
 
 using HookList = std::vector<std::shared_ptr<Hook>>;
@@ -81,7 +82,9 @@ class Dispatcher {
   // Sets the groups whose hooks run (with `complement`: those in none of them); the sites that woke
   // up or fell asleep.
   std::vector<std::shared_ptr<Site>> activate(const std::vector<size_t>& groups, bool complement);
-  bool is_active(const Hook& hook) const { return hook.groups.overlaps(active_) != complement_; }
+  bool is_active(const Hook& hook) const {
+    return hook.replays || hook.groups.overlaps(active_) != complement_;
+  }
   // Forgets the lists of the active hooks: what an outermost run does first.
   void clear_records();
 

@@ -2,12 +2,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "arena.h"
 #include "dlpack.h"
 #include "group.h"
 #include "messages.h"
+#include "span.h"
 #include "transfer.h"
 
 namespace py = pybind11;
@@ -26,14 +28,40 @@ SegmentAddress to_address(const AddressTuple& tuple) {
   return {std::get<0>(tuple), std::get<1>(tuple), std::get<2>(tuple), std::get<3>(tuple)};
 }
 
-// Tensors come as addresses: this binary knows nothing of torch.
-const char* read(uintptr_t address) { return reinterpret_cast<const char*>(address); }
-char* write(uintptr_t address) { return reinterpret_cast<char*>(address); }
+// Tensors come as (address, bytes): this binary knows nothing of torch. An address alone says
+// nothing of its bytes; the callers answer for those.
+const char* read(const Span& span, int64_t needed, const char* what) {
+  span.check(needed, what);
+  return span.data;
+}
 
-std::vector<char*> write(const std::vector<uintptr_t>& addresses) {
+char* write(const Span& span, int64_t needed, const char* what) {
+  span.check(needed, what);
+  return span.data;
+}
+
+std::vector<char*> write(const std::vector<Span>& spans, int64_t needed, const char* what) {
   std::vector<char*> result;
-  for (uintptr_t address : addresses) result.push_back(write(address));
+  for (const Span& span : spans) result.push_back(write(span, needed, what));
   return result;
+}
+
+// Bytes of a rank's shard.
+int64_t shard_bytes(const GatherPlan& plan, int64_t rank) {
+  const std::vector<int64_t>& bytes = plan.boxes().shard_bytes;
+  if (rank < 0 || rank >= static_cast<int64_t>(bytes.size()))
+    throw py::index_error("shared memory: the plan has no shard of rank " + std::to_string(rank));
+  return bytes[rank];
+}
+
+// As shard_bytes, of the rank that is here; 0 where it is not among those that hold shards.
+int64_t own_bytes(const Group& group, const GatherPlan& plan, const std::vector<int64_t>& ranks) {
+  const auto place = std::find(ranks.begin(), ranks.end(), group.rank());
+  return place == ranks.end() ? 0 : shard_bytes(plan, place - ranks.begin());
+}
+
+int64_t full_bytes(const Group& group, const GatherPlan& plan) {
+  return group.rank() == 0 ? plan.boxes().full_bytes : 0;
 }
 
 // Held by the group's first rank until all have opened it.
@@ -81,16 +109,18 @@ std::vector<py::bytes> exchange_bytes(Group& group, const std::string& mine) {
   return result;
 }
 
-std::vector<py::object> all_gather_views(Group& group, const GatherPlan& plan, uintptr_t shard,
-                                         const std::vector<uintptr_t>& fulls, int64_t number,
+std::vector<py::object> all_gather_views(Group& group, const GatherPlan& plan, const Span& shard,
+                                         const std::vector<Span>& fulls, int64_t number,
                                          const std::vector<int64_t>& sizes, int code, int bits) {
   int64_t bytes = bits / 8;
   for (int64_t size : sizes) bytes *= size;
   if (bytes != plan.boxes().full_bytes) throw py::value_error("all_gather_views: sizes");
+  const char* const from = read(shard, shard_bytes(plan, group.rank()), "all_gather: the shard");
+  const std::vector<char*> to = write(fulls, plan.boxes().full_bytes, "all_gather: a full tensor");
   std::vector<Owned> owned;
   {
     const py::gil_scoped_release no_gil;
-    owned = all_gather(group, plan, read(shard), write(fulls), number);
+    owned = all_gather(group, plan, from, to, number);
   }
   std::vector<py::object> tensors;
   for (Owned& memory : owned) {
@@ -99,12 +129,15 @@ std::vector<py::object> all_gather_views(Group& group, const GatherPlan& plan, u
   return tensors;
 }
 
-using GatheredTuple = std::tuple<const GatherPlan*, std::vector<int64_t>, uintptr_t, uintptr_t>;
+using GatheredTuple = std::tuple<const GatherPlan*, std::vector<int64_t>, Span, Span>;
 
 void gather_tuples_to_first(Group& group, const std::vector<GatheredTuple>& tuples) {
   std::vector<Gathered> tensors;
   for (const auto& [plan, ranks, shard, full] : tuples) {
-    tensors.push_back({plan, ranks, read(shard), write(full)});
+    const char* const from =
+        read(shard, own_bytes(group, *plan, ranks), "gather_to_first: the shard");
+    char* const to = write(full, full_bytes(group, *plan), "gather_to_first: the full tensor");
+    tensors.push_back({plan, ranks, from, to});
   }
   const py::gil_scoped_release no_gil;
   gather_to_first(group, tensors);
@@ -113,13 +146,16 @@ void gather_tuples_to_first(Group& group, const std::vector<GatheredTuple>& tupl
 // An OpenGather with what it refers to.
 class OwningGather {
  public:
-  using Tuple = std::tuple<py::object, std::vector<int64_t>, uintptr_t>;  // plan, ranks, full
-  using Target = std::tuple<uintptr_t, uintptr_t, int64_t>;  // full, segment and its bytes
+  using Tuple = std::tuple<py::object, std::vector<int64_t>, Span>;  // plan, ranks, full
+  using Target = std::tuple<uintptr_t, uintptr_t, int64_t>;          // full, segment and its bytes
 
   OwningGather(Group& group, const std::vector<Tuple>& tuples) {
     for (const auto& [plan, ranks, full] : tuples) {
+      const auto* boxes = plan.cast<const GatherPlan*>();
+      char* const to = write(full, full_bytes(group, *boxes), "open_gather: the full tensor");
       plans_.push_back(plan);
-      tensors_.push_back({plan.cast<const GatherPlan*>(), ranks, nullptr, write(full)});
+      tensors_.push_back({boxes, ranks, nullptr, to});
+      own_bytes_.push_back(own_bytes(group, *boxes, ranks));
     }
     const py::gil_scoped_release no_gil;
     gather_ = std::make_unique<OpenGather>(group, tensors_);
@@ -135,14 +171,18 @@ class OwningGather {
     return result;
   }
 
-  void end(const std::vector<uintptr_t>& shards) {
+  void end(const std::vector<Span>& shards) {
     std::vector<const char*> from;
-    for (uintptr_t shard : shards) from.push_back(read(shard));
+    for (size_t t = 0; t < shards.size(); ++t) {
+      const bool is_given = shards[t].data != nullptr && t < own_bytes_.size();
+      from.push_back(read(shards[t], is_given ? own_bytes_[t] : 0, "OpenGather.end: the shard"));
+    }
     gather_->end(from);
   }
 
  private:
   std::vector<py::object> plans_;
+  std::vector<int64_t> own_bytes_;
   std::vector<Gathered> tensors_;
   std::unique_ptr<OpenGather> gather_;
 };
@@ -188,7 +228,8 @@ void bind_shared_memory(py::module_& m) {
   m.def(
       "arena_segment",
       [](uintptr_t address) {
-        const Stretch segment = Arena::of_process().segment_of(read(address));
+        const auto* data = reinterpret_cast<const char*>(address);
+        const Stretch segment = Arena::of_process().segment_of(data);
         return std::make_pair(reinterpret_cast<uintptr_t>(segment.data), segment.bytes);
       },
       "Address and bytes of the arena's segment that an address is in; (0, 0) if it is in none.",
@@ -242,16 +283,19 @@ void bind_shared_memory(py::module_& m) {
            py::arg("mine"))
       .def(
           "exchange",
-          [](Group& group, uintptr_t mine, int64_t bytes, uintptr_t all) {
-            exchange(group, read(mine), bytes, write(all));
+          [](Group& group, const Span& mine, int64_t bytes, const Span& all) {
+            exchange(group, read(mine, bytes, "exchange: this rank's tensor"), bytes,
+                     write(all, bytes * group.size(), "exchange: the tensor of all ranks"));
           },
           "`bytes` bytes of every rank, one after the other, at `all`.", py::arg("mine"),
           py::arg("bytes"), py::arg("all"), NoGil())
       .def(
           "all_gather",
-          [](Group& group, const GatherPlan& plan, uintptr_t shard,
-             const std::vector<uintptr_t>& fulls) {
-            all_gather(group, plan, read(shard), write(fulls));
+          [](Group& group, const GatherPlan& plan, const Span& shard,
+             const std::vector<Span>& fulls) {
+            const int64_t needed = shard_bytes(plan, group.rank());
+            all_gather(group, plan, read(shard, needed, "all_gather: the shard"),
+                       write(fulls, plan.boxes().full_bytes, "all_gather: a full tensor"));
           },
           "The full tensor at each of `fulls`.", py::arg("plan"), py::arg("shard"),
           py::arg("fulls"), NoGil())
@@ -272,15 +316,21 @@ void bind_shared_memory(py::module_& m) {
           py::keep_alive<0, 1>(), py::arg("tensors"))
       .def(
           "scatter_from_first",
-          [](Group& group, const GatherPlan& plan, uintptr_t full, uintptr_t shard) {
-            scatter_from_first(group, plan, read(full), write(shard));
+          [](Group& group, const GatherPlan& plan, const Span& full, const Span& shard) {
+            const int64_t needed = shard_bytes(plan, group.rank());
+            scatter_from_first(
+                group, plan,
+                read(full, full_bytes(group, plan), "scatter_from_first: the full tensor"),
+                write(shard, needed, "scatter_from_first: the shard"));
           },
           "This rank's shard of rank 0's full tensor.", py::arg("plan"), py::arg("full"),
           py::arg("shard"), NoGil())
       .def(
           "broadcast",
-          [](Group& group, uintptr_t from, int64_t bytes, uintptr_t to) {
-            broadcast(group, read(from), bytes, write(to));
+          [](Group& group, const Span& from, int64_t bytes, const Span& to) {
+            const bool is_first = group.rank() == 0;
+            broadcast(group, read(from, is_first ? bytes : 0, "broadcast: the source"), bytes,
+                      write(to, is_first ? 0 : bytes, "broadcast: the target"));
           },
           "Rank 0's bytes at `to`.", py::arg("source"), py::arg("bytes"), py::arg("to"), NoGil());
 
@@ -295,10 +345,12 @@ void bind_shared_memory(py::module_& m) {
 
   m.def(
       "split_into",
-      [](const GatherPlan& plan, int64_t rank, uintptr_t full, uintptr_t shard) {
+      [](const GatherPlan& plan, int64_t rank, const Span& full, const Span& shard) {
         std::vector<char*> shards(plan.boxes().shard_bytes.size(), nullptr);
-        shards.at(rank) = write(shard);
-        split_boxes(plan.boxes().boxes, read(full), shards);
+        const int64_t needed = shard_bytes(plan, rank);
+        shards[rank] = write(shard, needed, "split_into: the shard");
+        const char* const from = read(full, plan.boxes().full_bytes, "split_into: the full tensor");
+        split_boxes(plan.boxes().boxes, from, shards);
       },
       "One rank's shard out of a full tensor, at an address.", py::arg("plan"), py::arg("rank"),
       py::arg("full"), py::arg("shard"), NoGil());

@@ -15,6 +15,8 @@ from flex_model.distributed import memory
 from flex_model.distributed.groups import PrivateGroup
 from flex_model.distributed.transports.transport import Gathered, on_cpu
 
+NOTHING = 0, 0  # the span of what a rank doesn't have
+
 
 class SharedMemory:
     """See ``Transport``. ``host`` are the group's ranks, all of this host."""
@@ -32,7 +34,7 @@ class SharedMemory:
     def exchange(self, tensor: Tensor) -> Tensor:
         tensor = tensor.contiguous()
         everyone = torch.empty((self._host.size, *tensor.shape), dtype=tensor.dtype)
-        self._host.exchange(tensor.data_ptr(), tensor.nbytes, everyone.data_ptr())
+        self._host.exchange(memory.span(tensor), tensor.nbytes, memory.span(everyone))
         return everyone
 
     def all_gather(
@@ -42,19 +44,19 @@ class SharedMemory:
         check_bytes(host, plan.shard_bytes[self._rank])
         if num_copies == 1 and shard.is_cpu and plan.full_bytes < memory.POOLED_BYTES:
             full = host.new_empty(plan.full_sizes)  # all that small ones need, and no more
-            self._host.all_gather(plan, host.data_ptr(), (full.data_ptr(),))
+            self._host.all_gather(plan, memory.span(host), (memory.span(full),))
             return [full]
         num_views = min(num_read, num_copies) if self._are_viewed(plan) else 0
         fulls = [memory.empty(plan.full_sizes, shard.dtype) for _ in range(num_copies - num_views)]
-        addresses = [full.data_ptr() for full in fulls]
+        spans = [memory.span(full) for full in fulls]
         if num_views:
             sizes, code, bits = memory.as_leased(plan.full_sizes, shard.dtype)
             capsules = self._host.all_gather_views(
-                plan, host.data_ptr(), addresses, num_views, sizes, code, bits
+                plan, memory.span(host), spans, num_views, sizes, code, bits
             )
             fulls += [memory.tensor(each, plan.full_sizes, shard.dtype) for each in capsules]
         else:
-            self._host.all_gather(plan, host.data_ptr(), addresses)
+            self._host.all_gather(plan, memory.span(host), spans)
         return fulls if shard.is_cpu else [full.to(shard.device) for full in fulls]
 
     def _are_viewed(self, plan: GatherPlan) -> bool:
@@ -64,17 +66,17 @@ class SharedMemory:
         rank = self._rank
         fulls, hosts, items = [], [], []
         for tensor in tensors:
-            shard = 0
+            shard = NOTHING
             if rank in tensor.ranks:
                 host = on_cpu(tensor.shard)
                 check_bytes(host, tensor.plan.shard_bytes[tensor.ranks.index(rank)])
                 hosts.append(host)
-                shard = host.data_ptr()
+                shard = memory.span(host)
             for _ in range(tensor.num_copies):
-                full = 0
+                full = NOTHING
                 if rank == 0:
                     fulls.append(memory.empty(tensor.plan.full_sizes, tensor.shard.dtype))
-                    full = fulls[-1].data_ptr()
+                    full = memory.span(fulls[-1])
                 items.append((tensor.plan, tensor.ranks, shard, full))
         self._host.gather_to_first(items)
         return fulls if rank == 0 else None
@@ -85,18 +87,18 @@ class SharedMemory:
             check_bytes(host, plan.full_bytes)
         shard = memory.empty(like.shape, like.dtype)
         check_bytes(shard, plan.shard_bytes[self._rank])
-        source = 0 if host is None else host.data_ptr()
-        self._host.scatter_from_first(plan, source, shard.data_ptr())
+        source = NOTHING if host is None else memory.span(host)
+        self._host.scatter_from_first(plan, source, memory.span(shard))
         return shard.to(like.device)
 
     def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
         if self._rank == 0:
             assert tensor is not None
             host = on_cpu(tensor)
-            self._host.broadcast(host.data_ptr(), host.nbytes, 0)
+            self._host.broadcast(memory.span(host), host.nbytes, NOTHING)
             return tensor
         received = memory.empty(like.shape, like.dtype)
-        self._host.broadcast(0, received.nbytes, received.data_ptr())
+        self._host.broadcast(NOTHING, received.nbytes, memory.span(received))
         return received.to(like.device)
 
 

@@ -17,6 +17,7 @@ from flex_model.hooks.registration import Registration
 from flex_model.inspection.edits.findings import ERROR, NOT_CHECKED, Finding, Source
 from flex_model.inspection.edits.rehearsal import Given, Rehearsal
 from flex_model.integrations import dtensor
+from flex_model.names import clean
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,8 @@ def _split_parameters(core: HookCore, tracker: LayoutTracker) -> dict[int, tuple
     if core.channel.is_local:
         return {}
     found: dict[int, tuple[str, bool]] = {}
-    for name, parameter in core.module.named_parameters():
+    for full_name, parameter in core.module.named_parameters():
+        name = clean(core.module, full_name)
         if dtensor.is_dtensor(parameter):
             layout = dtensor.layout(parameter, core.mesh, name, batch_on_dp=False)
             by_tp = isinstance(layout.tp, Shard)

@@ -1,0 +1,81 @@
+"""``python -m flex_model.layouts [operation ...]``: the ATen operations without a propagation rule.
+
+Of the operations named, or of all: those that take and make tensors, are no in-place or ``out=``
+form of another, not private, and not composed of others (those are followed through what they are
+composed of). One without a rule gives a tensor of which nothing is known, unless all its operands
+are replicated.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from flex_model.layouts.propagation import has_rule
+
+_GROUPS = (
+    ("linear algebra", ("linalg_", "lu_", "cholesky", "ormqr", "geqrf", "triangular", "qr", "svd")),
+    ("quantized", ("quantize", "q_", "int_repr", "dequantize", "fake_quantize", "fbgemm")),
+    ("sparse", ("sparse", "to_sparse", "crow_", "ccol_", "col_indices", "row_indices", "coalesce")),
+    ("of one device", ("cudnn_", "miopen_", "mkldnn_", "mps_")),
+    ("copies of views", ()),
+    ("backward", ()),
+    ("others", ()),
+)
+
+
+def operations() -> Iterator[str]:
+    """The names of the ATen operations that should have a rule."""
+    seen = set()
+    for qualified in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = qualified.partition("::")
+        name, _, overload = rest.partition(".")
+        if namespace != "aten" or name.startswith("_") or name in seen:
+            continue
+        op = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
+        if op is not None and _counts(op):
+            seen.add(name)
+            yield name
+
+
+def _counts(op: torch._ops.OpOverload) -> bool:
+    schema = op._schema
+    if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
+        return False
+    is_composed = torch._C._dispatch_has_kernel_for_dispatch_key(
+        op.name(), "CompositeImplicitAutograd"
+    )
+    reads = any("Tensor" in str(a.type) for a in schema.arguments)
+    makes = any("Tensor" in str(r.type) for r in schema.returns)
+    return reads and makes and not is_composed
+
+
+def without_rule(names: Sequence[str] = ()) -> list[str]:
+    """Those of the operations, or of all, that have no rule."""
+    return sorted(name for name in names or operations() if not has_rule(name))
+
+
+def _group(name: str) -> str:
+    if name.endswith("_copy"):
+        return "copies of views"
+    if "backward" in name:
+        return "backward"
+    return next((group for group, starts in _GROUPS if name.startswith(starts)), "others")
+
+
+def main(names: Sequence[str]) -> int:
+    """Print them, by group. The exit status is 1 if an operation that was named has none."""
+    missing = without_rule(names)
+    print(f"{len(missing)} ATen operations without a propagation rule")
+    for group, _ in _GROUPS:
+        of_group = [name for name in missing if _group(name) == group]
+        if of_group:
+            print(f"\n{group} ({len(of_group)})")
+            print("\n".join(f"  {name}" for name in of_group))
+    return 1 if names and missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,85 @@
+"""Lines up the logs of several ranks: which of their operations are one operation of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from flex_model.layouts.log import MARKERS, Entry
+
+
+def aligned(logs: Sequence[Sequence[Entry]]) -> Iterator[tuple[Entry, ...]]:
+    """The entries of all ranks, one tuple for each that all of them have.
+
+    Where ranks ran different operations, those are left out, up to the end of the innermost module
+    in which that happened: what they made has no entry, and so is not known.
+    """
+    places = [0] * len(logs)
+    open_modules: list[Any] = []
+    while True:
+        entries = [log[place] if place < len(log) else None for log, place in zip(logs, places)]
+        if all(entry is None for entry in entries):
+            return
+        if all(entry is not None for entry in entries) and _are_alike(entries):  # type: ignore[arg-type]
+            first = entries[0]
+            assert first is not None
+            if first[0] == "enter":
+                open_modules.append(first[1])
+            elif first[0] == "exit" and open_modules and open_modules[-1] == first[1]:
+                open_modules.pop()
+            yield tuple(entries)  # type: ignore[arg-type]
+            places = [place + 1 for place in places]
+            continue
+        places = _next_end(logs, places, open_modules)
+
+
+def _next_end(
+    logs: Sequence[Sequence[Entry]], places: list[int], open_modules: list[Any]
+) -> list[int]:
+    """Where the innermost open module ends that ends on all ranks."""
+    while open_modules:
+        end = ("exit", open_modules.pop())
+        found = [
+            next((i for i in range(place, len(log)) if log[i][:2] == end), None)
+            for log, place in zip(logs, places)
+        ]
+        if all(place is not None for place in found):
+            open_modules.append(end[1])
+            return found  # type: ignore[return-value]
+    return [len(log) for log in logs]
+
+
+def _are_alike(entries: Sequence[Entry]) -> bool:
+    first = entries[0]
+    return all(entry is first or _form(entry) == _form(first) for entry in entries[1:])
+
+
+def _form(entry: Entry) -> Any:
+    """What must be the same on all ranks for two entries to be one operation: all but sizes and
+    other numbers, and which tensors are read.
+    """
+    kind = entry[0]
+    if kind in MARKERS:
+        return entry
+    if kind == "op":
+        _, name, args, kwargs, outputs, _, _ = entry
+        return kind, name, _tensors(args), _tensors(kwargs), _made(outputs)
+    if kind == "collective":
+        _, name, axes, args, kwargs, outputs, _ = entry
+        return kind, name, axes, _tensors(args), _tensors(kwargs), _made(outputs)
+    return entry[:2]  # placed: its value; lost: the values
+
+
+def _made(outputs: Any) -> Any:
+    return tuple((value, len(shape), dtype) for value, shape, dtype, _ in outputs)
+
+
+def _tensors(arguments: Any) -> Any:
+    """Where among arguments tensors are."""
+    if not isinstance(arguments, tuple):
+        return None
+    if arguments and arguments[0] == "t":
+        return "t", len(arguments[2]), arguments[3]
+    if arguments and arguments[0] in ("n", "s", "c"):
+        return None
+    return tuple(found for item in arguments if (found := _tensors(item)) is not None)

@@ -1,0 +1,213 @@
+"""Tensors of which only the extent is not known.
+
+``torch.zeros(batch, length)`` and ``mask.expand(batch, -1, -1, -1)`` may have been given local
+sizes. Along such a dim, which is called *open*, all elements are the same, and they are so on all
+ranks. Used with a tensor that is split along a dim of just this size, it is the shard of a larger
+one; with one that is whole there, it is whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flex_model.distributed.layout import Placement, Shard
+from flex_model.layouts import factories
+from flex_model.layouts.propagation import rules
+from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation
+
+OpenDims = frozenset[int]
+
+_KEEP_ALL = {
+    "view", "reshape", "_unsafe_view", "slice", "select", "squeeze", "repeat", "flatten",
+    "unflatten", "expand",
+}  # fmt: skip
+_BESIDE = {"where", "masked_fill", "copy", "index_copy", "complex"}
+_MOST_CHOICES = 64
+_FILLS = {"zeros_like", "ones_like", "full_like", "fill", "zero"}
+
+
+def open_dims(
+    operation: Operation,
+    values: Sequence[Any],
+    known: Mapping[Any, OpenDims],
+    split_sizes: set[int],
+) -> OpenDims | None:
+    """The open dims of the result; None where it is not the same on all ranks, or has dims of
+    unknown extent along which its elements differ.
+    """
+    name, result = operation.name, operation.outputs[0]
+    every = frozenset(range(result.ndim))
+    if not _same_numbers(operation):
+        return None
+    if factories.is_fill(name) or name in _FILLS:
+        return every
+    if name == "lift_fresh":
+        return every if all(max((*shape, 1)) == 1 for shape in result.shapes) else None
+    operands = operation.operands
+    if not operands or len(operands) != len(values):
+        return None
+    of_each: list[OpenDims] = []
+    for operand, value in zip(operands, values):
+        if operand.placement == REPLICATED:
+            of_each.append(frozenset())
+        elif operand.placement is None and value in known:
+            of_each.append(known[value])
+        else:
+            return None
+    if name == "expand":
+        return _expanded(operation, of_each[0], split_sizes)
+    if not any(of_each):
+        return None
+    return _parallel(operation, operands, of_each)
+
+
+def _parallel(
+    operation: Operation, operands: Sequence[Operand], of_each: Sequence[OpenDims]
+) -> OpenDims | None:
+    """The result's open dims, if the operation treats every index of an open dim alike and apart:
+    then it would make shards along a dim of shards along that one.
+    """
+    choices = [[None, *sorted(dims)] for dims in of_each]
+    if math.prod(map(len, choices)) > _MOST_CHOICES:
+        return None
+    found: set[int] = set()
+    covered: set[tuple[int, int]] = set()
+    for choice in itertools.product(*choices):
+        if all(dim is None for dim in choice):
+            continue
+        placed = {
+            id(operand): REPLICATED if dim is None else Shard(dim)
+            for operand, dim in zip(operands, choice)
+        }
+        (made, *_) = rules.propagate(_with(operation, placed)) or [None]
+        if isinstance(made, Shard) and made.parts == 1:
+            found.add(made.dim)
+            covered |= {(i, dim) for i, dim in enumerate(choice) if dim is not None}
+    wanted = {
+        (i, dim)
+        for i, dims in enumerate(of_each)
+        for dim in dims
+        if any(shape[dim] != 1 for shape in operands[i].shapes)
+    }
+    if not wanted <= covered:
+        every = all(len(dims) == operand.ndim for dims, operand in zip(of_each, operands))
+        is_kept = every and operation.name in _KEEP_ALL
+        return frozenset(range(operation.outputs[0].ndim)) if is_kept else None
+    return frozenset(found) or None
+
+
+def _expanded(operation: Operation, dims: OpenDims, split_sizes: set[int]) -> OpenDims | None:
+    """Dims of size 1 that are repeated as often as a split dim is long on a rank, or as the
+    unsharded program does otherwise.
+    """
+    operand, result = operation.operands[0], operation.outputs[0]
+    offset = result.ndim - operand.ndim
+    found = {dim + offset for dim in dims}
+    known = operation.full_sizes.get("size", [None] * result.ndim)
+    for dim in range(result.ndim):
+        sizes = {shape[dim] for shape in result.shapes}
+        was = {shape[dim - offset] for shape in operand.shapes} if dim >= offset else {1}
+        if sizes == was:
+            continue
+        full = known[dim] if dim < len(known) else None
+        if full is not None and sizes == {full}:
+            continue
+        if full is not None or sizes & split_sizes or len(sizes) > 1:
+            found.add(dim)
+    return frozenset(found) if found else None
+
+
+def _same_numbers(operation: Operation) -> bool:
+    for name in operation.arguments[0]:
+        numbers = operation.by_rank(name)
+        if isinstance(numbers[0], (int, float)) and any(n != numbers[0] for n in numbers):
+            return False
+    return True
+
+
+def with_extents(
+    operation: Operation, values: Sequence[Any], known: Mapping[Any, OpenDims]
+) -> Operation:
+    """The operation, with operands of unknown extent placed as what they are used with shows."""
+    operands = operation.operands
+    is_pointwise = torch.Tag.pointwise in operation.tags or operation.name in _BESIDE
+    if not is_pointwise or len(operands) != len(values):
+        return operation
+    unknown = [
+        (operand, known[value])
+        for operand, value in zip(operands, values)
+        if operand.placement is None and value in known
+    ]
+    others = [operand for operand in operands if operand.placement is not None]
+    if not unknown or not others or len(others) + len(unknown) < len(operands):
+        return operation
+    placed = {id(operand): _beside(operand, dims, others) for operand, dims in unknown}
+    if any(placement is None for placement in placed.values()):
+        return operation
+    return _with(operation, placed)
+
+
+def _with(operation: Operation, placed: Mapping[int, Placement | None]) -> Operation:
+    """The operation on operands that are placed like this, by their ``id``."""
+    replaced = {  # the same objects for all ranks
+        id(operand): replace(operand, placement=placed[id(operand)])
+        for operand in operation.operands
+        if id(operand) in placed
+    }
+
+    def of(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [of(item) for item in value]
+        return replaced.get(id(value), value)
+
+    arguments = tuple(
+        {name: of(value) for name, value in of_rank.items()} for of_rank in operation.arguments
+    )
+    return replace(operation, arguments=arguments)
+
+
+def _beside(tensor: Operand, dims: OpenDims, others: Sequence[Operand]) -> Placement | None:
+    """Its placement, if the others show the extent of every open dim."""
+    shards = [operand for operand in others if operand.shard is not None]
+    if any(operand.placement not in (REPLICATED, operand.shard) for operand in others):
+        return None
+    split = None
+    if shards:
+        shard = shards[0].shard
+        assert shard is not None
+        dim = shard.dim - shards[0].ndim + tensor.ndim
+        if dim >= 0:
+            sizes = [shape[dim] for shape in tensor.shapes]
+            if dim in dims and sizes == [shape[shard.dim] for shape in shards[0].shapes]:
+                split = dim
+            elif set(sizes) != {1}:
+                return None
+    for dim in dims:
+        if dim != split and not _is_covered(tensor, dim, others):
+            return None
+    if split is None:
+        return REPLICATED
+    assert shards[0].shard is not None
+    return replace(shards[0].shard, dim=split)
+
+
+def _is_covered(tensor: Operand, dim: int, others: Sequence[Operand]) -> bool:
+    """Whether a size above 1 is one of another operand, which is whole there, too: a larger one
+    would not fit there.
+    """
+    sizes = {shape[dim] for shape in tensor.shapes}
+    if sizes == {1}:
+        return True
+    back = tensor.ndim - dim
+    return any(
+        operand.ndim >= back
+        and {shape[-back] for shape in operand.shapes} == sizes
+        and not (operand.shard is not None and operand.shard.dim == operand.ndim - back)
+        for operand in others
+    )

@@ -1,0 +1,27 @@
+"""Placements in the form in which logs have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flex_model.distributed.layout import Partial, Placement, Replicate, Shard
+
+
+def encode(placement: Placement | None) -> Any:
+    """A placement as a tuple of plain values; None stays None."""
+    if placement is None:
+        return None
+    if isinstance(placement, Shard):
+        fields = vars(placement)
+        return "S", *(tuple(v) if isinstance(v, (list, tuple)) else v for v in fields.values())
+    return ("R",) if isinstance(placement, Replicate) else ("P",)
+
+
+def decode(encoded: Any) -> Placement | None:
+    """The inverse of ``encode``."""
+    if encoded is None:
+        return None
+    kind, *fields = encoded
+    if kind == "S":
+        return Shard(*fields)
+    return Replicate() if kind == "R" else Partial()

@@ -1,0 +1,37 @@
+"""The logs of all ranks, compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flex_model.distributed.channel import Channel
+from flex_model.distributed.header import Header
+from flex_model.layouts.follow import Follower
+from flex_model.layouts.log import Chunk
+
+
+def exchange_chunks(channel: Channel, follower: Follower) -> None:
+    """``Follower.sync`` among the ranks of a channel. Collective.
+
+    Ranks that have run the same, as tensor-parallel ranks with even shards have, exchange a hash;
+    others exchange what they ran.
+    """
+
+    def exchange(chunk: Chunk, digest: int) -> Sequence[Chunk]:
+        channel.agree(
+            Header("inputs", site=follower.log.num_syncs), "what a forward has run so far"
+        )
+        digests = channel.exchange(torch.tensor([digest], dtype=torch.int64)).flatten().tolist()
+        if all(other == digest for other in digests):
+            return [chunk] * len(digests)
+        packed = chunk.pack()
+        lengths = channel.exchange(torch.tensor([len(packed)])).flatten().tolist()
+        row = torch.zeros(max(lengths), dtype=torch.uint8)
+        row[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        rows = channel.exchange(row)
+        return [Chunk.unpack(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths)]
+
+    with channel.uncounted():
+        follower.sync(exchange)

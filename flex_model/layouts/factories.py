@@ -1,0 +1,94 @@
+"""Tensors that are made of sizes alone.
+
+They get plain numbers, which may be the local sizes of split dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from flex_model.distributed.layout import Placement, Shard
+from flex_model.layouts.propagation.operation import REPLICATED, Operation
+
+_FILLS = {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "scalar_tensor"}
+_BLANKS = {"empty", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
+_DRAWS = {"rand", "randn", "randint", "normal"}
+_SIZES = ("size", "n", "m", "row", "col", "steps", "end", "start", "step")
+
+
+def is_factory(operation: Operation) -> bool:
+    """Whether its result depends on no tensor's values."""
+    name = operation.name
+    return name in _FILLS or name in _BLANKS or name == "lift_fresh" or not operation.operands
+
+
+def is_fill(name: str) -> bool:
+    """Whether all elements of the result are one number."""
+    return name in _FILLS
+
+
+def makes_blank(name: str) -> bool:
+    """Whether nothing is written to the result yet."""
+    return name in _BLANKS or name == "empty_like"
+
+
+def placements(operation: Operation, split_sizes: Collection[int]) -> list[Placement | None]:
+    """Of a factory's outputs."""
+    unknown: list[Placement | None] = [None] * len(operation.outputs)
+    if operation.name == "lift_fresh":
+        sizes = operation.outputs[0].shapes
+        alike = all(shape == sizes[0] for shape in sizes)
+        return [REPLICATED] if alike and not set(sizes[0]) & set(split_sizes) else unknown
+    if "size" in operation.arguments[0]:
+        return [_of_sizes(operation, split_sizes)] * len(operation.outputs)
+    for name in operation.arguments[0]:
+        numbers = operation.by_rank(name)
+        if any(number != numbers[0] for number in numbers):
+            return unknown
+        if name in _SIZES and not _is_full(numbers[0], split_sizes, operation, name, 0):
+            return unknown
+    return [REPLICATED] * len(operation.outputs)
+
+
+def _of_sizes(operation: Operation, split_sizes: Collection[int]) -> Placement | None:
+    for name in operation.arguments[0]:
+        numbers = operation.by_rank(name)
+        if name not in ("size", "stride", "physical_layout", "self") and any(
+            number != numbers[0] for number in numbers
+        ):
+            return None
+    by_rank = operation.by_rank("size")
+    if any(len(sizes) != len(by_rank[0]) for sizes in by_rank):
+        return None
+    split = []
+    for dim, sizes in enumerate(zip(*by_rank)):
+        alike = all(size == sizes[0] for size in sizes)
+        if alike and _is_full(sizes[0], split_sizes, operation, "size", dim):
+            continue
+        split.append(dim)
+    if operation.name in _BLANKS:
+        return None
+    if not split:
+        return REPLICATED
+    if len(split) > 1 or not is_fill(operation.name):
+        return None
+    full = _known(operation, "size", split[0])
+    return Shard(split[0]) if full == sum(sizes[split[0]] for sizes in by_rank) else None
+
+
+def _known(operation: Operation, name: str, place: int) -> Any:
+    known = operation.full_sizes.get(name, ())
+    return known[place] if place < len(known) else None
+
+
+def _is_full(
+    number: Any, split_sizes: Collection[int], operation: Operation, name: str, place: int
+) -> bool:
+    """Whether the unsharded program passes this number too: its source says so, or it can't be the
+    local size of a split dim.
+    """
+    known = _known(operation, name, place)
+    if known is not None:
+        return bool(known == number)
+    return number not in split_sizes

@@ -1,0 +1,302 @@
+"""One followed forward: its log on this rank, and what the logs of all ranks prove."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from flex_model import _C
+from flex_model.distributed.layout import Placement, Replicate, ShardLayout
+from flex_model.distributed.mesh import Mesh
+from flex_model.layouts.encoding import encode
+from flex_model.layouts.log import Chunk, Log, Value
+from flex_model.layouts.proofs import AxisProofs
+from flex_model.layouts.recorder import Recorder
+from flex_model.layouts.sources import Weights, stated_by_dtensor
+from flex_model.layouts.statements import Statement, Statements
+from flex_model.names import clean
+
+AXES = ("dp", "tp")
+
+#: Placements along dp and tp; None where nothing is proven or stated.
+Pair = tuple[Placement | None, Placement | None]
+UNKNOWN: Pair = (None, None)
+
+
+class Proofs:
+    """What is proven along both axes. Pure: from the logs of all ranks of the grid."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        sizes = (mesh.dp_size, mesh.tp_size)
+        self.along = {
+            axis: AxisProofs(axis, size, other)
+            for axis, size, other in zip(AXES, sizes, reversed(sizes))
+            if size > 1
+        }
+
+    def follow(self, chunks: Sequence[Chunk]) -> None:
+        """The next chunks of the logs of all ranks of the grid."""
+        for axis, proofs in self.along.items():
+            proofs.follow([chunks[place] for place in self._mesh.members((axis,))])
+
+    def placements(self, value: Any) -> Pair:
+        """Of a value; an axis of one rank is always replicated."""
+        dp, tp = (
+            self.along[axis].placement(value) if axis in self.along else Replicate()
+            for axis in AXES
+        )
+        return dp, tp
+
+    def obstacle(self, value: Any, axis: str) -> str:
+        """The first operation on the way to a value at which its placement was lost; empty where
+        it is known, or nothing is known of it.
+        """
+        proofs = self.along.get(axis)
+        if proofs is None:
+            return ""
+        pending = [value[0] if isinstance(value, tuple) and value else value]
+        seen: set[Value] = set()
+        while pending:
+            one = pending.pop()
+            step = proofs.steps.get(one)
+            if step is None or one in seen or proofs.is_known(one):
+                continue
+            seen.add(one)
+            unknown = [source for source in step.inputs if not proofs.is_known(source)]
+            traced = [source for source in unknown if source in proofs.steps]
+            if not traced:
+                return step.text
+            pending += traced
+        return ""
+
+    def why(self, value: Any, axis: str) -> list[str]:
+        """The proof of a value's placement along an axis, operation by operation, from the first
+        one on.
+        """
+        proofs = self.along.get(axis)
+        if proofs is None or not isinstance(value, int):
+            return []
+        lines: list[str] = []
+        seen: set[Value] = set()
+        pending: list[tuple[Value, bool]] = [(value, False)]
+        while pending:
+            one, is_done = pending.pop()
+            step = proofs.steps.get(one)
+            if step is None:
+                continue
+            if is_done:
+                lines.append(f"{proofs.placements.get(one) or 'not known'}: {step.text}")
+            elif one not in seen:
+                seen.add(one)
+                pending.append((one, True))
+                pending += [(source, False) for source in reversed(step.inputs)]
+        return lines
+
+
+_entered: list[Follower] = []  # of all FlexModels of one model
+
+
+class Follower:
+    """Follows one forward. Local, but for ``sync``.
+
+    Args:
+        source: See `Recorder`; weights are known without.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        mesh: Mesh,
+        statements: Statements,
+        weights: Weights,
+        kept: Callable[[Tensor], tuple[str, Any] | None] = lambda tensor: None,
+    ) -> None:
+        self._root, self._mesh, self._statements = root, mesh, statements
+        self._weights, self._kept = weights, kept
+        self.log = Log()
+        self.proofs = Proofs(mesh)
+        self._axes_of_groups: dict[Any, tuple[str, ...] | None] = {}
+        self.recorder = Recorder(
+            self.log, self._source, self._axes_of, lambda tensor: stated_by_dtensor(tensor, mesh)
+        )
+        self._modules: dict[int, str] = {}
+        self._open: list[tuple[int, str]] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Follower:
+        """Begin to record."""
+        self._modules = {
+            id(module): clean(self._root, name) for name, module in self._root.named_modules()
+        }
+        self._handles = [
+            torch.nn.modules.module.register_module_forward_pre_hook(self._entered),
+            torch.nn.modules.module.register_module_forward_hook(self._left, always_call=True),
+            *self._statement_hooks(),
+        ]
+        self.recorder.__enter__()
+        _entered.append(self)
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        _entered.remove(self)
+        self.recorder.__exit__(*exc_info)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs inside is no part of the model, for no FlexModel."""
+        with ExitStack() as stack:
+            for follower in dict.fromkeys([self, *_entered]):
+                stack.enter_context(follower.recorder.paused())
+            yield
+
+    # Modules.
+
+    def _entered(self, module: nn.Module, args: Any) -> None:
+        name = self._modules.get(id(module))
+        if name is not None and not self.recorder.is_paused:
+            self._open.append((id(module), self.log.enter(name)))
+            self._weights.enter(module, name)
+
+    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self.recorder.is_paused and any(key == id(module) for key, _ in self._open):
+            while True:  # those inside that an exception left
+                key, path = self._open.pop()
+                self.log.exit(path)
+                if key == id(module):
+                    return
+
+    def _statement_hooks(self) -> Iterator[Any]:
+        for _, module, statement in self._statements.of_modules():
+            if statement.kind == "forward_pre":
+                yield module.register_forward_pre_hook(
+                    self._stating(statement), prepend=True, with_kwargs=True
+                )
+            else:
+                yield module.register_forward_hook(self._stating(statement), prepend=True)
+
+    def _stating(self, statement: Statement) -> Callable[..., None]:
+        takes_inputs = statement.kind == "forward_pre"
+
+        def state(module: nn.Module, given: Any, other: Any) -> None:
+            tensors = _tensors((given, other) if takes_inputs else other)
+            if statement.index < len(tensors) and not self.recorder.is_paused:
+                self.place(tensors[statement.index], (statement.dp, statement.tp))
+
+        return state
+
+    # What is known of tensors.
+
+    def _source(self, tensor: Tensor) -> tuple[str, Any] | None:
+        return self._kept(tensor) or self._weights.source(tensor)
+
+    def note_input(self, tensor: Tensor, name: str, placements: Pair) -> None:
+        """An input of the forward. Under the same name on all ranks."""
+        dp, tp = placements
+        self.recorder.add_source(tensor, f"input {name}", (encode(dp), encode(tp)))
+
+    def stands_for(self, tensor: Tensor, other: Tensor) -> None:
+        """``tensor`` is used in the place of an input."""
+        value = self.recorder.value(other)
+        if isinstance(value, int):
+            self.recorder.note(tensor, value)
+
+    def place_edited(self, tensor: Tensor, placements: Pair) -> None:
+        """What a hook put into the model. Of other FlexModels, those with the same ranks know of it
+        too; to the rest nothing is known of it.
+        """
+        for follower in dict.fromkeys([self, *_entered]):
+            if follower._mesh == self._mesh:
+                follower.place(tensor, placements)
+            else:
+                follower.recorder.lose(tensor)
+
+    def place(self, tensor: Tensor, placements: Pair) -> None:
+        """What a hook put into the model, or what the user states of a tensor; axes that are None
+        stay as they are proven.
+        """
+        before = self.recorder.value(tensor)
+        dp, tp = placements
+        if None in placements:
+            self.recorder.refine(tensor, before, (encode(dp), encode(tp)))
+        else:
+            self.recorder.place(tensor, (encode(dp), encode(tp)))
+
+    def value(self, tensor: Tensor) -> Any:
+        """What stands for the tensor as it is now, for ``placements`` after the next ``sync``."""
+        return self.recorder.value(tensor)
+
+    def placements(self, value: Any) -> Pair:
+        """Where the tensor of this value is, as far as ``sync`` has compared the logs."""
+        return self.proofs.placements(value)
+
+    def obstacles(self, value: Any) -> dict[str, str]:
+        """By axis that is not known: where that began."""
+        pair = self.placements(value)
+        return {
+            axis: self.proofs.obstacle(value, axis)
+            for axis, placement in zip(AXES, pair)
+            if placement is None
+        }
+
+    def layout(self, tensor: Tensor) -> ShardLayout | None:
+        """As ``placements`` of the tensor, where both axes are known."""
+        dp, tp = self.placements(self.value(tensor))
+        return None if dp is None or tp is None else ShardLayout(dp, tp)
+
+    # Among ranks.
+
+    def sync(self, exchange: Callable[[Chunk, int], Sequence[Chunk]]) -> None:
+        """Compare what the ranks have run since the last time, and conclude what that proves.
+
+        Args:
+            exchange: Gives the chunks of all ranks of the grid for this rank's chunk and the digest
+                of its whole log. Collective.
+        """
+        digest = self.log.digest
+        self.proofs.follow(exchange(self.log.take(), digest))
+
+    def _axes_of(self, args: Any, kwargs: Any) -> tuple[str, ...] | None:
+        """The axes that a collective's group runs along; None if it is no group of ours."""
+        for leaf in tree_iter((args, kwargs)):
+            if isinstance(leaf, (str, torch.ScriptObject)):
+                group = group_of(leaf)
+                if group is not None:
+                    return self._axes_of_ranks(tuple(dist.get_process_group_ranks(group)))
+        return None
+
+    def _axes_of_ranks(self, ranks: tuple[int, ...]) -> tuple[str, ...] | None:
+        if ranks not in self._axes_of_groups:
+            mesh, found = self._mesh, None
+            for axes in (("tp",), ("dp",), ("dp", "tp")):
+                if tuple(mesh.grid[place] for place in mesh.members(axes)) == ranks:
+                    found = axes
+                    break
+            self._axes_of_groups[ranks] = found
+        return self._axes_of_groups[ranks]
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return list(_C.flatten(tree)[0])
+
+
+def group_of(value: Any) -> Any:
+    """The process group of an operation's argument, a name or an object; None of all else."""
+    if isinstance(value, str):
+        try:
+            return dist.distributed_c10d._resolve_process_group(value)  # type: ignore[arg-type]
+        except (LookupError, RuntimeError, ValueError):
+            return None
+    try:
+        return dist.ProcessGroup.unbox(value)
+    except (RuntimeError, TypeError, ValueError):
+        return None

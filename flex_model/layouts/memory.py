@@ -1,0 +1,239 @@
+"""Layouts of earlier forwards, under a key of what was known when each began.
+
+The key holds shapes and dtypes of the inputs, the other arguments, torch's modes, training flags,
+adapters and the active hooks, of all ranks. A forward with a new key is followed; one whose key is
+remembered runs as the remembered one did, unless its control flow depends on values.
+
+In decoding, lengths grow by one from call to call. After two followed calls that differ in such
+lengths alone, and whose layouts are the same, the next ones are predicted: each tensor's sizes must
+be those that grow as they did between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flex_model import _C
+from flex_model.distributed.header import site_hash
+from flex_model.distributed.layout import Shape
+from flex_model.errors import HookError
+from flex_model.layouts.follow import Pair
+
+_MOST = 256
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Place:
+    """One call of a hook: its site, and how often it was called before in its forward."""
+
+    site: int
+    number: int
+
+
+@dataclass
+class ForwardLayouts:
+    """What a followed forward showed of each hook's tensor.
+
+    Attributes:
+        shapes: Local shapes on this rank.
+        growth: By how much these grow from call to call, where the forward is a predicted one.
+    """
+
+    pairs: dict[Place, Pair] = field(default_factory=dict)
+    shapes: dict[Place, Shape] = field(default_factory=dict)
+    growth: dict[Place, Shape] | None = None
+
+    def check(self, place: Place, shape: Shape, name: str) -> Pair:
+        """The placements of the tensor at this place, in a forward that is not followed.
+
+        Raises:
+            HookError: no tensor of this shape was there in the forward that was.
+        """
+        expected = self.shapes.get(place)
+        if expected == shape:
+            return self.pairs[place]
+        seen = "was not called" if expected is None else f"had a tensor of shape {expected}"
+        raise HookError(
+            f"{name}: in the forward that was followed for inputs like these, call {place.number} "
+            f"of this hook {seen}, now it has one of shape {shape}: the model's control flow "
+            'depends on more than its inputs\' shapes; use FlexModel(..., follow="always")'
+        )
+
+
+@dataclass
+class _Growing:
+    """Calls whose inputs' lengths grow by one from each to the next.
+
+    Attributes:
+        step: Stands for which sizes grow, on all ranks; 0 for none.
+        layouts: Of the last call.
+        is_proven: Whether two followed calls have shown the same layouts.
+    """
+
+    step: int = 0
+    layouts: ForwardLayouts | None = None
+    is_proven: bool = False
+
+
+class LayoutMemory:
+    """Layouts by key, of one FlexModel. All ranks change it alike."""
+
+    def __init__(self) -> None:
+        self._forwards: dict[int, ForwardLayouts] = {}
+        self._growing: dict[int, _Growing] = {}
+        self._sizes: dict[int, tuple[int, ...]] = {}  # on this rank, of the last call of a form
+
+    def clear(self) -> None:
+        """Nothing is remembered."""
+        for table in (self._forwards, self._growing, self._sizes):
+            table.clear()
+
+    def words(self, form: int, sizes: tuple[int, ...]) -> list[int]:
+        """What this rank contributes to the key of a forward.
+
+        Args:
+            form: Stands for all but the sizes.
+        """
+        before = self._sizes.get(form, ())
+        _make_room(self._sizes)
+        self._sizes[form] = sizes
+        by = tuple(new - old for new, old in zip(sizes, before))
+        grows = len(sizes) == len(before) and set(by) == {0, 1}
+        return [form, site_hash(form, sizes), site_hash(by) if grows else 0]
+
+    def begin(self, table: Sequence[Sequence[int]]) -> tuple[Key, ForwardLayouts | None]:
+        """The key that a forward has on all ranks, and its layouts, if they are known.
+
+        Args:
+            table: ``words`` of all ranks.
+        """
+        forms, sizes, steps = zip(*table)
+        key = Key(site_hash(*sizes), site_hash(*forms))
+        step = site_hash(*steps) if all(steps) else 0
+        known = self._forwards.get(key.forward)
+        if key.form not in self._growing:
+            _make_room(self._growing)
+        growing = self._growing.setdefault(key.form, _Growing())
+        if known is not None:
+            self._growing[key.form] = _Growing(step, known)
+        elif step and step == growing.step and growing.is_proven:
+            assert growing.layouts is not None
+            known = growing.layouts = _grown(growing.layouts)
+        elif step != growing.step:
+            growing.step, growing.is_proven = step, False
+        return key, known
+
+    def pairs(self, key: int | None, site: int) -> list[Pair]:
+        """The placements of all calls of a hook in the forwards of a key."""
+        layouts = None if key is None else self._forwards.get(key)
+        if layouts is None:
+            return []
+        return [pair for place, pair in layouts.pairs.items() if place.site == site]
+
+    def remember(self, key: Key, layouts: ForwardLayouts) -> None:
+        """A followed forward is over."""
+        _make_room(self._forwards)
+        self._forwards[key.forward] = layouts
+        growing = self._growing[key.form]
+        before, growing.layouts = growing.layouts, layouts
+        growth = None if before is None or not growing.step else _growth(before, layouts)
+        growing.is_proven = growth is not None
+        if growth is not None:
+            growing.layouts = replace(layouts, growth=growth)
+
+
+@dataclass(frozen=True)
+class Key:
+    """Stands for what was known on all ranks when a forward began; ``form`` for all but sizes."""
+
+    forward: int
+    form: int
+
+
+def _make_room(table: dict[int, Any]) -> None:
+    while len(table) >= _MOST:
+        del table[next(iter(table))]
+
+
+def _growth(before: ForwardLayouts, after: ForwardLayouts) -> dict[Place, Shape] | None:
+    """By how much each shape has grown; None where layouts or numbers of dims differ."""
+    if before.pairs != after.pairs:
+        return None
+    growth = {}
+    for place, shape in after.shapes.items():
+        old = before.shapes[place]
+        if len(old) != len(shape):
+            return None
+        growth[place] = tuple(new - was for new, was in zip(shape, old))
+    return growth
+
+
+def _grown(layouts: ForwardLayouts) -> ForwardLayouts:
+    assert layouts.growth is not None
+    shapes = {
+        place: tuple(size + by for size, by in zip(shape, layouts.growth[place]))
+        for place, shape in layouts.shapes.items()
+    }
+    return replace(layouts, shapes=shapes)
+
+
+class Conditions:
+    """All but the inputs that the key of a forward holds."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._modules = list(root.modules())
+        self._adapted = [m for m in self._modules if hasattr(m, "active_adapters")]
+
+    def form(
+        self, args: Any, kwargs: Mapping[str, Any], active: int
+    ) -> tuple[int, tuple[int, ...]]:
+        """What stands for the arguments but for the sizes of their tensors, and those sizes."""
+        sizes: list[int] = []
+        parts: list[Any] = [active]
+        _describe((args, dict(kwargs)), parts, sizes)
+        parts += [
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_enabled("cuda"),
+            torch.get_autocast_dtype("cuda"),
+            hash(tuple([module.training for module in self._modules])),
+            [_adapters(module) for module in self._adapted],
+        ]
+        return site_hash(*parts), tuple(sizes)
+
+
+def _adapters(module: nn.Module) -> str:
+    names: Any = module.active_adapters
+    return f"{None if callable(names) else names} {getattr(module, 'merged', '')}"
+
+
+def _describe(value: Any, parts: list[Any], sizes: list[int]) -> None:
+    """Texts that stand for a tree of arguments, and the sizes of its tensors apart."""
+    if isinstance(value, Tensor):
+        parts.append(f"{value.dtype} {value.dim()} {value.requires_grad}")
+        sizes.extend(value.shape)
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            parts.append(name)
+            _describe(item, parts, sizes)
+    elif isinstance(value, (list, tuple)):
+        parts.append(f"{type(value).__name__} {len(value)}")
+        for item in value:
+            _describe(item, parts, sizes)
+    elif isinstance(value, _PLAIN):
+        parts.append(repr(value))
+    else:
+        parts.append(type(value).__qualname__)
+        _describe(_tensors_in(value), parts, sizes)
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    return list(_C.flatten(value)[0])

@@ -1,0 +1,107 @@
+"""Which memory a tensor shows, and how tensors that share a storage overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_iter
+
+from flex_model.integrations import dtensor
+
+Geometry = tuple[Any, ...]  # offset, shape, strides, dtype
+
+_MAX_BLANK = 1 << 22  # elements of an unwritten tensor that are watched one by one
+
+
+def plain(tensor: Any) -> Tensor:
+    """The plain tensor inside a DTensor or an AsyncCollectiveTensor."""
+    if dtensor.is_dtensor(tensor):
+        tensor = tensor._local_tensor
+    return getattr(tensor, "elem", tensor)
+
+
+def storage_of(tensor: Tensor) -> Any:
+    """None for tensors that are not plain memory: sparse, nested ones, and wrappers of others."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return None
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """Nested tensors have none that holds for all: the number of their dims is all that counts."""
+    return (-1,) * tensor.dim() if tensor.is_nested else tuple(tensor.shape)
+
+
+def geometry(tensor: Tensor) -> Geometry:
+    """Where in its storage the tensor lies."""
+    return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def overlap(first: Geometry, second: Geometry) -> bool:
+    """Whether they may share memory: their extents do."""
+    (start, stop), (other_start, other_stop) = _extent(first), _extent(second)
+    return start < other_stop and other_start < stop
+
+
+def _extent(place: Geometry) -> tuple[int, int]:
+    offset, shape, strides, dtype = place
+    if 0 in shape:
+        return offset * dtype.itemsize, offset * dtype.itemsize
+    last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides))
+    return offset * dtype.itemsize, (last + 1) * dtype.itemsize
+
+
+def same_dims(written: Geometry, other: Geometry) -> tuple[int | None, ...]:
+    """By dim of ``written``: the dim of ``other`` that steps through memory alike; None where none
+    or several do.
+    """
+    dims: list[int | None] = []
+    for size, stride in zip(written[1], written[2]):
+        found = [
+            dim
+            for dim in range(len(other[1]))
+            if other[2][dim] == stride and other[1][dim] == size and size > 1
+        ]
+        dims.append(found[0] if len(found) == 1 else None)
+    return tuple(dims)
+
+
+def all_blank(tensor: Tensor) -> Tensor | None:
+    """A flag for each element of the tensor's storage; None for very large ones, which then stay
+    unknown.
+    """
+    count = tensor.untyped_storage().nbytes() // max(1, tensor.dtype.itemsize)
+    if count > _MAX_BLANK:
+        return None
+    with unset_fake_temporarily():  # flags have values even in a dry run
+        blank = torch.zeros(count, dtype=torch.bool)
+        blank.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(True)
+    return blank
+
+
+def write(blank: Tensor, place: Geometry) -> bool:
+    """These elements are written; whether all of them are now."""
+    offset, shape, strides, _ = place
+    with unset_fake_temporarily():
+        if 0 not in shape:
+            blank.as_strided(shape, strides, offset).fill_(False)
+        return not bool(blank.any())
+
+
+def written_by(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operation of this schema writes to."""
+    found: list[Tensor] = []
+    if schema is None or not schema.is_mutable:
+        return found
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            found += [leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor)]
+    return found

@@ -1,0 +1,487 @@
+"""Layouts proven from what the ranks of one mesh axis ran.
+
+A proof is about all ranks of the axis at once: it sees every rank's shapes and arguments. What no
+rule covers is not known, and all that is made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from flex_model.distributed.layout import Partial, Placement, Replicate, Shard
+from flex_model.layouts import collectives, constants, factories
+from flex_model.layouts.alignment import aligned
+from flex_model.layouts.encoding import decode
+from flex_model.layouts.log import Chunk, Entry, Value, dtype_of
+from flex_model.layouts.propagation import rules
+from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation, Shape
+from flex_model.layouts.sizes import SIZE_ARGUMENTS, evaluate
+
+
+@dataclass(frozen=True)
+class Step:
+    """Why a value is placed as it is.
+
+    Attributes:
+        text: The operation, or where the value is from.
+        inputs: The values that it was made of.
+    """
+
+    text: str
+    inputs: tuple[Value, ...] = ()
+
+
+class AxisProofs:
+    """What is proven along one axis. Pure: the same logs give the same proofs on every rank.
+
+    Attributes:
+        axis: "dp" or "tp".
+        split_sizes: Local sizes of all dims that were seen split: a plain number equal to one of
+            these may be the local size of a dim that is larger in the unsharded program.
+        open: Of values whose placement is not known, but that are the same on all ranks: the dims
+            whose extent is all that isn't (see `constants`).
+        blank: Of values of ``torch.empty``: how what was written to them so far is placed.
+    """
+
+    def __init__(self, axis: str, num_ranks: int, other_size: int) -> None:
+        self.axis, self.num_ranks, self.other_size = axis, num_ranks, other_size
+        self._index = ("dp", "tp").index(axis)
+        self.placements: dict[Value, Placement] = {}
+        self.shapes: dict[Value, tuple[Shape, ...]] = {}
+        self.steps: dict[Value, Step] = {}
+        self.split_sizes: set[int] = set()
+        self.open: dict[Value, frozenset[int]] = {}
+        self.blank: dict[Value, Placement | str | None] = {}
+        self.makers: dict[Value, tuple[Operation, int, tuple[Any, ...]]] = {}
+        self._numbers: set[Any] = set()  # read from tensors that are not the same on all ranks
+        self._received: set[Value] = set()
+
+    def placement(self, value: Any) -> Placement | None:
+        """The placement of a value; of several values that may be meant, what all agree on."""
+        if isinstance(value, tuple):
+            found = [self.placement(one) for one in value]
+            return found[0] if all(other == found[0] for other in found) else None
+        return self.placements.get(value)
+
+    def is_known(self, value: Value) -> bool:
+        """Whether it is placed, or only its extent is not known."""
+        return value in self.placements or value in self.open
+
+    def size(self, value: Any, dim: int) -> int | None:
+        """A size in the unsharded program; None where it is not known."""
+        shapes, placement = self.shapes.get(value), self.placements.get(value)
+        if shapes is None or placement is None:
+            return None
+        if isinstance(placement, Shard) and placement.dim == dim:
+            return _full_size(placement, shapes)
+        sizes = {shape[dim] for shape in shapes}
+        return sizes.pop() if len(sizes) == 1 else None
+
+    # Following.
+
+    def follow(self, chunks: Sequence[Chunk]) -> None:
+        """What the ranks of the axis ran since the last time."""
+        for value, (name, _, _) in chunks[0].sources.items():
+            sources = [chunk.sources[value] for chunk in chunks if value in chunk.sources]
+            if len(sources) == len(chunks):
+                placements = [decode(source[1] and source[1][self._index]) for source in sources]
+                self._place(value, placements, [source[2] for source in sources], name)
+        logs = [chunk.entries for chunk in chunks]
+        is_one = all(chunk is chunks[0] for chunk in chunks)
+        for entries in zip(*logs) if is_one else aligned(logs):
+            self._follow_entry(entries)
+
+    def _place(
+        self,
+        value: Value,
+        placements: Iterable[Placement | None],
+        shapes: Sequence[Any],
+        text: str,
+    ) -> None:
+        found = set(placements)
+        self.shapes[value] = tuple(map(tuple, shapes))
+        self.steps[value] = Step(text)
+        placement = found.pop() if len(found) == 1 else None
+        if placement is not None:
+            self._know(value, placement)
+
+    def _know(self, value: Value, placement: Placement | None) -> None:
+        self.open.pop(value, None)
+        if placement is None:
+            self.placements.pop(value, None)
+            return
+        self.placements[value] = placement
+        if isinstance(placement, Shard):
+            self.split_sizes.update(
+                shape[placement.dim] for shape in self.shapes.get(value, ()) if shape
+            )
+
+    def _follow_entry(self, entries: tuple[Entry, ...]) -> None:
+        kind = entries[0][0]
+        if kind == "op":
+            self._follow_operation(entries)
+        elif kind == "collective":
+            self._follow_collective(entries)
+        elif kind == "placed":
+            value = entries[0][1]
+            before = self.placements.get(value)
+            found = [decode(entry[2] and entry[2][self._index]) for entry in entries]
+            self._place(value, found, [entry[3] for entry in entries], "stated or set by a hook")
+            if before is not None and value not in self.placements:
+                self._know(value, before)
+        elif kind == "lost":
+            for entry in entries:
+                for value in entry[1]:
+                    self.placements.pop(value, None)
+                    self.open.pop(value, None)
+
+    def _follow_operation(self, entries: tuple[Entry, ...]) -> None:
+        _, name, _, _, outputs, numbers, _ = entries[0]
+        operation, values, is_taken = self._operation(name, entries)
+        found: list[Placement | None] = [None] * len(outputs)
+        before = entries[0][6][0][0] if entries[0][6] else None
+        if name == "aten::copy_" and before in self._received and values[1] is None:
+            # Gloo's own copy into the result of a collective, when that is waited for.
+            found = [self.placements.get(before)]
+            self._received.add(outputs[0][0])
+        elif operation is not None:
+            found = self._propagate(name, operation, is_taken)
+        if numbers and not (operation is not None and _are_whole(operation)):
+            for entry in entries:
+                self._numbers.update(entry[5])
+        text = name.removeprefix("aten::")
+        inputs = tuple(v for v in values if isinstance(v, int))
+        for i, output in enumerate(outputs):
+            value, stated = output[0], output[3]
+            self.shapes[value] = tuple(tuple(entry[4][i][1]) for entry in entries)
+            self.steps[value] = Step(text, inputs)
+            told = decode(stated and stated[self._index])
+            self._know(value, found[i] if told is None else told)
+            if operation is not None:
+                if operation.name in collectives.CUTS:
+                    self.makers[value] = (operation, i, tuple(values))
+                self._note_open(value, operation, values)
+                if factories.makes_blank(operation.name):
+                    self.blank[value] = None
+        self._follow_writes(entries[0][4], [entry[6] for entry in entries], text)
+
+    def _propagate(self, name: str, operation: Operation, is_taken: bool) -> list[Placement | None]:
+        outputs: list[Placement | None] = [None] * len(operation.outputs)
+        if not is_taken:
+            return outputs
+        if not name.startswith("aten::") and not rules.has_rule(operation.name):
+            return outputs
+        if factories.makes_blank(operation.name):
+            return outputs  # until all of it is written
+        if factories.is_factory(operation):
+            return factories.placements(operation, self.split_sizes)
+        return rules.propagate(operation)
+
+    def _operation(
+        self, name: str, entries: tuple[Entry, ...]
+    ) -> tuple[Operation | None, list[Any], bool]:
+        """The operation as rules see it, the values it reads, and whether its numbers are those
+        that the unsharded program passes.
+        """
+        overload = overload_of(name)
+        if overload is None:
+            return None, [], False
+        schema = overload._schema
+        reader = _Reader(self, len(entries), schema.name in _VIEWS)
+        arguments = reader.arguments(schema, entries)
+        reader.conclude_sizes(schema.name)
+        outputs = tuple(
+            Operand(
+                tuple(tuple(entry[4][i][1]) for entry in entries), dtype_of(entries[0][4][i][2])
+            )
+            for i in range(len(entries[0][4]))
+        )
+        operation = Operation(
+            rule_name(schema),
+            arguments,
+            outputs,
+            schema.overload_name,
+            reader.full_sizes,
+            tuple(overload.tags),
+        )
+        operation = constants.with_extents(operation, reader.values, self.open)
+        return operation, reader.values, not reader.is_local
+
+    def _note_open(self, value: Value, operation: Operation, values: Sequence[Any]) -> None:
+        """A result whose extent is all that isn't known, or was wrongly taken for known."""
+        placement = self.placements.get(value)
+        if placement is None or (placement == REPLICATED and operation.name == "expand"):
+            dims = constants.open_dims(operation, values, self.open, self.split_sizes)
+            if dims is not None:
+                self._know(value, None)
+                self.open[value] = dims
+
+    @property
+    def suspicious_sizes(self) -> set[int]:
+        """Numbers that may be the local size of a split dim. (1 is too often just 1: what of a
+        dim's size is left where one is meant is found by its expression.)
+        """
+        return self.split_sizes - {0, 1}
+
+    def is_local_number(self, number: Any) -> bool:
+        """Whether the number may have been read from a tensor that is not the same on all ranks.
+        (That 0 or 1 was read somewhere says nothing of the next 0 or 1.)
+        """
+        return number not in (-1, 0, 1) and number in self._numbers
+
+    # Writes.
+
+    def _follow_writes(self, outputs: Sequence[Any], writes: Sequence[Any], text: str) -> None:
+        """What is written to memory that other values show too."""
+        for i, output in enumerate(outputs):
+            if i >= len(writes[0]):
+                return
+            self._follow_write(output[0], [of_rank[i] for of_rank in writes], text)
+
+    def _follow_write(self, written: Value, writes: Sequence[Any], text: str) -> None:
+        before = writes[0][0]
+        same = before is not None and all(write[0] == before for write in writes)
+        new = self.placements.get(written)
+        was = self.placements.get(before) if same else None
+        if same and before in self.blank:
+            self._fill(before, written, new, None, all(write[2] for write in writes))
+        for old, value, dims in {other for write in writes for other in write[1]}:
+            self.shapes[value] = self.shapes.get(old, ())
+            self.steps[value] = Step(f"{text} (written through a view)", (old, written))
+            if same and new is not None and new == was:
+                self._copy(old, value)
+            elif same and old in self.blank:
+                self._fill(old, value, new, dims, all(write[2] for write in writes))
+            elif same and old in self.open and isinstance(new, Shard):
+                moved = _moved(new, dims)
+                if moved is not None and moved.dim in self.open[old]:
+                    self._know(value, moved)
+
+    def _copy(self, old: Value, value: Value) -> None:
+        placement = self.placements.get(old)
+        if placement is not None:
+            self._know(value, placement)
+
+    def _fill(
+        self,
+        old: Value,
+        value: Value,
+        new: Placement | None,
+        dims: Sequence[int | None] | None,
+        is_complete: bool,
+    ) -> None:
+        """A part of what was blank is written: all parts must be placed alike."""
+        so_far = self.blank[old]
+        moved = new if dims is None or not isinstance(new, Shard) else _moved(new, dims)
+        if moved is None or isinstance(moved, Partial) or so_far not in (None, moved):
+            self.blank[value] = "differs"
+        else:
+            self.blank[value] = moved
+        if dims is None:
+            return  # the written tensor itself: its own rule says what it is
+        if is_complete and isinstance(self.blank[value], (Shard, Replicate)):
+            self._know(value, self.blank.pop(value))  # type: ignore[arg-type]
+
+    # Collectives.
+
+    def _follow_collective(self, entries: tuple[Entry, ...]) -> None:
+        _, name, axes, args, _, outputs, _ = entries[0]
+        reader = _Reader(self, len(entries))
+        for i in range(len(args)):
+            reader.read([entry[3][i] for entry in entries], "")
+        inputs = tuple(v for v in reader.values if isinstance(v, int))
+        for i, output in enumerate(outputs):
+            value = output[0]
+            self.shapes[value] = tuple(tuple(entry[5][i][1]) for entry in entries)
+            self.steps[value] = Step(f"{name} along {axes}", inputs)
+            self._know(value, collectives.placement(self, name, axes, reader, i))
+            self._received.add(value)
+        self._follow_writes(outputs, [entry[6] for entry in entries], name)
+
+
+_SPLITS = {
+    "aten::split",
+    "aten::split_with_sizes",
+    "aten::chunk",
+    "aten::tensor_split",
+    "aten::unsafe_split",
+    "aten::unsafe_chunk",
+    "aten::select",
+    "aten::unbind",
+}
+_VIEWS = {
+    "aten::view",
+    "aten::reshape",
+    "aten::_unsafe_view",
+    "aten::_reshape_alias",
+    "aten::unflatten",
+}
+
+
+class _Reader:
+    """Arguments of one operation, from the entries of all ranks.
+
+    Attributes:
+        values: The values of its tensors, in order.
+        full_sizes: See `Operation`.
+        is_local: Whether a number among them is one of this rank's own that the unsharded program
+            has otherwise, and that no rule takes into account.
+    """
+
+    def __init__(self, proofs: AxisProofs, num_ranks: int, is_view: bool = False) -> None:
+        self._proofs, self._num_ranks, self._is_view = proofs, num_ranks, is_view
+        self.values: list[Any] = []
+        self.operands: list[Operand] = []
+        self.full_sizes: dict[str, list[int | None]] = {}
+        self.is_local = False
+        self._plain: list[tuple[str, int, Any]] = []  # sizes without an expression
+        self._with_expression: set[str] = set()  # arguments of which some have one
+
+    def arguments(self, schema: Any, entries: tuple[Entry, ...]) -> tuple[dict[str, Any], ...]:
+        by_rank: list[dict[str, Any]] = [{} for _ in entries]
+        passed: dict[str, list[Any]] = {}
+        for i, argument in enumerate(schema.arguments):
+            if i < len(entries[0][2]):
+                passed[argument.name] = [entry[2][i] for entry in entries]
+        for j, (name, _) in enumerate(entries[0][3]):
+            passed[name] = [entry[3][j][1] for entry in entries]
+        for argument in schema.arguments:
+            if argument.name in passed:
+                is_size = argument.name in SIZE_ARGUMENTS
+                values = self.read(passed[argument.name], argument.name, is_size)
+            else:
+                values = [argument.default_value] * len(entries)
+            for arguments, value in zip(by_rank, values):
+                arguments[argument.name] = value
+        return tuple(by_rank)
+
+    def read(self, items: Sequence[Any], name: str, is_size: bool = False) -> list[Any]:
+        """One argument, by rank."""
+        first = items[0]
+        if not isinstance(first, tuple):
+            if not isinstance(first, bool) and isinstance(first, (int, float)):
+                self._number(items, name, is_size, [None] * len(items))
+            return list(items)
+        kind = first[0]
+        if kind == "t":
+            return [self._operand(items)] * len(items)
+        if kind == "s":
+            return [item[1] if isinstance(item, tuple) else item for item in items]
+        if kind == "c":
+            return [complex(*item[1:]) for item in items]
+        if kind == "n":
+            numbers = [item[1] if isinstance(item, tuple) else item for item in items]
+            expressions = [item[2] if isinstance(item, tuple) else None for item in items]
+            self._number(numbers, name, is_size, expressions)
+            return numbers
+        if len({len(item) for item in items}) > 1:  # lists of other lengths, of numbers only
+            self.full_sizes[name] = [None] * (len(first) - 1)
+            return [[_number_of(one) for one in item[1:]] for item in items]
+        lists: list[list[Any]] = [[] for _ in items]
+        for i in range(1, len(first)):
+            for of_rank, value in zip(lists, self.read([it[i] for it in items], name, is_size)):
+                of_rank.append(value)
+        return lists
+
+    def _operand(self, items: Sequence[Any]) -> Operand:
+        value = items[0][1]
+        if any(item[1] != value for item in items):
+            value = None
+        placement = None if value is None else self._proofs.placement(value)
+        shapes = tuple(tuple(item[2]) for item in items)
+        self.values.append(value)
+        operand = Operand(shapes, dtype_of(items[0][3]), placement)
+        self.operands.append(operand)
+        return operand
+
+    def _number(
+        self, numbers: Sequence[Any], name: str, is_size: bool, expressions: Sequence[Any]
+    ) -> None:
+        known = None
+        if expressions[0] is not None and all(e == expressions[0] for e in expressions):
+            known = evaluate(expressions[0], self._proofs.size)
+        if is_size:
+            sizes = self.full_sizes.setdefault(name, [])
+            sizes.append(known)
+            if expressions[0] is not None:
+                self._with_expression.add(name)
+            elif len(set(numbers)) == 1:
+                self._plain.append((name, len(sizes) - 1, numbers[0]))
+        if any(map(self._proofs.is_local_number, numbers)):
+            self.is_local = True
+        if not is_size and expressions[0] is not None:
+            self.is_local |= known is None or any(known != number for number in numbers)
+
+    def conclude_sizes(self, operation: str) -> None:
+        """Plain numbers that all ranks pass are those that the unsharded program passes, unless
+        they may be the local size of a split dim.
+
+        Of a tensor that is split they are sizes of other dims, for a tensor is split along one, or
+        of that one; the operation's own rule sees which. And pieces of a whole one are the same.
+        """
+        shards = [operand for operand in self.operands if operand.shard is not None]
+        trusts = bool(shards) or self._is_view or operation in _SPLITS
+        for name, place, number in self._plain:
+            if not trusts and number not in self._proofs.suspicious_sizes:
+                self.full_sizes[name][place] = number
+            elif operation == "aten::expand" and shards:
+                self.full_sizes[name][place] = self._expanded(shards[0], name, place, number)
+        if trusts:
+            self.full_sizes = {
+                name: sizes
+                for name, sizes in self.full_sizes.items()
+                if name in self._with_expression
+            }
+
+    def _expanded(self, operand: Operand, name: str, place: int, number: int) -> int:
+        """A plain size of an expanded tensor: where it keeps the split dim, the size of that."""
+        dim = place - len(self.full_sizes[name]) + operand.ndim
+        shard = operand.shard
+        if shard is not None and shard.dim == dim and number == operand.shapes[0][dim]:
+            return _full_size(shard, operand.shapes) or number
+        return number
+
+
+def _are_whole(operation: Operation) -> bool:
+    return all(operand.placement == REPLICATED for operand in operation.operands)
+
+
+def _number_of(item: Any) -> Any:
+    return item[1] if isinstance(item, tuple) else item
+
+
+def _moved(shard: Shard, dims: Sequence[int | None]) -> Shard | None:
+    """The same split of another tensor, whose dims are ``dims``."""
+    dim = dims[shard.dim] if shard.dim < len(dims) else None
+    if dim is None:
+        return None
+    return Shard(dim, *list(vars(shard).values())[1:])
+
+
+def _full_size(placement: Shard, shapes: tuple[Shape, ...]) -> int | None:
+    try:
+        return Operand(shapes, torch.float32, placement).full_shape[placement.dim]
+    except ValueError:
+        return None
+
+
+def rule_name(schema: Any) -> str:
+    """The operation's name as rules have it."""
+    namespace, _, name = schema.name.partition("::")
+    if schema.is_mutable and name.endswith("_") and not name.endswith("__"):
+        name = name[:-1]
+    return name if namespace == "aten" else f"{namespace}::{name}"
+
+
+@cache
+def overload_of(name: str) -> Any:
+    """The ``OpOverload`` of an entry's name; None if there is none."""
+    namespace, _, rest = name.partition("::")
+    base, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), base, None)
+    return getattr(packet, overload or "default", None)

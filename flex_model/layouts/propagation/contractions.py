@@ -1,0 +1,116 @@
+"""Products of tensors that are summed over dims."""
+
+from __future__ import annotations
+
+from flex_model.layouts.propagation.labels import (
+    Input,
+    Label,
+    Output,
+    Placements,
+    Term,
+    form,
+    resolve,
+)
+from flex_model.layouts.propagation.operation import Operation
+
+
+def matmul(operation: Operation) -> Placements:
+    """Vectors and matrices, the dims in front of them broadcast."""
+    a, b = operation["self"], operation["other"]
+    made = operation.outputs[0]
+    rows: tuple[Label, ...] = ("i",) if a.ndim > 1 else ()
+    columns: tuple[Label, ...] = ("k",) if b.ndim > 1 else ()
+    batch = made.ndim - len(rows) - len(columns)
+
+    def in_front(ndim: int) -> tuple[Label, ...]:
+        return tuple(("...", batch - max(ndim - 2, 0) + i) for i in range(max(ndim - 2, 0)))
+
+    # Only the dims in front are broadcast: "j" of both must have one size, and does.
+    x = Input(a, (*in_front(a.ndim), *rows, "j"), broadcasts=True)
+    y = Input(b, (*in_front(b.ndim), "j", *columns), broadcasts=True)
+    if _sums_over_one(x, y, "j"):
+        return [None]
+    labels = (*(("...", i) for i in range(batch)), *rows, *columns)
+    return resolve(operation, [Output(labels, terms=(Term((x, y)),))])
+
+
+def _sums_over_one(x: Input, y: Input, label: Label) -> bool:
+    """Whether one is split at the label and the other has size 1 there: no such product exists."""
+    is_split = [
+        i.operand.shard is not None and i.labels[i.operand.shard.dim] == label for i in (x, y)
+    ]
+    return is_split[0] != is_split[1]
+
+
+def einsum(operation: Operation) -> Placements:
+    """Dims of size 1 are broadcast. A label twice in one operand is its diagonal: whole."""
+    equation = operation["equation"].replace(" ", "")
+    before, arrow, after = equation.partition("->")
+    terms = before.split(",")
+    operands = operation["tensors"]
+    if len(terms) != len(operands):
+        return [None]
+    inputs, ellipsis = [], 0
+    for term, operand in zip(terms, operands):
+        names, count = _einsum_labels(term, operand.ndim)
+        ellipsis = max(ellipsis, count)
+        inputs.append((operand, names))
+    if not arrow:
+        letters = before.replace(",", "").replace(".", "")
+        after = "..." if "..." in before else ""
+        after += "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+    labelled = []
+    for operand, names in inputs:
+        diagonal = {name for name in names if names.count(name) > 1}
+        labels = tuple(None if name in diagonal else name for name in names)
+        labelled.append(Input(operand, labels, broadcasts=True))
+    head, dots, tail = after.partition("...")
+    out = (*head, *((("...", ellipsis - i) for i in range(ellipsis)) if dots else ()), *tail)
+    return resolve(operation, [Output(out, terms=(Term(tuple(labelled)),))])
+
+
+def _einsum_labels(term: str, ndim: int) -> tuple[tuple[Label, ...], int]:
+    head, dots, tail = term.partition("...")
+    count = ndim - len(head) - len(tail) if dots else 0
+    return (*head, *(("...", count - i) for i in range(count)), *tail), count
+
+
+def grouped_mm(operation: Operation) -> Placements:
+    """Rows or columns in groups, whose ends ``offs`` says; groups must be whole."""
+    a, b = operation["self"], operation["mat2"]
+    offsets, bias = operation.get("offs"), operation.get("bias")
+    if bias is not None:
+        return [None]
+    forms: dict[tuple[int, int], tuple[tuple[Label, ...], tuple[Label, ...], tuple[Label, ...]]]
+    forms = {
+        (2, 3): ((None, "j"), (None, "j", "k"), (None, "k")),
+        (3, 2): ((None, "i", "j"), ("j", None), ("i", None)),
+        (3, 3): (("g", "i", "j"), ("g", "j", "k"), ("g", "i", "k")),
+        (2, 2): (("i", None), (None, "k"), (None, "i", "k")),
+    }
+    of_a, of_b, of_out = forms[a.ndim, b.ndim]
+    given = () if offsets is None else (Input(offsets, (None,)),)
+    return resolve(
+        operation, [Output(of_out, terms=(Term((Input(a, of_a), Input(b, of_b)), given),))]
+    )
+
+
+RULES = {
+    "mm": form("self:ij mat2:jk -> ik = self*mat2"),
+    "bmm": form("self:bij mat2:bjk -> bik = self*mat2"),
+    "mv": form("self:ij vec:j -> i = self*vec"),
+    "dot": form("self:i tensor:i -> = self*tensor"),
+    "vdot": form("self:i other:i -> = self*other"),
+    "ger": form("self:i vec2:j -> ij = self*vec2"),
+    "outer": form("self:i vec2:j -> ij = self*vec2"),
+    "addmm": form("self:~ik mat1:ij mat2:jk -> ik = self + mat1*mat2"),
+    "_addmm_activation": form("self:~i* mat1:i* mat2:** -> i*"),
+    "addmv": form("self:~i mat:ij vec:j -> i = self + mat*vec"),
+    "addr": form("self:~ij vec1:i vec2:j -> ij = self + vec1*vec2"),
+    "baddbmm": form("self:~bik batch1:bij batch2:bjk -> bik = self + batch1*batch2"),
+    "addbmm": form("self:~ik batch1:bij batch2:bjk -> ik = self + batch1*batch2"),
+    "linear": form("input:...i weight:oi bias?:o -> ...o = input*weight + bias"),
+    "matmul": matmul,
+    "einsum": einsum,
+    "_grouped_mm": grouped_mm,
+}

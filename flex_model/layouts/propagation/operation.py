@@ -1,0 +1,106 @@
+"""One operation as all ranks of a mesh axis ran it: what a propagation rule gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from flex_model.distributed.layout import Partial, Placement, Replicate, Shard, ShardLayout
+
+Shape = tuple[int, ...]
+
+REPLICATED = Replicate()
+PARTIAL = Partial()
+
+
+class ArgumentsDifferError(Exception):
+    """Raised where a rule asks for the one value of an argument that differs between the ranks."""
+
+
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """One tensor that an operation reads or makes, on all ranks of the axis.
+
+    Attributes:
+        shapes: Local shapes, by rank.
+        placement: Along the axis; None where it is not known, and of an output.
+    """
+
+    shapes: tuple[Shape, ...]
+    dtype: torch.dtype
+    placement: Placement | None = None
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shapes[0])
+
+    @property
+    def shard(self) -> Shard | None:
+        """The placement, if the tensor is known to be split."""
+        return self.placement if isinstance(self.placement, Shard) else None
+
+    @cached_property
+    def full_shape(self) -> Shape:
+        """The shape of the full tensor along this axis. ValueError if the shapes don't fit."""
+        if not isinstance(self.placement, Shard):
+            return self.shapes[0]
+        return ShardLayout(tp=self.placement).full_shape(self.shapes, 1, len(self.shapes))
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """One operation, run by each rank of the axis on its local tensors.
+
+    Attributes:
+        name: Of the ATen operation without namespace and overload; of one in place without the
+            trailing underscore ("add" for ``aten::add_.Tensor``).
+        overload: ``"Tensor"`` of ``aten::add_.Tensor``.
+        arguments: By rank: every argument of the operation's schema by name, defaults included.
+            Tensors are `Operand`s (lists of them where the schema has lists), the same objects for
+            all ranks; all else is as it was passed.
+        outputs: The tensors made; of an operation in place, those that were written.
+        full_sizes: For arguments that are sizes: the size that the unsharded program passes, where
+            that is known; None in the list where only this rank's number is known.
+        tags: Of the ATen operation.
+    """
+
+    name: str
+    arguments: tuple[Mapping[str, Any], ...]
+    outputs: tuple[Operand, ...]
+    overload: str = ""
+    full_sizes: Mapping[str, Sequence[int | None]] = field(default_factory=dict)
+    tags: Sequence[Any] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.arguments)
+
+    def __getitem__(self, name: str) -> Any:
+        """The argument's value. `ArgumentsDifferError` if it is not the same on all ranks."""
+        first = self.arguments[0][name]
+        if any(other[name] != first for other in self.arguments[1:]):
+            raise ArgumentsDifferError(name)
+        return first
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As ``operation[name]``; ``default`` where the schema has no such argument."""
+        return self[name] if name in self.arguments[0] else default
+
+    def by_rank(self, name: str) -> list[Any]:
+        """The argument's values, by rank."""
+        return [arguments[name] for arguments in self.arguments]
+
+    @cached_property
+    def operands(self) -> tuple[Operand, ...]:
+        """Every tensor that the operation reads, in the order of its schema."""
+        found: list[Operand] = []
+        for value in self.arguments[0].values():
+            if isinstance(value, Operand):
+                found.append(value)
+            elif isinstance(value, (list, tuple)):
+                found += [item for item in value if isinstance(item, Operand)]
+        return tuple(found)

@@ -1,0 +1,70 @@
+"""A split dim that is made of several parts, each of them split over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from flex_model.distributed.layout import Shard
+from flex_model.layouts.propagation.operation import Operand
+
+Widths = list[tuple[int, ...]]  # by rank: how much of each part it holds, in their order
+
+
+def part_widths(operand: Operand) -> Widths | None:
+    """How much of each part of its split dim each rank holds. None where the sizes don't fit."""
+    shard = operand.shard
+    if shard is None:
+        return None
+    held = [shape[shard.dim] for shape in operand.shapes]
+    if getattr(shard, "part_sizes", None) is None:
+        if any(size % shard.parts for size in held):
+            return None
+        return [(size // shard.parts,) * shard.parts for size in held]
+    of_pieces = by_piece(shard, held)
+    widths = None if of_pieces is None else _stated_widths(shard, of_pieces)
+    if widths is None:
+        return None
+    return [tuple(widths[shard.piece(rank)]) for rank in range(len(held))]
+
+
+def _stated_widths(shard: Any, held: list[int]) -> list[list[int]] | None:
+    return shard.part_widths(held)
+
+
+def by_piece(shard: Shard, of_ranks: Sequence[Any]) -> list[Any] | None:
+    """What the ranks hold, by piece. None where copies of a piece differ."""
+    found: dict[int, Any] = {}
+    for rank, own in enumerate(of_ranks):
+        if found.setdefault(shard.piece(rank), own) != own:
+            return None
+    return [found[piece] for piece in sorted(found)]
+
+
+def shard_of_parts(like: Shard, widths: Widths) -> Shard | None:
+    """The placement of a dim of such parts, split over the ranks as ``like``. None where no
+    placement says so: parts of unequal sizes must be split evenly.
+    """
+    count = len(widths[0])
+    if count == 0:
+        return None
+    plain = replace(_without_sizes(like), parts=1)
+    if count == 1:
+        return plain
+    if all(len(set(own)) == 1 for own in widths):
+        return replace(plain, parts=count)
+    of_pieces = by_piece(like, widths)
+    if of_pieces is None or not hasattr(like, "part_sizes"):
+        return None
+    sizes = tuple(sum(of_part) for of_part in zip(*of_pieces))
+    of_parts: dict[str, Any] = {"part_sizes": sizes}
+    stated: Any = replace(plain, **of_parts)
+    found = stated.part_widths([sum(own) for own in of_pieces])
+    return stated if found == [list(own) for own in of_pieces] else None
+
+
+def _without_sizes(shard: Shard) -> Shard:
+    if getattr(shard, "part_sizes", None) is None:
+        return shard
+    return Shard(shard.dim, pieces=shard.pieces, stride=shard.stride)

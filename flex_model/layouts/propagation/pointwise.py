@@ -1,0 +1,254 @@
+"""Operations that make each element of the elements at the same place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from flex_model.distributed.layout import Partial, Shard
+from flex_model.layouts.propagation.labels import (
+    Input,
+    Output,
+    Placements,
+    Term,
+    form,
+    parse_terms,
+    resolve,
+    words,
+)
+from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation
+
+# What an output is linear in: partial sums pass there.
+_LINEAR = {
+    "add": "self + other",
+    "sub": "self + other",
+    "rsub": "self + other",
+    "mul": "self*other",
+    "div": "self*!other",
+    "neg": "self",
+    "where": "self*!condition + other*!condition",
+    "masked_fill": "self*!mask + value*!mask",
+    "addcmul": "self + tensor1*tensor2",
+    "addcdiv": "self + tensor1*!tensor2",
+    "lerp": "self*!weight + end*!weight",
+    "complex": "real + imag",
+    "deg2rad": "self",
+    "rad2deg": "self",
+    "positive": "self",
+    "clone": "self",
+    "conj": "self",
+    "_conj": "self",
+    "conj_physical": "self",
+    "_conj_physical": "self",
+    "_neg_view": "self",
+    "resolve_conj": "self",
+    "resolve_neg": "self",
+    "real": "self",
+    "imag": "self",
+    "alias": "self",
+    "detach": "self",
+    "lift": "self",
+    "lift_fresh": "self",
+    "lift_fresh_copy": "self",
+    "contiguous": "self",
+    "_to_copy": "self",
+    "threshold_backward": "grad_output*!self",
+    "gelu_backward": "grad_output*!self",
+    "silu_backward": "grad_output*!self",
+    "mish_backward": "grad_output*!self",
+    "softplus_backward": "grad_output*!self",
+    "hardtanh_backward": "grad_output*!self",
+    "hardswish_backward": "grad_output*!self",
+    "hardsigmoid_backward": "grad_output*!self",
+    "leaky_relu_backward": "grad_output*!self",
+    "elu_backward": "grad_output*!self_or_result",
+    "tanh_backward": "grad_output*!output",
+    "sigmoid_backward": "grad_output*!output",
+    "logit_backward": "grad_output*!self",
+    "log_sigmoid_backward": "grad_output*!self*!buffer",
+    "native_dropout_backward": "grad_output*!mask",
+    "_masked_scale": "self*!mask",
+    "rrelu_with_noise_backward": "grad_output*!self*!noise",
+    "softshrink_backward": "grad_output*!self",
+    "hardshrink_backward": "grad_out*!self",
+}
+
+# Pointwise operations that don't carry torch's tag.
+_UNTAGGED = words(
+    """
+__and__ __or__ _add_relu _conj _conj_physical _masked_scale _neg_view _prelu_kernel
+_to_copy alias arctan2 bernoulli bitwise_and complex conj detach elu_backward floor_divide
+hardshrink_backward hardsigmoid_backward hardswish hardswish_backward hardtanh_backward imag isclose
+isreal leaky_relu leaky_relu_backward lift lift_fresh lift_fresh_copy log_sigmoid
+log_sigmoid_backward log_sigmoid_forward mish_backward polar real resolve_conj resolve_neg
+rrelu_with_noise rrelu_with_noise_backward rrelu_with_noise_functional softplus_backward
+softshrink_backward contiguous
+"""
+)
+
+_ALIASES = {
+    "subtract": "sub",
+    "multiply": "mul",
+    "divide": "div",
+    "true_divide": "div",
+    "negative": "neg",
+}
+
+# Tagged, but not of one result each element (lists, several results in one value, no tensor).
+_NOT_POINTWISE = {"equal", "max", "min"}
+
+
+@cache
+def names() -> frozenset[str]:
+    """The names of the pointwise operations of ATen."""
+    found = set(_LINEAR) | set(_UNTAGGED)
+    for qualified in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = qualified.partition("::")
+        name, _, overload = rest.partition(".")
+        if namespace != "aten" or overload.endswith("out") or name.startswith("_foreach"):
+            continue
+        op = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
+        if op is not None and torch.Tag.pointwise in op.tags:
+            found.add(name if name.startswith("__") else name.rstrip("_"))
+    return frozenset(found - _NOT_POINTWISE)
+
+
+def pointwise(operation: Operation) -> Placements:
+    """Every output has an element for each element of the operands, broadcast."""
+    (made, *more) = operation.outputs
+    if any(other.shapes != made.shapes for other in more):
+        return [None] * len(operation.outputs)
+    inputs: dict[str, Input] = {}
+    for name, value in operation.arguments[0].items():
+        if isinstance(value, Operand):
+            labels = tuple(range(made.ndim - value.ndim, made.ndim))
+            inputs[name] = Input(value, labels, broadcasts=True)
+        elif isinstance(value, (list, tuple)) and any(isinstance(v, Operand) for v in value):
+            return [None] * len(operation.outputs)
+    if not _are_broadcast(operation.operands, made):
+        return [None] * len(operation.outputs)  # ``where`` with a condition only gives indices
+    output = Output(tuple(range(made.ndim)), tuple(inputs.values()), _terms(operation, inputs))
+    return resolve(operation, [output, *[output] * len(more)])
+
+
+def _are_broadcast(operands: Sequence[Operand], made: Operand) -> bool:
+    """Whether the output has the shape that the operands are broadcast to."""
+    return all(
+        torch.broadcast_shapes(*(operand.shapes[rank] for operand in operands)) == shape
+        for rank, shape in enumerate(made.shapes)
+    )
+
+
+def _terms(operation: Operation, inputs: dict[str, Input]) -> tuple[Term, ...]:
+    name = _ALIASES.get(operation.name, operation.name)
+    if name not in _LINEAR or operation.get("rounding_mode") is not None:
+        return ()
+    terms = []
+    for factors in parse_terms(_LINEAR[name]):
+        linear = [inputs.get(factor) for factor, is_linear in factors if is_linear]
+        other = [
+            inputs[factor] for factor, is_linear in factors if not is_linear and factor in inputs
+        ]
+        present = tuple(i for i in linear if i is not None)
+        if not present:
+            # A constant is no partial sum, but zero is.
+            if any(operation.get(factor) != 0 for factor, is_linear in factors if is_linear):
+                return ()
+            continue
+        terms.append(Term(present, tuple(other)))
+    return tuple(terms)
+
+
+def of_self(operation: Operation) -> Placements:
+    """Other operands say only which dtype or device is meant."""
+    operand = operation["self"]
+    made = operation.outputs[0]
+    x = Input(operand, tuple(range(operand.ndim)))
+    return resolve(operation, [Output(tuple(range(made.ndim)), terms=(Term((x,)),))])
+
+
+def copy(operation: Operation) -> Placements:
+    """``copy_``: the values are the source's, the shape is that of the tensor written."""
+    target, source = operation["self"], operation["src"]
+    made = operation.outputs[0]
+    labels = tuple(range(made.ndim - source.ndim, made.ndim))
+    of_source = Input(source, labels, broadcasts=True)
+    is_whole = source.shapes == made.shapes
+    if isinstance(target.placement, Shard) or not (is_whole or target.placement is None):
+        of_target = Input(target, tuple(range(made.ndim)), broadcasts=False)
+        return resolve(operation, [Output(tuple(range(made.ndim)), (of_target, of_source))])
+    if not is_whole or (target.placement == REPLICATED and isinstance(source.placement, Shard)):
+        return [None]
+    return resolve(operation, [Output(tuple(range(made.ndim)), terms=(Term((of_source,)),))])
+
+
+def like(operation: Operation) -> Placements:
+    """What is filled with one value, whatever the tensor held; or at random."""
+    operand = operation.operands[0]
+    value = operation.get("value")
+    if isinstance(value, Operand) and value.placement != REPLICATED:
+        return [None]
+    if isinstance(operand.placement, Partial):
+        return [REPLICATED if operation.name in _FILLS else None]
+    if operand.shapes != operation.outputs[0].shapes:
+        return [None]
+    return [operand.placement]
+
+
+_FILLS = {"fill", "zero", "zeros_like", "ones_like", "full_like"}
+# Each rank draws for its own elements.
+_RANDOM = words(
+    "rand_like randn_like randint_like empty_like uniform normal random exponential cauchy "
+    "log_normal geometric bernoulli"
+)
+
+
+def dropout(operation: Operation) -> Placements:
+    """Each rank drops elements of its own shard; without training it is the identity."""
+    train = operation.get("train", operation.get("training"))
+    operand = operation.operands[0]
+    x = Input(operand, tuple(range(operand.ndim)))
+    outputs = [Output(x.labels, (x,)) for _ in operation.outputs]
+    if train is False or operation.get("p") == 0:
+        outputs[0] = Output(x.labels, terms=(Term((x,)),))
+    return resolve(operation, outputs)
+
+
+def feature_dropout(operation: Operation) -> Placements:
+    """Drops whole channels: what is behind the channels must be on one rank."""
+    operand = operation.operands[0]
+    labels = (0, 1, *[None] * (operand.ndim - 2))
+    return resolve(operation, [Output(labels, (Input(operand, labels),))])
+
+
+def prelu(operation: Operation) -> Placements:
+    """``weight`` has one element, or one for each channel, dim 1."""
+    operand, weight = operation["self"], operation["weight"]
+    if weight.shapes[0] == (1,) or weight.ndim == 0 or operand.ndim < 2:
+        labels: tuple = (None,) * weight.ndim
+    else:
+        labels = (1,)
+    x = Input(operand, tuple(range(operand.ndim)))
+    return resolve(operation, [Output(x.labels, (x, Input(weight, labels)))])
+
+
+# Those with the tag, `names`, have the rule `pointwise`, too.
+RULES = {
+    **dict.fromkeys((*_LINEAR, *_UNTAGGED), pointwise),
+    **dict.fromkeys(_FILLS, like),
+    **dict.fromkeys(_RANDOM, pointwise),
+    "copy": copy,
+    "to": of_self,
+    "type_as": of_self,
+    "dropout": dropout,
+    "native_dropout": dropout,
+    "alpha_dropout": dropout,
+    "_fused_dropout": form("self:... -> ... ; ..."),
+    "feature_dropout": feature_dropout,
+    "feature_alpha_dropout": feature_dropout,
+    "prelu": prelu,
+    "view_as_real": form("self:... -> ...* = self"),
+    "view_as_complex": form("self:...* -> ... = self"),
+}

@@ -1,0 +1,217 @@
+"""Reading a tensor in another shape: which dim of the output is split, exactly.
+
+The data of a tensor that is split along ``dim`` consists of as many runs on every rank,
+``prod(shape[:dim]) * parts``; the full data is, run by run, those of all ranks in their order. So
+dim ``e`` of an output with ``q`` parts is a *valid reading* where ``prod(out[:e])`` runs of ``q``
+parts are that number, and the other dims agree on all ranks. Several readings may be valid: then
+the sizes that the unsharded program passes say which one it is, where they are known; else the
+dims that the split one is grouped with, and where that leaves two (dims of size 1), none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from flex_model.distributed.layout import Placement, Shard
+from flex_model.layouts.propagation.labels import sizes_along
+from flex_model.layouts.propagation.operation import Operand, Shape
+from flex_model.layouts.propagation.parts import part_widths, shard_of_parts
+
+Reading = tuple[int, int]  # the split dim and its parts
+Sizes = Sequence[int | None]
+
+
+def reshaped(
+    operand: Operand,
+    made: Operand,
+    sizes: Sizes = (),
+    flexible: int | None = None,
+    are_stated: bool = True,
+) -> Placement | None:
+    """The placement of ``made``, which has the operand's elements in the same order.
+
+    Args:
+        sizes: Of the unsharded program's output, None where not known; empty if none is.
+        flexible: The dim that was passed as -1.
+        are_stated: Whether a size that is not known may be another than the ranks pass.
+    """
+    placement = operand.placement
+    if placement is None or any(math.prod(s) != math.prod(m) for s, m in _pairs(operand, made)):
+        return None
+    known: list[int | None] = list(sizes) if len(sizes) == made.ndim else [None] * made.ndim
+    if not isinstance(placement, Shard):
+        return _of_whole(made, placement, known, are_stated and bool(sizes))
+    if operand.shapes == made.shapes and _may_be_same(operand, known):
+        return placement
+    if getattr(placement, "part_sizes", None) is not None:
+        return _of_unequal_parts(operand, made, placement, known)
+    if any(0 in shape for shape in made.shapes) and not _differ(made):
+        return None
+    readings = [
+        reading
+        for reading in valid_readings(operand, made, placement)
+        if _fits_sizes(reading, made, placement, known)
+    ]
+    found = readings[0] if len(readings) == 1 else None
+    if len(readings) > 1:
+        found = _by_groups(operand, made, placement, readings, flexible)
+    if found is None:
+        return None
+    return replace(placement, dim=found[0], parts=found[1])
+
+
+def _pairs(operand: Operand, made: Operand) -> list[tuple[Shape, Shape]]:
+    return list(zip(operand.shapes, made.shapes))
+
+
+def _differ(made: Operand) -> bool:
+    return len(set(made.shapes)) > 1
+
+
+def _of_whole(
+    made: Operand, placement: Placement, known: list[int | None], stated: bool
+) -> Placement | None:
+    """Of a tensor that no dim of is split: its elements give at most one size that isn't known."""
+    shape = made.shapes[0]
+    if _differ(made) or (stated and sum(size is None for size in known) > 1):
+        return None
+    if any(size not in (None, own) for size, own in zip(known, shape)):
+        return None
+    return placement
+
+
+def _may_be_same(operand: Operand, known: list[int | None]) -> bool:
+    """Whether the shape may be kept: no known size contradicts it."""
+    return all(size is None or size == full for size, full in zip(known, operand.full_shape))
+
+
+def valid_readings(operand: Operand, made: Operand, placement: Shard) -> list[Reading]:
+    """Every dim of the output, with its parts, that may be split."""
+    found = []
+    dim, parts = placement.dim, placement.parts
+    for e in range(made.ndim):
+        others = {(shape[:e], shape[e + 1 :]) for shape in made.shapes}
+        if len(others) > 1:
+            continue
+        before = math.prod(made.shapes[0][:e])
+        runs = math.prod(operand.shapes[0][:dim]) * parts
+        if not before or runs % before:
+            continue
+        q = runs // before
+        if q and all(shape[e] % q == 0 for shape in made.shapes):
+            found.append((e, q))
+    return found
+
+
+def _fits_sizes(reading: Reading, made: Operand, placement: Shard, known: list[int | None]) -> bool:
+    e, parts = reading
+    full = Operand(made.shapes, made.dtype, replace(placement, dim=e, parts=parts)).full_shape
+    return all(size is None or size == own for size, own in zip(known, full))
+
+
+def _of_unequal_parts(
+    operand: Operand, made: Operand, placement: Shard, known: list[int | None]
+) -> Placement | None:
+    """Parts of unequal sizes are known in a dim with as many runs before it, that is as long, or so
+    many times shorter or longer, as heads are than features.
+    """
+    runs, widths = math.prod(operand.shapes[0][: placement.dim]), part_widths(operand)
+    found = []
+    for e in range(made.ndim):
+        if math.prod(made.shapes[0][:e]) != runs or widths is None:
+            continue
+        if len({(shape[:e], shape[e + 1 :]) for shape in made.shapes}) > 1:
+            continue
+        before, after = sizes_along(operand, placement.dim), sizes_along(made, e)
+        scaled = [_scaled(own, a, b) for own, a, b in zip(widths, before, after)]
+        if any(own is None for own in scaled):
+            continue
+        shard = shard_of_parts(
+            replace(placement, dim=e), [own for own in scaled if own is not None]
+        )
+        if shard is not None:
+            full = Operand(made.shapes, made.dtype, shard).full_shape
+            if all(size in (None, own) for size, own in zip(known, full)):
+                found.append(shard)
+    return found[0] if len(found) == 1 else None
+
+
+def _scaled(widths: tuple[int, ...], before: int, after: int) -> tuple[int, ...] | None:
+    """Widths in a dim of ``after`` indices in place of ``before``."""
+    if not before or any(width * after % before for width in widths):
+        return None
+    return tuple(width * after // before for width in widths)
+
+
+# ---- Where several readings are valid ------------------------------------------------------------
+
+
+def _by_groups(
+    operand: Operand,
+    made: Operand,
+    placement: Shard,
+    readings: list[Reading],
+    flexible: int | None,
+) -> Reading | None:
+    """The reading in the smallest group of dims that the split dim is joined and divided in.
+
+    Where every rank holds the same sizes, so that the shapes of one tell.
+    """
+    before, after = operand.shapes[0], made.shapes[0]
+    dim, size = placement.dim, before[placement.dim]
+    start = math.prod(before[:dim])
+    ones_before = [i for i in _ones_at(before, start) if i != dim]
+    ones_after = _ones_at(after, start)
+    if size == 1:
+        # A dim of size 1 is found by counting, where none was added or left out beside it.
+        beside = _ones_at(before, start)
+        if len(beside) != len(ones_after):
+            return None
+        e = ones_after[beside.index(dim)]
+        return next((reading for reading in readings if reading[0] == e), None)
+    low, high = _group(before, after, dim)
+    in_group = [
+        (e, q)
+        for e, q in readings
+        if low <= math.prod(after[:e]) and math.prod(after[: e + 1]) <= high
+    ]
+    if len(in_group) <= 1:
+        return in_group[0] if in_group else None
+    wide = [(e, q) for e, q in in_group if after[e] > 1]
+    if len(wide) == 1 and placement.parts == 1 and len(ones_after) <= len(ones_before):
+        return wide[0]  # the dims of size 1 beside it are no new ones
+    if len(wide) == 1 and after[wide[0][0]] == size and wide[0][1] == placement.parts:
+        ones = len([i for i in range(len(before)) if before[i] == 1])
+        if len([i for i in range(len(after)) if after[i] == 1]) <= ones:
+            return wide[0]
+    return _new_and_flexible(in_group, after, flexible)
+
+
+def _new_and_flexible(
+    readings: list[Reading], after: Shape, flexible: int | None
+) -> Reading | None:
+    """A new dim of size 1 that was passed as -1, if else the dim with the whole local extent would
+    be the split one: ``(b, s, 8)`` to ``(b, s, -1, 8)`` with one head a rank.
+    """
+    if flexible is None or len(readings) != 2 or after[flexible] != 1:
+        return None
+    first, last = sorted(readings)
+    return first if first[0] == flexible and first[1] == last[1] == 1 else None
+
+
+def _ones_at(shape: Shape, start: int) -> list[int]:
+    """The dims of size 1 in front of which are so many elements."""
+    return [i for i, size in enumerate(shape) if size == 1 and math.prod(shape[:i]) == start]
+
+
+def _group(before: Shape, after: Shape, dim: int) -> tuple[int, int]:
+    """The numbers of elements in front of and up to the end of the dims that the dim is grouped
+    with.
+    """
+    start = math.prod(before[:dim])
+    end = start * before[dim]
+    common = {math.prod(before[:i]) for i in range(len(before) + 1)}
+    common &= {math.prod(after[:i]) for i in range(len(after) + 1)}
+    return max(n for n in common if n <= start), min(n for n in common if n >= end)

@@ -1,0 +1,258 @@
+"""The table of rules: which placements an operation's outputs have, from those of its operands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from flex_model.distributed.layout import Partial, Placement, Replicate, Shard
+from flex_model.layouts.propagation import (
+    attention,
+    backward,
+    contractions,
+    indexing,
+    joining,
+    normalization,
+    pointwise,
+    recurrent,
+    reductions,
+    slicing,
+    views,
+    windows,
+)
+from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation
+
+RuleFunction = Callable[[Operation], "Placement | Sequence[Placement | None] | None"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule, and the arguments that it takes by rank: those may differ between ranks, and from
+    those of the unsharded program.
+    """
+
+    function: RuleFunction
+    per_rank: frozenset[str] = frozenset()
+
+
+_BUILT_IN: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
+    (pointwise.RULES, ()),
+    (reductions.RULES, ()),
+    (contractions.RULES, ()),
+    (views.RULES, ()),
+    (views.RULES_OF_SIZES, ("size", "shape", "sizes", "stride")),
+    (slicing.RULES, ()),
+    (slicing.RULES_OF_BOUNDS, ("start", "end", "length")),
+    (slicing.RULES_OF_SPLITS, ("split_size", "split_sizes")),
+    (joining.RULES, ()),
+    (indexing.RULES, ()),
+    (normalization.RULES, ()),
+    (normalization.RULES_OF_ROWS, ("N",)),
+    (attention.RULES, ("max_q", "max_k")),
+    (windows.RULES, ()),
+    (windows.RULES_OF_GROUPS, ("groups", "bias_sizes")),
+    (windows.RULES_OF_INPUT_SIZES, ("input_size", "size")),
+    (recurrent.RULES, ()),
+    (backward.RULES, ()),
+    (backward.RULES_OF_SIZES, ("input_sizes", "start", "end")),
+)
+
+_rules: dict[str, Rule] = {
+    name: Rule(function, frozenset(per_rank))
+    for rules, per_rank in _BUILT_IN
+    for name, function in rules.items()
+}
+
+
+# A view's ``_copy`` form gives the same values.
+for _name in (*views.RULES, *views.RULES_OF_SIZES, *slicing.RULES, *slicing.RULES_OF_BOUNDS):
+    if hasattr(torch.ops.aten, f"{_name}_copy"):
+        _rules[f"{_name}_copy"] = _rules[_name]
+for _name in ("split", "split_with_sizes", "view_as_real", "view_as_complex", "detach", "alias"):
+    _rules[f"{_name}_copy"] = _rules[_name]
+
+
+_POINTWISE = Rule(pointwise.pointwise)
+
+
+def table() -> dict[str, Rule]:
+    """The rules by name: of ATen operations without namespace, of others ``"ns::name"``."""
+    return dict.fromkeys(pointwise.names(), _POINTWISE) | _rules
+
+
+def has_rule(name: str) -> bool:
+    """Whether there is a rule for the operation, beyond that for replicated operands."""
+    return _rule(_key(name)) is not None
+
+
+def _rule(name: str, tags: Sequence[Any] = ()) -> Rule | None:
+    """The rule of an operation. That of pointwise ones is found by their tag, and only else by all
+    of their names, which take a while to find.
+    """
+    rule = _rules.get(name)
+    if rule is None and "::" not in name:
+        is_pointwise = torch.Tag.pointwise in tags or name in pointwise.names()
+        return _POINTWISE if is_pointwise else None
+    return rule
+
+
+def register_rule(
+    op: Any, fn: RuleFunction, *, per_rank: Sequence[str] = (), replace: bool = False
+) -> None:
+    """Add the rule of an operation: how its outputs are split where its operands are.
+
+    Example::
+
+        def rule(operation):  # y[..., i] = f(x[..., i]): split as x is, unless x is a sum
+            placement = operation["x"].placement
+            return None if isinstance(placement, Partial) else placement
+
+        register_rule("mylib::scale", rule)
+
+    Args:
+        op: An operation of ``torch.ops``, or its name, ``"namespace::name"``.
+        fn: Gets an `Operation`, returns the placement of its output, or of all outputs a list;
+            None is "not known". What it raises counts as not known.
+        per_rank: Arguments that may differ between the ranks. If any other does, the rule is not
+            asked, and nothing is known.
+        replace: Whether to take the place of a rule that there is.
+    """
+    key = _key(op if isinstance(op, str) else _qualified(op))
+    if has_rule(key) and not replace:
+        raise ValueError(
+            f"register_rule: {key} has a rule; pass replace=True to use this one in its place"
+        )
+    if not callable(fn):
+        raise TypeError(
+            f"register_rule: the rule of {key} must be a function of an Operation, got "
+            f"{type(fn).__name__}"
+        )
+    _rules[key] = Rule(fn, frozenset(per_rank))
+
+
+def _qualified(op: Any) -> str:
+    if isinstance(op, torch._ops.OpOverload):
+        return op._schema.name
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        return op._qualified_op_name
+    raise TypeError(
+        "register_rule: op must be an operation of torch.ops or its name, got "
+        f'{type(op).__name__}; example: register_rule("mylib::scale", rule)'
+    )
+
+
+def _key(name: str) -> str:
+    name = name.removeprefix("aten::")
+    bare = name.rpartition("::")[2]
+    return name if bare.startswith("__") else name.rstrip("_")
+
+
+def propagate(operation: Operation) -> list[Placement | None]:
+    """The placements of the operation's outputs along the axis; None where they are not known.
+
+    A rule is exact: with operands as their placements say, each rank's output is its shard, its
+    summand or a copy of what the unsharded program computes, which passes the same arguments but
+    for sizes. It never raises.
+    """
+    try:
+        found = _propagated(operation)
+        shards = [o.shard for o in operation.operands if o.shard is not None]
+        if not any(shard.part_sizes for shard in shards):
+            # How parts of unequal sizes are split is not known of what was joined.
+            found = [None if getattr(one, "part_sizes", None) else one for one in found]
+        if len(found) == len(operation.outputs):
+            return [
+                placement if _fits(placement, made) else None
+                for placement, made in zip(found, operation.outputs)
+            ]
+    except Exception:  # a rule that can't read its arguments knows nothing
+        pass
+    return [None] * len(operation.outputs)
+
+
+def _propagated(operation: Operation) -> list[Placement | None]:
+    unknown: list[Placement | None] = [None] * len(operation.outputs)
+    operands = operation.operands
+    is_aten = "::" not in operation.name
+    rule = _rule(operation.name, operation.tags)
+    if not operands or any(_contradicts(operand) for operand in operands):
+        return unknown
+    if rule is None and (not is_aten or operation.name.startswith("new_")):
+        return unknown
+    varying = _varying(operation)
+    if is_aten and not varying and all(o.placement == REPLICATED for o in operands):
+        return [REPLICATED] * len(operation.outputs)
+    if rule is None or not varying <= rule.per_rank:
+        return unknown
+    found = rule.function(operation)
+    if found is None or isinstance(found, (Replicate, Shard, Partial)):
+        return [found] * len(operation.outputs)
+    return list(found)
+
+
+def _contradicts(operand: Operand) -> bool:
+    """Whether the ranks' shapes can't be what the placement says."""
+    return operand.placement is not None and not _fits(operand.placement, operand)
+
+
+def _fits(placement: Placement | None, operand: Operand) -> bool:
+    if not isinstance(placement, Shard):
+        return placement is None or len(set(operand.shapes)) == 1
+    dim, parts = placement.dim, placement.parts
+    if not 0 <= dim < operand.ndim:
+        return False
+    others = {(shape[:dim], shape[dim + 1 :]) for shape in operand.shapes}
+    if len(others) > 1:
+        return False
+    if getattr(placement, "part_sizes", None) is None and any(
+        shape[dim] % parts for shape in operand.shapes
+    ):
+        return False
+    try:
+        return bool(replace_placement(operand, placement).full_shape)
+    except ValueError:
+        return False
+
+
+def replace_placement(operand: Operand, placement: Placement) -> Operand:
+    return replace(operand, placement=placement)
+
+
+def _varying(operation: Operation) -> set[str]:
+    """Arguments that differ between the ranks, or from the unsharded program's where those are
+    known, or may do so.
+    """
+    first, *others = operation.arguments
+    varying = {
+        name
+        for name, value in first.items()
+        if any(not _is_same(value, other[name]) for other in others)
+    }
+    for name, sizes in operation.full_sizes.items():
+        if name in first and not _are_stated(first[name], sizes):
+            varying.add(name)
+    return varying
+
+
+def _are_stated(local: Any, sizes: Sequence[int | None]) -> bool:
+    local = list(local) if isinstance(local, (list, tuple)) else [local]
+    return local == list(sizes)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether two ranks passed the same. Devices and generators are each rank's own."""
+    if isinstance(a, torch.Generator) or isinstance(b, torch.Generator):
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.device):
+        return a.type == b.type
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_is_same, a, b))
+    if isinstance(a, float):
+        return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
+    return bool(a == b)

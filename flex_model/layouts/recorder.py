@@ -1,0 +1,498 @@
+"""Records the operations of a forward: what tensors each read, wrote and made.
+
+Nothing is concluded here; `proofs` does that from the logs of all ranks. A tensor is known by its
+object, and beside that by its storage and its place in it, since autograd makes new objects for
+views; where several values share one place (a transpose of a tensor with one row), the object
+tells which is meant, and without it all are named.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from flex_model.integrations import dtensor
+from flex_model.layouts import composites, memory_map
+from flex_model.layouts.log import Log, Value, hash_of
+from flex_model.layouts.propagation import rules
+from flex_model.layouts.sizes import SIZE_ARGUMENTS, CallSizes, Size, encoded
+
+Geometry = tuple[Any, ...]
+Placements = tuple[Any, Any] | None  # encoded, along dp and tp
+
+COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
+_SAME_MEMORY = {"aten::detach", "aten::alias", "aten::detach_"}
+
+
+# A tensor object: itself, its storage, its place in that, and the value that it had.
+_Known = tuple["weakref.ref[Tensor]", int, Geometry, Value]
+
+
+@dataclass
+class _Storage:
+    """What is known of one storage: its values by their place, and what of it is not written yet.
+
+    Attributes:
+        blank: For ``torch.empty``: which of its elements nothing has been written to.
+    """
+
+    reference: StorageWeakRef
+    values: dict[Geometry, list[Value]] = field(default_factory=dict)
+    blank: Tensor | None = None
+
+
+class Recorder(TorchDispatchMode):
+    """Records while it is entered, but for what runs inside ``paused``. Local; no collective.
+
+    Args:
+        log: Where the entries go.
+        source: Of a tensor that no recorded operation made: its name and placements, if it is a
+            weight or buffer of the model or was kept from before; else None.
+        axes_of: The axes that a collective's group runs along; None if it is none of ours.
+        stated: The encoded placements that a DTensor states; None for other tensors.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        log: Log,
+        source: Callable[[Tensor], tuple[str, Placements] | None],
+        axes_of: Callable[[Any, Any], tuple[str, ...] | None],
+        stated: Callable[[Tensor], Placements],
+    ) -> None:
+        super().__init__()
+        self.log = log
+        self._source, self._axes_of, self._stated = source, axes_of, stated
+        self._functions = _FunctionRecorder(self)
+        self._pauses = 0
+        self._storages: dict[int, _Storage] = {}
+        self._objects: dict[int, _Known] = {}
+        self._weights: dict[int, _Known] = {}
+        self._replaced: dict[Value, Value] = {}
+        self._received: set[Value] = set()  # what collectives wrote
+        self.sizes = CallSizes()
+
+    def __enter__(self) -> Recorder:
+        super().__enter__()
+        self._functions.__enter__()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._functions.__exit__(*exc_info)
+        super().__exit__(*exc_info)
+
+    @property
+    def is_paused(self) -> bool:
+        return self._pauses > 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs inside is no part of the model."""
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+
+    # Tensors and their values.
+
+    def value(self, tensor: Tensor) -> Value | tuple[Value, ...] | None:
+        """The value that the tensor has now; several where its object is not known and its place is
+        that of several. A source's entry is made for one that was not met before. None for tensors
+        that are no plain memory.
+        """
+        plain = memory_map.plain(tensor)
+        storage = memory_map.storage_of(plain)
+        if storage is None:
+            return None
+        key, geometry = storage._cdata, memory_map.geometry(plain)
+        # Weights first: FSDP fills their memory by operations that nothing can be concluded from.
+        for table in (self._weights, self._objects):
+            known = table.get(id(tensor))
+            if known is not None and known[0]() is tensor and known[1:3] == (key, geometry):
+                return self._latest(known[3])
+            if table is self._weights and (found := self._source(tensor)) is not None:
+                value = self.add_source(tensor, *found)
+                self._weights[id(tensor)] = (weakref.ref(tensor), key, geometry, value)
+                return value
+        entry = self._storages.get(key)
+        values = entry.values.get(geometry, []) if entry is not None else []
+        if values:
+            return values[0] if len(values) == 1 else tuple(values)
+        stated = self._stated(tensor)
+        return None if stated is None else self.place(tensor, stated)
+
+    def _latest(self, value: Value) -> Value:
+        while value in self._replaced:
+            value = self._replaced[value]
+        return value
+
+    def add_source(self, tensor: Tensor, name: str, placements: Placements) -> Value:
+        """A weight, buffer or input, with what is known of it."""
+        value = self.log.source(name, placements, tuple(memory_map.plain(tensor).shape))
+        value = self._latest(value)
+        self.note(tensor, value)
+        return value
+
+    def place(self, tensor: Tensor, placements: Placements) -> Value:
+        """What a hook put into the model, or what the user states of a tensor."""
+        value = self.log.new_value()
+        self.log.add("placed", value, placements, tuple(memory_map.plain(tensor).shape))
+        self.note(tensor, value)
+        return value
+
+    def refine(self, tensor: Tensor, value: Any, placements: Placements) -> None:
+        """The user states more of a tensor than its value is known to be; axes that are None stay
+        as they are proven.
+        """
+        if isinstance(value, int):
+            self.log.add("placed", value, placements, tuple(memory_map.plain(tensor).shape))
+        else:
+            self.place(tensor, placements)
+
+    def know_object(self, tensor: Tensor) -> None:
+        """A call has returned this object: of several values at its place it has the newest."""
+        plain = memory_map.plain(tensor)
+        storage = memory_map.storage_of(plain)
+        entry = None if storage is None else self._storages.get(storage._cdata)
+        if entry is None or storage is None:
+            return
+        geometry = memory_map.geometry(plain)
+        known = self._objects.get(id(tensor))
+        if known is not None and known[0]() is tensor and known[1:3] == (storage._cdata, geometry):
+            return
+        values = entry.values.get(geometry)
+        if values:
+            self._remember(tensor, storage._cdata, geometry, values[-1])
+
+    def note(self, tensor: Tensor, value: Value) -> None:
+        """The tensor has this value from now on, and so has its object."""
+        plain = memory_map.plain(tensor)
+        storage = memory_map.storage_of(plain)
+        if storage is None:
+            return
+        geometry = memory_map.geometry(plain)
+        values = self._entry(storage).values.setdefault(geometry, [])
+        if value not in values:
+            values.append(value)
+        self._remember(tensor, storage._cdata, geometry, value)
+
+    def _remember(self, tensor: Tensor, key: int, geometry: Geometry, value: Value) -> None:
+        self._objects[id(tensor)] = (weakref.ref(tensor), key, geometry, value)
+
+    def _entry(self, storage: Any) -> _Storage:
+        entry = self._storages.get(storage._cdata)
+        if entry is None:
+            entry = self._storages[storage._cdata] = _Storage(StorageWeakRef(storage))
+            if len(self._storages) % 4096 == 0:
+                self._sweep()
+        return entry
+
+    def _sweep(self) -> None:
+        gone = [key for key, entry in self._storages.items() if entry.reference.expired()]
+        for key in gone:
+            del self._storages[key]
+        self._objects = {k: known for k, known in self._objects.items() if known[0]() is not None}
+
+    def lose(self, tensor: Tensor) -> None:
+        """Its memory may be written to unseen from now on."""
+        storage = memory_map.storage_of(memory_map.plain(tensor))
+        entry = None if storage is None else self._storages.get(storage._cdata)
+        if entry is None:
+            return
+        lost = []
+        for values in entry.values.values():
+            for i, value in enumerate(values):
+                lost.append(value)
+                values[i] = self._replaced[value] = hash_of("lost", value)
+        self.log.add("lost", tuple(lost))
+
+    # Operations.
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self.is_paused:
+            return func(*args, **kwargs)
+        if not isinstance(
+            func, torch._ops.OpOverload
+        ):  # flex_attention and other higher-order ones
+            result = func(*args, **kwargs)
+            self.record(f"higher_order::{func}", args, kwargs, result, None)
+            return result
+        if func.namespace in ("profiler", "prim"):
+            return func(*args, **kwargs)
+        if func.namespace not in COLLECTIVES and self._is_composite(func, args, kwargs):
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        schema = func._schema
+        if func.namespace in COLLECTIVES:
+            return self._collective(func, args, kwargs)
+        encoded = self._encode(schema, args, kwargs)
+        result = func(*args, **kwargs)
+        if schema.name in _SAME_MEMORY and self._is_same(args, result):
+            return result
+        self._add_operation(
+            schema.name, schema.overload_name, encoded, args, kwargs, result, schema
+        )
+        if schema.name == "aten::embedding" and dtensor.is_dtensor(result):
+            self._note_masks(args[1], result)
+        return result
+
+    def _note_masks(self, ids: Tensor, result: Any) -> None:
+        """A mask that was made of the ids, where nobody saw it."""
+        ge = torch.ops.aten.ge.Scalar._schema
+        for mask in dtensor.masks_of(result):
+            encoded = self._encode(ge, (ids, 0), {})
+            self._add_operation(ge.name, ge.overload_name, encoded, (), {}, mask, None)
+
+    @staticmethod
+    def _is_composite(func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether it is made of other operations, as it arrives under ``inference_mode``, and has
+        no rule of its own.
+        """
+        if rules.has_rule(func._schema.name.removeprefix("aten::")):
+            return False
+        if any(dtensor.is_dtensor(leaf) for leaf in tree_iter((args, kwargs))):
+            return False
+        return torch._C._dispatch_has_kernel_for_dispatch_key(
+            func.name(), "CompositeImplicitAutograd"
+        )
+
+    def _is_same(self, args: Any, result: Any) -> bool:
+        """Whether the result is the first argument's memory in the same form; its value is then
+        that one's.
+        """
+        source = args[0]
+        if dtensor.is_dtensor(source) or not isinstance(result, Tensor):
+            return False
+        first, second = memory_map.plain(source), memory_map.plain(result)
+        if memory_map.geometry(first) != memory_map.geometry(second):
+            return False
+        storage, other = memory_map.storage_of(first), memory_map.storage_of(second)
+        if storage is None or other is None or storage._cdata != other._cdata:
+            return False
+        value = self.value(source)
+        if isinstance(value, int):
+            self._remember(result, storage._cdata, memory_map.geometry(second), value)
+        return True
+
+    def record(self, name: str, args: Any, kwargs: Any, result: Any, schema: Any) -> None:
+        """An operation that has run; one of a schema's form where it has one."""
+        encoded = self._encode(schema, args, kwargs)
+        self._add_operation(name, "", encoded, args, kwargs, result, schema)
+
+    def _add_operation(
+        self,
+        name: str,
+        overload: str,
+        encoded: tuple[Any, Any],
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        schema: Any,
+    ) -> None:
+        written = memory_map.written_by(schema, args, kwargs)
+        leaves = [leaf for leaf in tree_iter(result) if leaf is not None]
+        tensors = written or [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        numbers = tuple(
+            leaf for leaf in leaves if isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
+        )
+        if not tensors and not numbers:
+            return
+        outputs, writes = self._outputs(tensors, bool(written), name)
+        full_name = f"{name}.{overload}" if overload else name
+        self.log.add("op", full_name, *encoded, outputs, numbers, writes)
+
+    def _outputs(
+        self, tensors: Sequence[Tensor], in_place: bool, name: str
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        outputs, writes = [], []
+        for tensor in tensors:
+            value = self.log.new_value()
+            shape, dtype = memory_map.shape_of(tensor), str(tensor.dtype)
+            outputs.append((value, shape, dtype, self._stated(tensor)))
+            if in_place:
+                writes.append(self._write(tensor, value))
+            else:
+                self.note(tensor, value)
+                if name.startswith(("aten::empty", "aten::new_empty")):
+                    self._note_blank(tensor)
+        return tuple(outputs), tuple(writes)
+
+    def _note_blank(self, tensor: Tensor) -> None:
+        plain = memory_map.plain(tensor)
+        storage = memory_map.storage_of(plain)
+        if storage is not None:
+            self._entry(storage).blank = memory_map.all_blank(plain)
+
+    def _write(self, tensor: Tensor, value: Value) -> tuple[Any, ...]:
+        """Values were written to the tensor: what that does to others that show its memory.
+
+        Returns:
+            The value written over; for each value that overlaps it: old and new value, and by dim
+            of the written tensor the dim that it is there; whether all of the storage is written.
+        """
+        before = self.value(tensor)
+        plain = memory_map.plain(tensor)
+        storage = memory_map.storage_of(plain)
+        if storage is None or not isinstance(before, int):
+            self.lose(tensor)
+            self.note(tensor, value)
+            return None, (), False
+        entry, geometry = self._entry(storage), memory_map.geometry(plain)
+        others = []
+        for other, values in entry.values.items():
+            if not memory_map.overlap(geometry, other):
+                continue
+            dims = memory_map.same_dims(geometry, other)
+            for i, old in enumerate(values):
+                if old == before:
+                    continue
+                values[i] = self._replaced[old] = hash_of("written", old, value)
+                others.append((old, values[i], dims))
+        values = entry.values.setdefault(geometry, [])
+        self._replaced[before] = value
+        entry.values[geometry] = [value if old == before else old for old in values] or [value]
+        self._remember(tensor, storage._cdata, geometry, value)
+        is_complete = False
+        if entry.blank is not None:
+            is_complete = memory_map.write(entry.blank, geometry)
+            if is_complete:
+                entry.blank = None
+        return before, tuple(others), is_complete
+
+    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name = func._schema.name
+        axes = self._axes_of(args, kwargs)
+        encoded = self._encode(func._schema, args, kwargs)
+        given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        result = func(*args, **kwargs)
+        written = memory_map.written_by(func._schema, args, kwargs)
+        if name == "c10d::_allgather_base_" or name == "c10d::_reduce_scatter_base_":
+            written = given[:1]
+        made = written or [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
+        if name.endswith(("::wait_tensor", "::_wrap_tensor_autograd")):
+            for tensor in made:
+                value = self.value(given[0])
+                if isinstance(value, int):
+                    self.note(tensor, value)
+            return result
+        outputs, writes = self._outputs(made, bool(written), name)
+        self._received.update(output[0] for output in outputs)
+        self.log.add("collective", name, axes, *encoded, outputs, writes)
+        return result
+
+    # Arguments.
+
+    def _encode(self, schema: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        arguments = schema.arguments if schema is not None else ()
+        is_called = schema is not None and self.sizes.are_of(schema.name)
+        positional = tuple(
+            self._encoded(value, is_called and i < len(arguments) and _takes_sizes(arguments[i]))
+            for i, value in enumerate(args)
+        )
+        types = {argument.name: argument for argument in arguments}
+        keyword = tuple(
+            (name, self._encoded(value, is_called and name in types and _takes_sizes(types[name])))
+            for name, value in sorted(kwargs.items())
+        )
+        return positional, keyword
+
+    def _encoded(self, value: Any, may_be_size: bool) -> Any:
+        if isinstance(value, Tensor):
+            return "t", self.value(value), memory_map.shape_of(value), str(value.dtype)
+        if isinstance(value, bool) or value is None or isinstance(value, str):
+            return value
+        if isinstance(value, (int, float)):
+            return self.sizes.encoded(value) if may_be_size else encoded(value)
+        if isinstance(value, (list, tuple)):
+            passed = self.sizes.of_list(value) if may_be_size else None
+            if passed is not None:
+                return "l", *passed
+            return "l", *(self._encoded(item, may_be_size) for item in value)
+        if isinstance(value, torch.device):
+            return "s", value.type
+        if isinstance(value, complex):
+            return "c", value.real, value.imag
+        if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+            return "s", str(value)
+        return "s", type(value).__name__
+
+
+def _takes_sizes(argument: Any) -> bool:
+    return argument.name in SIZE_ARGUMENTS or "number" in str(argument.type)
+
+
+class _FunctionRecorder(TorchFunctionMode):
+    """What calls of torch's functions show and the operations below them don't: sizes that are read
+    from tensors, products of more than two dims before they are flattened, -1 in ``reshape``.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        recorder = self._recorder
+        if recorder.is_paused:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name == "__get__" or name == "size":
+            return self._read(func, args, kwargs)
+        if name in ("numpy", "__array__", "__dlpack__") and isinstance(args[0], Tensor):
+            recorder.lose(args[0])
+            return func(*args, **kwargs)
+        before, recorder.sizes = recorder.sizes, CallSizes(name, args, kwargs)
+        try:
+            bound = composites.bind(func, args, kwargs)
+            if bound is not None and rules.has_rule(bound.name):
+                encoded = recorder._encode(bound.schema, bound.args, bound.kwargs)
+                with recorder.paused():
+                    result = func(*args, **kwargs)
+                schema = bound.schema
+                recorder._add_operation(
+                    schema.name, schema.overload_name, encoded, (), {}, result, None
+                )
+                return result
+            result = func(*args, **kwargs)
+        finally:
+            recorder.sizes = before
+        if isinstance(result, Tensor):
+            recorder.know_object(result)
+        elif isinstance(result, (tuple, list)):
+            for item in result:
+                if isinstance(item, Tensor):
+                    recorder.know_object(item)
+        return result
+
+    def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A shape, or one size of it, that remembers of what it is."""
+        result = func(*args, **kwargs)
+        tensor = args[0] if args else None
+        if not isinstance(tensor, Tensor) or dtensor.is_dtensor(tensor):
+            return result
+        if isinstance(result, torch.Size):
+            value = self._recorder.value(tensor)
+            if isinstance(value, int):
+                sizes = [Size(size, ("dim", value, dim)) for dim, size in enumerate(result)]
+                return torch.Size(sizes)
+        elif isinstance(result, int) and getattr(func, "__name__", "") == "size":
+            dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+            value = self._recorder.value(tensor)
+            if isinstance(value, int) and isinstance(dim, int):
+                return Size(result, ("dim", value, dim % tensor.dim()))
+        return result

@@ -1,0 +1,242 @@
+"""Which layout a tensor has, from what is proven and stated of it. Nothing is concluded from values
+or from sizes: those can only refute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flex_model.distributed.layout import (
+    Partial,
+    Placement,
+    Replicate,
+    Shape,
+    Shard,
+    ShardLayout,
+)
+from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.values import Fingerprints
+from flex_model.errors import LayoutMismatchError
+from flex_model.layouts.follow import AXES, Pair
+from flex_model.layouts.statements import text_of
+
+ExpectedShape = tuple[int | None, ...] | None
+
+PROVEN = "the operations that made it"
+STATED = "its statement"
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a tensor is, for messages.
+
+    Attributes:
+        name: As ``forward hook on 'layers.0'``.
+        module: The module's or parameter's own name, for the line that states its layout.
+        kind: As of ``annotate_layout``; empty where that can't be used.
+        index: Which of the module's tensors.
+    """
+
+    name: str
+    module: str = ""
+    kind: str = ""
+    index: int = 0
+
+
+def resolve(
+    site: Site,
+    shapes: Sequence[Shape],
+    mesh: Mesh,
+    proven: Pair,
+    stated: Mapping[str, Placement],
+    expected_shape: ExpectedShape = None,
+    known: ShardLayout | None = None,
+    obstacles: Mapping[str, str] | None = None,
+) -> ShardLayout:
+    """The layout of a tensor whose local shapes are ``shapes`` (all ranks of the grid, tp fastest).
+
+    Args:
+        proven: Placements along dp and tp that were proven, on all ranks alike.
+        stated: By axis, what the user states of this site.
+        known: The whole layout, where a DTensor states it.
+
+    Raises:
+        ValueError: the sources contradict each other, or one axis is not known. The same on every
+            rank.
+    """
+    if expected_shape is not None and len(expected_shape) != len(shapes[0]):
+        raise ValueError(
+            f"{site.name}: expected_shape {expected_shape} has {len(expected_shape)} dims, the "
+            f"tensor has {len(shapes[0])}: local shapes {unique(shapes)}"
+        )
+    layout = known
+    if layout is None:
+        placed: dict[str, Placement | None] = dict(zip(AXES, proven))
+        for axis, placement in stated.items():
+            _check_statement(site, axis, placement, placed[axis])
+            placed[axis] = placement
+        unknown = [axis for axis in AXES if placed[axis] is None and _size(mesh, axis) > 1]
+        if unknown:
+            raise ValueError(refusal(site, shapes, mesh, unknown, expected_shape, obstacles or {}))
+        dp, tp = (placed[axis] or Replicate() for axis in AXES)
+        layout = ShardLayout(dp, tp, source=STATED if stated else PROVEN)
+    full_shape = _full_shape(site, layout, shapes, mesh)
+    if expected_shape is not None and any(
+        size is not None and size != full for size, full in zip(expected_shape, full_shape)
+    ):
+        raise ValueError(
+            f"{site.name}: expected_shape {expected_shape} contradicts {layout.source}: the full "
+            f"tensor has shape {full_shape} (layout {layout}, local shapes {unique(shapes)})"
+        )
+    return layout
+
+
+def _size(mesh: Mesh, axis: str) -> int:
+    return mesh.dp_size if axis == "dp" else mesh.tp_size
+
+
+def _check_statement(site: Site, axis: str, stated: Placement, proven: Placement | None) -> None:
+    if proven is not None and proven != stated:
+        raise ValueError(
+            f"{site.name}: it is stated to be {in_words(stated)} along {axis}, but by {PROVEN} it "
+            f"is {in_words(proven)}; leave the statement out, or state the layout of the weight "
+            "that it was made with (flex.layouts(why=True) has the proof)"
+        )
+
+
+def _full_shape(site: Site, layout: ShardLayout, shapes: Sequence[Shape], mesh: Mesh) -> Shape:
+    try:
+        return layout.full_shape(shapes, mesh.dp_size, mesh.tp_size)
+    except LayoutMismatchError as error:
+        columns = [shapes[place :: mesh.tp_size] for place in range(mesh.tp_size)]
+        rows = layout.dp.dim if isinstance(layout.dp, Shard) else None
+        others = [
+            {tuple(n for dim, n in enumerate(shape) if dim != rows) for shape in column}
+            for column in columns
+        ]
+        if any(len(sizes) > 1 for sizes in others):
+            advice = "pad the inputs of the data-parallel ranks to one length"
+        else:
+            advice = "give the tensor-parallel ranks the same inputs, or hook another module"
+        raise LayoutMismatchError(f"{site.name}: {error}; {advice}") from None
+
+
+def refusal(
+    site: Site,
+    shapes: Sequence[Shape],
+    mesh: Mesh,
+    unknown: Sequence[str],
+    expected_shape: ExpectedShape,
+    obstacles: Mapping[str, str],
+) -> str:
+    """What to say of a tensor of which an axis is not known, with the line that settles it."""
+    words = {"dp": "data-parallel", "tp": "tensor-parallel"}
+    parts = []
+    for axis in unknown:
+        candidates = _candidates(shapes, mesh, axis)
+        listed = "; or ".join(text for text, _ in candidates) or "split as no shard of one tensor"
+        lost = f" (lost at {obstacles[axis]})" if obstacles.get(axis) else ""
+        parts.append(
+            f"how the tensor is placed over the {words[axis]} ranks is not known{lost}; it may be "
+            f"{listed}"
+        )
+    lines = _lines(site, shapes, mesh, unknown)
+    not_enough = (
+        f" (expected_shape {expected_shape} gives sizes, which don't tell the order of the ranks' "
+        "parts)"
+        if expected_shape is not None
+        else ""
+    )
+    return (
+        f"{site.name}: {'; '.join(parts)} (local shapes {unique(shapes)}, {mesh.describe()})"
+        f"{not_enough}; state it before the run with {lines}, from torch.distributed.tensor import "
+        "Partial, Replicate, Shard; flex.layouts(why=True) says what could not be followed"
+    )
+
+
+def _lines(site: Site, shapes: Sequence[Shape], mesh: Mesh, unknown: Sequence[str]) -> str:
+    placed = []
+    for axis in unknown:
+        candidates = [placement for _, placement in _candidates(shapes, mesh, axis)]
+        example = candidates[-1] if candidates else Replicate()
+        if candidates and isinstance(example, Partial):
+            shards = [one for one in candidates if isinstance(one, Shard)]
+            example = (shards[0] if axis == "dp" else shards[-1]) if shards else Replicate()
+        placed.append((axis, text_of(example)))
+    if not site.kind:
+        values = ", ".join(f'"{axis}": {text}' for axis, text in placed)
+        return f"HookFunction(..., placements={{{values}}}), or whichever of these it is"
+    values = ", ".join(f"{axis}={text}" for axis, text in placed)
+    index = f", index={site.index}" if site.index else ""
+    return (
+        f"flex.annotate_layout({site.module!r}, kind={site.kind!r}{index}, {values}), or whichever "
+        "of these it is"
+    )
+
+
+def _candidates(shapes: Sequence[Shape], mesh: Mesh, axis: str) -> list[tuple[str, Placement]]:
+    """The placements along an axis that the local shapes allow, with the full shape of each."""
+    line = [shapes[place] for place in mesh.members((axis,), 0)]
+    placements: list[Placement] = [Replicate(), *map(Shard, range(len(line[0]))), Partial()]
+    found = []
+    for placement in placements:
+        if not isinstance(placement, Shard) and len(set(line)) > 1:
+            continue
+        try:
+            full = ShardLayout(tp=placement).full_shape(line, 1, len(line))
+        except ValueError:
+            continue
+        found.append((f"{in_words(placement)}, in full {full}", placement))
+    return found
+
+
+def in_words(placement: Placement) -> str:
+    """The placement, for messages."""
+    if isinstance(placement, Shard):
+        parts = f" in {placement.parts} interleaved parts" if placement.parts > 1 else ""
+        return f"split along dim {placement.dim}{parts}"
+    return "replicated" if isinstance(placement, Replicate) else "a partial sum"
+
+
+def unique(shapes: Sequence[Shape]) -> str:
+    """Local shapes, for messages."""
+    found = list(dict.fromkeys(map(tuple, shapes)))
+    return str(found[0]) if len(found) == 1 else f"{list(map(tuple, shapes))} by rank"
+
+
+def check_expected_shape(expected_shape: Any) -> ExpectedShape:
+    """``expected_shape`` as a tuple. TypeError or ValueError if it is not one of ints and None."""
+    if expected_shape is None:
+        return None
+    try:
+        sizes: tuple[Any, ...] = tuple(expected_shape)
+    except TypeError:
+        raise TypeError(
+            f"expected_shape must be a tuple of ints and None, got {expected_shape!r}; example: "
+            "(None, None, 4096)"
+        ) from None
+    for size in sizes:
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
+            raise TypeError(
+                f"expected_shape must hold ints and None, got {size!r} in {sizes}; example: "
+                "(None, None, 4096)"
+            )
+        if size is not None and size < 0:
+            raise ValueError(
+                f"expected_shape {sizes} has a negative size; write None for a size that is not "
+                "known"
+            )
+    return sizes
+
+
+def differing_axes(layout: ShardLayout, prints: Fingerprints) -> list[str]:
+    """The axes along which ranks that should hold the same do not, by hashes of their values.
+    Equal values prove nothing, so those of shards and partial sums are not looked at.
+    """
+    return [
+        axis
+        for axis in AXES
+        if getattr(layout, axis) == Replicate() and not prints.equal_along(axis)
+    ]

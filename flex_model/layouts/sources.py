@@ -1,0 +1,272 @@
+"""What is known of tensors before a forward begins: weights, buffers and inputs."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from flex_model import _C
+from flex_model.distributed.layout import Placement, Replicate, Shard
+from flex_model.distributed.mesh import Mesh
+from flex_model.integrations import dtensor, fsdp, layers
+from flex_model.layouts.encoding import encode
+from flex_model.layouts.statements import Statements
+from flex_model.names import clean
+
+Placements = tuple[Any, Any]  # encoded, along dp and tp
+
+
+# A tensor; the weight's name, its module, its name there, and the weight itself: of a DTensor's
+# shard the DTensor.
+_Weight = tuple["weakref.ref[Tensor]", str, nn.Module, str, "weakref.ref[Tensor]"]
+
+
+class Constants:
+    """Tensors that modules had as plain attributes before the first forward, such as the
+    frequencies of a rotary embedding: buffers in all but name, as long as nobody writes to them.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._versions = {
+            id(value): (weakref.ref(value), _version(value))
+            for module in root.modules()
+            for value in vars(module).values()
+            if isinstance(value, Tensor)
+        }
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        known = self._versions.get(id(tensor))
+        return known is not None and known[0]() is tensor and known[1] == _version(tensor)
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class Weights:
+    """Placements of a model's parameters and buffers, found when one is first used.
+
+    Along dp they are the same on all ranks (DDP, FSDP). Along tp a DTensor states its placement, a
+    layer may state what it splits, and the user may; in a model some of whose weights are stated to
+    be split, the others are the same on all ranks; in other models nothing is known of them.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        mesh: Mesh,
+        statements: Statements,
+        constants: Constants | None = None,
+    ) -> None:
+        self._root, self._mesh, self._statements = root, mesh, statements
+        self._constants = constants
+        self._is_stated = layers.states_tensor_parallelism(root, mesh)
+        self._has_fsdp1 = any(fsdp.is_fsdp1(module) for module in root.modules())
+        self._found: dict[int, _Weight] = {}
+        self._scan()
+
+    def _scan(self) -> None:
+        """Which tensors are weights now: FSDP exchanges them between forwards."""
+        self._found = {}
+        for name, module in self._root.named_modules():
+            self.enter(module, clean(self._root, name))
+
+    def enter(self, module: nn.Module, name: str) -> None:
+        """The module's own weights, as they are now."""
+        prefix = f"{name}." if name else ""
+        tables: list[Mapping[str, Any]] = [module._parameters, module._buffers, vars(module)]
+        for table in tables:
+            for leaf, tensor in table.items():
+                if not isinstance(tensor, Tensor) or self._weight(tensor) is not None:
+                    continue
+                if table is tables[2] and not self._is_weight(tensor):
+                    continue
+                of_weight = (prefix + leaf, module, leaf, weakref.ref(tensor))
+                self._found[id(tensor)] = (weakref.ref(tensor), *of_weight)
+                if dtensor.is_dtensor(tensor):  # frameworks compute with its shard itself
+                    local: Any = tensor._local_tensor  # type: ignore[attr-defined]
+                    self._found[id(local)] = (weakref.ref(local), *of_weight)
+
+    def _weight(self, tensor: Tensor) -> _Weight | None:
+        found = self._found.get(id(tensor))
+        return found if found is not None and found[0]() is tensor else None
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        """Of a plain attribute: FSDP1's views of a flattened parameter are such."""
+        return self._has_fsdp1 or (self._constants is not None and tensor in self._constants)
+
+    def source(self, tensor: Tensor) -> tuple[str, Placements] | None:
+        """Name and placements of a weight; None for tensors that are none."""
+        found = self._weight(tensor)
+        if found is None and isinstance(tensor, nn.Parameter):
+            self._scan()
+            found = self._weight(tensor)
+        if found is None:
+            return None
+        _, name, module, leaf, of_weight = found
+        weight = of_weight()
+        return None if weight is None else (name, self._placements(name, module, leaf, weight))
+
+    def _placements(self, name: str, module: nn.Module, leaf: str, tensor: Tensor) -> Placements:
+        statement = self._statements.of_parameter(name, module)
+        dp: Placement | None = Replicate()
+        tp = self._along_tp(module, leaf, tensor)
+        if statement is not None:
+            dp, tp = statement.dp or dp, statement.tp or tp
+        stated = stated_by_dtensor(tensor, self._mesh) or (None, None)
+        return stated[0] or encode(dp), stated[1] or encode(tp)
+
+    def _along_tp(self, module: nn.Module, leaf: str, tensor: Tensor) -> Placement | None:
+        if self._mesh.tp_size == 1:
+            return Replicate()
+        if dtensor.is_dtensor(tensor) and dtensor.reaches(tensor, self._mesh, leaf, "tp"):
+            return None  # it states its placement itself
+        stated = layers.parameter_layout(module, leaf, tensor, self._mesh)
+        if stated is not None:
+            return stated.tp
+        return Replicate() if self._is_stated else None
+
+
+def stated_by_dtensor(tensor: Any, mesh: Mesh) -> Placements | None:
+    """What a DTensor states, along the axes that its mesh has; None for other tensors."""
+    if not dtensor.is_dtensor(tensor):
+        return None
+    try:
+        layout = dtensor.layout(tensor, mesh, "", batch_on_dp=False)
+        axes = dtensor.axis_names(tensor, mesh, "")
+    except ValueError:
+        return None
+    return (
+        encode(layout.dp) if "dp" in axes else None,
+        encode(layout.tp) if "tp" in axes else None,
+    )
+
+
+# ---- Inputs ------------------------------------------------------------------------------------
+
+
+def named_inputs(root: nn.Module, args: Any, kwargs: Any) -> list[tuple[str, Tensor, bool]]:
+    """Every tensor in a forward's arguments, with the name of its argument, and whether it is kept
+    in an object of the user's, such as a cache, rather than passed.
+    """
+    names = list(_argument_names(root, len(args)))
+    found = []
+    for name, value in [*zip(names, args), *kwargs.items()]:
+        is_state = not _is_plain(value)
+        for tensor in _C.flatten(value)[0]:
+            found.append((name, tensor, is_state))
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    return isinstance(value, (Tensor, int, float, str, bytes, type(None)))
+
+
+def _argument_names(root: nn.Module, count: int) -> Iterable[str]:
+    try:
+        parameters = list(inspect.signature(_unwrapped(root).forward).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [parameter.name for parameter in parameters if parameter.kind in positional]
+    return names[:count] + [f"argument {i}" for i in range(len(names), count)]
+
+
+def _unwrapped(root: nn.Module) -> nn.Module:
+    """The module that the user wrote, inside DDP, FSDP1 or what ``torch.compile`` makes."""
+    while True:
+        name = next(
+            (name for name in root._modules if not clean(root, name)),
+            None,
+        )
+        inner = None if name is None else root._modules[name]
+        if inner is None:
+            return root
+        root = inner
+
+
+BatchDim = int | Mapping[str, int | None]
+
+
+def batch_dim_of(batch_dim: BatchDim, name: str) -> int | None:
+    """The dim of an argument that holds rows of the batch; None for none."""
+    if isinstance(batch_dim, int):
+        return batch_dim
+    return batch_dim.get(name, 0)
+
+
+def check_batch_dim(batch_dim: Any) -> BatchDim:
+    """TypeError for what is neither an int nor a dict of ints and None by argument name."""
+    values = batch_dim.values() if isinstance(batch_dim, Mapping) else [batch_dim]
+    for value in values:
+        is_dim = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        if not is_dim and not (isinstance(batch_dim, Mapping) and value is None):
+            raise TypeError(
+                "FlexModel: batch_dim must be an int of at least 0, or a dict of them (None for "
+                f"an argument that holds no rows) by argument name; got {batch_dim!r}"
+            )
+    return batch_dim
+
+
+class Inputs:
+    """Placements of a forward's inputs along dp, as ``batch_dim`` states them."""
+
+    def __init__(self, batch_dim: BatchDim) -> None:
+        self._batch_dim = batch_dim
+
+    def along_dp(
+        self, names: list[str], shapes: list[list[tuple[int, ...]]], is_equal: list[bool]
+    ) -> list[Placement | None]:
+        """Of each tensor.
+
+        Args:
+            shapes: By tensor, of all data-parallel ranks of a line.
+            is_equal: By tensor: whether these ranks hold the same values.
+
+        Raises:
+            ValueError: whether a tensor holds rows can't be known; with the line that says it.
+        """
+        found: list[Placement | None] = []
+        rows: list[int] | None = None
+        for name, of_ranks in zip(names, shapes):
+            dim = batch_dim_of(self._batch_dim, name)
+            if rows is None and dim is not None and len(of_ranks[0]) > dim:
+                rows = [shape[dim] for shape in of_ranks]
+        for name, of_ranks, equal in zip(names, shapes, is_equal):
+            dim = batch_dim_of(self._batch_dim, name)
+            shape = of_ranks[0]
+            has_rows = (
+                dim is not None and len(shape) > dim and [other[dim] for other in of_ranks] == rows
+            )
+            if has_rows and equal and self._is_ambiguous(name, shape, dim):
+                raise ValueError(_ambiguous(name, shape, dim, self._batch_dim))
+            if has_rows:
+                found.append(Shard(dim))  # type: ignore[arg-type]
+            else:
+                found.append(Replicate() if equal else None)
+        return found
+
+    def _is_ambiguous(self, name: str, shape: tuple[int, ...], dim: int | None) -> bool:
+        if isinstance(self._batch_dim, Mapping) and name in self._batch_dim:
+            return False
+        assert dim is not None
+        return len(shape) == 1 or shape.count(shape[dim]) > 1
+
+
+def _ambiguous(name: str, shape: tuple[int, ...], dim: int | None, batch_dim: BatchDim) -> str:
+    others = dict(batch_dim) if isinstance(batch_dim, Mapping) else {}
+    default = "" if batch_dim == 0 or others else f" (others: their names with {batch_dim})"
+    rows, shared = ({**others, name: value} for value in (dim, None))
+    return (
+        f"the input {name!r} has the same values of shape {shape} on all data-parallel ranks, so "
+        "it may hold equal rows of the batch or be shared by all rows; say which with "
+        f"FlexModel(batch_dim={rows}) or FlexModel(batch_dim={shared}){default}"
+    )

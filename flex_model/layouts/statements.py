@@ -1,0 +1,214 @@
+"""What users state of layouts: ``annotate_layout`` and ``HookFunction(placements=...)``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import nn
+
+from flex_model.distributed import layout as layouts
+from flex_model.distributed.layout import Placement
+from flex_model.names import clean
+
+Kind = Literal["forward", "forward_pre", "parameter"]
+KINDS = ("forward", "forward_pre", "parameter")
+Pattern = str | re.Pattern[str] | type[nn.Module]
+
+
+@dataclass(frozen=True)
+class Statement:
+    """How some tensors are placed, as the user states it.
+
+    Attributes:
+        pattern: Which modules (or parameters): a part of the name, a compiled regular expression,
+            or a module type (of which all parameters are meant).
+        index: Which of the module's tensors, counted as ``HookFunction.unpack_idx``.
+        dp, tp: Placements; None leaves that axis to the proof.
+        sizes: Of the full tensor, as ``expected_shape``; None for nothing to check.
+    """
+
+    pattern: Pattern
+    kind: Kind
+    index: int = 0
+    dp: Placement | None = None
+    tp: Placement | None = None
+    sizes: tuple[int | None, ...] | None = None
+
+    def matches(self, name: str, module: nn.Module) -> bool:
+        """Whether it is about the module, or parameter of the module, of this (clean) name."""
+        if isinstance(self.pattern, str):
+            return self.pattern in name
+        if isinstance(self.pattern, re.Pattern):
+            return self.pattern.search(name) is not None
+        return isinstance(module, self.pattern)
+
+    def describe(self) -> str:
+        """For messages: the call that made it."""
+        pattern = self.pattern.pattern if isinstance(self.pattern, re.Pattern) else self.pattern
+        if isinstance(pattern, type):
+            pattern = pattern.__name__
+        placed = "".join(
+            f", {axis}={text_of(placement)}"
+            for axis, placement in (("tp", self.tp), ("dp", self.dp))
+            if placement is not None
+        )
+        index = f", index={self.index}" if self.index else ""
+        return f"annotate_layout({pattern!r}, kind={self.kind!r}{index}{placed})"
+
+
+def statement_of(
+    pattern: Any,
+    kind: Any,
+    index: Any,
+    tp: Any,
+    dp: Any,
+    sizes: Sequence[int | None] | None,
+    part_sizes: Sequence[int] | None,
+) -> Statement:
+    """Checked arguments of ``annotate_layout``. TypeError or ValueError for wrong ones."""
+    is_type = isinstance(pattern, type) and issubclass(pattern, nn.Module)
+    if not is_type and not isinstance(pattern, (str, re.Pattern)):
+        raise TypeError(
+            "annotate_layout: pattern must be a str, a compiled regular expression or a module "
+            f"type, got {pattern!r}"
+        )
+    if kind not in KINDS:
+        raise ValueError(f"annotate_layout: kind must be one of {KINDS}, got {kind!r}")
+    if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+        raise ValueError(f"annotate_layout: index must be an int of at least 0, got {index!r}")
+    placed = {axis: placement_of(value, axis) for axis, value in (("tp", tp), ("dp", dp))}
+    if all(placement is None for placement in placed.values()):
+        raise ValueError(
+            "annotate_layout states nothing; give tp= or dp= a placement of "
+            "torch.distributed.tensor: Shard(dim), Replicate() or Partial()"
+        )
+    if part_sizes is not None:
+        axis = "tp" if isinstance(placed["tp"], layouts.Shard) else "dp"
+        placed[axis] = _with_parts(placed[axis], part_sizes)
+    full = None if sizes is None else tuple(sizes)
+    return Statement(pattern, kind, index, placed["dp"], placed["tp"], full)
+
+
+def _with_parts(placement: Placement | None, part_sizes: Sequence[int]) -> Placement:
+    sizes = tuple(part_sizes)
+    if not isinstance(placement, layouts.Shard):
+        raise ValueError(
+            "annotate_layout: part_sizes are the full sizes of the fused parts of a split dim; "
+            "give tp=Shard(dim) with them"
+        )
+    if not sizes or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
+        raise ValueError(
+            f"annotate_layout: part_sizes must be ints of at least 1, got {part_sizes!r}"
+        )
+    if len(set(sizes)) == 1:
+        return replace(placement, parts=len(sizes))
+    return replace(placement, parts=len(sizes), part_sizes=sizes)
+
+
+def placement_of(value: Any, axis: str) -> Placement | None:
+    """Our placement for one of ``torch.distributed.tensor`` (or of our own). TypeError for others;
+    ValueError for a sum that is none.
+    """
+    if value is None or isinstance(value, (layouts.Replicate, layouts.Shard, layouts.Partial)):
+        return value
+    kind = type(value).__name__
+    if kind == "Shard":
+        if value.dim < 0:
+            raise ValueError(
+                f"{axis}=Shard({value.dim}): count the dim from the front, a number of at least 0"
+            )
+        return layouts.Shard(value.dim)
+    if kind == "_StridedShard":
+        return layouts.Shard(value.dim, value.split_factor)
+    if kind == "Replicate":
+        return layouts.Replicate()
+    if kind == "Partial" and getattr(value, "reduce_op", "sum") == "sum":
+        return layouts.Partial()
+    raise TypeError(
+        f"{axis}= must be Shard(dim), Replicate() or Partial() of torch.distributed.tensor, got "
+        f"{value!r}"
+    )
+
+
+def placements_of(given: Any) -> dict[str, Placement]:
+    """Checked ``HookFunction(placements=...)``: by axis, those that are stated."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or set(given) - {"dp", "tp"}:
+        raise TypeError(
+            'HookFunction: placements must be a dict of placements by axis, such as {"tp": '
+            f"Shard(2)}}, with the axes dp and tp; got {given!r}"
+        )
+    found = {axis: placement_of(value, axis) for axis, value in given.items()}
+    return {axis: placement for axis, placement in found.items() if placement is not None}
+
+
+def text_of(placement: Placement) -> str:
+    """The placement as users write it."""
+    if isinstance(placement, layouts.Shard):
+        return f"Shard({placement.dim})"
+    return "Replicate()" if isinstance(placement, layouts.Replicate) else "Partial()"
+
+
+class Statements:
+    """All that the user of one FlexModel has stated with ``annotate_layout``."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._statements: list[Statement] = []
+
+    def __iter__(self) -> Iterator[Statement]:
+        return iter(self._statements)
+
+    def __len__(self) -> int:
+        return len(self._statements)
+
+    def add(self, statement: Statement) -> None:
+        """ValueError if it matches nothing, or says otherwise than one before it."""
+        names = self.names(statement)
+        if not names:
+            what = "parameter" if statement.kind == "parameter" else "module"
+            raise ValueError(
+                f"{statement.describe()}: no {what} of {type(self._root).__name__} matches; see "
+                "flex.wrapped_module_names"
+            )
+        self._statements.append(statement)
+
+    def names(self, statement: Statement) -> list[str]:
+        """The modules or parameters that it is about, by their clean names."""
+        found = []
+        for name, module in self._root.named_modules():
+            if statement.kind == "parameter":
+                prefix = f"{name}." if name else ""
+                for leaf, _ in module.named_parameters(recurse=False):
+                    full = clean(self._root, prefix + leaf)
+                    if statement.matches(full, module):
+                        found.append(full)
+            elif statement.matches(clean(self._root, name), module):
+                found.append(clean(self._root, name))
+        return found
+
+    def of_parameter(self, name: str, module: nn.Module) -> Statement | None:
+        """The last one about the parameter of this clean name."""
+        return self._last("parameter", name, module)
+
+    def of_modules(self) -> list[tuple[str, nn.Module, Statement]]:
+        """Every module whose tensors are stated, with the statement."""
+        return [
+            (clean(self._root, name), module, statement)
+            for name, module in self._root.named_modules()
+            for statement in self._statements
+            if statement.kind != "parameter" and statement.matches(clean(self._root, name), module)
+        ]
+
+    def _last(self, kind: Kind, name: str, module: nn.Module) -> Statement | None:
+        found = [s for s in self._statements if s.kind == kind and s.matches(name, module)]
+        return found[-1] if found else None
+
+    @property
+    def digest(self) -> str:
+        """What ranks must have stated alike."""
+        return "; ".join(map(str, self._statements))

@@ -1,0 +1,203 @@
+"""`python tests/fuzz`: random programs, sharded under FlexModel against the unsharded model.
+
+    python tests/fuzz --seconds 600 --ranks 2 --mode all --start 0 --json out.json
+    python tests/fuzz --replay '{...}'    # one program, as a failure prints it
+    python tests/fuzz --classes           # the programs of classes.py, one for each known class
+    python tests/fuzz --seeds             # the failures that were kept
+
+Failures are confirmed, made short and printed as files that run by themselves;
+``--keep`` adds them to the seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks share the cores
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
+
+import seeds  # noqa: E402
+from generate import generate, modes_of  # noqa: E402
+from program import MODES, Program  # noqa: E402
+from ranks import BAD, INVALID, VERDICTS, Outcome, Ranks  # noqa: E402
+from shrink import shrink  # noqa: E402
+from standalone import standalone  # noqa: E402
+
+import rank_pool  # noqa: E402
+
+
+def main() -> int:
+    options = arguments()
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:3])  # the fork server's
+    rank_pool.PRELOAD = [*(n for n in rank_pool.PRELOAD if "transformers" not in n), "verdict"]
+    with Ranks() as ranks:
+        if options.replay:
+            return replay(ranks, options.replay)
+        if options.classes:
+            from classes import CLASSES
+
+            return run_kept(ranks, CLASSES)
+        if options.seeds:
+            return run_kept(ranks, {f"seed {i}": p for i, p in enumerate(seeds.load())})
+        return fuzz(ranks, options)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python tests/fuzz", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--ranks", type=int, default=2, choices=(1, 2, 4))
+    parser.add_argument("--mode", default="all", help=f"all, or some of: {', '.join(MODES)}")
+    parser.add_argument("--start", type=int, default=0, help="the first seed")
+    parser.add_argument("--json", type=Path, help="counts, added to those of former runs")
+    parser.add_argument("--failures", type=Path, help="a folder for the failing programs")
+    parser.add_argument(
+        "--shrink", type=float, default=20, help="seconds for each failure; 0: none"
+    )
+    parser.add_argument("--keep", action="store_true", help="add failures to the seeds")
+    parser.add_argument("--cells", type=int, default=3, help="cells of each program")
+    parser.add_argument("--replay", help="one program, as JSON or in a file")
+    parser.add_argument("--classes", action="store_true")
+    parser.add_argument("--seeds", action="store_true", help="replay those of seeds.jsonl")
+    return parser.parse_args()
+
+
+# ---- Fuzzing -------------------------------------------------------------------------------------
+
+
+def fuzz(ranks: Ranks, options: argparse.Namespace) -> int:
+    modes = modes_of(options.ranks) if options.mode == "all" else options.mode.split(",")
+    counts: dict[str, Counter] = {mode: Counter() for mode in modes}
+    failures: list[tuple[Program, Outcome]] = []
+    ranks.judge(generate(options.start, modes[0], options.ranks))  # starts them
+    spent = 0.0  # on confirming and shrinking, which is not fuzzing
+    began, seed = time.monotonic(), options.start
+    while time.monotonic() - began - spent < options.seconds:
+        for mode in modes:
+            program = generate(seed, mode, options.ranks)
+            counts[mode]["programs"] += 1
+            worst = set()
+            for outcome in ranks.judge(program, number=options.cells):
+                if outcome.verdict in BAD:
+                    start = time.monotonic()
+                    outcome = looked_into(ranks, program, outcome, options, failures)
+                    spent += time.monotonic() - start
+                counts[mode][outcome.verdict] += 1
+                worst.add(outcome.verdict)
+                if outcome.verdict == INVALID:
+                    print(f"INVALID: {mode} {seed}: {outcome.text}", flush=True)
+            for verdict in worst - {"right"}:
+                counts[mode][f"programs {verdict}"] += 1
+        seed += 1
+    seconds = time.monotonic() - began - spent
+    total = sum(count["programs"] for count in counts.values())
+    print(table(counts))
+    print(f"{total} programs, seeds {options.start} to {seed - 1}, {total / seconds:.1f} a second")
+    if options.json:
+        write_json(options, counts, seed)
+    return int(any(count[verdict] for count in counts.values() for verdict in (*BAD, INVALID)))
+
+
+def looked_into(
+    ranks: Ranks,
+    program: Program,
+    outcome: Outcome,
+    options: argparse.Namespace,
+    failures: list[tuple[Program, Outcome]],
+) -> Outcome:
+    """The outcome confirmed; what fails for good is made short, printed and kept."""
+    if outcome.cell is None:
+        return outcome
+    again = ranks.confirmed(program, outcome)
+    if again.verdict not in BAD:
+        print(f"not confirmed: {program.mode} {program.seed}: {outcome.verdict}: {outcome.text}")
+        return again
+    one = replace(program, cells=(again.cell or outcome.cell,))
+    again.cell = again.cell or outcome.cell
+    if options.shrink:
+        one, again = shrink(ranks, one, again, options.shrink)
+    failures.append((one, again))
+    if options.keep:
+        seeds.keep(one)
+    text = standalone(one, again)
+    print(f"\n{'=' * 20} {program.mode}, seed {program.seed} {'=' * 20}\n{text}", flush=True)
+    if options.failures:
+        options.failures.mkdir(parents=True, exist_ok=True)
+        name = f"{program.mode.replace(' ', '')}-{program.ranks}-{program.seed}-{len(failures)}.py"
+        (options.failures / name).write_text(text + "\n")
+    return again
+
+
+def table(counts: dict[str, Counter]) -> str:
+    head = f"{'mode':16} programs " + " ".join(f"{verdict:>8}" for verdict in VERDICTS)
+    rows = [
+        f"{mode:16} {count['programs']:8} "
+        + " ".join(f"{count[verdict]:8}" for verdict in VERDICTS)
+        + f"   programs wrong: {count['programs wrong']}, refused: {count['programs refused']}"
+        for mode, count in counts.items()
+    ]
+    return "\n".join([head, *rows])
+
+
+def write_json(options: argparse.Namespace, counts: dict[str, Counter], end: int) -> None:
+    """Add this run: ``[{commit, ranks, mode, first, last, counts}]``, one row a mode and commit."""
+    rows = json.loads(options.json.read_text()) if options.json.exists() else []
+    for mode, count in counts.items():
+        rows.append(
+            {
+                "commit": commit(),
+                "ranks": options.ranks,
+                "mode": mode,
+                "first": options.start,
+                "last": end - 1,
+                "counts": dict(count),
+            }
+        )
+    options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def commit() -> str:
+    """The commit, marked where there are changes beside it."""
+    ask = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
+    return subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip()
+
+
+# ---- One program, and those that are kept --------------------------------------------------------
+
+
+def replay(ranks: Ranks, text: str) -> int:
+    path = Path(text) if len(text) < 200 else None
+    data = json.loads(path.read_text() if path and path.exists() else text)
+    program = Program.from_json(data)
+    outcomes = ranks.judge(program)
+    for outcome in outcomes:
+        one = replace(program, cells=(outcome.cell,) if outcome.cell else None)
+        print(standalone(one, outcome))
+        print(f"{outcome.verdict}: {outcome.text}\n")
+    return int(any(outcome.verdict in BAD for outcome in outcomes))
+
+
+def run_kept(ranks: Ranks, programs: dict[str, Program]) -> int:
+    """Replay programs; print each cell's verdict."""
+    bad = 0
+    for name, program in programs.items():
+        for outcome in ranks.judge(program):
+            bad += outcome.verdict in BAD
+            hooks = outcome.cell["hooks"] if outcome.cell else ()
+            doing = ", ".join(f"{h['kind']} {h['site']} {h['doing']}" for h in hooks)
+            text = " ".join(outcome.text.split())[-200:]
+            print(f"{outcome.verdict:8} {name} | {doing} | {text}", flush=True)
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,421 @@
+"""One cell: hooks on a program's model, run under FlexModel and judged by the unsharded model.
+
+Right: records, outputs and gradients of all runs equal the oracle's. Refused: an error of
+flex_model. Wrong: anything differs. Crash: an exception that is not flex_model's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import random as python_random
+import traceback
+from argparse import Namespace
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import generate  # registers the operations  # noqa: F401
+import torch
+import torch.distributed as dist
+from execution import (
+    Data,
+    Maker,
+    Result,
+    data_of,
+    difference,
+    gradient_differences,
+    invalid_text,
+    place_of,
+    random,
+    run_oracle,
+    run_sharded,
+)
+from program import Program, Value, local_part, tuples, write
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+import flex_model
+from flex_model import FlexModel, HookError, HookFunction
+
+KINDS = ("forward", "forward_pre", "full_backward", "full_backward_pre", "parameter")
+RIGHT, REFUSED, WRONG, CRASH, HANG, INVALID = (
+    "right",
+    "refused",
+    "wrong",
+    "crash",
+    "hang",
+    "invalid",
+)
+TIMEOUT_S = 8.0
+LIBRARY = str(Path(flex_model.__file__).parent)
+
+
+# ---- What a hook does ----------------------------------------------------------------------------
+
+
+def elementwise(module, full, save_ctx, modules):
+    return full + 0.5 * full.abs()
+
+
+def mixing(module, full, save_ctx, modules):
+    """A dense product along every dim."""
+    for dim, size in enumerate(full.shape):
+        mix = random(size, size, seed=20 + dim) * (0.3 / size**0.5)
+        full = full + torch.tensordot(full, mix.to(full.dtype), ([dim], [0])).movedim(-1, dim)
+    return full
+
+
+def in_place(module, full, save_ctx, modules):
+    """The last index of every dim, which lives on the last rank."""
+    for dim in range(full.ndim):
+        full.select(dim, -1).mul_(1.5).add_(0.25)
+
+
+EDITS = {"read": None, "elementwise": elementwise, "mixing": mixing, "in place": in_place}
+
+
+@dataclass(frozen=True)
+class Hook:
+    kind: str
+    site: str
+    doing: str = "read"
+    leaf: int = 0
+
+    @property
+    def record(self) -> str:
+        return f"{self.kind} {self.site} {self.leaf}"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Hooks of one FlexModel. ``is_stated``: the user says how the site is split."""
+
+    hooks: tuple[Hook, ...]
+    edit_on: str = "all"
+    output_ranks: str = "rank0"
+    is_stated: bool = False
+
+    @staticmethod
+    def from_json(data: dict) -> Cell:
+        data = dict(tuples(data))
+        return Cell(**data | {"hooks": tuple(Hook(**hook) for hook in data["hooks"])})
+
+
+# ---- The oracle's hooks --------------------------------------------------------------------------
+
+
+@contextmanager
+def torch_hook(model: nn.Module, hook: Hook, seen: list[Tensor]):
+    """A hook as a user of one process writes it. Gradients are caught on copies of the tensor."""
+    edit = EDITS[hook.doing]
+
+    def see(value):
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not (in_backward and hook.kind.startswith("forward")):  # not what is recomputed
+            seen.append(value.detach().clone())
+        if edit is None:
+            return None
+        given = value.clone()
+        edited = edit(None, given, Namespace(), {})
+        return given if edited is None else edited
+
+    def at_leaf(tree):
+        leaves, spec = tree_flatten(tree)
+        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        if hook.leaf >= len(tensors):
+            return tree
+        at = tensors[hook.leaf]
+        if hook.kind in ("forward", "forward_pre"):
+            edited = see(leaves[at])
+            if edited is None:
+                return tree
+            leaves[at] = edited
+        elif leaves[at].requires_grad:
+            leaves[at] = leaves[at].clone()
+            leaves[at].register_hook(see)
+        else:
+            return tree
+        return tree_unflatten(leaves, spec)
+
+    if hook.kind == "parameter":
+        handle = model.get_parameter(hook.site).register_hook(see)
+    elif hook.kind in ("forward", "full_backward_pre"):
+        module = model.get_submodule(hook.site)
+        handle = module.register_forward_hook(lambda module, args, output: at_leaf(output))
+    else:
+        module = model.get_submodule(hook.site)
+        handle = module.register_forward_pre_hook(
+            lambda module, args, kwargs: at_leaf((args, kwargs)), with_kwargs=True
+        )
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def oracle_runs(
+    program: Program, maker: Maker, data: list[Data], hooks: tuple[Hook, ...]
+) -> list[Result]:
+    """All batches through one unsharded model."""
+    model, results = maker.make(False), []
+    seen: dict[str, list[Tensor]] = {hook.record: [] for hook in hooks}
+    with ExitStack() as stack:
+        for hook in hooks:
+            stack.enter_context(torch_hook(model, hook, seen[hook.record]))
+        for one in data:
+            for values in seen.values():
+                values.clear()
+            result = run_oracle(program, model, one)
+            result.records = {name: list(values) for name, values in seen.items()}
+            results.append(result)
+    return results
+
+
+# ---- Under FlexModel -----------------------------------------------------------------------------
+
+
+def accepts(keyword: str) -> bool:
+    return keyword in inspect.signature(FlexModel.__init__).parameters
+
+
+def make_flex(bench: Bench, model: nn.Module, cell: Cell, records: dict) -> FlexModel:
+    """All that depends on what this version of FlexModel knows is here and in `state_layout`."""
+    program, code = bench.program, bench.written.code
+    settings: dict[str, Any] = {}
+    if code.needs_follow:
+        settings["follow"] = "always"
+    row_dims = {
+        argument.name: next((d for d, dim in enumerate(argument.dims) if dim[0].size == "B"), None)
+        for argument in code.arguments
+    }
+    if program.dp > 1 and accepts("batch_dim"):
+        settings["batch_dim"] = row_dims
+    return FlexModel(
+        model,
+        records,
+        tensor_parallel_size=program.tp,
+        data_parallel_size=program.dp,
+        edit_on=cell.edit_on,
+        output_ranks=cell.output_ranks,
+        timeout=TIMEOUT_S,
+        **settings,
+    )
+
+
+def state_layout(flex: FlexModel, hook: Hook, value: Value, batch: Any) -> tuple | None:
+    """Say how a site is split, as an error would have the user do; return an expected_shape."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    sizes = batch.sizes
+    if not hasattr(flex, "annotate_layout"):
+        shape: list[int | None] = []
+        for dim in value.dims:
+            full = 1
+            for atom in dim:
+                full *= sizes.get(atom.size, atom.size)  # type: ignore[arg-type]
+            shape.append(full if any(atom.axis == "tp" for atom in dim) else None)
+        return tuple(shape)
+    placements: dict[str, Any] = {"tp": Partial() if value.is_partial else Replicate()}
+    for number, dim in enumerate(value.dims):
+        for at, atom in enumerate(dim):
+            if atom.axis:
+                placements[atom.axis] = Shard(number)
+            if atom.axis and at == 1 and isinstance(atom.size, int):
+                inner = 1
+                for other in dim[at:]:
+                    inner *= other.size
+                placements["part_sizes"] = (inner,) * dim[0].size
+    flex.annotate_layout(hook.site, kind="forward", **placements)
+    return None
+
+
+class Bench:
+    """A program on this rank: its models, data, and the oracle's runs without hooks."""
+
+    def __init__(self, program: Program):
+        self.program, self.place = program, place_of(program)
+        self.written = write(program)
+        self.maker = Maker(program, self.written)
+        self.data = data_of(program, self.written, self.place)
+        self.sites: list[dict[str, Tensor]] = []
+        self.plain = self.look()
+        text = invalid_text(
+            program, self.written, self.maker, self.data, self.plain, self.sites, self.place
+        )
+        self.invalid = text
+        if program.ranks > 1:  # the others go no further either
+            is_invalid = torch.tensor([bool(text)], dtype=torch.int)
+            dist.all_reduce(is_invalid, dist.ReduceOp.MAX)
+            self.invalid = text or ("on another rank" if is_invalid.item() else "")
+
+    def look(self) -> list[Result]:
+        """The oracle's outputs and gradients, and what its sites give."""
+        model, results = self.maker.make(False), []
+        self.leaves: dict[tuple[str, str], int] = {}
+
+        def keep(name, kind, tree, into):
+            tensors = [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+            self.leaves[kind, name] = len(tensors)
+            if tensors and kind == "forward":
+                into[name] = tensors[0].detach().clone()
+            self.floats |= {
+                (kind, name, i) for i, leaf in enumerate(tensors) if leaf.is_floating_point()
+            }
+
+        self.floats: set[tuple[str, str, int]] = set()
+        for one in self.data:
+            seen: dict[str, Tensor] = {}
+            with ExitStack() as stack:
+                for name, module in model.named_modules():
+
+                    def after(module, args, output, name=name, seen=seen):
+                        keep(name, "forward", output, seen)
+
+                    def before(module, args, name=name, seen=seen):
+                        keep(name, "forward_pre", args, seen)
+
+                    stack.callback(module.register_forward_hook(after).remove)
+                    stack.callback(module.register_forward_pre_hook(before).remove)
+                results.append(run_oracle(self.program, model, one))
+            self.sites.append(seen)
+        return results
+
+    # Cells.
+
+    def draw(self, number: int) -> list[Cell]:
+        rng = python_random.Random(f"cells of {self.program.seed}")
+        cells = []
+        for _ in range(number):
+            hooks = [self.draw_hook(rng)]
+            if rng.random() < 0.25:
+                more = [self.draw_hook(rng) for _ in range(rng.choice([1, 2, 3]))]
+                hooks = [Hook(h.kind, h.site, "read", h.leaf) for h in hooks + more]
+                hooks = list(dict.fromkeys(hooks))
+            is_stated = (
+                len(hooks) == 1
+                and hooks[0].kind == "forward"
+                and hooks[0].site in self.written.code.sites
+                and self.program.layers in ("states", "bare")
+                and rng.random() < 0.25
+            )
+            edit_on = "rank0" if rng.random() < 0.2 else "all"
+            output_ranks = "all" if rng.random() < 0.2 else "rank0"
+            cells.append(Cell(tuple(hooks), edit_on, output_ranks, is_stated))
+        return cells
+
+    def draw_hook(self, rng: python_random.Random) -> Hook:
+        for _ in range(50):
+            kind = rng.choice(KINDS if self.program.has_gradients else KINDS[:2])
+            if kind == "parameter":
+                names = sorted(self.plain[0].gradients)
+                if not names:
+                    continue
+                return Hook(kind, rng.choice(names), rng.choice(list(EDITS)))
+            at = "forward" if kind in ("forward", "full_backward_pre") else "forward_pre"
+            names = sorted(name for where, name in self.leaves if where == at)
+            site = rng.choice(names)
+            if not self.leaves[at, site]:
+                continue
+            leaf = rng.randrange(self.leaves[at, site])
+            is_float = (at, site, leaf) in self.floats
+            if site in self.written.code.read_only and kind != "forward":
+                continue
+            if not is_float and kind not in ("forward", "forward_pre"):
+                continue
+            doing = rng.choice(["read", "read", *EDITS])
+            if not is_float or site in self.written.code.read_only:
+                doing = "read"
+            return Hook(kind, site, doing, leaf)
+        return Hook("forward", "")
+
+    def judge(self, cell: Cell) -> dict:
+        """The verdict on this rank, as JSON. Collective where the program is."""
+        answer: dict[str, Any] = {"cell": asdict(cell), "verdict": RIGHT, "text": ""}
+        try:
+            expected = oracle_runs(self.program, self.maker, self.data, cell.hooks)
+        except Exception as error:
+            return answer | {"verdict": INVALID, "text": f"oracle: {error}"}
+        try:
+            lines = self.compare(cell, expected)
+        except Exception as error:
+            return answer | verdict_of(error)
+        if lines:
+            answer |= {"verdict": WRONG, "text": "; ".join(lines)}
+        return answer
+
+    def compare(self, cell: Cell, expected: list[Result]) -> list[str]:
+        program, records = self.program, {}
+        model = self.maker.make(True)
+        lines: list[str] = []
+        with make_flex(self, model, cell, records) as flex:
+            for hook in cell.hooks:
+                register(flex, hook, self.shape_of(flex, hook) if cell.is_stated else None)
+            for number, (one, oracle) in enumerate(zip(self.data, expected)):
+                model.zero_grad()
+                shape, state = oracle.output.shape, self.written.state
+                output = run_sharded(program, flex, one, state, self.place, shape)
+                full_output = local_part(oracle.output, state.dims, one.batch, self.place)
+                found = [difference("output", output, full_output)]
+                found += gradient_differences(program, self.written, model, oracle, self.place)
+                if self.keeps_records(cell):
+                    for hook in cell.hooks:
+                        found += record_differences(hook, records, oracle)
+                lines += [f"run {number}: {line}" for line in found if line]
+        return lines
+
+    def keeps_records(self, cell: Cell) -> bool:
+        return cell.output_ranks == "all" or self.program.ranks == 1 or dist.get_rank() == 0
+
+    def shape_of(self, flex: FlexModel, hook: Hook) -> tuple | None:
+        value = self.written.code.sites[hook.site]
+        return state_layout(flex, hook, value, self.program.batches[0])
+
+
+def register(flex: FlexModel, hook: Hook, expected_shape: tuple | None) -> None:
+    name = "register_hook" if hook.kind == "parameter" else f"register_{hook.kind}_hook"
+    function = HookFunction(
+        hook.site,
+        expected_shape,
+        EDITS[hook.doing],
+        hook.leaf,
+        output_name=hook.record,
+    )
+    getattr(flex, name)(function)
+
+
+def record_differences(hook: Hook, records: dict, oracle: Result) -> list[str]:
+    ours, theirs = records.get(hook.record, []), oracle.records[hook.record]
+    if len(ours) != len(theirs):
+        return [f"record of {hook.record}: {len(ours)} calls, expected {len(theirs)}"]
+    return [difference(f"record of {hook.record}", a, b) for a, b in zip(ours, theirs)]
+
+
+# ---- Errors --------------------------------------------------------------------------------------
+
+
+def verdict_of(error: BaseException) -> dict[str, str]:
+    """Whether an exception is flex_model's refusal, a wait that ended, or a crash."""
+    name, text = type(error).__name__, " ".join(str(error).split())
+    verdict = REFUSED if is_ours(error) else CRASH
+    if verdict == REFUSED and ("no answer" in text or "timeout" in text or "timed out" in text):
+        verdict = HANG
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    at = f"{Path(where.filename).name}:{where.name}"
+    cause = error.__cause__
+    if verdict == CRASH and cause is not None:
+        text += f" (from {type(cause).__name__}: {' '.join(str(cause).split())[:300]})"
+    return {"verdict": verdict, "text": text[:1500], "error": name, "at": at}
+
+
+def is_ours(error: BaseException) -> bool:
+    """Raised by a ``raise`` in flex_model, and not a foreign error in its clothes."""
+    cause = error.__cause__
+    if isinstance(error, HookError):
+        return cause is None or is_ours(cause)
+    if not isinstance(error, ValueError | TypeError | IndexError | NotImplementedError):
+        return False
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    line = linecache.getline(frame.filename, frame.lineno or 0).strip()
+    return frame.filename.startswith(LIBRARY) and line.startswith("raise")

@@ -1,0 +1,104 @@
+"""Models whose forward is followed without hooks: what is proven of every module's tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flex_model import _C
+from flex_model.distributed.channel import Channel
+from flex_model.distributed.gather import Move
+from flex_model.distributed.layout import Shape, ShardLayout
+from flex_model.distributed.mesh import Mesh
+from flex_model.integrations import dtensor
+from flex_model.layouts.exchange import exchange_chunks
+from flex_model.layouts.follow import Follower
+from flex_model.layouts.sources import Constants, Weights
+from flex_model.layouts.statements import Statements
+
+
+@dataclass
+class Met:
+    """One tensor that a module was given or returned, as this rank has it."""
+
+    name: str
+    shard: torch.Tensor
+    value: Any
+
+
+def follow(model, mesh: Mesh, inputs, placements, statements=(), keywords=None):
+    """Run the model; every tensor that its modules return, with what is proven of it.
+
+    Args:
+        inputs: Positional arguments; ``placements``: of each, along dp and tp.
+        statements: What ``annotate_layout`` would state.
+    """
+    stated = Statements(model)
+    for statement in statements:
+        stated.add(statement)
+    follower = Follower(model, mesh, stated, Weights(model, mesh, stated, Constants(model)))
+    for i, (tensor, pair) in enumerate(zip(inputs, placements)):
+        follower.note_input(tensor, str(i), pair)
+    met: list[Met] = []
+
+    def look(name):
+        def hook(module, args, output):
+            for tensor in _C.flatten(output)[0]:
+                with follower.paused():
+                    plain = dtensor.to_local(tensor) if dtensor.is_dtensor(tensor) else tensor
+                    shard = dtensor.wait(plain).detach().clone()
+                    met.append(Met(name, shard, follower.value(tensor)))
+
+        return hook
+
+    handles = [module.register_forward_hook(look(name)) for name, module in model.named_modules()]
+    try:
+        with follower:
+            output = model(*inputs, **(keywords or {}))
+    finally:
+        for handle in handles:
+            handle.remove()
+    channel = Channel(mesh, 30.0)
+    try:
+        if len(mesh.grid) > 1:
+            exchange_chunks(channel, follower)
+        found = {}
+        for one in met:
+            found.setdefault(one.name, []).append(gathered(channel, follower, one))
+    finally:
+        channel.close()
+    return found, follower, output
+
+
+def gathered(channel: Channel, follower: Follower, met: Met) -> torch.Tensor | None:
+    """The full tensor by its proven layout; None where none is proven. Collective."""
+    dp, tp = follower.placements(met.value)
+    words = torch.tensor([dp is None or tp is None, met.shard.dim(), *met.shard.shape])
+    table = channel.exchange(words).tolist()
+    assert len({row[0] for row in table}) == 1, f"{met.name}: ranks have proven other things"
+    if dp is None or tp is None:
+        return None
+    shapes: list[Shape] = [tuple(row[2:]) for row in table]
+    move = Move.of(channel, ShardLayout(dp, tp), shapes, met.shard.dtype)
+    return move.all_gather(met.shard.contiguous())
+
+
+def unsharded(model, inputs, keywords=None):
+    """The tensors that the modules of an unsharded model return, by module name."""
+    found: dict[str, list[torch.Tensor]] = {}
+
+    def look(name):
+        def hook(module, args, output):
+            found.setdefault(name, []).extend(
+                tensor.detach().clone() for tensor in _C.flatten(output)[0]
+            )
+
+        return hook
+
+    handles = [module.register_forward_hook(look(name)) for name, module in model.named_modules()]
+    model(*inputs, **(keywords or {}))
+    for handle in handles:
+        handle.remove()
+    return found

@@ -1,0 +1,185 @@
+"""What followed forwards prove, against the unsharded model: a proven layout puts the shards of
+every module's tensors together to the full ones, and where a proof is due there is one.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing import assert_close
+
+import frameworks
+import models
+from flex_model.distributed.layout import Replicate, Shard
+from flex_model.distributed.mesh import Mesh
+from flex_model.layouts.statements import statement_of
+from followed import follow, unsharded
+
+R = Replicate()
+ROWS = (Shard(0), R)
+WHOLE = (R, R)
+
+
+def mesh_of(**sizes):
+    return Mesh.from_sizes(**sizes)
+
+
+def compare(found, expected, unknown=()):
+    """All that is proven is right, and only ``unknown`` is not."""
+    lost = {name for name, tensors in found.items() if any(t is None for t in tensors)}
+    assert lost == set(unknown)
+    for name, tensors in found.items():
+        for full, whole in zip(tensors, expected[name]):
+            if full is not None:
+                assert_close(full, whole, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def sharded_and_not(parallelism, model, batch):
+    sharded = parallelism.shard(model)
+    mesh = mesh_of(tp_size=parallelism.tp, dp_size=parallelism.dp)
+    mine = parallelism.my_rows(batch)
+    placements = [ROWS if parallelism.dp > 1 else WHOLE]
+    found, follower, _ = follow(sharded, mesh, [mine], placements)
+    return {clean(name): value for name, value in found.items()}, follower
+
+
+def clean(name):
+    return name.removeprefix("module").lstrip(".")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("make", ["mlp", "block"])
+@pytest.mark.parametrize("name", ["tp", "dp", "ddp", "fsdp2", "dtensor"])
+def test_every_tensor_of_a_model_is_proven(name, make, inference):
+    if inference and name in ("fsdp2", "dtensor"):
+        return  # torch's own views of parameters need gradients
+    model = getattr(models, make)()
+    batch = models.random(4, 6) if make == "mlp" else models.random(4, 3, 8)
+    with torch.inference_mode(inference):
+        expected = unsharded(model, [batch])
+        found, _ = sharded_and_not(models.TWO_RANKS[name], model, batch)
+    compare(found, expected)
+
+
+@pytest.mark.ranks(4)
+def test_every_tensor_of_a_model_over_rows_and_columns_is_proven():
+    model, batch = models.block(), models.random(4, 3, 8)
+    expected = unsharded(model, [batch])
+    found, _ = sharded_and_not(models.FOUR_RANKS["tp x dp"], model, batch)
+    compare(found, expected)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("rows", [2, 4])
+@pytest.mark.parametrize("length", [1, 2, 4])
+def test_positions_and_masks_as_long_as_the_batch(rows, length):
+    """One row a rank, one token, and sizes that coincide."""
+    model = models.gpt2(layers=1)
+    tokens = frameworks.tokens(rows, length=length)
+    expected = unsharded(model, [tokens])
+    mine = tokens.chunk(2)[dist.get_rank()]
+    found, _, _ = follow(model, mesh_of(dp_size=2), [mine], [ROWS])
+    known = {name for name, tensors in found.items() if None not in tensors}
+    for name in known:
+        for full, whole in zip(found[name], expected[name]):
+            assert_close(full, whole)
+    assert {"transformer.h.0.attn.c_attn", "transformer.h.0.mlp", "lm_head"} <= known
+
+
+class Misleading(nn.Module):
+    """Tensors that ranks hold alike, or that sizes alone would misplace."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.column = models.ColumnLinear(models.seeded(nn.Linear, 6, 8).double(), group)
+        self.column.in_features, self.column.out_features = 6, 8
+        self.zeros, self.largest, self.counts = nn.Identity(), nn.Identity(), nn.Identity()
+        self.read, self.unwritten = nn.Identity(), nn.Identity()
+
+    def forward(self, x):
+        h = self.column(x)
+        self.zeros(torch.zeros(4, 4, dtype=h.dtype))  # as wide as the shard of a split tensor
+        self.largest(h.argmax(-1))
+        self.counts(torch.arange(4))
+        self.read(x * h.detach().max().item())
+        self.unwritten(torch.empty_like(x))
+        return h
+
+
+@pytest.mark.ranks(2)
+def test_what_only_looks_replicated_is_not_known():
+    """Each was taken for replicated where the ranks' values were equal."""
+    model = Misleading(dist.group.WORLD)
+    mesh = mesh_of(tp_size=2)
+    found, _, _ = follow(model, mesh, [models.random(4, 6)], [WHOLE])
+    known = {name for name, tensors in found.items() if None not in tensors}
+    assert known == {"", "column"}
+
+
+@pytest.mark.ranks(2)
+def test_layers_that_state_nothing_are_not_known_until_they_are_stated():
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            linear = models.seeded(nn.Linear, 6, 8).double()
+            part = linear.weight.detach().chunk(2)[dist.get_rank()]
+            self.up = nn.Linear(6, 4, bias=False).double()
+            self.up.weight = nn.Parameter(part.clone())
+            self.act = nn.Tanh()
+
+        def forward(self, x):
+            return self.act(self.up(x))
+
+    x = models.random(5, 6)
+    full = (x @ models.seeded(nn.Linear, 6, 8).double().weight.t()).tanh()
+    mesh = mesh_of(tp_size=2)
+    found, _, _ = follow(Bare(), mesh, [x], [WHOLE])
+    assert set(found) == {"", "up", "act"} and all(f == [None] for f in found.values())
+    states = statement_of("up.weight", "parameter", 0, Shard(0), None, None, None)
+    found, _, _ = follow(Bare(), mesh, [x], [WHOLE], [states])
+    assert_close(found["act"][0], full)
+
+
+@pytest.mark.ranks(2)
+def test_rank_dependent_numbers_are_not_known():
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scaled, self.mine, self.all = nn.Identity(), nn.Identity(), nn.Identity()
+
+        def forward(self, x):
+            rank = dist.get_rank()
+            self.scaled(x * (rank + 1))
+            mine = self.mine(x[:, rank * 3 : rank * 3 + 3])
+            self.all(x[:, :3])
+            return mine
+
+    x = models.random(4, 6)
+    found, follower, _ = follow(Shifted(), mesh_of(tp_size=2), [x], [WHOLE])
+    assert found["scaled"] == [None]
+    assert_close(found["mine"][0], x)  # consecutive ranges of all ranks make the whole
+    assert_close(found[""][0], x)
+    assert follower.proofs.placements(None) == (R, None)
+
+
+@pytest.mark.ranks(2)
+def test_what_ranks_run_differently_is_not_known_until_the_module_ends():
+    class Branches(nn.Module):
+        def forward(self, x):
+            return x.sin() if dist.get_rank() else x.cos().abs()
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.branches, self.before, self.after = Branches(), nn.Tanh(), nn.Tanh()
+
+        def forward(self, x):
+            h = self.before(x)
+            self.branches(h)
+            return self.after(h)
+
+    x = models.random(4, 6)
+    found, _, _ = follow(Both(), mesh_of(tp_size=2), [x], [WHOLE])
+    assert found["branches"] == [None]
+    assert_close(found["after"][0], x.tanh().tanh())

@@ -1,0 +1,98 @@
+"""Which layout a tensor has, from what is proven and stated of it; no ranks are needed."""
+
+import pytest
+
+from flex_model.distributed.layout import Partial, Replicate, Shard, ShardLayout
+from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.values import Fingerprints
+from flex_model.errors import LayoutMismatchError
+from flex_model.layouts.encoding import decode, encode
+from flex_model.layouts.resolve import Site, differing_axes, resolve
+
+TP2 = Mesh((0, 1), 0, tp_size=2)
+DP2 = Mesh((0, 1), 0, dp_size=2)
+GRID = Mesh((0, 1, 2, 3), 0, dp_size=2, tp_size=2)
+SITE = Site("forward hook on 'fc'", "fc", "forward")
+R, P = Replicate(), Partial()
+TWO = [(2, 8), (2, 8)]
+
+
+def layout_of(shapes, mesh, proven=(None, None), stated=None, expected=None, **kwargs):
+    return resolve(SITE, shapes, mesh, proven, stated or {}, expected, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "proven", "stated", "layout"),
+    [
+        (TP2, (R, Shard(1)), {}, ShardLayout(tp=Shard(1))),
+        (TP2, (R, R), {}, ShardLayout()),
+        (TP2, (R, P), {}, ShardLayout(tp=P)),
+        (TP2, (R, None), {"tp": Shard(0)}, ShardLayout(tp=Shard(0))),
+        (TP2, (R, Shard(1)), {"tp": Shard(1)}, ShardLayout(tp=Shard(1))),
+        (DP2, (Shard(0), R), {}, ShardLayout(dp=Shard(0))),
+        (TP2, (None, Shard(1)), {}, ShardLayout(tp=Shard(1))),  # one data-parallel rank
+    ],
+)
+def test_what_is_proven_or_stated_is_the_layout(mesh, proven, stated, layout):
+    assert layout_of(TWO, mesh, proven, stated) == layout
+
+
+@pytest.mark.parametrize("expected", [None, (2, 16), (4, 8), (2, 8), (None, 16)])
+def test_sizes_alone_are_refused(expected):
+    """(2, 16) may be [g0 u0 g1 u1] of a fused projection as well as consecutive parts."""
+    with pytest.raises(ValueError, match="is not known") as raised:
+        layout_of(TWO, TP2, expected=expected)
+    text = str(raised.value)
+    assert "forward hook on 'fc'" in text
+    assert "split along dim 1, in full (2, 16)" in text
+    assert "a partial sum, in full (2, 8)" in text
+    assert "flex.annotate_layout('fc', kind='forward', tp=Shard(1))" in text
+
+
+def test_what_is_not_known_names_each_axis_and_where_it_was_lost():
+    with pytest.raises(ValueError, match="data-parallel") as raised:
+        layout_of([(2, 8)] * 4, GRID, obstacles={"dp": "tril", "tp": "aten::fft"})
+    text = str(raised.value)
+    assert "(lost at tril)" in text
+    assert "(lost at aten::fft)" in text
+    assert "tensor-parallel" in text
+
+
+def test_a_statement_against_a_proof_is_an_error():
+    with pytest.raises(ValueError, match="stated to be split along dim 0 along tp, but by"):
+        layout_of(TWO, TP2, (R, Shard(1)), {"tp": Shard(0)})
+
+
+def test_expected_shape_checks_a_known_layout():
+    assert layout_of(TWO, TP2, (R, Shard(1)), expected=(None, 16)) == ShardLayout(tp=Shard(1))
+    with pytest.raises(ValueError, match=r"contradicts .* the full tensor has shape \(2, 16\)"):
+        layout_of(TWO, TP2, (R, Shard(1)), expected=(None, 32))
+    with pytest.raises(ValueError, match="has 1 dims, the tensor has 2"):
+        layout_of(TWO, TP2, (R, R), expected=(8,))
+
+
+def test_shapes_that_fit_no_layout_are_a_mismatch():
+    with pytest.raises(LayoutMismatchError, match=r"forward hook on 'fc'.*does not fit"):
+        layout_of([(2, 8), (3, 4)], TP2, (R, Shard(1)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "values", "differing"),
+    [
+        (ShardLayout(), (1, 1), []),
+        (ShardLayout(), (1, 2), ["tp"]),
+        (ShardLayout(tp=Shard(1)), (1, 1), []),  # equal shards mean nothing
+        (ShardLayout(tp=P), (1, 1), []),
+    ],
+)
+def test_values_refute_that_a_tensor_is_replicated(layout, values, differing):
+    prints = Fingerprints.of(TP2, [(value, 0) for value in values])
+    assert differing_axes(layout, prints) == differing
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [None, R, P, Shard(1), Shard(2, 3), Shard(1, pieces=2, stride=4), Shard(2, part_sizes=(8, 2))],
+)
+def test_placements_survive_the_exchange(placement):
+    assert decode(encode(placement)) == placement

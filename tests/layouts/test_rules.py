@@ -1,0 +1,99 @@
+"""Every propagation rule against its own operation: shards in, claims out, put together, compared.
+
+See `virtual_ranks`. The samples are in one file for each family of operations.
+"""
+
+import functools
+
+import pytest
+
+import backward_samples
+import device_samples
+import indexing_samples
+import model_samples
+import pointwise_samples
+import product_samples
+import shape_samples
+import window_samples
+from flex_model.layouts.propagation import rules
+from flex_model.layouts.propagation.labels import form
+from virtual_ranks import P, check_all
+
+FAMILIES = {
+    "pointwise": pointwise_samples.SAMPLES,
+    "products": product_samples.SAMPLES,
+    "shapes": shape_samples.SAMPLES,
+    "indexing": indexing_samples.SAMPLES,
+    "models": model_samples.SAMPLES,
+    "windows": window_samples.SAMPLES,
+    "backward": backward_samples.SAMPLES,
+    "devices": device_samples.SAMPLES,
+}
+SAMPLES = [(family, s) for family, samples in FAMILIES.items() for s in samples]
+BY_NAME: dict[str, list] = {}
+for _family, _sample in SAMPLES:
+    BY_NAME.setdefault(_sample.name, []).append((_family, _sample))
+
+# Rules of operations that CPU has no kernel of, or that only other devices reach.
+WITHOUT_SAMPLE = {
+    "_cudnn_rnn",
+    "_cudnn_rnn_backward",
+    "_fused_dropout",
+    "_scaled_dot_product_attention_math_for_mps",
+    "cudnn_batch_norm",
+    "cudnn_batch_norm_backward",
+    "miopen_batch_norm",
+}
+
+
+@functools.cache
+def claims_of(name: str) -> list:
+    """What the rule claims where an operand is split or partial, all of it checked."""
+    found = []
+    for family, each in BY_NAME[name]:
+        # One rule serves all pointwise operations; two ranks show what its table adds.
+        limit = 4 if family == "devices" else 10
+        some = {"limit": 8, "counts": (2,)} if family == "pointwise" else {"limit": limit}
+        found += check_all(each, **some)[0]
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, about degenerate shards
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+def test_what_a_rule_claims_holds(name):
+    assert claims_of(name), f"the rule of {name} never says anything of operands that are split"
+
+
+def test_every_rule_has_a_sample():
+    table = rules.table()
+    without = set(table) - set(BY_NAME)
+    copies = {name for name in without if name.endswith("_copy")}
+    assert all(table[name] is table[name.removesuffix("_copy")] for name in copies)
+    assert without - copies == WITHOUT_SAMPLE
+
+
+@pytest.mark.parametrize(
+    "name, wrong",
+    [
+        ("softmax", lambda operation: operation["self"].placement),
+        ("mm", form("self:ij mat2:jk -> ki = self*mat2")),
+        ("amax", lambda operation: P),
+        ("view", lambda operation: operation["self"].placement),
+        ("cat", lambda operation: operation["tensors"][0].placement),
+        ("gelu", lambda operation: operation["self"].placement),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_wrong_rule_is_caught(name, wrong):
+    """The check itself: it would not pass what is wrong."""
+
+    def ask(operation):
+        found = wrong(operation)
+        return found if isinstance(found, list) else [found] * len(operation.outputs)
+
+    def check_samples():
+        for _, each in BY_NAME[name]:
+            check_all(each, ask)
+
+    with pytest.raises(AssertionError, match="is not"):
+        check_samples()

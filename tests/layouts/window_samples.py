@@ -1,0 +1,398 @@
+"""Ways to call convolutions, pools, interpolation, distances and recurrent layers."""
+
+import torch
+
+from product_samples import on
+from virtual_ranks import floats, sample
+
+
+def convolving(name, x, weight, *bias, transposed=False, groups=None, positions=1, atol=1e-6):
+    """``groups`` says how many there are, from the local shapes."""
+
+    def program(op, x, w, *b):
+        given = {"groups": groups(x, w)} if groups else {}
+        if name in ("convolution", "_convolution", "mkldnn_convolution"):
+            count = given.get("groups", 1)
+            one, none = [1] * positions, [0] * positions
+            bias = b[0] if b else None
+            if name == "mkldnn_convolution":
+                return op(x, w, bias, none, one, one, count)
+            more = (False, False, False, False) if name == "_convolution" else ()
+            return op(x, w, bias, one, none, one, transposed, none, count, *more)
+        return op(x, w, *b, **given)
+
+    return sample(name, x, weight, *bias, program=program, takes_empty=False, atol=atol)
+
+
+def by_weight(x, w):
+    return x.shape[1] // w.shape[1]
+
+
+X1, X2 = floats(4, 6, 5), floats(2, 4, 5, 5)
+
+CONVOLUTIONS = [
+    convolving("convolution", X1, floats(8, 6, 3)),
+    convolving("convolution", X1, floats(8, 6, 3), floats(8)),
+    convolving("convolution", X1, floats(6, 1, 3), floats(6), groups=by_weight),
+    convolving("convolution", floats(2, 8, 5), floats(4, 2, 3), groups=by_weight),
+    convolving("convolution", floats(2, 8, 5), floats(8, 2, 3), floats(8), groups=by_weight),
+    convolving("convolution", X1, floats(4, 3, 3), groups=lambda x, w: 2),
+    convolving("convolution", X1, floats(6, 8, 3), floats(8), transposed=True),
+    convolving("convolution", X1, floats(6, 4, 3), transposed=True, groups=lambda x, w: 2),
+    convolving("convolution", X2, floats(6, 4, 2, 2), floats(6), positions=2),
+    convolving("_convolution", X1, floats(8, 6, 3), floats(8)),
+    convolving(
+        "mkldnn_convolution",
+        X2.float(),
+        floats(6, 4, 2, 2).float(),
+        floats(6).float(),
+        positions=2,
+        atol=1e-3,
+    ),
+    convolving("conv1d", X1, floats(8, 6, 3), floats(8)),
+    convolving("conv1d", floats(6, 5), floats(8, 6, 3), floats(8)),
+    convolving("conv1d", X1, floats(6, 1, 3), groups=by_weight),
+    convolving("conv2d", X2, floats(6, 4, 2, 2), floats(6)),
+    convolving("conv3d", floats(2, 4, 3, 3, 3), floats(6, 4, 2, 2, 2)),
+    convolving("conv_transpose1d", X1, floats(6, 8, 3), floats(8)),
+    convolving("conv_transpose2d.input", X2, floats(4, 6, 2, 2)),
+    convolving("conv_transpose3d.input", floats(2, 4, 3, 3, 3), floats(4, 6, 2, 2, 2)),
+]
+
+
+def convolution_backward(grad, x, weight, groups=None, mask=(True, True, True), transposed=False):
+    def program(op, g, x, w):
+        count = groups(x, w) if groups else 1
+        outs = w.shape[1] * count if transposed else w.shape[0]
+        ins = w.shape[0] if transposed else w.shape[1] * count
+        if g.shape[:2] != (x.shape[0], outs) or ins != x.shape[1]:
+            raise ValueError("shapes that don't fit")
+        return op(g, x, w, [outs], [1], [0], [1], transposed, [0], count, list(mask))
+
+    return sample("convolution_backward", grad, x, weight, program=program, takes_empty=False)
+
+
+CONVOLUTIONS += [
+    convolution_backward(floats(4, 8, 3), X1, floats(8, 6, 3)),
+    convolution_backward(floats(4, 8, 3), X1, floats(8, 6, 3), mask=(False, True, False)),
+    convolution_backward(floats(4, 8, 3), X1, floats(8, 6, 3), mask=(True, False, True)),
+    convolution_backward(floats(4, 6, 3), X1, floats(6, 1, 3), groups=by_weight),
+    convolution_backward(floats(2, 8, 3), floats(2, 8, 5), floats(8, 2, 3), groups=by_weight),
+    convolution_backward(floats(2, 4, 3), floats(2, 8, 5), floats(4, 2, 3), groups=by_weight),
+    convolution_backward(floats(4, 8, 7), X1, floats(6, 8, 3), transposed=True),
+]
+
+P1, P2, P3 = floats(2, 4, 6), floats(2, 4, 6, 6), floats(2, 4, 4, 4, 4)
+OF = {1: P1, 2: P2, 3: P3}
+
+
+def checked(name, *tensors, args=(), same=()):
+    """Kernels that don't look at the shapes of what the forward left."""
+
+    def program(op, *own):
+        if any(own[i].shape[:-2] != own[0].shape[:-2] for i in range(1, len(own))):
+            raise ValueError("shapes that don't fit")
+        return op(*own[: len(own)], *args)
+
+    return sample(name, *tensors, program=program, takes_empty=False)
+
+
+def windows():
+    for n in (1, 2, 3):
+        x = OF[n]
+        two = [2] * n
+        yield on(f"avg_pool{n}d", x, args=(two,), takes_empty=False)
+        yield on(f"max_pool{n}d", x, args=(two,), takes_empty=False)
+        yield on(f"max_pool{n}d_with_indices", x, args=(two,), takes_empty=False)
+        yield on(f"adaptive_avg_pool{n}d", x, args=(two,), takes_empty=False)
+        yield on(f"adaptive_max_pool{n}d", x, args=(two,), takes_empty=False)
+        yield on(f"reflection_pad{n}d", x, args=([1] * 2 * n,), takes_empty=False)
+        yield on(f"replication_pad{n}d", x, args=([1] * 2 * n,), takes_empty=False)
+        big = floats(2, 4, *[s + 2 for s in x.shape[2:]])
+        for kind in ("reflection", "replication"):
+            yield padding_backward(f"{kind}_pad{n}d_backward", big, x, [1] * 2 * n)
+        nearest = [f"upsample_nearest{n}d", f"_upsample_nearest_exact{n}d"]
+        for name in nearest:
+            yield on(name, x, args=([5] * n,), takes_empty=False)
+            yield upsampling_backward(f"{name}_backward", floats(2, 4, *[5] * n), x)
+    for name, n in (("linear", 1), ("bilinear", 2), ("bicubic", 2), ("trilinear", 3)):
+        name = f"upsample_{name}{n}d"
+        yield on(name, OF[n], args=([5] * n, False), takes_empty=False)
+        yield upsampling_backward(f"{name}_backward", floats(2, 4, *[5] * n), OF[n], False)
+    for name in ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"):
+        yield on(name, P2, args=([5, 5], False), takes_empty=False)
+        yield upsampling_backward(f"{name}_backward", floats(2, 4, 5, 5), P2, False)
+    yield on("upsample_bilinear2d.vec", P2, args=(None, False, [2.0, 2.0]), takes_empty=False)
+    yield on("_adaptive_avg_pool2d", P2, args=([2, 2],), takes_empty=False)
+    yield on("_adaptive_avg_pool3d", P3, args=([2, 2, 2],), takes_empty=False)
+    yield on("avg_pool2d", P2[0], args=([2, 2],), takes_empty=False)
+    for n in (2, 3):
+        x, small = OF[n], floats(2, 4, *[2] * n)
+        yield padding_backward(f"_adaptive_avg_pool{n}d_backward", small, x)
+        half = floats(2, 4, *[s // 2 for s in x.shape[2:]])
+        two, none = [2] * n, [0] * n
+        yield padding_backward(f"avg_pool{n}d_backward", half, x, two, two, none, False, True, None)
+        indices = getattr(torch.ops.aten, f"max_pool{n}d_with_indices")(x, two)[1]
+        yield of_indices(
+            f"max_pool{n}d_with_indices_backward",
+            half,
+            x,
+            indices,
+            two,
+            two,
+            none,
+            [1] * n,
+            False,
+        )
+        indices = getattr(torch.ops.aten, f"adaptive_max_pool{n}d")(x, two)[1]
+        yield of_indices(f"adaptive_max_pool{n}d_backward", small, x, indices)
+
+
+def padding_backward(name, grad, x, *args):
+    def program(op, g, x):
+        if g.shape[:2] != x.shape[:2]:
+            raise ValueError("shapes that don't fit")
+        return op(g, x, *args)
+
+    return sample(name, grad, x, program=program, takes_empty=False)
+
+
+def of_indices(name, grad, x, indices, *args):
+    spatial = x.shape[2:]
+
+    def program(op, g, x, i):
+        if g.shape != i.shape or x.shape[:2] != g.shape[:2] or x.shape[2:] != spatial:
+            raise ValueError("shapes that don't fit")
+        in_plane = int(i.min()) >= 0 and int(i.max()) < spatial.numel()
+        if not in_plane:
+            raise ValueError("indices out of range")
+        return op(g, x, *args, i)
+
+    return sample(name, grad, x, indices, program=program, takes_empty=False)
+
+
+def upsampling_backward(name, grad, x, *args):
+    def program(op, g):
+        return op(g, [5] * (x.ndim - 2), [*g.shape[:2], *x.shape[2:]], *args)
+
+    return sample(name, grad, program=program, sizes=("input_size",), takes_empty=False)
+
+
+def grid_backward(n):
+    name, x, grid = f"grid_sampler_{n}d", OF[n], floats(2, *[3] * n, n)
+    grad = floats(2, 4, *[3] * n)
+
+    def program(op, g, x, grid):
+        if g.shape[:2] != x.shape[:2] or g.shape[2:] != grid.shape[1:-1] or len(grid) != len(x):
+            raise ValueError("shapes that don't fit")
+        return op(g, x, grid, 0, 0, False, [True, True])
+
+    return [
+        on(name, x, grid, args=(0, 0, False), takes_empty=False),
+        sample(f"{name}_backward", grad, x, grid, program=program, takes_empty=False),
+    ]
+
+
+def distances_backward(op, grad, a, b, of_pairs):
+    if grad.shape != of_pairs.shape or grad.shape[-2:] != (a.shape[-2], b.shape[-2]):
+        raise ValueError("shapes that don't fit")
+    if a.shape[-1] != b.shape[-1]:
+        raise ValueError("shapes that don't fit")
+    if a.shape[:-2] != grad.shape[:-2] or b.shape[:-2] != grad.shape[:-2]:
+        raise ValueError("shapes that don't fit")
+    return op(grad, a, b, 2.0, of_pairs)
+
+
+def weight_norm(name, *tensors, dim, together=()):
+    def program(op, *own):
+        sizes = {t.shape[dim] for t in own}
+        if len(sizes) > 1 or any(t.numel() != t.shape[dim] for t in own[-1:]):
+            raise ValueError("shapes that don't fit")
+        if len({t.shape for t in own if t.numel() != t.shape[dim]}) > 1:
+            raise ValueError("shapes that don't fit")
+        return op(*own, dim)
+
+    return sample(name, *tensors, program=program, takes_empty=False, together=together)
+
+
+A, B = floats(2, 4, 6), floats(2, 5, 6)
+
+OTHERS = [
+    *grid_backward(2),
+    *grid_backward(3),
+    on("grid_sampler", P2, floats(2, 3, 3, 2), args=(0, 0, False), takes_empty=False),
+    on("im2col", P2, args=([2, 2], [1, 1], [0, 0], [2, 2]), takes_empty=False),
+    on("im2col", P2[0], args=([2, 2], [1, 1], [0, 0], [2, 2]), takes_empty=False),
+    on("col2im", floats(2, 8, 9), args=([6, 6], [2, 2], [1, 1], [0, 0], [2, 2]), takes_empty=False),
+    on("pixel_shuffle", floats(2, 8, 3, 3), args=(2,), takes_empty=False),
+    on("pixel_unshuffle", P2, args=(2,), takes_empty=False),
+    on("channel_shuffle", P2, args=(2,), takes_empty=False),
+    on("native_channel_shuffle", P2, args=(2,), takes_empty=False),
+    sample(
+        "affine_grid_generator",
+        floats(2, 2, 3),
+        sizes=("size",),
+        program=lambda op, t: op(t, [t.shape[0], 1, 4, 4], False),
+    ),
+    sample("cdist", A, B),
+    sample("_cdist_forward", A, B, program=lambda op, a, b: op(a, b, 2.0, None)),
+    sample("_cdist_backward", floats(2, 4, 5), A, B, torch.cdist(A, B), program=distances_backward),
+    sample("cosine_similarity", A, floats(1, 4, 6)),
+    on("cosine_similarity", A, floats(4, 6), args=(-1,)),
+    sample("pairwise_distance", A, floats(4, 6)),
+    on("pairwise_distance", A, A + 1, kwargs={"keepdim": True}),
+    weight_norm("_weight_norm", floats(4, 6), floats(4, 1), dim=0),
+    weight_norm("_weight_norm_interface", floats(4, 6), floats(4, 1), dim=0),
+    weight_norm("_weight_norm_interface", floats(4, 6), floats(1, 6), dim=1),
+    weight_norm(
+        "_weight_norm_interface_backward",
+        floats(4, 6),
+        floats(4, 6),
+        floats(4, 1),
+        torch.rand(4, 1).double() + 1,
+        dim=0,
+        together=((0, 0, 0, 0),),
+    ),
+]
+
+L, H = 1, 3
+SEQUENCE = floats(5, 4, 2)
+STATE = floats(L, 4, H)
+
+
+def look(weights, params):
+    if any(w.shape != p.shape for w, p in zip(weights, params)):
+        raise ValueError("shapes that don't fit")
+
+
+def recurrent(name, states, batch_first, gates):
+    weights = [floats(gates * H, 2), floats(gates * H, H), floats(gates * H), floats(gates * H)]
+    x = SEQUENCE.transpose(0, 1).contiguous() if batch_first else SEQUENCE
+
+    def program(op, x, *rest):
+        hx, params = rest[:states], rest[states:]
+        look(weights, params)
+        rows = x.shape[0 if batch_first else 1]
+        if x.shape[-1] != 2 or any(h.shape != (L, rows, H) for h in hx):
+            raise ValueError("shapes that don't fit")
+        given = list(hx) if name == "lstm" else hx[0]
+        return op(x, given, list(params), True, 1, 0.0, False, False, batch_first)
+
+    return sample(
+        f"{name}.input",
+        x,
+        *[STATE] * states,
+        *weights,
+        program=program,
+        takes_empty=False,
+        together=((0 if batch_first else 1, *[1] * states, *[None] * 4),),
+    )
+
+
+def cell(name, states, gates):
+    weights = [floats(gates * H, 2), floats(gates * H, H), floats(gates * H), floats(gates * H)]
+
+    def program(op, x, *rest):
+        hx, params = rest[:states], rest[states:]
+        look(weights, params)
+        if x.shape[-1] != 2 or any(h.shape != (len(x), H) for h in hx):
+            raise ValueError("shapes that don't fit")
+        return op(x, list(hx) if states == 2 else hx[0], *params)
+
+    return sample(
+        name,
+        floats(4, 2),
+        *[floats(4, H) for _ in range(states)],
+        *weights,
+        program=program,
+        takes_empty=False,
+        together=((0, *[0] * states, *[None] * 4),),
+    )
+
+
+RECURRENT = [
+    *[recurrent("lstm", 2, first, 4) for first in (True, False)],
+    recurrent("gru", 1, False, 3),
+    recurrent("rnn_tanh", 1, True, 1),
+    recurrent("rnn_relu", 1, False, 1),
+    cell("lstm_cell", 2, 4),
+    cell("gru_cell", 1, 3),
+    cell("rnn_tanh_cell", 1, 1),
+    cell("rnn_relu_cell", 1, 1),
+]
+
+# On the CPU torch runs an LSTM by these two, in float32.
+LSTM = 2  # its mode
+TAIL = (False, [], LSTM, H, L, True, False, False, True)
+MKLDNN = [
+    floats(5, 4, 2),
+    *[floats(4 * H, 2), floats(4 * H, H), floats(4 * H), floats(4 * H)],
+    *[floats(4, H), floats(4, H)],
+]
+MKLDNN = [t.float() for t in MKLDNN]
+
+
+def fits(x, weights, states):
+    look(MKLDNN[1:5], weights)
+    if x.shape[::2] != (5, 2) or any(s.shape != (x.shape[1], H) for s in states):
+        raise ValueError("shapes that don't fit")
+
+
+def mkldnn(op, x, *rest):
+    fits(x, rest[:4], rest[4:])
+    return op(x, *rest, *TAIL)
+
+
+def mkldnn_backward(op, grad, x, *rest):
+    """The forward runs here, for its workspace."""
+    weights, states, (y, hy, cy) = rest[:4], rest[4:6], rest[6:]
+    fits(x, weights, (*states, hy, cy))
+    if grad.shape != (*x.shape[:2], H) or y.shape != grad.shape:
+        raise ValueError("shapes that don't fit")
+    workspace = torch.ops.aten.mkldnn_rnn_layer(x, *weights, *states, *TAIL)[3]
+    return op(
+        x,
+        *weights,
+        *states,
+        y,
+        hy,
+        cy,
+        grad,
+        None,
+        None,
+        False,
+        LSTM,
+        H,
+        L,
+        True,
+        True,
+        False,
+        [],
+        False,
+        workspace,
+    )
+
+
+RECURRENT += [
+    sample(
+        "mkldnn_rnn_layer",
+        *MKLDNN,
+        program=mkldnn,
+        takes_empty=False,
+        atol=1e-4,
+        skips_outputs=(3,),
+        together=((1, *[None] * 4, 0, 0),),
+    ),
+    sample(
+        "mkldnn_rnn_layer_backward",
+        floats(5, 4, H).float(),
+        *MKLDNN,
+        *torch.ops.aten.mkldnn_rnn_layer(*MKLDNN, *TAIL)[:3],
+        program=mkldnn_backward,
+        takes_empty=False,
+        atol=1e-4,
+        together=((1, 1, *[None] * 4, 0, 0, 1, 0, 0),),
+    ),
+]
+
+SAMPLES = [*CONVOLUTIONS, *windows(), *OTHERS, *RECURRENT]

@@ -1,0 +1,284 @@
+"""What a forward's hooks do in the backward of its graph, whatever became of them in between: each
+case fell silently back to the unedited model before.
+"""
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing import assert_close
+
+import models
+from flex_model import ActivationStore, FlexModel, HookError, HookFunction
+
+BATCH = models.random(4, 6)
+HOW = ["reentrant", "not reentrant"]
+
+
+def noisy_tanh(module, full, save_ctx, modules):
+    return 3 * torch.tanh(full) * torch.rand_like(full)
+
+
+def plus_square(module, full, save_ctx, modules):
+    return full + full * full
+
+
+def nothing(flex, handles, run):
+    return run()
+
+
+def restore(flex, handles, run):
+    result = run()
+    flex.restore()
+    return result
+
+
+def leave_a_context(flex, handles, run):
+    with flex:
+        return run()
+
+
+def remove_the_first(flex, handles, run):
+    result = run()
+    handles[0].remove()
+    return result
+
+
+def remove_all(flex, handles, run):
+    result = run()
+    for handle in handles:
+        handle.remove()
+    return result
+
+
+def remove_and_register_again(flex, handles, run):
+    result = run()
+    handles[0].remove()
+    flex.register_forward_hook(handles[0].hook_function)
+    return result
+
+
+def register_more(flex, handles, run):
+    result = run()
+    flex.register_forward_hook(
+        HookFunction("b.act", editing_function=plus_square, output_name="more")
+    )
+    return result
+
+
+def run_many_more(flex, handles, run):
+    result = run()
+    for _ in range(70):
+        flex(BATCH)
+    handles[0].remove()
+    return result
+
+
+AFTER = [restore, leave_a_context, remove_the_first, remove_all, remove_and_register_again]
+AFTER += [register_more, run_many_more]
+
+
+def hooked(parallelism, recompute, **settings):
+    model, records = models.seeded(models.Checkpointed, recompute).double(), {}
+    flex = FlexModel(parallelism.shard(model), records, **parallelism.sizes, **settings)
+    shape = (None, 8) if parallelism.by_hand else None
+    handles = [
+        flex.register_forward_hook(HookFunction("b.act", shape, noisy_tanh)),
+        flex.register_forward_pre_hook(
+            HookFunction("b.fc1", editing_function=plus_square, output_name="pre")
+        ),
+        flex.register_forward_hook(HookFunction("b.act", shape, plus_square)),
+    ]
+    return model, flex, records, handles
+
+
+def gradients(parallelism, recompute, after, **settings):
+    """Of all parameters, of a forward whose hooks are gone ``after`` it."""
+    model, flex, records, handles = hooked(parallelism, recompute, **settings)
+    rows, sharded = parallelism.my_rows(BATCH), flex.module
+    hooks_before = torch_hooks(sharded)
+
+    def run():
+        torch.manual_seed(4)
+        return flex(rows)
+
+    output = after(flex, handles, run)
+    kept = {name: list(tensors) for name, tensors in records.items()}
+    hooks_between = torch_hooks(sharded)
+    output.sin().mean().backward()
+    assert torch_hooks(sharded) == hooks_between, "hooks of the backward stay"
+    if after in (restore, leave_a_context, remove_all):
+        assert hooks_between < hooks_before
+    assert {name: len(tensors) for name, tensors in records.items()} == {
+        name: len(tensors) for name, tensors in kept.items()
+    }
+    return parallelism.full_gradients(model, sharded)
+
+
+def torch_hooks(model):
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooks = sum(len(getattr(child, name)) for child in model.modules() for name in names)
+    return hooks + sum(len(p._backward_hooks or ()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("recompute", HOW)
+@pytest.mark.parametrize("after", AFTER)
+def test_recomputation_has_the_edits_of_its_forward(after, recompute):
+    expected = gradients(models.ONE_RANK, None, nothing)
+    assert_close(gradients(models.ONE_RANK, recompute, after), expected)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("edit_on", ["all", "rank0"])
+@pytest.mark.parametrize("recompute", HOW)
+@pytest.mark.parametrize("after", [restore, remove_the_first, register_more])
+@pytest.mark.parametrize("name", ["tp", "dp"])
+def test_recomputation_has_the_edits_of_its_forward_on_two_ranks(name, after, recompute, edit_on):
+    parallelism = models.TWO_RANKS[name]
+    expected = gradients(parallelism, None, nothing, edit_on=edit_on)
+    got = gradients(parallelism, recompute, after, edit_on=edit_on)
+    assert_close(got, expected)
+
+
+@pytest.mark.parametrize("recompute", HOW)
+@pytest.mark.parametrize("has_first", [True, False])
+def test_backward_inside_a_run_of_other_groups(has_first, recompute):
+    """The recomputation has the groups of its forward, and the run keeps its own."""
+    found = []
+    for how in (recompute, None):
+        model, flex, records, handles = hooked(models.ONE_RANK, how)
+        for handle, group in zip(handles, ("first", "second", "second")):
+            flex.update_hook_groups(handle.hook_function, group)
+        torch.manual_seed(4)
+        output = flex(BATCH, groups=["first", "second"] if has_first else "second")
+        with flex.active("first"):
+            flex(BATCH)
+            output.sin().mean().backward()
+            inside = flex(BATCH)
+        assert len(records["b.act"]) == 2
+        found.append((inside, {name: p.grad for name, p in model.named_parameters()}))
+        flex.module.zero_grad()
+    assert_close(*found)
+
+
+@pytest.mark.parametrize("recompute", HOW)
+def test_an_error_in_the_backward_leaves_no_hook_behind(recompute):
+    def fail(grad):
+        raise ArithmeticError("of the model's own")
+
+    model, flex, _, _ = hooked(models.ONE_RANK, recompute)
+    flex(BATCH)
+    output = flex(BATCH)
+    flex.restore()
+    handle = flex.module.a.fc1.weight.register_hook(fail)
+    loss = output.sum()
+    with pytest.raises(ArithmeticError):
+        loss.backward()
+    handle.remove()
+    assert torch_hooks(flex.module) == 0
+    assert torch.equal(flex.module(BATCH), model.double()(BATCH))
+
+
+# ---- A wrapper that is gone ----------------------------------------------------------------------
+
+
+def halve(module, full, save_ctx, modules):
+    save_ctx.seen = getattr(save_ctx, "seen", 0) + 1
+    return full / 2
+
+
+def drop(flex):
+    del flex
+    gc.collect()
+
+
+def backward_values(parallelism, end, edit, **settings):
+    """Records and gradients of one backward, after the wrapper's ``end``."""
+    model, records = models.mlp(), {}
+    sharded = parallelism.shard(model)
+    own = torch_hooks(sharded)
+    flex = FlexModel(sharded, records, **parallelism.sizes, **settings)
+    shape = (None, 8) if parallelism.by_hand else None
+    flex.register_full_backward_hook(HookFunction("fc2", shape, edit, output_name="in"))
+    flex.register_full_backward_pre_hook(HookFunction("fc1", shape, edit, output_name="out"))
+    flex.register_forward_hook(HookFunction("act", shape, plus_square))
+    flex.register_hook(HookFunction("inp.weight", editing_function=edit))
+    output = flex(parallelism.my_rows(BATCH))
+    if end == "drop":
+        del flex
+        gc.collect()
+    elif end == "restore":
+        flex.restore()
+    if end is not None:
+        assert torch_hooks(sharded) == own
+    output.sin().mean().backward()
+    if end is not None:
+        assert torch_hooks(sharded) == own
+    return records, parallelism.full_gradients(model, sharded)
+
+
+@pytest.mark.parametrize("edit", [None, halve])
+@pytest.mark.parametrize("end", ["drop", "restore"])
+def test_a_wrapper_that_is_gone_serves_the_backward_of_its_graphs(end, edit):
+    expected = backward_values(models.ONE_RANK, None, edit)
+    assert_close(backward_values(models.ONE_RANK, end, edit), expected, rtol=0, atol=0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("edit_on", ["all", "rank0"])
+@pytest.mark.parametrize("end", ["drop", "restore"])
+@pytest.mark.parametrize("name", ["tp", "dp", "ddp", "fsdp2", "dtensor"])
+def test_a_wrapper_that_is_gone_serves_the_backward_of_its_graphs_on_two_ranks(name, end, edit_on):
+    parallelism = models.TWO_RANKS[name]
+    expected = backward_values(parallelism, None, halve, edit_on=edit_on)
+    got = backward_values(parallelism, end, halve, edit_on=edit_on)
+    assert_close(got, expected, rtol=0, atol=0)
+
+
+def test_model_and_wrapper_may_be_gone():
+    def forward(records):
+        flex = FlexModel(models.mlp(), records)
+        flex.register_full_backward_hook(HookFunction("fc2"))
+        return flex(BATCH).sin().mean()
+
+    records = {}
+    loss = forward(records)
+    gc.collect()
+    loss.backward()
+    expected = backward_values(models.ONE_RANK, None, None)[0]["in"]
+    assert [tensor.shape for tensor in records["fc2"]] == [tensor.shape for tensor in expected]
+
+
+@pytest.mark.ranks(2)
+def test_a_wrapper_that_is_gone_gives_its_groups_back_with_its_last_graph():
+    from flex_model.distributed import groups
+
+    gc.collect()
+    before = groups.num_groups()
+    for backward, retain in ((True, False), (True, True), (False, False)):
+        flex = FlexModel(models.mlp(), {}, tensor_parallel_size=2)
+        flex.register_full_backward_hook(HookFunction("fc2"))
+        output = flex(BATCH)
+        assert groups.num_groups() == before + 1
+        flex.restore()
+        if backward:
+            assert groups.num_groups() == before + 1
+            output.sum().backward(retain_graph=retain)
+        if retain:
+            output.sum().backward()
+        if not backward:
+            del output
+        assert groups.num_groups() == before
+        dist.barrier()
+
+
+def test_a_backward_after_the_store_of_its_records_was_closed_is_an_error(tmp_path):
+    """Its records went nowhere before."""
+    pytest.importorskip("safetensors")
+    flex = FlexModel(models.mlp(), ActivationStore(tmp_path / "store"))
+    flex.register_full_backward_hook(HookFunction("fc2"))
+    output = flex(BATCH)
+    flex.restore()
+    with pytest.raises(HookError, match=r"when the store .* is closed; run backward before"):
+        output.sum().backward()

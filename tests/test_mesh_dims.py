@@ -1,0 +1,237 @@
+"""Names of mesh dims as accelerate, torchtitan and Hugging Face give them: dims of size 1 don't
+count, and context parallelism is refused by name. Before, most of these were refused without need,
+or parts of sequences were joined as rows of the batch.
+"""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import _ContextParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+
+import models
+from flex_model import FlexModel, HookError, HookFunction
+from flex_model.distributed.mesh import AXES, Mesh
+from flex_model.pipelining import SplitPoint, pipeline
+
+BATCH = models.random(4, 6)
+PLAN = {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()}
+
+
+def lines(flex):
+    return {axis: flex.mesh.line(axis) for axis in AXES if len(flex.mesh.line(axis)) > 1}
+
+
+def accelerate_mesh(**sizes):
+    """Its mesh, and the part that FSDP shards over."""
+    config = pytest.importorskip("accelerate").ParallelismConfig(**sizes)
+    mesh = config.build_device_mesh("cpu")
+    with warnings.catch_warnings():  # torch's, of slicing a flattened dim
+        warnings.simplefilter("ignore")
+        return mesh, mesh[tuple(config.fsdp_dim_names)]
+
+
+def check_sees_all_rows(model, dp_rank, dp_size):
+    full = models.mlp()
+    expected = full.fc1(full.inp(BATCH)).detach()
+    records = {}
+    flex = FlexModel(model, records)
+    flex.register_forward_hook(HookFunction("fc1"))
+    with torch.no_grad():
+        flex(BATCH.chunk(dp_size)[dp_rank])
+    assert_close(records.get("fc1", []), [expected] if dist.get_rank() == 0 else [])
+    flex.restore()
+
+
+@pytest.mark.ranks(4)
+def test_accelerate_without_context_parallelism():
+    mesh, shards = accelerate_mesh(dp_shard_size=2, tp_size=2)
+    assert shards.mesh_dim_names == ("dp_shard_cp",)
+    model = parallelize_module(models.mlp(), mesh["tp"], PLAN)
+    model = fully_shard(model, mesh=shards)
+    row, column = divmod(dist.get_rank(), 2)
+    flex = FlexModel(model)
+    assert lines(flex) == {"dp": (column, 2 + column), "tp": (2 * row, 2 * row + 1)}
+    assert FlexModel(model, device_mesh=mesh).mesh == flex.mesh
+    check_sees_all_rows(model, row, 2)
+
+
+@pytest.mark.ranks(4)
+def test_accelerate_with_replicas():
+    _, shards = accelerate_mesh(dp_replicate_size=2, dp_shard_size=2)
+    model = fully_shard(models.mlp(), mesh=shards)
+    assert lines(FlexModel(model)) == {"dp": (0, 1, 2, 3)}
+    check_sees_all_rows(model, dist.get_rank(), 4)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 4)])
+def test_accelerate_with_context_parallelism(sizes):
+    mesh, shards = accelerate_mesh(dp_shard_size=sizes[0], cp_size=sizes[1])
+    model = fully_shard(models.mlp(), mesh=shards)
+    message = f"dim 'cp', a part of 'dp_shard_cp', splits the sequence over {sizes[1]} ranks"
+    with pytest.raises(ValueError, match=message):
+        FlexModel(model)
+    with pytest.raises(ValueError, match="dim 'cp' splits the sequence"):
+        FlexModel(models.mlp(), device_mesh=mesh)
+    ddp = DistributedDataParallel(models.mlp(), device_mesh=shards)
+    with pytest.raises(ValueError, match="context parallelism is not supported"):
+        FlexModel(ddp)
+
+
+def torchtitan_meshes(dp_shard, cp, tp, ep, shards="fsdp"):
+    """The views that its ``ParallelDims.build_mesh`` makes of one world."""
+    world = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
+    rows = world._unflatten(0, (1, dp_shard, cp, tp), ("pp", "batch", "cp", "tp"))
+    rows["batch", "cp"]._flatten("loss")
+    dense = world._unflatten(0, (1, 1, dp_shard * cp, tp), ("pp", "dp_replicate", shards, "tp"))
+    size = dp_shard * cp * tp // ep
+    names = ("pp", "dp_replicate", "efsdp", "ep")
+    return dense, world._unflatten(0, (1, 1, size, ep), names)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("shards", ["fsdp", "dp_shard_cp"])
+@pytest.mark.parametrize("ep", [2, 4])
+def test_torchtitan_without_context_parallelism(shards, ep):
+    dense, sparse = torchtitan_meshes(2, 1, 2, ep, shards)
+    model = parallelize_module(models.mlp(), dense["tp"], PLAN)
+    expert = parallelize_module(nn.Linear(4, 4), sparse["ep"], ColwiseParallel())
+    model.expert = fully_shard(expert, mesh=sparse["efsdp"])
+    model = fully_shard(model, mesh=dense[shards])
+    row, column = divmod(dist.get_rank(), 2)
+    assert lines(FlexModel(model)) == {"dp": (column, 2 + column), "tp": (2 * row, 2 * row + 1)}
+    check_sees_all_rows(model, row, 2)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("dp_shard", "cp", "tp"), [(2, 2, 1), (1, 2, 2)])
+@pytest.mark.parametrize("shards", ["fsdp", "dp_shard_cp"])
+def test_torchtitan_with_context_parallelism(dp_shard, cp, tp, shards):
+    dense, _ = torchtitan_meshes(dp_shard, cp, tp, 1, shards)
+    model = parallelize_module(models.mlp(), dense["tp"], PLAN)
+    model = fully_shard(model, mesh=dense[shards])
+    with pytest.raises(ValueError, match=f"dim 'cp', a part of '{shards}', splits the sequence"):
+        FlexModel(model)
+    with pytest.raises(ValueError, match="over 2 ranks: context parallelism is not supported"):
+        FlexModel(models.mlp(), device_mesh=dense)
+
+
+@pytest.mark.ranks(4)
+def test_a_flattened_dim_that_may_hold_parts_of_sequences():
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard_cp",))
+    model = fully_shard(models.mlp(), mesh=mesh)
+    with pytest.raises(ValueError, match=r"dims \('dp_shard_cp',\), which are not known axes"):
+        FlexModel(model)
+    named = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))  # as the message says
+    assert FlexModel(model, device_mesh=named).dp_size == 4
+
+
+@pytest.mark.ranks(4)
+def test_hugging_face_replicas(tmp_path):
+    distributed = pytest.importorskip("transformers.distributed")
+    from transformers import AutoModelForCausalLM
+
+    if dist.get_rank() == 0:
+        models.llama(layers=1).save_pretrained(tmp_path)
+    dist.barrier()
+    config = distributed.DistributedConfig(dp_replicate_size=2, fsdp_size=2)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, distributed_config=config)
+    assert lines(FlexModel(model)) == {"dp": (0, 1, 2, 3)}
+
+
+@pytest.mark.ranks(2)
+def test_dims_of_one_rank_may_have_any_name():
+    names = ("cp", "anything", "tp", "ep")
+    mesh = init_device_mesh("cpu", (1, 1, 2, 1), mesh_dim_names=names)
+    assert Mesh.from_device_mesh(mesh).tp_size == 2
+    assert FlexModel(models.mlp(), device_mesh=mesh).tp_size == 2
+    model = fully_shard(parallelize_module(models.mlp(), mesh["tp"], PLAN), mesh=mesh["cp"])
+    assert lines(FlexModel(model)) == {"tp": (0, 1)}
+
+
+class Attention(nn.Module):
+    def forward(self, x):
+        heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads)
+
+
+@pytest.mark.ranks(2)
+def test_a_run_in_torchs_context_parallelism():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    flex = FlexModel(Attention(), data_parallel_size=2)
+    x = models.random(2, 8, 16)
+    flex(x)
+    handle = flex.register_forward_hook(HookFunction(""))
+    with (
+        context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]),
+        pytest.raises(HookError, match=r"context_parallel\(...\) splits the sequence over 2 ranks"),
+    ):
+        flex(x)
+    flex(models.random(2, 8, 16))  # without it
+    handle.remove()
+
+
+@pytest.mark.ranks(2)
+def test_a_model_made_context_parallel():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    style = _ContextParallel(2, _ContextParallel.AttentionType.SDPA)
+    model = parallelize_module(nn.Sequential(Attention()), mesh, {"0": style})
+    with pytest.raises(ValueError, match="the module '0' splits the sequence over 2 ranks"):
+        FlexModel(model, data_parallel_size=2)
+
+
+@pytest.mark.ranks(2)
+def test_what_can_be_done_instead_of_hugging_faces_pipeline(tmp_path):
+    """Before, the message asked for the schedule of a model that has none."""
+    distributed = pytest.importorskip("transformers.distributed")
+    from torch.distributed.pipelining import ScheduleGPipe
+    from transformers import AutoModelForCausalLM
+
+    if dist.get_rank() == 0:
+        models.llama().save_pretrained(tmp_path)
+    dist.barrier()
+
+    def load(**sizes):
+        config = distributed.DistributedConfig(**sizes) if sizes else None
+        return AutoModelForCausalLM.from_pretrained(
+            tmp_path, dtype=torch.float64, distributed_config=config
+        ).eval()
+
+    with pytest.raises(ValueError, match=r"loaded with pp_size=2: .* without pp_size; or") as error:
+        FlexModel(load(pp_size=2))
+    for advice in ("tp_size", "fsdp_size", "pipelining.pipeline", "FlexModel(schedule, output_ptr"):
+        assert advice in str(error.value)
+
+    site, ids = "model.layers.1.mlp", 1 + models.random(2, 5, seed=6).argsort()
+    whole = load()
+    expected = {}
+    handle = whole.get_submodule(site).register_forward_hook(
+        lambda module, args, output: expected.update(record=output)
+    )
+    with torch.no_grad():
+        whole(ids)
+    handle.remove()
+    for sizes in ({"tp_size": 2}, {"fsdp_size": 2}):
+        rows = ids.chunk(2)[dist.get_rank()] if "fsdp_size" in sizes else ids
+        check_record(FlexModel(load(**sizes), {}), site, rows, expected["record"])
+    pipe = pipeline(load(), (ids,), {}, split_spec={"model.layers.1": SplitPoint.BEGINNING})
+    stage = pipe.build_stage(dist.get_rank(), torch.device("cpu"))
+    check_record(FlexModel(ScheduleGPipe(stage, 1), {}), site, ids, expected["record"])
+
+
+def check_record(flex, site, rows, expected):
+    flex.register_forward_hook(HookFunction(site))
+    with torch.no_grad():
+        flex(rows)
+    assert_close(flex.output_ptr.get(site, []), [expected] if dist.get_rank() == 0 else [])
+    flex.restore()
