@@ -76,6 +76,8 @@ def pytest_pyfunc_call(pyfuncitem):
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
     timeout_s = marker.kwargs.get("timeout", TIMEOUT_S)
     run = run_on_this_rank if WORLD_SIZE else run_in_pool
+    if marker.kwargs.get("alone") and not WORLD_SIZE:
+        run = run_alone
     failures = run(pyfuncitem, marker.args[0], arguments, timeout_s)
     real = {rank: text for rank, text in failures.items() if not isinstance(text, Skipped)}
     if real:
@@ -94,6 +96,15 @@ def run_in_pool(item, world_size, arguments, timeout_s):
     if not pool.alive:
         POOLS.pop(world_size).close()
     return failures
+
+
+def run_alone(item, world_size, arguments, timeout_s):
+    """On ranks of its own: what other tests left behind is not there."""
+    pool = RankPool(world_size, warning_filters(item))
+    try:
+        return pool.run(item.path, item.function.__name__, arguments, timeout_s)
+    finally:
+        pool.close()
 
 
 def warning_filters(item):

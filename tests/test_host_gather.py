@@ -176,9 +176,9 @@ def test_four_ranks_that_differ(monkeypatch, dp):
             ]
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, alone=True)  # a wrapper that another test left behind would hold the arena
 def test_memory_is_locked_once_and_unlocked_before_it_is_unmapped(monkeypatch):
-    gc.collect()  # wrappers of tests before may still hold the arena, in cycles
+    gc.collect()
     with gpu(monkeypatch) as stand_in:
         with transport("shared_memory") as first, transport("shared_memory") as second:
             for channel in (first, second, first):
