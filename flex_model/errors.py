@@ -31,9 +31,7 @@ class HookMismatchError(HookError):
 
 
 class LayoutMismatchError(HookMismatchError, ValueError):
-    """The shapes that ranks hold are not those of one tensor's shards, as its layout says, or as
-    ``expected_shape`` does.
-    """
+    """The shapes that ranks hold are not those of one tensor's shards, as its layout says."""
 
 
 class HookNotCalledWarning(UserWarning):

@@ -29,10 +29,13 @@ from flex_model.hooks.groups import Members, matches, pattern_text
 from flex_model.hooks.groups import check_name as check_group_name
 from flex_model.hooks.registration import HookHandle
 from flex_model.hooks.table import EVERYTHING
+from flex_model.hooks.tracking import Follow
 from flex_model.hooks.until import Site, Until
 from flex_model.inspection import DryRun, Explanation, Layouts, VerifyReport
 from flex_model.integrations import cut, fsdp, model_mesh
 from flex_model.integrations.mesh_sources import Source
+from flex_model.layouts.sources import BatchDim, check_batch_dim
+from flex_model.layouts.statements import Statement, statement_of
 from flex_model.names import clean, find_module, find_parameter, module_names
 from flex_model.store import ActivationStore
 from flex_model.store.opening import config_hash
@@ -80,6 +83,15 @@ class FlexModel(nn.Module):
             across ranks: docs/strategies.md.
         timeout: Seconds that one wait for other ranks may take before it is an error that names the
             missing rank.
+        batch_dim: The dim of the inputs that holds rows of the batch, of which data-parallel ranks
+            have different ones: of every tensor argument whose size there is that of the first
+            one. Or a dict of it by argument name, None for an argument that holds no rows, 0 for
+            those that are not named. An argument with equal values on all data-parallel ranks
+            whose shape does not show whether it holds rows is an error until it is named.
+        follow: Which forwards are followed, operation by operation, to prove how tensors are split:
+            ``"new"``: those whose inputs have other shapes, dtypes or modes than the ones before.
+            ``"always"``: every one, for models whose control flow depends on values. Layouts of
+            forwards with inputs like those of one before are remembered, until a run fails.
 
     Attributes:
         module: The wrapped model.
@@ -114,9 +126,11 @@ class FlexModel(nn.Module):
         output_ranks: str = "rank0",
         save_ctx_on: str = "rank0",
         timeout: float = 60.0,
+        batch_dim: BatchDim = 0,
+        follow: Follow = "new",
     ) -> None:
         super().__init__()
-        check_arguments(module, output_ptr, edit_on, output_ranks, save_ctx_on, timeout)
+        check_arguments(module, output_ptr, edit_on, output_ranks, save_ctx_on, timeout, follow)
         sizes = (tensor_parallel_size, pipeline_parallel_size, data_parallel_size)
         mesh = find_mesh(module, sizes, process_group, device_mesh, float(timeout))
         if mesh.pp_size > 1:
@@ -131,6 +145,8 @@ class FlexModel(nn.Module):
             output_ranks,
             float(timeout),
             save_ctx_on=save_ctx_on,
+            batch_dim=check_batch_dim(batch_dim),
+            follow=follow,
         )
         if isinstance(output_ptr, ActivationStore):
             self._open_store(core, output_ptr)
@@ -634,18 +650,80 @@ class FlexModel(nn.Module):
 
     # Seeing it.
 
-    def layouts(self) -> Layouts:
+    def layouts(self, why: bool = False) -> Layouts:
         """The registered hooks, with the full and local shapes, dtype and layout that their last
-        runs settled, and whence these are known. Prints as a table.
+        runs had, and the source of these. Prints as a table.
 
         Example::
 
             print(flex.layouts())
+            print(flex.layouts(why=True))
+
+        Args:
+            why: With the proof of each layout in the forward that was followed last: the operations
+                that lead to the tensor, each with how its result is placed.
 
         Local, and the same on every rank; over a pipeline a rank knows its own stages, rank 0 those
         of which it has records.
         """
-        return inspection.layouts.layouts(self._core, self._records_at_hand)
+        return inspection.layouts.layouts(self._core, self._records_at_hand, why)
+
+    def annotate_layout(
+        self,
+        pattern: str | re.Pattern[str] | type[nn.Module],
+        *,
+        kind: str = "forward",
+        index: int = 0,
+        tp: Any = None,
+        dp: Any = None,
+        sizes: Sequence[int | None] | None = None,
+        part_sizes: Sequence[int] | None = None,
+    ) -> None:
+        """State how tensors of modules, or parameters, are placed over the ranks, where that can't
+        be proven: a source for all that is made of them.
+
+        Example::
+
+            from torch.distributed.tensor import Replicate, Shard
+
+            flex.annotate_layout("mlp.up.weight", kind="parameter", tp=Shard(0))
+            flex.annotate_layout("attention.core", tp=Shard(2))
+            flex.annotate_layout("qkv", tp=Shard(2), part_sizes=(4096, 1024, 1024))
+            flex.annotate_layout("", kind="parameter", tp=Replicate())  # whole on every tp rank
+            flex.annotate_layout(re.compile("^$"), kind="forward_pre", index=1, dp=Replicate())
+
+        Args:
+            pattern: A part of a module's or parameter's name, a compiled regular expression, or a
+                module type (with ``kind="parameter"``: all parameters of such modules).
+            kind: ``"forward"``: a tensor that the modules return; ``"forward_pre"``: one that they
+                are given, of the model itself its inputs; ``"parameter"``: parameters and buffers.
+            index: Which tensor, counted as ``HookFunction(unpack_idx=...)``.
+            tp, dp: ``Shard(dim)``, ``Replicate()`` or ``Partial()`` of
+                ``torch.distributed.tensor``; None leaves that axis to the proof.
+            sizes: Of the full tensor, None for those that are not checked.
+            part_sizes: Full sizes of the parts that are fused along the split dim (the q, k and v
+                of one projection): each part is split over the ranks, and a rank holds its shards
+                of all of them, one after the other.
+
+        Raises:
+            TypeError, ValueError: a wrong argument, a pattern that matches nothing, or a parameter
+                of which the model states otherwise. At the next run: a statement about activations
+                that contradicts a proof.
+
+        Local, to be called alike on every rank, which the next run checks.
+        """
+        statement = statement_of(pattern, kind, index, tp, dp, sizes, part_sizes)
+        if not self._names_of_statement(statement):
+            what = "parameter" if kind == "parameter" else "module"
+            raise ValueError(
+                f"{statement.describe()}: no {what} of {type(self.module).__name__} matches; see "
+                "flex.wrapped_module_names"
+            )
+        self._core.tracking.state(statement)
+
+    def _names_of_statement(self, statement: Statement) -> list[str]:
+        """The modules or parameters that it is about."""
+        return self._core.tracking.statements.names(statement)
 
     def explain(self) -> Explanation:
         """What the last run, with the backward that followed it, cost at each hook: the transport,
@@ -674,11 +752,11 @@ class FlexModel(nn.Module):
         random number is drawn, and the model is left as it was. Editing functions are called on
         tensors of the full shape, without values; what is wrong with them is in ``findings``, with
         file and line (docs/checks.md), and what they change is put back. Layouts are those that a
-        run settles; where only the ranks' values can tell, the row says so. Costs are those of a
-        run whose layouts are known; the first one compares values besides. Gradients are taken to
-        be whole on ranks that share a tensor.
+        run proves; a row without one has the error that a run would raise. Costs are those of a
+        run whose layouts are remembered; one that is followed compares what the ranks ran, and
+        values, besides. Gradients are taken to be whole on ranks that share a tensor.
 
-        Collective over the ranks of the model: inputs and weights are compared by their hashes.
+        Collective over the ranks of the model: inputs are compared by their hashes.
 
         Raises:
             HookError: the model can't be run on shapes (its control flow asks for values; FSDP1;
@@ -834,12 +912,12 @@ class FlexModel(nn.Module):
         model.
 
         Args:
-            expected_shape: Of the full parameter, where shards are plain tensors that do not say
-                how they are split. DTensors and the layers of Megatron and fairscale do.
+            expected_shape: Of the full parameter, to be checked; None for sizes that are not.
 
         Raises:
-            ValueError: an unknown name (the message has the nearest), a buffer, or a layout that is
-                not known.
+            ValueError: an unknown name (the message has the nearest), a buffer, another full shape,
+                or a layout that is not known: DTensors and layers that state their full sizes have
+                one, that of other shards is stated with ``annotate_layout(kind="parameter")``.
         """
         self._check_open()
         return self._core.parameters.get(parameter_name, expected_shape, sharded=True)
@@ -873,7 +951,7 @@ class FlexModel(nn.Module):
         take the same number of steps.
 
         Args:
-            expected_shapes: By clean name, of those that need one.
+            expected_shapes: By clean name, of those that are to be checked.
 
         Raises:
             ValueError: as ``get_module_parameter``.
@@ -1082,6 +1160,7 @@ def check_arguments(
     output_ranks: str,
     save_ctx_on: str,
     timeout: object,
+    follow: object = "new",
 ) -> None:
     """TypeError or ValueError for what a FlexModel can't be made of."""
     if isinstance(module, FlexModel):
@@ -1103,6 +1182,7 @@ def check_arguments(
         ("edit_on", edit_on, ("all", "rank0")),
         ("output_ranks", output_ranks, ("rank0", "all")),
         ("save_ctx_on", save_ctx_on, ("rank0", "all")),
+        ("follow", follow, ("new", "always")),
     ):
         if value not in choices:
             raise ValueError(

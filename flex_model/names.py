@@ -26,9 +26,10 @@ def clean(module: nn.Module, name: str) -> str:
         is_wrapper = part in _WRAPPED_CHILDREN or (
             part == "module" and type(module).__name__ in _WRAPPER_CLASSES
         )
-        if not is_wrapper:
-            parts.append(part)
         child = getattr(module, "_modules", {}).get(part)  # not tested: it may have a length
+        is_stage = child is not None and type(module).__name__ == "LocalStages"  # of a pipeline
+        if not is_wrapper and not is_stage:
+            parts.append(part)
         module = module if child is None else child
     return ".".join(parts)
 

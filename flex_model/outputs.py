@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flex_model.distributed import memory
+from flex_model.distributed import memory, values
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.connections import GRID
 from flex_model.distributed.gather import Move
 from flex_model.distributed.header import DTYPES, Header, site_hash
-from flex_model.distributed.layout import Shape, ShardLayout
+from flex_model.distributed.layout import Replicate, Shape, ShardLayout
 from flex_model.distributed.transports.transport import Gathered
+from flex_model.layouts import replicas, resolve
 from flex_model.snapshots import Snapshot, Snapshots
 from flex_model.store.spread import Part, Spread
 
@@ -220,14 +221,44 @@ class Records:
                 self._snapshots.to_cpu([snapshot])
                 snapshot.change(lambda shard, move=move: move.cast(move.summed(shard)))
             moves.append(move)
+        self._compare_replicas(pending, moves)
         return moves
+
+    def _compare_replicas(self, pending: list[PendingRecord], moves: list[Move]) -> None:
+        """What ranks should hold alike must be. Collective where there is such a record."""
+        compared = [
+            (record, move.layout)
+            for record, move in zip(pending, moves)
+            if record.known is None
+            and record.call.registration.kind in ("forward", "forward_pre")
+            and replicas.are_compared(record.snapshot.tensor)
+            and self._is_replicated(move.layout)
+        ]
+        if not compared:
+            return
+        rows = [values.fingerprint(record.snapshot.tensor) for record, _ in compared]
+        table = self._channel.exchange(torch.stack(rows)).tolist()
+        for i, (record, layout) in enumerate(compared):
+            prints = values.Fingerprints.of(self._channel.mesh, [rank[i] for rank in table])
+            axes = resolve.differing_axes(layout, prints)
+            if axes:
+                site = record.call.registration.layout_site
+                replicas.reconciled(self._channel, site, record.snapshot.tensor, axes)
+
+    def _is_replicated(self, layout: ShardLayout) -> bool:
+        mesh = self._channel.mesh
+        return (mesh.dp_size > 1 and layout.dp == Replicate()) or (
+            mesh.tp_size > 1 and layout.tp == Replicate()
+        )
 
     def _deliver_to_all(self, pending: list[PendingRecord], moves: list[Move]) -> None:
         self._snapshots.to_cpu([record.snapshot for record in pending])
         for record, move in zip(pending, moves):
             self._channel.meter.turn_to(record.call.registration.site)
-            shard = record.snapshot.tensor
-            self._fill(record, move.copies(shard, 1, num_read=1)[0] if move.axes else shard)
+            full = record.snapshot.tensor  # summed already, where it was a sum
+            if move.axes:
+                full = self._channel.all_gather(move.axes, full, move.plan, 1, 1)[0]
+            self._fill(record, full)
 
     def _deliver_to_first(self, pending: list[PendingRecord], moves: list[Move]) -> None:
         """All records in one transfer; ranks whose parts rank 0 does not need send nothing."""

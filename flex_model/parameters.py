@@ -13,13 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flex_model.distributed import inference, values
+from flex_model.distributed import values
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.gather import Move
 from flex_model.distributed.header import Header, site_hash
-from flex_model.distributed.layout import Placement, Replicate, Shape, Shard, ShardLayout
-from flex_model.errors import agreed
+from flex_model.distributed.layout import Placement, Replicate, Shape, ShardLayout
+from flex_model.errors import HookError, agreed
 from flex_model.integrations import dtensor, fsdp, layers, offload
+from flex_model.layouts import resolve
+from flex_model.layouts.follow import Pair
+from flex_model.layouts.statements import Statements
 from flex_model.names import clean, find_parameter, shapes_by_name
 from flex_model.outputs import owned_copy
 
@@ -49,9 +52,10 @@ class Parameters:
     stage.
     """
 
-    def __init__(self, root: nn.Module, channel: Channel) -> None:
+    def __init__(self, root: nn.Module, channel: Channel, statements: Statements) -> None:
         self._root = root
         self._channel = channel
+        self._statements = statements
 
     def get(
         self, name: str, expected_shape: ExpectedShape = None, *, sharded: bool = False
@@ -86,9 +90,7 @@ class Parameters:
             return self._full(f"{name}.grad", found, gradient, expected_shape)
 
     def set(self, name: str, full: Tensor) -> None:
-        """Write each rank's shard of ``full`` into the parameter; its shape tells how plain shards
-        are split, where nothing else does.
-        """
+        """Write each rank's shard of ``full`` into the parameter."""
         shown = clean(self._root, name)
         if not isinstance(full, Tensor):
             raise TypeError(
@@ -102,7 +104,7 @@ class Parameters:
                 header, f"a new full value of parameter {shown!r}, of shape {given}"
             )
         with self._found(name, writeback=True, sharded=True) as found, torch.no_grad():
-            local, move = self._move(name, found, found.kept, None, default_shape=full.shape)
+            local, move = self._move(name, found, found.kept, None)
             shape = tuple(local.shape) if move is None else move.full_shape
             if given != shape:
                 raise agreed(
@@ -160,25 +162,16 @@ class Parameters:
             return owned_copy(local) if move is None else move.all_gather(local).cpu()
 
     def _move(
-        self,
-        name: str,
-        found: _Found,
-        tensor: Any,
-        expected_shape: ExpectedShape,
-        default_shape: ExpectedShape = None,
+        self, name: str, found: _Found, tensor: Any, expected_shape: ExpectedShape
     ) -> tuple[Tensor, Move | None]:
-        """This rank's part, and the plan for all; None if it is the whole.
-
-        ``default_shape`` is the expected shape where nothing else tells the layout.
-        """
-        expected = inference.check_expected_shape(expected_shape)
-        site = f"parameter {clean(self._root, name)!r}"
-        told = expected or inference.check_expected_shape(default_shape)
-        known, stated_axes = self._stated(site, found, tensor, told)
-        if known is None:
-            expected = told
-        if known is None and expected is None and self._states_tensor_parallelism:
-            known = ShardLayout(source="the other layers, which state their split")
+        """This rank's part, and the plan for all; None if it is the whole."""
+        expected = resolve.check_expected_shape(expected_shape)
+        site = resolve.Site(
+            f"parameter {clean(self._root, name)!r}",
+            clean(self._root, found.full_name),
+            "parameter",
+        )
+        (dp, tp), stated_axes = self._placements(site.name, found, tensor)
         local = (tensor.to_local() if dtensor.is_dtensor(tensor) else tensor).detach()
         shapes = [tuple(local.shape)]
         if not self._channel.is_local:
@@ -188,18 +181,26 @@ class Parameters:
             shapes = [
                 other.shape
                 for other in self._channel.agree(
-                    header, f"the full value of {site}, expected_shape {expected}"
+                    header, f"the full value of {site.name}, expected_shape {expected}"
                 )
             ]
         if not dtensor.is_dtensor(tensor):
-            self._check_elements(site, found, shapes)
-        layout = inference.settle(
-            self._channel, site, local, shapes, expected, known, batch_on_dp=False
-        ).layout
+            self._check_elements(site.name, found, shapes)
+        known = None
+        if dtensor.is_dtensor(tensor) and dp is not None and tp is not None:
+            whole = dtensor.layout(tensor, self._channel.mesh, site.name, batch_on_dp=False)
+            known = ShardLayout(dp, tp, source=whole.source)
+            by_hand = "tp" not in stated_axes  # FSDP2 has split what the layer had split by hand
+            known = replace(known, tp_first=known.splits_one_dim if by_hand else whole.tp_first)
+        try:
+            layout = resolve.resolve(
+                site, shapes, self._channel.mesh, (dp, tp), {}, expected, known
+            )
+        except (HookError, ValueError) as error:
+            raise agreed(error) from None
         if self._channel.is_local:
             return local, None
-        if known is not None:
-            self._check_replicas(site, local, layout, stated_axes)
+        self._check_replicas(site.name, local, layout, stated_axes)
         return local, Move.of(self._channel, layout, shapes, local.dtype)
 
     def _check_elements(self, site: str, found: _Found, shapes: Sequence[Shape]) -> None:
@@ -224,47 +225,42 @@ class Parameters:
                     )
                 )
 
-    def split_of_gradient(self, name: str) -> Placement | None:
-        """How the gradient of a parameter that is no DTensor is split along tp, where its layer or
-        the other ones state it. Local.
-        """
+    def placements_of(self, name: str) -> Pair:
+        """How a parameter is placed, and so its gradient. Local."""
         full_name, module, parameter = find_parameter(self._root, name)
-        leaf_name = full_name.rpartition(".")[2]
-        stated = layers.parameter_layout(module, leaf_name, parameter, self._channel.mesh)
-        if stated is not None:
-            return stated.tp
-        return Replicate() if self._states_tensor_parallelism else None
+        found = _Found(full_name, module, parameter, parameter)
+        (dp, tp), _ = self._placements(f"parameter {name!r}", found, parameter)
+        return dp, tp
 
     @functools.cached_property
     def _states_tensor_parallelism(self) -> bool:
         return layers.states_tensor_parallelism(self._root, self._channel.mesh)
 
-    def _stated(
-        self, site: str, found: _Found, tensor: Any, expected: inference.ExpectedShape
-    ) -> tuple[ShardLayout | None, frozenset[str]]:
-        """The layout that the tensor or its layer states, if any, and the axes along which it needs
-        no proof.
+    def _placements(self, site: str, found: _Found, tensor: Any) -> tuple[Pair, frozenset[str]]:
+        """What the tensor, its layer, the user or the model's framework state of a parameter, and
+        the axes along which a DTensor does.
         """
-        mesh, axes, layout = self._channel.mesh, frozenset[str](), None
+        mesh, axes = self._channel.mesh, frozenset[str]()
+        name = clean(self._root, found.full_name)
+        statement = self._statements.of_parameter(name, found.module)
+        dp: Placement | None = Replicate()
+        tp: Placement | None = Replicate() if mesh.tp_size == 1 else None
         if dtensor.is_dtensor(tensor):
             layout = dtensor.layout(tensor, mesh, site, batch_on_dp=False)
             axes = frozenset(dtensor.axis_names(tensor, mesh, site))
-        if "tp" in axes or self._channel.is_local:
-            return layout, axes
-        leaf_name = found.full_name.rpartition(".")[2]
-        by_hand = layers.parameter_layout(found.module, leaf_name, found.parameter, mesh)
-        if layout is None:
-            return by_hand, axes
-        if by_hand is None and expected is not None and len(expected) == tensor.ndim:
-            sizes = zip(expected, tensor.shape)
-            larger = [dim for dim, (full, own) in enumerate(sizes) if full and full > own]
-            if len(larger) == 1:
-                by_hand = ShardLayout(tp=Shard(larger[0]), source="expected_shape")
-        if by_hand is None:
-            return layout, axes
-        both = replace(by_hand, dp=layout.dp)
-        # FSDP2 has split what the layer had split by hand.
-        return replace(both, tp_first=both.splits_one_dim), axes
+            dp = layout.dp
+            tp = layout.tp if "tp" in axes else tp
+        if tp is None:
+            leaf_name = found.full_name.rpartition(".")[2]
+            stated = layers.parameter_layout(found.module, leaf_name, found.parameter, mesh)
+            if stated is not None:
+                tp = stated.tp
+            elif self._states_tensor_parallelism:
+                tp = Replicate()
+        if statement is not None:
+            dp = dp if "dp" in axes else statement.dp or dp
+            tp = tp if "tp" in axes else statement.tp or tp
+        return (dp, tp), axes
 
     def _check_replicas(
         self, site: str, local: Tensor, layout: ShardLayout, stated_axes: frozenset[str]
@@ -289,17 +285,10 @@ class Parameters:
                     ValueError(
                         f"{site}: the {words} ranks hold different values of shape "
                         f"{tuple(local.shape)} where, by {layout.source}, they should share one; "
-                        "give the full sizes in expected_shape if they are shards; reduce "
-                        "gradients over the ranks first (Megatron: finalize_model_grads)"
+                        "reduce gradients over the ranks first (Megatron: finalize_model_grads); "
+                        "state the layout of shards with annotate_layout(..., kind='parameter')"
                     )
                 )
-        if "tp" in axes and not told.tell and not self._states_tensor_parallelism:
-            raise agreed(
-                ValueError(
-                    f"{site}: all ranks hold one constant value, which does not show whether the "
-                    "tensor is split over the tensor-parallel ranks"
-                )
-            )
 
     @contextlib.contextmanager
     def _found(

@@ -5,6 +5,7 @@ function shards them all. Weights are float64: a wrong sum shows, a reordered on
 """
 
 import copy
+import re
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -102,6 +103,17 @@ def mlp(width=6, hidden=8, dtype=torch.float64):
 
 def block(dtype=torch.float64):
     return seeded(Block).to(dtype)
+
+
+INPUT = re.compile("^$")  # the wrapped model itself, for ``annotate_layout``
+
+
+def replicas(flex):
+    """The same FlexModel, of a model of which every tensor-parallel rank has all: that is stated,
+    since a model whose layers state nothing proves nothing.
+    """
+    flex.annotate_layout("", kind="parameter", tp=Replicate())
+    return flex
 
 
 def seeded(make, *args, seed=1, **kwargs):
@@ -249,6 +261,15 @@ def tensor_parallel(model, group, states_sizes=True):
                 layer.in_features, layer.out_features = linear.in_features, linear.out_features
             model.set_submodule(name, layer)
     return model
+
+
+def state_layouts(flex, model):
+    """State of every weight of the ``tensor_parallel`` form of ``model`` how it is split."""
+    for name, _ in model.named_parameters():
+        dim = split_dim(model, name)
+        placement = Replicate() if dim is None else Shard(dim)
+        flex.annotate_layout(re.compile(rf"^{name}$"), kind="parameter", tp=placement)
+    return flex
 
 
 def split_dim(model, parameter_name):

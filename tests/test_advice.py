@@ -598,9 +598,9 @@ def check(row):
 
 FILES = (
     "model.py", "parameters.py", "pytree.py", "trainable.py", "hooks", "selection", "integrations",
-    "distributed/inference.py", "distributed/layout.py", "distributed/mesh.py",
-    "distributed/mesh_dims.py", "inspection/verify.py", "inspection/verify_runs.py",
-    "inspection/on_shapes.py",
+    "distributed/layout.py", "distributed/mesh.py",
+    "distributed/mesh_dims.py", "distributed/sizes_stated.py", "layouts", "inspection/verify.py",
+    "inspection/verify_runs.py", "inspection/on_shapes.py",
 )  # fmt: skip
 
 VERBS = (
@@ -611,14 +611,7 @@ VERBS = (
 # Texts that have no row: where their advice is followed, or why not here.
 ELSEWHERE = {
     "run backward before restore()": "test_graphs: a backward after its store was closed",
-    "expected_shape {} the tensor is": "test_layout: statements of layouts",
-    "and its gradient, of shape": "test_layout: statements of layouts",
-    "both dim {} and dim {} are sharded": "test_layout: statements of layouts",
-    "the tensor is replicated; give its own": "test_layout: statements of layouts",
     "hold different values of shape": "test_layout: statements of layouts",
-    "it may be {}: give the full sizes": "faults/test_tensor_mismatches",
-    "they are shards of no one tensor": "faults/test_tensor_mismatches",
-    "all ranks hold one constant value": "test_layout: statements of layouts",
     "wrap the model on the group's ranks only": "test_model_mesh: a half of the world",
     "wrap the model on its own ranks only": "test_model_mesh: a half of the world",
     "torch.distributed is not initialised": "no group can be made before",
@@ -642,6 +635,16 @@ ELSEWHERE = {
     "see that rank's own traceback": "another rank's failure",
     "sequential.run": "sequential/test_engine",
     "split in ": "a layout that differs by call",
+    "see flex.wrapped_module_names": "layouts/test_statements: names that match nothing",
+    "states nothing; give tp=": "layouts/test_statements: calls that say nothing",
+    "fused parts of a split dim": "layouts/test_statements: fused parts of unequal sizes",
+    "equal rows of the batch or be shared": "layouts/test_statements: an input that may hold rows",
+    "by this statement, but its layer": "layouts/test_statements: against a proof",
+    "it is stated to be {} along": "layouts/test_statements: against a proof",
+    "now it has one of shape": "layouts/test_statements: control flow that no key shows",
+    "by the operations that made it the tensor is": "layouts/test_statements: against a proof",
+    "each hold the whole gradient, or a part": "layouts/test_gradients: one that is not known",
+    "; pad the inputs of the data-parallel": "layouts/test_resolve: rows of other lengths",
     "one call can edit": "a thousand tensors",
     "FSDP2 adds this": "test_errors: gradients that fsdp2 accumulates",
     "outside of a step of its schedule": "test_pipelining",

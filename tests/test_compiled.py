@@ -183,6 +183,8 @@ def generations(model, compiles, name, **sizes):
     """What some runs of ``generate`` give: tokens, scores, records."""
     records, runs = {}, []
     flex = FlexModel(model, records, output_ranks="all", **sizes)
+    if not compiles:  # the oracle, of which every rank has all
+        models.replicas(flex)
     generate = generating(model, compiles)
 
     def run():

@@ -55,7 +55,7 @@ def test_steps_are_counted_and_forgotten():
 @pytest.mark.ranks(2)
 def test_errors_of_several_ranks_tell_what_each_did_last():
     rank = dist.get_rank()
-    flex = FlexModel(models.mlp(), tensor_parallel_size=2)
+    flex = models.replicas(FlexModel(models.mlp(), tensor_parallel_size=2))
     flex.register_forward_hook(HookFunction("fc1", editing_function=lambda m, x, s, d: x * 2))
     batch = models.random(4, 6)
     flex(batch)
@@ -114,7 +114,7 @@ def test_an_error_of_an_edit_tells_the_steps_too():
     def edit(module, full, save_ctx, modules):
         raise ArithmeticError("no")
 
-    flex = FlexModel(models.mlp(), tensor_parallel_size=2)
+    flex = models.replicas(FlexModel(models.mlp(), tensor_parallel_size=2))
     flex.register_forward_hook(HookFunction("fc1", editing_function=edit))
     with pytest.raises(HookError, match=r"(?s)ArithmeticError: no.*Last steps:.*rank 1: "):
         flex(models.random(4, 6))

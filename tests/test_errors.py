@@ -569,7 +569,7 @@ def test_two_wraps_that_run_in_another_order_are_an_error(edits):
     double = lambda module, full, save_ctx, modules: full * 2  # noqa: E731
     wraps = []
     for _ in range(2):
-        wraps.append(FlexModel(models.mlp(), tensor_parallel_size=2, timeout=5))
+        wraps.append(models.replicas(FlexModel(models.mlp(), tensor_parallel_size=2, timeout=5)))
         wraps[-1].register_forward_hook(HookFunction("fc1", None, double if edits else None))
     for _ in range(2):
         for i in (0, 1) if dist.get_rank() == 0 else (1, 0):
@@ -685,7 +685,7 @@ def test_a_rank_that_has_registered_no_hooks_never_comes_and_is_named(transport)
 
 @pytest.mark.ranks(2)
 def test_a_rank_may_register_its_hooks_a_little_later():
-    flex = FlexModel(models.mlp(), tensor_parallel_size=2, timeout=30)
+    flex = models.replicas(FlexModel(models.mlp(), tensor_parallel_size=2, timeout=30))
     if dist.get_rank() == 1:
         time.sleep(1)
     flex.register_forward_hook(HookFunction("fc1"))
@@ -697,7 +697,7 @@ def test_a_rank_may_register_its_hooks_a_little_later():
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
 def test_transforms_of_functions_are_named_on_several_ranks(transport, monkeypatch):
     monkeypatch.setenv("FLEX_MODEL_TRANSPORT", transport)
-    flex = FlexModel(models.mlp(), tensor_parallel_size=2)
+    flex = models.replicas(FlexModel(models.mlp(), tensor_parallel_size=2))
     flex.register_forward_hook(HookFunction("act", editing_function=lambda m, x, s, ms: x.flip(-1)))
     expected = flex(BATCH)
     full = BATCH.clone().requires_grad_()

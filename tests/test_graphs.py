@@ -257,7 +257,7 @@ def test_a_wrapper_that_is_gone_gives_its_groups_back_with_its_last_graph():
     gc.collect()
     before = groups.num_groups()
     for backward, retain in ((True, False), (True, True), (False, False)):
-        flex = FlexModel(models.mlp(), {}, tensor_parallel_size=2)
+        flex = models.replicas(FlexModel(models.mlp(), {}, tensor_parallel_size=2))
         flex.register_full_backward_hook(HookFunction("fc2"))
         output = flex(BATCH)
         assert groups.num_groups() == before + 1

@@ -33,7 +33,7 @@ def double(module, full, save_ctx, modules):
 
 
 def wrapped(*names, edit=None, **settings):
-    flex = FlexModel(models.seeded(Branches).double(), {}, **settings)
+    flex = models.replicas(FlexModel(models.seeded(Branches).double(), {}, **settings))
     for name in names:
         flex.register_forward_hook(HookFunction(name, editing_function=edit))
     return flex

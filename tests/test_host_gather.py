@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard
 
 import models
 from flex_model import _C, FlexModel, HookFunction
@@ -226,6 +227,7 @@ def test_records_are_what_the_hooks_saw(monkeypatch, dp, output_ranks, max_gpu_b
             data_parallel_size=dp,
             output_ranks=output_ranks,
         )
+        flex.annotate_layout(models.INPUT, kind="forward_pre", tp=Shard(1))
         flex.register_forward_hook(HookFunction("wide", expected_shape=(None, 1200)))
         flex.register_forward_hook(HookFunction("narrow", expected_shape=(None, 6)))
         generator = torch.Generator().manual_seed(1)

@@ -363,7 +363,7 @@ class AsksForValues(nn.Module):
 @pytest.mark.ranks(2)
 def test_control_flow_on_values_is_an_error_that_names_layouts():
     model = models.seeded(AsksForValues)
-    flex = FlexModel(model, {}, tensor_parallel_size=2)
+    flex = models.replicas(FlexModel(model, {}, tensor_parallel_size=2))
     flex.register_forward_hook(HookFunction("fc", editing_function=double))
     model.asks = dist.get_rank() == 1
     with pytest.raises(HookError, match=r"rank 1: dry_run: .* real, and ask flex.layouts\(\)"):

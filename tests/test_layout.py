@@ -8,11 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flex_model._C import GatherPlan
-from flex_model.distributed import inference
-from flex_model.distributed.layout import Partial, Replicate, Shard, ShardLayout
+from flex_model.distributed import sizes_stated
+from flex_model.distributed.layout import Shard, ShardLayout
 from flex_model.distributed.mesh import Mesh
-from flex_model.distributed.propagation import Cut
-from flex_model.distributed.values import Fingerprints
 
 
 def parts(total: int, count: int, draw) -> list[int]:
@@ -259,83 +257,6 @@ DP2 = Mesh((0, 1), 0, dp_size=2)
 GRID = Mesh((0, 1, 2, 3), 0, dp_size=2, tp_size=2)
 
 
-def settle(shapes, mesh, expected, values=(1, 2, 3, 4), telling=True, **kwargs):
-    told = tell(shapes, mesh, values, telling, kwargs.pop("splits", inference.UNKNOWN))
-    return inference.resolve("hook on 'fc'", shapes, mesh, expected, None, told, **kwargs)
-
-
-def tell(shapes, mesh, values, telling, splits):
-    """What the ranks tell each other: their values stand for hashes."""
-    rows = [(values[rank], not telling) for rank in range(len(shapes))]
-    splits = splits if isinstance(splits, list) else [splits] * len(shapes)
-    return inference.Told(Fingerprints.of(mesh, rows), splits)
-
-
-@pytest.mark.parametrize(
-    ("shapes", "mesh", "expected", "values", "layout"),
-    [
-        ([(4, 3), (4, 3)], TP2, (None, 6), (1, 2), ShardLayout(tp=Shard(1))),
-        ([(4, 4), (4, 3)], TP2, (None, 7), (1, 2), ShardLayout(tp=Shard(1))),
-        ([(4, 3), (4, 3)], TP2, (8, None), (1, 2), ShardLayout(tp=Shard(0))),
-        ([(4, 3), (4, 3)], TP2, None, (1, 1), ShardLayout()),
-        ([(4, 3), (4, 3)], TP2, (4, 3), (1, 1), ShardLayout()),
-        ([(4, 3), (4, 3)], DP2, None, (1, 1), ShardLayout(dp=Shard(0))),
-        ([(3, 3), (1, 3)], DP2, (None, 3), (1, 1), ShardLayout(dp=Shard(0))),
-        ([(3, 3), (1, 3)], DP2, (4, 3), (1, 1), ShardLayout(dp=Shard(0))),
-        ([(4, 3), (4, 3)], DP2, (4, 3), (1, 1), ShardLayout()),
-        ([(4, 3)] * 4, GRID, (None, 6), (1, 2, 3, 4), ShardLayout(dp=Shard(0), tp=Shard(1))),
-        ([(4, 3)] * 4, GRID, (8, 6), (1, 2, 3, 4), ShardLayout(dp=Shard(0), tp=Shard(1))),
-        ([(4, 3)] * 4, GRID, (16, 3), (1, 2, 3, 4), ShardLayout(dp=Shard(0), tp=Shard(0))),
-        ([(4, 3)] * 4, GRID, None, (1, 1, 3, 3), ShardLayout(dp=Shard(0))),
-    ],
-)
-def test_layout_from_sizes_and_values(shapes, mesh, expected, values, layout):
-    assert settle(shapes, mesh, expected, values) == layout
-
-
-@pytest.mark.parametrize(
-    ("shapes", "mesh", "expected", "values", "telling", "message"),
-    [
-        (
-            [(4, 3), (4, 3)],
-            TP2,
-            (None, 7),
-            (1, 2),
-            True,
-            r"says 7 along dim 1, but the ranks hold \[3\] there",
-        ),
-        ([(4, 3), (4, 3)], TP2, (None, 6, 1), (1, 2), True, "has 3 dims, the tensor has 2"),
-        ([(4, 3), (4, 3)], TP2, (8, 6), (1, 2), True, "both dim 0 and dim 1 are sharded"),
-        ([(4, 3), (4, 3)], TP2, None, (1, 2), True, "hold different values"),
-        ([(4, 3), (4, 3)], TP2, (4, None), (1, 2), True, "hold different values"),
-        ([(4, 3), (4, 3)], TP2, (None, 6), (1, 1), True, "the tensor is replicated"),
-        ([(4, 3), (4, 3)], TP2, None, (1, 1), False, "one constant value"),
-        ([(4, 3), (4, 2)], TP2, None, (1, 2), True, r"ranks hold \[3, 2\] along dim 1"),
-        ([(4, 3), (4, 2)], DP2, None, (1, 2), True, r"ranks hold \[3, 2\] along dim 1"),
-    ],
-)
-def test_contradictions_are_errors_that_name_the_site(
-    shapes, mesh, expected, values, telling, message
-):
-    with pytest.raises(ValueError, match=message) as caught:
-        settle(shapes, mesh, expected, values, telling)
-    assert "hook on 'fc'" in str(caught.value)
-
-
-def test_constant_values_are_believed_where_the_shape_is_given():
-    assert settle([(4, 3), (4, 3)], TP2, (None, 6), (1, 1), telling=False) == ShardLayout(
-        tp=Shard(1)
-    )
-    assert settle([(4, 3), (4, 3)], TP2, (None, 3), (1, 1), telling=False) == ShardLayout()
-
-
-def test_parameters_are_not_batches():
-    shapes = [(4, 3), (4, 3)]
-    assert settle(shapes, DP2, None, (1, 1), batch_on_dp=False) == ShardLayout(dp=Replicate())
-    with pytest.raises(ValueError, match="data-parallel ranks hold different values"):
-        settle(shapes, DP2, None, (1, 2), batch_on_dp=False)
-
-
 @pytest.mark.parametrize(
     ("mesh", "axes", "members"),
     [
@@ -356,79 +277,30 @@ def test_mesh_order_is_pp_dp_tp_with_tp_fastest():
     assert mesh.members(("dp",)) == [1, 3]
 
 
-ROWS, COLUMNS = ShardLayout(tp=Shard(0)), ShardLayout(tp=Shard(1))
-S1, R, P = Shard(1), Replicate(), Partial()
+@pytest.mark.parametrize(
+    ("shapes", "mesh", "expected", "layout"),
+    [
+        ([(4, 3), (4, 3)], TP2, (None, 6), ShardLayout(tp=Shard(1))),
+        ([(4, 4), (4, 3)], TP2, (None, 7), ShardLayout(tp=Shard(1))),
+        ([(4, 3), (4, 3)], TP2, (8, None), ShardLayout(tp=Shard(0))),
+        ([(4, 3), (4, 3)], TP2, None, ShardLayout()),
+        ([(3, 3), (1, 3)], DP2, (None, 3), ShardLayout(dp=Shard(0))),
+        ([(4, 3), (4, 3)], DP2, (4, 3), ShardLayout()),
+        ([(4, 3)] * 4, GRID, (8, 6), ShardLayout(dp=Shard(0), tp=Shard(1))),
+        ([(4, 3)] * 4, GRID, (16, 3), ShardLayout(dp=Shard(0), tp=Shard(0))),
+    ],
+)
+def test_sizes_that_0_1_0_states_are_its_layout(shapes, mesh, expected, layout):
+    assert sizes_stated.layout_of("'fc'", shapes, mesh, expected, batch_on_dp=True) == layout
 
 
 @pytest.mark.parametrize(
-    ("splits", "values", "layout"),
+    ("expected", "message"),
     [
-        ((None, S1), (1, 2), COLUMNS),
-        ((None, R), (1, 1), ShardLayout()),
-        ((None, P), (1, 2), ShardLayout(tp=Partial())),
-        ([(None, Cut(S1)), (None, Cut(S1))], (1, 2), COLUMNS),
-        ([(None, Cut(S1)), (None, R)], (1, 1), ShardLayout()),
-        ([(None, Cut(S1)), (None, Cut(S1))], (1, 1), ShardLayout()),
+        ((None, 7), r"'fc'.* says 7 along dim 1, but the ranks hold \[3\] there"),
+        ((None, 6, 1), "has 3 dims, the tensor has 2"),
     ],
 )
-def test_layout_from_what_the_operations_say(splits, values, layout):
-    assert settle([(4, 3), (4, 3)], TP2, None, values, splits=splits) == layout
-
-
-@pytest.mark.parametrize(
-    ("splits", "expected", "values", "message"),
-    [
-        ((None, S1), None, (1, 1), "split along dim 1 over 2 tensor-parallel ranks, but all"),
-        ((None, R), None, (1, 2), "by the operations that made it all should hold the same"),
-        ((None, P), None, (1, 1), "a partial sum over 2 tensor-parallel ranks, but all"),
-        ((None, S1), (None, 3), (1, 2), "replicated.*by the operations.*split along dim 1"),
-        ((None, S1), (8, 3), (1, 2), "split along dim 0.*by the operations.*split along dim 1"),
-        ([(None, S1), (None, None)], None, (1, 2), "which is not known"),
-        ([(None, Cut(S1)), (None, R)], None, (1, 2), "made it all should hold the same"),
-    ],
-)
-def test_operations_values_and_expected_shape_must_agree(splits, expected, values, message):
+def test_sizes_that_no_split_has_are_refused(expected, message):
     with pytest.raises(ValueError, match=message):
-        settle([(4, 3), (4, 3)], TP2, expected, values, splits=splits)
-
-
-def test_constant_values_are_believed_where_the_operations_say_how_they_are_split():
-    shapes = [(4, 3), (4, 3)]
-    assert settle(shapes, TP2, None, (1, 1), telling=False, splits=(None, S1)) == COLUMNS
-    assert settle(shapes, TP2, None, (1, 1), telling=False, splits=(None, R)) == ShardLayout()
-
-
-@pytest.mark.parametrize(
-    ("splits", "values", "layout"),
-    [
-        ((None, S1), (1, 2), COLUMNS),
-        ((None, S1), (1, 1), COLUMNS),
-        ((None, R), (1, 1), ShardLayout()),
-        ((None, R), (1, 2), ShardLayout(tp=Partial())),
-        ((None, P), (1, 1), ShardLayout()),
-    ],
-)
-def test_layout_of_a_gradient_from_that_of_its_tensor(splits, values, layout):
-    told = settle([(4, 3), (4, 3)], TP2, None, values, splits=splits, role="gradient")
-    assert told == layout
-
-
-def test_gradients_of_what_data_parallel_ranks_share_are_parts_of_a_sum():
-    shapes = [(4, 3), (4, 3)]
-    told = settle(shapes, DP2, None, (1, 2), splits=(R, None), role="gradient")
-    assert told == ShardLayout(dp=Partial())
-    told = settle(shapes, DP2, None, (1, 2), splits=(S1, None), role="gradient")
-    assert told == ShardLayout(dp=Shard(1))
-
-
-def test_the_batch_may_be_another_dim_than_the_first():
-    shapes = [(4, 3), (4, 3)]
-    assert settle(shapes, DP2, None, (1, 2), splits=(S1, None)) == ShardLayout(dp=Shard(1))
-    assert settle(shapes, DP2, (4, 6), (1, 2)) == ShardLayout(dp=Shard(1))
-
-
-def test_splits_survive_the_exchange():
-    splits = [None, R, P, Shard(2, 3), Shard(1, pieces=2, stride=4), Cut(Shard(0))]
-    for dp in splits:
-        for tp in splits:
-            assert inference.decode(inference.encode((dp, tp))) == (dp, tp)
+        sizes_stated.layout_of("'fc'", [(4, 3), (4, 3)], TP2, expected, batch_on_dp=True)

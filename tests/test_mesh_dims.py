@@ -161,7 +161,7 @@ def test_dims_of_one_rank_may_have_any_name():
 
 class Attention(nn.Module):
     def forward(self, x):
-        heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        heads = x.unflatten(-1, (4, -1)).transpose(1, 2)
         return F.scaled_dot_product_attention(heads, heads, heads)
 
 

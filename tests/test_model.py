@@ -333,7 +333,7 @@ def test_records_outlive_the_wrapper():
 
 @pytest.mark.ranks(2)
 def test_the_users_groups_work_after_restore():
-    with FlexModel(models.mlp(), tensor_parallel_size=2) as flex:
+    with models.replicas(FlexModel(models.mlp(), tensor_parallel_size=2)) as flex:
         flex.register_forward_hook(HookFunction("fc1"))
         flex(BATCH)
     total = torch.ones(1)
@@ -344,11 +344,11 @@ def test_the_users_groups_work_after_restore():
 @pytest.mark.ranks(2)
 def test_ranks_may_drop_wrappers_at_different_times():
     """When a wrapper that nobody restored is collected, is not the same on every rank."""
-    first = FlexModel(models.mlp(), tensor_parallel_size=2, timeout=5)
+    first = models.replicas(FlexModel(models.mlp(), tensor_parallel_size=2, timeout=5))
     kept = first if dist.get_rank() == 0 else None
     del first
     gc.collect()
-    flex = FlexModel(models.mlp(), tensor_parallel_size=2, timeout=5)
+    flex = models.replicas(FlexModel(models.mlp(), tensor_parallel_size=2, timeout=5))
     flex.register_forward_hook(HookFunction("fc1"))
     flex(BATCH)
     del kept

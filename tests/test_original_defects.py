@@ -26,6 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard
 from torch.testing import assert_close
 
 import models
@@ -65,12 +66,15 @@ def test_10_a_record_is_not_an_alias_of_what_an_edit_zeroes():
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("first", [None, "whole"])
 def test_11_a_first_call_decides_nothing_for_the_later_ones(first):
-    """The first call's gradient is None, or its tensor is whole; later shards are gathered."""
+    """The first call's gradient is None, or its tensor is whole; later shards are gathered once
+    they are stated.
+    """
     records = {}
     flex = FlexModel(nn.Sequential(nn.Identity()), records, tensor_parallel_size=2)
     full = models.random(2, 8)
     shard = full.chunk(2, 1)[dist.get_rank()].clone()
     if first is None:
+        flex.annotate_layout(models.INPUT, kind="forward_pre", tp=Shard(1))
         flex.register_full_backward_hook(HookFunction("0", (None, 8)))
         flex(shard)
         flex(shard.requires_grad_()).backward(shard)
@@ -79,6 +83,9 @@ def test_11_a_first_call_decides_nothing_for_the_later_ones(first):
         flex(full)
         if dist.get_rank() == 0:
             assert_close(records["0"], [full])
+        with pytest.raises(ValueError, match=r"'0'.*not known.*other values"):
+            flex(shard)
+        flex.annotate_layout(models.INPUT, kind="forward_pre", tp=Shard(1))
         flex(shard)
     if dist.get_rank() == 0:
         assert_close(records["0"], [full])
@@ -139,7 +146,7 @@ def test_29_wrapping_leaves_the_root_logger_alone():
 
 @pytest.mark.ranks(2)
 def test_32_a_random_edit_is_the_same_on_every_rank():
-    flex = FlexModel(models.mlp(), {}, tensor_parallel_size=2)
+    flex = models.replicas(FlexModel(models.mlp(), {}, tensor_parallel_size=2))
     edit = lambda module, full, save_ctx, modules: full + torch.randn_like(full)  # noqa: E731
     flex.register_forward_hook(HookFunction("fc1", editing_function=edit))
     torch.manual_seed(dist.get_rank())

@@ -258,16 +258,23 @@ def test_a_buffer_is_no_parameter_and_the_message_says_so():
 
 
 @pytest.mark.ranks(2)
-def test_iterating_over_parameters_takes_the_shapes_that_must_be_told():
+def test_iterating_over_parameters_takes_shapes_that_are_checked():
+    """They don't tell how shards are put together: that is stated."""
     parallelism, model = models.TWO_RANKS["tp"], models.mlp()
     group = parallelism.mesh["tp"].get_group()
     sharded = models.tensor_parallel(model, group, states_sizes=False)
     flex = FlexModel(sharded, **parallelism.sizes)
     shapes = {name: full_shape(parallelism, model, name) for name, _ in model.named_parameters()}
-    for name, full in flex.iterate_parameters(shapes):
-        assert torch.equal(full, model.get_parameter(name))
-    with pytest.raises(ValueError, match=r"fc1\.weight.*expected_shape"):
-        dict(flex.iterate_parameters())
+    for given in (shapes, None):
+        with pytest.raises(ValueError, match=r"inp\.weight.*not known.*kind='parameter'"):
+            dict(flex.iterate_parameters(given))
+    models.state_layouts(flex, model)
+    for given in (shapes, None):
+        for name, full in flex.iterate_parameters(given):
+            assert torch.equal(full, model.get_parameter(name))
+    wrong = {**shapes, "fc1.weight": (4, 6)}
+    with pytest.raises(ValueError, match=r"fc1\.weight'.*expected_shape \(4, 6\).*\(8, 6\)"):
+        dict(flex.iterate_parameters(wrong))
     with pytest.raises(ValueError, match=r"'fc1\.wait', which is.*nearest.*'fc1\.weight'"):
         flex.iterate_parameters({**shapes, "fc1.wait": (8, 6)})
     with pytest.raises(TypeError, match="must be a mapping of names to shapes, got list"):
@@ -526,7 +533,7 @@ def test_a_parameter_without_elements_on_one_rank_is_an_error_on_all():
     model = models.mlp()
     if dist.get_rank() == 1:
         model.fc1.bias.data = torch.empty(0, dtype=torch.float64)
-    flex = FlexModel(model, tensor_parallel_size=2)
+    flex = models.replicas(FlexModel(model, tensor_parallel_size=2))
     with pytest.raises(ValueError, match=r"fc1\.bias.*rank 1 holds no elements"):
         flex.get_module_parameter("fc1.bias")
     assert torch.equal(flex.get_module_parameter("fc2.bias"), model.fc2.bias)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -119,7 +120,7 @@ def test_a_run_without_gradients_leaves_parameter_hooks_to_the_graph_before_it()
 @pytest.mark.ranks(2)
 def test_inner_choices_record_as_on_one_rank():
     records = {}
-    flex = FlexModel(models.mlp(), records, tensor_parallel_size=2)
+    flex = models.replicas(FlexModel(models.mlp(), records, tensor_parallel_size=2))
     hook = HookFunction("inp")
     flex.register_forward_hook(hook)
     flex.update_hook_groups(hook, "look")
@@ -144,7 +145,7 @@ def test_a_failed_run_leaves_no_empty_places_and_the_next_may_be_inside_except()
             raise ValueError(f"mine {len(fails_on)}")
 
     records = {}
-    flex = FlexModel(models.mlp(), records, tensor_parallel_size=2, timeout=20)
+    flex = models.replicas(FlexModel(models.mlp(), records, tensor_parallel_size=2, timeout=20))
     flex.register_forward_hook(HookFunction("inp"))
     flex.register_forward_hook(HookFunction("out", editing_function=fail))
     try:
@@ -191,13 +192,29 @@ def test_arguments_that_differ_between_ranks_are_a_mismatch_on_both():
 
 @pytest.mark.ranks(2)
 def test_constant_values_prove_no_layout():
-    """All zeros once (a fresh low-rank adapter), and shards of another meaning later."""
-    site = nn.Identity()
-    flex = FlexModel(nn.Sequential(site), tensor_parallel_size=2, timeout=20)
-    flex.register_forward_hook(HookFunction("0", (4, 6)))
+    """All zeros once (a fresh low-rank adapter), and shards later: that they differ is seen, and
+    the layout that is stated then is that of both.
+    """
+    flex = FlexModel(nn.Sequential(nn.Identity()), {}, tensor_parallel_size=2, timeout=20)
+    handle = flex.register_forward_hook(HookFunction("0", (4, 6)))
     flex(torch.zeros(4, 6))
-    with pytest.raises(ValueError, match="hold different values"):
-        flex(BATCH + dist.get_rank())
+    mine = BATCH + dist.get_rank()
+    with pytest.raises(ValueError, match=r"not known \(lost at input .* other values\)") as error:
+        flex(mine)
+    assert "flex.annotate_layout('0', kind='forward', tp=Shard(1))" in str(error.value)
+    flex.annotate_layout(models.INPUT, kind="forward_pre", tp=Shard(1))
+    with pytest.raises(ValueError, match=r"expected_shape \(4, 6\) contradicts .* \(4, 12\)"):
+        flex(mine)
+    handle.remove()
+    flex.register_forward_hook(HookFunction("0", (4, 12)))
+    records = flex.output_ptr
+    whole = torch.cat([BATCH, BATCH + 1], 1)
+    for batch, expected in ((torch.zeros(4, 6), torch.zeros(4, 12)), (mine, whole)):
+        records.clear()
+        flex(batch)
+        if dist.get_rank() == 0:
+            assert_close(records["0"], [expected])
+    flex.restore()
 
 
 @pytest.mark.ranks(2)
@@ -205,7 +222,9 @@ def test_gradients_that_differ_between_replicas_are_not_given_as_one():
     model = models.mlp()
     flex = FlexModel(model, data_parallel_size=2)
     flex(BATCH.chunk(2)[dist.get_rank()]).sum().backward()
-    with pytest.raises(ValueError, match=r"data-parallel ranks hold different values.*average"):
+    with pytest.raises(
+        ValueError, match=r"data-parallel ranks hold different values.*reduce gradients"
+    ):
         flex.get_module_gradient("fc1.weight")
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)

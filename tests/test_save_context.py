@@ -172,7 +172,9 @@ def test_what_cannot_be_sent_is_an_error_on_every_rank_and_the_next_run_works():
     def keep(module, full, save_ctx, modules):
         save_ctx.odd = object()
 
-    flex = FlexModel(models.mlp(), tensor_parallel_size=2, edit_on="rank0", save_ctx_on="all")
+    flex = models.replicas(
+        FlexModel(models.mlp(), tensor_parallel_size=2, edit_on="rank0", save_ctx_on="all")
+    )
     handle = flex.register_forward_hook(HookFunction("fc1", editing_function=keep))
     with pytest.raises(ValueError, match=r"save_ctx.odd is a builtins.object on rank 0, and can't"):
         flex(models.random(4, 6))

@@ -301,6 +301,7 @@ def test_edits_that_write_to_their_tensor_now_and_then(keeps):
 
     with transport("shared_memory"):
         flex = FlexModel(torch.nn.Sequential(Columns()), {}, tensor_parallel_size=2)
+        flex.annotate_layout("0.weight", kind="parameter", tp=Shard(0))
         flex.register_forward_hook(
             HookFunction("0", expected_shape=(None, None, 4096), editing_function=edit)
         )
@@ -338,6 +339,7 @@ def test_gradients_of_edits_of_memory_that_ranks_share():
 
     with transport("shared_memory"):
         flex = FlexModel(torch.nn.Sequential(part), {}, tensor_parallel_size=2)
+        flex.annotate_layout("0.weight", kind="parameter", tp=Shard(0))
         flex.register_forward_hook(
             HookFunction("0", expected_shape=(None, 4096), editing_function=edit)
         )
@@ -444,7 +446,7 @@ def test_tensors_that_do_not_fit_their_plan():
 @pytest.mark.ranks(2)
 def test_a_forked_child_of_a_rank_is_refused_and_its_parent_goes_on():
     records = {}
-    flex = FlexModel(models.mlp(), records, tensor_parallel_size=2)
+    flex = models.replicas(FlexModel(models.mlp(), records, tensor_parallel_size=2))
     flex.register_forward_hook(HookFunction("fc1", editing_function=lambda m, x, s, d: x * 2))
     batch = models.random(4, 6)
     expected = flex(batch)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard
 from torch.testing import assert_close
 
 import models
@@ -35,6 +36,7 @@ def test_parameters_are_whole_and_tensors_can_be_changed_in_any_mode(edit_on, mo
         x.mul_(2)
 
     with FlexModel(model, records, tensor_parallel_size=2, edit_on=edit_on) as flex:
+        models.replicas(flex).annotate_layout(models.INPUT, kind="forward_pre", tp=Shard(1))
         flex.register_forward_hook(mix)
         flex.register_forward_hook(HookFunction("site", (None, 6), double, output_name="mixed"))
         with mode():
@@ -54,6 +56,7 @@ def test_an_error_on_rank_0_alone_names_the_hook_everywhere():
         raise KeyError("boom")
 
     with FlexModel(Net(), tensor_parallel_size=2, edit_on="rank0") as flex:
+        flex.annotate_layout(models.INPUT, kind="forward_pre", tp=Shard(1))
         handle = flex.register_forward_hook(HookFunction("site", (None, 6), fail))
         for _ in range(2):
             with pytest.raises(

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from flex_model import _C
 from flex_model._C import GatherPlan
-from flex_model.distributed import memory, values
+from flex_model.distributed import memory
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.layout import (
     Partial,
@@ -241,6 +241,8 @@ class Trip:
 
     Attributes:
         agree: Exchanges headers before a gradient moves; collective.
+        of_replicas: How tp ranks that hold the same tensor hold its gradient, of which this rank
+            may have a sample, and whether that holds for later calls, too; collective.
         num_records: How many more full tensors are wanted, to keep: 0 or 1.
         is_read: Whether the full tensor itself is expected to be read only.
         record: That one, once the tensor was gathered.
@@ -248,72 +250,25 @@ class Trip:
 
     move: Move
     agree: AgreeOnGradient
+    of_replicas: Callable[[Tensor | None], tuple[Placement, bool]] = lambda _: (Replicate(), True)
     num_records: int = 0
     is_read: bool = False
     record: Tensor | None = None
     _gradient: Move | None = None
-    _taken_for_whole: Tensor | None = None
 
     def gradient(self, grad: Tensor | None = None) -> Move:
         """The way of the gradient. Of a replicated tensor it is whole on every rank (the model
-        reduces it before it gets here), or a sum that the model will reduce: ``grad``'s values on
-        the ranks tell which. Without them it is taken for whole as long as that is not known.
-
-        Collective where they have to.
+        reduces it before it gets here), or a sum that the model will reduce. Collective where that
+        is not known yet.
         """
         if self._gradient is None:
             tp = self.move.gradient_of_replicas
-            if tp is None and grad is not None:
-                tp, tells = self._ask(grad)
-                if tells:
-                    self.move.gradient_of_replicas = tp
             if tp is None:
-                return self.move.of_gradient(Replicate())
+                tp, holds = self.of_replicas(grad)
+                if holds:
+                    self.move.gradient_of_replicas = tp
             self._gradient = self.move.of_gradient(tp)
         return self._gradient
-
-    def _ask(self, grad: Tensor) -> tuple[Placement, bool]:
-        """How tp ranks hold this gradient of replicas, and whether its values tell for sure.
-        Collective.
-        """
-        self.agree(grad)
-        channel = self.move.channel
-        table = channel.exchange(values.fingerprint(grad)).tolist()
-        told = values.Fingerprints.of(channel.mesh, table)
-        return Replicate() if told.equal_along("tp") else Partial(), told.tell
-
-    def hand_back(self, shard: Tensor) -> Tensor:
-        """The gradient that goes from the full tensor to this rank's; ``watch`` looks at it where
-        it is taken for whole.
-        """
-        if self._gradient is None and self.move.gradient_of_replicas is None:
-            self._taken_for_whole = shard
-        return shard
-
-    def watch(self, leaf: Tensor) -> None:
-        """Of a tensor that the function only kept, the model's own gradient comes beside that of
-        what was kept, and tells whether both are parts of a sum. Local; its backward is collective.
-        """
-        if not leaf.requires_grad or self.move.gradient_of_replicas is not None:
-            return
-
-        def correct(total: Tensor) -> Tensor | None:
-            total = plain(total)
-            kept, self._taken_for_whole = self._taken_for_whole, None
-            if kept is None:
-                return None
-            if self.move.pick is not None:
-                kept = self.move.pick.put(torch.zeros_like(total), kept)
-            of_model = total - kept
-            tp, tells = self._ask(of_model)
-            if tp == Replicate():
-                return None
-            if tells:
-                self.move.gradient_of_replicas = tp
-            mesh = self.move.channel.mesh
-            return None if mesh.members(("tp",), mesh.place)[0] == mesh.place else of_model
-
-        leaf.register_hook(correct)
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -340,7 +295,7 @@ class _Gather(Function):
     def backward(ctx, grad):
         scale = ctx.trip.move.grad_scale
         shard = ctx.trip.gradient().slice(plain(grad))
-        return ctx.trip.hand_back(shard * scale if scale > 1 else shard), None
+        return (shard * scale if scale > 1 else shard), None
 
 
 class _Scatter(Function):
@@ -390,7 +345,7 @@ class _GatherToFirst(Function):
         way = trip.gradient()
         first = way.channel.mesh.place == 0
         shard = way.scatter_from_first(grad if first else None, ctx.like)
-        return trip.hand_back(shard * way.grad_scale if way.grad_scale > 1 else shard), None
+        return (shard * way.grad_scale if way.grad_scale > 1 else shard), None
 
 
 class _ScatterFromFirst(Function):

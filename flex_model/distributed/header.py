@@ -3,12 +3,13 @@
 Layout, eight little-endian int64 words:
 
 ====  =====================================================================
-0     from high to low: 4 bits unused, magic 16, state 4, kind 8, dtype 8,
-      ndim 4, flags 4, micro-batch 16
+0     from high to low: 3 bits unused, magic 16, state 4, kind 8, dtype 8,
+      ndim 4, flags 5, micro-batch 16
 1     number of the wrap (high 32 bits) and of the exchange in it
 2     site: hash of kind, module name, tensor index and hook number
 3     random seed of the run (rank 0's counts)
-4-7   up to eight sizes, 32 bits each
+4-7   up to eight sizes, 32 bits each; of a tensor that all ranks should hold
+      alike, with up to six dims, word 7 is a hash of its values
 ====  =====================================================================
 """
 
@@ -24,6 +25,7 @@ import torch
 
 _WORDS = struct.Struct("<8q")
 MAX_DIMS = 8
+MAX_HASHED_DIMS = 6
 _MAGIC = 0x464D  # fits 15 bits, so that word 0 stays positive
 
 OK = 0
@@ -75,19 +77,25 @@ class Header:
     shape: tuple[int, ...] = ()
     flags: int = 0
     microbatch: int = 0
+    hash: int | None = None  # 63 bits
 
     WIDE: ClassVar[int] = 1  # the sizes don't fit: they are exchanged apart
     CONSUMED: ClassVar[int] = 2  # an edit drew random numbers
     NEEDS_GRADIENT: ClassVar[int] = 4  # autograd records the transfer here
     EDITED: ClassVar[int] = 8  # the edit before this changed its tensor
+    HASHED: ClassVar[int] = 16  # the last word is a hash
 
     def pack(self, sequence: int, state: int, flags: int = 0) -> bytes:
         """As it is told to others, at this place of the sequence, in this state, with these flags
         more.
         """
+        if self.hash is not None:
+            flags |= Header.HASHED
         first, *sizes = _words(
             state, self.kind, self.dtype, self.shape, self.flags | flags, self.microbatch
         )
+        if self.hash is not None:
+            sizes[3] = self.hash
         return _WORDS.pack(first, sequence, self.site, self.seed, *sizes)
 
     @staticmethod
@@ -97,7 +105,7 @@ class Header:
         words = _WORDS.unpack(packed)
         first = words[0]
         values = []
-        for bits in (16, 4, 4, 8, 8, 4):
+        for bits in (16, 5, 4, 8, 8, 4):
             values.append(first & (1 << bits) - 1)
             first >>= bits
         if first != _MAGIC:
@@ -106,7 +114,9 @@ class Header:
                 "version?"
             )
         microbatch, flags, ndim, dtype, kind, state = values
-        sizes = [half for word in words[4:] for half in (word >> 32, word & 0xFFFFFFFF)]
+        hashed = words[7] if flags & Header.HASHED else None
+        of_sizes = words[4:] if hashed is None else (*words[4:7], 0)
+        sizes = [half for word in of_sizes for half in (word >> 32, word & 0xFFFFFFFF)]
         if (
             state not in (OK, ERROR, FAILED)
             or kind >= len(KINDS)
@@ -127,8 +137,9 @@ class Header:
             seed=words[3],
             dtype=None if dtype == 255 else DTYPES[dtype],
             shape=tuple(sizes[:ndim]),
-            flags=flags,
+            flags=flags & ~Header.HASHED,
             microbatch=microbatch,
+            hash=hashed,
         )
 
     @staticmethod
@@ -136,7 +147,7 @@ class Header:
         """Rank 0's seed, if all ranks say the same but for their seeds, and say all; None
         otherwise. Cheaper than to unpack them all.
         """
-        if mine[2] & Header.WIDE:  # the flags are bits 16 to 19 of the first word
+        if mine[2] & Header.WIDE:  # the flags are bits 16 to 20 of the first word
             return None
         for row in rows:
             if row[:24] != mine[:24] or row[32:] != mine[32:]:
@@ -166,7 +177,7 @@ def _words(
         (_CODE_OF_KIND[kind], 8),
         (255 if dtype is None else _CODE_OF_DTYPE[dtype], 8),
         (len(shape), 4),
-        (flags, 4),
+        (flags, 5),
         (microbatch, 16),
     ):
         first = first << bits | value

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flex_model.distributed import gather, inference
+from flex_model.distributed import gather, sizes_stated, values
 from flex_model.distributed.header import Header, site_hash
+from flex_model.distributed.layout import Partial, Placement, Replicate
 from flex_model.distributed.state import ParallelState, check_state
+from flex_model.layouts.resolve import check_expected_shape, differing_axes
 from flex_model.outputs import owned_copy
 
 Shape = Sequence[int | None] | None
@@ -74,7 +76,9 @@ class ActivationTensorAllToAllRoutingStrategy(BaseRoutingStrategy):
         Args:
             tensor: An example, for the check of ``expected_shape``'s number of dims; or None.
             expected_shape: The full shape, None for sizes that are not sharded over tp or not
-                known. Without any, a tensor must be the same on all tensor-parallel ranks.
+                known. It states the layout: a dim in which the ranks' sizes add up to it is split
+                over them in consecutive parts. Without any, a tensor must be the same on all
+                tensor-parallel ranks.
 
         The prologue is collective over the ranks of the stage, the epilogue is local and undoes the
         latest prologue, and its backward is collective. Gradients: as those of
@@ -103,7 +107,7 @@ class _Route:
         self._site = f"routing of {'an activation' if batch_on_dp else 'a parameter'}"
         check_state(fmps, self._site)
         self._fmps, self._axis, self._batch_on_dp = fmps, axis, batch_on_dp
-        self._expected = inference.check_expected_shape(expected_shape)
+        self._expected = check_expected_shape(expected_shape)
         self._trip: gather.Trip | None = None
         self._full_shape: tuple[int, ...] | None = None
         if (
@@ -123,14 +127,23 @@ class _Route:
         shapes = [tuple(tensor.shape)]
         if not channel.is_local:
             shapes = [header.shape for header in self._agree(tensor)]
-        layout = inference.settle(
-            channel, self._site, tensor, shapes, self._expected, None, batch_on_dp=self._batch_on_dp
-        ).layout
+        layout = sizes_stated.layout_of(
+            self._site, shapes, channel.mesh, self._expected, self._batch_on_dp
+        )
         if channel.is_local:
             self._trip, self._full_shape = None, shapes[0]
             return tensor
+        table = channel.exchange(values.fingerprint(tensor)).tolist()
+        differing = differing_axes(layout, values.Fingerprints.of(channel.mesh, table))
+        if differing:
+            raise ValueError(
+                f"{self._site}: the ranks along {' and '.join(differing)} hold different values of "
+                f"shape {tuple(tensor.shape)}, which expected_shape {self._expected} takes for the "
+                "whole tensor; give the full sizes"
+            )
         move = gather.Move.of(channel, layout, shapes, tensor.dtype)
-        self._trip, self._full_shape = gather.Trip(move, self._agree), move.full_shape
+        self._trip = gather.Trip(move, self._agree, self._of_replicas)
+        self._full_shape = move.full_shape
         return gather.gather(tensor, self._trip)
 
     def scatter(self, tensor: Tensor) -> Tensor:
@@ -147,6 +160,16 @@ class _Route:
                 f"prologue gave, got {tuple(tensor.shape)}; an edit must keep the shape"
             )
         return tensor if self._trip is None else gather.scatter(tensor, self._trip)
+
+    def _of_replicas(self, grad: Tensor | None) -> tuple[Placement, bool]:
+        """The sizes say that all ranks hold the tensor; of its gradient only values can tell."""
+        if grad is None:
+            return Replicate(), False
+        self._agree(grad)
+        channel = self._fmps.channel(self._axis)
+        table = channel.exchange(values.fingerprint(grad)).tolist()
+        is_equal = values.Fingerprints.of(channel.mesh, table).equal_along("tp")
+        return Replicate() if is_equal else Partial(), False
 
     def _agree(self, tensor: Tensor) -> list[Header]:
         shape = tuple(tensor.shape)

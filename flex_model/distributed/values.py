@@ -24,17 +24,11 @@ class Fingerprints:
 
     mesh: Mesh
     hashes: tuple[int, ...]
-    constant: tuple[bool, ...]
 
     @staticmethod
     def of(mesh: Mesh, rows: Sequence[Sequence[int]]) -> Fingerprints:
         """From an exchange of ``fingerprint``: a row a rank."""
-        return Fingerprints(mesh, tuple(h for h, _ in rows), tuple(bool(c) for _, c in rows))
-
-    @property
-    def tell(self) -> bool:
-        """Whether equality means anything: not where each rank has one value all over, or none."""
-        return not all(self.constant)
+        return Fingerprints(mesh, tuple(row[0] for row in rows))
 
     def equal_along(self, axis: str) -> bool:
         """Whether ranks that differ along ``axis`` only have the same bytes."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from flex_model.hooks.context import RunContext, Turns, renew_seed, seed_of_state
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.table import EVERYTHING, Choice
-from flex_model.hooks.tracking import FollowedForward
+from flex_model.hooks.tracking import Forward
 
 
 @dataclass(eq=False)
@@ -39,7 +39,7 @@ class BatchRun:
     records: dict[str, list[Tensor]] = field(default_factory=dict)
     run: RunContext | None = None
     in_run: bool = False
-    forward: FollowedForward = field(default_factory=FollowedForward)
+    forward: Forward = field(default_factory=Forward)
     calls: dict[int, list[Any]] = field(default_factory=dict)
 
 

@@ -8,33 +8,42 @@ run, and nobody waits.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from flex_model.distributed import gather, inference, values
+from flex_model.distributed import gather, values
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.gather import Move, Trip
-from flex_model.distributed.header import Header
-from flex_model.distributed.inference import Splits
-from flex_model.distributed.layout import Shape, ShardLayout
+from flex_model.distributed.header import Header, site_hash
+from flex_model.distributed.layout import (
+    Partial,
+    Placement,
+    Replicate,
+    Shape,
+    Shard,
+    ShardLayout,
+)
 from flex_model.distributed.picked import Pick
 from flex_model.distributed.plain import is_renamed, plain
-from flex_model.errors import HookError, agreed
+from flex_model.errors import HookError, agreed, is_agreed
 from flex_model.hooks.context import Call, seed_of_state
 from flex_model.hooks.save_context import SentToAll
 from flex_model.hooks.tracking import Tracking
 from flex_model.hooks.user_function import UserFunction
 from flex_model.integrations import dtensor
+from flex_model.layouts import replicas, resolve
+from flex_model.layouts.encoding import encode
+from flex_model.layouts.follow import Pair
+from flex_model.layouts.sources import AXES
 from flex_model.outputs import Records
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flex_model.hooks.registration import Registration
 
 _REMEMBERED_MOVES = 128  # per hook: generation may bring a new shape with every step
 _CHANGED, _REQUIRES_GRAD = 1, 2  # what rank 0 tells of an edit, in Header.microbatch
@@ -114,6 +123,7 @@ class HookCaller:
         # Whether ranks tell of each edit at once whether it failed. In a pipeline they go on with
         # backward passes after it, whose graphs must be alike.
         self.tells_edits = False
+        self._differing: list[str] = []  # axes along which ranks of the last exchange differ
         self.sent_to_all: SentToAll | None = None  # the save_ctx of functions that rank 0 runs
 
     # The three kinds of values.
@@ -193,11 +203,9 @@ class HookCaller:
         """This rank's plain tensor, in the graph, and what a DTensor tells: the whole layout, or
         along the axes that its mesh has.
         """
-        leaf, splits, known = dtensor.plain_and_told(
-            leaf, self._channel.mesh, call.describe(), call.splits
-        )
-        if splits is not call.splits:
-            call = replace(call, splits=splits)
+        leaf, stated, known = dtensor.plain_and_stated(leaf, self._channel.mesh, call.describe())
+        if stated != call.stated:
+            call = replace(call, stated=stated)
         return call, leaf, known
 
     def _look_alone(self, call: Call, leaf: Tensor) -> Pick | None:
@@ -236,10 +244,18 @@ class HookCaller:
         else:
             edits = self._edit_on_first(several, parameters)
         return [
-            (given.index, given.like_original(shard))
+            (given.index, self._handed_on(given, shard))
             for given, shard in zip(several, edits)
             if shard is not None
         ]
+
+    def _handed_on(self, given: _Given, shard: Tensor) -> Tensor:
+        """What the model goes on with, placed as the tensor before: so it is followed on."""
+        edited = given.like_original(shard)
+        if given.trip is not None and not given.call.registration.is_backward:
+            evidence, layout = given.call.evidence, given.trip.move.layout
+            self._tracking.note(evidence, edited, given.original, layout)
+        return edited
 
     def _edit_one(self, call: Call, leaf: Any) -> Tensor | None:
         """As ``_edit``, of a hook that is about one tensor; None if that did not change."""
@@ -256,17 +272,21 @@ class HookCaller:
             if call.records:
                 self._records.now(call.registration, part)
             return _Given(call, original, leaf, part, _handed(part), pick)
-        shapes = self._agree(call, leaf, call.registration.kind)
+        axes = self._replicated_axes(call, leaf) if known is None else []
+        shapes = self._agree(call, leaf, call.registration.kind, axes)
+        if self._differing:
+            leaf = replicas.reconciled(
+                self._channel, call.registration.layout_site, leaf, self._differing
+            )
         move = self.move(call, shapes, leaf.dtype, known, leaf)
-        if not call.registration.is_backward:
-            self._tracking.note(leaf, move.layout)
 
         def agree_on_gradient(grad: Tensor) -> None:
             self._agree(call, grad, "gradient of an edit")
 
-        trip = Trip(move, agree_on_gradient)
-        if torch.is_grad_enabled():
-            trip.watch(leaf)
+        def of_replicas(grad: Tensor | None) -> tuple[Placement, bool]:
+            return self._gradient_of_replicas(call, grad), not call.evidence.is_passing
+
+        trip = Trip(move, agree_on_gradient, of_replicas)
         part = leaf if move.pick is None else move.pick.take(leaf)
         if self._records.keeps_parts and call.records:
             self._records.later(call, leaf, known)
@@ -344,7 +364,7 @@ class HookCaller:
         return [
             None
             if edited is None
-            else self._put_back(given, gather.scatter(edited.to(given.part.dtype), given.way))
+            else given.put_back(gather.scatter(edited.to(given.part.dtype), given.way))
             for given, edited in zip(several, edits)
         ]
 
@@ -388,17 +408,17 @@ class HookCaller:
             edited = edited.to(given.part.dtype)
         gathered = [other.full for other in several]
         shard = gather.scatter_from_first(edited, gathered, given.way, given.part, in_graph)
-        return self._put_back(given, shard)
+        return given.put_back(shard)
 
-    def _put_back(self, given: _Given, shard: Tensor) -> Tensor:
-        """The edited shard, split as it was: what the model makes of it is followed on."""
-        edited = given.put_back(shard)
-        if not given.call.registration.is_backward:
-            self._tracking.note(edited, given.way.move.layout)
-        return edited
+    def _agree(
+        self, call: Call, tensor: Tensor, kind: str, axes: Sequence[str] = ()
+    ) -> list[Shape]:
+        """Exchange headers; the local shapes of all ranks.
 
-    def _agree(self, call: Call, tensor: Tensor, kind: str) -> list[Shape]:
-        """Exchange headers; the local shapes of all ranks."""
+        Args:
+            axes: Along which all ranks should hold the same values; ``_differing`` are those along
+                which they don't.
+        """
         run, is_first = call.run, self._channel.mesh.place == 0
         header = Header(
             kind,
@@ -406,11 +426,29 @@ class HookCaller:
             seed=run.seed or (seed_of_state() if is_first else 0),  # rank 0's counts
             dtype=tensor.dtype,
             shape=tuple(tensor.shape),
+            hash=replicas.hash_of(tensor) if axes else None,
         )
         what = "the gradient of the edit of " if kind == "gradient of an edit" else ""
         headers = self._channel.agree(header, what + call.describe())
         run.seed = headers[0].seed
+        self._differing = [
+            axis for axis in axes if replicas.differ(self._channel.mesh, headers, axis)
+        ]
         return [header.shape for header in headers]
+
+    def _replicated_axes(self, call: Call, tensor: Tensor) -> list[str]:
+        """Along which axes all ranks should hold this tensor's values, as far as that is known
+        before they talk: in a followed forward its layout is compared when it is settled.
+        """
+        if call.registration.is_backward or call.is_replay or not replicas.are_compared(tensor):
+            return []
+        mesh = self._channel.mesh
+        sizes = (("dp", mesh.dp_size), ("tp", mesh.tp_size))
+        return [
+            axis
+            for (axis, size), placement in zip(sizes, call.evidence.placements)
+            if size > 1 and placement == Replicate()
+        ]
 
     def _parameters(self, call: Call, leaf: Tensor) -> dict[str, Tensor]:
         """The full parameters that the function named, as they are now."""
@@ -428,96 +466,201 @@ class HookCaller:
         shard: Tensor,
     ) -> Move:
         """The plan for what all ranks hold, cached; collective where the layout is new."""
-        registration = call.registration
-        key = (call.number, tuple(shapes), dtype, known, registration.split_dim)
+        registration, forward = call.registration, call.evidence.key
+        key = (call.number, tuple(shapes), dtype, known, registration.split_dim, forward)
         move = registration.moves.get(key)
         if move is None and call.number is None:
-            move = self._move_of_forward(call, key[1:])
+            move = self._move_of_forward(call, key[1:-1])
+        call.run.keys.add(forward)
         if move is not None:
             return move
-        number, ndim = call.number or 0, len(shapes[0])
-        before = registration.splits.get((number, ndim)) or registration.splits.get((0, ndim))
-        splits, is_memory = self._splits(call, shapes, before)
         try:
-            settled = inference.settle(
-                self._channel,
-                registration.describe(),
-                shard,
-                shapes,
-                registration.expected_shape,
-                known,
-                registration.batch_on_dp,
-                splits,
-                _role_of(registration),
-                activation=call.activation,
-                is_memory=is_memory,
-                # Records of several forwards are settled together, at the run's end: the first
-                # one's tells what later ones, whose cache was not followed, don't.
-                before=None if is_memory else before,
-            )
-        except ValueError:
-            if is_memory:  # another forward may tell what this one did not
-                registration.splits.clear()
-                self._tracking.hooks_changed()
-            raise
-        try:
+            layout = self._layout(call, shapes, known, shard)
             move = Move.of(
                 self._channel,
-                settled.layout,
+                layout,
                 list(shapes),
                 dtype,
                 registration.select,
                 registration.split_dim,
             )
-        except (IndexError, TypeError, ValueError) as error:
-            raise agreed(error.__class__(f"{registration.describe()}: {error}")) from None
-        if not self._tracking.tells and registration.kind != "tensor":
-            call.run.moves.setdefault(registration.index, {})[key] = move
+        except (HookError, IndexError, TypeError, ValueError) as error:
+            if is_agreed(error):
+                raise
+            text = str(error)
+            if registration.describe() not in text:
+                text = f"{registration.describe()}: {text}"
+            raise agreed(error.__class__(text)) from None
+        if call.evidence.is_passing:
             return move
-        if len(registration.splits) < _REMEMBERED_MOVES and registration.kind != "tensor":
-            registration.splits[number, ndim] = settled.activation.dp, settled.activation.tp
-        if settled.is_proven:
-            while len(registration.moves) >= _REMEMBERED_MOVES:
-                oldest = next(iter(registration.moves))  # the same one on every rank
-                del registration.moves[oldest]
-            registration.moves[key] = move
+        while len(registration.moves) >= _REMEMBERED_MOVES:
+            oldest = next(iter(registration.moves))  # the same one on every rank
+            del registration.moves[oldest]
+        registration.moves[key] = move
         return move
 
-    def fingerprint(self, registrations: Sequence[Registration], leaf: Any) -> Tensor | None:
-        """Of an activation, for the hooks on its gradient that have not seen its shape. Local."""
-        if self._channel.is_local or dtensor.is_dtensor(leaf):
-            return None
-        key = (tuple(leaf.shape), leaf.dtype)
-        if all(key in registration.shapes for registration in registrations):
-            return None
-        for registration in registrations:
-            if len(registration.shapes) < _REMEMBERED_MOVES:
-                registration.shapes.add(key)
-        return values.fingerprint(dtensor.wait(leaf))
+    def _layout(
+        self, call: Call, shapes: Sequence[Shape], known: ShardLayout | None, shard: Tensor
+    ) -> ShardLayout:
+        """How the tensor is placed, by what is proven or stated on all ranks. Collective."""
+        registration, mesh = call.registration, self._channel.mesh
+        site = registration.layout_site
+        proven = call.evidence.placements
+        prints = None
+        if not self._channel.is_local and known is None:
+            proven = self._tracking.prove(call.evidence)
+            if registration.kind == "tensor":
+                proven = registration.parameter
+            proven = _first_known(call.stated, proven)
+            row = torch.tensor([site_hash(encode(placement)) for placement in proven])
+            table = self._channel.exchange(torch.cat([values.fingerprint(shard), row])).tolist()
+            prints = values.Fingerprints.of(mesh, [rank[:2] for rank in table])
+            proven = _agreed(proven, [rank[2:] for rank in table])
+        stated = registration.hook_function.placements
+        of_gradient: Mapping[str, Placement] = {}
+        is_gradient = registration.is_backward or registration.kind == "tensor"
+        if is_gradient:
+            of_gradient, stated = stated, _of_activation(stated, proven)
+        layout = resolve.resolve(
+            site,
+            shapes,
+            mesh,
+            proven,
+            stated,
+            registration.expected_shape,
+            known,
+            call.evidence.obstacles,
+        )
+        if known is not None or prints is None:
+            return layout
+        if is_gradient:
+            own = {axis: p for axis, p in zip(AXES, call.stated) if p is not None}
+            return self._of_gradient(call, layout, {**of_gradient, **own}, shard, prints)
+        for axis in resolve.differing_axes(layout, prints):
+            replicas.reconciled(self._channel, site, shard, [axis])
+        return layout
 
-    def _splits(
-        self, call: Call, shapes: Sequence[Shape], before: Splits | None
-    ) -> tuple[Splits, bool]:
-        """What this rank knows before asking: from this forward, else from the weight beside the
-        tensor, else from earlier forwards; and whether it is from those.
+    def _of_gradient(
+        self,
+        call: Call,
+        layout: ShardLayout,
+        own: Mapping[str, Placement],
+        grad: Tensor,
+        prints: values.Fingerprints,
+    ) -> ShardLayout:
+        """How the gradient of a tensor of this layout is placed. Collective.
+
+        Args:
+            own: By axis, what a DTensor or the user says of the gradient itself.
         """
-        registration = call.registration
-        dp, tp = call.splits
-        if tp is None and not self._channel.is_local:
-            module = None if registration.module is None else registration.module()
-            beside = dtensor.layout_beside_weight(
-                module, registration.kind, shapes, self._channel.mesh, registration.describe()
+        is_parameter = call.registration.kind == "tensor"
+        proven = dict(zip(AXES, self._proven_gradient(call)))
+        placed: dict[str, Placement] = {}
+        for axis, placement in (("dp", layout.dp), ("tp", layout.tp)):
+            placed[axis] = placement
+            if self._size(axis) == 1 or isinstance(placement, Shard):
+                continue
+            if axis in own:
+                placed[axis] = own[axis]
+            elif axis == "dp" and is_parameter:
+                continue  # it is their mean
+            elif isinstance(placement, Partial):
+                placed[axis] = Replicate()
+            else:
+                if is_parameter:
+                    self._check_replicas(call, axis)
+                placed[axis] = self._of_replicas(
+                    call, axis, proven[axis], grad, prints.equal_along(axis)
+                )
+        return ShardLayout(
+            placed["dp"],
+            placed["tp"],
+            source=f"its tensor's: {layout.source}",
+            # FSDP2 splits what the layer has split.
+            tp_first=is_parameter and layout.splits_one_dim,
+        )
+
+    def _check_replicas(self, call: Call, axis: str) -> None:
+        """Ranks that share a parameter hold the same values. Collective.
+
+        Raises:
+            ValueError: they don't. On every rank.
+        """
+        for parameter in call.registration.living_targets[:1]:
+            if dtensor.is_dtensor(parameter):
+                parameter = dtensor.to_local(parameter)
+            _, is_close = replicas.compared(self._channel, plain(parameter.detach()), [axis])
+            if not is_close:
+                raise agreed(
+                    ValueError(
+                        f"{call.describe()}: the ranks along {axis} hold different values of the "
+                        f"parameter, of shape {tuple(parameter.shape)}, which no layer states to "
+                        "be split; state the layout of shards with "
+                        "annotate_layout(..., kind='parameter')"
+                    )
+                )
+
+    def _proven_gradient(self, call: Call) -> Pair:
+        if call.registration.kind == "tensor":
+            return self._tracking.prove_parameter_gradient(call.registration)
+        return self._tracking.prove_gradient(call.evidence)
+
+    def _of_replicas(
+        self, call: Call, axis: str, proven: Placement | None, grad: Tensor | None, is_equal: bool
+    ) -> Placement:
+        """How the ranks along ``axis`` that hold one tensor hold its gradient: each the whole, or
+        parts of a sum. Where it is not proven which, gradients that differ are no whole ones.
+        Collective.
+
+        Raises:
+            ValueError: it is not known; a whole one is not the same on all ranks. On every rank.
+        """
+        site = call.registration.layout_site
+        if proven is not None:
+            if proven == Replicate() and grad is not None and not is_equal:
+                replicas.reconciled(self._channel, site, grad, [axis])
+            return proven
+        is_close = is_equal or grad is None
+        if not is_close and grad is not None:
+            _, is_close = replicas.compared(self._channel, grad, [axis])
+        if not is_close:
+            return Partial()
+        why = self._tracking.gradient_obstacle(call.evidence, axis)
+        raise agreed(
+            ValueError(
+                f"{site.name}: whether the ranks along {axis} each hold the whole gradient, or a "
+                f"part of a sum, is not known{f' ({why})' if why else ''}; hook a module of which "
+                "the output is split, or state it for a hook on the gradient with "
+                f'HookFunction(placements={{"{axis}": Replicate()}}), or Partial()'
             )
-            tp = None if beside is None else beside.tp
-        if call.is_followed or before is None:
-            return (dp, tp), False
-        return (before[0] if dp is None else dp, before[1] if tp is None else tp), True
+        )
+
+    def _gradient_of_replicas(self, call: Call, grad: Tensor | None) -> Placement:
+        """As ``_of_replicas``, along tp, of what an edit is given and hands on. The gradient of a
+        DTensor's local part comes placed as the DTensor is.
+        """
+        if call.stated[1] is not None:
+            return Replicate()
+        is_equal = True
+        if grad is not None:
+            self._agree(call, grad, "gradient of an edit")
+            table = self._channel.exchange(values.fingerprint(grad)).tolist()
+            is_equal = values.Fingerprints.of(self._channel.mesh, table).equal_along("tp")
+        _, proven = self._tracking.prove_gradient(call.evidence)
+        return self._of_replicas(call, "tp", proven, grad, is_equal)
+
+    def _size(self, axis: str) -> int:
+        mesh = self._channel.mesh
+        return mesh.dp_size if axis == "dp" else mesh.tp_size
 
     def _move_of_forward(self, call: Call, key: tuple[object, ...]) -> Move | None:
         """What the forward that is computed once more used, whichever call of it this is."""
         registration = call.registration
-        moves = call.run.moves.get(registration.index, registration.moves)
-        found = [move for other, move in moves.items() if other[1:] == key]
+        found = [
+            move
+            for other, move in registration.moves.items()
+            if other[1:-1] == key and other[-1] in call.run.keys
+        ]
         if any(move.layout != found[0].layout for move in found):
             raise agreed(
                 HookError(
@@ -527,6 +670,30 @@ class HookCaller:
                 )
             )
         return found[0] if found else None
+
+
+def _first_known(first: Pair, second: Pair) -> Pair:
+    dp, tp = (one if one is not None else other for one, other in zip(first, second))
+    return dp, tp
+
+
+def _agreed(pair: Pair, table: Sequence[Sequence[int]]) -> Pair:
+    """What all ranks have proven alike; ``table``: hashes of their placements, by rank."""
+    dp, tp = (
+        placement if all(row[i] == table[0][i] for row in table) else None
+        for i, placement in enumerate(pair)
+    )
+    return dp, tp
+
+
+def _of_activation(stated: Mapping[str, Placement], proven: Pair) -> dict[str, Placement]:
+    """What a statement of a gradient says of its tensor: how that is split, and that it is not."""
+    known = dict(zip(AXES, proven))
+    return {
+        axis: placement if isinstance(placement, Shard) else Replicate()
+        for axis, placement in stated.items()
+        if isinstance(placement, Shard) or known[axis] is None or isinstance(known[axis], Shard)
+    }
 
 
 def _told_of(edits: Sequence[Tensor | None]) -> int:
@@ -553,12 +720,6 @@ def _unsaved(saved: tuple[Tensor, int]) -> Tensor:
             f"{tensor._version}, expected {version}"
         )
     return tensor
-
-
-def _role_of(registration: Registration) -> inference.Role:
-    if registration.kind == "tensor":
-        return "parameter gradient"
-    return "gradient" if registration.is_backward else "tensor"
 
 
 def _handed(leaf: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flex_model.distributed.inference import UNKNOWN, Splits
+from flex_model.hooks.tracking import Evidence
+from flex_model.layouts.follow import UNKNOWN, Pair
 
 if TYPE_CHECKING:
     from flex_model.hooks.registration import Registration
@@ -66,8 +67,7 @@ class RunContext:
         calls: By registration index: how often its editing function was called.
         random_calls: By registration index: fingerprint of the input -> call number, for calls that
             drew random numbers.
-        moves: By registration index: plans of a forward that tells nothing of others, for its
-            recomputation.
+        keys: Of its forwards (see ``layouts.memory``), for their recomputation.
         outer_error: The exception that was being handled when a direct call began; another one at
             its end is its own.
         ran_model: Whether the wrapped module was called in it.
@@ -88,7 +88,7 @@ class RunContext:
     consumed: bool = False
     calls: dict[int, int] = field(default_factory=dict)
     random_calls: dict[int, dict[int, int]] = field(default_factory=dict)
-    moves: dict[int, dict[Any, Any]] = field(default_factory=dict)
+    keys: set[int | None] = field(default_factory=set)
     pending: list[PendingRecord] = field(default_factory=list)
     outer_error: BaseException | None = None
     ran_model: bool = False
@@ -109,6 +109,9 @@ class RunContext:
         )
 
 
+NOTHING = Evidence()
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One call of one hook.
@@ -118,11 +121,8 @@ class Call:
         is_replay: Whether the model is computed once more during backward (checkpointing).
         number: Which call of this hook in one forward of the wrapped model; None in a replay, which
             may come in another order.
-        splits: How the tensor (of a backward hook: the activation) is split, as far as it is known.
-        is_followed: Whether its forward is, or was, followed, and ``splits`` is all there is to be
-            known.
-        activation: Of a backward hook: the fingerprint of the activation, where its layout may not
-            be known yet.
+        evidence: What is known of how the tensor (of a backward hook: the activation) is placed.
+        stated: Placements that a DTensor states, along the axes that its mesh has.
     """
 
     registration: Registration
@@ -130,9 +130,8 @@ class Call:
     run: RunContext
     is_replay: bool = False
     number: int | None = 0
-    splits: Splits = UNKNOWN
-    is_followed: bool = False
-    activation: Tensor | None = None
+    evidence: Evidence = NOTHING
+    stated: Pair = UNKNOWN
 
     @property
     def records(self) -> bool:

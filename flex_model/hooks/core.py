@@ -45,8 +45,10 @@ from flex_model.hooks.remembered_runs import RememberedRuns, backward_task
 from flex_model.hooks.save_context import SentToAll
 from flex_model.hooks.step import Step
 from flex_model.hooks.table import EVERYTHING, Choice, HookTable, describe_choice
-from flex_model.hooks.tracking import Tracking
+from flex_model.hooks.tracking import Evidence, Follow, Tracking
 from flex_model.integrations import compiled, context_parallel
+from flex_model.layouts import follow
+from flex_model.layouts.sources import BatchDim
 from flex_model.names import clean
 from flex_model.outputs import Records
 from flex_model.parameters import Parameters
@@ -80,6 +82,8 @@ class HookCore:
         timeout_s: float,
         step: Step | None = None,
         save_ctx_on: str = "rank0",
+        batch_dim: BatchDim = 0,
+        follow: Follow = "new",
     ) -> None:
         self.module = module
         self.mesh = mesh
@@ -88,8 +92,10 @@ class HookCore:
         self.records = Records(output_ptr, self.channel, output_ranks, step)
         self.backward_order = BackwardOrder(output_ptr)
         self.backward_watch = BackwardWatch(self.channel)
-        self.parameters: Any = Parameters(module, self.channel)  # or a pipeline's
-        self.tracking = Tracking(module, self.channel)
+        self.tracking = Tracking(module, self.channel, batch_dim, follow)
+        self.parameters: Any = Parameters(  # or a pipeline's
+            module, self.channel, self.tracking.statements
+        )
         self.caller = HookCaller(
             self.channel,
             self.records,
@@ -102,7 +108,7 @@ class HookCore:
         self.caller.tells_edits = step is not None
         self.save_ctx, self.modules = save_ctx, modules
         # Must be alike on all ranks.
-        self._settings = (edit_on, output_ranks, mesh.describe(), save_ctx_on)
+        self._settings = (edit_on, output_ranks, mesh.describe(), save_ctx_on, batch_dim, follow)
         is_sent = save_ctx_on == "all" and edit_on == "rank0" and step is None
         if is_sent and not self.channel.is_local:
             self.caller.sent_to_all = SentToAll(self.channel, _device_of(module))
@@ -154,13 +160,11 @@ class HookCore:
         if compiled.num_compiled() != self._num_compiled:
             self._look_for_compiled()
         registrations = self.table.register(function, kind, targets, *args, **kwargs)
-        self.tracking.hooks_changed()
         if kind in ("forward", "forward_pre"):
             self._not_called_yet.update((r.index, r) for r in registrations)
         if kind == "tensor":
-            for parameter in targets:
-                split = self.parameters.split_of_gradient(function.module_name)
-                registrations[0].splits[0, parameter.dim()] = (None, split)
+            for _ in targets:
+                registrations[0].parameter = self.parameters.placements_of(function.module_name)
         function.save_ctx, function.modules = self.save_ctx, self.modules
         return registrations
 
@@ -229,7 +233,9 @@ class HookCore:
             run = core.run
             if module is not core.module or run is None or _in_backward() or core._refusal():
                 return
-            core.tracking.end()
+            error = sys.exc_info()[1]
+            error = None if error is run.outer_error else error
+            core.tracking.end(output, failed=error is not None)
             run.ran_model = True
             if core.table.acts_in_backward and core.step is None:
                 core.graphs.watch(run, output)
@@ -238,8 +244,7 @@ class HookCore:
                 return
             run.direct_depth -= 1
             if not run.direct_depth:
-                error = sys.exc_info()[1]
-                core.end(run, None if error is run.outer_error else error)
+                core.end(run, error)
 
         begin.begins_runs_of = core  # type: ignore[attr-defined]
         begin, end = compiled.outside_graphs(begin), compiled.outside_graphs(end)
@@ -337,7 +342,11 @@ class HookCore:
 
     def _agree_on_hooks(self, active: int) -> None:
         registrations = self.table.registrations
-        digest = site_hash(*(registration.site for registration in registrations), *self._settings)
+        digest = site_hash(
+            *(registration.site for registration in registrations),
+            *self._settings,
+            self.tracking.statements.digest,
+        )
         if digest == self._agreed_hooks:
             return
         names = "; ".join(
@@ -402,6 +411,8 @@ class HookCore:
             self.session.run_ended(all(r.kind not in gradients for r in self.table.registrations))
 
     def _batch_failed(self) -> None:
+        """Of a run that failed nothing is kept, nor what it showed of layouts."""
+        self.tracking.forget()
         if self.session is not None:
             self.session.run_failed()
 
@@ -448,6 +459,7 @@ class HookCore:
         """Bring records to where they are kept; the next run draws other numbers if edits drew."""
         consumed = run.consumed
         if not self.channel.is_local:
+            self.tracking.finish()
             consumed = self.records.join(run, kind, self.caller.move)
         run.consumed = False
         if consumed:
@@ -569,16 +581,10 @@ class HookCore:
     ) -> Any:
         try:
             number = self.tracking.number(registration)
-            with self.tracking.paused():
+            with follow.paused():
                 leaf = registration.leaf(tree)
-                call = Call(
-                    registration,
-                    module,
-                    run,
-                    number=number,
-                    splits=self.tracking.splits(leaf),
-                    is_followed=self.tracking.is_following,
-                )
+                evidence = self.tracking.evidence(registration, leaf, number)
+                call = Call(registration, module, run, number=number, evidence=evidence)
                 return self._tree_after(call, leaf, tree)
         except Exception as error:
             self.hook_failed(registration, error)
@@ -609,8 +615,13 @@ class HookCore:
                 )
             if registration.index not in run.active:
                 return tree
-            call = Call(registration, module, run, is_replay=True, number=None)
-            return self._tree_after(call, registration.leaf(tree), tree)
+            with follow.paused():
+                leaf = registration.leaf(tree)
+                evidence = self.tracking.evidence_of_replay(registration, leaf, ())
+                call = Call(
+                    registration, module, run, is_replay=True, number=None, evidence=evidence
+                )
+                return self._tree_after(call, leaf, tree)
         except Exception as error:
             if type(error).__name__ == _STOPS_RECOMPUTATION or self.channel.is_local:
                 raise
@@ -638,6 +649,7 @@ class HookCore:
         next exchange; in a backward pass at its end, for FSDP2 and DDP leave one that is left in
         its middle unfinished. In a step of a pipeline: when it is over.
         """
+        self.tracking.forget()
         text = registration.failure(error)
         if self.step is not None:
             self._fail_in_step(self.step, text, error)
@@ -680,13 +692,17 @@ class HookCore:
         )
         module_ref = weakref.ref(module)
         graph = self.graphs.add(run)
-        splits, is_followed = self.tracking.splits(leaf), self.tracking.is_following
-        with self.tracking.paused():
-            activation = self.caller.fingerprint(registrations, leaf)
         numbers = [
             None if _in_backward() else self.tracking.number(registration)
             for registration in registrations
         ]
+        with follow.paused():
+            evidences = [
+                self.tracking.evidence_of_replay(registration, leaf, run.keys)
+                if number is None
+                else self.tracking.evidence(registration, leaf, number)
+                for registration, number in zip(registrations, numbers)
+            ]
 
         def handler(grad: Tensor | None) -> Tensor | None:
             module = module_ref()
@@ -694,30 +710,42 @@ class HookCore:
                 return grad
             graph.enter()
             self._expect_end_of_backward(run)
-            for registration, number in zip(registrations, numbers):
+            for registration, number, evidence in zip(registrations, numbers, evidences):
                 if self.channel.held is not None:
                     break
-                call = Call(
-                    registration,
-                    module,
-                    run,
-                    number=number,
-                    splits=splits,
-                    is_followed=is_followed,
-                    activation=activation,
-                )
+                call = Call(registration, module, run, number=number, evidence=evidence)
                 name = registration.hook_function.record_name
                 position = self.backward_order.position(name)
                 try:
                     self._check_batch_open(run)
-                    grad = self.caller.summed(grad)
-                    grad = self.caller.gradient(call, grad)
+                    with follow.paused():
+                        grad = self.caller.summed(grad)
+                        grad = self.caller.gradient(call, grad)
                     self.backward_order.note(name, position, run.batch)
                 except Exception as error:
                     self.hook_failed(registration, error)
             return grad
 
+        def at(edge: Tensor) -> None:
+            with follow.paused():
+                for evidence in evidences:
+                    evidence.move_to(edge)
+
+        handler.at = at  # type: ignore[attr-defined]
         return handler
+
+    def note_activations(self, registrations: Sequence[Registration], tree: Any) -> None:
+        """A forward without gradients comes by hooks on gradients, which a recomputation of it may
+        call: how their activations are placed. Local.
+        """
+        if not self.tracking.is_following or _in_backward():
+            return
+        with follow.paused():
+            for registration in registrations:
+                with contextlib.suppress(HookError):  # no tensor there, so no gradient either
+                    leaf = registration.leaf(tree)
+                    number = self.tracking.number(registration)
+                    self.tracking.evidence(registration, leaf, number)
 
     def _lone_run(self) -> RunContext:
         """For a part of the model that is called on its own: the nodes since the last run are its
@@ -743,7 +771,9 @@ class HookCore:
             try:
                 self._check_batch_open(run)
                 grad = self.caller.summed(grad)
-                grad = self.caller.parameter_gradient(Call(registration, None, run), grad)
+                evidence = Evidence(key=self.tracking.num_followed)
+                call = Call(registration, None, run, evidence=evidence)
+                grad = self.caller.parameter_gradient(call, grad)
             except Exception as error:
                 self.hook_failed(registration, error)
         return grad
@@ -794,6 +824,7 @@ class HookCore:
                 if session is not None:
                     session.backward_ends(run.entry)
             except BaseException as error:
+                core.tracking.forget()
                 core.interrupted(error)
                 raise
 

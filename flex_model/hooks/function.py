@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from flex_model.distributed.inference import check_expected_shape
+from flex_model.layouts.resolve import check_expected_shape
+from flex_model.layouts.statements import placements_of
 from flex_model.selection import Select
 
 if TYPE_CHECKING:
@@ -38,11 +39,9 @@ class HookFunction:
         module_name: The module, as ``named_modules`` of the wrapped model says it, with or without
             the names that DDP, FSDP and their like put in between; ``""`` is the model itself. A
             parameter's name for ``register_hook``.
-        expected_shape: Shape of the full tensor; None for sizes that are not known or not sharded.
-            Needed only where the layout of a sharded plain tensor can't be inferred; given, it is
-            checked. Under data parallelism dim 0 is the global batch; a tensor whose dim 0 is
-            something else, shared by all data-parallel ranks (a positional embedding), needs its
-            own shape here.
+        expected_shape: Shape of the full tensor, to be checked; None for sizes that are not. It
+            settles no layout: what is not proven is stated with ``placements`` or
+            ``FlexModel.annotate_layout``. Rows of the batch are those of all data-parallel ranks.
         editing_function: ``(current_module, inputs, save_ctx, modules) -> Tensor | None``.
             ``inputs`` is the full tensor, a plain ``torch.Tensor``, the same on every rank. It may
             be edited in place, returned, or replaced by a tensor of its shape, dtype and device;
@@ -64,6 +63,10 @@ class HookFunction:
         select: The part of the tensor that is needed (``flex_model.Select``): only that is moved,
             handed over and recorded, and an edit of it goes back to its place. Of several tensors:
             one for all, or a list of one for each.
+        placements: How the tensor is placed over the ranks, where that can't be proven: a dict by
+            axis, such as ``{"tp": Shard(2)}``, of placements of ``torch.distributed.tensor``. As
+            ``FlexModel.annotate_layout``, for this hook's own tensor: of a hook on gradients, for
+            the gradient. Against a proof it is an error.
         record: Whether tensors are recorded in ``output_ptr``. An edit alone is faster: a copy of
             each tensor is neither made nor kept.
         parameters: Names of parameters of the wrapped model that the function needs in full; they
@@ -88,6 +91,7 @@ class HookFunction:
         parameters: Iterable[str] = (),
         select: Select | Sequence[Select | None] | None = None,
         record: bool = True,
+        placements: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(module_name, str):
             raise TypeError(
@@ -127,6 +131,7 @@ class HookFunction:
         self.output_name = output_name
         self.select: Any = select
         self.record = bool(record)
+        self.placements = placements_of(placements)
         self.parameter_names = _names_of_parameters(parameters)
         self.parameters: dict[str, Tensor] = {}
         self.save_ctx: Namespace | None = None
@@ -150,6 +155,7 @@ class HookFunction:
             parameters=self.parameter_names,
             select=select,
             record=self.record,
+            placements=self.placements,
         )
 
     @property
@@ -178,6 +184,8 @@ class HookFunction:
             parts.append(f"select={self.select}")
         if not self.record:
             parts.append("record=False")
+        if self.placements:
+            parts.append(f"placements={self.placements}")
         return f"HookFunction({', '.join(parts)})"
 
 

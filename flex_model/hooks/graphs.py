@@ -117,11 +117,6 @@ class Graphs:
 
     # Backward.
 
-    @property
-    def is_serving(self) -> bool:
-        """Whether a backward goes on that came to one of these graphs."""
-        return bool(self._served)
-
     def enter(self, graph: Graph) -> None:
         """A backward comes to a graph: its hooks that are gone are there until the pass ends."""
         task = backward_task()

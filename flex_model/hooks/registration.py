@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from flex_model import _C
 from flex_model.distributed.header import site_hash
-from flex_model.distributed.inference import ExpectedShape
 from flex_model.distributed.plain import kind_of
 from flex_model.errors import HookError, UnpackIndexError
 from flex_model.hooks.function import HookFunction
+from flex_model.layouts.follow import UNKNOWN, Pair
+from flex_model.layouts.resolve import ExpectedShape, Site
 from flex_model.selection import Select
 
 if TYPE_CHECKING:
@@ -59,9 +60,7 @@ class Registration:
         site: Stands for it in headers: ranks that differ in any of it must not talk of one site.
         seed: Its part of the seeds of its calls: the same on any sharding.
         moves: Plans by what all ranks hold: ``(call number, shapes, dtype, ...) -> Move``.
-        splits: How the tensor is split, as the ranks agreed on it before, by call number and number
-            of dims; of a backward hook, the activation whose gradient it sees.
-        shapes: Of a backward hook: local shapes of activations whose values were looked at.
+        parameter: Of a hook on a parameter's gradient: how the parameter is placed.
         expected_shape: What the tensors handed to the hook must have: the function's, or in a
             pipeline a micro-batch's part of it.
         split_dim: In a pipeline: along which dim micro-batches divide the tensor; None: they don't.
@@ -82,8 +81,7 @@ class Registration:
     moment: Moment = "computed"
     hook: _C.Hook = field(init=False)
     moves: dict[Any, Any] = field(default_factory=dict)
-    splits: dict[tuple[int, int], Any] = field(default_factory=dict)
-    shapes: set[Any] = field(default_factory=set)
+    parameter: Pair = UNKNOWN
     expected_shape: ExpectedShape = field(init=False)
     split_dim: int | None = None
     places: list[ModuleSite] = field(default_factory=list)
@@ -149,9 +147,17 @@ class Registration:
         return self.kind in ("full_backward", "full_backward_pre")
 
     @property
-    def batch_on_dp(self) -> bool:
-        """Whether dim 0 is the batch, of which data-parallel ranks hold different rows."""
-        return self.kind != "tensor"
+    def layout_site(self) -> Site:
+        """For messages about its tensor's layout."""
+        kinds = {
+            "forward": "forward",
+            "full_backward_pre": "forward",
+            "forward_pre": "forward_pre",
+            "full_backward": "forward_pre",
+            "tensor": "parameter",
+        }
+        index = self.hook_function.unpack_idx
+        return Site(self.describe(), self.name, kinds[self.kind], index)
 
     def leaf(self, tree: Any) -> Tensor:
         """The tensor that the hook is about.

@@ -51,6 +51,13 @@ class _Edge(Function):
         return ctx.handler(grad), None, None
 
 
+def _put_edge(leaf: Tensor, handler: Any, passes_through: bool) -> Tensor:
+    """The tensor that goes on, whose gradient ``handler`` gets."""
+    edge = _Edge.apply(leaf, handler, passes_through)
+    handler.at(edge)
+    return edge
+
+
 _numbers = itertools.count()
 
 
@@ -83,6 +90,7 @@ class SiteOwner(Protocol):
     ) -> Tensor: ...
     def refuse_parameter_hooks(self, registration: Registration, error: Exception) -> None: ...
     def hook_failed(self, registration: Registration, error: Exception) -> None: ...
+    def note_activations(self, registrations: Sequence[Registration], tree: Any) -> None: ...
     def chosen_now(self, registrations: Sequence[Registration]) -> Sequence[Registration]: ...
 
 
@@ -223,13 +231,14 @@ class ModuleSite:
         if len(self._entered) > _MAX_DEPTH:  # calls that a recomputation broke off
             del self._entered[0]
         if not torch.is_grad_enabled():
+            self._note_activations("full_backward", tree)
             return tree
         for index, registrations in self._by_tensor("full_backward"):
             leaf = self._leaf(registrations[0], tree)
             if leaf is None or not leaf.requires_grad:
                 continue
             handler = self._owner.backward_handler(registrations, module, leaf)
-            edge = _Edge.apply(leaf, handler, False)
+            edge = _put_edge(leaf, handler, False)
             entered.append((leaf, edge, edge._version))
             tree = _C.replace_leaf(tree, index, edge)
         return tree
@@ -247,6 +256,7 @@ class ModuleSite:
 
     def _put_output_edges(self, module: nn.Module, output: Any, inputs: Any) -> Any:
         if not torch.is_grad_enabled():
+            self._note_activations("full_backward_pre", output)
             return output
         given = None
         for index, registrations in self._by_tensor("full_backward_pre"):
@@ -256,9 +266,13 @@ class ModuleSite:
             if given is None:
                 given = {id(tensor) for tensor in _C.flatten(inputs)[0]}
             handler = self._owner.backward_handler(registrations, module, leaf)
-            edge = _Edge.apply(leaf, handler, id(leaf) in given)
+            edge = _put_edge(leaf, handler, id(leaf) in given)
             output = _C.replace_leaf(output, index, edge)
         return output
+
+    def _note_activations(self, kind: str, tree: Any) -> None:
+        for _, registrations in self._by_tensor(kind):
+            self._owner.note_activations(registrations, tree)
 
     def _leaf(self, registration: Registration, tree: Any) -> Tensor | None:
         try:

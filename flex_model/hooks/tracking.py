@@ -1,13 +1,12 @@
-"""When layouts are followed through a forward: in the first ones after hooks were registered, until
-every active hook's layout was settled.
-"""
+"""Which forwards are followed, and what is known of the tensors that hooks meet in them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,93 +14,260 @@ from torch import Tensor, nn
 from flex_model.distributed import values
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.header import Header, site_hash
-from flex_model.distributed.inference import UNKNOWN, Splits
-from flex_model.distributed.layout import Replicate, Shard, ShardLayout
-from flex_model.distributed.mesh import Mesh
-from flex_model.distributed.propagation import Split
-from flex_model.distributed.tracking import LayoutTracker, named_weights, tensors_of
+from flex_model.distributed.layout import Placement, Replicate, ShardLayout
+from flex_model.errors import agreed
 from flex_model.hooks.registration import Registration
-from flex_model.integrations import compiled, dtensor, layers
+from flex_model.integrations import compiled, dtensor
+from flex_model.layouts import follow
+from flex_model.layouts.encoding import encode
+from flex_model.layouts.exchange import exchange_chunks
+from flex_model.layouts.follow import UNKNOWN, Follower, Pair
+from flex_model.layouts.kept import KeptTensors
+from flex_model.layouts.memory import Conditions, ForwardLayouts, Key, LayoutMemory, Place
+from flex_model.layouts.sources import (
+    BatchDim,
+    Constants,
+    Inputs,
+    Weights,
+    leaves,
+    named_inputs,
+    stated_by_dtensor,
+    states_of,
+)
+from flex_model.layouts.statements import Statement, Statements
 
-_MAX_FORWARDS = 8  # for hooks whose module is not reached, or whose layout nothing settles
-_SAMPLE = 4096  # elements of a weight that are compared between ranks
 _MAX_DIMS = 16
+_MOST_GRAPHS = 4
+Follow = Literal["new", "always"]
 
 
 @dataclass(eq=False)
-class FollowedForward:
-    """What is known of the forward that goes on.
+class Evidence:
+    """What is known of how one tensor of a hook is placed.
+
+    Attributes:
+        key: Of its forward; None outside of forwards of the wrapped model.
+        pair: Placements along dp and tp; of a followed forward once the ranks have compared it.
+        gradient: Those of its gradient, where they are known without its backward.
+        obstacles: By axis that is not known: the operation at which that began.
+        follower: Of its forward, as long as that goes on.
+        graph: Of its forward, if that was followed: it follows the backward too.
+        value: What stands for the tensor in it; ``edited`` for what a hook put in its place.
+        is_passing: Whether a gradient was settled by a part of its backward.
+    """
+
+    key: int | None = None
+    pair: Pair = UNKNOWN
+    gradient: Pair = UNKNOWN
+    follower: Follower | None = None
+    graph: Follower | None = None
+    place: Place | None = None
+    value: Any = None
+    edited: Any = None
+    needs_gradient: bool = False
+    is_passing: bool = False
+    obstacles: dict[str, str] = field(default_factory=dict)
+
+    def move_to(self, edge: Tensor) -> None:
+        """The gradient that counts is that of this tensor, which goes on in its place. Local."""
+        if self.graph is not None:
+            self.value = self.graph.value(edge)
+
+    @property
+    def placements(self) -> Pair:
+        return self.pair if self.follower is None else self.follower.placements(self.value)
+
+
+@dataclass(eq=False)
+class Forward:
+    """The forward of the wrapped model that goes on.
 
     Attributes:
         depth: Of the wrapped module's calls inside itself.
+        states: Of its arguments those that are objects which it may change, such as caches.
         numbers: By registration index: how often the hook was called.
-        tells: Whether what it shows holds for other forwards, too: not where all data-parallel
-            ranks were given the same, and which of these inputs has the batch's rows is not known.
+        layouts: Of a forward that is not followed: those of the one that was.
+        seen: Of a followed one: what hooks met, for the layouts to remember.
+        parameters: Hooks on gradients of parameters that tensor-parallel ranks share.
     """
 
-    tracker: LayoutTracker | None = None
     depth: int = 0
-    tells: bool = True
+    states: list[Any] = field(default_factory=list)
     numbers: dict[int, int] = field(default_factory=dict)
+    key: Key | None = None
+    follower: Follower | None = None
+    is_over: bool = True
+    layouts: ForwardLayouts | None = None
+    seen: dict[Place, tuple[Evidence, tuple[int, ...]]] = field(default_factory=dict)
+    stack: ExitStack | None = None
+    parameters: list[Registration] = field(default_factory=list)
 
 
 class Tracking:
-    """Of one wrap. ``begin`` and ``end`` bracket a forward of the wrapped module.
+    """Of one FlexModel. ``begin`` and ``end`` bracket a forward of the wrapped module.
 
     Attributes:
         forward: Exchanged with that of another batch where several are under way.
+        statements: What the user states with ``annotate_layout``.
     """
 
-    def __init__(self, root: nn.Module, channel: Channel) -> None:
+    def __init__(
+        self, root: nn.Module, channel: Channel, batch_dim: BatchDim, follow: Follow
+    ) -> None:
         self._root = root
         self._channel = channel
-        self._forwards_left = 0
-        self.forward = FollowedForward()
+        self._inputs = Inputs(batch_dim)
+        self._follow = follow
+        self._memory = LayoutMemory()
+        self._num_followed = 0
+        self._conditions: Conditions | None = None
+        self._constants = Constants(root)
+        self._kept = KeptTensors()
+        self.statements = Statements(root)
+        self.forward = Forward()
+        self.last: Follower | None = None  # the forward that was followed last
+        self._last_values: dict[Place, Any] = {}  # and what hooks met in it
+        # Followed forwards whose backward may tell of parameters, the newest last.
+        self._graphs: deque[tuple[int, Follower]] = deque(maxlen=_MOST_GRAPHS)
 
-    def hooks_changed(self) -> None:
-        """There may be layouts to find."""
-        self._forwards_left = _MAX_FORWARDS
+    def state(self, statement: Statement) -> None:
+        """The user states how tensors are placed; forwards are followed anew. Local.
 
-    def begin(self, args: Any, kwargs: Any, active: Iterable[Registration]) -> None:
-        """A forward of the wrapped module begins. Collective where layouts are to be found."""
+        Raises:
+            ValueError: the model states otherwise.
+        """
+        refuted = self._weights().refuted(statement) if statement.kind == "parameter" else ""
+        if refuted:
+            raise ValueError(refuted)
+        self.statements.add(statement)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forwards are followed anew: something else is stated, or a run has failed. Local."""
+        self._memory.clear()
+        self._conditions = None
+
+    def begin(self, args: Any, kwargs: Any, active: Iterable[Registration], part: int = 0) -> None:
+        """A forward of the wrapped module begins. Collective over the grid where hooks on its
+        activations are active.
+
+        Args:
+            part: Which of the wrapped modules runs, where they are several stages of a pipeline.
+        """
         self.forward.depth += 1
         if self.forward.depth > 1:
             return
-        self.forward.numbers.clear()
-        self.forward.tells = True
-        if self._is_wanted(active):
-            tracker = LayoutTracker(self._channel.mesh)
-            self.seed(tracker, list(tensors_of((args, kwargs))))
-            self._forwards_left -= self.forward.tells
-            tracker.__enter__()
-            self.forward.tracker = tracker
+        forward = self.forward = Forward(depth=1, states=states_of(args, kwargs))
+        if self._channel.is_local:
+            return
+        active = list(active)
+        forward.parameters = [r for r in active if self._asks_for_replicas(r)]
+        sites = [r.site for r in active if r.kind != "tensor" or r in forward.parameters]
+        if not sites:
+            return
+        if self._conditions is None:
+            self._conditions = Conditions(self._root)
+        form, sizes = self._conditions.form(args, kwargs, site_hash(part, *sites))
+        words = self._memory.words(form, sizes)
+        header = Header("inputs", site=site_hash(part, *sites), shape=words)
+        headers = self._channel.agree(header, "the start of a forward")
+        forward.key, forward.layouts = self._memory.begin([other.shape for other in headers])
+        layouts = forward.layouts
+        if layouts is None or layouts.asks_for_gradients() or self._follow == "always":
+            forward.layouts = None
+            self._begin_to_follow(forward, args, kwargs)
 
-    def end(self) -> None:
-        """The forward that began last is over."""
-        self.forward.depth = max(0, self.forward.depth - 1)
-        if self.forward.depth == 0:
-            self._leave()
+    def _asks_for_replicas(self, registration: Registration) -> bool:
+        """Whether the operations must tell how a parameter's gradient is placed along tp."""
+        if registration.kind != "tensor" or registration.parameter[1] != Replicate():
+            return False
+        mesh = self._channel.mesh
+        return mesh.tp_size > 1 and any(
+            (stated_by_dtensor(parameter, mesh) or (None, None))[1] is None
+            for parameter in registration.living_targets
+        )
+
+    def _begin_to_follow(self, forward: Forward, args: Any, kwargs: Any) -> None:
+        follower = self.follower()
+        self.seed(follower, args, kwargs)
+        self._num_followed += 1
+        forward.follower, forward.is_over = follower, False
+        with ExitStack() as stack:
+            stack.enter_context(compiled.nothing_compiled())
+            stack.enter_context(follower)
+            forward.stack = stack.pop_all()
+
+    def follower(self) -> Follower:
+        """One that knows the model's weights. Local."""
+        mesh, weights = self._channel.mesh, self._weights()
+        return Follower(self._root, mesh, self.statements, weights, self._kept.source)
+
+    def _weights(self) -> Weights:
+        return Weights(self._root, self._channel.mesh, self.statements, self._constants)
+
+    def end(self, output: Any = None, failed: bool = False) -> None:
+        """The forward that began last is over. Collective where it was followed and has not failed
+        on any rank.
+        """
+        forward = self.forward
+        forward.depth = max(0, forward.depth - 1)
+        if forward.depth == 0:
+            self._leave(forward)
+            if not failed:
+                self.finish(output)
+                if forward.layouts is not None:
+                    left = _tensors([forward.states, output])
+                    self._kept.note_state(left, forward.layouts.state)
+
+    def finish(self, output: Any = None) -> None:
+        """Conclude what the followed forward has shown. Collective where there was one."""
+        forward = self.forward
+        if forward.follower is None or forward.is_over:
+            return
+        forward.is_over = True
+        forward.follower.note_outputs(output)
+        self._compare(forward.follower)
+        self.last = forward.follower
+        self._last_values = {place: seen.value for place, (seen, _) in forward.seen.items()}
+        follower, layouts = forward.follower, ForwardLayouts()
+        of_gradients: dict[Place, tuple[Any, Evidence | None]] = {}
+        for place, (evidence, shape) in forward.seen.items():
+            evidence.obstacles = follower.obstacles(evidence.value)
+            evidence.pair, evidence.follower = evidence.placements, None
+            layouts.pairs[place], layouts.shapes[place] = evidence.pair, shape
+            if evidence.needs_gradient:
+                value = evidence.value if evidence.edited is None else evidence.edited
+                of_gradients[place] = value, evidence
+        assert forward.key is not None
+        if forward.parameters and torch.is_grad_enabled():
+            self._graphs.append((forward.key.forward, follower))
+            for registration in forward.parameters:
+                of_weight = _weight_in(follower, registration)
+                if of_weight is not None:
+                    of_gradients[Place(registration.site, 0)] = of_weight, None
+        self._note_gradients(follower, layouts, of_gradients)
+        left = _tensors([forward.states, output])
+        layouts.state = [follower.placements(follower.value(tensor)) for tensor in left]
+        self._kept.note(follower)
+        self._memory.remember(forward.key, layouts)
+        forward.seen.clear()
 
     def reset(self) -> None:
         """A run begins or is over, whatever became of its forwards."""
-        self.forward.depth = 0
-        self.forward.numbers.clear()
-        self._leave()
+        self._leave(self.forward)
+        self.forward = Forward()
 
-    def _leave(self) -> None:
-        if self.forward.tracker is not None:
-            tracker, self.forward.tracker = self.forward.tracker, None
-            tracker.__exit__(None, None, None)
-
-    def _is_wanted(self, active: Iterable[Registration]) -> bool:
-        return (
-            not self._channel.is_local
-            and self._forwards_left > 0
-            and any(r.kind != "tensor" and not r.splits for r in active)
-            and not compiled.is_compiled(self._root)
-        )
+    def _leave(self, forward: Forward) -> None:
+        stack, forward.stack = forward.stack, None
+        if stack is not None:
+            stack.close()
 
     # What hooks ask.
+
+    @property
+    def is_following(self) -> bool:
+        """Whether the forward that goes on is followed."""
+        return self.forward.follower is not None and not self.forward.is_over
 
     def number(self, registration: Registration) -> int:
         """Which call of the hook this is in the forward that goes on."""
@@ -109,125 +275,241 @@ class Tracking:
         self.forward.numbers[registration.index] = number + 1
         return number
 
-    @property
-    def is_following(self) -> bool:
-        """Whether the forward that goes on is followed."""
-        return self.forward.tracker is not None
+    def evidence(self, registration: Registration, tensor: Tensor, number: int) -> Evidence:
+        """What is known of a tensor that a hook meets. Local.
+
+        Raises:
+            HookError: the forward does other things than the one before with inputs like these.
+        """
+        forward = self.forward
+        if forward.key is None or self._channel.is_local or tensor.is_nested:
+            return Evidence()
+        place, shape = Place(registration.site, number), tuple(tensor.shape)
+        if forward.follower is None:
+            assert forward.layouts is not None
+            pair = forward.layouts.check(place, shape, registration.describe())
+            layouts = forward.layouts
+            gradient = layouts.gradients.get(place, UNKNOWN)
+            known = Evidence(forward.key.forward, pair, gradient, place=place)
+            if None in gradient and layouts.graph is not None:
+                known.graph, known.value = layouts.graph, layouts.values.get(place)
+            return known
+        key = forward.key.forward
+        if self._follow == "always":
+            key = site_hash(key, self._num_followed)
+        evidence = Evidence(
+            key,
+            follower=forward.follower,
+            graph=forward.follower,
+            place=place,
+            value=forward.follower.value(tensor),
+            needs_gradient=torch.is_grad_enabled()
+            and (registration.is_backward or registration.edits),
+        )
+        forward.seen[place] = evidence, shape
+        return evidence
+
+    def proof(self, registration: Registration) -> dict[str, list[str]]:
+        """By axis: the operations that show how the hook's tensor is placed, of its first call in
+        the forward that was followed last. Local.
+        """
+        value = self._last_values.get(Place(registration.site, 0))
+        if self.last is None or value is None:
+            return {}
+        found = {axis: self.last.proofs.why(value, axis) for axis in self.last.proofs.along}
+        return {axis: steps for axis, steps in found.items() if steps}
+
+    def evidence_of_replay(
+        self, registration: Registration, tensor: Tensor, keys: Iterable[int | None]
+    ) -> Evidence:
+        """What is known of a tensor of a hook in a forward that is computed once more, whichever
+        call of it this is: what all calls in the forwards of these keys agree on. Local.
+        """
+        pairs = {pair for key in keys for pair in self._memory.pairs(key, registration.site)}
+        known = Evidence(next(iter(keys), None), pairs.pop()) if len(pairs) == 1 else Evidence()
+        graph = next((one for one in follow.recording() if one.is_of(self._root)), None)
+        if graph is not None:
+            known.graph, known.value = graph, graph.value(tensor)
+        return known
+
+    def prove(self, evidence: Evidence) -> Pair:
+        """The placements of a tensor of a hook, now. Collective where its forward is followed."""
+        if evidence.follower is not None and not self.forward.is_over:
+            with follow.paused(evidence.follower):
+                self._compare(evidence.follower)
+            evidence.obstacles = evidence.follower.obstacles(evidence.value)
+        return evidence.placements
+
+    def _note_gradients(
+        self,
+        follower: Follower,
+        layouts: ForwardLayouts,
+        values: Mapping[Place, tuple[Any, Evidence | None]],
+    ) -> None:
+        """What the forward alone tells of gradients. Collective where there are such places."""
+        pairs = self._agreed([follower.gradient_placements(value) for value, _ in values.values()])
+        for (place, (value, evidence)), pair in zip(values.items(), pairs):
+            layouts.gradients[place], layouts.values[place] = pair, value
+            if evidence is not None:
+                evidence.gradient = pair
+            if None in pair:
+                layouts.graph = follower
+
+    def _agreed(self, pairs: Sequence[Pair]) -> list[Pair]:
+        """What all ranks of the grid have proven alike; None elsewhere: each rank's proofs are
+        about its own line of ranks. Collective where there are any.
+        """
+        if not pairs:
+            return []
+        rows = torch.tensor([[site_hash(encode(one)) for one in pair] for pair in pairs])
+        header = Header("inputs", site=site_hash("gradients", len(pairs)))
+        with self._channel.uncounted():
+            self._channel.agree(header, f"the layouts of {len(pairs)} gradients")
+            table = self._channel.exchange(rows).tolist()
+        agreed_pairs: list[Pair] = []
+        for i, pair in enumerate(pairs):
+            dp, tp = (
+                one if all(rank[i][axis] == table[0][i][axis] for rank in table) else None
+                for axis, one in enumerate(pair)
+            )
+            agreed_pairs.append((dp, tp))
+        return agreed_pairs
+
+    def prove_gradient(self, evidence: Evidence) -> Pair:
+        """The placements of the gradient of a tensor of a hook, in a backward. Collective where the
+        forward was followed, and they are not known without the backward.
+        """
+        graph = evidence.graph
+        if graph is None or None not in evidence.gradient:
+            return evidence.gradient
+        value = evidence.value if evidence.edited is None else evidence.edited
+        gradient, of_part = self._of_backward(graph, value)
+        if evidence.place is not None:
+            self._memory.note_gradient(evidence.key, evidence.place, gradient)
+        evidence.is_passing = None in gradient
+        return of_part if evidence.is_passing else gradient
+
+    def _of_backward(self, graph: Follower, value: Any) -> list[Pair]:
+        """Of the gradient of a value, by what has run of the backward: all that hands gradients to
+        it, or what of that has run. Collective.
+        """
+        with follow.paused(graph):
+            exchange_chunks(self._channel, graph)
+        found = [graph.gradient_placements(value, partly) for partly in (False, True)]
+        return self._agreed(found)
+
+    def prove_parameter_gradient(self, registration: Registration) -> Pair:
+        """Of the gradient of a hook's parameter, what the graphs of the last followed forwards
+        agree on. Collective.
+        """
+        known: set[Placement] = set()
+        for key, graph in self._graphs:
+            value = _weight_in(graph, registration)
+            if value is not None:
+                gradient, _ = self._of_backward(graph, value)
+                self._memory.note_gradient(key, Place(registration.site, 0), gradient)
+                if gradient[1] is not None:
+                    known.add(gradient[1])
+        return None, known.pop() if len(known) == 1 else None
+
+    def gradient_obstacle(self, evidence: Evidence, axis: str) -> str:
+        """Why a gradient's placement along ``axis`` is not known; empty where nothing tells."""
+        proofs = None if evidence.graph is None else evidence.graph.proofs.along.get(axis)
+        return "" if proofs is None else proofs.gradients.obstacle(evidence.value)
 
     @property
-    def tells(self) -> bool:
-        """Whether what the forward shows holds for others, too."""
-        return self.forward.tells
+    def num_followed(self) -> int:
+        """How many forwards were followed so far."""
+        return self._num_followed
 
-    def splits(self, tensor: Tensor) -> Splits:
-        """How the tensor is split, as far as it was followed. Local."""
-        return UNKNOWN if self.forward.tracker is None else self.forward.tracker.splits(tensor)
+    def _compare(self, follower: Follower) -> None:
+        """Compare what the ranks have run. Collective.
 
-    def note(self, tensor: Tensor, layout: ShardLayout) -> None:
-        """What a hook found, or put in place of a tensor, is split like this. Local."""
-        if self.forward.tracker is not None:
-            self.forward.tracker.note_layout(tensor, layout)
+        Raises:
+            ValueError: what the user states is not so. On every rank.
+        """
+        exchange_chunks(self._channel, follower)
+        if not self.statements:
+            return
+        refuted = follower.proofs.refuted_statement()
+        verdicts = self._channel.exchange(torch.tensor([bool(refuted)]))
+        if bool(verdicts.any()):
+            raise agreed(ValueError(refuted or "a statement is refuted on another rank"))
 
-    def paused(self) -> AbstractContextManager[None]:
-        """What runs inside is no part of the model."""
-        return nullcontext() if self.forward.tracker is None else self.forward.tracker.paused()
+    def note(
+        self, evidence: Evidence, tensor: Tensor, original: Tensor, layout: ShardLayout
+    ) -> None:
+        """What a hook put in place of a tensor is placed like this. Local."""
+        if evidence.graph is not None and evidence.graph in follow.recording():
+            placed = evidence.graph.place_edited(tensor, original, (layout.dp, layout.tp))
+            evidence.edited = placed
 
     # What is known at the start.
 
-    def seed(self, tracker: LayoutTracker, inputs: list[Tensor]) -> None:
-        """Tell the tracker of the weights and of the run's inputs. Collective."""
+    def seed(self, follower: Follower, args: Any, kwargs: Any) -> None:
+        """Let the follower know the inputs. Collective.
+
+        Raises:
+            ValueError: whether an input holds rows of the batch can't be known. On every rank.
+        """
         mesh = self._channel.mesh
-        compared: list[Tensor] = []
-        for module, name, weight in named_weights(self._root):
-            splits = _of_weight(module, name, weight, mesh)
-            if splits is None:
-                compared.append(weight)
-            else:
-                tracker.note_parameter(weight, splits)
-        rows = [values.fingerprint(_sample(weight)) for weight in compared]
-        sketches = [_sketch(tensor) for tensor in inputs]
-        what = f"the start of a forward, with {len(inputs)} tensors as inputs"
-        header = Header("inputs", site=site_hash(len(compared), len(inputs)))
-        self._channel.agree(header, what)
-        if rows:
-            table = self._channel.exchange(torch.stack(rows)).tolist()
-            for i, weight in enumerate(compared):
-                told = values.Fingerprints.of(mesh, [rank[i] for rank in table])
-                equal = told.equal_along("tp")
-                tracker.note_parameter(weight, (Replicate(), Replicate() if equal else None))
-        if sketches:
-            table = self._channel.exchange(torch.stack(sketches)).tolist()
-            self._note_inputs(tracker, inputs, table)
-
-    def _note_inputs(
-        self, tracker: LayoutTracker, inputs: list[Tensor], table: list[list[list[int]]]
-    ) -> None:
-        mesh = self._channel.mesh
-        batch: Tensor | None = None  # the first input that has rows of it
-        found: list[tuple[Split, Split]] = []
-        for i, tensor in enumerate(inputs):
-            told = values.Fingerprints.of(mesh, [rank[i][:2] for rank in table])
-            shapes = [tuple(rank[i][3 : 3 + rank[i][2]]) for rank in table]
-            tp = (
-                Replicate() if told.equal_along("tp") and len(set(shapes)) <= mesh.dp_size else None
-            )
-            dp = _batch_dim(shapes, told)
-            if isinstance(dp, Shard) and dp.dim == 0 and batch is None:
-                batch = tensor
-            found.append((dp, tp))
-        if mesh.dp_size > 1 and all(dp == Replicate() for dp, _ in found):
-            # Every rank was given the same: rows of one batch all the same, which happen to be
-            # equal. In the next forward they may differ, and tell which input has the rows.
-            several = [tensor for tensor in inputs if tensor.dim() > 1]
-            candidates = several or [tensor for tensor in inputs if tensor.dim()]
-            sizes = {tensor.shape[0] for tensor in candidates}
-            if len(candidates) == 1 or (len(sizes) == 1 and sizes != {1}):
-                batch = candidates[0]
-            elif candidates:
-                self.forward.tells = False
-                found = [(None, tp) for _, tp in found]
-        rows = 0 if batch is None else batch.shape[0]
-        for tensor, splits in zip(inputs, found):
-            # Equal on all dp ranks, but with a row for every row of the batch: a mask of ones.
-            is_batch = tensor is batch or (rows > 1 and tensor.dim() and tensor.shape[0] == rows)
-            if splits[0] == Replicate() and is_batch and mesh.dp_size > 1:
-                splits = (Shard(0), splits[1])
-            tracker.note(tensor, splits)
+        inputs = named_inputs(self._root, args, kwargs)
+        with torch.no_grad():
+            sketches = [_sketch(tensor) for _, tensor, _ in inputs]
+        header = Header("inputs", site=site_hash("follow", len(inputs)))
+        self._channel.agree(header, f"a followed forward with {len(inputs)} tensors as inputs")
+        if not sketches:
+            return
+        table = self._channel.exchange(torch.stack(sketches)).tolist()
+        shapes, prints = [], []
+        for of_ranks in zip(*table):
+            shapes.append([tuple(row[3 : 3 + row[2]]) for row in of_ranks])
+            prints.append(values.Fingerprints.of(mesh, [row[:2] for row in of_ranks]))
+        passed = [i for i, (_, _, is_state) in enumerate(inputs) if not is_state]
+        of_root = self.statements.of_inputs()
+        along_dp: dict[int, Placement | None] = {}
+        if mesh.dp_size > 1:
+            line = mesh.members(("dp",), 0)
+            try:
+                found = self._inputs.along_dp(
+                    [inputs[i][0] for i in passed],
+                    [[shapes[i][place] for place in line] for i in passed],
+                    [prints[i].equal_along("dp") for i in passed],
+                    [i in of_root and of_root[i].dp is not None for i in passed],
+                )
+            except ValueError as error:
+                raise agreed(error) from None
+            along_dp = dict(zip(passed, found))
+        for i in passed:
+            name, tensor, _ = inputs[i]
+            dp: Placement | None = along_dp.get(i, Replicate())
+            tp: Placement | None = Replicate() if prints[i].equal_along("tp") else None
+            text = f"input {name!r}, tensor {i}"
+            if tp is None:
+                text += ", of which the tensor-parallel ranks were given other values"
+            stated = of_root.get(i)
+            if stated is not None:
+                dp, tp = stated.dp or dp, stated.tp or tp
+            follower.note_input(tensor, text, (dp, tp))
+        for i, (name, tensor, is_state) in enumerate(inputs):
+            # By contract as inputs are: counters in objects, such as the length of a cache.
+            if is_state and tensor.numel() <= 1 and self._kept.source(tensor) is None:
+                alike = [prints[i].equal_along(axis) for axis in ("dp", "tp")]
+                dp, tp = (Replicate() if equal else None for equal in alike)
+                follower.note_input(tensor, f"counter in {name!r}, tensor {i}", (dp, tp))
 
 
-def _batch_dim(shapes: list[tuple[int, ...]], told: values.Fingerprints) -> Split:
-    """Where an input is split over the data-parallel ranks: along dim 0, unless all have the same;
-    not known where other dims differ, as those of sequences that are not padded to one length.
-    """
-    if told.mesh.dp_size == 1:
-        return Replicate()
-    if len({shape[1:] for shape in shapes}) > 1:
-        return None
-    if len(set(shapes)) == 1 and (told.equal_along("dp") or not shapes[0]):
-        return Replicate()
-    return Shard(0) if shapes[0] else None
+def _weight_in(graph: Follower, registration: Registration) -> Any:
+    """What stands for a hook's parameter in a forward; None where it was not used there."""
+    found = (
+        graph.weight(parameter, registration.clean_name)
+        for parameter in registration.living_targets
+    )
+    return next((value for value in found if value is not None), None)
 
 
-def _of_weight(module: nn.Module, name: str, weight: Tensor, mesh: Mesh) -> Splits | None:
-    """How a weight is split, as it or its layer says; None where the ranks must compare it."""
-    if mesh.tp_size == 1:
-        return Replicate(), Replicate()
-    if dtensor.is_dtensor(weight):
-        return Replicate(), None  # the tracker asks the DTensor itself
-    stated = layers.parameter_layout(module, name, weight, mesh)
-    return None if stated is None else (Replicate(), stated.tp)
-
-
-def _sample(weight: Tensor) -> Tensor:
-    """Some of its elements, whatever its size. Meta and empty ones have none."""
-    if weight.is_meta or weight.layout != torch.strided:
-        return torch.zeros(0)
-    flat = weight.detach()
-    while flat.dim() > 1 and flat.numel() > _SAMPLE:
-        flat = flat[: max(1, _SAMPLE * flat.shape[0] // flat.numel())]
-        if flat.numel() > _SAMPLE:
-            flat = flat[0]
-    return flat[:_SAMPLE] if flat.dim() == 1 else flat
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _sketch(tensor: Tensor) -> Tensor:
@@ -235,7 +517,7 @@ def _sketch(tensor: Tensor) -> Tensor:
     row = torch.zeros(3 + _MAX_DIMS, dtype=torch.int64)
     if dtensor.is_dtensor(tensor):
         tensor = dtensor.to_local(tensor)
-    if not tensor.is_meta and tensor.layout == torch.strided:
+    if not tensor.is_meta and tensor.layout == torch.strided and not tensor.is_nested:
         row[:2] = values.fingerprint(dtensor.wait(tensor))
     shape = tensor.shape[:_MAX_DIMS]
     row[2] = len(shape)

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flex_model.distributed.gather import Move
-from flex_model.distributed.inference import UNKNOWN, Splits
 from flex_model.distributed.layout import Shape, ShardLayout
-from flex_model.distributed.tracking import LayoutTracker
 from flex_model.errors import HookError, agreed
 from flex_model.hooks.context import Call, RunContext
 from flex_model.hooks.registration import Registration
@@ -23,12 +21,12 @@ from flex_model.inspection.edits.findings import ERROR, NOT_CHECKED, WARNING, Fi
 from flex_model.inspection.edits.rehearsal import Given
 from flex_model.inspection.on_shapes import Seen, exchange_seen, layout_from_shapes, on_shapes
 from flex_model.integrations import dtensor
+from flex_model.layouts import follow
+from flex_model.layouts.follow import Follower
 from flex_model.names import find_parameter
 
 if TYPE_CHECKING:
     from flex_model.hooks.core import HookCore
-
-_VALUES_TELL = "not known from shapes; a run compares the ranks' values"
 
 
 @dataclass(frozen=True)
@@ -40,8 +38,8 @@ class DryRunRow:
         edits: Whether it has an editing function.
         calls: How many calls there would be; 0 if the forward does not get there.
         full_shape, local_shapes, dtype: As in ``SiteLayout``.
-        layout: None where shapes do not tell, or a run would raise an error: see ``source``.
-        source: Whence the layout is known, or why it is not.
+        layout: None where a run would raise an error, or does not get there: see ``source``.
+        source: What the layout is known from, or why it is not.
         owners: Global ranks whose parts together are rank 0's full tensor.
         forward, backward: What its calls cost, without what all hooks share.
         findings: What is wrong with its editing function; of all its rows together.
@@ -139,17 +137,17 @@ class DryRun(list[DryRunRow]):
 
 def dry_run(core: HookCore, args: Any, kwargs: Any) -> DryRun:
     """See ``FlexModel.dry_run``. Collective over the grid."""
-    tracker = LayoutTracker(core.channel.mesh)
+    follower = core.tracking.follower()
     with core.channel.uncounted():
         seen = on_shapes(
-            core, tracker, "dry_run", args, kwargs, lambda given: _follow(core, tracker, given)
+            core, follower, "dry_run", args, kwargs, lambda given: _follow(core, follower, given)
         )
-        rows = exchange_seen(core.channel, seen)
+        rows = exchange_seen(core.channel, [one.concluded(follower) for one in seen])
         registrations = {r.index: r for r in core.table.registrations}
-        return summary(core, tracker, registrations, rows)
+        return summary(core, registrations, rows)
 
 
-def _follow(core: HookCore, tracker: LayoutTracker, given: Any) -> list[Seen]:
+def _follow(core: HookCore, follower: Follower, given: Any) -> list[Seen]:
     """Run the model, and note what every hook would see."""
     seen: list[Seen] = []
     handles: list[Any] = []
@@ -159,7 +157,7 @@ def _follow(core: HookCore, tracker: LayoutTracker, given: Any) -> list[Seen]:
             if module is None:
                 seen.append(_seen_parameter(core, registration))
                 continue
-            look = _looker(core, registration, tracker, seen)
+            look = _looker(core, registration, follower, seen)
             if registration.kind in ("forward_pre", "full_backward"):
                 handles.append(module.register_forward_pre_hook(look, with_kwargs=True))
             else:
@@ -173,7 +171,7 @@ def _follow(core: HookCore, tracker: LayoutTracker, given: Any) -> list[Seen]:
 
 
 def _looker(
-    core: HookCore, registration: Registration, tracker: LayoutTracker, seen: list[Seen]
+    core: HookCore, registration: Registration, follower: Follower, seen: list[Seen]
 ) -> Callable[..., None]:
     takes_inputs = registration.kind in ("forward_pre", "full_backward")
 
@@ -181,35 +179,35 @@ def _looker(
         leaf = registration.leaf((given, other) if takes_inputs else other)
         if registration.is_backward and not leaf.requires_grad:
             return
-        with tracker.paused():
-            seen.append(_seen(core, registration, module, leaf, tracker.splits(leaf)))
+        with follow.paused(follower):
+            seen.append(_seen(core, registration, module, leaf, follower.value(leaf)))
 
     return look
 
 
 def _seen(
-    core: HookCore, registration: Registration, module: nn.Module, leaf: Tensor, splits: Splits
+    core: HookCore, registration: Registration, module: nn.Module, leaf: Tensor, value: Any
 ) -> Seen:
-    call = Call(registration, module, RunContext(), splits=splits)
+    call = Call(registration, module, RunContext())
     registration.check_movable(leaf)
     if registration.is_backward and dtensor.is_dtensor(leaf):
         leaf = dtensor.without_partial(leaf)
     call, shard, known = core.caller.shard_of(call, leaf)
     needs = leaf.requires_grad and not registration.is_backward
     shape, dtype, device = tuple(shard.shape), shard.dtype, shard.device
-    return Seen(registration.index, shape, dtype, call.splits, needs, known, device)
+    return Seen(registration.index, shape, dtype, call.stated, needs, known, device, value)
 
 
 def _seen_parameter(core: HookCore, registration: Registration) -> Seen:
     parameter: Any = find_parameter(core.module, registration.name)[2]
-    splits = registration.splits.get((0, parameter.dim()), UNKNOWN)
+    pair = registration.parameter
     known = None
     if dtensor.is_dtensor(parameter):
         site = registration.describe()
         known = dtensor.layout(parameter, core.mesh, site, batch_on_dp=False)
         parameter = dtensor.to_local(parameter)
     shape, dtype, device = tuple(parameter.shape), parameter.dtype, parameter.device
-    return Seen(registration.index, shape, dtype, splits, False, known, device)
+    return Seen(registration.index, shape, dtype, pair, False, known, device)
 
 
 # ---- Rows ----------------------------------------------------------------------------------------
@@ -217,7 +215,6 @@ def _seen_parameter(core: HookCore, registration: Registration) -> Seen:
 
 def summary(
     core: HookCore,
-    tracker: LayoutTracker,
     registrations: dict[int, Registration],
     calls: Sequence[Sequence[Seen]],
 ) -> DryRun:
@@ -243,7 +240,7 @@ def summary(
         rows[key] = row
     found: dict[int, list[Finding]] = {}
     if any(registration.edits for registration in registrations.values()):
-        found = check_edits(core, tracker, _edit_calls(edits))
+        found = check_edits(core, _edit_calls(edits))
     ordered = []
     by_hook = {id(registrations[index].given): tuple(of_one) for index, of_one in found.items()}
     for index, registration in registrations.items():
@@ -293,17 +290,15 @@ def _row(core: HookCore, registration: Registration, ranks: Sequence[Seen]) -> D
     )
     try:
         layout = layout_from_shapes(
-            registration.describe(),
-            registration.kind,
-            None if registration.module is None else registration.module(),
+            registration.layout_site,
             ranks,
             mesh,
+            registration.hook_function.placements,
             registration.expected_shape,
+            registration.is_backward,
         )
-    except ValueError as error:
+    except (HookError, ValueError) as error:
         return replace(row, source=f"a run would raise an error: {error}")
-    if layout is None:
-        return replace(row, source=_VALUES_TELL)
     try:
         move = Move.of(channel, layout, shapes, ranks[0].dtype, registration.select)
     except (IndexError, TypeError, ValueError) as error:
@@ -328,6 +323,8 @@ def _totals(core: HookCore, rows: Sequence[DryRunRow]) -> tuple[Cost, Cost]:
         forward, backward = forward + row.forward, backward + row.backward
     if core.channel.is_local or not rows:
         return forward, backward
+    if any(row.kind != "tensor" for row in rows):
+        forward += Cost(headers=1)  # at the start, which has the key of the layouts
     forward += call_costs.of_end(core, _waits(rows, False), False)
     if any(row.calls and _is_of_backward(row) for row in rows):
         backward += call_costs.of_end(core, _waits(rows, True), True)

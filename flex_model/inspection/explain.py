@@ -99,8 +99,8 @@ def explain(core: HookCore) -> Explanation:
                 sum(cost.headers for cost in shared),
                 sum(cost.payloads for cost in shared),
                 sum(cost.num_bytes for cost in shared),
-                "one header, and one transfer of all collected tensors, when a run ends; new hooks "
-                "are agreed on once",
+                "a header as a forward begins, one as the run ends, with all collected tensors; "
+                "more where hooks or inputs are new",
             )
         )
     return Explanation(rows, channel.transports())

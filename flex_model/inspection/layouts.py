@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 NOT_RUN = "not run yet"
 _RECORDS_TELL = "its record tells, on rank 0"
-_ALL_ALIKE = "not settled: its values were all alike"
 _ONE_PROCESS = ShardLayout(source="one process")
 
 
@@ -35,7 +34,9 @@ class SiteLayout:
         local_shapes: Of all ranks of the grid, in the order (dp, tp), tp fastest.
         dtype: None before it ran.
         layout: None before it ran.
-        source: Whence the layout is known, or why it is not.
+        source: What the layout is known from, or why it is not.
+        proof: The operations that show how the tensor is placed, in their order, by axis; empty
+            unless it was asked for, and for a layout that a DTensor or the user states.
         num_shapes: How many different shapes (and dtypes) there were; the others are those of the
             last one that was new.
     """
@@ -49,6 +50,7 @@ class SiteLayout:
     layout: ShardLayout | None = None
     source: str = NOT_RUN
     num_shapes: int = 0
+    proof: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 class Layouts(list[SiteLayout]):
@@ -58,7 +60,12 @@ class Layouts(list[SiteLayout]):
         if not self:
             return "no hooks are registered"
         headers = ("site", "kind", "full shape", "local shapes", "dtype", "layout", "source")
-        return text.table(headers, [self._row(row) for row in self])
+        lines = [text.table(headers, [self._row(row) for row in self])]
+        for row in self:
+            for axis, steps in row.proof.items():
+                lines.append(f"{text.site(row.name, row.unpack_idx)}, {row.kind}, along {axis}:")
+                lines += [f"  {step}" for step in steps]
+        return "\n".join(lines)
 
     @staticmethod
     def _row(row: SiteLayout) -> list[str]:
@@ -75,13 +82,18 @@ class Layouts(list[SiteLayout]):
         ]
 
 
-def layouts(core: HookCore, records: Mapping[str, list[Tensor]]) -> Layouts:
-    """The table of the hooks of a wrap, with the records that this rank has. Local, and the same
-    on every rank but for the stages of a pipeline: a rank knows its own.
+def layouts(core: HookCore, records: Mapping[str, list[Tensor]], why: bool = False) -> Layouts:
+    """The table of the hooks of a FlexModel, with the records that this rank has. Local, and the
+    same on every rank but for the stages of a pipeline: a rank knows its own.
+
+    Args:
+        why: With the proofs of the forward that was followed last.
     """
-    return Layouts(
-        _layout_of(core, registration, records) for registration in core.table.registrations
-    )
+    rows = [_layout_of(core, registration, records) for registration in core.table.registrations]
+    if why:
+        proofs = [core.tracking.proof(registration) for registration in core.table.registrations]
+        rows = [replace(row, proof=proof) for row, proof in zip(rows, proofs)]
+    return Layouts(rows)
 
 
 def _layout_of(
@@ -102,8 +114,7 @@ def _layout_of(
         )
     if core.channel.is_local:
         return _on_one_process(core, registration, records, place)
-    ran = registration.kind != "tensor" and registration.splits
-    return SiteLayout(*place, source=_ALL_ALIKE if ran else NOT_RUN)
+    return SiteLayout(*place, source=NOT_RUN)
 
 
 def _on_one_process(

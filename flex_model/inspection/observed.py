@@ -10,10 +10,13 @@ from torch import nn
 from flex_model import _C
 from flex_model.distributed.header import site_hash
 from flex_model.distributed.mesh import Mesh
-from flex_model.distributed.tracking import LayoutTracker
+from flex_model.errors import HookError
 from flex_model.inspection.on_shapes import Seen, exchange_seen, layout_from_shapes, on_shapes
 from flex_model.inspection.tree import Node, TensorSeen, named
 from flex_model.integrations import dtensor
+from flex_model.layouts import follow
+from flex_model.layouts.follow import Follower
+from flex_model.layouts.resolve import Site
 
 if TYPE_CHECKING:
     from flex_model.hooks.core import HookCore
@@ -23,7 +26,7 @@ Observed = tuple[str, str, Seen]
 
 
 def observe(
-    root: nn.Module, mesh: Mesh, tracker: LayoutTracker, run: Callable[[], Any]
+    root: nn.Module, mesh: Mesh, follower: Follower, run: Callable[[], Any]
 ) -> list[Observed]:
     """What this rank sees while ``run`` runs the model, call by call."""
     found: list[Observed] = []
@@ -32,11 +35,12 @@ def observe(
         tensors, _ = _C.flatten(tree)
         if not tensors:
             return
-        with tracker.paused():
+        with follow.paused(follower):
             leaf = tensors[0]
-            plain, splits, known = dtensor.plain_and_told(leaf, mesh, name, tracker.splits(leaf))
+            value = follower.value(leaf)
+            plain, stated, known = dtensor.plain_and_stated(leaf, mesh, name)
             site = site_hash(name, kind)
-            seen = Seen(site, tuple(plain.shape), plain.dtype, splits, known=known)
+            seen = Seen(site, tuple(plain.shape), plain.dtype, stated, known=known, value=value)
             found.append((name, kind, seen))
 
     def pre_hook(name: str) -> Callable[..., None]:
@@ -59,7 +63,6 @@ def observe(
 
 def settle(
     nodes: Mapping[str, Node],
-    modules: Mapping[str, nn.Module],
     calls: Iterable[Sequence[Observed]],
     mesh: Mesh,
 ) -> None:
@@ -72,18 +75,16 @@ def settle(
         name, kind, _ = told[0]
         if name in nodes and getattr(nodes[name], kind) is None:
             seen = [one for _, _, one in told]
-            setattr(nodes[name], kind, _settled(name, kind, modules[name], seen, mesh))
+            setattr(nodes[name], kind, _settled(name, kind, seen, mesh))
 
 
-def _settled(
-    name: str, kind: str, module: nn.Module, ranks: Sequence[Seen], mesh: Mesh
-) -> TensorSeen:
-    hook = "forward" if kind == "output" else "forward_pre"
+def _settled(name: str, kind: str, ranks: Sequence[Seen], mesh: Mesh) -> TensorSeen:
+    site = Site(name, name, "forward" if kind == "output" else "forward_pre")
     shapes = [one.shape for one in ranks]
     try:
-        layout = layout_from_shapes(name, hook, module, ranks, mesh)
-        full = None if layout is None else layout.full_shape(shapes, mesh.dp_size, mesh.tp_size)
-    except ValueError:
+        layout: Any = layout_from_shapes(site, ranks, mesh)
+        full = layout.full_shape(shapes, mesh.dp_size, mesh.tp_size)
+    except (HookError, ValueError):
         layout, full = None, None
     return TensorSeen(full, tuple(shapes), ranks[0].dtype, layout)
 
@@ -97,18 +98,18 @@ def fill(core: HookCore, nodes: Mapping[str, Node], args: Any) -> None:
         RuntimeError: called during a run.
     """
 
-    tracker = LayoutTracker(core.mesh)
+    follower = core.tracking.follower()
 
     def follow(given: Any) -> list[Observed]:
         inputs, _ = given
-        return observe(core.module, core.mesh, tracker, lambda: core.module(*inputs))
+        return observe(core.module, core.mesh, follower, lambda: core.module(*inputs))
 
     with core.channel.uncounted():
-        mine = on_shapes(core, tracker, "show", args, {}, follow)
-        ranks = exchange_seen(core.channel, [seen for _, _, seen in mine])
+        mine = on_shapes(core, follower, "show", args, {}, follow)
+        ranks = exchange_seen(core.channel, [seen.concluded(follower) for _, _, seen in mine])
     calls = [
         [(name, kind, seen) for seen in of_all] for (name, kind, _), of_all in zip(mine, ranks)
     ]
-    settle(nodes, named(core.module), calls, core.mesh)
+    settle(nodes, calls, core.mesh)
     for node in nodes.values():
         node.was_run = True

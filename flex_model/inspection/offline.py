@@ -14,15 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flex_model.diagnostics.progress import progress
-from flex_model.distributed import values
-from flex_model.distributed.inference import Splits
 from flex_model.distributed.layout import Replicate, Shape, Shard
 from flex_model.distributed.mesh import Mesh, check_sizes, is_distributed
-from flex_model.distributed.tracking import LayoutTracker, named_weights
 from flex_model.inspection.observed import Observed, observe, settle
 from flex_model.inspection.shapes_only import shapes_only
 from flex_model.inspection.tree import ModelTree, Node, is_called, named
-from flex_model.integrations import dtensor, layers
+from flex_model.layouts.follow import Follower, Proofs
+from flex_model.layouts.sources import Weights
+from flex_model.layouts.statements import Statements
 
 Input = tuple[Shape, str]  # full sizes, name of the dtype
 _TOKENS = 8
@@ -176,13 +175,15 @@ def _tree(
     calls: list[list[Observed]] = []
     nodes: list[Node] = []
     modules: dict[str, nn.Module] = {}
-    whole = _whole_weights(source, tp, len(tried))
+    followers: list[Follower] = []
     for rank in progress(tried, "ranks", show_progress):
         mesh = Mesh(ranks, rank, 1, dp, tp)
         with _ranks_in_name(rank, len(tried)):
             try:
                 module = source.make(tp)
-                calls.append(_observe(module, mesh, inputs, whole))
+                observed, follower = _observe(module, mesh, inputs)
+                calls.append(observed)
+                followers.append(follower)
             except (CannotInspectError, ValueError):
                 raise
             except Exception as error:
@@ -196,30 +197,34 @@ def _tree(
                     Node(name, type(part).__name__, has_forward=is_called(part))
                     for name, part in modules.items()
                 ]
-    calls *= len(ranks) // len(tried)
+    chunks = [follower.log.take() for follower in followers] * (len(ranks) // len(tried))
+    concluded = []
+    for place, observed in enumerate(calls * (len(ranks) // len(tried))):
+        follower = followers[place % len(followers)]
+        follower.proofs = Proofs(Mesh(ranks, place, 1, dp, tp))
+        follower.proofs.follow(chunks)
+        concluded.append([(name, kind, seen.concluded(follower)) for name, kind, seen in observed])
     by_name = {node.name: node for node in nodes}
-    mesh = Mesh(ranks, 0, 1, dp, tp)
-    settle(by_name, modules, zip(*calls), mesh)
+    settle(by_name, zip(*concluded), Mesh(ranks, 0, 1, dp, tp))
     return ModelTree(nodes, f"{tp} tensor-parallel x {dp} data-parallel ranks")
 
 
 def _observe(
-    root: nn.Module, mesh: Mesh, inputs: Sequence[Input], whole: Sequence[bool]
-) -> list[Observed]:
-    """Run one rank's model on shapes; the first tensor that every call takes and gives."""
-    tracker = LayoutTracker(mesh)
-    _seed(tracker, root, mesh, whole)
+    root: nn.Module, mesh: Mesh, inputs: Sequence[Input]
+) -> tuple[list[Observed], Follower]:
+    """Run one rank's model on shapes; the first tensor that every call takes and gives, and what
+    that rank ran.
+    """
+    statements = Statements(root)
+    follower = Follower(root, mesh, statements, Weights(root, mesh, statements))
     weight = next(root.parameters(), None)
     device = torch.device("cpu") if weight is None else weight.device
     given = [_input(shape, dtype, mesh, device) for shape, dtype in inputs]
-    for tensor in given:
-        tracker.note(tensor, (Shard(0) if mesh.dp_size > 1 else Replicate(), Replicate()))
-
-    def alike(row: Tensor) -> Tensor:
-        return row.expand(len(mesh.grid), *row.shape)
-
-    with torch.no_grad(), shapes_only(root, mesh, tracker, tuple(given), alike) as args:
-        return observe(root, mesh, tracker, lambda: root(*args))
+    rows = Shard(0) if mesh.dp_size > 1 else Replicate()
+    for i, tensor in enumerate(given):
+        follower.note_input(tensor, str(i), (rows, Replicate()))
+    with torch.no_grad(), shapes_only(root, mesh, follower, tuple(given)) as args:
+        return observe(root, mesh, follower, lambda: root(*args)), follower
 
 
 def _input(shape: Shape, dtype: str, mesh: Mesh, device: torch.device) -> Tensor:
@@ -227,29 +232,3 @@ def _input(shape: Shape, dtype: str, mesh: Mesh, device: torch.device) -> Tensor
     if not isinstance(kind, torch.dtype):
         raise ValueError(f"{dtype!r} is no dtype of torch")
     return torch.empty(shape[0] // mesh.dp_size, *shape[1:], dtype=kind, device=device)
-
-
-def _whole_weights(source: _Source, tp: int, world_size: int) -> list[bool]:
-    """Of each weight, whether all ranks made the same one. Those without values are taken for it:
-    what makes models without weights says itself how it splits them.
-    """
-    rows: list[list[list[int]]] = []
-    for rank in range(world_size if source.is_for_all_ranks else 0):
-        with _ranks_in_name(rank, world_size):
-            weights = [weight for _, _, weight in named_weights(source.make(tp))]
-            plain = (dtensor.to_local(w) if dtensor.is_dtensor(w) else w for w in weights)
-            rows.append([[] if w.is_meta else values.fingerprint(w).tolist() for w in plain])
-    return [all(row == column[0] for row in column) for column in zip(*rows)]
-
-
-def _seed(tracker: LayoutTracker, root: nn.Module, mesh: Mesh, whole: Sequence[bool]) -> None:
-    """Tell the tracker of the weights: what they or their layers say; else whether all ranks made
-    the same.
-    """
-    for i, (module, name, weight) in enumerate(named_weights(root)):
-        splits: Splits = (Replicate(), Replicate() if not whole or whole[i] else None)
-        if dtensor.is_dtensor(weight):
-            splits = (Replicate(), None)  # the tracker asks it
-        elif (stated := layers.parameter_layout(module, name, weight, mesh)) is not None:
-            splits = (Replicate(), stated.tp)
-        tracker.note_parameter(weight, splits)

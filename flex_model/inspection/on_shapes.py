@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import nn
 
-from flex_model.distributed import inference
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.header import DTYPES, Header, site_hash
-from flex_model.distributed.inference import AXES, ExpectedShape, Splits, Told
-from flex_model.distributed.layout import Placement, Replicate, Shape, ShardLayout
+from flex_model.distributed.layout import Partial, Placement, Replicate, Shape, ShardLayout
 from flex_model.distributed.mesh import Mesh
-from flex_model.distributed.propagation import Cut
 from flex_model.distributed.tensor_dicts import exchange_json
-from flex_model.distributed.tracking import LayoutTracker, tensors_of
 from flex_model.errors import HookError
 from flex_model.inspection.shapes_only import check_nothing_is_kept, fakes_alive, shapes_only
-from flex_model.integrations import dtensor
+from flex_model.layouts import resolve
+from flex_model.layouts.encoding import decode, encode
+from flex_model.layouts.exchange import exchange_chunks
+from flex_model.layouts.follow import UNKNOWN, Follower, Pair
 
 if TYPE_CHECKING:
     from flex_model.hooks.core import HookCore
@@ -30,14 +28,14 @@ T = TypeVar("T")
 
 def on_shapes(
     core: HookCore,
-    tracker: LayoutTracker,
+    follower: Follower,
     name: str,
     args: Any,
     kwargs: Any,
     follow: Callable[[Any], list[T]],
 ) -> list[T]:
     """What ``follow(inputs)`` returns, in which it runs the model on shapes alone, without hooks,
-    while ``tracker`` follows. Collective over the grid.
+    while ``follower`` follows. Collective over the grid.
 
     Args:
         name: What is done, for messages.
@@ -52,10 +50,10 @@ def on_shapes(
     found: list[T] = []
     with core.table.nothing_chosen():
         if not channel.is_local:
-            core.tracking.seed(tracker, list(tensors_of((args, kwargs))))
+            core.tracking.seed(follower, args, kwargs)
         try:
             given, fakes = (args, kwargs), fakes_alive()
-            with shapes_only(core.module, core.mesh, tracker, given, channel.exchange) as given:
+            with shapes_only(core.module, core.mesh, follower, given) as given:
                 found = follow(given)
             del given
             check_nothing_is_kept(fakes)
@@ -67,6 +65,8 @@ def on_shapes(
             if channel.is_local:
                 raise HookError(message) from error
             channel.set_error(message, error)
+        if not channel.is_local:
+            exchange_chunks(channel, follower)
     return found
 
 
@@ -76,16 +76,25 @@ class Seen:
 
     Attributes:
         hook: The registration's index.
-        known: What a DTensor told, the same on every rank.
+        pair: Placements along dp and tp, as a DTensor states or the followed run proves them.
+        known: What a DTensor states, the same on every rank.
+        value: Of the followed run.
     """
 
     hook: int
     shape: Shape
     dtype: torch.dtype
-    splits: Splits
+    pair: Pair = UNKNOWN
     needs_gradient: bool = False
     known: ShardLayout | None = field(default=None, compare=False)
     device: torch.device = field(default=torch.device("cpu"), compare=False)  # this rank's
+    value: Any = field(default=None, compare=False)
+
+    def concluded(self, follower: Follower) -> Seen:
+        """With what the run has proven."""
+        proven = follower.placements(self.value)
+        dp, tp = (a if a is not None else b for a, b in zip(self.pair, proven))
+        return replace(self, pair=(dp, tp))
 
 
 def exchange_seen(channel: Channel, seen: list[Seen]) -> list[list[Seen]]:
@@ -107,55 +116,40 @@ def exchange_seen(channel: Channel, seen: list[Seen]) -> list[list[Seen]]:
 
 
 def _to_json(one: Seen) -> list[Any]:
-    splits = inference.encode(one.splits)
-    return [one.hook, one.shape, DTYPES.index(one.dtype), splits, one.needs_gradient]
+    pair = [encode(placement) for placement in one.pair]
+    return [one.hook, one.shape, DTYPES.index(one.dtype), pair, one.needs_gradient]
 
 
 def _from_json(words: list[Any], mine: Seen) -> Seen:
-    hook, shape, dtype, splits, needs_gradient = words
-    told = inference.decode(splits)
-    return Seen(hook, tuple(shape), DTYPES[dtype], told, needs_gradient, mine.known, mine.device)
+    hook, shape, dtype, pair, needs_gradient = words
+    dp, tp = (decode(placement) for placement in pair)
+    kind = DTYPES[dtype]
+    return Seen(hook, tuple(shape), kind, (dp, tp), needs_gradient, mine.known, mine.device)
 
 
 def layout_from_shapes(
-    site: str,
-    kind: str,
-    module: nn.Module | None,
+    site: resolve.Site,
     ranks: Sequence[Seen],
     mesh: Mesh,
-    expected_shape: ExpectedShape = None,
-) -> ShardLayout | None:
-    """As ``inference`` will settle it, where no values are needed; else None. Local.
+    stated: Mapping[str, Placement] | None = None,
+    expected_shape: resolve.ExpectedShape = None,
+    is_gradient: bool = False,
+) -> ShardLayout:
+    """As a run will resolve it; gradients are taken to be whole where ranks share the tensor.
+    Local.
 
     Raises:
-        ValueError: the sources contradict each other.
+        ValueError: the sources contradict each other, or an axis is not known.
     """
     shapes = [one.shape for one in ranks]
     known = ShardLayout(source="one process") if len(mesh.grid) == 1 else ranks[0].known
-    dp, tp = (_along(i, [one.splits for one in ranks]) for i in range(len(AXES)))
-    if tp is None and known is None:
-        beside = dtensor.layout_beside_weight(module, kind, shapes, mesh, site)
-        tp = None if beside is None else beside.tp
-    if tp is None and known is None and mesh.tp_size > 1 and expected_shape is None:
-        return None
-    told = Told(None, [(dp, tp)] * len(ranks))
-    role: inference.Role = "tensor"
-    if kind in ("full_backward", "full_backward_pre"):
-        role = "gradient"
-    return inference.resolve(
-        site, shapes, mesh, expected_shape, known, told, kind != "tensor", role
+    dp, tp = (
+        placements.pop() if len(placements := {one.pair[i] for one in ranks}) == 1 else None
+        for i in range(2)
     )
-
-
-def _along(axis: int, splits: Sequence[Splits]) -> Placement | None:
-    """What the ranks' splits along an axis come to, values unseen. Ranks that all took their own
-    part of a whole tensor hold a split one; ranks that took the same part hold a whole one.
-    """
-    told = {one[axis] for one in splits}
-    cuts = [split for split in told if isinstance(split, Cut)]
-    if not cuts:
-        only = told.pop() if len(told) == 1 else None
-        return None if isinstance(only, Cut) else only
-    if len(told) == 1:
-        return cuts[0].shard
-    return Replicate() if told == {Replicate(), cuts[0]} else None
+    layout = resolve.resolve(site, shapes, mesh, (dp, tp), stated or {}, expected_shape, known)
+    if not is_gradient or known is not None:
+        return layout
+    dp = Partial() if layout.dp == Replicate() and mesh.dp_size > 1 else layout.dp
+    tp = Replicate() if isinstance(layout.tp, Partial) else layout.tp
+    return ShardLayout(dp, tp, source=f"its tensor's: {layout.source}")

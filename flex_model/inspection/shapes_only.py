@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from flex_model.distributed import values
-from flex_model.distributed.inference import Splits
-from flex_model.distributed.layout import Replicate
 from flex_model.distributed.mesh import Mesh
-from flex_model.distributed.tracking import LayoutTracker
-from flex_model.integrations import dtensor, fsdp
+from flex_model.integrations import compiled, dtensor, fsdp
+from flex_model.layouts.follow import Follower
 
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
 
@@ -30,16 +27,12 @@ _LRU_CACHE = type(functools.lru_cache(lambda: None))
 def shapes_only(
     root: nn.Module,
     mesh: Mesh,
-    tracker: LayoutTracker,
+    follower: Follower,
     arguments: Any,
-    exchange: Callable[[Tensor], Tensor],
 ) -> Iterator[Any]:
     """Inside, the wrapped model runs on the fake tensors that this gives in place of the tensors in
-    ``arguments``, while ``tracker`` follows. Afterwards its attributes, buffers and parameters are
+    ``arguments``, while ``follower`` follows. Afterwards its attributes, buffers and parameters are
     the objects that they were, and random numbers go on as if nothing had run.
-
-    ``exchange`` gives what all ranks gave to it, and is called where FSDP2 and tensor parallelism
-    meet.
 
     Raises:
         ValueError: FSDP1, or FSDP2 with mixed precision.
@@ -49,23 +42,20 @@ def shapes_only(
         stack.callback(_clear_caches)
         stack.enter_context(as_it_was(root))
         stack.enter_context(same_torch_random_state())
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(compiled.nothing_compiled())
         _keep_ddp_out(root, stack)
-        splits = _stand_in_for_fsdp2(root, mesh, fake_mode, exchange)
-        for parameter, split in splits:
-            tracker.note_parameter(parameter, split)
+        _stand_in_for_fsdp2(root, mesh, fake_mode)
 
         def faked(tensor: Tensor) -> Tensor:
             fake = fake_mode.from_tensor(tensor)
-            if fake is not tensor and not dtensor.is_dtensor(tensor):
-                tracker.note(fake, tracker.splits(tensor))
+            if fake is not tensor:
+                follower.stands_for(fake, tensor)
             return fake
 
         given = tree_map_only(Tensor, faked, arguments)
         stack.enter_context(fake_mode)
         stack.enter_context(_NoTransfers())
-        stack.enter_context(tracker)
+        stack.enter_context(follower)
         yield given
 
 
@@ -214,11 +204,8 @@ def _stand_in_for_fsdp2(
     root: nn.Module,
     mesh: Mesh,
     fake_mode: FakeTensorMode,
-    exchange: Callable[[Tensor], Tensor],
-) -> list[tuple[Tensor, Splits]]:
-    """Take FSDP's hooks off and put fake parameters in place of those that they would gather;
-    returns what is known of them.
-    """
+) -> None:
+    """Take FSDP's hooks off and put fake parameters in place of those that they would gather."""
     if any(fsdp.is_fsdp1(module) for module in root.modules()):
         raise ValueError("FSDP1 gathers its flattened parameters in ways that need their values")
     stand_ins: dict[int, tuple[Any, nn.Parameter]] = {}
@@ -226,7 +213,7 @@ def _stand_in_for_fsdp2(
         for table in (module._forward_pre_hooks, module._forward_hooks):
             _without_fsdp_hooks(table)
     if not any(fsdp.is_fsdp2(module) for module in root.modules()):
-        return []
+        return
     for module in root.modules():
         for leaf, parameter in module._parameters.items():
             if not dtensor.is_dtensor(parameter):
@@ -238,7 +225,6 @@ def _stand_in_for_fsdp2(
                     continue
                 stand_ins[key] = (parameter, full)
             module._parameters[leaf] = stand_ins[key][1]
-    return _splits_of(list(stand_ins.values()), mesh, exchange)
 
 
 def _without_fsdp_hooks(table: dict[int, Any]) -> None:
@@ -274,25 +260,3 @@ def _gathered(parameter: Any, mesh: Mesh, fake_mode: FakeTensorMode) -> nn.Param
                 src_data_rank=None,
             )
         return nn.Parameter(full, requires_grad=parameter.requires_grad)
-
-
-def _splits_of(
-    stand_ins: list[tuple[Any, nn.Parameter]],
-    mesh: Mesh,
-    exchange: Callable[[Tensor], Tensor],
-) -> list[tuple[Tensor, Splits]]:
-    """Those that are plain along tp are whole there if the ranks' parts are equal."""
-    if mesh.tp_size == 1:
-        return [(full, (Replicate(), Replicate())) for _, full in stand_ins]
-    plain = [(old, full) for old, full in stand_ins if not dtensor.is_dtensor(full)]
-    found: list[tuple[Tensor, Splits]] = [
-        (full, (Replicate(), None)) for _, full in stand_ins if dtensor.is_dtensor(full)
-    ]
-    rows = [values.fingerprint(dtensor.to_local(old)) for old, _ in plain]
-    if not rows:
-        return found
-    table = exchange(torch.stack(rows)).tolist()
-    for i, (_, full) in enumerate(plain):
-        told = values.Fingerprints.of(mesh, [rank[i] for rank in table])
-        found.append((full, (Replicate(), Replicate() if told.equal_along("tp") else None)))
-    return found

@@ -22,7 +22,7 @@ class TensorSeen:
     """The first tensor that a module takes or gives, at its first call.
 
     Attributes:
-        full_shape, layout: None where shapes do not tell how it is split.
+        full_shape, layout: None where a run on shapes does not prove how it is split.
         local_shapes: Of all ranks, in the order (dp, tp), tp fastest.
     """
 

@@ -20,7 +20,6 @@ from flex_model.distributed.gather import Move
 from flex_model.distributed.header import ERROR
 from flex_model.distributed.layout import Shape, ShardLayout
 from flex_model.distributed.mesh import Mesh
-from flex_model.distributed.tracking import LayoutTracker, tensors_of
 from flex_model.errors import is_agreed
 from flex_model.hooks.context import RunContext
 from flex_model.hooks.core import HookCore
@@ -30,6 +29,7 @@ from flex_model.hooks.table import EVERYTHING
 from flex_model.inspection.edits.undo import put_back, same_random_state
 from flex_model.inspection.tree import named
 from flex_model.integrations import fsdp
+from flex_model.layouts.exchange import exchange_chunks
 from flex_model.names import find_module
 
 if TYPE_CHECKING:
@@ -99,16 +99,17 @@ def sites_to_edit(core: HookCore, with_loss: bool) -> list[Site]:
 def full_inputs(core: HookCore, args: Any, kwargs: Any) -> Any:
     """The inputs of the whole batch, on rank 0. Collective."""
     leaves, spec = tree_flatten((args, kwargs))
-    channel, mesh = core.channel, core.mesh
+    channel = core.channel
     if channel.is_local:
         return args, kwargs
-    tracker = LayoutTracker(mesh)
-    tensors = list(tensors_of((args, kwargs)))
-    core.tracking.seed(tracker, tensors)
+    follower = core.tracking.follower()
+    core.tracking.seed(follower, args, kwargs)
+    values = [follower.value(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+    exchange_chunks(channel, follower)
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             continue
-        dp, tp = tracker.splits(leaf)
+        dp, tp = follower.placements(values[i])
         row = torch.tensor(leaf.shape, dtype=torch.int64)
         shapes: list[Shape] = [tuple(shape) for shape in channel.exchange(row).tolist()]
         if dp is None or tp is None:
@@ -119,7 +120,7 @@ def full_inputs(core: HookCore, args: Any, kwargs: Any) -> Any:
                 f"verify: input tensor of shape {tuple(leaf.shape)} {problem} (shapes by rank "
                 f"{shapes}); give every data-parallel rank its rows, whole, that differ from others"
             )
-        move = Move.of(channel, ShardLayout(dp), shapes, leaf.dtype)  # type: ignore[arg-type]
+        move = Move.of(channel, ShardLayout(dp), shapes, leaf.dtype)
         full = move.gather_to_first(leaf.detach())
         if full is not None:
             leaves[i] = full.requires_grad_(leaf.requires_grad)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -43,6 +44,16 @@ def num_compiled() -> int:
     """
     dynamo: Any = sys.modules.get("torch._dynamo")
     return getattr(getattr(dynamo, "convert_frame", None), "FRAME_COUNTER", 0)  # no public way
+
+
+def nothing_compiled() -> AbstractContextManager[None]:
+    """Inside, all code runs as written. Code that the compiler meets under a dispatch mode it would
+    leave uncompiled from then on, or fail at, outside of the mode too.
+    """
+    # `flex_attention` imports the compiler when it is called.
+    if not sys.modules.keys() & {"torch._dynamo", "torch.nn.attention.flex_attention"}:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def outside_graphs(hook: _Hook) -> _Hook:

@@ -6,19 +6,18 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from flex_model.distributed.layout import (
     Partial,
     Placement,
     Replicate,
-    Shape,
     Shard,
     ShardLayout,
 )
@@ -53,32 +52,39 @@ def axes_of(device_mesh: dist.DeviceMesh, mesh: Mesh, site: str) -> list[Axis | 
         ValueError: a dim runs over ranks that are no axis of this wrap, nor evenly spaced ranks of
             one, or are not in ascending order.
     """
+    axes, why_not = _axes_of(device_mesh, mesh)
+    if why_not:
+        raise ValueError(f"{site}: {why_not}")
+    return axes
+
+
+@lru_cache(maxsize=256)  # the mesh is a tensor, which takes operations to read
+def _axes_of(device_mesh: dist.DeviceMesh, mesh: Mesh) -> tuple[list[Axis | None], str]:
     here = device_mesh.get_coordinate()
     if here is None:
-        raise ValueError(f"{site}: its DTensor's {device_mesh} does not have this rank")
+        return [], f"its DTensor's {device_mesh} does not have this rank"
     axes: list[Axis | None] = []
     for dim in range(device_mesh.ndim):
         if device_mesh.size(dim) == 1:
             axes.append(None)
             continue
         line = tuple(slice(None) if i == dim else place for i, place in enumerate(here))
-        with unset_fake_temporarily():  # the mesh is a tensor, of values even in a dry run
+        with unset_fake_temporarily():  # of values even in a dry run
             ranks = device_mesh.mesh[line].tolist()
         if ranks != sorted(ranks):
-            raise ValueError(
-                f"{site}: its DTensor's mesh has the ranks {ranks}, not in ascending order, where "
-                "torch itself does not agree on who has which shard; make the mesh in ascending "
-                "order"
+            return [], (
+                f"its DTensor's mesh has the ranks {ranks}, not in ascending order, where torch "
+                "itself does not agree on who has which shard; make the mesh in ascending order"
             )
         matching = [axis for name in ("dp", "tp") if (axis := _axis_over(ranks, name, mesh))]
         if not matching:
-            raise ValueError(
-                f"{site}: its DTensor lives on ranks {ranks}, which are no axis of this wrap "
+            return [], (
+                f"its DTensor lives on ranks {ranks}, which are no axis of this wrap "
                 f"({mesh.describe()} over ranks {list(mesh.ranks)}); give the sizes or the "
                 "device_mesh of the model"
             )
         axes.append(matching[0])
-    return axes
+    return axes, ""
 
 
 def _axis_over(ranks: list[int], name: str, mesh: Mesh) -> Axis | None:
@@ -179,48 +185,19 @@ def reaches(tensor: Any, mesh: Mesh, site: str, axis: str) -> bool:
     return axis in axis_names(tensor, mesh, site)
 
 
-def plain_and_told(
-    tensor: Any, mesh: Mesh, site: str, splits: tuple[Any, Any]
-) -> tuple[Tensor, tuple[Any, Any], ShardLayout | None]:
-    """This rank's plain tensor, in the graph, and what a DTensor tells: of ``splits`` (along dp and
-    tp) those along the axes that its mesh has, and the layout if it has all. Local.
+def plain_and_stated(
+    tensor: Any, mesh: Mesh, site: str
+) -> tuple[Tensor, tuple[Placement | None, Placement | None], ShardLayout | None]:
+    """This rank's plain tensor, in the graph, and what a DTensor states: placements along dp and tp
+    where its mesh has the axis, and the layout if it has all. Local.
     """
     if not is_dtensor(tensor):
-        return wait(tensor), splits, None
+        return wait(tensor), (None, None), None
     own = layout(tensor, mesh, site, batch_on_dp=False)
     axes = axis_names(tensor, mesh, site)
-    tells_dp, tells_tp = mesh.dp_size == 1 or "dp" in axes, mesh.tp_size == 1 or "tp" in axes
-    told = own.dp if tells_dp else splits[0], own.tp if tells_tp else splits[1]
-    return to_local(tensor), told, own if tells_dp and tells_tp else None
-
-
-def layout_beside_weight(
-    module: nn.Module | None, kind: str, shapes: Sequence[Shape], mesh: Mesh, site: str
-) -> ShardLayout | None:
-    """What a linear layer's DTensor weight tells of its plain input or output; None for nothing.
-
-    A weight split over its outputs leaves a part of the output's last dim on each rank, one split
-    over its inputs takes a part of the input's (Megatron's column- and row-parallel layers, in
-    Hugging Face's and torch's own tensor parallelism). Only where the ranks' widths add up to the
-    weight's: a layer that gathers or reduces its output itself does not fit. Local.
-    """
-    weight: Any = getattr(module, "weight", None)
-    if not isinstance(module, nn.Linear) or not is_dtensor(weight) or mesh.tp_size == 1:
-        return None
-    axes = axes_of(weight.device_mesh, mesh, site)
-    if "tp" not in axes:
-        return None
-    placement = weight.placements[axes.index("tp")]
-    dim = 0 if kind in ("forward", "full_backward_pre") else 1
-    if not placement.is_shard(dim) or not shapes[0]:
-        return None
-    widths = [shape[-1] for shape in shapes]
-    for start in range(0, len(widths), mesh.tp_size):
-        if sum(widths[start : start + mesh.tp_size]) != weight.shape[dim]:
-            return None
-    ndim = len(shapes[0])
-    dp = Shard(0) if mesh.dp_size > 1 else Replicate()
-    return ShardLayout(dp, Shard(ndim - 1), source="the placements of its weight")
+    has_dp, has_tp = mesh.dp_size == 1 or "dp" in axes, mesh.tp_size == 1 or "tp" in axes
+    stated = own.dp if has_dp else None, own.tp if has_tp else None
+    return to_local(tensor), stated, own if has_dp and has_tp else None
 
 
 def masks_of(tensor: Any) -> list[Tensor]:

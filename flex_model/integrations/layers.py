@@ -52,6 +52,17 @@ def parameter_layout(
     return ShardLayout(tp=tp, source="the sizes that its layer states")
 
 
+def gives_the_same_to_all(module: nn.Module) -> bool:
+    """Whether all tensor-parallel ranks have the module's results alike, by its framework's
+    contract: Megatron's rotary embeddings, of whose length a sequence-parallel rank multiplies its
+    own part by the number of ranks, which looks as any number does. Local.
+    """
+    return any(
+        kind.__module__.startswith("megatron.") and "RotaryEmbedding" in kind.__name__
+        for kind in type(module).__mro__
+    )
+
+
 def stated_sizes(module: nn.Module, leaf_name: str) -> tuple[int, ...] | None:
     """The full sizes of a weight or bias, where its layer states them in attributes. Local."""
     for names in _STATED_SIZES if leaf_name in ("weight", "bias") else ():
@@ -76,6 +87,19 @@ def _split_dim(module: nn.Module, weight: Any, mesh: Mesh) -> int | None:
         if abs(weight.shape[smaller[0]] - share) < 1:  # evenly, or as evenly as it goes
             return smaller[0]
     return None
+
+
+# What attention modules name the size of one head, which tensor parallelism never splits.
+_HEAD_SIZES = (
+    "head_dim", "head_size", "attention_head_size", "key_value_proj_dim", "d_head", "d_kv",
+    "hidden_size_per_attention_head",
+)  # fmt: skip
+
+
+def stated_head_sizes(module: nn.Module) -> frozenset[int]:
+    """Sizes of heads that the module's attributes state. Local."""
+    found = (module.__dict__.get(name) for name in _HEAD_SIZES)
+    return frozenset(size for size in found if type(size) is int)
 
 
 def states_tensor_parallelism(root: nn.Module, mesh: Mesh) -> bool:

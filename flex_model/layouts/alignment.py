@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from flex_model.layouts.log import MARKERS, Entry
 
 
-def aligned(logs: Sequence[Sequence[Entry]]) -> Iterator[tuple[Entry, ...]]:
+def aligned(
+    logs: Sequence[Sequence[Entry]], skipped: Callable[[Entry], None] = lambda entry: None
+) -> Iterator[tuple[Entry, ...]]:
     """The entries of all ranks, one tuple for each that all of them have.
 
-    Where ranks ran different operations, those are left out, up to the end of the innermost module
-    in which that happened: what they made has no entry, and so is not known.
+    Where ranks ran different operations, those are left out, up to the next begin or end of a
+    module that all of them come to: what they made has no entry, and so is not known.
+
+    Args:
+        skipped: Called with every entry, of any rank, that is left out.
     """
     places = [0] * len(logs)
     open_modules: list[Any] = []
@@ -30,7 +35,30 @@ def aligned(logs: Sequence[Sequence[Entry]]) -> Iterator[tuple[Entry, ...]]:
             yield tuple(entries)  # type: ignore[arg-type]
             places = [place + 1 for place in places]
             continue
-        places = _next_end(logs, places, open_modules)
+        following = _next_marker(logs, places, open_modules)
+        for log, place, end in zip(logs, places, following):
+            for entry in log[place:end]:
+                skipped(entry)
+        places = following
+
+
+def _next_marker(
+    logs: Sequence[Sequence[Entry]], places: list[int], open_modules: list[Any]
+) -> list[int]:
+    """Where all ranks come to the same marker next, inside the innermost module if there is one."""
+    ends = _next_end(logs, places, open_modules)
+    found = [
+        {entry: i for i, entry in reversed(list(enumerate(log[:end]))[place:]) if _marks(entry)}
+        for log, place, end in zip(logs, places, ends)
+    ]
+    for marker, place in sorted(found[0].items(), key=lambda item: item[1]):
+        if all(marker in of_rank for of_rank in found[1:]):
+            return [place, *(of_rank[marker] for of_rank in found[1:])]
+    return ends
+
+
+def _marks(entry: Entry) -> bool:
+    return entry[0] in MARKERS
 
 
 def _next_end(
@@ -62,16 +90,20 @@ def _form(entry: Entry) -> Any:
     if kind in MARKERS:
         return entry
     if kind == "op":
-        _, name, args, kwargs, outputs, _, _ = entry
-        return kind, name, _tensors(args), _tensors(kwargs), _made(outputs)
+        _, name, args, kwargs, outputs, _, _, carriers = entry
+        return kind, name, len(carriers), _tensors(args), _tensors(kwargs), _made(outputs)
     if kind == "collective":
         _, name, axes, args, kwargs, outputs, _ = entry
         return kind, name, axes, _tensors(args), _tensors(kwargs), _made(outputs)
+    if kind == "read":
+        return kind
+    if kind == "backward":
+        return kind, entry[1], tuple(place for place, *_ in entry[2])
     return entry[:2]  # placed: its value; lost: the values
 
 
 def _made(outputs: Any) -> Any:
-    return tuple((value, len(shape), dtype) for value, shape, dtype, _ in outputs)
+    return tuple((value, len(shape), dtype) for value, shape, dtype, *_ in outputs)
 
 
 def _tensors(arguments: Any) -> Any:

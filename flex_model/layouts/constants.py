@@ -19,7 +19,7 @@ import torch
 from flex_model.distributed.layout import Placement, Shard
 from flex_model.layouts import factories
 from flex_model.layouts.propagation import rules
-from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation
+from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation, differ
 
 OpenDims = frozenset[int]
 
@@ -85,7 +85,7 @@ def _parallel(
             id(operand): REPLICATED if dim is None else Shard(dim)
             for operand, dim in zip(operands, choice)
         }
-        (made, *_) = rules.propagate(_with(operation, placed)) or [None]
+        (made, *_) = rules.propagate(with_placements(operation, placed)) or [None]
         if isinstance(made, Shard) and made.parts == 1:
             found.add(made.dim)
             covered |= {(i, dim) for i, dim in enumerate(choice) if dim is not None}
@@ -126,7 +126,7 @@ def _expanded(operation: Operation, dims: OpenDims, split_sizes: set[int]) -> Op
 def _same_numbers(operation: Operation) -> bool:
     for name in operation.arguments[0]:
         numbers = operation.by_rank(name)
-        if isinstance(numbers[0], (int, float)) and any(n != numbers[0] for n in numbers):
+        if isinstance(numbers[0], (int, float)) and differ(numbers):
             return False
     return True
 
@@ -150,10 +150,10 @@ def with_extents(
     placed = {id(operand): _beside(operand, dims, others) for operand, dims in unknown}
     if any(placement is None for placement in placed.values()):
         return operation
-    return _with(operation, placed)
+    return with_placements(operation, placed)
 
 
-def _with(operation: Operation, placed: Mapping[int, Placement | None]) -> Operation:
+def with_placements(operation: Operation, placed: Mapping[int, Placement | None]) -> Operation:
     """The operation on operands that are placed like this, by their ``id``."""
     replaced = {  # the same objects for all ranks
         id(operand): replace(operand, placement=placed[id(operand)])

@@ -9,11 +9,15 @@ from collections.abc import Collection
 from typing import Any
 
 from flex_model.distributed.layout import Placement, Shard
-from flex_model.layouts.propagation.operation import REPLICATED, Operation
+from flex_model.layouts.propagation.operation import REPLICATED, Operation, differ
 
 _FILLS = {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "scalar_tensor"}
 _BLANKS = {"empty", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
 _DRAWS = {"rand", "randn", "randint", "normal"}
+_OVERWRITES = {
+    "bernoulli", "uniform", "normal", "random", "exponential", "cauchy", "log_normal", "geometric",
+    "fill", "zero",
+}  # fmt: skip
 _SIZES = ("size", "n", "m", "row", "col", "steps", "end", "start", "step")
 
 
@@ -26,6 +30,16 @@ def is_factory(operation: Operation) -> bool:
 def is_fill(name: str) -> bool:
     """Whether all elements of the result are one number."""
     return name in _FILLS
+
+
+def is_draw(operation: Operation) -> bool:
+    """Whether it writes random numbers, or one number, over all of its only tensor."""
+    numbers = (operation.by_rank(name) for name in operation.arguments[0] if name != "self")
+    return (
+        operation.name in _OVERWRITES
+        and len(operation.operands) == 1
+        and not any(map(differ, numbers))
+    )
 
 
 def makes_blank(name: str) -> bool:
@@ -44,7 +58,7 @@ def placements(operation: Operation, split_sizes: Collection[int]) -> list[Place
         return [_of_sizes(operation, split_sizes)] * len(operation.outputs)
     for name in operation.arguments[0]:
         numbers = operation.by_rank(name)
-        if any(number != numbers[0] for number in numbers):
+        if differ(numbers):
             return unknown
         if name in _SIZES and not _is_full(numbers[0], split_sizes, operation, name, 0):
             return unknown
@@ -54,9 +68,7 @@ def placements(operation: Operation, split_sizes: Collection[int]) -> list[Place
 def _of_sizes(operation: Operation, split_sizes: Collection[int]) -> Placement | None:
     for name in operation.arguments[0]:
         numbers = operation.by_rank(name)
-        if name not in ("size", "stride", "physical_layout", "self") and any(
-            number != numbers[0] for number in numbers
-        ):
+        if name not in ("size", "stride", "physical_layout", "self") and differ(numbers):
             return None
     by_rank = operation.by_rank("size")
     if any(len(sizes) != len(by_rank[0]) for sizes in by_rank):
@@ -88,7 +100,6 @@ def _is_full(
     """Whether the unsharded program passes this number too: its source says so, or it can't be the
     local size of a split dim.
     """
-    known = _known(operation, name, place)
-    if known is not None:
-        return bool(known == number)
+    if place < len(operation.full_sizes.get(name, ())):
+        return bool(_known(operation, name, place) == number)
     return number not in split_sizes

@@ -12,21 +12,23 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from flex_model import _C
-from flex_model.distributed.layout import Placement, Replicate, ShardLayout
+from flex_model.distributed.layout import Placement, Replicate, Shape, ShardLayout
 from flex_model.distributed.mesh import Mesh
+from flex_model.integrations import layers
+from flex_model.layouts import recorder
 from flex_model.layouts.encoding import encode
 from flex_model.layouts.log import Chunk, Log, Value
 from flex_model.layouts.proofs import AxisProofs
 from flex_model.layouts.recorder import Recorder
-from flex_model.layouts.sources import Weights, stated_by_dtensor
-from flex_model.layouts.statements import Statement, Statements
+from flex_model.layouts.sources import AXES, Weights, stated_by_dtensor
+from flex_model.layouts.statements import Statement, Statements, in_words
 from flex_model.names import clean
-
-AXES = ("dp", "tp")
 
 #: Placements along dp and tp; None where nothing is proven or stated.
 Pair = tuple[Placement | None, Placement | None]
 UNKNOWN: Pair = (None, None)
+
+_DIFFERS = ": the ranks' control flow differs, not all ran {}"
 
 
 class Proofs:
@@ -54,6 +56,14 @@ class Proofs:
         )
         return dp, tp
 
+    def gradient_placements(self, value: Any, partly: bool = False) -> Pair:
+        """Of the gradient of a value, likewise; ``partly``: see `Gradients.placement`."""
+        dp, tp = (
+            proofs.gradients.placement(value, partly) if proofs is not None else Replicate()
+            for proofs in map(self.along.get, AXES)
+        )
+        return dp, tp
+
     def obstacle(self, value: Any, axis: str) -> str:
         """The first operation on the way to a value at which its placement was lost; empty where
         it is known, or nothing is known of it.
@@ -72,9 +82,45 @@ class Proofs:
             unknown = [source for source in step.inputs if not proofs.is_known(source)]
             traced = [source for source in unknown if source in proofs.steps]
             if not traced:
-                return step.text
+                differs = bool(unknown) and bool(proofs.difference)
+                return f"{step.text}{_DIFFERS.format(proofs.difference)}" if differs else step.text
             pending += traced
+        if proofs.difference:
+            return f"{proofs.difference}{_DIFFERS.format(proofs.difference)}"
         return ""
+
+    def refuted_statement(self) -> str:
+        """What is wrong with a statement of the user's; empty if nothing is. The same on all ranks
+        of the grid, but for the sizes.
+        """
+        for axis, proofs in self.along.items():
+            for value, text, stated, proven in proofs.conflicts:
+                steps = "; ".join(self.why(value, axis)[-4:])
+                return (
+                    f"{text}: by the operations that made it the tensor is {in_words(proven)} "
+                    f"along {axis}, not {in_words(stated)} ({steps}); leave the statement out, or "
+                    "state the layout of the weight that it was made with"
+                )
+            for value, text, sizes in proofs.stated_sizes:
+                full = self._full_shape(value)
+                if full is not None and any(
+                    size not in (None, own) for size, own in zip(sizes, full)
+                ):
+                    return f"{text}: sizes={sizes} are stated, the full tensor has shape {full}"
+        return ""
+
+    def _full_shape(self, value: Value) -> Shape | None:
+        """The full shape of a value that is placed along all axes."""
+        full: list[int] = []
+        for proofs in self.along.values():
+            if value not in proofs.placements:
+                return None
+            local = proofs.shapes[value][0]
+            full = full or list(local)
+            for dim, size in enumerate(local):
+                along = proofs.size(value, dim) or 0
+                full[dim] = full[dim] * along // size if size else along
+        return tuple(full)
 
     def why(self, value: Any, axis: str) -> list[str]:
         """The proof of a value's placement along an axis, operation by operation, from the first
@@ -100,14 +146,26 @@ class Proofs:
         return lines
 
 
-_entered: list[Follower] = []  # of all FlexModels of one model
+def recording() -> list[Follower]:
+    """Those that record now, of all FlexModels."""
+    found = (one.owner() for one in recorder.entered)
+    return [follower for follower in found if follower is not None]
+
+
+@contextmanager
+def paused(*others: Follower) -> Iterator[None]:
+    """What runs inside is no part of the model, for no FlexModel."""
+    with ExitStack() as stack:
+        for follower in dict.fromkeys([*others, *recording()]):
+            stack.enter_context(follower.recorder.paused())
+        yield
 
 
 class Follower:
     """Follows one forward. Local, but for ``sync``.
 
     Args:
-        source: See `Recorder`; weights are known without.
+        kept: See `Recorder`.
     """
 
     def __init__(
@@ -119,15 +177,21 @@ class Follower:
         kept: Callable[[Tensor], tuple[str, Any] | None] = lambda tensor: None,
     ) -> None:
         self._root, self._mesh, self._statements = root, mesh, statements
-        self._weights, self._kept = weights, kept
+        self._weights = weights
         self.log = Log()
         self.proofs = Proofs(mesh)
         self._axes_of_groups: dict[Any, tuple[str, ...] | None] = {}
         self.recorder = Recorder(
-            self.log, self._source, self._axes_of, lambda tensor: stated_by_dtensor(tensor, mesh)
+            self,
+            self.log,
+            weights.source,
+            kept,
+            self._axes_of,
+            lambda tensor: stated_by_dtensor(tensor, mesh),
         )
         self._modules: dict[int, str] = {}
-        self._open: list[tuple[int, str]] = []
+        # Modules that run, with their paths in the log and the sizes stated outside of them.
+        self._open: list[tuple[int, str, frozenset[int]]] = []
         self._handles: list[Any] = []
 
     def __enter__(self) -> Follower:
@@ -135,47 +199,47 @@ class Follower:
         self._modules = {
             id(module): clean(self._root, name) for name, module in self._root.named_modules()
         }
-        self._handles = [
-            torch.nn.modules.module.register_module_forward_pre_hook(self._entered),
-            torch.nn.modules.module.register_module_forward_hook(self._left, always_call=True),
-            *self._statement_hooks(),
-        ]
+        self._handles = list(self._statement_hooks())
+        for module in self._root.modules():
+            self._handles += [
+                module.register_forward_pre_hook(self._entered, prepend=True),
+                module.register_forward_hook(self._left, prepend=True, always_call=True),
+            ]
         self.recorder.__enter__()
-        _entered.append(self)
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        _entered.remove(self)
         self.recorder.__exit__(*exc_info)
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """What runs inside is no part of the model, for no FlexModel."""
-        with ExitStack() as stack:
-            for follower in dict.fromkeys([self, *_entered]):
-                stack.enter_context(follower.recorder.paused())
-            yield
+    def is_of(self, root: nn.Module) -> bool:
+        """Whether it follows this model."""
+        return root is self._root
 
     # Modules.
 
     def _entered(self, module: nn.Module, args: Any) -> None:
         name = self._modules.get(id(module))
         if name is not None and not self.recorder.is_paused:
-            self._open.append((id(module), self.log.enter(name)))
+            sizes = layers.stated_head_sizes(module) or self.recorder.stated_sizes
+            self._open.append((id(module), self.log.enter(name), self.recorder.stated_sizes))
+            self.recorder.stated_sizes = sizes
             self._weights.enter(module, name)
 
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self.recorder.is_paused and any(key == id(module) for key, _ in self._open):
+        if not self.recorder.is_paused and any(key == id(module) for key, _, _ in self._open):
             while True:  # those inside that an exception left
-                key, path = self._open.pop()
+                key, path, self.recorder.stated_sizes = self._open.pop()
                 self.log.exit(path)
                 if key == id(module):
                     return
 
     def _statement_hooks(self) -> Iterator[Any]:
+        for module in self._root.modules():
+            if layers.gives_the_same_to_all(module):
+                yield module.register_forward_hook(self._state_shared, prepend=True)
         for _, module, statement in self._statements.of_modules():
             if statement.kind == "forward_pre":
                 yield module.register_forward_pre_hook(
@@ -184,25 +248,30 @@ class Follower:
             else:
                 yield module.register_forward_hook(self._stating(statement), prepend=True)
 
+    def _state_shared(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self.recorder.is_paused:
+            for tensor in _tensors(output):
+                text = f"results of a {type(module).__name__}"
+                self.recorder.state(tensor, (None, encode(Replicate())), text, None)
+
     def _stating(self, statement: Statement) -> Callable[..., None]:
         takes_inputs = statement.kind == "forward_pre"
 
         def state(module: nn.Module, given: Any, other: Any) -> None:
             tensors = _tensors((given, other) if takes_inputs else other)
             if statement.index < len(tensors) and not self.recorder.is_paused:
-                self.place(tensors[statement.index], (statement.dp, statement.tp))
+                placements = (encode(statement.dp), encode(statement.tp))
+                tensor, text = tensors[statement.index], statement.describe()
+                self.recorder.state(tensor, placements, text, statement.sizes)
 
         return state
 
     # What is known of tensors.
 
-    def _source(self, tensor: Tensor) -> tuple[str, Any] | None:
-        return self._kept(tensor) or self._weights.source(tensor)
-
     def note_input(self, tensor: Tensor, name: str, placements: Pair) -> None:
         """An input of the forward. Under the same name on all ranks."""
         dp, tp = placements
-        self.recorder.add_source(tensor, f"input {name}", (encode(dp), encode(tp)))
+        self.recorder.add_source(tensor, name, (encode(dp), encode(tp)))
 
     def stands_for(self, tensor: Tensor, other: Tensor) -> None:
         """``tensor`` is used in the place of an input."""
@@ -210,34 +279,40 @@ class Follower:
         if isinstance(value, int):
             self.recorder.note(tensor, value)
 
-    def place_edited(self, tensor: Tensor, placements: Pair) -> None:
-        """What a hook put into the model. Of other FlexModels, those with the same ranks know of it
-        too; to the rest nothing is known of it.
+    def place_edited(self, tensor: Tensor, original: Tensor, placements: Pair) -> Any:
+        """What a hook put into the model in the place of ``original``, and its value. Of other
+        FlexModels, those with the same ranks know of it too; to the others it is not known.
         """
-        for follower in dict.fromkeys([self, *_entered]):
+        for follower in dict.fromkeys([self, *recording()]):
             if follower._mesh == self._mesh:
-                follower.place(tensor, placements)
+                dp, tp = placements
+                follower.recorder.place(tensor, (encode(dp), encode(tp)), original)
             else:
                 follower.recorder.lose(tensor)
-
-    def place(self, tensor: Tensor, placements: Pair) -> None:
-        """What a hook put into the model, or what the user states of a tensor; axes that are None
-        stay as they are proven.
-        """
-        before = self.recorder.value(tensor)
-        dp, tp = placements
-        if None in placements:
-            self.recorder.refine(tensor, before, (encode(dp), encode(tp)))
-        else:
-            self.recorder.place(tensor, (encode(dp), encode(tp)))
+        return self.recorder.value(tensor)
 
     def value(self, tensor: Tensor) -> Any:
         """What stands for the tensor as it is now, for ``placements`` after the next ``sync``."""
         return self.recorder.value(tensor)
 
+    def weight(self, tensor: Tensor, name: str) -> Value | None:
+        """What stands for a weight that the forward has used."""
+        return self.recorder.weight(tensor, name)
+
     def placements(self, value: Any) -> Pair:
         """Where the tensor of this value is, as far as ``sync`` has compared the logs."""
         return self.proofs.placements(value)
+
+    def note_outputs(self, output: Any) -> None:
+        """The forward returns these, where gradients begin."""
+        for tensor in _tensors(output):
+            value = self.recorder.value(tensor)
+            if isinstance(value, int):
+                self.log.add("output", value)
+
+    def gradient_placements(self, value: Any, partly: bool = False) -> Pair:
+        """Of the gradient of the tensor of this value, likewise."""
+        return self.proofs.gradient_placements(value, partly)
 
     def obstacles(self, value: Any) -> dict[str, str]:
         """By axis that is not known: where that began."""

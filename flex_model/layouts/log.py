@@ -4,18 +4,29 @@ An entry is a tuple of plain values (numbers, texts, None, and tuples of such):
 
 - ``("enter", path)``, ``("exit", path)``: a module's forward begins, ends; ``("sync", n)``: ranks
   have compared their logs. These are *markers*: what follows one is counted from it.
-- ``("placed", value, placements, shape)``: what a hook put into the model, or what the user states
-  of a tensor that the model made. Placements by axis (dp, tp), encoded; None for what is not.
-- ``("op", name, args, kwargs, outputs, numbers, writes)``: an operation.
+- ``("placed", value, placements, shape, before)``: what a hook put into the model in the place of
+  another value. Placements by axis (dp, tp), encoded; None for what is not known.
+- ``("stated", value, before, placements, shape, text, sizes)``: what the user states of a tensor,
+  which has another value from then on.
+- ``("op", name, args, kwargs, outputs, numbers, writes, carriers)``: an operation; ``carriers``:
+  the values that it read and hands gradients to.
 - ``("collective", name, axes, arguments, outputs, writes)``: one along ``axes``, which are None
   for a group that is no axis of the mesh.
 - ``("lost", values)``: these values are not known from here on.
+- ``("read", value)``: its elements were read, as numbers or by something that is not torch.
+- ``("output", value)``: the forward returned it. ``("edge", value, before)``: the same tensor, of
+  which a hook looks at the gradient.
+- ``("node", number, name, inputs, place, value)``: a node of autograd's graph that is not one of
+  ATen's operations, the values that it hands gradients to, and the value of its output ``place``.
+- ``("backward", number, gradients)``: such a node runs: ``(place, value, shape, placements)`` of
+  each gradient that it gets. ``("gradients", number, values)``: what it has handed on.
 
-Tensors are ``("t", value, shape, dtype)`` in arguments, and ``(value, shape, dtype, placements)``
-among outputs, where DTensors state their placements. A *value* is a number that ranks give alike
-as long as they run the same operations: it counts from the last marker, whose name is part of it.
-Of a tensor that nothing is known of it is None. Weights and inputs are values by name, and have no
-entry: `Log.sources` says what is known of each that was met.
+Tensors are ``("t", value, shape, dtype)`` in arguments, and ``(value, shape, dtype, placements,
+local shape)`` among outputs, where DTensors state their placements, and have their full shape as
+shape. A *value* is a number that ranks give alike as long as they run the same operations: it
+counts from the last marker, whose name is part of it. Of a tensor that nothing is known of it is
+None. Weights and inputs are values by name, and have no entry: `Log.sources` says what is known of
+each that was met.
 """
 
 from __future__ import annotations

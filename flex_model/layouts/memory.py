@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flex_model import _C
 from flex_model.distributed.header import site_hash
 from flex_model.distributed.layout import Shape
 from flex_model.errors import HookError
-from flex_model.layouts.follow import Pair
+from flex_model.layouts.follow import Follower, Pair
+from flex_model.layouts.sources import leaves
 
 _MOST = 256
+_MOST_ASKED = 4
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -42,12 +43,31 @@ class ForwardLayouts:
 
     Attributes:
         shapes: Local shapes on this rank.
+        state: Of tensors that the forward left in its arguments' objects or returned.
+        gradients: Placements of the gradients of the tensors that have one.
+        graph: Follows the backward of the forward that was followed; ``values`` stand for the
+            tensors in it. Kept as long as a gradient is not known.
         growth: By how much these grow from call to call, where the forward is a predicted one.
+        num_asked: How often it was followed once more to see its backward.
     """
 
     pairs: dict[Place, Pair] = field(default_factory=dict)
+    gradients: dict[Place, Pair] = field(default_factory=dict)
+    graph: Follower | None = None
+    values: dict[Place, Any] = field(default_factory=dict)
     shapes: dict[Place, Shape] = field(default_factory=dict)
+    state: list[Pair] = field(default_factory=list)
     growth: dict[Place, Shape] | None = None
+    num_asked: int = 0
+
+    def asks_for_gradients(self) -> bool:
+        """Whether the forward is to be followed once more, since only its backward can tell how
+        gradients are placed, and none has come so far.
+        """
+        if self.num_asked >= _MOST_ASKED or not any(None in g for g in self.gradients.values()):
+            return False
+        self.num_asked += 1
+        return True
 
     def check(self, place: Place, shape: Shape, name: str) -> Pair:
         """The placements of the tensor at this place, in a forward that is not followed.
@@ -82,40 +102,47 @@ class _Growing:
 
 
 class LayoutMemory:
-    """Layouts by key, of one FlexModel. All ranks change it alike."""
+    """Layouts by key, of one FlexModel. All ranks change it alike, or forget what they have: keys
+    tell how often each rank has.
+    """
 
     def __init__(self) -> None:
+        self._num_cleared = 0
         self._forwards: dict[int, ForwardLayouts] = {}
         self._growing: dict[int, _Growing] = {}
         self._sizes: dict[int, tuple[int, ...]] = {}  # on this rank, of the last call of a form
 
     def clear(self) -> None:
-        """Nothing is remembered."""
+        """Nothing is remembered. Local."""
+        self._num_cleared += 1
         for table in (self._forwards, self._growing, self._sizes):
             table.clear()
 
-    def words(self, form: int, sizes: tuple[int, ...]) -> list[int]:
-        """What this rank contributes to the key of a forward.
+    def words(self, form: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """What this rank contributes to the key of a forward: six numbers of 31 bits.
 
         Args:
             form: Stands for all but the sizes.
         """
+        form = site_hash(form, self._num_cleared)
         before = self._sizes.get(form, ())
         _make_room(self._sizes)
         self._sizes[form] = sizes
         by = tuple(new - old for new, old in zip(sizes, before))
         grows = len(sizes) == len(before) and set(by) == {0, 1}
-        return [form, site_hash(form, sizes), site_hash(by) if grows else 0]
+        step = site_hash(by) if grows else 0
+        words = (form, site_hash(form, sizes), step)
+        return tuple(half for word in words for half in (word & 0x7FFFFFFF, word >> 32))
 
-    def begin(self, table: Sequence[Sequence[int]]) -> tuple[Key, ForwardLayouts | None]:
+    def begin(self, table: Sequence[tuple[int, ...]]) -> tuple[Key, ForwardLayouts | None]:
         """The key that a forward has on all ranks, and its layouts, if they are known.
 
         Args:
             table: ``words`` of all ranks.
         """
-        forms, sizes, steps = zip(*table)
+        forms, sizes, steps = zip(*((words[:2], words[2:4], words[4:]) for words in table))
         key = Key(site_hash(*sizes), site_hash(*forms))
-        step = site_hash(*steps) if all(steps) else 0
+        step = site_hash(*steps) if all(map(any, steps)) else 0
         known = self._forwards.get(key.forward)
         if key.form not in self._growing:
             _make_room(self._growing)
@@ -136,13 +163,24 @@ class LayoutMemory:
             return []
         return [pair for place, pair in layouts.pairs.items() if place.site == site]
 
+    def note_gradient(self, key: int | None, place: Place, gradient: Pair) -> None:
+        """What the backward of a followed forward has shown."""
+        layouts = None if key is None else self._forwards.get(key)
+        if layouts is not None and place in layouts.gradients:
+            layouts.gradients[place] = gradient
+            if not any(None in known for known in layouts.gradients.values()):
+                layouts.graph = None
+
     def remember(self, key: Key, layouts: ForwardLayouts) -> None:
         """A followed forward is over."""
         _make_room(self._forwards)
+        before = self._forwards.get(key.forward)
+        if before is not None:
+            layouts.num_asked = before.num_asked
         self._forwards[key.forward] = layouts
         growing = self._growing[key.form]
-        before, growing.layouts = growing.layouts, layouts
-        growth = None if before is None or not growing.step else _growth(before, layouts)
+        last, growing.layouts = growing.layouts, layouts
+        growth = None if last is None or not growing.step else _growth(last, layouts)
         growing.is_proven = growth is not None
         if growth is not None:
             growing.layouts = replace(layouts, growth=growth)
@@ -163,7 +201,7 @@ def _make_room(table: dict[int, Any]) -> None:
 
 def _growth(before: ForwardLayouts, after: ForwardLayouts) -> dict[Place, Shape] | None:
     """By how much each shape has grown; None where layouts or numbers of dims differ."""
-    if before.pairs != after.pairs:
+    if before.pairs != after.pairs or before.gradients != after.gradients:
         return None
     growth = {}
     for place, shape in after.shapes.items():
@@ -232,8 +270,4 @@ def _describe(value: Any, parts: list[Any], sizes: list[int]) -> None:
         parts.append(repr(value))
     else:
         parts.append(type(value).__qualname__)
-        _describe(_tensors_in(value), parts, sizes)
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    return list(_C.flatten(value)[0])
+        _describe(list(leaves(value)), parts, sizes)

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from flex_model.distributed.layout import Partial, Placement, Replicate, Shard
-from flex_model.layouts import collectives, constants, factories
+from flex_model.layouts import collectives, constants, factories, positions
 from flex_model.layouts.alignment import aligned
 from flex_model.layouts.encoding import decode
+from flex_model.layouts.gradients import Gradients
 from flex_model.layouts.log import Chunk, Entry, Value, dtype_of
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation, Shape
-from flex_model.layouts.sizes import SIZE_ARGUMENTS, evaluate
+from flex_model.layouts.sizes import SIZE_ARGUMENTS, divides_by, evaluate, factors, is_of_no_value
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ class AxisProofs:
         open: Of values whose placement is not known, but that are the same on all ranks: the dims
             whose extent is all that isn't (see `constants`).
         blank: Of values of ``torch.empty``: how what was written to them so far is placed.
+        positions: Of values that are positions along a split dim: how they are split.
+        templates: Of values of ``torch.empty_like``: how what they are like is placed.
+        difference: The first operation that not all ranks ran.
+        conflicts: Values with a statement of the user's that says otherwise than their proof.
+        stated_sizes: Values with the full sizes that the user states.
     """
 
     def __init__(self, axis: str, num_ranks: int, other_size: int) -> None:
@@ -57,9 +63,16 @@ class AxisProofs:
         self.split_sizes: set[int] = set()
         self.open: dict[Value, frozenset[int]] = {}
         self.blank: dict[Value, Placement | str | None] = {}
+        self.positions: dict[Value, Shard] = {}
+        self.templates: dict[Value, Placement | None] = {}
         self.makers: dict[Value, tuple[Operation, int, tuple[Any, ...]]] = {}
+        self.difference = ""
+        self.conflicts: list[tuple[Value, str, Placement, Placement]] = []
+        self.stated_sizes: list[tuple[Value, str, tuple[int | None, ...]]] = []
         self._numbers: set[Any] = set()  # read from tensors that are not the same on all ranks
+        self._has_read = False  # elements of tensors that are not the same on all ranks
         self._received: set[Value] = set()
+        self.gradients = Gradients(self)
 
     def placement(self, value: Any) -> Placement | None:
         """The placement of a value; of several values that may be meant, what all agree on."""
@@ -93,8 +106,16 @@ class AxisProofs:
                 self._place(value, placements, [source[2] for source in sources], name)
         logs = [chunk.entries for chunk in chunks]
         is_one = all(chunk is chunks[0] for chunk in chunks)
-        for entries in zip(*logs) if is_one else aligned(logs):
+        for entries in zip(*logs) if is_one else aligned(logs, self._skip):
             self._follow_entry(entries)
+
+    def _skip(self, entry: Entry) -> None:
+        """Not all ranks ran it: numbers that it read from a tensor may be of one rank alone."""
+        self.gradients.skip(entry)
+        if entry[0] == "op":
+            self._numbers.update(entry[5])
+            self._has_read |= bool(entry[5])
+            self.difference = self.difference or entry[1].removeprefix("aten::")
 
     def _place(
         self,
@@ -128,21 +149,77 @@ class AxisProofs:
         elif kind == "collective":
             self._follow_collective(entries)
         elif kind == "placed":
-            value = entries[0][1]
-            before = self.placements.get(value)
             found = [decode(entry[2] and entry[2][self._index]) for entry in entries]
-            self._place(value, found, [entry[3] for entry in entries], "stated or set by a hook")
-            if before is not None and value not in self.placements:
-                self._know(value, before)
+            shapes = [entry[3] for entry in entries]
+            self._place(entries[0][1], found, shapes, "set by a hook")
+            self.gradients.note_made([entry[4] for entry in entries], [entries[0][1]])
+        elif kind == "stated":
+            self._follow_statement(entries)
         elif kind == "lost":
             for entry in entries:
+                self.gradients.lose(entry[1], "memory that was written to unseen")
                 for value in entry[1]:
                     self.placements.pop(value, None)
                     self.open.pop(value, None)
+        elif kind == "read":
+            self._has_read |= any(self.placement(entry[1]) != REPLICATED for entry in entries)
+        elif kind == "edge":
+            self._follow_edge(entries)
+        elif kind == "output":
+            self.gradients.note_output(entries[0][1])
+        elif kind == "node":
+            self.gradients.note_node(entries)
+        elif kind == "backward":
+            self._follow_backward(entries)
+        elif kind == "gradients":
+            self.gradients.note_handed(entries[0][1], _common([entry[2] for entry in entries]))
+
+    def _follow_edge(self, entries: tuple[Entry, ...]) -> None:
+        """The same tensor, with a value of its own."""
+        _, value, before = entries[0]
+        self.gradients.note_made([entry[2] for entry in entries], [value])
+        if any(entry[2] != before for entry in entries):
+            return
+        tables: tuple[dict[Value, Any], ...] = (
+            self.placements, self.shapes, self.steps, self.open, self.positions,
+        )  # fmt: skip
+        for table in tables:
+            if before in table:
+                table[value] = table[before]
+
+    def _follow_backward(self, entries: tuple[Entry, ...]) -> None:
+        """A node of the backward runs, with these gradients."""
+        _, number, given = entries[0]
+        found = self.gradients.note_backward(number, [place for place, *_ in given])
+        for i, (place, value, _, stated) in enumerate(given):
+            self.shapes[value] = tuple(tuple(entry[2][i][2]) for entry in entries)
+            self.steps[value] = Step("a gradient of the backward")
+            told = decode(stated and stated[self._index])
+            self._know(value, found[place] if told is None else told)
+
+    def _follow_statement(self, entries: tuple[Entry, ...]) -> None:
+        """It completes what is proven; against that it is noted as a conflict."""
+        _, value, before, placements, _, text, sizes = entries[0]
+        stated = decode(placements and placements[self._index])
+        proven = None
+        if before is not None and all(entry[2] == before for entry in entries):
+            proven = self.placement(before)
+        self.shapes[value] = tuple(tuple(entry[4]) for entry in entries)
+        inputs = (before,) if isinstance(before, int) else ()
+        self.steps[value] = Step(text, inputs)
+        self._know(value, stated or proven)
+        self.gradients.note_made([entry[2] for entry in entries], [value])
+        if isinstance(before, int) and before in self.open and self.placement(value) is None:
+            self.open[value] = self.open[before]
+        if stated is not None and proven is not None and stated != proven:
+            self.conflicts.append((value, text, stated, proven))
+        if sizes is not None:
+            self.stated_sizes.append((value, text, sizes))
 
     def _follow_operation(self, entries: tuple[Entry, ...]) -> None:
-        _, name, _, _, outputs, numbers, _ = entries[0]
+        _, name, _, _, outputs, numbers, _, carriers = entries[0]
         operation, values, is_taken = self._operation(name, entries)
+        rule = "" if operation is None else operation.name
         found: list[Placement | None] = [None] * len(outputs)
         before = entries[0][6][0][0] if entries[0][6] else None
         if name == "aten::copy_" and before in self._received and values[1] is None:
@@ -151,14 +228,19 @@ class AxisProofs:
             self._received.add(outputs[0][0])
         elif operation is not None:
             found = self._propagate(name, operation, is_taken)
+            if is_taken and found == [None]:
+                found = [positions.selected(operation, values, self.positions)]
+            if is_taken and before in self.templates and factories.is_draw(operation):
+                found = [self.templates[before]]
         if numbers and not (operation is not None and _are_whole(operation)):
+            self._has_read = True
             for entry in entries:
                 self._numbers.update(entry[5])
         text = name.removeprefix("aten::")
         inputs = tuple(v for v in values if isinstance(v, int))
         for i, output in enumerate(outputs):
             value, stated = output[0], output[3]
-            self.shapes[value] = tuple(tuple(entry[4][i][1]) for entry in entries)
+            self.shapes[value] = tuple(tuple(entry[4][i][4]) for entry in entries)
             self.steps[value] = Step(text, inputs)
             told = decode(stated and stated[self._index])
             self._know(value, found[i] if told is None else told)
@@ -166,8 +248,15 @@ class AxisProofs:
                 if operation.name in collectives.CUTS:
                     self.makers[value] = (operation, i, tuple(values))
                 self._note_open(value, operation, values)
+                if is_taken and value not in self.placements:
+                    self._note_positions(value, operation, values)
+                if operation.name == "empty_like":
+                    self.templates[value] = operation.operands[0].placement
                 if factories.makes_blank(operation.name):
                     self.blank[value] = None
+        if carriers and name.startswith("aten::") and _hands_gradients(rule):
+            made = [value for value, _, dtype, *_ in outputs if _has_gradient(dtype)]
+            self.gradients.note_made([entry[7] for entry in entries], made)
         self._follow_writes(entries[0][4], [entry[6] for entry in entries], text)
 
     def _propagate(self, name: str, operation: Operation, is_taken: bool) -> list[Placement | None]:
@@ -178,6 +267,8 @@ class AxisProofs:
             return outputs
         if factories.makes_blank(operation.name):
             return outputs  # until all of it is written
+        if operation.name == "lift_fresh" and self._has_read:
+            return outputs  # it may be made of what was read
         if factories.is_factory(operation):
             return factories.placements(operation, self.split_sizes)
         return rules.propagate(operation)
@@ -221,6 +312,11 @@ class AxisProofs:
                 self._know(value, None)
                 self.open[value] = dims
 
+    def _note_positions(self, value: Value, operation: Operation, values: Sequence[Any]) -> None:
+        split = positions.made(operation, values, self.positions)
+        if split is not None:
+            self.positions[value] = split
+
     @property
     def suspicious_sizes(self) -> set[int]:
         """Numbers that may be the local size of a split dim. (1 is too often just 1: what of a
@@ -253,6 +349,7 @@ class AxisProofs:
         for old, value, dims in {other for write in writes for other in write[1]}:
             self.shapes[value] = self.shapes.get(old, ())
             self.steps[value] = Step(f"{text} (written through a view)", (old, written))
+            self.gradients.note_made([old, written], [value])
             if same and new is not None and new == was:
                 self._copy(old, value)
             elif same and old in self.blank:
@@ -297,7 +394,7 @@ class AxisProofs:
         inputs = tuple(v for v in reader.values if isinstance(v, int))
         for i, output in enumerate(outputs):
             value = output[0]
-            self.shapes[value] = tuple(tuple(entry[5][i][1]) for entry in entries)
+            self.shapes[value] = tuple(tuple(entry[5][i][4]) for entry in entries)
             self.steps[value] = Step(f"{name} along {axes}", inputs)
             self._know(value, collectives.placement(self, name, axes, reader, i))
             self._received.add(value)
@@ -403,8 +500,19 @@ class _Reader:
         self, numbers: Sequence[Any], name: str, is_size: bool, expressions: Sequence[Any]
     ) -> None:
         known = None
+        if self.operands and any(e is not None and is_of_no_value(e) for e in expressions):
+            expressions = [None] * len(expressions)  # as plain ones
         if expressions[0] is not None and all(e == expressions[0] for e in expressions):
             known = evaluate(expressions[0], self._proofs.size)
+        if (
+            is_size
+            and expressions[0] is not None
+            and factors(expressions[0]) & (self._proofs.suspicious_sizes)
+        ):
+            known = None  # ``x.shape[0] * width``, where the width may be a rank's own
+        if not self.operands and expressions[0] is not None:
+            # Nothing else tells whether a tensor is made for each rank's share of the size.
+            known = None if divides_by(expressions[0], self._proofs.num_ranks) else known
         if is_size:
             sizes = self.full_sizes.setdefault(name, [])
             sizes.append(known)
@@ -425,9 +533,12 @@ class _Reader:
         of that one; the operation's own rule sees which. And pieces of a whole one are the same.
         """
         shards = [operand for operand in self.operands if operand.shard is not None]
+        if self._is_view and any(self._beside_flexible(o) & _split_sizes(o) for o in shards):
+            self.is_local = True
         trusts = bool(shards) or self._is_view or operation in _SPLITS
         for name, place, number in self._plain:
-            if not trusts and number not in self._proofs.suspicious_sizes:
+            is_literal = not trusts or (not shards and name in self._with_expression)
+            if is_literal and number not in self._proofs.suspicious_sizes:
                 self.full_sizes[name][place] = number
             elif operation == "aten::expand" and shards:
                 self.full_sizes[name][place] = self._expanded(shards[0], name, place, number)
@@ -438,6 +549,18 @@ class _Reader:
                 if name in self._with_expression
             }
 
+    def _beside_flexible(self, operand: Operand) -> set[int]:
+        """Plain sizes beside a -1, which takes what they leave. Of one that is the whole local size
+        of the split dim nothing tells whether it or the -1 is larger in the unsharded program.
+        """
+        flexible = {name for name, _, number in self._plain if number == -1}
+        kept = operand.shapes[0][: operand.shard.dim if operand.shard else 0]
+        return {
+            number
+            for name, place, number in self._plain
+            if name in flexible and number not in kept[place : place + 1]
+        }
+
     def _expanded(self, operand: Operand, name: str, place: int, number: int) -> int:
         """A plain size of an expanded tensor: where it keeps the split dim, the size of that."""
         dim = place - len(self.full_sizes[name]) + operand.ndim
@@ -445,6 +568,29 @@ class _Reader:
         if shard is not None and shard.dim == dim and number == operand.shapes[0][dim]:
             return _full_size(shard, operand.shapes) or number
         return number
+
+
+def _split_sizes(operand: Operand) -> set[int]:
+    """The local sizes of the operand's split dim, but for 1."""
+    shard = operand.shard
+    return set() if shard is None else {shape[shard.dim] for shape in operand.shapes} - {1}
+
+
+def _has_gradient(dtype: str) -> bool:
+    made = dtype_of(dtype)
+    return made.is_floating_point or made.is_complex
+
+
+def _hands_gradients(rule: str) -> bool:
+    """Whether an operation with a floating result may hand gradients on: not one that reads sizes
+    alone.
+    """
+    return not (rule.endswith("_like") or rule.startswith("new_") or rule == "detach")
+
+
+def _common(items: Sequence[Sequence[Any]]) -> list[Any]:
+    """What is the same on all ranks; None elsewhere."""
+    return [one[0] if all(other == one[0] for other in one) else None for one in zip(*items)]
 
 
 def _are_whole(operation: Operation) -> bool:

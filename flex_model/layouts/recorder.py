@@ -1,4 +1,5 @@
-"""Records the operations of a forward: what tensors each read, wrote and made.
+"""Records the operations of a forward: what tensors each read, wrote and made, and which of them
+carry gradients.
 
 Nothing is concluded here; `proofs` does that from the logs of all ranks. A tensor is known by its
 object, and beside that by its storage and its place in it, since autograd makes new objects for
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_iter
 
 from flex_model.integrations import dtensor
 from flex_model.layouts import composites, memory_map
+from flex_model.layouts.backward_nodes import BackwardNodes
 from flex_model.layouts.log import Log, Value, hash_of
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.sizes import SIZE_ARGUMENTS, CallSizes, Size, encoded
@@ -31,8 +33,17 @@ Geometry = tuple[Any, ...]
 Placements = tuple[Any, Any] | None  # encoded, along dp and tp
 
 COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
+_VIEWS = {"aten::view", "aten::reshape", "aten::_unsafe_view", "aten::unflatten"}
+_NOT_KNOWN = 0  # no value: a size of it has no known counterpart in the unsharded program
 _SAME_MEMORY = {"aten::detach", "aten::alias", "aten::detach_"}
 
+
+def backward_task() -> int:
+    """Autograd's number of the backward that goes on in this thread; -1 for none."""
+    return torch._C._current_graph_task_id()
+
+
+entered: list[Recorder] = []  # that record now, of all FlexModels
 
 # A tensor object: itself, its storage, its place in that, and the value that it had.
 _Known = tuple["weakref.ref[Tensor]", int, Geometry, Value]
@@ -57,7 +68,9 @@ class Recorder(TorchDispatchMode):
     Args:
         log: Where the entries go.
         source: Of a tensor that no recorded operation made: its name and placements, if it is a
-            weight or buffer of the model or was kept from before; else None.
+            weight or buffer of the model; else None.
+        kept: Likewise of one that was kept from an earlier forward.
+        owner: What records by it.
         axes_of: The axes that a collective's group runs along; None if it is none of ours.
         stated: The encoded placements that a DTensor states; None for other tensors.
     """
@@ -66,44 +79,60 @@ class Recorder(TorchDispatchMode):
 
     def __init__(
         self,
+        owner: Any,
         log: Log,
         source: Callable[[Tensor], tuple[str, Placements] | None],
+        kept: Callable[[Tensor], tuple[str, Placements] | None],
         axes_of: Callable[[Any, Any], tuple[str, ...] | None],
         stated: Callable[[Tensor], Placements],
     ) -> None:
         super().__init__()
-        self.log = log
-        self._source, self._axes_of, self._stated = source, axes_of, stated
+        self.owner, self.log = weakref.ref(owner), log
+        self._source, self._kept = source, kept
+        self._axes_of, self.stated = axes_of, stated
         self._functions = _FunctionRecorder(self)
-        self._pauses = 0
+        self.pauses = 0
+        self._tasks: list[int] = []  # of autograd's, in which it was entered
         self._storages: dict[int, _Storage] = {}
         self._objects: dict[int, _Known] = {}
         self._weights: dict[int, _Known] = {}
+        self._by_name: dict[str, Value] = {}  # likewise
         self._replaced: dict[Value, Value] = {}
         self._received: set[Value] = set()  # what collectives wrote
+        self._nodes = BackwardNodes(self)
+        self._carriers: list[Any] = []  # of the operation whose arguments are encoded
         self.sizes = CallSizes()
+        self.stated_sizes: frozenset[int] = frozenset()  # by the module that runs
 
     def __enter__(self) -> Recorder:
-        super().__enter__()
-        self._functions.__enter__()
+        """Begin to record; nothing if it does already, as in a backward inside of another."""
+        self._tasks.append(backward_task())
+        if len(self._tasks) == 1:
+            super().__enter__()
+            self._functions.__enter__()
+            entered.append(self)
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        self._functions.__exit__(*exc_info)
-        super().__exit__(*exc_info)
+        self._tasks.pop()
+        if not self._tasks:
+            entered.remove(self)
+            self._functions.__exit__(*exc_info)
+            super().__exit__(*exc_info)
 
     @property
     def is_paused(self) -> bool:
-        return self._pauses > 0
+        """So it is in a backward that begins inside: its nodes are followed one by one."""
+        return self.pauses > 0 or (bool(self._tasks) and backward_task() != self._tasks[-1])
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """What runs inside is no part of the model."""
-        self._pauses += 1
+        self.pauses += 1
         try:
             yield
         finally:
-            self._pauses -= 1
+            self.pauses -= 1
 
     # Tensors and their values.
 
@@ -112,6 +141,13 @@ class Recorder(TorchDispatchMode):
         that of several. A source's entry is made for one that was not met before. None for tensors
         that are no plain memory.
         """
+        with self.paused():  # what DTensors are asked for is computed by torch
+            value = self._value(tensor)
+            if tensor.requires_grad and isinstance(value, int):
+                return self._nodes.meet(tensor, value)
+            return value
+
+    def _value(self, tensor: Tensor) -> Value | tuple[Value, ...] | None:
         plain = memory_map.plain(tensor)
         storage = memory_map.storage_of(plain)
         if storage is None:
@@ -119,21 +155,34 @@ class Recorder(TorchDispatchMode):
         key, geometry = storage._cdata, memory_map.geometry(plain)
         # Weights first: FSDP fills their memory by operations that nothing can be concluded from.
         for table in (self._weights, self._objects):
-            known = table.get(id(tensor))
-            if known is not None and known[0]() is tensor and known[1:3] == (key, geometry):
-                return self._latest(known[3])
+            for one in (tensor, plain):  # a DTensor may be known by its local tensor
+                known = table.get(id(one))
+                if known is not None and known[0]() is one and known[1:3] == (key, geometry):
+                    return self.latest(known[3])
             if table is self._weights and (found := self._source(tensor)) is not None:
-                value = self.add_source(tensor, *found)
+                value = self._by_name[found[0]] = self.add_source(tensor, *found)
                 self._weights[id(tensor)] = (weakref.ref(tensor), key, geometry, value)
                 return value
         entry = self._storages.get(key)
         values = entry.values.get(geometry, []) if entry is not None else []
         if values:
             return values[0] if len(values) == 1 else tuple(values)
-        stated = self._stated(tensor)
-        return None if stated is None else self.place(tensor, stated)
+        stated = self.stated(tensor)
+        if stated is not None:
+            return self.place(tensor, stated)
+        kept = self._kept(tensor)
+        return None if kept is None else self.add_source(tensor, *kept)
 
-    def _latest(self, value: Value) -> Value:
+    def weight(self, tensor: Tensor, name: str) -> Value | None:
+        """The value of a weight that was met: as this object, or in a form that a framework makes
+        of it for the forward.
+        """
+        known = self._weights.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            return known[3]
+        return self._by_name.get(name)
+
+    def latest(self, value: Value) -> Value:
         while value in self._replaced:
             value = self._replaced[value]
         return value
@@ -141,25 +190,48 @@ class Recorder(TorchDispatchMode):
     def add_source(self, tensor: Tensor, name: str, placements: Placements) -> Value:
         """A weight, buffer or input, with what is known of it."""
         value = self.log.source(name, placements, tuple(memory_map.plain(tensor).shape))
-        value = self._latest(value)
+        value = self.latest(value)
+        self._nodes.linked.add(value)
         self.note(tensor, value)
         return value
 
-    def place(self, tensor: Tensor, placements: Placements) -> Value:
-        """What a hook put into the model, or what the user states of a tensor."""
-        value = self.log.new_value()
-        self.log.add("placed", value, placements, tuple(memory_map.plain(tensor).shape))
-        self.note(tensor, value)
-        return value
-
-    def refine(self, tensor: Tensor, value: Any, placements: Placements) -> None:
-        """The user states more of a tensor than its value is known to be; axes that are None stay
-        as they are proven.
+    def place(
+        self, tensor: Tensor, placements: Placements, original: Tensor | None = None
+    ) -> Value:
+        """What a hook put into the model in the place of ``original``, or a DTensor that nobody saw
+        being made.
         """
-        if isinstance(value, int):
-            self.log.add("placed", value, placements, tuple(memory_map.plain(tensor).shape))
-        else:
-            self.place(tensor, placements)
+        before = None if original is None else self.value(original)
+        value = self.log.new_value()
+        self.log.add("placed", value, placements, tuple(memory_map.plain(tensor).shape), before)
+        self._link(value)
+        self.note(tensor, value)
+        return value
+
+    def _link(self, value: Value) -> None:
+        """The gradient of a value that was made here is handed on by what made it: not so in the
+        forward of an ``autograd.Function``, where no gradients are.
+        """
+        if torch.is_grad_enabled():
+            self._nodes.linked.add(value)
+
+    def state(self, tensor: Tensor, placements: Placements, text: str, sizes: Any) -> None:
+        """The user states how a tensor is placed, along the axes that are not None.
+
+        Args:
+            text: The statement, for messages.
+            sizes: Of the full tensor, with None for those that are not stated; None for nothing.
+        """
+        before, value = self.value(tensor), self.log.new_value()
+        plain = memory_map.plain(tensor)
+        self.log.add("stated", value, before, placements, tuple(plain.shape), text, sizes)
+        self._link(value)
+        storage = memory_map.storage_of(plain)
+        if storage is not None and isinstance(before, int):
+            self._replaced[before] = value
+            values = self._entry(storage).values.setdefault(memory_map.geometry(plain), [])
+            values[:] = [value if old == before else old for old in values]
+        self.note(tensor, value)
 
     def know_object(self, tensor: Tensor) -> None:
         """A call has returned this object: of several values at its place it has the newest."""
@@ -170,11 +242,18 @@ class Recorder(TorchDispatchMode):
             return
         geometry = memory_map.geometry(plain)
         known = self._objects.get(id(tensor))
-        if known is not None and known[0]() is tensor and known[1:3] == (storage._cdata, geometry):
-            return
+        is_known = (
+            known is not None and known[0]() is tensor and known[1:3] == (storage._cdata, geometry)
+        )
         values = entry.values.get(geometry)
-        if values:
+        if values and not is_known:
             self._remember(tensor, storage._cdata, geometry, values[-1])
+
+    def meet(self, result: Any) -> None:
+        """A call has returned tensors with these nodes."""
+        for leaf in tree_iter(result):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                self.value(leaf)
 
     def note(self, tensor: Tensor, value: Value) -> None:
         """The tensor has this value from now on, and so has its object."""
@@ -187,6 +266,16 @@ class Recorder(TorchDispatchMode):
         if value not in values:
             values.append(value)
         self._remember(tensor, storage._cdata, geometry, value)
+
+    def living(self) -> Iterator[tuple[Tensor, Value]]:
+        """The tensors that are still there, with the values that they have, without weights."""
+        for reference, _, _, _ in list(self._objects.values()):
+            tensor = reference()
+            if tensor is None or self._weights.get(id(tensor)) is not None:
+                continue
+            value = self.value(tensor)
+            if isinstance(value, int):
+                yield tensor, value
 
     def _remember(self, tensor: Tensor, key: int, geometry: Geometry, value: Value) -> None:
         self._objects[id(tensor)] = (weakref.ref(tensor), key, geometry, value)
@@ -216,6 +305,7 @@ class Recorder(TorchDispatchMode):
             for i, value in enumerate(values):
                 lost.append(value)
                 values[i] = self._replaced[value] = hash_of("lost", value)
+                self._link(values[i])
         self.log.add("lost", tuple(lost))
 
     # Operations.
@@ -233,7 +323,8 @@ class Recorder(TorchDispatchMode):
         if func.namespace in ("profiler", "prim"):
             return func(*args, **kwargs)
         if func.namespace not in COLLECTIVES and self._is_composite(func, args, kwargs):
-            with self:
+            # Without the mode for functions, to which torch would hand the operation once more.
+            with self, torch._C.DisableTorchFunction():
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -298,7 +389,7 @@ class Recorder(TorchDispatchMode):
         self,
         name: str,
         overload: str,
-        encoded: tuple[Any, Any],
+        encoded: tuple[Any, Any, tuple[Any, ...]],
         args: Any,
         kwargs: Any,
         result: Any,
@@ -314,7 +405,10 @@ class Recorder(TorchDispatchMode):
             return
         outputs, writes = self._outputs(tensors, bool(written), name)
         full_name = f"{name}.{overload}" if overload else name
-        self.log.add("op", full_name, *encoded, outputs, numbers, writes)
+        *arguments, carriers = encoded
+        if carriers and name.startswith("aten::"):
+            self._nodes.link(outputs, writes)
+        self.log.add("op", full_name, *arguments, outputs, numbers, writes, carriers)
 
     def _outputs(
         self, tensors: Sequence[Tensor], in_place: bool, name: str
@@ -323,7 +417,10 @@ class Recorder(TorchDispatchMode):
         for tensor in tensors:
             value = self.log.new_value()
             shape, dtype = memory_map.shape_of(tensor), str(tensor.dtype)
-            outputs.append((value, shape, dtype, self._stated(tensor)))
+            with self.paused():
+                stated = self.stated(tensor)
+            local = memory_map.shape_of(memory_map.plain(tensor))
+            outputs.append((value, shape, dtype, stated, local))
             if in_place:
                 writes.append(self._write(tensor, value))
             else:
@@ -392,28 +489,46 @@ class Recorder(TorchDispatchMode):
             return result
         outputs, writes = self._outputs(made, bool(written), name)
         self._received.update(output[0] for output in outputs)
-        self.log.add("collective", name, axes, *encoded, outputs, writes)
+        self.log.add("collective", name, axes, *encoded[:2], outputs, writes)
         return result
 
     # Arguments.
 
-    def _encode(self, schema: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _encode(self, schema: Any, args: Any, kwargs: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+        """The arguments, and of those that are tensors what carries gradients here."""
+        carriers: list[Any] = []
+        self._carriers = carriers
         arguments = schema.arguments if schema is not None else ()
         is_called = schema is not None and self.sizes.are_of(schema.name)
         positional = tuple(
             self._encoded(value, is_called and i < len(arguments) and _takes_sizes(arguments[i]))
             for i, value in enumerate(args)
         )
+        if schema is not None and self.stated_sizes and schema.name in _VIEWS:
+            positional = tuple(map(self._with_stated, positional))
         types = {argument.name: argument for argument in arguments}
         keyword = tuple(
             (name, self._encoded(value, is_called and name in types and _takes_sizes(types[name])))
             for name, value in sorted(kwargs.items())
         )
-        return positional, keyword
+        return positional, keyword, tuple(carriers)
+
+    def _with_stated(self, value: Any) -> Any:
+        """The encoded sizes of a view; of ``(..., -1, size)``, which makes heads, the last one with
+        an expression where the module states it.
+        """
+        if not isinstance(value, tuple) or value[:1] != ("l",) or -1 not in value[-2:-1]:
+            return value
+        size = value[-1]
+        is_stated = type(size) is int and size in self.stated_sizes
+        return (*value[:-1], ("n", size, ("number", size))) if is_stated else value
 
     def _encoded(self, value: Any, may_be_size: bool) -> Any:
         if isinstance(value, Tensor):
-            return "t", self.value(value), memory_map.shape_of(value), str(value.dtype)
+            known = self.value(value)
+            if value.requires_grad and torch.is_grad_enabled():
+                self._carriers.append(known)
+            return "t", known, memory_map.shape_of(value), str(value.dtype)
         if isinstance(value, bool) or value is None or isinstance(value, str):
             return value
         if isinstance(value, (int, float)):
@@ -436,6 +551,15 @@ def _takes_sizes(argument: Any) -> bool:
     return argument.name in SIZE_ARGUMENTS or "number" in str(argument.type)
 
 
+_READS = {"numpy", "__array__", "__dlpack__", "tolist"}
+# Calls that take their sizes from another tensor, as those that are given them.
+_AS = {
+    "view_as": (torch.Tensor.view, "view"),
+    "reshape_as": (torch.Tensor.reshape, "reshape"),
+    "expand_as": (torch.Tensor.expand, "expand"),
+}
+
+
 class _FunctionRecorder(TorchFunctionMode):
     """What calls of torch's functions show and the operations below them don't: sizes that are read
     from tensors, products of more than two dims before they are flattened, -1 in ``reshape``.
@@ -453,9 +577,14 @@ class _FunctionRecorder(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__" or name == "size":
             return self._read(func, args, kwargs)
-        if name in ("numpy", "__array__", "__dlpack__") and isinstance(args[0], Tensor):
-            recorder.lose(args[0])
+        if name in _READS and isinstance(args[0], Tensor):
+            recorder.log.add("read", recorder.value(args[0]))
+            if name != "tolist":
+                recorder.lose(args[0])
             return func(*args, **kwargs)
+        if name in _AS and len(args) == 2 and isinstance(args[1], Tensor):
+            func, name = _AS[name]
+            args = args[0], self._read(torch.Tensor.size, args[1:], {})
         before, recorder.sizes = recorder.sizes, CallSizes(name, args, kwargs)
         try:
             bound = composites.bind(func, args, kwargs)
@@ -467,6 +596,7 @@ class _FunctionRecorder(TorchFunctionMode):
                 recorder._add_operation(
                     schema.name, schema.overload_name, encoded, (), {}, result, None
                 )
+                recorder.meet(result)
                 return result
             result = func(*args, **kwargs)
         finally:
@@ -477,6 +607,7 @@ class _FunctionRecorder(TorchFunctionMode):
             for item in result:
                 if isinstance(item, Tensor):
                     recorder.know_object(item)
+        recorder.meet(result)
         return result
 
     def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -487,12 +618,12 @@ class _FunctionRecorder(TorchFunctionMode):
             return result
         if isinstance(result, torch.Size):
             value = self._recorder.value(tensor)
-            if isinstance(value, int):
-                sizes = [Size(size, ("dim", value, dim)) for dim, size in enumerate(result)]
-                return torch.Size(sizes)
+            of = value if isinstance(value, int) else _NOT_KNOWN
+            return torch.Size([Size(n, ("dim", of, dim)) for dim, n in enumerate(result)])
         elif isinstance(result, int) and getattr(func, "__name__", "") == "size":
             dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
             value = self._recorder.value(tensor)
-            if isinstance(value, int) and isinstance(dim, int):
-                return Size(result, ("dim", value, dim % tensor.dim()))
+            of = value if isinstance(value, int) else _NOT_KNOWN
+            if isinstance(dim, int):
+                return Size(result, ("dim", of, dim % tensor.dim()))
         return result

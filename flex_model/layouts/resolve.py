@@ -20,7 +20,7 @@ from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.values import Fingerprints
 from flex_model.errors import LayoutMismatchError
 from flex_model.layouts.follow import AXES, Pair
-from flex_model.layouts.statements import text_of
+from flex_model.layouts.statements import in_words, text_of
 
 ExpectedShape = tuple[int | None, ...] | None
 
@@ -133,16 +133,22 @@ def refusal(
 ) -> str:
     """What to say of a tensor of which an axis is not known, with the line that settles it."""
     words = {"dp": "data-parallel", "tp": "tensor-parallel"}
-    parts = []
+    parts, of_inputs = [], ""
     for axis in unknown:
         candidates = _candidates(shapes, mesh, axis)
-        listed = "; or ".join(text for text, _ in candidates) or "split as no shard of one tensor"
-        lost = f" (lost at {obstacles[axis]})" if obstacles.get(axis) else ""
+        listed = "; or ".join(one[0] for one in candidates) or "split as no shard of one tensor"
+        obstacle = obstacles.get(axis, "")
+        lost = f" (lost at {obstacle})" if obstacle else ""
+        if obstacle.startswith("input "):
+            of_inputs = (
+                "; where ranks are given shards as inputs, state that with flex.annotate_layout("
+                f"re.compile('^$'), kind='forward_pre', {axis}=Shard(...)), index= of which"
+            )
         parts.append(
             f"how the tensor is placed over the {words[axis]} ranks is not known{lost}; it may be "
             f"{listed}"
         )
-    lines = _lines(site, shapes, mesh, unknown)
+    lines = _lines(site, shapes, mesh, unknown, expected_shape)
     not_enough = (
         f" (expected_shape {expected_shape} gives sizes, which don't tell the order of the ranks' "
         "parts)"
@@ -152,14 +158,31 @@ def refusal(
     return (
         f"{site.name}: {'; '.join(parts)} (local shapes {unique(shapes)}, {mesh.describe()})"
         f"{not_enough}; state it before the run with {lines}, from torch.distributed.tensor import "
-        "Partial, Replicate, Shard; flex.layouts(why=True) says what could not be followed"
+        f"Partial, Replicate, Shard{of_inputs}{_uneven(shapes, mesh, unknown)}; "
+        "flex.layouts(why=True) says what could not be followed"
     )
 
 
-def _lines(site: Site, shapes: Sequence[Shape], mesh: Mesh, unknown: Sequence[str]) -> str:
+def _uneven(shapes: Sequence[Shape], mesh: Mesh, unknown: Sequence[str]) -> str:
+    """What to do about data-parallel ranks whose rows have other lengths."""
+    line = [shapes[place] for place in mesh.members(("dp",), 0)]
+    if "dp" not in unknown or len({shape[1:] for shape in line}) == 1:
+        return ""
+    return "; pad the inputs of the data-parallel ranks to one length"
+
+
+def _lines(
+    site: Site,
+    shapes: Sequence[Shape],
+    mesh: Mesh,
+    unknown: Sequence[str],
+    expected_shape: ExpectedShape,
+) -> str:
     placed = []
     for axis in unknown:
-        candidates = [placement for _, placement in _candidates(shapes, mesh, axis)]
+        found = _candidates(shapes, mesh, axis)
+        fitting = [one for one in found if _fits(one[2], expected_shape)]
+        candidates = [placement for _, placement, _ in fitting or found]
         example = candidates[-1] if candidates else Replicate()
         if candidates and isinstance(example, Partial):
             shards = [one for one in candidates if isinstance(one, Shard)]
@@ -176,7 +199,13 @@ def _lines(site: Site, shapes: Sequence[Shape], mesh: Mesh, unknown: Sequence[st
     )
 
 
-def _candidates(shapes: Sequence[Shape], mesh: Mesh, axis: str) -> list[tuple[str, Placement]]:
+def _fits(full: Shape, expected_shape: ExpectedShape) -> bool:
+    return all(size in (None, own) for size, own in zip(expected_shape or (), full))
+
+
+def _candidates(
+    shapes: Sequence[Shape], mesh: Mesh, axis: str
+) -> list[tuple[str, Placement, Shape]]:
     """The placements along an axis that the local shapes allow, with the full shape of each."""
     line = [shapes[place] for place in mesh.members((axis,), 0)]
     placements: list[Placement] = [Replicate(), *map(Shard, range(len(line[0]))), Partial()]
@@ -188,16 +217,8 @@ def _candidates(shapes: Sequence[Shape], mesh: Mesh, axis: str) -> list[tuple[st
             full = ShardLayout(tp=placement).full_shape(line, 1, len(line))
         except ValueError:
             continue
-        found.append((f"{in_words(placement)}, in full {full}", placement))
+        found.append((f"{in_words(placement)}, in full {full}", placement, full))
     return found
-
-
-def in_words(placement: Placement) -> str:
-    """The placement, for messages."""
-    if isinstance(placement, Shard):
-        parts = f" in {placement.parts} interleaved parts" if placement.parts > 1 else ""
-        return f"split along dim {placement.dim}{parts}"
-    return "replicated" if isinstance(placement, Replicate) else "a partial sum"
 
 
 def unique(shapes: Sequence[Shape]) -> str:

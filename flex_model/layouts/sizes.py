@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# ("dim", value id, dim), ("number", n), or an operation's name and its operands' expressions.
+# ("dim", value id or 0, dim), ("number", n), or an operation's name and its operands' expressions.
 Expression = tuple[Any, ...]
 
 #: Arguments of ATen operations that are sizes, or positions along a dim. (Their schemas say so, in
@@ -124,6 +124,38 @@ def evaluate(expression: Expression, size_of: Callable[[int, int], int | None]) 
         return _OPERATIONS[kind](left, right)
     except (ZeroDivisionError, OverflowError):
         return None
+
+
+def divides_by(expression: Expression, number: int) -> bool:
+    """Whether a size is divided by this plain number somewhere in the expression."""
+    if expression[0] in ("number", "dim"):
+        return False
+    is_division = expression[0] in ("floordiv", "truediv", "mod")
+    if is_division and expression[2] == ("number", number):
+        return True
+    return any(divides_by(operand, number) for operand in expression[1:])
+
+
+def factors(expression: Expression) -> set[int]:
+    """The plain numbers that sizes are multiplied by, each and all of them together."""
+    found: set[int] = set()
+    product = 1
+    pending = [expression] if expression[0] == "mul" else []
+    while pending:
+        for operand in pending.pop()[1:]:
+            if operand[0] == "mul":
+                pending.append(operand)
+            elif operand[0] == "number":
+                found.add(operand[1])
+                product *= operand[1]
+    return found | {product}
+
+
+def is_of_no_value(expression: Expression) -> bool:
+    """Whether it has a size of a tensor of which nothing is known."""
+    if expression[0] in ("number", "dim"):
+        return expression[0] == "dim" and expression[1] == 0
+    return any(is_of_no_value(operand) for operand in expression[1:])
 
 
 class CallSizes:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,10 +14,11 @@ from flex_model import _C
 from flex_model.distributed.layout import Placement, Replicate, Shard
 from flex_model.distributed.mesh import Mesh
 from flex_model.integrations import dtensor, fsdp, layers
-from flex_model.layouts.encoding import encode
-from flex_model.layouts.statements import Statements
+from flex_model.layouts.encoding import decode, encode
+from flex_model.layouts.statements import Statement, Statements, in_words
 from flex_model.names import clean
 
+AXES = ("dp", "tp")
 Placements = tuple[Any, Any]  # encoded, along dp and tp
 
 
@@ -67,6 +69,7 @@ class Weights:
         self._is_stated = layers.states_tensor_parallelism(root, mesh)
         self._has_fsdp1 = any(fsdp.is_fsdp1(module) for module in root.modules())
         self._found: dict[int, _Weight] = {}
+        self._known: dict[tuple[str, int], tuple[weakref.ref[Tensor], Placements]] = {}
         self._scan()
 
     def _scan(self) -> None:
@@ -109,26 +112,59 @@ class Weights:
             return None
         _, name, module, leaf, of_weight = found
         weight = of_weight()
-        return None if weight is None else (name, self._placements(name, module, leaf, weight))
+        if weight is None:
+            return None
+        known = self._known.get((name, id(weight)))
+        if known is None or known[0]() is not weight:
+            placements = self._placements(name, module, leaf, weight)
+            self._known[name, id(weight)] = known = weakref.ref(weight), placements
+        return name, known[1]
 
     def _placements(self, name: str, module: nn.Module, leaf: str, tensor: Tensor) -> Placements:
+        dp, tp = self._stated_by_model(module, leaf, tensor)
+        if dtensor.is_dtensor(tensor) and stated_by_dtensor(tensor, self._mesh) is None:
+            return None, None
         statement = self._statements.of_parameter(name, module)
-        dp: Placement | None = Replicate()
-        tp = self._along_tp(module, leaf, tensor)
         if statement is not None:
-            dp, tp = statement.dp or dp, statement.tp or tp
-        stated = stated_by_dtensor(tensor, self._mesh) or (None, None)
-        return stated[0] or encode(dp), stated[1] or encode(tp)
+            dp, tp = dp or encode(statement.dp), tp or encode(statement.tp)
+        is_replica = self._mesh.tp_size == 1 or (
+            self._is_stated and not self._states_along_tp(tensor, leaf)
+        )
+        return dp or encode(Replicate()), tp or (encode(Replicate()) if is_replica else None)
 
-    def _along_tp(self, module: nn.Module, leaf: str, tensor: Tensor) -> Placement | None:
-        if self._mesh.tp_size == 1:
-            return Replicate()
-        if dtensor.is_dtensor(tensor) and dtensor.reaches(tensor, self._mesh, leaf, "tp"):
-            return None  # it states its placement itself
-        stated = layers.parameter_layout(module, leaf, tensor, self._mesh)
-        if stated is not None:
-            return stated.tp
-        return Replicate() if self._is_stated else None
+    def _stated_by_model(self, module: nn.Module, leaf: str, tensor: Tensor) -> Placements:
+        """What a DTensor or the layer states."""
+        dp, tp = stated_by_dtensor(tensor, self._mesh) or (None, None)
+        if self._mesh.tp_size > 1 and not self._states_along_tp(tensor, leaf):
+            layout = layers.parameter_layout(module, leaf, tensor, self._mesh)
+            tp = None if layout is None else encode(layout.tp)
+        return dp, tp
+
+    def _states_along_tp(self, tensor: Tensor, leaf: str) -> bool:
+        """Whether the tensor itself says how it is split, though maybe not in our terms."""
+        if not dtensor.is_dtensor(tensor):
+            return False
+        try:
+            return dtensor.reaches(tensor, self._mesh, leaf, "tp")
+        except ValueError:  # a mesh of its own, such as one of experts
+            return True
+
+    def refuted(self, statement: Statement) -> str:
+        """What the model says against a statement about parameters; empty if nothing."""
+        for name, module in self._root.named_modules():
+            for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
+                full = clean(self._root, f"{name}.{leaf}" if name else leaf)
+                if tensor is None or not statement.matches(full, module):
+                    continue
+                own = self._stated_by_model(module, leaf, tensor)
+                for axis, stated, told in zip(AXES, (statement.dp, statement.tp), own):
+                    if stated is not None and told is not None and encode(stated) != told:
+                        return (
+                            f"{statement.describe()}: {full} is {in_words(stated)} along {axis} by "
+                            f"this statement, but its layer states that it is "
+                            f"{in_words(decode(told))}; leave the statement out"  # type: ignore[arg-type]
+                        )
+        return ""
 
 
 def stated_by_dtensor(tensor: Any, mesh: Mesh) -> Placements | None:
@@ -151,15 +187,58 @@ def stated_by_dtensor(tensor: Any, mesh: Mesh) -> Placements | None:
 
 def named_inputs(root: nn.Module, args: Any, kwargs: Any) -> list[tuple[str, Tensor, bool]]:
     """Every tensor in a forward's arguments, with the name of its argument, and whether it is kept
-    in an object of the user's, such as a cache, rather than passed.
+    in an object of the user's, such as a cache, rather than passed. First those that hooks see, in
+    their order.
     """
     names = list(_argument_names(root, len(args)))
-    found = []
+    found, inside = [], []
     for name, value in [*zip(names, args), *kwargs.items()]:
-        is_state = not _is_plain(value)
-        for tensor in _C.flatten(value)[0]:
-            found.append((name, tensor, is_state))
-    return found
+        passed = {id(tensor) for tensor in _passed(value)}
+        flat = _C.flatten(value)[0]
+        found += [(name, tensor, id(tensor) not in passed) for tensor in flat]
+        if not _is_plain(value):
+            seen = {id(tensor) for tensor in flat}
+            of_value = [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+            inside += [(name, tensor, True) for tensor in of_value if id(tensor) not in seen]
+    return found + inside
+
+
+def _passed(value: Any) -> Iterator[Tensor]:
+    """Tensors in containers that only hold what they are given."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _passed(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _passed(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _passed(getattr(value, field.name))
+
+
+def leaves(value: Any, depth: int = 6) -> Iterator[Any]:
+    """Tensors and plain values in any object, such as a cache: what its attributes and their items
+    hold, down to a few levels.
+    """
+    if isinstance(value, (Tensor, int, float, str, bytes, type(None))):
+        yield value
+    elif depth == 0 or isinstance(value, (type, nn.Module)) or callable(value):
+        return
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from leaves(item, depth - 1)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from leaves(item, depth - 1)
+    else:
+        yield from leaves(getattr(value, "__dict__", {}), depth - 1)
+
+
+def states_of(args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
+    """Arguments that are objects of the user's, such as caches, which a forward may change."""
+    return [value for value in (*args, *kwargs.values()) if not _is_plain(value)]
 
 
 def _is_plain(value: Any) -> bool:
@@ -223,13 +302,18 @@ class Inputs:
         self._batch_dim = batch_dim
 
     def along_dp(
-        self, names: list[str], shapes: list[list[tuple[int, ...]]], is_equal: list[bool]
+        self,
+        names: list[str],
+        shapes: list[list[tuple[int, ...]]],
+        is_equal: list[bool],
+        is_stated: list[bool],
     ) -> list[Placement | None]:
         """Of each tensor.
 
         Args:
             shapes: By tensor, of all data-parallel ranks of a line.
             is_equal: By tensor: whether these ranks hold the same values.
+            is_stated: By tensor: whether the user states how it is placed.
 
         Raises:
             ValueError: whether a tensor holds rows can't be known; with the line that says it.
@@ -240,13 +324,13 @@ class Inputs:
             dim = batch_dim_of(self._batch_dim, name)
             if rows is None and dim is not None and len(of_ranks[0]) > dim:
                 rows = [shape[dim] for shape in of_ranks]
-        for name, of_ranks, equal in zip(names, shapes, is_equal):
+        for name, of_ranks, equal, stated in zip(names, shapes, is_equal, is_stated):
             dim = batch_dim_of(self._batch_dim, name)
             shape = of_ranks[0]
             has_rows = (
                 dim is not None and len(shape) > dim and [other[dim] for other in of_ranks] == rows
             )
-            if has_rows and equal and self._is_ambiguous(name, shape, dim):
+            if has_rows and equal and not stated and self._is_ambiguous(name, shape, dim):
                 raise ValueError(_ambiguous(name, shape, dim, self._batch_dim))
             if has_rows:
                 found.append(Shard(dim))  # type: ignore[arg-type]

@@ -153,6 +153,14 @@ def text_of(placement: Placement) -> str:
     return "Replicate()" if isinstance(placement, layouts.Replicate) else "Partial()"
 
 
+def in_words(placement: Placement) -> str:
+    """The placement, for messages."""
+    if isinstance(placement, layouts.Shard):
+        parts = f" in {placement.parts} interleaved parts" if placement.parts > 1 else ""
+        return f"split along dim {placement.dim}{parts}"
+    return "replicated" if isinstance(placement, layouts.Replicate) else "a partial sum"
+
+
 class Statements:
     """All that the user of one FlexModel has stated with ``annotate_layout``."""
 
@@ -167,14 +175,7 @@ class Statements:
         return len(self._statements)
 
     def add(self, statement: Statement) -> None:
-        """ValueError if it matches nothing, or says otherwise than one before it."""
-        names = self.names(statement)
-        if not names:
-            what = "parameter" if statement.kind == "parameter" else "module"
-            raise ValueError(
-                f"{statement.describe()}: no {what} of {type(self._root).__name__} matches; see "
-                "flex.wrapped_module_names"
-            )
+        """One more."""
         self._statements.append(statement)
 
     def names(self, statement: Statement) -> list[str]:
@@ -183,9 +184,9 @@ class Statements:
         for name, module in self._root.named_modules():
             if statement.kind == "parameter":
                 prefix = f"{name}." if name else ""
-                for leaf, _ in module.named_parameters(recurse=False):
+                for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
                     full = clean(self._root, prefix + leaf)
-                    if statement.matches(full, module):
+                    if tensor is not None and statement.matches(full, module):
                         found.append(full)
             elif statement.matches(clean(self._root, name), module):
                 found.append(clean(self._root, name))
@@ -203,6 +204,14 @@ class Statements:
             for statement in self._statements
             if statement.kind != "parameter" and statement.matches(clean(self._root, name), module)
         ]
+
+    def of_inputs(self) -> dict[int, Statement]:
+        """Those about inputs of the wrapped model, by index."""
+        return {
+            s.index: s
+            for s in self._statements
+            if s.kind == "forward_pre" and s.matches("", self._root)
+        }
 
     def _last(self, kind: Kind, name: str, module: nn.Module) -> Statement | None:
         found = [s for s in self._statements if s.kind == kind and s.matches(name, module)]

@@ -21,9 +21,12 @@ from flex_model.hooks.registration import HookHandle
 from flex_model.hooks.save_context import StageContext
 from flex_model.hooks.step import Step
 from flex_model.hooks.table import EVERYTHING, Choice
+from flex_model.hooks.tracking import Follow
 from flex_model.inspection import DryRun, VerifyReport
 from flex_model.integrations import cut, fsdp
 from flex_model.integrations.mesh_sources import Source
+from flex_model.layouts.sources import BatchDim, check_batch_dim
+from flex_model.layouts.statements import Statement
 from flex_model.model import FlexModel, check_arguments, find_mesh
 from flex_model.names import find_parameter, shapes_by_name
 from flex_model.pipelining.agreement import StepCall, check_dims
@@ -96,13 +99,15 @@ class PipelinedFlexModel(FlexModel):
         output_ranks: str = "rank0",
         save_ctx_on: str = "rank0",
         timeout: float = 60.0,
+        batch_dim: BatchDim = 0,
+        follow: Follow = "new",
     ) -> None:
         nn.Module.__init__(self)
         stages = stages_of(schedule)
         if "step" in vars(schedule):
             raise TypeError("the schedule is that of a FlexModel already; restore() it first")
         root = LocalStages(stages)
-        check_arguments(root, output_ptr, edit_on, output_ranks, save_ctx_on, timeout)
+        check_arguments(root, output_ptr, edit_on, output_ranks, save_ctx_on, timeout, follow)
         for name, value in (("batch_mode", batch_mode), ("return_on", return_on)):
             _check_choice(name, value)
         sizes = (tensor_parallel_size, pipeline_parallel_size, data_parallel_size)
@@ -110,7 +115,17 @@ class PipelinedFlexModel(FlexModel):
         mesh = find_mesh(root, sizes, process_group, device_mesh, float(timeout), [along])
         step = Step()
         core = HookCore(
-            root, mesh, {}, StageContext(), nn.ModuleDict(), edit_on, "rank0", float(timeout), step
+            root,
+            mesh,
+            {},
+            StageContext(),
+            nn.ModuleDict(),
+            edit_on,
+            "rank0",
+            float(timeout),
+            step,
+            batch_dim=check_batch_dim(batch_dim),
+            follow=follow,
         )
         self.__dict__["schedule"] = schedule
         self.__dict__["_records"] = output_ptr if isinstance(output_ptr, dict) else {}
@@ -372,6 +387,14 @@ class PipelinedFlexModel(FlexModel):
     def _hookable_names(self, hook_type: str) -> list[str]:
         directory = self._pipeline.directory
         return directory.parameter_names if hook_type == "tensor" else directory.called_names
+
+    def _names_of_statement(self, statement: Statement) -> list[str]:
+        directory = self._pipeline.directory
+        if isinstance(statement.pattern, type):
+            return directory.names_of_type(statement.pattern)[0]
+        is_parameter = statement.kind == "parameter"
+        names = directory.parameter_names if is_parameter else directory.module_names
+        return [name for name in names if statement.matches(name, self.module)]
 
     def _names_of_type(self, kind: type) -> tuple[list[str], list[str]]:
         return self._pipeline.directory.names_of_type(kind)

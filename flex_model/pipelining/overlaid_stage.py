@@ -135,11 +135,13 @@ class OverlaidStage:
         core = self._core
         if self._step.is_silent:
             return whole(self._of_torch("forward_maybe_with_nosync", *args, **kwargs))
-        core.tracking.begin(args, kwargs, core.active_registrations())
+        active, stage = core.active_registrations(), self.stage.stage_index
+        core.tracking.begin(args, kwargs, active, part=stage)
+        output = None
         try:
             output = self._of_torch("forward_maybe_with_nosync", *args, **kwargs)
         finally:
-            core.tracking.end()
+            core.tracking.end(output)
         return whole(output)
 
     def backward_one_chunk(

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from flex_model.distributed.channel import Channel
-from flex_model.distributed.inference import ExpectedShape
 from flex_model.distributed.tensor_dicts import describe, from_rank, gather_to_first
+from flex_model.layouts.resolve import ExpectedShape
 from flex_model.pipelining import chunks
 
 _BACKWARD = ("full_backward", "full_backward_pre")

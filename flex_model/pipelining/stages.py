@@ -11,8 +11,9 @@ from typing import Any
 from torch import nn
 
 from flex_model.distributed.channel import Channel
-from flex_model.distributed.layout import Placement
 from flex_model.errors import nearest
+from flex_model.layouts.follow import Pair
+from flex_model.layouts.statements import Statements
 from flex_model.names import check_name, clean, find_module, find_parameter
 from flex_model.parameters import Parameters
 from flex_model.pipelining.pass_through import PassThrough
@@ -76,16 +77,18 @@ class StageParameters:
     All methods are collective over the ranks of the stage.
     """
 
-    def __init__(self, stages: Sequence[Any], channel: Channel) -> None:
-        self.of_stage = {stage.stage_index: Parameters(stage.submod, channel) for stage in stages}
+    def __init__(self, stages: Sequence[Any], channel: Channel, statements: Statements) -> None:
+        self.of_stage = {
+            stage.stage_index: Parameters(stage.submod, channel, statements) for stage in stages
+        }
         self._roots = {stage.stage_index: stage.submod for stage in stages}
 
-    def split_of_gradient(self, name: str) -> Placement | None:
+    def placements_of(self, name: str) -> Pair:
         """As of ``Parameters``, for the first stage that has it."""
         for index, root in self._roots.items():
             with contextlib.suppress(ValueError):
                 find_parameter(root, name)
-                return self.of_stage[index].split_of_gradient(name)
+                return self.of_stage[index].placements_of(name)
         raise ValueError(f"no stage of this rank has a parameter {name!r}")
 
 

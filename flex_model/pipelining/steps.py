@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from flex_model.distributed.channel import Channel
-from flex_model.distributed.inference import ExpectedShape
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.tensor_dicts import describe, exchange_json, from_rank
 from flex_model.errors import HookError, agreed
@@ -23,6 +22,7 @@ from flex_model.hooks.context import RunContext
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.step import Step
 from flex_model.hooks.until import Until
+from flex_model.layouts.resolve import ExpectedShape
 from flex_model.pipelining import chunks, records, shapes
 from flex_model.pipelining.agreement import (
     Plan,
@@ -77,7 +77,9 @@ class Pipeline:
         )
         self.session: Session | None = None  # where records go to a store
         self.runner = StageRunner(schedule, step, core, core.modules)
-        self.parameters = StageParameters(self.runner.stages, core.channel)
+        self.parameters = StageParameters(
+            self.runner.stages, core.channel, core.tracking.statements
+        )
         core.parameters = self.parameters
         try:
             self.directory = self._meet()

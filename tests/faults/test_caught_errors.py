@@ -132,7 +132,9 @@ def test_a_model_that_fails_between_two_edits_is_told_to_the_other_rank(
     """Rank 0 waits at the hook on out for rank 1, which will not come there."""
     monkeypatch.setenv("FLEX_MODEL_TRANSPORT", transport)
     model, records = models.seeded(Failing).double(), {}
-    flex = FlexModel(model, records, tensor_parallel_size=2, edit_on=edit_on, timeout=30)
+    flex = models.replicas(
+        FlexModel(model, records, tensor_parallel_size=2, edit_on=edit_on, timeout=30)
+    )
     flex.register_forward_hook(HookFunction("fc1", editing_function=double))
     flex.register_forward_hook(HookFunction("out", editing_function=double))
     rank, oracle = dist.get_rank(), models.mlp()
@@ -256,7 +258,7 @@ AMONG_RANKS = [*REENTRANT, gathers_a_parameter]
 
 def check_reentrancy(reenter, **settings):
     records, model = {}, models.mlp()
-    flex = FlexModel(model, records, timeout=20, **settings)
+    flex = models.replicas(FlexModel(model, records, timeout=20, **settings))
     handle = flex.register_forward_hook(HookFunction("fc1", editing_function=reenter(flex)))
     start = time.monotonic()
     with pytest.raises(HookError, match=r"'fc1'.*inside an editing function"):
@@ -295,7 +297,7 @@ def test_a_second_thread_is_refused_on_the_ranks_that_start_one():
 
     records = {}
     model = nn.Sequential(models.mlp(), Waits())
-    flex = FlexModel(model, records, tensor_parallel_size=2, timeout=20)
+    flex = models.replicas(FlexModel(model, records, tensor_parallel_size=2, timeout=20))
     flex.register_forward_hook(HookFunction("0.fc1", editing_function=double))
 
     def second():

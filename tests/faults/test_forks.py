@@ -24,7 +24,7 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 BATCH = models.random(2000, 6)
 records = {{}}
-flex = FlexModel(models.mlp(), records, tensor_parallel_size=2)
+flex = models.replicas(FlexModel(models.mlp(), records, tensor_parallel_size=2))
 flex.register_forward_hook(HookFunction("fc1", editing_function=lambda m, full, s, ms: full * 2))
 flex.register_full_backward_hook(HookFunction("fc2", output_name="grad"))
 flex(BATCH).sum().backward()

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard
 
 import models
 from flex_model import _C, FlexModel, HookFunction
@@ -50,6 +51,7 @@ def test_nothing_grows_in_many_calls_on_four_ranks(transport, calls, monkeypatch
     monkeypatch.setenv("FLEX_MODEL_TRANSPORT", transport)
     model, records = nn.Sequential(*(nn.Identity() for _ in range(HOOKS - 2))), {}
     flex = FlexModel(model, records, tensor_parallel_size=2, data_parallel_size=2)
+    flex.annotate_layout(models.INPUT, kind="forward_pre", tp=Shard(1))
     for i in range(HOOKS - 2):
         edit = double if i in (3, 11) else None
         flex.register_forward_hook(HookFunction(str(i), (256, 128), edit))

@@ -147,7 +147,9 @@ def changes_what_is_saved(module, full, save_ctx, modules):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("edit_on", ["all", "rank0"])
 def test_a_change_in_place_of_what_is_saved_for_backward_is_an_error(edit_on):
-    flex = FlexModel(models.mlp(), tensor_parallel_size=2, edit_on=edit_on, timeout=20)
+    flex = models.replicas(
+        FlexModel(models.mlp(), tensor_parallel_size=2, edit_on=edit_on, timeout=20)
+    )
     flex.register_forward_hook(HookFunction("fc1", editing_function=changes_what_is_saved))
     output = flex(BATCH)
     with pytest.raises((RuntimeError, HookError), match=r"modified by an inplace|own backward"):

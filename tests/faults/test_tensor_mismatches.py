@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Replicate
 
 import models
 from flex_model import FlexModel, HookError, HookFunction, HookMismatchError
@@ -128,6 +129,8 @@ def test_an_edit_that_changes_its_tensor_on_one_rank_only_is_an_error(site, tran
 @pytest.mark.parametrize("edit", [None, double])
 def test_shapes_that_fit_no_layout_are_a_mismatch(kind, edit):
     flex = FlexModel(nn.Sequential(nn.Identity()), {}, **{f"{kind}_parallel_size": 2})
+    if kind == "tensor":
+        flex.annotate_layout(models.INPUT, kind="forward_pre", tp=Replicate())
     flex.register_forward_hook(HookFunction("0", editing_function=edit))
     x = models.random(4, 6)[:, dist.get_rank() :]
     with pytest.raises(
@@ -137,7 +140,7 @@ def test_shapes_that_fit_no_layout_are_a_mismatch(kind, edit):
     assert isinstance(error.value, ValueError)  # as of a wrong expected_shape
     advice = "pad the inputs of the data-parallel ranks to one length"
     if kind == "tensor":
-        advice = "may be split along dim 1, in full (4, 11): give the full sizes in expected_shape"
+        advice = "give the tensor-parallel ranks the same inputs"
     assert advice in str(error.value)
     flex(models.random(4, 6))  # as the advice says
     assert flex.output_ptr["0"] if dist.get_rank() == 0 else True

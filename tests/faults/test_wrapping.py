@@ -94,7 +94,7 @@ def test_a_wrap_may_be_collected_while_the_next_one_is_made(monkeypatch):
         return meet(meeting, number, held)
 
     monkeypatch.setattr(groups._Meeting, "held_by_all", held_by_all)
-    with FlexModel(models.mlp(), tensor_parallel_size=2, timeout=5) as flex:
+    with models.replicas(FlexModel(models.mlp(), tensor_parallel_size=2, timeout=5)) as flex:
         flex.register_forward_hook(HookFunction("fc1"))
         flex(models.random(4, 6))
     old.restore()

@@ -14,7 +14,7 @@ from standalone import standalone
 from steps_rare import dims
 
 #: Whether no program may be wrong, crash or hang. While it is False, only the fuzzer is tested.
-IS_SOUND = False
+IS_SOUND = True
 RANDOM_S = 10  # for random programs
 
 

@@ -14,7 +14,7 @@ from flex_model.distributed.layout import Shape, ShardLayout
 from flex_model.distributed.mesh import Mesh
 from flex_model.integrations import dtensor
 from flex_model.layouts.exchange import exchange_chunks
-from flex_model.layouts.follow import Follower
+from flex_model.layouts.follow import Follower, paused
 from flex_model.layouts.sources import Constants, Weights
 from flex_model.layouts.statements import Statements
 
@@ -46,7 +46,7 @@ def follow(model, mesh: Mesh, inputs, placements, statements=(), keywords=None):
     def look(name):
         def hook(module, args, output):
             for tensor in _C.flatten(output)[0]:
-                with follower.paused():
+                with paused(follower):
                     plain = dtensor.to_local(tensor) if dtensor.is_dtensor(tensor) else tensor
                     shard = dtensor.wait(plain).detach().clone()
                     met.append(Met(name, shard, follower.value(tensor)))

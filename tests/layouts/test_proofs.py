@@ -2,6 +2,8 @@
 every module's tensors together to the full ones, and where a proof is due there is one.
 """
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -183,3 +185,68 @@ def test_what_ranks_run_differently_is_not_known_until_the_module_ends():
     found, _, _ = follow(Both(), mesh_of(tp_size=2), [x], [WHOLE])
     assert found["branches"] == [None]
     assert_close(found["after"][0], x.tanh().tanh())
+
+
+@pytest.mark.ranks(2)
+def test_nan_is_one_number_on_all_ranks():
+    class Filled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.full, self.masked = nn.Identity(), nn.Identity()
+
+        def forward(self, x):
+            self.full(torch.full(x.shape, math.nan))
+            self.masked(x.masked_fill(x > 0, math.nan))
+
+    x = models.random(4, 6)
+    mine = x.chunk(2)[dist.get_rank()]
+    found, _, _ = follow(Filled(), mesh_of(dp_size=2), [mine], [ROWS])
+    assert torch.equal(found["full"][0].isnan(), torch.ones(4, 6, dtype=torch.bool))
+    assert_close(found["masked"][0], x.masked_fill(x > 0, math.nan), equal_nan=True)
+
+
+class Chosen(nn.Module):
+    """Rows of a mask by their positions, as transformers has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.mask, self.rows, self.shared = nn.Identity(), nn.Identity(), nn.Identity()
+
+    def forward(self, x, mask, table):
+        rows = torch.arange(x.shape[0])
+        columns = torch.arange(x.shape[1])
+        chosen = mask[rows[:, None, None, None], columns[None, None, None, :]]
+        self.mask(chosen.expand(-1, -1, x.shape[1], -1).double())
+        self.rows(x.index_select(0, rows))
+        self.shared(table[rows])  # of the unsharded program's rows a rank has other ones
+        return x
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("rows", [2, 6])
+def test_positions_of_rows_choose_them(rows):
+    """Was refused: of a batch with padding in data parallelism, so every hook behind its mask."""
+    batch, table = models.random(rows, 3), models.random(8, 3, seed=4)
+    mask = models.random(rows, 3, seed=3) > 0
+    expected = unsharded(Chosen(), [batch, mask, table])
+    mine = [full.chunk(2)[dist.get_rank()] for full in (batch, mask)]
+    found, _, _ = follow(Chosen(), mesh_of(dp_size=2), [*mine, table], [ROWS, ROWS, WHOLE])
+    assert found["shared"] == [None]
+    for name in ("mask", "rows"):
+        assert_close(found[name], expected[name])
+
+
+@pytest.mark.ranks(2)
+def test_dropout_is_placed_as_what_it_drops_from():
+    class Drops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.drop = nn.Dropout()
+
+        def forward(self, x):
+            return self.drop(x).sign()
+
+    for mesh, placement in ((mesh_of(dp_size=2), ROWS), (mesh_of(tp_size=2), WHOLE)):
+        torch.manual_seed(0)
+        _, follower, output = follow(Drops(), mesh, [models.random(4, 3)], [placement])
+        assert follower.placements(follower.value(output)) == placement

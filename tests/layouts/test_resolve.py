@@ -37,8 +37,18 @@ def test_what_is_proven_or_stated_is_the_layout(mesh, proven, stated, layout):
     assert layout_of(TWO, mesh, proven, stated) == layout
 
 
-@pytest.mark.parametrize("expected", [None, (2, 16), (4, 8), (2, 8), (None, 16)])
-def test_sizes_alone_are_refused(expected):
+@pytest.mark.parametrize(
+    ("expected", "line"),
+    [
+        (None, "Shard(1)"),
+        ((2, 16), "Shard(1)"),
+        ((4, 8), "Shard(0)"),
+        ((2, 8), "Replicate()"),
+        ((None, 16), "Shard(1)"),
+        ((3, 3), "Shard(1)"),
+    ],
+)
+def test_sizes_alone_are_refused(expected, line):
     """(2, 16) may be [g0 u0 g1 u1] of a fused projection as well as consecutive parts."""
     with pytest.raises(ValueError, match="is not known") as raised:
         layout_of(TWO, TP2, expected=expected)
@@ -46,7 +56,12 @@ def test_sizes_alone_are_refused(expected):
     assert "forward hook on 'fc'" in text
     assert "split along dim 1, in full (2, 16)" in text
     assert "a partial sum, in full (2, 8)" in text
-    assert "flex.annotate_layout('fc', kind='forward', tp=Shard(1))" in text
+    assert f"flex.annotate_layout('fc', kind='forward', tp={line})" in text
+
+
+def test_rows_of_other_lengths_are_to_be_padded():
+    with pytest.raises(ValueError, match="pad the inputs of the data-parallel ranks"):
+        layout_of([(2, 4, 8), (2, 6, 8)], DP2)
 
 
 def test_what_is_not_known_names_each_axis_and_where_it_was_lost():

@@ -36,7 +36,7 @@ the sharded one too), *in-place* edit (the last index of every dim, which lives 
 Right means: what the hook saw, the model's output after it and all parameter gradients equal those
 of the unsharded model with the same weights under torch's own hooks, in the same run, within
 1e-9 (float64) or 2e-5 (float32, or models that compute parts in it) of the largest value.
-No hook was given an `expected_shape`.
+No layout was stated, and no hook was given an `expected_shape`.
 Pipelines run their hooks with the whole batch, or in micro-batches: there the edits that mix rows
 are not made.
 

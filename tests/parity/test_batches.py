@@ -100,8 +100,8 @@ def of_a_run(register, rows_of, batches, takes_a_mask, **sizes):
 def test_rows_that_happen_to_be_equal_on_all_ranks_are_rows_of_one_batch(
     register, rows, takes_a_mask
 ):
-    """The next ones may differ, in the same shapes. With a mask such a forward does not tell which
-    input has the rows, and nothing of it is remembered.
+    """The next ones may differ, in the same shapes. A mask that may hold rows or not is stated to
+    be shared by all rows.
     """
     twice = torch.cat([models.random(rows, 6)] * 2)
     batches = [twice, models.random(2 * rows, 6, seed=1), twice, models.random(2 * rows, 6, seed=2)]
@@ -115,6 +115,7 @@ def test_rows_that_happen_to_be_equal_on_all_ranks_are_rows_of_one_batch(
         batches,
         takes_a_mask,
         data_parallel_size=2,
+        batch_dim={"mask": None} if takes_a_mask else 0,
     )
     assert_close(mine, [tensor.chunk(2)[dist.get_rank()] for tensor in whole])
     if dist.get_rank() == 0:

@@ -76,6 +76,8 @@ def test_a_strided_edit_in_front_of_a_dtensor_layer(plan, edit_on):
             models.seeded(Layers).double(), models.mesh(1, 2)["tp"], PLANS[plan]
         )
         with FlexModel(sharded, records := {}, tensor_parallel_size=2, edit_on=edit_on) as flex:
+            if is_split:
+                flex.annotate_layout(models.INPUT, kind="forward_pre", tp=Shard(1))
             getattr(flex, f"register_{kind}_hook")(hook(site, shape, edit))
             output = flex(x)
             (output.square().sum() / X.numel()).backward()

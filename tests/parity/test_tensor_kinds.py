@@ -124,6 +124,8 @@ def test_tensors_that_are_computed_first(kind, edit, edit_on):
         sizes = {"tensor_parallel_size": 2} if is_sharded else {}
         group = None if is_sharded else pipelines.alone_group()
         with FlexModel(model, records, process_group=group, edit_on=edit_on, **sizes) as flex:
+            if is_sharded:
+                flex.annotate_layout(models.INPUT, kind="forward_pre", tp=Shard(2))
             flex.register_forward_hook(HookFunction("1", (2, 8, 6), edit))
             flex.register_full_backward_pre_hook(HookFunction("1", (2, 8, 6), output_name="grad"))
             output = flex(mine)
@@ -179,6 +181,7 @@ def test_tensors_that_cant_be_moved_are_refused_by_name(kind, edit):
 
     model = nn.Sequential(nn.Identity(), Makes())
     with FlexModel(model, {}, tensor_parallel_size=2, timeout=10) as flex:
+        flex.annotate_layout(models.INPUT, kind="forward_pre", tp=Shard(2))
         handle = flex.register_forward_hook(HookFunction("1", (2, 8, 12), edit))
         for _ in range(2):
             with pytest.raises(HookError, match=f"(?s)rank 0.*{kind}.*hook a module"):

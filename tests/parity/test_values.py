@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard
 from torch.testing import assert_close
 
 import models
-from flex_model import FlexModel, HookError, HookFunction
+from flex_model import FlexModel, HookFunction
 
 DTYPES = [
     torch.bool,
@@ -39,10 +40,15 @@ class Site(nn.Module):
         return self.site(value)
 
 
-def run(value, expected_shape, edit=None, unpack_idx=0):
-    """Pass ``value`` through a hooked site; return what comes out, and the record on rank 0."""
+def run(value, expected_shape, edit=None, unpack_idx=0, dims=()):
+    """Pass ``value`` through a hooked site; return what comes out, and the record on rank 0.
+
+    ``dims``: by tensor of ``value``, the dim along which it is split over the ranks.
+    """
     records = {}
     with FlexModel(Site(), records, tensor_parallel_size=2) as flex:
+        for index, dim in enumerate(dims):
+            flex.annotate_layout(models.INPUT, kind="forward_pre", index=index, tp=Shard(dim))
         flex.register_forward_hook(HookFunction("site", expected_shape, edit, unpack_idx))
         result = flex(value)
     return result, records.get("site", [None])[0]
@@ -66,7 +72,7 @@ def test_every_dtype_is_gathered_and_scattered_bit_for_bit(dtype):
     full = (bits % 2).bool() if dtype is torch.bool else bits.view(dtype)
     full = full.view(4, 7)
     for edit in (None, clone):
-        result, record = run(part(full), (4, 7), edit)
+        result, record = run(part(full), (4, 7), edit, dims=[1])
         assert_same(result, part(full))
         if dist.get_rank() == 0:
             assert_same(record, full)
@@ -77,7 +83,7 @@ def test_every_dtype_is_gathered_and_scattered_bit_for_bit(dtype):
 def test_any_dim_may_be_the_split_one(dim):
     full = models.random(3, 4, 5)
     for edit in (None, clone):
-        result, record = run(part(full, dim), tuple(full.shape), edit)
+        result, record = run(part(full, dim), tuple(full.shape), edit, dims=[dim])
         assert_same(result, part(full, dim))
         if dist.get_rank() == 0:
             assert_same(record, full)
@@ -98,7 +104,7 @@ def test_non_contiguous_shards(name):
     shard = LAYOUTS[name](part(full))
     expected = full[:1].expand(4, -1) if name == "expanded" else full
     for edit in (None, clone):
-        result, record = run(shard, (4, 6), edit)
+        result, record = run(shard, (4, 6), edit, dims=[1])
         assert_same(result, shard)
         if dist.get_rank() == 0:
             assert_same(record, expected)
@@ -110,7 +116,7 @@ def test_shards_of_size_zero(shape):
     full = models.random(*shape)
     shard = part(full, 1) if len(shape) > 1 else full
     for edit in (None, clone):
-        result, record = run(shard, shape, edit)
+        result, record = run(shard, shape, edit, dims=[1] if len(shape) > 1 else [])
         assert_same(result, shard)
         if dist.get_rank() == 0:
             assert_same(record, full)
@@ -132,10 +138,23 @@ def test_a_tensor_that_is_equal_on_all_ranks_is_whole(shape, expected_shape):
 
 @pytest.mark.ranks(2)
 def test_a_shard_of_unknown_layout_is_never_silently_wrong():
-    """Without expected_shape, a plain tensor that differs between ranks is an error by name."""
+    """Unless it is stated, a plain tensor that differs between ranks is an error by name, whatever
+    sizes ``expected_shape`` gives: they don't tell the order of the parts.
+    """
     full = models.random(4, 6)
-    with pytest.raises((HookError, ValueError), match=r"(?s)'site'.*expected_shape"):
-        run(part(full), None, clone)
+    for expected_shape in (None, (4, 6)):
+        with pytest.raises(
+            ValueError, match=r"'site'.*not known \(lost at input 'value'.*other values"
+        ) as error:
+            run(part(full), expected_shape, clone)
+        assert "flex.annotate_layout('site', kind='forward', tp=Shard(1))" in str(error.value)
+        assert ("don't tell the order" in str(error.value)) == (expected_shape is not None)
+    with FlexModel(Site(), records := {}, tensor_parallel_size=2) as flex:
+        flex.annotate_layout("site", kind="forward", tp=Shard(1))
+        flex.register_forward_hook(HookFunction("site", editing_function=clone))
+        assert_same(flex(part(full)), part(full))
+    if dist.get_rank() == 0:
+        assert_same(records["site"][0], full)
 
 
 # ---- Containers ----------------------------------------------------------------------------------
@@ -198,7 +217,7 @@ def test_each_tensor_of_a_container_can_be_seen_and_edited(name):
     for index, full in enumerate([full_a, full_b]):
         value = containers(*shards)[name]
         negate = lambda module, full, save_ctx, modules: -full  # noqa: E731
-        result, record = run(value, tuple(full.shape), negate, index)
+        result, record = run(value, tuple(full.shape), negate, index, dims=[1, 1])
         assert type(result) is type(value)
         edited, untouched = tensors(result)[index], tensors(result)[1 - index]
         assert_close(edited, -shards[index])
@@ -212,7 +231,7 @@ def test_each_tensor_of_a_container_can_be_seen_and_edited(name):
 def test_a_container_that_is_only_read_goes_on_itself(name):
     full = models.random(4, 6)
     value = containers(part(full), full)[name]
-    result, _ = run(value, (4, 6))
+    result, _ = run(value, (4, 6), dims=[1])
     assert result is value
 
 

@@ -11,7 +11,6 @@ import torch
 
 from flex_model.distributed.layout import Shape, Shard
 from flex_model.distributed.tensor_dicts import exchange_json
-from flex_model.distributed.tracking import LayoutTracker
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.registration import Registration
 from flex_model.inspection.edits.findings import ERROR, NOT_CHECKED, Finding, Source
@@ -35,13 +34,10 @@ class EditCall:
     why: str = ""
 
 
-def check_edits(
-    core: HookCore, tracker: LayoutTracker, calls: Sequence[EditCall]
-) -> dict[int, list[Finding]]:
+def check_edits(core: HookCore, calls: Sequence[EditCall]) -> dict[int, list[Finding]]:
     """What is found, by the hooks' registration index. Collective over the grid.
 
     Args:
-        tracker: That has seen the weights.
         calls: In the order of the forward.
     """
     channel, mesh = core.channel, core.mesh
@@ -51,7 +47,7 @@ def check_edits(
     rehearsal = Rehearsal(
         core,
         registrations,
-        _split_parameters(core, tracker),
+        _split_parameters(core),
         parameters,
         is_alone=not on_all or channel.is_local,
     )
@@ -155,7 +151,7 @@ def _full_parameters(
     return known, unknown
 
 
-def _split_parameters(core: HookCore, tracker: LayoutTracker) -> dict[int, tuple[str, bool]]:
+def _split_parameters(core: HookCore) -> dict[int, tuple[str, bool]]:
     """As of ``Watch``."""
     if core.channel.is_local:
         return {}
@@ -168,7 +164,7 @@ def _split_parameters(core: HookCore, tracker: LayoutTracker) -> dict[int, tuple
             if by_tp or isinstance(layout.dp, Shard):
                 found[id(parameter)] = (name, not by_tp)
         elif core.mesh.tp_size > 1:
-            tp = tracker.splits(parameter)[1]
+            tp = core.parameters.placements_of(name)[1]
             if tp is None or isinstance(tp, Shard):
                 found[id(parameter)] = (name, False)
     return found

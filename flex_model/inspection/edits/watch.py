@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from flex_model.distributed.tracking import written_by
 from flex_model.inspection.edits.findings import ERROR, NOT_CHECKED, WARNING, Place, Reports
 from flex_model.inspection.edits.lines import refuse_collective
 from flex_model.inspection.shapes_only import dtensor_class
+from flex_model.layouts.memory_map import written_by
 
 # What asks a tensor for values. (`item`, `bool` and their like ask by an operation.)
 _NEEDS_VALUES = {
@@ -259,7 +259,7 @@ class Watch(TorchDispatchMode):
                 "not checked",
             )
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        written = written_by(func, args, kwargs)
+        written = written_by(func._schema, args, kwargs)
         if func.overloadpacket.__name__ not in _OF_SHAPES and any(map(self.depends, read)):
             self._dependent.update((_storage(tensor), tensor) for tensor in (*made, *written))
         if written:

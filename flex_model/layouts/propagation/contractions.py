@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from flex_model.layouts.propagation.labels import (
     Input,
     Label,
@@ -95,6 +98,23 @@ def grouped_mm(operation: Operation) -> Placements:
     )
 
 
+def _added(text: str, product: str) -> Callable[[Operation], Placements]:
+    """The rule of a product that is added to ``self``, which is not read where ``beta`` is 0."""
+    rule, alone = form(text), form(product)
+
+    def either(operation: Operation) -> Placements:
+        if any(beta != 0 for beta in operation.by_rank("beta")):
+            return rule(operation)
+        arguments = tuple(
+            {name: value for name, value in of_rank.items() if name != "self"}
+            for of_rank in operation.arguments
+        )
+        return alone(replace(operation, arguments=arguments))
+
+    either.__doc__ = text
+    return either
+
+
 RULES = {
     "mm": form("self:ij mat2:jk -> ik = self*mat2"),
     "bmm": form("self:bij mat2:bjk -> bik = self*mat2"),
@@ -103,12 +123,22 @@ RULES = {
     "vdot": form("self:i other:i -> = self*other"),
     "ger": form("self:i vec2:j -> ij = self*vec2"),
     "outer": form("self:i vec2:j -> ij = self*vec2"),
-    "addmm": form("self:~ik mat1:ij mat2:jk -> ik = self + mat1*mat2"),
+    "addmm": _added(
+        "self:~ik mat1:ij mat2:jk -> ik = self + mat1*mat2", "mat1:ij mat2:jk -> ik = mat1*mat2"
+    ),
     "_addmm_activation": form("self:~i* mat1:i* mat2:** -> i*"),
-    "addmv": form("self:~i mat:ij vec:j -> i = self + mat*vec"),
-    "addr": form("self:~ij vec1:i vec2:j -> ij = self + vec1*vec2"),
-    "baddbmm": form("self:~bik batch1:bij batch2:bjk -> bik = self + batch1*batch2"),
-    "addbmm": form("self:~ik batch1:bij batch2:bjk -> ik = self + batch1*batch2"),
+    "addmv": _added("self:~i mat:ij vec:j -> i = self + mat*vec", "mat:ij vec:j -> i = mat*vec"),
+    "addr": _added(
+        "self:~ij vec1:i vec2:j -> ij = self + vec1*vec2", "vec1:i vec2:j -> ij = vec1*vec2"
+    ),
+    "baddbmm": _added(
+        "self:~bik batch1:bij batch2:bjk -> bik = self + batch1*batch2",
+        "batch1:bij batch2:bjk -> bik = batch1*batch2",
+    ),
+    "addbmm": _added(
+        "self:~ik batch1:bij batch2:bjk -> ik = self + batch1*batch2",
+        "batch1:bij batch2:bjk -> ik = batch1*batch2",
+    ),
     "linear": form("input:...i weight:oi bias?:o -> ...o = input*weight + bias"),
     "matmul": matmul,
     "einsum": einsum,

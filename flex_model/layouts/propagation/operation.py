@@ -21,6 +21,12 @@ class ArgumentsDifferError(Exception):
     """Raised where a rule asks for the one value of an argument that differs between the ranks."""
 
 
+def differ(values: Sequence[Any]) -> bool:
+    """Whether they are not all the same; NaN is the same as NaN."""
+    first = values[0]
+    return any(other != first and (other == other or first == first) for other in values)
+
+
 @dataclass(frozen=True, eq=False)
 class Operand:
     """One tensor that an operation reads or makes, on all ranks of the axis.
@@ -81,10 +87,10 @@ class Operation:
 
     def __getitem__(self, name: str) -> Any:
         """The argument's value. `ArgumentsDifferError` if it is not the same on all ranks."""
-        first = self.arguments[0][name]
-        if any(other[name] != first for other in self.arguments[1:]):
+        values = self.by_rank(name)
+        if differ(values):
             raise ArgumentsDifferError(name)
-        return first
+        return values[0]
 
     def get(self, name: str, default: Any = None) -> Any:
         """As ``operation[name]``; ``default`` where the schema has no such argument."""

@@ -48,8 +48,9 @@ class Size:
     def of(self, hidden: Sizes) -> int:
         if self.dim is None:
             return self.offset
-        size = hidden[self.dim] * self.scale + self.offset
-        return int(size) if size.denominator == 1 else -1
+        numerator, denominator = self.scale.as_integer_ratio()
+        size = hidden[self.dim] * numerator  # ints, that follow a size to its tensor
+        return -1 if size % denominator else size // denominator + self.offset
 
 
 class NoRuleError(Exception):

@@ -1,0 +1,137 @@
+"""Nodes of autograd's graph whose backward no rule tells from the forward: ``autograd.Function``s,
+custom operations, and whatever else is not one of ATen's own operations.
+
+Such a node is met at the first use of what it made. Its backward is recorded when it runs,
+operation by operation, in the log of the forward that it belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from flex_model.layouts import memory_map
+from flex_model.layouts.log import Value
+
+if TYPE_CHECKING:
+    from flex_model.layouts.recorder import Recorder
+
+# Its backward computes a part of the model once more, with a backward inside: what hands gradients
+# to its inputs are the operations of that.
+RECOMPUTES = "CheckpointFunctionBackward"
+_EDGE = "_EdgeBackward"  # where hooks on gradients are: an identity
+
+
+class BackwardNodes:
+    """Of one recorded forward.
+
+    Attributes:
+        linked: Values whose gradients go on by the operations that made them, as rules have it, or
+            at which gradients end.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.linked: set[Value] = set()
+        self._values: dict[tuple[int, int], Value] = {}  # by node and output of it
+        self._numbers: dict[int, Value] = {}  # by node
+
+    def link(self, outputs: Sequence[Any], writes: Sequence[Any]) -> None:
+        """An operation of ATen's that carries gradients has made these."""
+        self.linked.update(output[0] for output in outputs)
+        for write in writes:
+            self.linked.update(value for _, value, _ in write[1])
+
+    def meet(self, tensor: Tensor, value: Value) -> Value:
+        """A tensor that requires a gradient is read, which is this output of its node; its value,
+        which is another one where a hook looks at its gradient.
+        """
+        node = tensor.grad_fn
+        if node is None:
+            return value
+        key = (_number_of(node), tensor.output_nr)
+        if node.name() == _EDGE and key not in self._values:
+            before, value = value, self._recorder.log.new_value()
+            self._recorder.log.add("edge", value, before)
+            self._recorder.note(tensor, value)
+            self.linked.add(value)
+        self._values[key] = value
+        if value in self.linked:
+            return value
+        self.linked.add(value)
+        if tensor.numel() == 0:
+            return value
+        number = self._numbers.get(key[0])
+        inputs: tuple[Any, ...] = ()
+        if number is None:
+            number = self._numbers[key[0]] = self._recorder.log.new_value()
+            inputs = tuple(self._source(*edge) for edge in node.next_functions)
+            self._follow(node, number)
+        self._recorder.log.add("node", number, node.name(), inputs, key[1], value)
+        return value
+
+    def _source(self, node: Any, output: int) -> Any:
+        """The value that an edge leads to; of one that was not met: those that are met behind it,
+        with a None among them.
+        """
+        if node is None:
+            return ()
+        known = self._known(node, output)
+        if known is not None:
+            return known
+        found: list[Any] = [None]
+        seen, pending = {node}, [node]
+        while pending:
+            for behind, place in pending.pop().next_functions:
+                if behind is None or behind in seen:
+                    continue
+                known = self._known(behind, place)
+                if known is None:
+                    seen.add(behind)
+                    pending.append(behind)
+                else:
+                    found.append(known)
+        return tuple(found)
+
+    def _known(self, node: Any, output: int) -> Any:
+        if node.name() == "torch::autograd::AccumulateGrad":
+            return self._recorder.value(node.variable) or ()
+        value = self._values.get((_number_of(node), output))
+        return None if value is None else self._recorder.latest(value)
+
+    def _follow(self, node: Any, number: Value) -> None:
+        recorder, paths = self._recorder, []
+
+        def begin(gradients: Any) -> None:
+            if recorder.pauses:
+                return
+            paths.append(recorder.log.enter(node_name))
+            given = []
+            for place, gradient in enumerate(gradients):
+                if isinstance(gradient, Tensor):
+                    value = recorder.log.new_value()
+                    recorder.note(gradient, value)
+                    shape, stated = memory_map.shape_of(gradient), recorder.stated(gradient)
+                    given.append((place, value, shape, stated))
+            recorder.log.add("backward", number, tuple(given))
+            recorder.__enter__()
+
+        def end(made: Any, gradients: Any) -> None:
+            if not paths:
+                return
+            recorder.__exit__(None, None, None)
+            values = tuple(
+                recorder.value(tensor) if isinstance(tensor, Tensor) else () for tensor in made
+            )
+            recorder.log.add("gradients", number, values)
+            recorder.log.exit(paths.pop())
+
+        node_name = f"backward of {node.name()}"
+        node.register_prehook(begin)
+        node.register_hook(end)
+
+
+def _number_of(node: Any) -> int:
+    return node._sequence_nr()

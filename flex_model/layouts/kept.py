@@ -1,0 +1,75 @@
+"""Tensors that outlive the forward that made them, such as caches: how they are placed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from flex_model.layouts import memory_map
+from flex_model.layouts.encoding import encode
+from flex_model.layouts.follow import Follower, Pair
+
+
+@dataclass(frozen=True)
+class _Kept:
+    storage: StorageWeakRef
+    version: int
+    name: str  # the same on all ranks
+    pair: Pair
+
+
+class KeptTensors:
+    """By memory: the tensors of earlier forwards, as long as nobody wrote to them since."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, Any], _Kept] = {}
+        self._num_forwards = 0
+
+    def note(self, follower: Follower) -> None:
+        """A followed forward is over, and its ranks have been compared."""
+        self._begin()
+        for tensor, value in follower.recorder.living():
+            pair = follower.placements(value)
+            if pair != (None, None):
+                self._add(tensor, f"value {value}", pair)
+
+    def note_state(self, tensors: Iterable[Tensor], pairs: Iterable[Pair]) -> None:
+        """A forward is over that was not followed, and did as the one that these are of."""
+        self._begin()
+        for i, (tensor, pair) in enumerate(zip(tensors, pairs)):
+            if pair != (None, None):
+                self._add(tensor, f"tensor {i}", pair)
+
+    def _begin(self) -> None:
+        self._num_forwards += 1
+        self._kept = {k: kept for k, kept in self._kept.items() if not kept.storage.expired()}
+
+    def _add(self, tensor: Tensor, name: str, pair: Pair) -> None:
+        storage = memory_map.storage_of(memory_map.plain(tensor))
+        if storage is not None:
+            text = f"{name} of forward {self._num_forwards}"
+            kept = _Kept(StorageWeakRef(storage), _version(tensor), text, pair)
+            self._kept[_key(storage, tensor)] = kept
+
+    def source(self, tensor: Tensor) -> tuple[str, Any] | None:
+        """Name and encoded placements of a tensor of an earlier forward; None for others."""
+        storage = memory_map.storage_of(memory_map.plain(tensor))
+        if storage is None:
+            return None
+        kept = self._kept.get(_key(storage, tensor))
+        if kept is None or kept.storage.expired() or kept.version != _version(tensor):
+            return None
+        dp, tp = kept.pair
+        return kept.name, (encode(dp), encode(tp))
+
+
+def _key(storage: Any, tensor: Tensor) -> tuple[int, Any]:
+    return storage._cdata, memory_map.geometry(memory_map.plain(tensor))
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

@@ -1,0 +1,74 @@
+"""Positions along a split dim: ``torch.arange(rows)``, which each rank makes for its own rows.
+
+The numbers are not those of the unsharded program's rows, so the tensor is no shard of its. As an
+index into a tensor that is split along a dim of just these rows it means the same rows, though.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from flex_model.distributed.layout import Shard
+from flex_model.layouts.constants import with_placements
+from flex_model.layouts.propagation import rules
+from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation
+
+# Each element stays what it is, and as often as it is there.
+_MOVES = {
+    "view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "expand", "_to_copy", "to", "clone",
+    "alias", "contiguous", "permute", "transpose", "unflatten", "flatten", "lift_fresh",
+}  # fmt: skip
+
+
+def made(operation: Operation, values: Sequence[Any], known: Mapping[Any, Shard]) -> Shard | None:
+    """How the result's positions are split, if it has such; ``known``: of other values."""
+    if operation.name == "arange":
+        counts = [shape[0] for shape in operation.outputs[0].shapes]
+        full = operation.full_sizes.get("end", [None])
+        starts, steps = (
+            operation.by_rank(name) if name in operation.arguments[0] else [number]
+            for name, number in (("start", 0), ("step", 1))
+        )
+        is_plain = set(starts) == {0} and set(steps) == {1}
+        return Shard(0) if is_plain and list(full) == [sum(counts)] else None
+    if operation.name not in _MOVES or len(operation.operands) != 1 or values[0] not in known:
+        return None
+    placed = {id(operation.operands[0]): known[values[0]]}
+    (moved, *_) = rules.propagate(with_placements(operation, placed)) or [None]
+    return moved if isinstance(moved, Shard) and moved.parts == 1 else None
+
+
+def selected(
+    operation: Operation, values: Sequence[Any], known: Mapping[Any, Shard]
+) -> Shard | None:
+    """How what was selected by such positions is split; None if nothing was."""
+    if operation.name == "index_select":
+        self, index = operation.operands[:2]
+        at: list[Any] = [None] * self.ndim
+        at[operation["dim"]] = index
+    elif operation.name in ("index", "_unsafe_index"):
+        self, at = operation.operands[0], list(operation["indices"])
+    else:
+        return None
+    shard = self.shard
+    given = [i for i, index in enumerate(at) if index is not None]
+    of_operand = dict(zip(map(id, operation.operands), values))
+    if shard is None or shard != Shard(shard.dim) or shard.dim not in given:
+        return None
+    rows: Operand = at[shard.dim]
+    split = known.get(of_operand[id(rows)])
+    if split is None or any(
+        shape[shard.dim] != of_rows[split.dim] for shape, of_rows in zip(self.shapes, rows.shapes)
+    ):
+        return None
+    others = [at[i] for i in given if i != shard.dim]
+    if any(other.placement != REPLICATED or other.dtype == torch.bool for other in others):
+        return None
+    if operation.name == "index_select":
+        return Shard(shard.dim)
+    ndim = max(at[i].ndim for i in given)
+    first = given[0] if given == list(range(given[0], given[-1] + 1)) else 0
+    return Shard(first + ndim - rows.ndim + split.dim)

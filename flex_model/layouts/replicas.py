@@ -1,0 +1,86 @@
+"""What ranks should hold alike, compared: values refute that a tensor is replicated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flex_model.distributed import values
+from flex_model.distributed.channel import Channel
+from flex_model.distributed.header import MAX_HASHED_DIMS, Header
+from flex_model.distributed.layout import Shard, ShardLayout
+from flex_model.distributed.mesh import Mesh
+from flex_model.errors import agreed
+from flex_model.layouts.resolve import Site
+
+_WORDS = {"dp": "data-parallel", "tp": "tensor-parallel"}
+# Relative to the largest value, as ``FlexModel.verify`` has it.
+_TOLERANCES = {torch.float64: 4e-11, torch.float32: 2e-5, torch.float16: 4e-2, torch.bfloat16: 4e-2}
+
+
+def are_compared(tensor: Tensor) -> bool:
+    """Whether the tensor's hash goes with its header: not that of a GPU, which the host would wait
+    for, nor one of no elements or of more dims than leave room for it.
+    """
+    return tensor.device.type == "cpu" and tensor.numel() > 0 and tensor.dim() <= MAX_HASHED_DIMS
+
+
+def hash_of(tensor: Tensor) -> int:
+    """63 bits that stand for the values."""
+    with torch.no_grad():
+        return int(values.fingerprint(tensor)[0]) & (2**63 - 1)
+
+
+def differ(mesh: Mesh, headers: Sequence[Header], axis: str) -> bool:
+    """Whether ranks that differ along ``axis`` only, anywhere in the grid, have other hashes."""
+    return any(
+        header.hash != headers[mesh.members((axis,), place)[0]].hash
+        for place, header in enumerate(headers)
+    )
+
+
+def reconciled(channel: Channel, site: Site, tensor: Tensor, axes: Sequence[str]) -> Tensor:
+    """The first rank's values on all ranks along ``axes``, where they differ by no more than sums
+    in another order do; in the graph of this rank's. Collective over the grid.
+
+    Raises:
+        ValueError: they differ by more. On every rank.
+    """
+    first, is_close = compared(channel, tensor.detach(), axes)
+    if not is_close:
+        words = " and ".join(_WORDS[axis] for axis in axes)
+        raise agreed(
+            ValueError(
+                f"{site.name}: the {words} ranks hold different values of shape "
+                f"{tuple(tensor.shape)}, though by the operations that made it all should hold the "
+                "same (does each rank draw its own dropout, or is its input not the same on all?); "
+                "flex.layouts(why=True) has the proof"
+            )
+        )
+    return tensor + (first - tensor).detach() if tensor.requires_grad else first
+
+
+def compared(channel: Channel, tensor: Tensor, axes: Sequence[str]) -> tuple[Tensor, bool]:
+    """The first rank's values along ``axes``, and whether those of all ranks of the grid are as
+    close as sums in another order are. Collective over the grid.
+    """
+    is_close = True
+    for axis in axes:
+        line = channel.mesh.members((axis,))
+        shapes = [(1, *tensor.shape)] * len(line)
+        plan = ShardLayout(tp=Shard(0)).plan(shapes, 1, len(line), tensor.element_size())
+        (stacked,) = channel.all_gather((axis,), tensor.contiguous().unsqueeze(0), plan)
+        is_close &= all(_are_close(stacked[0], other) for other in stacked[1:])
+        tensor = stacked[0]
+    return tensor, bool(channel.exchange(torch.tensor([is_close])).all())
+
+
+def _are_close(ours: Tensor, theirs: Tensor) -> bool:
+    if not (ours.is_floating_point() or ours.is_complex()):
+        return torch.equal(ours, theirs)
+    real = torch.view_as_real(ours).dtype if ours.is_complex() else ours.dtype
+    scale = ours.abs().nan_to_num(0, 0).max().item()
+    tolerance = _TOLERANCES.get(real, 4e-2) * scale
+    return torch.allclose(ours, theirs, rtol=0, atol=tolerance, equal_nan=True)

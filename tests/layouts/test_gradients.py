@@ -1,0 +1,347 @@
+"""Gradients of tensors that all ranks hold: each has the whole, or a part of a sum, whatever their
+values are. Every model is compared with the unsharded one.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import models
+from flex_model import FlexModel, HookFunction
+from models import CopyToRanks, SumOverRanks
+
+BATCH = models.random(4, 6)
+
+
+class Gather(torch.autograd.Function):
+    """All ranks' columns, side by side. The gradient is whole on every rank, or a part of a sum."""
+
+    @staticmethod
+    def forward(ctx, x, group, takes_parts):
+        ctx.group, ctx.takes_parts = group, takes_parts
+        parts = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous().clone()
+        if ctx.takes_parts:
+            dist.all_reduce(grad, group=ctx.group)
+        return grad.chunk(ctx.group.size(), -1)[ctx.group.rank()], None, None
+
+
+class Call(nn.Module):
+    def __init__(self, function, *args):
+        super().__init__()
+        self.function, self.args = function, args
+
+    def forward(self, x):
+        return self.function(x, *self.args)
+
+
+class Columns(nn.Linear):
+    """Some of the rows of a Linear's weight; says how many there are in all."""
+
+    def __init__(self, linear, group):
+        super().__init__(linear.in_features, linear.out_features // group.size())
+        self.out_features = linear.out_features
+        self.weight = nn.Parameter(models.my_part(linear.weight.detach(), 0, group))
+        self.bias = nn.Parameter(models.my_part(linear.bias.detach(), 0, group))
+
+
+class Rows(nn.Module):
+    def __init__(self, linear, group):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = nn.Parameter(models.my_part(linear.weight.detach(), 1, group))
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+def part_of(x, rank):
+    return x.narrow(-1, rank * x.shape[-1] // 2, x.shape[-1] // 2)
+
+
+def wholes(weights):
+    """A norm, a Linear to more columns, and one back."""
+    norm, first, second = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6, bias=False)
+    layers = nn.ModuleList([norm, first, second]).double()
+    for i, parameter in enumerate(layers.parameters()):
+        with torch.no_grad():
+            parameter.copy_(models.random(*parameter.shape, seed=i))
+            if weights == "constant":
+                parameter.fill_(0.5)
+            elif weights == "halves":  # what one rank has is what the other has
+                parameter.copy_(torch.cat([parameter.chunk(2)[0]] * 2))
+    return layers
+
+
+def pair(way, weights, group):
+    """A model split over the ranks in one way, and the whole one; the same names."""
+    norm, first, second = wholes(weights)
+    rank = group.rank()
+    copy, total = Call(CopyToRanks.apply, group), Call(SumOverRanks.apply, group)
+    columns, rows = Columns(first, group), Rows(second, group)
+    gathers_whole, gathers_parts = (Call(Gather.apply, group, takes) for takes in (False, True))
+    layers = {
+        "copied": [norm, copy, columns, nn.GELU(), rows, total],
+        "gathered": [norm, copy, columns, gathers_whole, nn.GELU(), second],
+        # Each rank uses its part of what was gathered, so gradients of it are parts of a sum.
+        "gathered in parts": [
+            norm, copy, columns, gathers_parts, Call(part_of, rank), rows, total,
+        ],
+        # Gradients in front of it are parts of a sum, which nobody does here.
+        "split by hand": [norm, Call(part_of, rank), nn.GELU(), gathers_whole, nn.Tanh()],
+    }[way]  # fmt: skip
+    whole = {
+        "copied": [norm, nn.Identity(), first, nn.GELU(), second, nn.Identity()],
+        "gathered": [norm, nn.Identity(), first, nn.Identity(), nn.GELU(), second],
+        "gathered in parts": [
+            norm, nn.Identity(), first, nn.Identity(), nn.Identity(), second, nn.Identity(),
+        ],
+        "split by hand": [norm, nn.Identity(), nn.GELU(), nn.Identity(), nn.Tanh()],
+    }[way]  # fmt: skip
+    return nn.Sequential(*layers), nn.Sequential(*whole)
+
+
+WAYS = ["copied", "gathered", "gathered in parts", "split by hand"]
+
+
+def record(model, way, is_sharded, losses, register):
+    """What hooks recorded, backward by backward."""
+    records = {}
+    size = 2 if is_sharded else 1
+    group = None if is_sharded else dist.new_subgroups(1)[0]
+    found = []
+    with FlexModel(
+        model, records, tensor_parallel_size=size, process_group=group, timeout=20
+    ) as flex:
+        if way != "copied" and is_sharded:
+            states_of_columns(flex, way)
+        elif is_sharded:
+            flex.annotate_layout("0", kind="parameter", tp=Replicate())
+        register(flex)
+        for scale in losses:
+            x = BATCH.clone().requires_grad_()
+            (flex(x).square().sum() * scale).backward()
+            found.append({name: list(kept) for name, kept in records.items()})
+            found.append({"x": [x.grad]})
+    return found
+
+
+def states_of_columns(flex, way):
+    flex.annotate_layout("0", kind="parameter", tp=Replicate())
+    if way == "gathered":
+        flex.annotate_layout("5", kind="parameter", tp=Replicate())
+
+
+def mix(module, full, save_ctx, modules):
+    matrix = models.random(full.shape[-1], full.shape[-1], seed=5)
+    return full @ matrix
+
+
+SITES = {
+    "copied": "012345",
+    "gathered": "012345",
+    "gathered in parts": "0123456",
+    "split by hand": "01234",
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("weights", ["normal", "halves", "constant"])
+@pytest.mark.parametrize("losses", [(1, 1), (0, 1), (1, 0)], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_at_every_module(way, losses, weights):
+    """Failed before: equal parts of a sum (constant weights, a loss of zero) were taken as whole,
+    and what a first backward showed was remembered.
+    """
+    group = models.mesh(1, 2)["tp"].get_group()
+
+    def register(flex):
+        for kind in ("full_backward", "full_backward_pre"):
+            for site in SITES[way]:
+                name = f"{kind} {site}"
+                getattr(flex, f"register_{kind}_hook")(HookFunction(site, output_name=name))
+
+    check(way, weights, losses, register, group)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("weights", ["normal", "halves", "constant"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("edit_on", ["all", "rank0"])
+def test_gradients_through_edits(way, weights, edit_on):
+    """Edits that mix, before and after which gradients are recorded, are whole or in parts."""
+    group = models.mesh(1, 2)["tp"].get_group()
+
+    def register(flex):
+        for site in SITES[way]:
+            flex.register_forward_hook(HookFunction(site, editing_function=mix))
+        flex.register_full_backward_pre_hook(HookFunction("0", output_name="grad"))
+
+    check(way, weights, (0, 1), register, group)
+
+
+def check(way, weights, losses, register, group):
+    sharded, whole = pair(way, weights, group)
+    expected = record(whole, way, False, losses, register)
+    found = record(sharded, way, True, losses, register)
+    for ours, theirs in zip(found, expected, strict=True):
+        if "x" in ours and way == "split by hand":
+            continue  # as the model itself leaves it: a part of a sum
+        if dist.get_rank() == 0 or "x" in ours:
+            assert_close(ours, theirs)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("weights", ["normal", "constant"])
+@pytest.mark.parametrize("way", ["copied", "split by hand"])
+def test_gradients_of_weights(way, weights):
+    """Of the norm in front: whole, or a part of a sum on each rank."""
+    group = models.mesh(1, 2)["tp"].get_group()
+
+    def register(flex):
+        for name in ("0.weight", "0.bias"):
+            flex.register_hook(HookFunction(name, output_name=name))
+
+    check(way, weights, (0, 1), register, group)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("weights", ["normal", "constant"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loss_on_what_was_kept_alone(way, weights):
+    """Failed before: what only was kept was taken as whole, beside parts of a sum."""
+    group = models.mesh(1, 2)["tp"].get_group()
+    found = []
+    for model, is_sharded in zip(pair(way, weights, group), (True, False)):
+        size, own = (2, None) if is_sharded else (1, dist.new_subgroups(1)[0])
+        with FlexModel(model, tensor_parallel_size=size, process_group=own, timeout=20) as flex:
+            if is_sharded:
+                states_of_columns(flex, way)
+
+            def keep(module, full, save_ctx, modules):
+                save_ctx.kept = full
+
+            flex.register_forward_hook(HookFunction("0", editing_function=keep))
+            for with_output in (True, False, True):
+                x = BATCH.clone().requires_grad_()
+                output = flex(x)
+                loss = flex.save_ctx.kept.square().sum()
+                (loss + output.sum() if with_output else loss).backward()
+                grad = x.grad
+                if is_sharded and way == "split by hand":
+                    grad = grad.clone()
+                    dist.all_reduce(grad, group=group)
+                found.append(grad)
+    for ours, theirs in zip(found[:3], found[3:], strict=True):
+        assert_close(ours, theirs)
+
+
+class Recomputed(nn.Module):
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+        self.use_reentrant = True
+
+    def forward(self, x):
+        return checkpoint(self.layers, x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("weights", ["normal", "constant"])
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_in_recomputed_blocks(way, weights, use_reentrant):
+    group = models.mesh(1, 2)["tp"].get_group()
+    found = []
+    for model, is_sharded in zip(pair(way, weights, group), (True, False)):
+        size, own = (2, None) if is_sharded else (1, dist.new_subgroups(1)[0])
+        block = Recomputed(*model)
+        block.use_reentrant = use_reentrant
+        records = {}
+        with FlexModel(
+            block, records, tensor_parallel_size=size, process_group=own, timeout=20
+        ) as flex:
+            if is_sharded:
+                flex.annotate_layout("layers.0", kind="parameter", tp=Replicate())
+                if way == "gathered":
+                    flex.annotate_layout("layers.5", kind="parameter", tp=Replicate())
+            flex.register_forward_hook(HookFunction("layers.0", editing_function=mix))
+            flex.register_full_backward_pre_hook(HookFunction("layers.0", output_name="grad"))
+            for scale in (0, 1):
+                x = BATCH.clone().requires_grad_()
+                (flex(x).square().sum() * scale).backward()
+                found.append([list(kept) for kept in records.values()])
+    if dist.get_rank() == 0:
+        for ours, theirs in zip(found[:2], found[2:], strict=True):
+            assert_close(ours, theirs)
+
+
+@pytest.mark.ranks(2)
+def test_a_tensor_that_is_read_whole_and_in_parts_is_refused_until_it_is_stated():
+    """Its gradient is a sum of both, which no placement says."""
+    group = models.mesh(1, 2)["tp"].get_group()
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.same, self.columns = nn.Identity(), Columns(nn.Linear(6, 8).double(), group)
+            self.total = Call(SumOverRanks.apply, group)
+
+        def forward(self, x):
+            x = self.same(x)
+            return self.total(self.columns(x).square().sum(-1, keepdim=True)) + x
+
+    with FlexModel(models.seeded(Both), {}, tensor_parallel_size=2, timeout=20) as flex:
+        flex.annotate_layout(models.INPUT, kind="forward_pre", tp=Replicate())
+        flex.register_full_backward_pre_hook(HookFunction("same"))
+        with pytest.raises(ValueError, match=r"'same'.*read both whole and in parts.*placements="):
+            (flex(BATCH.clone().requires_grad_()).sum() * 0).backward()
+    with FlexModel(models.seeded(Both), {}, tensor_parallel_size=2, timeout=20) as flex:
+        flex.register_full_backward_pre_hook(HookFunction("same", placements={"tp": Shard(1)}))
+        with pytest.raises(ValueError, match=r"'same': it is stated to be split.*replicated"):
+            flex(BATCH.clone().requires_grad_()).sum().backward()
+
+
+@torch.library.custom_op("flex_model_tests::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+class Unseen(torch.autograd.Function):
+    """Its backward is an operation without a rule."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return double(grad)
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_that_is_not_known_is_refused_until_it_is_stated():
+    x = BATCH.clone().requires_grad_()
+    for placements in (None, {"tp": Replicate()}):
+        model = nn.Sequential(nn.Tanh(), Call(Unseen.apply))
+        with FlexModel(model, records := {}, tensor_parallel_size=2, timeout=20) as flex:
+            function = HookFunction("0", placements=placements)
+            flex.register_full_backward_pre_hook(function)
+            output = flex(x)
+            if placements is None:
+                with pytest.raises(ValueError, match=r"'0'.*not known \(UnseenBackward\)"):
+                    output.sum().backward()
+            else:
+                output.sum().backward()
+                if dist.get_rank() == 0:
+                    assert_close(records["0"], [torch.full_like(BATCH, 2)])

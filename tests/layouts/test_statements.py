@@ -1,0 +1,235 @@
+"""What users state of layouts: it completes proofs, and is an error against one."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing import assert_close
+
+import models
+from flex_model import FlexModel, HookError, HookFunction
+
+BATCH = models.random(4, 6)
+
+
+def by_hand():
+    """An MLP whose layers state nothing, split over the ranks; and the whole one."""
+    model = models.mlp()
+    group = models.mesh(1, 2)["tp"].get_group()
+    return models.tensor_parallel(model, group, states_sizes=False), model
+
+
+def mix(module, full, save_ctx, modules):
+    matrix = models.random(full.shape[-1], full.shape[-1], seed=5)
+    return full @ matrix
+
+
+def check_every_site(flex, model, sites=("inp", "fc1", "act", "fc2", "out")):
+    """Of each site, what is read and what is edited, against the whole model."""
+    for site in sites:
+        records, edited = flex.output_ptr, site != "out"
+        handle = flex.register_forward_hook(HookFunction(site, editing_function=mix))
+        output = flex(BATCH)
+        handle.remove()
+        with FlexModel(model, oracle := {}, process_group=alone()) as whole:
+            whole.register_forward_hook(HookFunction(site, editing_function=mix))
+            assert_close(output, whole(BATCH), msg=site if edited else None)
+        if dist.get_rank() == 0:
+            assert_close(records[site], oracle[site], msg=site)
+
+
+def alone():
+    return dist.new_subgroups(1)[0]
+
+
+@pytest.mark.ranks(2)
+def test_weights_that_are_stated_settle_all_that_is_made_of_them():
+    sharded, model = by_hand()
+    with FlexModel(sharded, {}, tensor_parallel_size=2) as flex:
+        flex.register_forward_hook(HookFunction("act", (None, 8)))
+        with pytest.raises(ValueError, match=r"'act'.*not known.*lost at fc1\.bias") as error:
+            flex(BATCH)
+        assert "flex.annotate_layout('act', kind='forward', tp=Shard(1))" in str(error.value)
+    with FlexModel(sharded, {}, tensor_parallel_size=2) as flex:
+        check_every_site(models.state_layouts(flex, model), model)
+
+
+@pytest.mark.ranks(2)
+def test_the_printed_line_settles_its_site():
+    sharded, model = by_hand()
+    with FlexModel(sharded, {}, tensor_parallel_size=2) as flex:
+        flex.annotate_layout("act", kind="forward", tp=Shard(1))
+        check_every_site(flex, model, ["act"])
+
+
+@pytest.mark.ranks(2)
+def test_a_hook_states_its_own_tensor():
+    sharded, model = by_hand()
+    whole = model.act(model.fc1(model.inp(BATCH)))
+    with FlexModel(sharded, {}, tensor_parallel_size=2) as flex:
+        flex.register_forward_hook(HookFunction("act", (None, 8), placements={"tp": Shard(1)}))
+        flex(BATCH)
+        if dist.get_rank() == 0:
+            assert_close(flex.output_ptr["act"], [whole])
+
+
+class Fused(nn.Module):
+    """One column layer of a q and a k of other widths, each split over the ranks."""
+
+    def __init__(self, rank=None):
+        super().__init__()
+        weight = models.random(6, 4)
+        if rank is not None:
+            q, k = weight.split((4, 2))
+            weight = torch.cat([q.chunk(2)[rank], k.chunk(2)[rank]])
+        self.qk = nn.Linear(4, len(weight), bias=False)
+        self.qk.weight = nn.Parameter(weight)
+
+    def forward(self, x):
+        return self.qk(x)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["parameter", "forward"])
+def test_fused_parts_of_unequal_sizes(kind):
+    x = models.random(3, 4)
+    flex = FlexModel(Fused(dist.get_rank()), {}, tensor_parallel_size=2)
+    name, dim = ("qk.weight", 0) if kind == "parameter" else ("qk", 1)
+    flex.annotate_layout(name, kind=kind, tp=Shard(dim), part_sizes=(4, 2))
+    flex.register_forward_hook(HookFunction("qk", (None, 6), mix))
+    flex(x)
+    if dist.get_rank() == 0:
+        assert_close(flex.output_ptr["qk"], [Fused()(x).detach()])
+    flex.restore()
+
+
+@pytest.mark.ranks(2)
+def test_a_statement_against_a_proof_is_an_error():
+    mesh = init_device_mesh("cpu", (2,))
+    plan = {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()}
+    model = parallelize_module(models.mlp(), mesh, plan)
+    with FlexModel(model, {}, tensor_parallel_size=2, timeout=20) as flex:
+        with pytest.raises(ValueError, match=r"fc1\.weight.*its layer states.*split along dim 0"):
+            flex.annotate_layout("fc1.weight", kind="parameter", tp=Replicate())
+        flex.register_forward_hook(HookFunction("inp"))
+        flex(BATCH)
+        flex.annotate_layout("inp", kind="forward", tp=Shard(1))
+        with pytest.raises(ValueError, match=r"'inp'.*made it.*replicated") as error:
+            flex(BATCH)
+        assert "leave the statement out" in str(error.value)
+    with FlexModel(model, {}, tensor_parallel_size=2, timeout=20) as flex:
+        flex.register_forward_hook(HookFunction("inp", placements={"tp": Partial()}))
+        with pytest.raises(ValueError, match=r"'inp': it is stated to be a partial sum along tp"):
+            flex(BATCH)
+
+
+@pytest.mark.ranks(2)
+def test_sizes_that_are_stated_are_checked():
+    sharded, _ = by_hand()
+    with FlexModel(sharded, {}, tensor_parallel_size=2) as flex:
+        flex.register_forward_hook(HookFunction("act"))
+        flex.annotate_layout("act", tp=Shard(1), sizes=(None, 9))
+        with pytest.raises(ValueError, match=r"sizes=\(None, 9\) are stated.*shape \(4, 8\)"):
+            flex(BATCH)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_state_other_things_are_an_error():
+    sharded, model = by_hand()
+    with FlexModel(sharded, {}, tensor_parallel_size=2, timeout=10) as flex:
+        models.state_layouts(flex, model)
+        flex.register_forward_hook(HookFunction("fc1"))
+        if dist.get_rank() == 1:
+            flex.annotate_layout("fc1", tp=Shard(1))
+        with pytest.raises(HookError, match="hooks"):
+            flex(BATCH)
+
+
+def test_wrong_statements_are_refused_where_they_are_made():
+    flex = FlexModel(models.mlp())
+    with pytest.raises(ValueError, match="no module of MLP matches"):
+        flex.annotate_layout("fc9", tp=Shard(0))
+    with pytest.raises(ValueError, match="no parameter of MLP matches"):
+        flex.annotate_layout("fc1", kind="forward", tp=Shard(0)) or flex.annotate_layout(
+            "fc1.bais", kind="parameter", tp=Shard(0)
+        )
+    with pytest.raises(ValueError, match="states nothing"):
+        flex.annotate_layout("fc1")
+    with pytest.raises(ValueError, match="part_sizes are the full sizes"):
+        flex.annotate_layout("fc1", tp=Replicate(), part_sizes=(2, 4))
+    with pytest.raises(ValueError, match="kind must be one of"):
+        flex.annotate_layout("fc1", kind="backward", tp=Shard(0))
+    with pytest.raises(TypeError, match="pattern must be"):
+        flex.annotate_layout(1, tp=Shard(0))
+    flex.annotate_layout(re.compile("^fc1$"), tp=Shard(0))
+    flex.annotate_layout(nn.Linear, kind="parameter", tp=Replicate())
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.is_shared = nn.Linear(4, 4), True
+
+    def forward(self, x, mask):
+        return self.fc(x) @ mask if self.is_shared else self.fc(x) * mask
+
+
+@pytest.mark.ranks(2)
+def test_an_input_that_may_hold_rows_or_not_is_asked_for():
+    """A mask as long as the rank's rows, the same on all ranks."""
+    model, rank = models.seeded(TwoInputs).double(), dist.get_rank()
+    x, mask = models.random(8, 4), models.random(4, 4, seed=3)
+    with FlexModel(model, {}, data_parallel_size=2) as flex:
+        flex.register_forward_hook(HookFunction("fc"))
+        with pytest.raises(ValueError, match=r"'mask' has the same values.*batch_dim=.*'mask'"):
+            flex(x.chunk(2)[rank], mask)
+    for is_shared in (True, False):
+        model.is_shared, statement = is_shared, {"mask": None if is_shared else 0}
+        with FlexModel(model, {}, data_parallel_size=2, batch_dim=statement) as flex:
+            flex.register_forward_hook(HookFunction("fc", editing_function=mix))
+            flex.register_forward_hook(HookFunction("", output_name="whole"))
+            flex(x.chunk(2)[rank], mask)
+            records = flex.output_ptr
+        if rank == 0:
+            edited = model.fc(x) @ models.random(4, 4, seed=5)
+            expected = edited @ mask if is_shared else edited * torch.cat([mask, mask])
+            assert_close(records["whole"], [expected.detach()])
+    with pytest.raises(TypeError, match="batch_dim must be"):
+        FlexModel(model, data_parallel_size=2, batch_dim="x")
+
+
+class Branches(nn.Module):
+    """Another number of rows where an attribute says so."""
+
+    is_short = False
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Identity()
+
+    def forward(self, x):
+        return self.fc(x[:1] if self.is_short else x)
+
+
+@pytest.mark.ranks(2)
+def test_control_flow_that_no_key_shows():
+    """A shape that the followed forward had not is an error; always followed, it is right."""
+    model = Branches()
+    for follow in ("new", "always"):
+        with FlexModel(model, {}, tensor_parallel_size=2, follow=follow) as flex:
+            flex.register_forward_hook(HookFunction("fc"))
+            model.is_short = False
+            flex(BATCH)
+            model.is_short = True
+            if follow == "new":
+                with pytest.raises(HookError, match=r'use FlexModel.*follow="always"'):
+                    flex(BATCH)
+            else:
+                flex(BATCH)
+                if dist.get_rank() == 0:
+                    assert_close(flex.output_ptr["fc"], [BATCH[:1]])
