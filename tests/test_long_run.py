@@ -59,7 +59,7 @@ def ten_thousand_calls(edit, **sizes):
     flex = FlexModel(model, {}, **sizes)
     for i in range(SITES):
         flex.register_forward_hook(HookFunction(str(i), editing_function=edit))
-    x = torch.arange(1024.0)  # 10,000 copies of it would be 40 MiB
+    x = torch.arange(1024.0).view(2, -1)  # 10,000 copies of it would be 40 MiB
 
     def step():
         with torch.no_grad():

@@ -7,6 +7,7 @@ pass, and that is seen; so a rank can tell the others, who wait for it in a hook
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -38,8 +39,7 @@ class BackwardWatch:
             return
         self._tasks.add(task)
         going_on = _Pass(self, task, self._channel.num_agreed)
-        end = _C.watched(going_on.end, going_on.broken_off)
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        _call_last(_C.watched(going_on.end, going_on.broken_off))
 
     def at_end(self, act: Callable[[], None], has_begun: Callable[[], bool]) -> None:
         """Have autograd call ``act`` at the end of the pass that goes on, after what was queued
@@ -51,9 +51,7 @@ class BackwardWatch:
             if not has_begun():
                 self._tell()
 
-        end = _C.watched(act, if_raised)
-        queue = torch.autograd.Variable._execution_engine.queue_callback
-        queue(lambda: queue(end))
+        _call_last(_C.watched(act, if_raised))
 
     def watch_from(self, output: Any) -> None:
         """The passes that begin at an output of the model, from their first step on. Local."""
@@ -87,6 +85,14 @@ class BackwardWatch:
         # A Ctrl-C, for one, is not raised: the error that ends the pass is.
         with contextlib.suppress(BaseException):
             self._channel.tell_failure(_FAILURE, None, "end of the backward", _GRACE_S)
+
+
+def _call_last(end: Callable[..., None]) -> None:
+    """Have autograd call ``end`` after all that is queued during the pass. What a Ctrl-C ends before
+    that is seen by ``end`` being dropped; no Python runs between them that one could end.
+    """
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(functools.partial(queue, end))
 
 
 class _EndedPass:

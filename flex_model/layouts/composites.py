@@ -1,7 +1,8 @@
 """Functions of torch that are followed as a whole, not by the operations that they are made of.
 
 The steps inside lose what the call says: a product of four-dimensional tensors flattens batch and
-heads into one dim and takes them apart again, ``reshape`` replaces -1 by a number.
+heads into one dim and takes them apart again, ``reshape`` replaces -1 by a number,
+``repeat_interleave`` joins the copies with the dim that they are of.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ _RESHAPE = torch.ops.aten.reshape.default
 _FLATTEN = torch.ops.aten.flatten.using_ints
 _UNFLATTEN = torch.ops.aten.unflatten.int
 _EINSUM = torch.ops.aten.einsum.default
+_REPEAT_INTERLEAVE = torch.ops.aten.repeat_interleave.self_int
 
 _FOLLOWED = {
     torch.matmul: _MATMUL,
@@ -33,6 +35,8 @@ _FOLLOWED = {
     torch.unflatten: _UNFLATTEN,
     Tensor.unflatten: _UNFLATTEN,
     torch.einsum: _EINSUM,
+    torch.repeat_interleave: _REPEAT_INTERLEAVE,
+    Tensor.repeat_interleave: _REPEAT_INTERLEAVE,
     F.scaled_dot_product_attention: torch.ops.aten.scaled_dot_product_attention.default,
 }
 
@@ -50,7 +54,7 @@ class Bound:
 def bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound | None:
     """The call as that of an ATen operation; None if it is followed by its steps."""
     operation = _FOLLOWED.get(func)
-    if operation is None:
+    if operation is None or not args:  # torch.matmul(input=..., other=...)
         return None
     if operation is _RESHAPE and len(args) > 1 and isinstance(args[1], int):
         args = (args[0], tuple(args[1:]))  # reshape(2, 3)
@@ -61,6 +65,10 @@ def bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound | No
         args = (args[0], tuple(operands))
     elif operation is _UNFLATTEN and (len(args) > 3 or isinstance(args[1], str)):
         return None
+    elif operation is _REPEAT_INTERLEAVE:
+        repeats = args[1] if len(args) > 1 else kwargs.get("repeats")
+        if not isinstance(repeats, int):
+            return None
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     if operation is _EINSUM:
         tensors = list(args[1])

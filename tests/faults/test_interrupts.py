@@ -1,5 +1,6 @@
 """Ctrl-C on one rank: it leaves at once, wherever it is, and the others hear of it at once."""
 
+import functools
 import gc
 import random
 import signal
@@ -23,6 +24,7 @@ class Slow(nn.Module):
 
     seconds = 0.0
     backward_seconds = 0.0
+    end_seconds = 0.0
 
     def forward(self, x):
         x.register_hook(self._backward) if x.requires_grad else None
@@ -35,6 +37,9 @@ class Slow(nn.Module):
         return x
 
     def _backward(self, grad):
+        if self.end_seconds:
+            end = functools.partial(self._compute, torch.zeros(()), self.end_seconds)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
         return self._compute(grad, self.backward_seconds)
 
 
@@ -52,13 +57,14 @@ def wrapped(size):
     return flex
 
 
-def train(rank, tell, size, seconds, stays, backward_seconds):
+def train(rank, tell, size, seconds, stays, backward_seconds, end_seconds):
     """Until Ctrl-C. ``seconds``: of each rank's own forward. ``stays``: the process lives on, so
     that the others can't hear of it by its end.
     """
     flex = wrapped(size)
     flex.module[0].seconds = seconds[rank]
     flex.module[2].backward_seconds = backward_seconds[rank]
+    flex.module[2].end_seconds = end_seconds[rank]
     gc.collect()
     gc.freeze()  # Python ignores a Ctrl-C that comes in the __del__ of some garbage
     tell("training")
@@ -74,10 +80,22 @@ def train(rank, tell, size, seconds, stays, backward_seconds):
             )  # in a run, or in its backward; outside only the end of the process tells
 
 
-def interrupt(size, transport, seconds, after, victim, stays, backward_seconds=(0.0,) * 4):
+NO_SECONDS = (0.0,) * 4
+
+
+def interrupt(
+    size,
+    transport,
+    seconds,
+    after,
+    victim,
+    stays,
+    backward_seconds=NO_SECONDS,
+    end_seconds=NO_SECONDS,
+):
     """How long the interrupted rank took to leave, and the slowest of the others to hear of it."""
     environment = {"FLEX_MODEL_TRANSPORT": transport}
-    arguments = (size, seconds, stays, backward_seconds)
+    arguments = (size, seconds, stays, backward_seconds, end_seconds)
     with Ranks(size, train, *arguments, environment=environment) as ranks:
         ranks.told("training")
         time.sleep(after)
@@ -107,6 +125,12 @@ def test_a_rank_leaves_a_gather_at_ctrl_c_and_the_others_are_told(where, transpo
 def test_a_rank_leaves_the_models_own_backward_at_ctrl_c(others, transport):
     seconds, backward_seconds = [0.0, 0.0], [20.0, others]
     print(interrupt(2, transport, seconds, 0.5, 0, True, backward_seconds))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_leaves_what_is_queued_for_the_backwards_end_at_ctrl_c(transport):
+    """No rank was told: the pass counted as ended by then."""
+    print(interrupt(2, transport, [0.0, 0.0], 0.5, 0, True, end_seconds=[20.0, 0.0]))
 
 
 @pytest.mark.slow

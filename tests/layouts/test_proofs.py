@@ -143,6 +143,34 @@ def test_layers_that_state_nothing_are_not_known_until_they_are_stated():
     assert_close(found["act"][0], full)
 
 
+class SharedKeys(nn.Module):
+    """Each head of the keys is repeated for two heads of queries."""
+
+    columns, rows = ("k",), ("o",)
+
+    def __init__(self):
+        super().__init__()
+        self.head_size = 4
+        self.k, self.o = nn.Linear(6, 8), nn.Linear(16, 6)
+        self.act = nn.Identity()
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        k = self.k(x).view(batch, length, -1, self.head_size).transpose(1, 2)
+        k = self.act(torch.repeat_interleave(k, repeats=2, dim=1))
+        return self.o(k.transpose(1, 2).reshape(batch, length, -1))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["dtensor", "ddp"])
+def test_one_head_a_rank_that_is_repeated(name):
+    """The one and its copies were joined by a view that fits the dim before as well."""
+    model, batch = models.seeded(SharedKeys).double(), models.random(4, 3, 6)
+    expected = unsharded(model, [batch])
+    found, _ = sharded_and_not(models.TWO_RANKS[name], model, batch)
+    compare(found, expected)
+
+
 @pytest.mark.ranks(2)
 def test_rank_dependent_numbers_are_not_known():
     class Shifted(nn.Module):
