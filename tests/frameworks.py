@@ -10,7 +10,7 @@ import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from unittest import mock
 
@@ -42,6 +42,11 @@ def forward_and_backward(flex, inputs, keywords, targets) -> torch.Tensor:
     return output
 
 
+def inference(flex, inputs, keywords, targets) -> torch.Tensor:
+    with torch.inference_mode():
+        return tensor_of(flex(*inputs, **keywords))
+
+
 @dataclass
 class Pair:
     """An unsharded model, and how to make the sharded one from its weights.
@@ -50,7 +55,11 @@ class Pair:
         oracle: To be run before `start`.
         start: Brings the framework's global state from the oracle's to the sharded model's.
         shard: Makes this rank's model, afresh each time; collective.
-        inputs: Of the whole batch; dim 0 is the batch where ``dp`` is more than 1.
+        inputs: Of the whole batch.
+        batch_dims: Which dim of each input is the batch; None where all rows share it. Dim 0 where
+            nothing is said, as in ``keywords``.
+        output_batch_dim: Of the model's output.
+        first: Inputs of a run before the one that is compared, with the same hooks.
         sites: Where edits are made: module names by what they are.
         parameters: Whose gradients are edited.
         outputs, inputs_of: Further tensors of modules that are read: ``{name: indices}``.
@@ -60,7 +69,7 @@ class Pair:
         full_gradients: By the oracle's parameter names, of the sharded model; collective.
         turned: Sites whose dims the sharded model has in another order: ``{name: permutation}``.
         mixes_rows: Whether edits see the whole batch, so may mix its rows.
-        run: ``(flex, inputs, keywords, targets) -> output``: forward and backward.
+        run: ``(flex, inputs, keywords, targets) -> output``: forward and backward; or `inference`.
     """
 
     oracle: nn.Module
@@ -81,9 +90,25 @@ class Pair:
     start: Callable[[], None] = lambda: None
     mixes_rows: bool = True
     run: Callable[..., torch.Tensor] = forward_and_backward
+    batch_dims: tuple[int | None, ...] = ()
+    output_batch_dim: int = 0
+    first: tuple[torch.Tensor, ...] = ()
 
-    def rows(self, full: torch.Tensor) -> torch.Tensor:
-        return full.chunk(self.dp)[self.dp_rank] if self.dp > 1 else full
+    def rows(self, full, dim: int | None = 0):
+        """This rank's rows of a tensor; anything else as it is."""
+        if self.dp == 1 or dim is None or not isinstance(full, torch.Tensor):
+            return full
+        return full.chunk(self.dp, dim)[self.dp_rank]
+
+    def own_inputs(self, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        dims = self.batch_dims or (0,) * len(inputs)
+        return [self.rows(value, dim) for value, dim in zip(inputs, dims, strict=True)]
+
+    def own_keywords(self) -> dict[str, object]:
+        return {name: self.rows(value) for name, value in self.keywords.items()}
+
+    def own_output(self, full: torch.Tensor) -> torch.Tensor:
+        return self.columns(self.rows(full, self.output_batch_dim))
 
 
 @dataclass(frozen=True)
@@ -565,6 +590,7 @@ HF_MODELS = {
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8},
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "llama two heads": ("Llama", {"num_attention_heads": 2, "num_key_value_heads": 2}),
 }
 HF_SITES = {
     "outside": "model.embed_tokens",
@@ -898,6 +924,139 @@ def megatron(tmp_path: Path, sp: bool = False, experts: int | None = None) -> It
             parallel_state.destroy_model_parallel()
 
 
+# ---- What looks alike on all ranks ---------------------------------------------------------------
+
+
+class Masked(nn.Module):
+    """Attention with positions (length,) and a mask (length, length) that all rows share."""
+
+    def __init__(self, width=16, vocabulary=48, length=8):
+        super().__init__()
+        self.tok, self.pos = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.scores, self.act = nn.Softmax(-1), nn.GELU()
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, ids, positions, mask):
+        x = self.tok(ids) + self.pos(positions)
+        q, k, v = self.qkv(x).chunk(3, -1)
+        weights = self.scores(q @ k.transpose(-1, -2) + mask)
+        return self.head(self.act(x + self.out(weights @ v)))
+
+
+@contextlib.contextmanager
+def masked(tmp_path: Path) -> Iterator[Pair]:
+    """The mask and the positions are as long as a rank's part of the batch: that they are shared
+    is stated.
+    """
+    model, size, length = randomise(Masked().double()), dist.get_world_size(), 4
+    yield Pair(
+        model,
+        lambda: DistributedDataParallel(copy.deepcopy(model)),
+        (
+            tokens(length * size, length=length),
+            torch.arange(length),
+            torch.full((length, length), -1e9, dtype=torch.float64).triu(1),
+        ),
+        {"shared": "pos", "fused": "qkv", "inside attention": "scores", "root": ""},
+        ("pos.weight", "qkv.weight", "out.bias"),
+        gradients,
+        dp=size,
+        dp_rank=dist.get_rank(),
+        batch_dims=(0, None, None),
+        sizes={"batch_dim": {"positions": None, "mask": None}},
+    )
+
+
+@contextlib.contextmanager
+def positions_first(tmp_path: Path) -> Iterator[Pair]:
+    """torch's own encoder, whose activations are (length, batch, width)."""
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    model, size = randomise(encoder.double()), dist.get_world_size()
+    yield Pair(
+        model,
+        lambda: DistributedDataParallel(copy.deepcopy(model)),
+        (models.random(6, 2 * size, 32),),
+        {"MLP": "layers.0.linear1", "norm": "layers.1.norm1", "layer": "layers.0", "root": ""},
+        ("layers.0.self_attn.in_proj_weight", "layers.1.linear2.bias", "layers.1.norm2.weight"),
+        gradients,
+        outputs={f"layers.{i}.self_attn": () for i in (0, 1)},
+        dp=size,
+        dp_rank=dist.get_rank(),
+        batch_dims=(1,),
+        output_batch_dim=1,
+        sizes={"batch_dim": 1},
+    )
+
+
+@contextlib.contextmanager
+def bert(tmp_path: Path, kind: str) -> Iterator[Pair]:
+    """Its token types and positions are buffers of one row; a mask pads each row's end."""
+    import transformers
+
+    config = transformers.BertConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        vocab_size=48,
+        max_position_embeddings=16,
+        attn_implementation="eager",
+    )
+    model = randomise(transformers.BertForMaskedLM(config).double()).eval()
+    size = dist.get_world_size()
+
+    def shard():
+        sharded = copy.deepcopy(model)
+        if kind == "ddp":
+            return DistributedDataParallel(sharded)
+        mesh = models.mesh(size, 1)["dp"]
+        for layer in sharded.bert.encoder.layer:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(sharded, mesh=mesh)
+
+    ids = tokens(2 * size)
+    lengths = torch.arange(len(ids)) % 3 + 3
+    yield Pair(
+        model,
+        shard,
+        (ids,),
+        {
+            "outside": "bert.embeddings.word_embeddings",
+            "shared by all rows": "bert.embeddings.token_type_embeddings",
+            "column output": "bert.encoder.layer.0.attention.self.query",
+            "row output": "bert.encoder.layer.0.attention.output.dense",
+            "norm": "bert.encoder.layer.1.output.LayerNorm",
+            "root": "",
+        },
+        (
+            "bert.embeddings.token_type_embeddings.weight",
+            "bert.encoder.layer.0.attention.self.query.weight",
+            "bert.encoder.layer.1.output.LayerNorm.bias",
+        ),
+        gradients,
+        dp=size,
+        dp_rank=dist.get_rank(),
+        keywords={"attention_mask": (torch.arange(6) < lengths[:, None]).long()},
+        tolerance=ROUNDED,
+    )
+
+
+@contextlib.contextmanager
+def changed(tmp_path: Path, build: Callable, zeros: tuple[str, ...] = (), **changes):
+    """A row as another, but for what it is run with. ``zeros``: modules whose weights are zero in
+    the oracle, which the sharded model is copied from.
+    """
+    with build(tmp_path) as pair:
+        for name, parameter in pair.oracle.named_parameters():
+            if any(part in name for part in zeros):
+                parameter.data.zero_()
+        if changes.get("run") is inference:
+            changes["full_gradients"] = None
+        yield replace(pair, **changes)
+
+
 # ---- The rows of the table -----------------------------------------------------------------------
 
 HF = "Hugging Face tp_plan"
@@ -1009,5 +1168,58 @@ CASES = {
     ),
     "sp-fsdp2-4": Case(
         "parallelize_module sp 2 x FSDP2", "decoder", 4, P(tensor_and_data_parallel, kind="sp")
+    ),
+    "bert-ddp-2": Case("DDP", "BERT, padded", 2, P(bert, kind="ddp"), when="make check"),
+    "bert-fsdp2-2": Case("FSDP2", "BERT, padded", 2, P(bert, kind="fsdp2")),
+    "masked-ddp-2": Case("DDP", "shared mask and positions as long as the batch", 2, masked),
+    "positions-first-ddp-2": Case("DDP", "TransformerEncoder, positions first", 2, positions_first),
+}
+
+
+def like(name: str, how: str, when: str = "make parity", **changes) -> Case:
+    """A row as another, but for what it is run with: see `changed`."""
+    case = CASES[name]
+    build = P(changed, build=case.build, **changes)
+    return replace(case, model=f"{case.model}, {how}", build=build, when=when)
+
+
+TWO_HEADS = P(huggingface, name="llama two heads", tp=2)
+CASES |= {
+    "hf-batch-1-2": like("hf-llama-2", "batch 1", inputs=(tokens(1),)),
+    "hf-one-token-2": like("hf-llama-2", "one token", inputs=(tokens(2, 1),)),
+    "hf-batch-1-one-token-2": like("hf-llama-2", "batch 1, one token", inputs=(tokens(1, 1),)),
+    "hf-one-head-2": Case(HF, "Llama, one head a rank", 2, TWO_HEADS),
+    "hf-one-head-batch-1-2": Case(
+        HF,
+        "Llama, one head a rank, batch 1",
+        2,
+        P(changed, build=TWO_HEADS, inputs=(tokens(1),)),
+        when="make check",
+    ),
+    "hf-inference-2": like("hf-llama-2", "inference_mode", run=inference),
+    "hf-first-batch-1-2": like("hf-llama-2", "after a batch of 1", first=(tokens(1),)),
+    "native-tp-one-token-2": like("native-tp-2", "one token", inputs=(tokens(2, 1),)),
+    "native-tp-inference-2": like("native-tp-2", "inference_mode", run=inference),
+    "native-tp-zeros-2": like("native-tp-2", "zero weights", zeros=("wo", "w2")),
+    "native-sp-batch-1-2": like("native-sp-2", "batch 1", inputs=(tokens(1, 8),)),
+    "native-sp-inference-2": like(
+        "native-sp-2", "inference_mode", run=inference, when="make check"
+    ),
+    "native-sp-zeros-2": like("native-sp-2", "zero weights", zeros=("wo", "w2")),
+    "native-sp-first-batch-1-2": like("native-sp-2", "after a batch of 1", first=(tokens(1, 8),)),
+    "fairscale-batch-1-2": like("fairscale-2", "batch 1", inputs=(tokens(1),)),
+    "fairscale-inference-2": like("fairscale-2", "inference_mode", run=inference),
+    "fairscale-zeros-2": like("fairscale-2", "zero weights", zeros=("down", "emb")),
+    "ddp-one-row-2": like("ddp-2", "one row a rank", inputs=(tokens(2, 8),)),
+    "ddp-one-token-2": like("ddp-2", "one token", inputs=(tokens(4, 1),)),
+    "ddp-one-row-one-token-2": like("ddp-2", "one row, one token", inputs=(tokens(2, 1),)),
+    "ddp-inference-2": like("ddp-2", "inference_mode", run=inference, when="make check"),
+    "ddp-zeros-2": like("ddp-2", "zero weights", zeros=("wo", "w2")),
+    "ddp-first-one-row-2": like("ddp-2", "after one row a rank", first=(tokens(2, 8),)),
+    "bert-inference-2": like("bert-ddp-2", "inference_mode", run=inference),
+    "masked-inference-2": like("masked-ddp-2", "inference_mode", run=inference),
+    "positions-first-inference-2": like("positions-first-ddp-2", "inference_mode", run=inference),
+    "positions-first-one-row-2": like(
+        "positions-first-ddp-2", "one row a rank", inputs=(models.random(6, 2, 32),)
     ),
 }

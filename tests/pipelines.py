@@ -118,7 +118,9 @@ _groups = {}
 
 
 def alone_group():
-    """A group of this rank only. Collective the first time."""
+    """A group of this rank only, made once: each has threads that poll until its end. Collective
+    the first time.
+    """
     world = dist.group.WORLD
     if world not in _groups:
         _groups.clear()

@@ -14,6 +14,7 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
+import pipelines
 from flex_model import FlexModel, HookFunction, TraceError, pipelining, pytree
 from flex_model.pipelining import (
     ModulePipe,
@@ -900,7 +901,7 @@ def test_hooks_over_split_stages(name):
     )
     schedule = ScheduleGPipe(pipe.build_stage(dist.get_rank(), CPU), 4, loss_fn=cross_entropy)
     found, expected = {}, {}
-    alone = dist.new_subgroups(1)[0]
+    alone = pipelines.alone_group()
     flex, whole = FlexModel(schedule, found), FlexModel(model, expected, process_group=alone)
     for wrapped in (flex, whole):
         for path in names:

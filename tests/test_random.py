@@ -7,6 +7,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import models
+import pipelines
 from flex_model import FlexModel, HookFunction
 
 BATCH = models.random(4, 6)
@@ -61,12 +62,11 @@ def test_hooks_calls_and_runs_draw_different_noise():
 @pytest.mark.parametrize("name", ["tp", "dtensor", "dp"])
 def test_every_sharding_draws_the_same_as_one_process(name):
     parallelism = models.TWO_RANKS[name]
-    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     sites = ("inp", "fc1", "act", "fc2")
     if name == "dtensor":
         sites = ("inp", "fc2")
     flex = noisy(parallelism, *sites)
-    oracle = noisy(models.ONE_RANK, *sites, process_group=alone)
+    oracle = noisy(models.ONE_RANK, *sites, process_group=pipelines.alone_group())
     for seed in (0, 3):
         noises, output = draw(flex, parallelism, seed)
         expected, full_output = draw(oracle, models.ONE_RANK, seed)

@@ -88,8 +88,8 @@ class BackwardWatch:
 
 
 def _call_last(end: Callable[..., None]) -> None:
-    """Have autograd call ``end`` after all that is queued during the pass. What a Ctrl-C ends before
-    that is seen by ``end`` being dropped; no Python runs between them that one could end.
+    """Have autograd call ``end`` after all that is queued during the pass. A Ctrl-C before that
+    drops ``end``, which is seen; no Python runs between the two, where one would not be.
     """
     queue = torch.autograd.Variable._execution_engine.queue_callback
     queue(functools.partial(queue, end))

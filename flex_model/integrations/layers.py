@@ -57,10 +57,12 @@ def gives_the_same_to_all(module: nn.Module) -> bool:
     contract: Megatron's rotary embeddings, of whose length a sequence-parallel rank multiplies its
     own part by the number of ranks, which looks as any number does. Local.
     """
-    return any(
-        kind.__module__.startswith("megatron.") and "RotaryEmbedding" in kind.__name__
-        for kind in type(module).__mro__
-    )
+    return _is_megatrons(module, "RotaryEmbedding")
+
+
+def _is_megatrons(module: nn.Module, name: str) -> bool:
+    kinds = type(module).__mro__
+    return any(k.__module__.startswith("megatron.") and name in k.__name__ for k in kinds)
 
 
 def stated_sizes(module: nn.Module, leaf_name: str) -> tuple[int, ...] | None:
@@ -96,9 +98,13 @@ _HEAD_SIZES = (
 )  # fmt: skip
 
 
-def stated_head_sizes(module: nn.Module) -> frozenset[int]:
-    """Sizes of heads that the module's attributes state. Local."""
-    found = (module.__dict__.get(name) for name in _HEAD_SIZES)
+def stated_last_sizes(module: nn.Module) -> frozenset[int]:
+    """Full sizes that the module's attributes state for the last dim of its views: those of heads,
+    and the number of experts of Megatron's routers. Local.
+    """
+    found = [module.__dict__.get(name) for name in _HEAD_SIZES]
+    if _is_megatrons(module, "Router"):
+        found.append(module.__dict__.get("num_experts"))
     return frozenset(size for size in found if type(size) is int)
 
 

@@ -223,7 +223,7 @@ class Follower:
     def _entered(self, module: nn.Module, args: Any) -> None:
         name = self._modules.get(id(module))
         if name is not None and not self.recorder.is_paused:
-            sizes = layers.stated_head_sizes(module) or self.recorder.stated_sizes
+            sizes = layers.stated_last_sizes(module) or self.recorder.stated_sizes
             self._open.append((id(module), self.log.enter(name), self.recorder.stated_sizes))
             self.recorder.stated_sizes = sizes
             self._weights.enter(module, name)

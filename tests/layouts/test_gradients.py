@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import models
+import pipelines
 from flex_model import FlexModel, HookFunction
 from models import CopyToRanks, SumOverRanks
 
@@ -118,7 +119,7 @@ def record(model, way, is_sharded, losses, register):
     """What hooks recorded, backward by backward."""
     records = {}
     size = 2 if is_sharded else 1
-    group = None if is_sharded else dist.new_subgroups(1)[0]
+    group = None if is_sharded else pipelines.alone_group()
     found = []
     with FlexModel(
         model, records, tensor_parallel_size=size, process_group=group, timeout=20
@@ -223,7 +224,7 @@ def test_a_loss_on_what_was_kept_alone(way, weights):
     group = models.mesh(1, 2)["tp"].get_group()
     found = []
     for model, is_sharded in zip(pair(way, weights, group), (True, False)):
-        size, own = (2, None) if is_sharded else (1, dist.new_subgroups(1)[0])
+        size, own = (2, None) if is_sharded else (1, pipelines.alone_group())
         with FlexModel(model, tensor_parallel_size=size, process_group=own, timeout=20) as flex:
             if is_sharded:
                 states_of_columns(flex, way)
@@ -264,7 +265,7 @@ def test_gradients_in_recomputed_blocks(way, weights, use_reentrant):
     group = models.mesh(1, 2)["tp"].get_group()
     found = []
     for model, is_sharded in zip(pair(way, weights, group), (True, False)):
-        size, own = (2, None) if is_sharded else (1, dist.new_subgroups(1)[0])
+        size, own = (2, None) if is_sharded else (1, pipelines.alone_group())
         block = Recomputed(*model)
         block.use_reentrant = use_reentrant
         records = {}

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing import assert_close
 
 import models
+import pipelines
 from flex_model import FlexModel, HookError, HookFunction
 
 BATCH = models.random(4, 6)
@@ -36,15 +37,11 @@ def check_every_site(flex, model, sites=("inp", "fc1", "act", "fc2", "out")):
         handle = flex.register_forward_hook(HookFunction(site, editing_function=mix))
         output = flex(BATCH)
         handle.remove()
-        with FlexModel(model, oracle := {}, process_group=alone()) as whole:
+        with FlexModel(model, oracle := {}, process_group=pipelines.alone_group()) as whole:
             whole.register_forward_hook(HookFunction(site, editing_function=mix))
             assert_close(output, whole(BATCH), msg=site if edited else None)
         if dist.get_rank() == 0:
             assert_close(records[site], oracle[site], msg=site)
-
-
-def alone():
-    return dist.new_subgroups(1)[0]
 
 
 @pytest.mark.ranks(2)

@@ -36,7 +36,9 @@ the sharded one too), *in-place* edit (the last index of every dim, which lives 
 Right means: what the hook saw, the model's output after it and all parameter gradients equal those
 of the unsharded model with the same weights under torch's own hooks, in the same run, within
 1e-9 (float64) or 2e-5 (float32, or models that compute parts in it) of the largest value.
-No layout was stated, and no hook was given an `expected_shape`.
+No layout was stated, and no hook was given an `expected_shape`; `batch_dim` is stated where the
+activations have positions first, or all rows share an input that is as long as a rank's batch.
+Under `inference_mode` there are no gradients.
 Pipelines run their hooks with the whole batch, or in micro-batches: there the edits that mix rows
 are not made.
 
@@ -104,6 +106,8 @@ def version(package):
 def cell(outcomes, kind):
     if outcomes is None:
         return "not run"
+    if not any(row["cell"]["kind"] == kind for row in outcomes):
+        return "-"
     texts = []
     for doing in DOINGS:
         count = Counter(

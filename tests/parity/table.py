@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import models
 from flex_model import FlexModel, HookError, HookFunction
-from frameworks import Pair, quiet, tensor_of
+from frameworks import Pair, inference, quiet, tensor_of
 
 KINDS = ("forward", "forward_pre", "full_backward", "full_backward_pre", "parameter")
 TIMEOUT_S = 20
@@ -101,6 +101,9 @@ def oracle_run(pair: Pair, cells: list[Cell]) -> Run:
         for cell in cells:
             seen = run.records.setdefault(cell.record, [])
             stack.enter_context(torch_hook(pair, cell, seen))
+        if pair.run is inference:
+            run.output = inference(pair.oracle, pair.inputs, pair.keywords, targets)
+            return run
         run.output = tensor_of(pair.oracle(*pair.inputs, **pair.keywords))
         ((run.output * targets).sum() / pair.dp).backward()
     run.output = run.output.detach()
@@ -181,7 +184,7 @@ def readable(pair: Pair, kind: str) -> list[Cell]:
 def cells_of(pair: Pair) -> list[list[Cell]]:
     """What is run: all reads of a kind together, then each edit on its own."""
     runs = []
-    for kind in KINDS:
+    for kind in KINDS[:2] if pair.run is inference else KINDS:
         reads = readable(pair, kind)
         runs.append(reads)
         sites = pair.parameters if kind == "parameter" else pair.sites.values()
@@ -199,7 +202,7 @@ class Sharded:
 
     def __init__(self, pair: Pair):
         self.pair, self.flex = pair, None
-        self.targets = pair.columns(pair.rows(random_targets(pair)))
+        self.targets = pair.own_output(random_targets(pair))
 
     def run(self, cells: list[Cell]) -> tuple[list[Outcome], Run | None]:
         """The run, and the cells that could not be registered. Collective.
@@ -242,11 +245,15 @@ class Sharded:
                 handles.append(getattr(flex, f"register_{kind}")(function))
             except ValueError as error:  # local, and the same on every rank
                 outcomes.append(Outcome(cell, "error", one_line(error)))
-        inputs = [pair.rows(value) for value in pair.inputs]
-        output = pair.run(flex, inputs, pair.keywords, self.targets)
+        if pair.first:
+            flex(*pair.own_inputs(pair.first), **pair.own_keywords())
+            flex.output_ptr.clear()
+        inputs = pair.own_inputs(pair.inputs)
+        output = pair.run(flex, inputs, pair.own_keywords(), self.targets)
         for handle in handles:
             handle.remove()
-        return Run(output.detach(), dict(flex.output_ptr), pair.full_gradients(flex.module))
+        gradients = {} if pair.run is inference else pair.full_gradients(flex.module)
+        return Run(output.detach(), dict(flex.output_ptr), gradients)
 
 
 def exchange(value):
@@ -307,7 +314,7 @@ def named_in(text: str, cells: list[Cell]) -> list[Cell]:
 
 def compare(pair: Pair, cells: list[Cell], oracle: Run, run: Run) -> list[Outcome]:
     """Records are each cell's own; output and gradients belong to all cells of the run. Local."""
-    common = list(differences("output", run.output, pair.columns(pair.rows(oracle.output)), pair))
+    common = list(differences("output", run.output, pair.own_output(oracle.output), pair))
     for name in oracle.gradients.keys() | run.gradients.keys():
         expected, got = oracle.gradients.get(name), run.gradients.get(name)
         common += differences(f"gradient of {name}", got, expected, pair)

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import models
+import pipelines
 from cells import EDITS, KINDS, SITES, differences, mean_loss, mixing_rows, table_cell
 from flex_model import FlexModel, HookFunction
 
@@ -105,7 +106,7 @@ def test_rows_that_happen_to_be_equal_on_all_ranks_are_rows_of_one_batch(
     """
     twice = torch.cat([models.random(rows, 6)] * 2)
     batches = [twice, models.random(2 * rows, 6, seed=1), twice, models.random(2 * rows, 6, seed=2)]
-    alone = dist.new_subgroups(1)[0]
+    alone = pipelines.alone_group()
     expected, whole = of_a_run(
         register, lambda batch: batch, batches, takes_a_mask, process_group=alone
     )
@@ -147,5 +148,5 @@ def test_a_forward_of_rows_that_happen_to_be_equal_is_computed_once_more():
 
     twice = torch.cat([models.random(2, 6)] * 2)
     sharded = models.FOUR_RANKS["tp x dp"]
-    whole = run(models.ONE_RANK, process_group=dist.new_subgroups(1)[0])
+    whole = run(models.ONE_RANK, process_group=pipelines.alone_group())
     assert_close(run(sharded), [sharded.my_rows(tensor) for tensor in whole])

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.testing import assert_close
 
 import models
+import pipelines
 from cells import mixing_features
 from flex_model import FlexModel, HookFunction
 
@@ -72,7 +73,7 @@ def test_models_with_different_meshes_on_one_world():
 
 @pytest.mark.ranks(4)
 def test_a_model_of_one_rank_in_a_larger_world():
-    alone = dist.new_subgroups(1)[0]
+    alone = pipelines.alone_group()
     model, records = models.mlp(), {}
     expected, seen = run(model)
     flex = FlexModel(model, records, process_group=alone)
