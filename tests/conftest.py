@@ -93,7 +93,7 @@ def run_in_pool(item, world_size, arguments, timeout_s):
         POOLS[world_size] = RankPool(world_size, warning_filters(item))
     pool = POOLS[world_size]
     failures = pool.run(item.path, item.function.__name__, arguments, timeout_s)
-    if not pool.alive:
+    if not pool.alive or pool.is_crowded:
         POOLS.pop(world_size).close()
     return failures
 

@@ -21,6 +21,8 @@ from datetime import timedelta
 from multiprocessing import connection, get_context
 from pathlib import Path
 
+import psutil
+
 PRELOAD = [
     "torch",
     "torch.distributed.fsdp",
@@ -32,6 +34,7 @@ PRELOAD = [
     "transformers.models.llama.modeling_llama",
 ]
 START_S = 60  # the first pool waits for the fork server's imports
+MOST_THREADS = 64  # of one rank, two of which each process group has that a test left
 GRACE_S = 5  # after one rank has failed, how long the others may take to report theirs
 
 
@@ -88,6 +91,13 @@ class RankPool:
                 if printed:
                     failures[rank] += f"\n---- printed by rank {rank} ----\n{printed[-4000:]}"
         return failures
+
+    @property
+    def is_crowded(self):
+        """Whether tests left so many process groups that their threads, which poll all the time,
+        slow down those that come: a hundred tests cost three times theirs.
+        """
+        return any(psutil.Process(rank.pid).num_threads() > MOST_THREADS for rank in self.ranks)
 
     def _answers(self, timeout_s, task):
         deadline = time.monotonic() + timeout_s
