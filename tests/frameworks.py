@@ -1052,8 +1052,6 @@ def changed(tmp_path: Path, build: Callable, zeros: tuple[str, ...] = (), **chan
         for name, parameter in pair.oracle.named_parameters():
             if any(part in name for part in zeros):
                 parameter.data.zero_()
-        if changes.get("run") is inference:
-            changes["full_gradients"] = None
         yield replace(pair, **changes)
 
 
