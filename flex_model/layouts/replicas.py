@@ -13,9 +13,8 @@ from flex_model.distributed.header import MAX_HASHED_DIMS, Header
 from flex_model.distributed.layout import Shard, ShardLayout
 from flex_model.distributed.mesh import Mesh
 from flex_model.errors import agreed
-from flex_model.layouts.resolve import Site
+from flex_model.layouts.resolve import AXIS_WORDS, Site
 
-_WORDS = {"dp": "data-parallel", "tp": "tensor-parallel"}
 # Relative to the largest value, as ``FlexModel.verify`` has it.
 _TOLERANCES = {torch.float64: 4e-11, torch.float32: 2e-5, torch.float16: 4e-2, torch.bfloat16: 4e-2}
 
@@ -50,7 +49,7 @@ def reconciled(channel: Channel, site: Site, tensor: Tensor, axes: Sequence[str]
     """
     first, is_close = compared(channel, tensor.detach(), axes)
     if not is_close:
-        words = " and ".join(_WORDS[axis] for axis in axes)
+        words = " and ".join(AXIS_WORDS[axis] for axis in axes)
         raise agreed(
             ValueError(
                 f"{site.name}: the {words} ranks hold different values of shape "

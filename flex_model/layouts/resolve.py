@@ -27,6 +27,8 @@ ExpectedShape = tuple[int | None, ...] | None
 PROVEN = "the operations that made it"
 STATED = "its statement"
 
+AXIS_WORDS = {"dp": "data-parallel", "tp": "tensor-parallel"}
+
 
 @dataclass(frozen=True)
 class Site:
@@ -132,7 +134,6 @@ def refusal(
     obstacles: Mapping[str, str],
 ) -> str:
     """What to say of a tensor of which an axis is not known, with the line that settles it."""
-    words = {"dp": "data-parallel", "tp": "tensor-parallel"}
     parts, of_inputs = [], ""
     for axis in unknown:
         candidates = _candidates(shapes, mesh, axis)
@@ -145,8 +146,8 @@ def refusal(
                 f"re.compile('^$'), kind='forward_pre', {axis}=Shard(...)), index= of which"
             )
         parts.append(
-            f"how the tensor is placed over the {words[axis]} ranks is not known{lost}; it may be "
-            f"{listed}"
+            f"how the tensor is placed over the {AXIS_WORDS[axis]} ranks is not known{lost}; "
+            f"it may be {listed}"
         )
     lines = _lines(site, shapes, mesh, unknown, expected_shape)
     not_enough = (
