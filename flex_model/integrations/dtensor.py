@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Collection
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -30,6 +31,14 @@ def is_dtensor(value: object) -> bool:
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
+
+
+def unsplit_dims(tensor: Any) -> Collection[int]:
+    """The dims of which each rank of a DTensor's mesh has all; every dim of other tensors."""
+    if not is_dtensor(tensor):
+        return range(tensor.dim())
+    split = {getattr(placement, "dim", None) for placement in tensor.placements}
+    return set(range(tensor.dim())) - split
 
 
 def wait(tensor: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Functions of torch that are followed as a whole, not by the operations that they are made of.
+"""Functions of torch that are followed as a whole, not by the operations that they are made of;
+and those written in Python that are not: their own steps are.
 
 The steps inside lose what the call says: a product of four-dimensional tensors flattens batch and
 heads into one dim and takes them apart again, ``reshape`` replaces -1 by a number,
@@ -7,7 +8,9 @@ heads into one dim and takes them apart again, ``reshape`` replaces -1 by a numb
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -40,6 +43,14 @@ _FOLLOWED = {
     F.scaled_dot_product_attention: torch.ops.aten.scaled_dot_product_attention.default,
 }
 
+# Of Tensor and Parameter: no override.
+_OF_TENSORS = (vars(Tensor)["__torch_function__"].__func__, torch.nn.Parameter.__torch_function__)
+_WRITTEN_IN_PYTHON = {"torch.nn.functional", "torch.functional"}
+_NOT_OVERRIDDEN = {
+    name: lambda *_: False
+    for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+}
+
 
 @dataclass(frozen=True)
 class Bound:
@@ -49,6 +60,23 @@ class Bound:
     schema: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+
+def steps_of(func: Any, types: Iterable[Any]) -> Callable[..., Any] | None:
+    """A function of torch that is written in Python, such as ``F.multi_head_attention_forward``,
+    but for its question whether a mode is to be called in its place: what it reads and calls is
+    then seen by the mode. None for all other functions, and where a type of its arguments has a
+    ``__torch_function__`` of its own.
+    """
+    if not isinstance(func, FunctionType) or func.__module__ not in _WRITTEN_IN_PYTHON:
+        return None
+    overrides = (getattr(t.__torch_function__, "__func__", t.__torch_function__) for t in types)
+    if any(override not in _OF_TENSORS for override in overrides):
+        return None
+    names = {**func.__globals__, **_NOT_OVERRIDDEN}
+    steps = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    steps.__kwdefaults__ = func.__kwdefaults__
+    return steps
 
 
 def bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound | None:

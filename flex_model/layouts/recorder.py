@@ -120,6 +120,18 @@ class Recorder(TorchDispatchMode):
             self._functions.__exit__(*exc_info)
             super().__exit__(*exc_info)
 
+    @contextmanager
+    def _in_operation(self) -> Iterator[None]:
+        """The steps of an operation are seen as well: torch runs it with the mode switched off.
+        Without the mode for functions, to which torch would hand the operation once more.
+        """
+        super().__enter__()
+        try:
+            with torch._C.DisableTorchFunction():
+                yield
+        finally:
+            super().__exit__(None, None, None)
+
     @property
     def is_paused(self) -> bool:
         """So it is in a backward that begins inside: its nodes are followed one by one."""
@@ -323,8 +335,7 @@ class Recorder(TorchDispatchMode):
         if func.namespace in ("profiler", "prim"):
             return func(*args, **kwargs)
         if func.namespace not in COLLECTIVES and self._is_composite(func, args, kwargs):
-            # Without the mode for functions, to which torch would hand the operation once more.
-            with self, torch._C.DisableTorchFunction():
+            with self._in_operation():
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -598,7 +609,12 @@ class _FunctionRecorder(TorchFunctionMode):
                 )
                 recorder.meet(result)
                 return result
-            result = func(*args, **kwargs)
+            steps = composites.steps_of(func, types)
+            if steps is None:
+                result = func(*args, **kwargs)
+            else:
+                with self:
+                    result = steps(*args, **kwargs)
         finally:
             recorder.sizes = before
         if isinstance(result, Tensor):
@@ -614,16 +630,16 @@ class _FunctionRecorder(TorchFunctionMode):
         """A shape, or one size of it, that remembers of what it is."""
         result = func(*args, **kwargs)
         tensor = args[0] if args else None
-        if not isinstance(tensor, Tensor) or dtensor.is_dtensor(tensor):
+        is_size = isinstance(result, int) and getattr(func, "__name__", "") == "size"
+        if not isinstance(tensor, Tensor) or not (is_size or isinstance(result, torch.Size)):
             return result
-        if isinstance(result, torch.Size):
-            value = self._recorder.value(tensor)
-            of = value if isinstance(value, int) else _NOT_KNOWN
-            return torch.Size([Size(n, ("dim", of, dim)) for dim, n in enumerate(result)])
-        elif isinstance(result, int) and getattr(func, "__name__", "") == "size":
-            dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-            value = self._recorder.value(tensor)
-            of = value if isinstance(value, int) else _NOT_KNOWN
-            if isinstance(dim, int):
-                return Size(result, ("dim", of, dim % tensor.dim()))
-        return result
+        dims = dtensor.unsplit_dims(tensor)
+        value = self._recorder.value(tensor)
+        of = value if isinstance(value, int) else _NOT_KNOWN
+        if not is_size:
+            return torch.Size(
+                [Size(n, ("dim", of, dim)) if dim in dims else n for dim, n in enumerate(result)]
+            )
+        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        is_whole = isinstance(dim, int) and dim % tensor.dim() in dims
+        return Size(result, ("dim", of, dim % tensor.dim())) if is_whole else result

@@ -25,16 +25,6 @@ ERRORS = [
     ("pp-llama-*", "*", "model.rotary_emb", "*", "every stage has one"),
 ]
 
-# What is to be repaired in flex_model; take the line out with the repair.
-SIZES = "sizes that nn.MultiheadAttention reads inside of torch's own function are plain numbers"
-BROKEN: dict[str, str] = {
-    "positions-first-ddp-2": SIZES,
-    "positions-first-inference-2": SIZES,
-    "positions-first-one-row-2": SIZES,
-    "sp-fsdp2-4": "sizes of what DTensors gave back are plain numbers beside split rows",
-    "bert-inference-2": "what DDP copies into buffers under inference_mode is not followed",
-}
-
 # How many cells are right; a change may only raise it.
 RIGHT = {
     "hf-llama-2": 227,
@@ -116,10 +106,7 @@ def cases(ranks):
 
 
 def marks_of(name):
-    marks = [getattr(pytest.mark, mark) for mark in frameworks.CASES[name].marks]
-    if name in BROKEN:
-        marks.append(pytest.mark.xfail(reason=BROKEN[name]))
-    return marks
+    return [getattr(pytest.mark, mark) for mark in frameworks.CASES[name].marks]
 
 
 def check(name, tmp_path):
