@@ -226,6 +226,7 @@ class Tracking:
             return
         forward.is_over = True
         forward.follower.note_outputs(output)
+        left = [forward.follower.meet(one) for one in _tensors([forward.states, output])]
         self._compare(forward.follower)
         self.last = forward.follower
         self._last_values = {place: seen.value for place, (seen, _) in forward.seen.items()}
@@ -246,8 +247,7 @@ class Tracking:
                 if of_weight is not None:
                     of_gradients[Place(registration.site, 0)] = of_weight, None
         self._note_gradients(follower, layouts, of_gradients)
-        left = _tensors([forward.states, output])
-        layouts.state = [follower.placements(follower.value(tensor)) for tensor in left]
+        layouts.state = list(map(follower.placements, left))
         self._kept.note(follower)
         self._memory.remember(forward.key, layouts)
         forward.seen.clear()
@@ -302,7 +302,7 @@ class Tracking:
             follower=forward.follower,
             graph=forward.follower,
             place=place,
-            value=forward.follower.value(tensor),
+            value=forward.follower.meet(tensor),
             needs_gradient=torch.is_grad_enabled()
             and (registration.is_backward or registration.edits),
         )
@@ -329,7 +329,7 @@ class Tracking:
         known = Evidence(next(iter(keys), None), pairs.pop()) if len(pairs) == 1 else Evidence()
         graph = next((one for one in follow.recording() if one.is_of(self._root)), None)
         if graph is not None:
-            known.graph, known.value = graph, graph.value(tensor)
+            known.graph, known.value = graph, graph.meet(tensor)
         return known
 
     def prove(self, evidence: Evidence) -> Pair:
@@ -415,7 +415,7 @@ class Tracking:
     def gradient_obstacle(self, evidence: Evidence, axis: str) -> str:
         """Why a gradient's placement along ``axis`` is not known; empty where nothing tells."""
         proofs = None if evidence.graph is None else evidence.graph.proofs.along.get(axis)
-        return "" if proofs is None else proofs.gradients.obstacle(evidence.value)
+        return "" if proofs is None else proofs.gradients.obstacle(proofs.meant(evidence.value))
 
     @property
     def num_followed(self) -> int:

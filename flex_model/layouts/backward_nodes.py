@@ -44,19 +44,23 @@ class BackwardNodes:
         for write in writes:
             self.linked.update(value for _, value, _ in write[1])
 
-    def meet(self, tensor: Tensor, value: Value) -> Value:
+    def meet(self, tensor: Tensor, value: Value | tuple[Value, ...]) -> Any:
         """A tensor that requires a gradient is read, which is this output of its node; its value,
-        which is another one where a hook looks at its gradient.
+        which is another one where a hook looks at its gradient, and one of its own where it may be
+        one of several.
         """
         node = tensor.grad_fn
         if node is None:
             return value
         key = (_number_of(node), tensor.output_nr)
-        if node.name() == _EDGE and key not in self._values:
-            before, value = value, self._recorder.log.new_value()
-            self._recorder.log.add("edge", value, before)
-            self._recorder.note(tensor, value)
+        if key not in self._values and node.name() == _EDGE:
+            source = value if isinstance(value, int) else self._source(*node.next_functions[0])
+            value = self._named(tensor, value, source)
             self.linked.add(value)
+        elif isinstance(value, tuple) and key in self._values:
+            value = self._recorder.latest(self._values[key])
+        elif isinstance(value, tuple):
+            value = self._named(tensor, value, None)
         self._values[key] = value
         if value in self.linked:
             return value
@@ -70,6 +74,15 @@ class BackwardNodes:
             inputs = tuple(self._source(*edge) for edge in node.next_functions)
             self._follow(node, number)
         self._recorder.log.add("node", number, node.name(), inputs, key[1], value)
+        return value
+
+    def _named(self, tensor: Tensor, values: Any, source: Any) -> Value:
+        """A value of its own for a tensor that has one of these; ``source``: whose gradient is its
+        gradient, None where its node says that.
+        """
+        value = self._recorder.log.new_value()
+        self._recorder.log.add("named", value, values, source)
+        self._recorder.note(tensor, value)
         return value
 
     def _source(self, node: Any, output: int) -> Any:

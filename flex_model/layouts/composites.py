@@ -68,8 +68,8 @@ def steps_of(func: Any, types: Iterable[Any]) -> Callable[..., Any] | None:
     then seen by the mode. None for all other functions, and where a type of its arguments has a
     ``__torch_function__`` of its own.
     """
-    if not isinstance(func, FunctionType) or func.__module__ not in _WRITTEN_IN_PYTHON:
-        return None
+    if not isinstance(func, FunctionType) or func.__globals__["__name__"] not in _WRITTEN_IN_PYTHON:
+        return None  # F.max_pool1d is made elsewhere, of two functions that ask the question
     overrides = (getattr(t.__torch_function__, "__func__", t.__torch_function__) for t in types)
     if any(override not in _OF_TENSORS for override in overrides):
         return None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from flex_model import _C
-from flex_model.distributed.layout import Placement, Replicate, Shape, ShardLayout
+from flex_model.distributed.layout import Placement, Replicate, Shape
 from flex_model.distributed.mesh import Mesh
 from flex_model.integrations import layers
 from flex_model.layouts import recorder
@@ -51,15 +51,17 @@ class Proofs:
     def placements(self, value: Any) -> Pair:
         """Of a value; an axis of one rank is always replicated."""
         dp, tp = (
-            self.along[axis].placement(value) if axis in self.along else Replicate()
-            for axis in AXES
+            Replicate() if proofs is None else proofs.placement(proofs.meant(value))
+            for proofs in map(self.along.get, AXES)
         )
         return dp, tp
 
     def gradient_placements(self, value: Any, partly: bool = False) -> Pair:
         """Of the gradient of a value, likewise; ``partly``: see `Gradients.placement`."""
         dp, tp = (
-            proofs.gradients.placement(value, partly) if proofs is not None else Replicate()
+            Replicate()
+            if proofs is None
+            else proofs.gradients.placement(proofs.meant(value), partly)
             for proofs in map(self.along.get, AXES)
         )
         return dp, tp
@@ -71,6 +73,7 @@ class Proofs:
         proofs = self.along.get(axis)
         if proofs is None:
             return ""
+        value = proofs.meant(value)
         pending = [value[0] if isinstance(value, tuple) and value else value]
         seen: set[Value] = set()
         while pending:
@@ -127,6 +130,8 @@ class Proofs:
         one on.
         """
         proofs = self.along.get(axis)
+        if proofs is not None:
+            value = proofs.meant(value)
         if proofs is None or not isinstance(value, int):
             return []
         lines: list[str] = []
@@ -292,8 +297,18 @@ class Follower:
         return self.recorder.value(tensor)
 
     def value(self, tensor: Tensor) -> Any:
-        """What stands for the tensor as it is now, for ``placements`` after the next ``sync``."""
+        """What stands for the tensor as it is now on this rank, for ``placements`` after the next
+        ``sync``.
+        """
         return self.recorder.value(tensor)
+
+    def meet(self, tensor: Tensor) -> Any:
+        """Likewise, of a tensor that ranks meet alike: ``placements`` are those that it has on all
+        ranks, none where it is not the same one on all.
+        """
+        before, value = self.recorder.value(tensor), self.log.new_value()
+        self.log.add("met", value, before)
+        return value
 
     def weight(self, tensor: Tensor, name: str) -> Value | None:
         """What stands for a weight that the forward has used."""
@@ -322,11 +337,6 @@ class Follower:
             for axis, placement in zip(AXES, pair)
             if placement is None
         }
-
-    def layout(self, tensor: Tensor) -> ShardLayout | None:
-        """As ``placements`` of the tensor, where both axes are known."""
-        dp, tp = self.placements(self.value(tensor))
-        return None if dp is None or tp is None else ShardLayout(dp, tp)
 
     # Among ranks.
 

@@ -94,6 +94,13 @@ class Gradients:
         if self._given:
             self._ends.update(dict.fromkeys(outputs, list(self._given.values())[-1]))
 
+    def note_named(self, sources: Sequence[Any], value: Value) -> None:
+        """The gradient of a tensor is that of ``sources[0]``, where all ranks know whose."""
+        if isinstance(sources[0], int) and all(source == sources[0] for source in sources):
+            self.note_made(sources[:1], [value])
+        else:
+            self.lose(sources, "a tensor whose gradient a hook looks at")
+
     def note_output(self, value: Value) -> None:
         self._outputs.add(value)
 
@@ -109,8 +116,10 @@ class Gradients:
             self.lose(entry[7], f"{entry[1].removeprefix('aten::')}, which not all ranks ran")
         elif kind == "node":
             self.lose(entry[3], f"{entry[2]}, which not all ranks ran")
-        elif kind in ("placed", "stated", "edge"):
+        elif kind in ("placed", "stated"):
             self.lose([entry[4] if kind == "placed" else entry[2]], "a hook of some ranks")
+        elif kind == "named":
+            self.lose([entry[3]], "a hook of some ranks")
         elif kind == "backward":
             self._given[entry[1]] = "a backward that not all ranks ran"
         elif kind == "gradients":

@@ -14,8 +14,12 @@ An entry is a tuple of plain values (numbers, texts, None, and tuples of such):
   for a group that is no axis of the mesh.
 - ``("lost", values)``: these values are not known from here on.
 - ``("read", value)``: its elements were read, as numbers or by something that is not torch.
-- ``("output", value)``: the forward returned it. ``("edge", value, before)``: the same tensor, of
-  which a hook looks at the gradient.
+- ``("met", value, before)``: a hook meets a tensor, of which ``value`` tells whether it is the same
+  one on all ranks.
+- ``("output", value)``: the forward returned it.
+- ``("named", value, values, source)``: a tensor that has one of these values has one of its own
+  from here on: a hook looks at its gradient, which is that of ``source``, too; None where a node
+  tells where it goes.
 - ``("node", number, name, inputs, place, value)``: a node of autograd's graph that is not one of
   ATen's operations, the values that it hands gradients to, and the value of its output ``place``.
 - ``("backward", number, gradients)``: such a node runs: ``(place, value, shape, placements)`` of

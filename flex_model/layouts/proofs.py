@@ -47,6 +47,7 @@ class AxisProofs:
         open: Of values whose placement is not known, but that are the same on all ranks: the dims
             whose extent is all that isn't (see `constants`).
         blank: Of values of ``torch.empty``: how what was written to them so far is placed.
+        met: Of what hooks met: its value, where that is the same on all ranks.
         positions: Of values that are positions along a split dim: how they are split.
         templates: Of values of ``torch.empty_like``: how what they are like is placed.
         difference: The first operation that not all ranks ran.
@@ -64,6 +65,7 @@ class AxisProofs:
         self.open: dict[Value, frozenset[int]] = {}
         self.blank: dict[Value, Placement | str | None] = {}
         self.positions: dict[Value, Shard] = {}
+        self.met: dict[Value, Any] = {}
         self.templates: dict[Value, Placement | None] = {}
         self.makers: dict[Value, tuple[Operation, int, tuple[Any, ...]]] = {}
         self.difference = ""
@@ -80,6 +82,10 @@ class AxisProofs:
             found = [self.placement(one) for one in value]
             return found[0] if all(other == found[0] for other in found) else None
         return self.placements.get(value)
+
+    def meant(self, value: Any) -> Any:
+        """The value of what a hook met; any other value itself."""
+        return self.met.get(value, value)
 
     def is_known(self, value: Value) -> bool:
         """Whether it is placed, or only its extent is not known."""
@@ -163,8 +169,10 @@ class AxisProofs:
                     self.open.pop(value, None)
         elif kind == "read":
             self._has_read |= any(self.placement(entry[1]) != REPLICATED for entry in entries)
-        elif kind == "edge":
-            self._follow_edge(entries)
+        elif kind == "met":
+            self._follow_met(entries)
+        elif kind == "named":
+            self._follow_named(entries)
         elif kind == "output":
             self.gradients.note_output(entries[0][1])
         elif kind == "node":
@@ -174,18 +182,33 @@ class AxisProofs:
         elif kind == "gradients":
             self.gradients.note_handed(entries[0][1], _common([entry[2] for entry in entries]))
 
-    def _follow_edge(self, entries: tuple[Entry, ...]) -> None:
-        """The same tensor, with a value of its own."""
+    def _follow_met(self, entries: tuple[Entry, ...]) -> None:
+        """A hook meets a tensor: nothing is proven of it where ranks hand on different ones, such
+        as each its piece of a ``split``.
+        """
         _, value, before = entries[0]
-        self.gradients.note_made([entry[2] for entry in entries], [value])
-        if any(entry[2] != before for entry in entries):
+        if all(entry[2] == before for entry in entries):
+            self.met[value] = before
+        else:
+            self.steps[value] = Step("a tensor that is another one on other ranks")
+
+    def _follow_named(self, entries: tuple[Entry, ...]) -> None:
+        """A tensor that had one of some values has one of its own."""
+        value, values = entries[0][1:3]
+        self.gradients.note_named([entry[3] for entry in entries], value)
+        if any(entry[2] != values for entry in entries):
+            return
+        if isinstance(values, tuple):
+            self.shapes[value] = self.shapes.get(values[0], ())
+            self.steps[value] = Step("one of several tensors", values)
+            self._know(value, self.placement(values))
             return
         tables: tuple[dict[Value, Any], ...] = (
             self.placements, self.shapes, self.steps, self.open, self.positions,
         )  # fmt: skip
         for table in tables:
-            if before in table:
-                table[value] = table[before]
+            if values in table:
+                table[value] = table[values]
 
     def _follow_backward(self, entries: tuple[Entry, ...]) -> None:
         """A node of the backward runs, with these gradients."""
@@ -504,12 +527,8 @@ class _Reader:
             expressions = [None] * len(expressions)  # as plain ones
         if expressions[0] is not None and all(e == expressions[0] for e in expressions):
             known = evaluate(expressions[0], self._proofs.size)
-        if (
-            is_size
-            and expressions[0] is not None
-            and factors(expressions[0]) & (self._proofs.suspicious_sizes)
-        ):
-            known = None  # ``x.shape[0] * width``, where the width may be a rank's own
+        if is_size and expressions[0] is not None and self._has_own_factor(expressions[0]):
+            known = None  # ``x.shape[0] * heads``, where the heads may be a rank's own
         if not self.operands and expressions[0] is not None:
             # Nothing else tells whether a tensor is made for each rank's share of the size.
             known = None if divides_by(expressions[0], self._proofs.num_ranks) else known
@@ -524,6 +543,18 @@ class _Reader:
             self.is_local = True
         if not is_size and expressions[0] is not None:
             self.is_local |= known is None or any(known != number for number in numbers)
+
+    def _has_own_factor(self, expression: Any) -> bool:
+        """Whether a plain number among the factors may be this rank's share of a larger one. Ranks
+        share out heads and features along tp; along dp only what is as long as a split dim.
+        """
+        found = factors(expression)
+        is_split = any(operand.shard is not None for operand in self.operands)
+        return (
+            bool(found)
+            if is_split and self._proofs.axis == "tp"
+            else bool(found & self._proofs.suspicious_sizes)
+        )
 
     def conclude_sizes(self, operation: str) -> None:
         """Plain numbers that all ranks pass are those that the unsharded program passes, unless

@@ -155,7 +155,7 @@ class Recorder(TorchDispatchMode):
         """
         with self.paused():  # what DTensors are asked for is computed by torch
             value = self._value(tensor)
-            if tensor.requires_grad and isinstance(value, int):
+            if tensor.requires_grad and value is not None:
                 return self._nodes.meet(tensor, value)
             return value
 

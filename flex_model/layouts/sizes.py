@@ -137,7 +137,9 @@ def divides_by(expression: Expression, number: int) -> bool:
 
 
 def factors(expression: Expression) -> set[int]:
-    """The plain numbers that sizes are multiplied by, each and all of them together."""
+    """The plain numbers that sizes are multiplied by, each and all of them together; empty where
+    there are none.
+    """
     found: set[int] = set()
     product = 1
     pending = [expression] if expression[0] == "mul" else []
@@ -148,7 +150,7 @@ def factors(expression: Expression) -> set[int]:
             elif operand[0] == "number":
                 found.add(operand[1])
                 product *= operand[1]
-    return found | {product}
+    return found | {product} if found else found
 
 
 def is_of_no_value(expression: Expression) -> bool:

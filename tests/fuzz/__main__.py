@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -77,6 +78,7 @@ def arguments() -> argparse.Namespace:
 def fuzz(ranks: Ranks, options: argparse.Namespace) -> int:
     modes = modes_of(options.ranks) if options.mode == "all" else options.mode.split(",")
     counts: dict[str, Counter] = {mode: Counter() for mode in modes}
+    refusals: dict[str, Counter] = {mode: Counter() for mode in modes}
     failures: list[tuple[Program, Outcome]] = []
     ranks.judge(generate(options.start, modes[0], options.ranks))  # starts them
     spent = 0.0  # on confirming and shrinking, which is not fuzzing
@@ -92,6 +94,8 @@ def fuzz(ranks: Ranks, options: argparse.Namespace) -> int:
                     outcome = looked_into(ranks, program, outcome, options, failures)
                     spent += time.monotonic() - start
                 counts[mode][outcome.verdict] += 1
+                if outcome.verdict == "refused":
+                    refusals[mode][reason_of(outcome.text)] += 1
                 worst.add(outcome.verdict)
                 if outcome.verdict == INVALID:
                     print(f"INVALID: {mode} {seed}: {outcome.text}", flush=True)
@@ -101,6 +105,9 @@ def fuzz(ranks: Ranks, options: argparse.Namespace) -> int:
     seconds = time.monotonic() - began - spent
     total = sum(count["programs"] for count in counts.values())
     print(table(counts))
+    for mode, reasons in refusals.items():
+        told = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common(8))
+        print(f"refused, {mode}: {told}")
     print(f"{total} programs, seeds {options.start} to {seed - 1}, {total / seconds:.1f} a second")
     if options.json:
         write_json(options, counts, seed)
@@ -135,6 +142,12 @@ def looked_into(
         name = f"{program.mode.replace(' ', '')}-{program.ranks}-{program.seed}-{len(failures)}.py"
         (options.failures / name).write_text(text + "\n")
     return again
+
+
+def reason_of(refusal: str) -> str:
+    """Where a refusal says that the proof ended; else the error."""
+    lost = re.search(r"lost at ([^)]*)\)", refusal)
+    return lost[1] if lost else " ".join(refusal.split())[:60]
 
 
 def table(counts: dict[str, Counter]) -> str:

@@ -83,6 +83,7 @@ VIEWS = {
     "no elements, kept": ((0, 5), (0, 5), Shard(0), Shard(0)),
     "pairs of rows": ((6, 5), (3, 10), Shard(1), Shard(1, 2)),
     "parts that don't fit": ((6, 4), (8, 3), Shard(1), None),
+    "a number or what it leaves": ((1, 1, 4), (-1, 2, 2), Shard(2), None),
     "shared pieces": ((2, 5, 8), (2, 5, 2, 4), Shard(2, pieces=1), Shard(2, pieces=1)),
 }
 

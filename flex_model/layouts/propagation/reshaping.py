@@ -179,6 +179,9 @@ def _by_groups(
     ]
     if len(in_group) <= 1:
         return in_group[0] if in_group else None
+    if flexible is not None and after[flexible] == 1:
+        # Either what was passed as -1 is larger in the unsharded program, or a number beside it.
+        return _new_and_flexible(in_group, size, after, flexible)
     wide = [(e, q) for e, q in in_group if after[e] > 1]
     if len(wide) == 1 and placement.parts == 1 and len(ones_after) <= len(ones_before):
         return wide[0]  # the dims of size 1 beside it are no new ones
@@ -186,19 +189,21 @@ def _by_groups(
         ones = len([i for i in range(len(before)) if before[i] == 1])
         if len([i for i in range(len(after)) if after[i] == 1]) <= ones:
             return wide[0]
-    return _new_and_flexible(in_group, after, flexible)
+    return _new_and_flexible(in_group, size, after, flexible)
 
 
 def _new_and_flexible(
-    readings: list[Reading], after: Shape, flexible: int | None
+    readings: list[Reading], size: int, after: Shape, flexible: int | None
 ) -> Reading | None:
     """A new dim of size 1 that was passed as -1, if else the dim with the whole local extent would
-    be the split one: ``(b, s, 8)`` to ``(b, s, -1, 8)`` with one head a rank.
+    be the split one: ``(b, s, 8)`` to ``(b, s, -1, 8)`` with one head a rank. (A plain 8 is refused
+    before, since it may be a rank's own number.)
     """
     if flexible is None or len(readings) != 2 or after[flexible] != 1:
         return None
     first, last = sorted(readings)
-    return first if first[0] == flexible and first[1] == last[1] == 1 else None
+    is_new = first[0] == flexible and after[last[0]] == size
+    return first if is_new and first[1] == last[1] == 1 else None
 
 
 def _ones_at(shape: Shape, start: int) -> list[int]:
