@@ -564,33 +564,24 @@ class _Reader:
         of that one; the operation's own rule sees which. And pieces of a whole one are the same.
         """
         shards = [operand for operand in self.operands if operand.shard is not None]
-        if self._is_view and any(self._beside_flexible(o) & _split_sizes(o) for o in shards):
-            self.is_local = True
         trusts = bool(shards) or self._is_view or operation in _SPLITS
+        # Along dp ranks share out rows, which have been seen; along tp heads and features, too.
+        is_of_rows = self._is_view and bool(shards) and self._proofs.axis == "dp"
+        told = set(self._with_expression)
         for name, place, number in self._plain:
             is_literal = not trusts or (not shards and name in self._with_expression)
-            if is_literal and number not in self._proofs.suspicious_sizes:
+            is_literal &= number not in self._proofs.suspicious_sizes
+            if is_literal or (self._is_view and number == -1):
                 self.full_sizes[name][place] = number
             elif operation == "aten::expand" and shards:
                 self.full_sizes[name][place] = self._expanded(shards[0], name, place, number)
+            elif is_of_rows and number not in self._proofs.split_sizes:
+                self.full_sizes[name][place] = number
+                told.add(name)
         if trusts:
             self.full_sizes = {
-                name: sizes
-                for name, sizes in self.full_sizes.items()
-                if name in self._with_expression
+                name: sizes for name, sizes in self.full_sizes.items() if name in told
             }
-
-    def _beside_flexible(self, operand: Operand) -> set[int]:
-        """Plain sizes beside a -1, which takes what they leave. Of one that is the whole local size
-        of the split dim nothing tells whether it or the -1 is larger in the unsharded program.
-        """
-        flexible = {name for name, _, number in self._plain if number == -1}
-        kept = operand.shapes[0][: operand.shard.dim if operand.shard else 0]
-        return {
-            number
-            for name, place, number in self._plain
-            if name in flexible and number not in kept[place : place + 1]
-        }
 
     def _expanded(self, operand: Operand, name: str, place: int, number: int) -> int:
         """A plain size of an expanded tensor: where it keeps the split dim, the size of that."""
@@ -599,12 +590,6 @@ class _Reader:
         if shard is not None and shard.dim == dim and number == operand.shapes[0][dim]:
             return _full_size(shard, operand.shapes) or number
         return number
-
-
-def _split_sizes(operand: Operand) -> set[int]:
-    """The local sizes of the operand's split dim, but for 1."""
-    shard = operand.shard
-    return set() if shard is None else {shape[shard.dim] for shape in operand.shapes} - {1}
 
 
 def _has_gradient(dtype: str) -> bool:

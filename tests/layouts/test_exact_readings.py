@@ -53,7 +53,7 @@ class Own:
 VIEWS = {
     # name: local shape, sizes passed, local result, split, expected
     "into heads": ((2, 5, 8), (2, 5, 2, 4), Shard(2), Shard(2)),
-    "one head a rank by -1": ((2, 5, 4), (2, 5, -1, 4), Shard(2), Shard(2)),
+    "one head a rank by -1, or its features": ((2, 5, 4), (2, 5, -1, 4), Shard(2), None),
     "one head a rank": ((2, 5, 4), (2, 5, 1, 4), Shard(2), None),
     "out of heads": ((2, 5, 2, 4), (2, 5, 8), Shard(2), Shard(2)),
     "out of one head a rank": ((2, 5, 1, 4), (2, 5, 4), Shard(2), None),

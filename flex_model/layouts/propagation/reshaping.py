@@ -43,20 +43,23 @@ def reshaped(
     known: list[int | None] = list(sizes) if len(sizes) == made.ndim else [None] * made.ndim
     if not isinstance(placement, Shard):
         return _of_whole(made, placement, known, are_stated and bool(sizes))
-    if operand.shapes == made.shapes and _may_be_same(operand, known):
-        return placement
+    is_same = operand.shapes == made.shapes and _may_be_same(operand, known)
     if getattr(placement, "part_sizes", None) is not None:
-        return _of_unequal_parts(operand, made, placement, known)
-    if any(0 in shape for shape in made.shapes) and not _differ(made):
-        return None
+        return placement if is_same else _of_unequal_parts(operand, made, placement, known)
     readings = [
         reading
         for reading in valid_readings(operand, made, placement)
         if _fits_sizes(reading, made, placement, known)
     ]
+    if len(readings) > 1 and any(e == flexible for e, _ in readings):
+        return None  # what was passed as -1 is larger in the unsharded program, or a number is
+    if is_same:
+        return placement
+    if any(0 in shape for shape in made.shapes) and not _differ(made):
+        return None
     found = readings[0] if len(readings) == 1 else None
     if len(readings) > 1:
-        found = _by_groups(operand, made, placement, readings, flexible)
+        found = _by_groups(operand, made, placement, readings)
     if found is None:
         return None
     return replace(placement, dim=found[0], parts=found[1])
@@ -153,7 +156,6 @@ def _by_groups(
     made: Operand,
     placement: Shard,
     readings: list[Reading],
-    flexible: int | None,
 ) -> Reading | None:
     """The reading in the smallest group of dims that the split dim is joined and divided in.
 
@@ -179,9 +181,6 @@ def _by_groups(
     ]
     if len(in_group) <= 1:
         return in_group[0] if in_group else None
-    if flexible is not None and after[flexible] == 1:
-        # Either what was passed as -1 is larger in the unsharded program, or a number beside it.
-        return _new_and_flexible(in_group, size, after, flexible)
     wide = [(e, q) for e, q in in_group if after[e] > 1]
     if len(wide) == 1 and placement.parts == 1 and len(ones_after) <= len(ones_before):
         return wide[0]  # the dims of size 1 beside it are no new ones
@@ -189,21 +188,7 @@ def _by_groups(
         ones = len([i for i in range(len(before)) if before[i] == 1])
         if len([i for i in range(len(after)) if after[i] == 1]) <= ones:
             return wide[0]
-    return _new_and_flexible(in_group, size, after, flexible)
-
-
-def _new_and_flexible(
-    readings: list[Reading], size: int, after: Shape, flexible: int | None
-) -> Reading | None:
-    """A new dim of size 1 that was passed as -1, if else the dim with the whole local extent would
-    be the split one: ``(b, s, 8)`` to ``(b, s, -1, 8)`` with one head a rank. (A plain 8 is refused
-    before, since it may be a rank's own number.)
-    """
-    if flexible is None or len(readings) != 2 or after[flexible] != 1:
-        return None
-    first, last = sorted(readings)
-    is_new = first[0] == flexible and after[last[0]] == size
-    return first if is_new and first[1] == last[1] == 1 else None
+    return None
 
 
 def _ones_at(shape: Shape, start: int) -> list[int]:
