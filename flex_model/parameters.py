@@ -255,7 +255,9 @@ class Parameters:
             stated = layers.parameter_layout(found.module, leaf_name, found.parameter, mesh)
             if stated is not None:
                 tp = stated.tp
-            elif self._states_tensor_parallelism:
+            elif self._states_tensor_parallelism and not layers.dims_smaller_than_stated(
+                found.module, leaf_name, found.parameter
+            ):
                 tp = Replicate()
         if statement is not None:
             dp = dp if "dp" in axes else statement.dp or dp

@@ -6,7 +6,12 @@ from torch import nn
 
 from flex_model.distributed.layout import Replicate, Shard
 from flex_model.distributed.mesh import Mesh
-from flex_model.integrations.layers import parameter_layout, states_tensor_parallelism
+from flex_model.integrations.layers import (
+    dims_smaller_than_stated,
+    parameter_layout,
+    states_tensor_parallelism,
+    uneven_share,
+)
 
 TP_2 = Mesh(ranks=(0, 1), tp_size=2)
 
@@ -59,6 +64,19 @@ def test_sizes_stated_beside_a_smaller_weight_tell_its_layout(layer, expected):
 def test_nothing_is_told_where_nothing_is_stated(layer):
     assert {parameter_layout(layer, n, p, TP_2) for n, p in layer.named_parameters()} == {None}
     assert not states_tensor_parallelism(layer, TP_2)
+
+
+def test_an_uneven_share_is_no_replica():
+    """Whole heads, of which some ranks have more: was taken for a weight that all share."""
+    layer = Layer((8, 6), 8, out_features=12, in_features=6)
+    assert layer.layouts() == [None, None]
+    assert uneven_share(layer, "weight", layer.weight) == Shard(0)
+    assert uneven_share(layer, "bias", layer.bias) == Shard(0)
+    both = Layer((8, 3), out_features=12, in_features=6)
+    assert uneven_share(both, "weight", both.weight) is None
+    assert dims_smaller_than_stated(both, "weight", both.weight) == [0, 1]
+    packed = Layer((24, 1), out_features=8, in_features=6)
+    assert dims_smaller_than_stated(packed, "weight", packed.weight) == []
 
 
 def marked(dim, stride, **sizes):

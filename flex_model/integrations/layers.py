@@ -42,7 +42,7 @@ def parameter_layout(
         dim: int = parameter.partition_dim  # type: ignore[attr-defined]
         parts: int = getattr(parameter, "partition_stride", 1)
         return ShardLayout(tp=Shard(dim % parameter.ndim, parts), source="its layer's marks")
-    if type(module).__module__.startswith("megatron."):
+    if _is_megatrons(module):
         return None  # a parameter that lost its marks may have parts, which no size shows
     split = _split_dim(module, weight, mesh)
     if split is None:
@@ -60,7 +60,7 @@ def gives_the_same_to_all(module: nn.Module) -> bool:
     return _is_megatrons(module, "RotaryEmbedding")
 
 
-def _is_megatrons(module: nn.Module, name: str) -> bool:
+def _is_megatrons(module: nn.Module, name: str = "") -> bool:
     kinds = type(module).__mro__
     return any(k.__module__.startswith("megatron.") and name in k.__name__ for k in kinds)
 
@@ -72,6 +72,26 @@ def stated_sizes(module: nn.Module, leaf_name: str) -> tuple[int, ...] | None:
         if all(isinstance(size, int) for size in sizes):
             return tuple(sizes if leaf_name == "weight" else sizes[:1])
     return None
+
+
+def dims_smaller_than_stated(module: nn.Module, leaf_name: str, parameter: Tensor) -> list[int]:
+    """The dims of a plain weight or bias that are smaller than its layer states: it is no replica
+    then, though it may be no even share either. Local.
+    """
+    sizes = stated_sizes(module, leaf_name)
+    if sizes is None or is_dtensor(parameter) or parameter.ndim != len(sizes):
+        return []
+    if any(own > full for own, full in zip(parameter.shape, sizes)):
+        return []  # packed
+    return [dim for dim, own in enumerate(parameter.shape) if own < sizes[dim]]
+
+
+def uneven_share(module: nn.Module, leaf_name: str, parameter: Tensor) -> Shard | None:
+    """How a weight or bias is split that is smaller than its layer states along one dim, whatever
+    its share is, such as whole heads; if the ranks' shares together are what is stated. Local.
+    """
+    dims = dims_smaller_than_stated(module, leaf_name, parameter)
+    return Shard(dims[0]) if len(dims) == 1 and not _is_megatrons(module) else None
 
 
 def _split_dim(module: nn.Module, weight: Any, mesh: Mesh) -> int | None:

@@ -56,7 +56,7 @@ class Log:
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []  # since the ranks compared their logs last
-        self.sources: dict[Value, Entry] = {}  # likewise: (name, placements, shape)
+        self.sources: dict[Value, Entry] = {}  # likewise: (name, placements, shape, sizes)
         self._met: set[Value] = set()
         self.num_syncs = 0
         self._segment, self._index = 0, 0
@@ -71,12 +71,20 @@ class Log:
         self._index += 1
         return self._segment << _INDEX_BITS | self._index
 
-    def source(self, name: str, placements: Any, shape: tuple[int, ...]) -> Value:
-        """The value of a tensor that no operation made, and what is known of it."""
+    def source(
+        self,
+        name: str,
+        placements: Any,
+        shape: tuple[int, ...],
+        sizes: tuple[int, ...] | None = None,
+    ) -> Value:
+        """The value of a tensor that no operation made, and what is known of it; ``sizes``: the
+        full ones, where its layer states those.
+        """
         value = hash_of("source", name, placements)
         if value not in self._met:
             self._met.add(value)
-            entry = self.sources[value] = (name, placements, shape)
+            entry = self.sources[value] = (name, placements, shape, sizes)
             self._digest.update(repr(entry).encode())
         return value
 

@@ -6,7 +6,7 @@ rule covers is not known, and all that is made of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from flex_model.distributed.layout import Partial, Placement, Replicate, Shard
-from flex_model.layouts import collectives, constants, factories, positions
+from flex_model.layouts import collectives, constants, factories, pieces, positions
 from flex_model.layouts.alignment import aligned
 from flex_model.layouts.encoding import decode
 from flex_model.layouts.gradients import Gradients
@@ -67,7 +67,7 @@ class AxisProofs:
         self.positions: dict[Value, Shard] = {}
         self.met: dict[Value, Any] = {}
         self.templates: dict[Value, Placement | None] = {}
-        self.makers: dict[Value, tuple[Operation, int, tuple[Any, ...]]] = {}
+        self.makers: dict[Value, pieces.Maker] = {}
         self.difference = ""
         self.conflicts: list[tuple[Value, str, Placement, Placement]] = []
         self.stated_sizes: list[tuple[Value, str, tuple[int | None, ...]]] = []
@@ -105,15 +105,24 @@ class AxisProofs:
 
     def follow(self, chunks: Sequence[Chunk]) -> None:
         """What the ranks of the axis ran since the last time."""
-        for value, (name, _, _) in chunks[0].sources.items():
+        for value, (name, *_) in chunks[0].sources.items():
             sources = [chunk.sources[value] for chunk in chunks if value in chunk.sources]
             if len(sources) == len(chunks):
                 placements = [decode(source[1] and source[1][self._index]) for source in sources]
                 self._place(value, placements, [source[2] for source in sources], name)
+                self._check_sizes(value, {source[3] for source in sources} - {None})
         logs = [chunk.entries for chunk in chunks]
         is_one = all(chunk is chunks[0] for chunk in chunks)
         for entries in zip(*logs) if is_one else aligned(logs, self._skip):
             self._follow_entry(entries)
+
+    def _check_sizes(self, value: Value, stated: set[Shape]) -> None:
+        """The shards of a weight must make up the sizes that its layer states."""
+        shard = self.placements.get(value)
+        if isinstance(shard, Shard) and any(
+            _full_size(shard, self.shapes[value]) != sizes[shard.dim] for sizes in stated
+        ):
+            self._know(value, None)
 
     def _skip(self, entry: Entry) -> None:
         """Not all ranks ran it: numbers that it read from a tensor may be of one rank alone."""
@@ -183,14 +192,20 @@ class AxisProofs:
             self.gradients.note_handed(entries[0][1], _common([entry[2] for entry in entries]))
 
     def _follow_met(self, entries: tuple[Entry, ...]) -> None:
-        """A hook meets a tensor: nothing is proven of it where ranks hand on different ones, such
-        as each its piece of a ``split``.
+        """A hook meets a tensor: nothing is proven of it where ranks hand on different ones, but
+        for each its piece of a whole one.
         """
         _, value, before = entries[0]
-        if all(entry[2] == before for entry in entries):
+        of_ranks = [entry[2] for entry in entries]
+        if all(one == before for one in of_ranks):
             self.met[value] = before
-        else:
-            self.steps[value] = Step("a tensor that is another one on other ranks")
+            return
+        self.steps[value] = Step("a tensor that is another one on other ranks")
+        together = pieces.together(of_ranks, self.makers)
+        if together is not None:
+            self.shapes[value] = tuple(self.shapes[one][i] for i, one in enumerate(of_ranks))
+            self.steps[value] = Step("each rank's piece", tuple(dict.fromkeys(of_ranks)))
+            self._know(value, together)
 
     def _follow_named(self, entries: tuple[Entry, ...]) -> None:
         """A tensor that had one of some values has one of its own."""
@@ -268,7 +283,7 @@ class AxisProofs:
             told = decode(stated and stated[self._index])
             self._know(value, found[i] if told is None else told)
             if operation is not None:
-                if operation.name in collectives.CUTS:
+                if operation.name in collectives.CUTS | pieces.CUTS:
                     self.makers[value] = (operation, i, tuple(values))
                 self._note_open(value, operation, values)
                 if is_taken and value not in self.placements:
@@ -308,7 +323,7 @@ class AxisProofs:
         schema = overload._schema
         reader = _Reader(self, len(entries), schema.name in _VIEWS)
         arguments = reader.arguments(schema, entries)
-        reader.conclude_sizes(schema.name)
+        reader.conclude_sizes(schema.name, arguments[0])
         outputs = tuple(
             Operand(
                 tuple(tuple(entry[4][i][1]) for entry in entries), dtype_of(entries[0][4][i][2])
@@ -376,11 +391,25 @@ class AxisProofs:
             if same and new is not None and new == was:
                 self._copy(old, value)
             elif same and old in self.blank:
+                dims = self._dims_of_piece(before, old) or dims
                 self._fill(old, value, new, dims, all(write[2] for write in writes))
             elif same and old in self.open and isinstance(new, Shard):
                 moved = _moved(new, dims)
                 if moved is not None and moved.dim in self.open[old]:
                     self._know(value, moved)
+
+    def _dims_of_piece(self, piece: Value, whole: Value) -> tuple[int | None, ...] | None:
+        """By dim of a slice: the same dim of what it was cut out of, if it has all of that; which
+        memory alone does not tell of dims of size 1. None if it is no slice of it.
+        """
+        shapes = self.shapes.get(piece, ()), self.shapes.get(whole, ())
+        while piece != whole:
+            maker = self.makers.get(piece)
+            if maker is None or maker[0].name not in pieces.CUTS or maker[2][0] is None:
+                return None
+            piece = maker[2][0]
+        sizes = zip(*(zip(*of_ranks) for of_ranks in shapes))
+        return tuple(dim if own == full else None for dim, (own, full) in enumerate(sizes))
 
     def _copy(self, old: Value, value: Value) -> None:
         placement = self.placements.get(old)
@@ -512,7 +541,9 @@ class _Reader:
         value = items[0][1]
         if any(item[1] != value for item in items):
             value = None
-        placement = None if value is None else self._proofs.placement(value)
+            placement = pieces.together([item[1] for item in items], self._proofs.makers)
+        else:
+            placement = None if value is None else self._proofs.placement(value)
         shapes = tuple(tuple(item[2]) for item in items)
         self.values.append(value)
         operand = Operand(shapes, dtype_of(items[0][3]), placement)
@@ -556,7 +587,7 @@ class _Reader:
             else bool(found & self._proofs.suspicious_sizes)
         )
 
-    def conclude_sizes(self, operation: str) -> None:
+    def conclude_sizes(self, operation: str, arguments: Mapping[str, Any]) -> None:
         """Plain numbers that all ranks pass are those that the unsharded program passes, unless
         they may be the local size of a split dim.
 
@@ -573,6 +604,8 @@ class _Reader:
             is_literal &= number not in self._proofs.suspicious_sizes
             if is_literal or (self._is_view and number == -1):
                 self.full_sizes[name][place] = number
+            elif operation == "aten::slice" and name == "end" and self._takes_all(arguments):
+                self.full_sizes[name][place] = number  # and so does a larger one
             elif operation == "aten::expand" and shards:
                 self.full_sizes[name][place] = self._expanded(shards[0], name, place, number)
             elif is_of_rows and number not in self._proofs.split_sizes:
@@ -582,6 +615,13 @@ class _Reader:
             self.full_sizes = {
                 name: sizes for name, sizes in self.full_sizes.items() if name in told
             }
+
+    def _takes_all(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether a slice goes to the end of a dim that is whole."""
+        operand, end = self.operands[0], arguments["end"]
+        dim = arguments["dim"] % operand.ndim
+        is_whole = operand.placement == REPLICATED and end is not None
+        return is_whole and all(end >= shape[dim] for shape in operand.shapes)
 
     def _expanded(self, operand: Operand, name: str, place: int, number: int) -> int:
         """A plain size of an expanded tensor: where it keeps the split dim, the size of that."""

@@ -31,6 +31,7 @@ from flex_model.layouts.sizes import SIZE_ARGUMENTS, CallSizes, Size, encoded
 
 Geometry = tuple[Any, ...]
 Placements = tuple[Any, Any] | None  # encoded, along dp and tp
+Sizes = tuple[int, ...] | None
 
 COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
 _VIEWS = {"aten::view", "aten::reshape", "aten::_unsafe_view", "aten::unflatten"}
@@ -67,9 +68,9 @@ class Recorder(TorchDispatchMode):
 
     Args:
         log: Where the entries go.
-        source: Of a tensor that no recorded operation made: its name and placements, if it is a
-            weight or buffer of the model; else None.
-        kept: Likewise of one that was kept from an earlier forward.
+        source: Of a tensor that no recorded operation made: its name, placements and the full sizes
+            that its layer states, if it is a weight or buffer of the model; else None.
+        kept: Name and placements of one that was kept from an earlier forward.
         owner: What records by it.
         axes_of: The axes that a collective's group runs along; None if it is none of ours.
         stated: The encoded placements that a DTensor states; None for other tensors.
@@ -81,7 +82,7 @@ class Recorder(TorchDispatchMode):
         self,
         owner: Any,
         log: Log,
-        source: Callable[[Tensor], tuple[str, Placements] | None],
+        source: Callable[[Tensor], tuple[str, Placements, Sizes] | None],
         kept: Callable[[Tensor], tuple[str, Placements] | None],
         axes_of: Callable[[Any, Any], tuple[str, ...] | None],
         stated: Callable[[Tensor], Placements],
@@ -199,9 +200,11 @@ class Recorder(TorchDispatchMode):
             value = self._replaced[value]
         return value
 
-    def add_source(self, tensor: Tensor, name: str, placements: Placements) -> Value:
+    def add_source(
+        self, tensor: Tensor, name: str, placements: Placements, sizes: Sizes = None
+    ) -> Value:
         """A weight, buffer or input, with what is known of it."""
-        value = self.log.source(name, placements, tuple(memory_map.plain(tensor).shape))
+        value = self.log.source(name, placements, tuple(memory_map.plain(tensor).shape), sizes)
         value = self.latest(value)
         self._nodes.linked.add(value)
         self.note(tensor, value)

@@ -20,6 +20,7 @@ from flex_model.names import clean
 
 AXES = ("dp", "tp")
 Placements = tuple[Any, Any]  # encoded, along dp and tp
+Sizes = tuple[int, ...] | None
 
 
 # A tensor; the weight's name, its module, its name there, and the weight itself: of a DTensor's
@@ -69,7 +70,7 @@ class Weights:
         self._is_stated = layers.states_tensor_parallelism(root, mesh)
         self._has_fsdp1 = any(fsdp.is_fsdp1(module) for module in root.modules())
         self._found: dict[int, _Weight] = {}
-        self._known: dict[tuple[str, int], tuple[weakref.ref[Tensor], Placements]] = {}
+        self._known: dict[tuple[str, int], tuple[weakref.ref[Tensor], Placements, Sizes]] = {}
         self._scan()
 
     def _scan(self) -> None:
@@ -102,8 +103,10 @@ class Weights:
         """Of a plain attribute: FSDP1's views of a flattened parameter are such."""
         return self._has_fsdp1 or (self._constants is not None and tensor in self._constants)
 
-    def source(self, tensor: Tensor) -> tuple[str, Placements] | None:
-        """Name and placements of a weight; None for tensors that are none."""
+    def source(self, tensor: Tensor) -> tuple[str, Placements, Sizes] | None:
+        """Name and placements of a weight, and the full sizes that its layer states where those
+        tell the placement; None for tensors that are none.
+        """
         found = self._weight(tensor)
         if found is None and isinstance(tensor, nn.Parameter):
             self._scan()
@@ -116,21 +119,28 @@ class Weights:
             return None
         known = self._known.get((name, id(weight)))
         if known is None or known[0]() is not weight:
-            placements = self._placements(name, module, leaf, weight)
-            self._known[name, id(weight)] = known = weakref.ref(weight), placements
-        return name, known[1]
+            found_here = self._placements(name, module, leaf, weight)
+            self._known[name, id(weight)] = known = weakref.ref(weight), *found_here
+        return name, *known[1:]
 
-    def _placements(self, name: str, module: nn.Module, leaf: str, tensor: Tensor) -> Placements:
+    def _placements(
+        self, name: str, module: nn.Module, leaf: str, tensor: Tensor
+    ) -> tuple[Placements, Sizes]:
         dp, tp = self._stated_by_model(module, leaf, tensor)
         if dtensor.is_dtensor(tensor) and stated_by_dtensor(tensor, self._mesh) is None:
-            return None, None
+            return (None, None), None
         statement = self._statements.of_parameter(name, module)
         if statement is not None:
             dp, tp = dp or encode(statement.dp), tp or encode(statement.tp)
-        is_replica = self._mesh.tp_size == 1 or (
-            self._is_stated and not self._states_along_tp(tensor, leaf)
-        )
-        return dp or encode(Replicate()), tp or (encode(Replicate()) if is_replica else None)
+        sizes = None
+        if self._mesh.tp_size == 1:
+            tp = encode(Replicate())
+        elif tp is None and layers.dims_smaller_than_stated(module, leaf, tensor):
+            share = layers.uneven_share(module, leaf, tensor)
+            tp, sizes = share and encode(share), layers.stated_sizes(module, leaf)
+        elif tp is None and self._is_stated and not self._states_along_tp(tensor, leaf):
+            tp = encode(Replicate())
+        return (dp or encode(Replicate()), tp), sizes
 
     def _stated_by_model(self, module: nn.Module, leaf: str, tensor: Tensor) -> Placements:
         """What a DTensor or the layer states."""

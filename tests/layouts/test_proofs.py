@@ -120,6 +120,77 @@ def test_composites_are_followed_by_their_steps(inference):
     compare(found, expected, unknown=["subtracted"])  # a partial sum less 1 on each rank
 
 
+class Heads(nn.Module):
+    """A column layer of which each rank has so many features."""
+
+    def __init__(self, linear, mine):
+        super().__init__()
+        self.weight = nn.Parameter(linear.weight.detach()[mine].clone())
+        self.bias = nn.Parameter(linear.bias.detach()[mine].clone())
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("share, is_all", [((8, 4), True), ((4, 2), False)])
+def test_unevenly_split_whole_heads(share, is_all):
+    """Each share was taken for a weight that all ranks have."""
+    linear, x = models.seeded(nn.Linear, 6, 12).double(), models.random(4, 6)
+    mine = linear.weight.new_zeros(12, dtype=torch.bool)
+    start = sum(share[: dist.get_rank()])
+    mine[start : start + share[dist.get_rank()]] = True
+    model = nn.Sequential(Heads(linear, mine), models.ColumnLinear(linear, dist.group.WORLD))
+    model[1].in_features, model[1].out_features = 6, 12  # so that the model's layers state
+    model = nn.ModuleList(model)
+    model.forward = lambda x: (model[0](x), model[1](x))
+    found, _, _ = follow(model, mesh_of(tp_size=2), [x], [WHOLE])
+    if is_all:
+        assert_close(found["0"], [linear(x)])
+    else:
+        assert found["0"] == [None]
+
+
+class Pieces(nn.Module):
+    """Each rank goes on with its piece, and with the next rank's."""
+
+    def __init__(self, cut, place, count):
+        super().__init__()
+        self.cut, self.place, self.count = cut, place, count
+        self.mine, self.doubled, self.others = (nn.Identity() for _ in range(3))
+
+    def forward(self, x):
+        if self.count == 1:
+            self.others(x)
+            return self.doubled(self.mine(x) * 2)
+        pieces = self.cut(x, self.count)
+        self.others(pieces[(self.place + 1) % self.count])
+        return self.doubled(self.mine(pieces[self.place]) * 2)
+
+
+CUTS = {
+    "chunk": lambda x, n: x.chunk(n, -1),
+    "tensor_split": lambda x, n: x.tensor_split(n, -1),
+    "split": lambda x, n: x.split((4, 2), -1),
+    "slices": lambda x, n: (x[..., :4], x[..., 4:]),
+    "narrow": lambda x, n: (x.narrow(-1, 0, 4), x.narrow(-1, 4, 2)),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", CUTS)
+def test_pieces_of_a_whole_tensor_are_its_shards(name, inference):
+    """Each rank's own was taken for a tensor that all have."""
+    with torch.inference_mode(inference):
+        x = models.random(4, 6)
+        expected = unsharded(Pieces(CUTS[name], 0, 1), [x])
+        model = Pieces(CUTS[name], dist.get_rank(), 2)
+        found, _, _ = follow(model, mesh_of(tp_size=2), [x], [WHOLE])
+    compare(found, expected, unknown=["others"])
+
+
 class Doubled(torch.Tensor):
     """A tensor that has ``F.dropout`` mean something else."""
 

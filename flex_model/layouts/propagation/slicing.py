@@ -30,7 +30,7 @@ def sliced(operand: Operand, dim: int, ranges: Sequence[Range]) -> Placement | N
     if len(set(ranges)) == 1:
         return placement
     if isinstance(placement, Replicate):
-        return _own_part(dim, ranges, operand.shapes[0][dim])
+        return own_part(dim, ranges, operand.shapes[0][dim])
     return None
 
 
@@ -57,7 +57,7 @@ def _parts_of(widths: Widths | None, ranges: Sequence[Range]) -> tuple[int, int]
     return taken.pop() if len(taken) == 1 else None
 
 
-def _own_part(dim: int, ranges: Sequence[Range], size: int) -> Placement | None:
+def own_part(dim: int, ranges: Sequence[Range], size: int) -> Placement | None:
     """Ranges that follow one another and together are the whole dim make a shard of it; several
     ranks may share one.
     """

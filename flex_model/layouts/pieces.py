@@ -1,0 +1,57 @@
+"""Pieces of a tensor that all ranks have: ``x.chunk(tp, -1)[rank]`` makes every piece on every
+rank, and each rank goes on with another one. Together they are shards of ``x``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flex_model.distributed.layout import Placement
+from flex_model.layouts.propagation.operation import REPLICATED, Operation
+from flex_model.layouts.propagation.slicing import RULES_OF_SPLITS, own_part, slice_ranges
+
+#: Operations that make pieces.
+CUTS = frozenset(RULES_OF_SPLITS) | {"slice", "narrow"}
+
+#: An operation, which of its outputs, and the values that it read.
+Maker = tuple[Operation, int, tuple[Any, ...]]
+
+
+def together(values: Sequence[Any], makers: Mapping[Any, Maker]) -> Placement | None:
+    """How a tensor is placed that has ``values[i]`` on rank ``i``; None where those are not pieces
+    of one whole tensor, one after the other without gap or overlap.
+    """
+    made = [makers.get(value) for value in values]
+    ranges, of = [], set()
+    for maker in made:
+        if maker is None or maker[0].name not in CUTS:
+            return None
+        operation, output, sources = maker
+        operand = operation.operands[0]
+        if len(sources) != 1 or sources[0] is None or operand.placement != REPLICATED:
+            return None
+        dim = operation.get("dim", 0) % operand.ndim
+        ranges.append(_range(operation, output, dim))
+        of.add((sources[0], dim, operand.shapes[0][dim]))
+    if len(of) > 1 or any(found is None for found in ranges):
+        return None
+    ((_, dim, size),) = of
+    return own_part(dim, [found for found in ranges if found is not None], size)
+
+
+def _range(operation: Operation, output: int, dim: int) -> tuple[int, int] | None:
+    """Which part of its operand an output is; None where ranks took other ones."""
+    size = operation.operands[0].shapes[0][dim]
+    if operation.name in RULES_OF_SPLITS:
+        sizes = [made.shapes[0][dim] for made in operation.outputs]
+        return sum(sizes[:output]), sum(sizes[: output + 1])
+    if operation.name == "narrow":
+        starts, lengths = operation.by_rank("start"), operation.by_rank("length")
+        ends = [start + length for start, length in zip(starts, lengths)]
+    else:
+        starts, ends = operation.by_rank("start"), operation.by_rank("end")
+        if operation["step"] != 1:
+            return None
+    found = set(slice_ranges(starts, ends, [size] * len(starts)))
+    return found.pop() if len(found) == 1 else None
