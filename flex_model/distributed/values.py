@@ -1,4 +1,6 @@
-"""What the ranks' values tell: equal on all ranks or not, by hashes of 16 bytes a rank."""
+"""What the ranks' values tell: equal on all ranks or not, by hashes of 16 bytes a rank; and how far
+values are apart.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,25 @@ def fingerprint(tensor: Tensor) -> Tensor:
     """Two int64: a hash of the tensor's bytes, and 1 if all its elements are the same. Local."""
     host = plain(tensor.detach()).cpu().contiguous()
     return torch.ops.flex_model.fingerprint(host)
+
+
+def difference(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
+    """The largest absolute difference of elements, and the largest of ``theirs``. NaN is one
+    number, infinities of one sign are equal. Tensors of one shape, with elements. Local.
+    """
+    wide = torch.complex128 if theirs.is_complex() or ours.is_complex() else torch.float64
+    apart = (ours.to(wide) - theirs.to(wide)).abs()
+    same = (ours.isnan() & theirs.isnan()) | (ours == theirs)
+    largest = apart.masked_fill(same, 0.0).nan_to_num(nan=torch.inf).max().item()
+    return largest, theirs.to(wide).abs().nan_to_num(nan=0.0, posinf=0.0).max().item()
+
+
+def tolerance(*tensors: Tensor) -> float:
+    """How far apart sums in another order may be, relative to the largest value: the two-thirds
+    power of the coarser dtype's ``eps``; 0 for integers.
+    """
+    eps = [torch.finfo(t.dtype).eps for t in tensors if t.is_floating_point() or t.is_complex()]
+    return max(eps, default=0.0) ** (2 / 3)
 
 
 @dataclass(frozen=True)

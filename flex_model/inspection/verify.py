@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flex_model.distributed import values
 from flex_model.distributed.header import Header
 from flex_model.hooks.core import HookCore
 from flex_model.inspection import text
@@ -205,22 +206,11 @@ def _compare(
             return row
         if not theirs.numel():
             continue
-        wide = torch.complex128 if theirs.is_complex() or ours.is_complex() else torch.float64
-        difference = (ours.to(wide) - theirs.to(wide)).abs()
-        both_nan = ours.isnan() & theirs.isnan()
-        same = both_nan | (ours == theirs)  # infinities too
-        largest = difference.masked_fill(same, 0.0).nan_to_num(nan=torch.inf).max().item()
-        scale = theirs.to(wide).abs().nan_to_num(nan=0.0, posinf=0.0).max().item()
-        allowed = atol + (_tolerance(ours, theirs) if rtol is None else rtol) * scale
+        largest, scale = values.difference(ours, theirs)
+        allowed = atol + (values.tolerance(ours, theirs) if rtol is None else rtol) * scale
         if largest > allowed:
             row[0] = DIFFERS
         if largest >= row[1].item():
             row[1], row[3] = largest, call
             row[2] = largest / scale if scale else largest and torch.inf
     return row
-
-
-def _tolerance(*tensors: Tensor) -> float:
-    """For sums in another order: the two-thirds power of the coarser dtype's ``eps``."""
-    eps = [torch.finfo(t.dtype).eps for t in tensors if t.is_floating_point() or t.is_complex()]
-    return max(eps, default=0.0) ** (2 / 3)

@@ -15,9 +15,6 @@ from flex_model.distributed.mesh import Mesh
 from flex_model.errors import agreed
 from flex_model.layouts.resolve import AXIS_WORDS, Site
 
-# Relative to the largest value, as ``FlexModel.verify`` has it.
-_TOLERANCES = {torch.float64: 4e-11, torch.float32: 2e-5, torch.float16: 4e-2, torch.bfloat16: 4e-2}
-
 
 def are_compared(tensor: Tensor) -> bool:
     """Whether the tensor's hash goes with its header: not that of a GPU, which the host would wait
@@ -79,7 +76,5 @@ def compared(channel: Channel, tensor: Tensor, axes: Sequence[str]) -> tuple[Ten
 def _are_close(ours: Tensor, theirs: Tensor) -> bool:
     if not (ours.is_floating_point() or ours.is_complex()):
         return torch.equal(ours, theirs)
-    real = torch.view_as_real(ours).dtype if ours.is_complex() else ours.dtype
-    scale = ours.abs().nan_to_num(0, 0).max().item()
-    tolerance = _TOLERANCES.get(real, 4e-2) * scale
-    return torch.allclose(ours, theirs, rtol=0, atol=tolerance, equal_nan=True)
+    largest, scale = values.difference(theirs, ours)
+    return largest <= values.tolerance(ours) * scale
