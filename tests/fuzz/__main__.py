@@ -28,7 +28,7 @@ ROOT = HERE.parent.parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
 
 import seeds  # noqa: E402
-from generate import generate, modes_of  # noqa: E402
+from generate import UNFOLLOWED, generate, modes_of  # noqa: E402
 from program import MODES, Program  # noqa: E402
 from ranks import BAD, INVALID, VERDICTS, Outcome, Ranks  # noqa: E402
 from shrink import shrink  # noqa: E402
@@ -87,6 +87,7 @@ def fuzz(ranks: Ranks, options: argparse.Namespace) -> int:
         for mode in modes:
             program = generate(seed, mode, options.ranks)
             counts[mode]["programs"] += 1
+            is_followed = not UNFOLLOWED & {step.op for step in program.steps}
             worst = set()
             for outcome in ranks.judge(program, number=options.cells):
                 if outcome.verdict in BAD:
@@ -96,6 +97,8 @@ def fuzz(ranks: Ranks, options: argparse.Namespace) -> int:
                 counts[mode][outcome.verdict] += 1
                 if outcome.verdict == "refused":
                     refusals[mode][reason_of(outcome.text)] += 1
+                if is_followed and outcome.verdict in ("right", "refused"):
+                    counts[mode][f"followed {outcome.verdict}"] += 1
                 worst.add(outcome.verdict)
                 if outcome.verdict == INVALID:
                     print(f"INVALID: {mode} {seed}: {outcome.text}", flush=True)
@@ -156,9 +159,16 @@ def table(counts: dict[str, Counter]) -> str:
         f"{mode:16} {count['programs']:8} "
         + " ".join(f"{count[verdict]:8}" for verdict in VERDICTS)
         + f"   programs wrong: {count['programs wrong']}, refused: {count['programs refused']}"
+        + f"; of what can be followed {share_refused(count):.1%} refused"
         for mode, count in counts.items()
     ]
     return "\n".join([head, *rows])
+
+
+def share_refused(count: dict[str, int]) -> float:
+    """Of the hooks in programs that can be followed: how many were refused."""
+    refused, right = count.get("followed refused", 0), count.get("followed right", 0)
+    return refused / max(1, refused + right)
 
 
 def write_json(options: argparse.Namespace, counts: dict[str, Counter], end: int) -> None:

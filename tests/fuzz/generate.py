@@ -35,6 +35,9 @@ LISTS = ("arguments", "init", "forward", "outer")
 DICTS = ("sites", "parameters", "plan")
 FIRST = ("column", "fused_column", "attention", "split_by_hand", "lora", "plain_linear")
 STATING = ("Column(", "Row(", "VocabEmbedding(")
+# Steps of which no layout can be proven, by design: numpy, numbers read from a tensor, operations
+# that have no rule, and messages from one rank to another.
+UNFOLLOWED = {"numpy_round_trip", "python_numbers", "custom", "ring"}
 WITH_WEIGHTS = ("column", "plain_linear", "fused_column", "attention", "norm", "lora", "row")
 
 

@@ -93,7 +93,9 @@ def in_place(c, s):
     c.add("h = h.clone()" if not s.is_fresh or c.program.has_gradients else "h = h * 1")
     dim = c.choose([None, *s.free()])
     if dim is None:
-        c.add(c.choose(["h.mul_(1.5)", "h.add_(0.25)", "h.tanh_()", "F.relu_(h)", "h.neg_()"]))
+        plain = ["h.mul_(1.5)", "h.add_(0.25)", "h.tanh_()", "F.relu_(h)", "h.neg_()"]
+        made_of_others = ["h.multiply_(1.5)", "h.subtract_(0.25)", "h.clip_(-1, 1)"]
+        c.add(c.choose(plain + made_of_others))
     else:
         index = ":, " * dim
         c.add(

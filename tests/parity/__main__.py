@@ -46,6 +46,17 @@ are not made.
 number: there must be none, and the tests fail if there is one.
 """
 
+PROGRAMS = """
+## Random programs
+
+Programs that are right on shards by construction, against the unsharded model (`make fuzz`, with
+`FUZZ="--json tests/fuzz/results.json"` to add to these counts). Each has up to three hooks. *Of
+these refused*: the share of errors among the hooks of programs that can be followed, which have no
+numpy, no numbers read from tensors, no operation without a rule and no message from one rank to
+another. `bare`: layers that state nothing.
+"""
+COUNTS = ("programs", "right", "refused", "wrong", "crash", "hang", "invalid")
+
 
 def main(arguments):
     with tempfile.TemporaryDirectory() as folder:
@@ -93,7 +104,31 @@ def page(rows):
     lines.append(
         f"\n{total['right']} hooks right, {total['error']} errors, {total['wrong']} wrong.\n"
     )
-    return "\n".join([*lines, *errors(rows)]) + "\n"
+    return "\n".join([*lines, *errors(rows), *random_programs()]) + "\n"
+
+
+def random_programs():
+    """What `python tests/fuzz --json tests/fuzz/results.json` has counted, by mode and ranks."""
+    path = HERE.parent / "fuzz" / "results.json"
+    runs = json.loads(path.read_text()) if path.exists() else []
+    lines = [PROGRAMS, f"| mode | ranks | {' | '.join(COUNTS)} | of these refused | seeds |"]
+    lines.append("|---" * (len(COUNTS) + 4) + "|")
+    total = Counter()
+    for mode, ranks in sorted({(run["mode"], run["ranks"]) for run in runs}):
+        mine = [run for run in runs if (run["mode"], run["ranks"]) == (mode, ranks)]
+        count = sum((Counter(run["counts"]) for run in mine), Counter())
+        total += count
+        seeds = ", ".join(f"{run['first']}-{run['last']} ({run['commit']})" for run in mine)
+        numbers = " | ".join(str(count[name]) for name in COUNTS)
+        lines.append(f"| {mode} | {ranks} | {numbers} | {refused(count)} | {seeds} |")
+    numbers = " | ".join(str(total[name]) for name in COUNTS)
+    lines.append(f"| all | | {numbers} | {refused(total)} | |")
+    return lines
+
+
+def refused(count):
+    of = count["followed right"] + count["followed refused"]
+    return f"{count['followed refused'] / of:.1%} of {of}" if of else "-"
 
 
 def version(package):
