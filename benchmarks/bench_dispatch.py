@@ -1,9 +1,15 @@
-"""What a wrapper and its hooks cost, on one process and one thread, against bare PyTorch.
+"""What a wrapper and its hooks cost, on one process and one thread, against bare PyTorch; and what
+following a forward costs, on two ranks.
 
     python benchmarks/bench_dispatch.py [--json FILE] [--original PATH_OF_FLEX_MODEL_0.1.0]
 
 A chain of 64 Identity modules, input (1, 16, 64), under ``no_grad``; every case runs interleaved
 with the others, and what is recorded is compared with the bare hooks' records in the same run.
+
+Followed forwards: a chain of 8 MLPs under ``parallelize_module`` on two ranks, input (8, 64, 256),
+``no_grad``, one hook that only looks. ``sharded hook``: its layout is known from the first
+forward; ``followed``: each forward is followed operation by operation (``follow="always"``), as the
+first one of each kind of input is.
 
 Columns:
     case      what runs
@@ -30,6 +36,7 @@ import time
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import ranks
 import torch
 from torch import nn
 
@@ -145,6 +152,50 @@ def bench(repeats: int, inner: int) -> list[dict]:
     return rows_of(times, against, models, records, x)
 
 
+def mlps() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = (
+        nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(8)
+    )
+    return nn.Sequential(*blocks)
+
+
+def bench_followed(report, options) -> None:
+    """On each rank: the rows of followed forwards."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    from flex_model import FlexModel, HookFunction
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plan = {f"{i}.0": ColwiseParallel() for i in range(8)}
+    plan |= {f"{i}.2": RowwiseParallel() for i in range(8)}
+    names = ("sharded", "sharded hook", "followed")
+    models = {name: parallelize_module(mlps(), mesh, plan) for name in names}
+    records: dict[str, dict] = {"sharded hook": {}, "followed": {}}
+    x = torch.randn(8, 64, 256, generator=torch.Generator().manual_seed(1))
+    cases = {"sharded": lambda: models["sharded"](x)}
+    for name, follow in (("sharded hook", "new"), ("followed", "always")):
+        flex = FlexModel(models[name], records[name], follow=follow)
+        flex.register_forward_hook(HookFunction("3.1"))
+        cases[name] = lambda flex=flex: flex(x)
+    with torch.no_grad():
+        expected = mlps()[:3](x)
+        expected = mlps()[3][:2](expected)
+        times = measure(cases, options.repeats, 1)
+    against = {"sharded hook": "sharded", "followed": "sharded"}
+    rows = rows_of(times, against, models, {}, x)
+    for row in rows if dist.get_rank() == 0 else ():
+        kept = records.get(row["case"], {}).values()
+        row["wrong"] = sum(not torch.allclose(r[0], expected, atol=1e-5) for r in kept)
+        report(row)
+
+
 def bench_original(repeats: int, inner: int) -> list[dict]:
     """Release 0.1.0, which must be importable; it needs a process group of its own."""
     import torch.distributed as dist
@@ -203,7 +254,7 @@ def main() -> None:
     if args.only_original:
         print(json.dumps(bench_original(args.repeats, args.inner)), flush=True)
         os._exit(0)
-    rows = bench(args.repeats, args.inner)
+    rows = [*ranks.rows_of(2, bench_followed, args), *bench(args.repeats, args.inner)]
     if args.original:
         command = [
             sys.executable,
