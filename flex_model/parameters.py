@@ -170,6 +170,7 @@ class Parameters:
             f"parameter {clean(self._root, name)!r}",
             clean(self._root, found.full_name),
             "parameter",
+            share=self._share(found),
         )
         (dp, tp), stated_axes = self._placements(site.name, found, tensor)
         local = (tensor.to_local() if dtensor.is_dtensor(tensor) else tensor).detach()
@@ -225,12 +226,18 @@ class Parameters:
                     )
                 )
 
-    def placements_of(self, name: str) -> Pair:
-        """How a parameter is placed, and so its gradient. Local."""
+    def placements_of(self, name: str) -> tuple[Pair, resolve.Share | None]:
+        """How a parameter is placed, and so its gradient; and its share (see ``resolve.Site``).
+        Local.
+        """
         full_name, module, parameter = find_parameter(self._root, name)
         found = _Found(full_name, module, parameter, parameter)
         (dp, tp), _ = self._placements(f"parameter {name!r}", found, parameter)
-        return dp, tp
+        return (dp, tp), self._share(found)
+
+    def _share(self, found: _Found) -> resolve.Share | None:
+        leaf_name = found.full_name.rpartition(".")[2]
+        return layers.uneven_share(found.module, leaf_name, found.parameter)
 
     @functools.cached_property
     def _states_tensor_parallelism(self) -> bool:

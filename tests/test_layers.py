@@ -70,8 +70,8 @@ def test_an_uneven_share_is_no_replica():
     """Whole heads, of which some ranks have more: was taken for a weight that all share."""
     layer = Layer((8, 6), 8, out_features=12, in_features=6)
     assert layer.layouts() == [None, None]
-    assert uneven_share(layer, "weight", layer.weight) == Shard(0)
-    assert uneven_share(layer, "bias", layer.bias) == Shard(0)
+    assert uneven_share(layer, "weight", layer.weight) == (Shard(0), (12, 6))
+    assert uneven_share(layer, "bias", layer.bias) == (Shard(0), (12,))
     both = Layer((8, 3), out_features=12, in_features=6)
     assert uneven_share(both, "weight", both.weight) is None
     assert dims_smaller_than_stated(both, "weight", both.weight) == [0, 1]

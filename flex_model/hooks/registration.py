@@ -17,7 +17,7 @@ from flex_model.distributed.plain import kind_of
 from flex_model.errors import HookError, UnpackIndexError
 from flex_model.hooks.function import HookFunction
 from flex_model.layouts.follow import UNKNOWN, Pair
-from flex_model.layouts.resolve import ExpectedShape, Site
+from flex_model.layouts.resolve import ExpectedShape, Share, Site
 from flex_model.selection import Select
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class Registration:
         seed: Its part of the seeds of its calls: the same on any sharding.
         moves: Plans by what all ranks hold: ``(call number, shapes, dtype, ...) -> Move``.
         parameter: Of a hook on a parameter's gradient: how the parameter is placed.
+        share: And its share (see ``resolve.Site``).
         expected_shape: What the tensors handed to the hook must have: the function's, or in a
             pipeline a micro-batch's part of it.
         split_dim: In a pipeline: along which dim micro-batches divide the tensor; None: they don't.
@@ -82,6 +83,7 @@ class Registration:
     hook: _C.Hook = field(init=False)
     moves: dict[Any, Any] = field(default_factory=dict)
     parameter: Pair = UNKNOWN
+    share: Share | None = None
     expected_shape: ExpectedShape = field(init=False)
     split_dim: int | None = None
     places: list[ModuleSite] = field(default_factory=list)
@@ -157,7 +159,7 @@ class Registration:
             "tensor": "parameter",
         }
         index = self.hook_function.unpack_idx
-        return Site(self.describe(), self.name, kinds[self.kind], index)
+        return Site(self.describe(), self.name, kinds[self.kind], index, self.share)
 
     def leaf(self, tree: Any) -> Tensor:
         """The tensor that the hook is about.

@@ -86,12 +86,18 @@ def dims_smaller_than_stated(module: nn.Module, leaf_name: str, parameter: Tenso
     return [dim for dim, own in enumerate(parameter.shape) if own < sizes[dim]]
 
 
-def uneven_share(module: nn.Module, leaf_name: str, parameter: Tensor) -> Shard | None:
+def uneven_share(
+    module: nn.Module, leaf_name: str, parameter: Tensor
+) -> tuple[Shard, tuple[int, ...]] | None:
     """How a weight or bias is split that is smaller than its layer states along one dim, whatever
-    its share is, such as whole heads; if the ranks' shares together are what is stated. Local.
+    its share is, such as whole heads, and the stated sizes, which the ranks' shares have to make
+    up. Local.
     """
+    sizes = stated_sizes(module, leaf_name)
     dims = dims_smaller_than_stated(module, leaf_name, parameter)
-    return Shard(dims[0]) if len(dims) == 1 and not _is_megatrons(module) else None
+    if sizes is None or len(dims) != 1 or _is_megatrons(module):
+        return None
+    return Shard(dims[0]), sizes
 
 
 def _split_dim(module: nn.Module, weight: Any, mesh: Mesh) -> int | None:

@@ -362,6 +362,10 @@ class AxisProofs:
         """
         return self.split_sizes - {0, 1}
 
+    def may_count_rows(self, number: int) -> bool:
+        """Whether the number may be a product with the local size of a split dim."""
+        return any(size and number % size == 0 for size in self.split_sizes)
+
     def is_local_number(self, number: Any) -> bool:
         """Whether the number may have been read from a tensor that is not the same on all ranks.
         (That 0 or 1 was read somewhere says nothing of the next 0 or 1.)
@@ -560,8 +564,8 @@ class _Reader:
             known = evaluate(expressions[0], self._proofs.size)
         if is_size and expressions[0] is not None and self._has_own_factor(expressions[0]):
             known = None  # ``x.shape[0] * heads``, where the heads may be a rank's own
-        if not self.operands and expressions[0] is not None:
-            # Nothing else tells whether a tensor is made for each rank's share of the size.
+        if expressions[0] is not None and (not self.operands or known == numbers[0]):
+            # What of an unsplit dim's size is divided by the ranks' number may be a rank's share.
             known = None if divides_by(expressions[0], self._proofs.num_ranks) else known
         if is_size:
             sizes = self.full_sizes.setdefault(name, [])
@@ -608,7 +612,7 @@ class _Reader:
                 self.full_sizes[name][place] = number  # and so does a larger one
             elif operation == "aten::expand" and shards:
                 self.full_sizes[name][place] = self._expanded(shards[0], name, place, number)
-            elif is_of_rows and number not in self._proofs.split_sizes:
+            elif is_of_rows and not self._proofs.may_count_rows(number):
                 self.full_sizes[name][place] = number
                 told.add(name)
         if trusts:

@@ -30,6 +30,9 @@ STATED = "its statement"
 AXIS_WORDS = {"dp": "data-parallel", "tp": "tensor-parallel"}
 
 
+Share = tuple[Shard, Shape]
+
+
 @dataclass(frozen=True)
 class Site:
     """Where a tensor is, for messages.
@@ -39,12 +42,15 @@ class Site:
         module: The module's or parameter's own name, for the line that states its layout.
         kind: As of ``annotate_layout``; empty where that can't be used.
         index: Which of the module's tensors.
+        share: Of a parameter: how its layer's stated sizes, which follow, split it along tp, if the
+            ranks' shares make up these sizes.
     """
 
     name: str
     module: str = ""
     kind: str = ""
     index: int = 0
+    share: Share | None = None
 
 
 def resolve(
@@ -79,6 +85,8 @@ def resolve(
         for axis, placement in stated.items():
             _check_statement(site, axis, placement, placed[axis])
             placed[axis] = placement
+        if placed["tp"] is None and site.share is not None:
+            placed["tp"] = _of_share(*site.share, placed["dp"], shapes, mesh)
         unknown = [axis for axis in AXES if placed[axis] is None and _size(mesh, axis) > 1]
         if unknown:
             raise ValueError(refusal(site, shapes, mesh, unknown, expected_shape, obstacles or {}))
@@ -93,6 +101,17 @@ def resolve(
             f"tensor has shape {full_shape} (layout {layout}, local shapes {unique(shapes)})"
         )
     return layout
+
+
+def _of_share(
+    shard: Shard, sizes: Shape, dp: Placement | None, shapes: Sequence[Shape], mesh: Mesh
+) -> Shard | None:
+    """The share's placement, if the ranks' shares make up the sizes."""
+    layout = ShardLayout(dp or Replicate(), shard)
+    try:
+        return shard if layout.full_shape(shapes, mesh.dp_size, mesh.tp_size) == sizes else None
+    except LayoutMismatchError:
+        return None
 
 
 def _size(mesh: Mesh, axis: str) -> int:

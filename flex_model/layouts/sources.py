@@ -137,7 +137,7 @@ class Weights:
             tp = encode(Replicate())
         elif tp is None and layers.dims_smaller_than_stated(module, leaf, tensor):
             share = layers.uneven_share(module, leaf, tensor)
-            tp, sizes = share and encode(share), layers.stated_sizes(module, leaf)
+            tp, sizes = (None, None) if share is None else (encode(share[0]), share[1])
         elif tp is None and self._is_stated and not self._states_along_tp(tensor, leaf):
             tp = encode(Replicate())
         return (dp or encode(Replicate()), tp), sizes

@@ -401,3 +401,51 @@ def test_dropout_is_placed_as_what_it_drops_from():
         torch.manual_seed(0)
         _, follower, output = follow(Drops(), mesh, [models.random(4, 3)], [placement])
         assert follower.placements(follower.value(output)) == placement
+
+
+class Counted(nn.Module):
+    """Rows counted in plain numbers, joined with other dims."""
+
+    def __init__(self):
+        super().__init__()
+        self.joined, self.kept = nn.Identity(), nn.Identity()
+
+    def forward(self, x):
+        rows, length, width = map(int, x.shape)
+        self.joined(x.reshape(rows * length, width))
+        self.kept(x.reshape(rows, length, 3, -1))
+        return x
+
+
+@pytest.mark.ranks(2)
+def test_plain_products_of_rows_are_not_those_of_the_unsharded_program():
+    """``rows * length`` was taken for a size of the unsharded program, and the view refused, as all
+    of DTensors' under data parallelism.
+    """
+    x = models.random(4, 5, 6)
+    mine = x.chunk(2)[dist.get_rank()]
+    found, _, _ = follow(Counted(), mesh_of(dp_size=2), [mine], [ROWS])
+    compare(found, unsharded(Counted(), [x]))
+
+
+class Share(nn.Module):
+    """A piece of the sequence, of which the size is computed."""
+
+    def __init__(self, rank, parts):
+        super().__init__()
+        self.rank, self.parts, self.before, self.after = rank, parts, nn.Identity(), nn.Identity()
+
+    def forward(self, x):
+        length = x.shape[1] // self.parts
+        mine = self.before(x[:, self.rank * length : (self.rank + 1) * length])
+        self.after(mine.reshape(-1, length, x.shape[2], 1))
+        return x
+
+
+@pytest.mark.ranks(2)
+def test_a_size_divided_by_the_number_of_ranks_may_be_a_share():
+    """It was taken for what the unsharded program passes, so that rows seemed to be split."""
+    x = models.random(1, 6, 4)
+    expected = unsharded(Share(0, 1), [x])
+    found, _, _ = follow(Share(dist.get_rank(), 2), mesh_of(tp_size=2), [x], [WHOLE])
+    compare(found, expected, unknown=["after"])

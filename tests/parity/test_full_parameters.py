@@ -247,3 +247,47 @@ def test_gradients_that_hooks_see_of_fsdp2_over_layers_that_shard_by_hand():
             assert_close(records[name], [parameter.grad], msg=partial("{}: {}".format, name))
             edited = flex.get_module_gradient(name)
             assert_close(edited, parameter.grad + parameter.grad.flip(0))
+
+
+class Heads(nn.Module):
+    """A column layer of which the ranks have whole heads, one more than the other."""
+
+    def __init__(self, linear, shares):
+        super().__init__()
+        rank = dist.get_rank()
+        self.weight = nn.Parameter(linear.weight.detach().split(shares)[rank].clone())
+        self.bias = nn.Parameter(linear.bias.detach().split(shares)[rank].clone())
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.ranks(2)
+def test_parameters_of_which_ranks_have_unequal_shares():
+    """Hooks on their gradients were refused, though their layer states the sizes."""
+    linear, x, records = models.seeded(nn.Linear, 6, 12).double(), models.random(4, 6), {}
+    with FlexModel(Heads(linear, [8, 4]), records, tensor_parallel_size=2) as flex:
+        for name in ("weight", "bias"):
+            flip = lambda module, full, *_: full + full.flip(0)  # noqa: E731
+            flex.register_hook(HookFunction(name, editing_function=flip))
+        flex(x).sin().sum().backward()
+        linear(x).sin().sum().backward()
+        for name, parameter in linear.named_parameters():
+            assert torch.equal(flex.get_module_parameter(name), parameter)
+            if dist.get_rank() == 0:
+                assert_close(records[name], [parameter.grad])
+            edited = flex.get_module_gradient(name)
+            assert_close(edited, parameter.grad + parameter.grad.flip(0))
+            flex.set_module_parameter(name, 2 * parameter.detach())
+            assert torch.equal(flex.get_module_parameter(name), 2 * parameter)
+
+
+@pytest.mark.ranks(2)
+def test_shares_that_do_not_make_up_the_stated_sizes_tell_nothing():
+    linear = models.seeded(nn.Linear, 6, 12).double()
+    with (
+        FlexModel(Heads(linear, [7, 3, 2]), tensor_parallel_size=2) as flex,
+        pytest.raises(ValueError, match="may be split along dim 0, in full \\(10, 6\\)"),
+    ):
+        flex.get_module_parameter("weight")
