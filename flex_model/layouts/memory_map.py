@@ -86,6 +86,13 @@ def all_blank(tensor: Tensor) -> Tensor | None:
     return blank
 
 
+def is_blank(blank: Tensor, place: Geometry) -> bool:
+    """Whether none of these elements is written."""
+    offset, shape, strides, _ = place
+    with unset_fake_temporarily():
+        return bool(blank.as_strided(shape, strides, offset).all())
+
+
 def write(blank: Tensor, place: Geometry) -> bool:
     """These elements are written; whether all of them are now."""
     offset, shape, strides, _ = place
@@ -95,10 +102,16 @@ def write(blank: Tensor, place: Geometry) -> bool:
         return not bool(blank.any())
 
 
+# They give their tensor another shape, and its memory nothing.
+_VIEWS_IN_PLACE = {
+    f"aten::{name}_" for name in ("squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze")
+}
+
+
 def written_by(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that an operation of this schema writes to."""
     found: list[Tensor] = []
-    if schema is None or not schema.is_mutable:
+    if schema is None or not schema.is_mutable or schema.name in _VIEWS_IN_PLACE:
         return found
     for i, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -290,7 +290,7 @@ class AxisProofs:
                     self._note_positions(value, operation, values)
                 if operation.name == "empty_like":
                     self.templates[value] = operation.operands[0].placement
-                if factories.makes_blank(operation.name):
+                if factories.makes_blank(operation.name) or self._copies_blank(operation, values):
                     self.blank[value] = None
         if carriers and name.startswith("aten::") and _hands_gradients(rule):
             made = [value for value, _, dtype, *_ in outputs if _has_gradient(dtype)]
@@ -340,6 +340,11 @@ class AxisProofs:
         )
         operation = constants.with_extents(operation, reader.values, self.open)
         return operation, reader.values, not reader.is_local
+
+    def _copies_blank(self, operation: Operation, values: Sequence[Any]) -> bool:
+        """Whether what it copies, into another dtype or device, is blank as yet."""
+        is_copy = operation.name in ("_to_copy", "clone")
+        return is_copy and values[0] in self.blank and self.blank[values[0]] is None
 
     def _note_open(self, value: Value, operation: Operation, values: Sequence[Any]) -> None:
         """A result whose extent is all that isn't known, or was wrongly taken for known."""

@@ -36,6 +36,7 @@ Sizes = tuple[int, ...] | None
 COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
 _VIEWS = {"aten::view", "aten::reshape", "aten::_unsafe_view", "aten::unflatten"}
 _NOT_KNOWN = 0  # no value: a size of it has no known counterpart in the unsharded program
+_COPIES = {"aten::_to_copy", "aten::clone"}
 _SAME_MEMORY = {"aten::detach", "aten::alias", "aten::detach_"}
 
 
@@ -417,7 +418,8 @@ class Recorder(TorchDispatchMode):
         )
         if not tensors and not numbers:
             return
-        outputs, writes = self._outputs(tensors, bool(written), name)
+        is_of_blank = name in _COPIES and self._is_blank(args[0])
+        outputs, writes = self._outputs(tensors, bool(written), name, is_of_blank)
         full_name = f"{name}.{overload}" if overload else name
         *arguments, carriers = encoded
         if carriers and name.startswith("aten::"):
@@ -425,7 +427,7 @@ class Recorder(TorchDispatchMode):
         self.log.add("op", full_name, *arguments, outputs, numbers, writes, carriers)
 
     def _outputs(
-        self, tensors: Sequence[Tensor], in_place: bool, name: str
+        self, tensors: Sequence[Tensor], in_place: bool, name: str, is_copy_of_blank: bool = False
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         outputs, writes = [], []
         for tensor in tensors:
@@ -439,9 +441,16 @@ class Recorder(TorchDispatchMode):
                 writes.append(self._write(tensor, value))
             else:
                 self.note(tensor, value)
-                if name.startswith(("aten::empty", "aten::new_empty")):
+                if name.startswith(("aten::empty", "aten::new_empty")) or is_copy_of_blank:
                     self._note_blank(tensor)
         return tuple(outputs), tuple(writes)
+
+    def _is_blank(self, tensor: Tensor) -> bool:
+        """Whether nothing has been written to any of its elements."""
+        plain = memory_map.plain(tensor)
+        storage = memory_map.storage_of(plain)
+        blank = None if storage is None else self._entry(storage).blank
+        return blank is not None and memory_map.is_blank(blank, memory_map.geometry(plain))
 
     def _note_blank(self, tensor: Tensor) -> None:
         plain = memory_map.plain(tensor)
