@@ -249,6 +249,7 @@ class Tracking:
         self._note_gradients(follower, layouts, of_gradients)
         layouts.state = list(map(follower.placements, left))
         self._kept.note(follower)
+        self._constants.note_made(self._root, (one for one, _ in follower.recorder.living()))
         self._memory.remember(forward.key, layouts)
         forward.seen.clear()
 

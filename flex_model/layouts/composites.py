@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_iter
 
 from flex_model.integrations import dtensor
 
@@ -41,7 +42,12 @@ _FOLLOWED = {
     torch.repeat_interleave: _REPEAT_INTERLEAVE,
     Tensor.repeat_interleave: _REPEAT_INTERLEAVE,
     F.scaled_dot_product_attention: torch.ops.aten.scaled_dot_product_attention.default,
+    torch.lstm: torch.ops.aten.lstm.input,
+    torch.gru: torch.ops.aten.gru.input,
+    torch.rnn_tanh: torch.ops.aten.rnn_tanh.input,
+    torch.rnn_relu: torch.ops.aten.rnn_relu.input,
 }
+_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
 # Of Tensor and Parameter: no override.
 _OF_TENSORS = (vars(Tensor)["__torch_function__"].__func__, torch.nn.Parameter.__torch_function__)
@@ -97,9 +103,9 @@ def bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound | No
         repeats = args[1] if len(args) > 1 else kwargs.get("repeats")
         if not isinstance(repeats, int):
             return None
-    tensors = [arg for arg in args if isinstance(arg, Tensor)]
-    if operation is _EINSUM:
-        tensors = list(args[1])
+    elif func in _RECURRENT and (len(args) != 9 or isinstance(args[2], Tensor)):
+        return None  # of packed sequences
+    tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
     if any(dtensor.is_dtensor(tensor) or tensor.layout != torch.strided for tensor in tensors):
         return None
     schema = operation._schema

@@ -73,12 +73,15 @@ def _of_sizes(operation: Operation, split_sizes: Collection[int]) -> Placement |
     by_rank = operation.by_rank("size")
     if any(len(sizes) != len(by_rank[0]) for sizes in by_rank):
         return None
-    split = []
-    for dim, sizes in enumerate(zip(*by_rank)):
-        alike = all(size == sizes[0] for size in sizes)
-        if alike and _is_full(sizes[0], split_sizes, operation, "size", dim):
-            continue
-        split.append(dim)
+    known = [_known(operation, "size", dim) for dim in range(len(by_rank[0]))]
+    columns = list(zip(*by_rank))
+    # A tensor is split along one dim: where its source shows which, the others are none.
+    split = [dim for dim, sizes in enumerate(columns) if known[dim] not in (None, sizes[0])]
+    for dim, sizes in enumerate(columns):
+        is_alike = not differ(sizes)
+        is_full = is_alike and _is_full(sizes[0], split_sizes, operation, "size", dim)
+        if dim not in split and not is_full and not (split and is_alike and known[dim] is None):
+            split.append(dim)
     if operation.name in _BLANKS:
         return None
     if not split:

@@ -31,6 +31,10 @@ _Weight = tuple["weakref.ref[Tensor]", str, nn.Module, str, "weakref.ref[Tensor]
 class Constants:
     """Tensors that modules had as plain attributes before the first forward, such as the
     frequencies of a rotary embedding: buffers in all but name, as long as nobody writes to them.
+
+    Attributes:
+        made: Names of the buffers that forwards made, such as caches: they hold what those put
+            there, which the model's other buffers do not.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -40,6 +44,14 @@ class Constants:
             for value in vars(module).values()
             if isinstance(value, Tensor)
         }
+        self.made: set[str] = set()
+
+    def note_made(self, root: nn.Module, tensors: Iterable[Tensor]) -> None:
+        """A forward is over; it has made these tensors."""
+        made = {id(tensor) for tensor in tensors}
+        for name, buffer in root.named_buffers():
+            if id(buffer) in made:
+                self.made.add(clean(root, name))
 
     def __contains__(self, tensor: Tensor) -> bool:
         known = self._versions.get(id(tensor))
@@ -115,7 +127,7 @@ class Weights:
             return None
         _, name, module, leaf, of_weight = found
         weight = of_weight()
-        if weight is None:
+        if weight is None or (self._constants is not None and name in self._constants.made):
             return None
         known = self._known.get((name, id(weight)))
         if known is None or known[0]() is not weight:

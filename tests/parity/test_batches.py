@@ -150,3 +150,42 @@ def test_a_forward_of_rows_that_happen_to_be_equal_is_computed_once_more():
     sharded = models.FOUR_RANKS["tp x dp"]
     whole = run(models.ONE_RANK, process_group=pipelines.alone_group())
     assert_close(run(sharded), [sharded.my_rows(tensor) for tensor in whole])
+
+
+class Cached(nn.Module):
+    """Keeps its last tokens in a buffer that it makes itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", None)
+        self.before, self.after = nn.Identity(), nn.Identity()
+
+    def forward(self, x, step: int):
+        if self.cache is None:
+            self.cache = torch.zeros(x.shape[0], 3, x.shape[2], dtype=x.dtype)
+        seen = self.before(self.cache * 1)
+        self.cache[:, step] = x[:, -1]
+        return self.after(seen.sum(1) + self.cache.sum(1))
+
+
+@pytest.mark.ranks(2)
+def test_a_buffer_that_a_forward_makes_holds_what_it_put_there():
+    """A new length is followed anew: the rows in the buffer were taken for one that all ranks have,
+    without a word where they are equal, as zeros are.
+    """
+
+    expected, records = {"before": [], "after": []}, {}
+    whole = Cached()
+    for name, into in expected.items():
+        whole.get_submodule(name).register_forward_hook(
+            lambda module, args, output, into=into: into.append(output.clone())
+        )
+    with FlexModel(Cached(), records, data_parallel_size=2, output_ranks="all") as flex:
+        for name in expected:
+            flex.register_forward_hook(HookFunction(name, None))
+        for step, (length, factor) in enumerate([(2, 0), (3, 1), (2, 1)]):
+            x = factor * models.random(4, length, 5, seed=step)
+            whole(x, step)
+            flex(x.chunk(2)[dist.get_rank()], step)
+            for name, values in expected.items():
+                assert_close(records[name], values[-1:])
