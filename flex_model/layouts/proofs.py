@@ -569,8 +569,10 @@ class _Reader:
             known = evaluate(expressions[0], self._proofs.size)
         if is_size and expressions[0] is not None and self._has_own_factor(expressions[0]):
             known = None  # ``x.shape[0] * heads``, where the heads may be a rank's own
-        if expressions[0] is not None and (not self.operands or known == numbers[0]):
+        is_share = self._is_view and known == numbers[0]
+        if expressions[0] is not None and (is_share or not self.operands):
             # What of an unsplit dim's size is divided by the ranks' number may be a rank's share.
+            # (Slices and the like are of a dim that is split or is not, as their operand shows.)
             known = None if divides_by(expressions[0], self._proofs.num_ranks) else known
         if is_size:
             sizes = self.full_sizes.setdefault(name, [])

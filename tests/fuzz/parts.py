@@ -278,6 +278,17 @@ class Column(nn.Module):
         return F.linear(copy_to(x) if self.copies else x, self.weight, self.bias)
 
 
+class Heads(nn.Module):
+    """Features as heads, of a size that is stated."""
+
+    def __init__(self, heads, head_dim):
+        super().__init__()
+        self.heads, self.head_dim = heads, head_dim
+
+    def forward(self, x):
+        return x.view(*x.shape[:2], self.heads, self.head_dim).transpose(1, 2)
+
+
 class Row(nn.Module):
     """A linear layer of which each rank has some input features.
 

@@ -359,9 +359,14 @@ def attention(c, s):
     rows, length, _ = s.dims
     four = s.made((rows, split, length, (Atom(head),)))
     text = c.atoms_text(split)
-    spelled = c.choose([f"rows_, n, -1, {head}", f"rows_, n, {text}, {head}"])
+    # One head a rank can't be told from its features, but by a module that states their number.
+    stated = f"self.m{c.uid}(t)"
+    views = [f"t.view(rows_, n, {n}, {head}).transpose(1, 2)" for n in ("-1", text)]
+    spelled = c.choose([*views, *[stated] * 4])
+    if spelled == stated:
+        c.init.append(f"self.m{c.uid} = Heads({text}, {head})")
     c.add("rows_, n = h.shape[:2]")
-    c.add(f"q, k, v = (t.view({spelled}).transpose(1, 2) for t in (q, k, v))")
+    c.add(f"q, k, v = ({spelled} for t in (q, k, v))")
     c.site(four, "y", "k")
     causal = c.choose([True, False])
     form = c.choose(["manual", "sdpa", "einsum", "bmm"])
