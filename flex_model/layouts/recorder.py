@@ -528,7 +528,10 @@ class Recorder(TorchDispatchMode):
             for i, value in enumerate(args)
         )
         if schema is not None and self.stated_sizes and schema.name in _VIEWS:
-            positional = tuple(map(self._with_stated, positional))
+            shape, kept = memory_map.shape_of(args[0]), 0
+            if schema.name == "aten::unflatten":
+                kept = len(shape) - 1 if args[1] in (-1, len(shape) - 1) else len(shape)
+            positional = tuple(self._with_stated(value, shape, kept) for value in positional)
         types = {argument.name: argument for argument in arguments}
         keyword = tuple(
             (name, self._encoded(value, is_called and name in types and _takes_sizes(types[name])))
@@ -536,15 +539,20 @@ class Recorder(TorchDispatchMode):
         )
         return positional, keyword, tuple(carriers)
 
-    def _with_stated(self, value: Any) -> Any:
-        """The encoded sizes of a view; of ``(..., -1, size)``, which makes heads, the last one with
-        an expression where the module states it.
+    def _with_stated(self, value: Any, shape: tuple[int, ...], num_kept: int) -> Any:
+        """The encoded sizes of a view, behind ``num_kept`` dims that stay; where the last two make
+        heads of the last dim, ``(..., -1, size)`` or ``(..., heads, size)``, the last one with an
+        expression if the module states it.
         """
-        if not isinstance(value, tuple) or value[:1] != ("l",) or -1 not in value[-2:-1]:
+        if not isinstance(value, tuple) or value[:1] != ("l",) or len(value) < 3:
             return value
-        size = value[-1]
-        is_stated = type(size) is int and size in self.stated_sizes
-        return (*value[:-1], ("n", size, ("number", size))) if is_stated else value
+        heads, size = value[-2:]
+        if type(heads) is not int or type(size) is not int or size not in self.stated_sizes:
+            return value
+        is_new_dim = num_kept + len(value) - 1 == len(shape) + 1 > 3
+        if heads != -1 and not (is_new_dim and heads * size == shape[-1]):
+            return value  # other dims are joined, or made
+        return (*value[:-1], ("n", size, ("number", size)))
 
     def _encoded(self, value: Any, may_be_size: bool) -> Any:
         if isinstance(value, Tensor):

@@ -449,3 +449,34 @@ def test_a_size_divided_by_the_number_of_ranks_may_be_a_share():
     expected = unsharded(Share(0, 1), [x])
     found, _, _ = follow(Share(dist.get_rank(), 2), mesh_of(tp_size=2), [x], [WHOLE])
     compare(found, expected, unknown=["after"])
+
+
+class StatedHeads(nn.Module):
+    """One head a rank, of a size that the module states."""
+
+    def __init__(self, heads):
+        super().__init__()
+        self.heads, self.head_dim = heads, 4
+        for name in ("viewed", "flexible", "unflattened", "joined", "added"):
+            setattr(self, name, nn.Identity())
+
+    def forward(self, x):
+        rows, length = x.shape[:2]
+        heads = self.viewed(x.view(rows, length, self.heads, 4))
+        self.flexible(x.view(rows, length, -1, 4))
+        self.unflattened(x.unflatten(-1, (self.heads, 4)))
+        self.joined(heads.reshape(rows, length, self.heads * 4))
+        self.added(x[:, 0].reshape(x.shape[0], 1, self.heads * 4))  # the last size is no head's
+        return x
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("rows, length", [(2, 3), (1, 1)])
+def test_heads_of_a_stated_size(rows, length):
+    """Were refused, but for a view with -1: their features may be split as well."""
+    x = models.random(rows, length, 8)
+    expected = unsharded(StatedHeads(2), [x])
+    mine = x.chunk(2, -1)[dist.get_rank()].contiguous()
+    found, _, _ = follow(StatedHeads(1), mesh_of(tp_size=2), [mine], [(R, Shard(2))])
+    lost = {name for name in found if found[name] == [None]}
+    compare(found, expected, unknown=lost & {"joined", "added"})
