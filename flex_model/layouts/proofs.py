@@ -343,7 +343,7 @@ class AxisProofs:
 
     def _copies_blank(self, operation: Operation, values: Sequence[Any]) -> bool:
         """Whether what it copies, into another dtype or device, is blank as yet."""
-        is_copy = operation.name in ("_to_copy", "clone")
+        is_copy = operation.name in ("_to_copy", "clone", "to")
         return is_copy and values[0] in self.blank and self.blank[values[0]] is None
 
     def _note_open(self, value: Value, operation: Operation, values: Sequence[Any]) -> None:

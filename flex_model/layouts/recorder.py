@@ -36,7 +36,7 @@ Sizes = tuple[int, ...] | None
 COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
 _VIEWS = {"aten::view", "aten::reshape", "aten::_unsafe_view", "aten::unflatten"}
 _NOT_KNOWN = 0  # no value: a size of it has no known counterpart in the unsharded program
-_COPIES = {"aten::_to_copy", "aten::clone"}
+_COPIES = {"aten::_to_copy", "aten::clone", "aten::to"}
 _SAME_MEMORY = {"aten::detach", "aten::alias", "aten::detach_"}
 
 
