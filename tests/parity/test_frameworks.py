@@ -66,7 +66,7 @@ RIGHT = {
     "bert-ddp-2": 293,
     "bert-fsdp2-2": 293,
     "masked-ddp-2": 79,
-    "positions-first-ddp-2": 42,
+    "positions-first-ddp-2": 148,
     "hf-batch-1-2": 227,
     "hf-one-token-2": 227,
     "hf-batch-1-one-token-2": 227,
@@ -90,10 +90,10 @@ RIGHT = {
     "ddp-inference-2": 108,
     "ddp-zeros-2": 258,
     "ddp-first-one-row-2": 258,
-    "bert-inference-2": 72,
+    "bert-inference-2": 121,
     "masked-inference-2": 31,
-    "positions-first-inference-2": 9,
-    "positions-first-one-row-2": 42,
+    "positions-first-inference-2": 62,
+    "positions-first-one-row-2": 148,
 }
 
 
