@@ -225,8 +225,8 @@ def state_layout(flex: FlexModel, hook: Hook, value: Value, batch: Any) -> tuple
             if atom.axis and at == 1 and isinstance(atom.size, int):
                 inner = 1
                 for other in dim[at:]:
-                    inner *= other.size
-                placements["part_sizes"] = (inner,) * dim[0].size
+                    inner *= sizes.get(other.size, other.size)  # type: ignore[arg-type]
+                placements["part_sizes"] = (inner,) * sizes.get(dim[0].size, dim[0].size)
     flex.annotate_layout(hook.site, kind="forward", **placements)
     return None
 
