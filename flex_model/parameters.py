@@ -174,6 +174,9 @@ class Parameters:
         )
         (dp, tp), stated_axes = self._placements(site.name, found, tensor)
         local = (tensor.to_local() if dtensor.is_dtensor(tensor) else tensor).detach()
+        statement = self._statements.of_parameter(site.module, found.module)
+        if expected is None and statement is not None and statement.sizes is not None:
+            expected = (*statement.sizes, *[None] * (local.ndim - len(statement.sizes)))
         shapes = [tuple(local.shape)]
         if not self._channel.is_local:
             header = Header(

@@ -109,7 +109,7 @@ class Proofs:
                 if full is not None and any(
                     size not in (None, own) for size, own in zip(sizes, full)
                 ):
-                    return f"{text}: sizes={sizes} are stated, the full tensor has shape {full}"
+                    return f"{text}: the sizes {sizes} are stated, the full tensor has shape {full}"
         return ""
 
     def _full_shape(self, value: Value) -> Shape | None:

@@ -116,12 +116,14 @@ class AxisProofs:
         for entries in zip(*logs) if is_one else aligned(logs, self._skip):
             self._follow_entry(entries)
 
-    def _check_sizes(self, value: Value, stated: set[Shape]) -> None:
-        """The shards of a weight must make up the sizes that its layer states."""
+    def _check_sizes(self, value: Value, stated: set[tuple[int | None, ...]]) -> None:
+        """The shards of a weight must make up the sizes that its layer or the user states."""
         shard = self.placements.get(value)
-        if isinstance(shard, Shard) and any(
-            _full_size(shard, self.shapes[value]) != sizes[shard.dim] for sizes in stated
-        ):
+        if not isinstance(shard, Shard):
+            return
+        full = _full_size(shard, self.shapes[value])
+        of_dim = {sizes[shard.dim] for sizes in stated if shard.dim < len(sizes)}
+        if of_dim - {None, full}:
             self._know(value, None)
 
     def _skip(self, entry: Entry) -> None:

@@ -31,7 +31,7 @@ from flex_model.layouts.sizes import SIZE_ARGUMENTS, CallSizes, Size, encoded
 
 Geometry = tuple[Any, ...]
 Placements = tuple[Any, Any] | None  # encoded, along dp and tp
-Sizes = tuple[int, ...] | None
+Sizes = tuple[int | None, ...] | None
 
 COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
 _VIEWS = {"aten::view", "aten::reshape", "aten::_unsafe_view", "aten::unflatten"}

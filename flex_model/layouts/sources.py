@@ -20,7 +20,7 @@ from flex_model.names import clean
 
 AXES = ("dp", "tp")
 Placements = tuple[Any, Any]  # encoded, along dp and tp
-Sizes = tuple[int, ...] | None
+Sizes = tuple[int | None, ...] | None
 
 
 # A tensor; the weight's name, its module, its name there, and the weight itself: of a DTensor's
@@ -144,7 +144,7 @@ class Weights:
         statement = self._statements.of_parameter(name, module)
         if statement is not None:
             dp, tp = dp or encode(statement.dp), tp or encode(statement.tp)
-        sizes = None
+        sizes = None if statement is None else statement.sizes
         if self._mesh.tp_size == 1:
             tp = encode(Replicate())
         elif tp is None and layers.dims_smaller_than_stated(module, leaf, tensor):

@@ -17,6 +17,8 @@ Kind = Literal["forward", "forward_pre", "parameter"]
 KINDS = ("forward", "forward_pre", "parameter")
 Pattern = str | re.Pattern[str] | type[nn.Module]
 
+Sizes = tuple[int | None, ...] | None
+
 
 @dataclass(frozen=True)
 class Statement:
@@ -27,7 +29,8 @@ class Statement:
             or a module type (of which all parameters are meant).
         index: Which of the module's tensors, counted as ``HookFunction.unpack_idx``.
         dp, tp: Placements; None leaves that axis to the proof.
-        sizes: Of the full tensor, as ``expected_shape``; None for nothing to check.
+        sizes: Of the full tensor, as ``expected_shape``, maybe of its first dims only; None for
+            nothing to check.
     """
 
     pattern: Pattern
@@ -35,7 +38,7 @@ class Statement:
     index: int = 0
     dp: Placement | None = None
     tp: Placement | None = None
-    sizes: tuple[int | None, ...] | None = None
+    sizes: Sizes = None
 
     def matches(self, name: str, module: nn.Module) -> bool:
         """Whether it is about the module, or parameter of the module, of this (clean) name."""
@@ -85,14 +88,29 @@ def statement_of(
             "annotate_layout states nothing; give tp= or dp= a placement of "
             "torch.distributed.tensor: Shard(dim), Replicate() or Partial()"
         )
+    full = None if sizes is None else tuple(sizes)
     if part_sizes is not None:
         axis = "tp" if isinstance(placed["tp"], layouts.Shard) else "dp"
-        placed[axis] = _with_parts(placed[axis], part_sizes)
-    full = None if sizes is None else tuple(sizes)
+        placed[axis] = shard = _with_parts(placed[axis], part_sizes)
+        full = _with_sum(full, shard.dim, sum(part_sizes))
     return Statement(pattern, kind, index, placed["dp"], placed["tp"], full)
 
 
-def _with_parts(placement: Placement | None, part_sizes: Sequence[int]) -> Placement:
+def _with_sum(sizes: Sizes, dim: int, total: int) -> Sizes:
+    """The sizes that are stated, with that of the dim of which the parts are; not of all dims where
+    only that is.
+    """
+    if sizes is None:
+        return (*[None] * dim, total)
+    if dim >= len(sizes) or sizes[dim] not in (None, total):
+        raise ValueError(
+            f"annotate_layout: part_sizes are {total} together, sizes={sizes} has another size of "
+            f"dim {dim}"
+        )
+    return (*sizes[:dim], total, *sizes[dim + 1 :])
+
+
+def _with_parts(placement: Placement | None, part_sizes: Sequence[int]) -> layouts.Shard:
     sizes = tuple(part_sizes)
     if not isinstance(placement, layouts.Shard):
         raise ValueError(

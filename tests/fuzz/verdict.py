@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import math
 import random as python_random
 import traceback
 from argparse import Namespace
@@ -222,11 +223,12 @@ def state_layout(flex: FlexModel, hook: Hook, value: Value, batch: Any) -> tuple
         for at, atom in enumerate(dim):
             if atom.axis:
                 placements[atom.axis] = Shard(number)
-            if atom.axis and at == 1 and isinstance(atom.size, int):
-                inner = 1
-                for other in dim[at:]:
-                    inner *= sizes.get(other.size, other.size)  # type: ignore[arg-type]
-                placements["part_sizes"] = (inner,) * sizes.get(dim[0].size, dim[0].size)
+            if atom.axis and at and isinstance(atom.size, int):
+                parts, inner = (
+                    math.prod(sizes.get(one.size, one.size) for one in atoms)
+                    for atoms in (dim[:at], dim[at:])
+                )
+                placements["part_sizes"] = (inner,) * parts
     flex.annotate_layout(hook.site, kind="forward", **placements)
     return None
 

@@ -131,8 +131,28 @@ def test_sizes_that_are_stated_are_checked():
     with FlexModel(sharded, {}, tensor_parallel_size=2) as flex:
         flex.register_forward_hook(HookFunction("act"))
         flex.annotate_layout("act", tp=Shard(1), sizes=(None, 9))
-        with pytest.raises(ValueError, match=r"sizes=\(None, 9\) are stated.*shape \(4, 8\)"):
+        with pytest.raises(ValueError, match=r"sizes \(None, 9\) are stated.*shape \(4, 8\)"):
             flex(BATCH)
+
+
+@pytest.mark.ranks(2)
+def test_part_sizes_of_another_sum_are_an_error():
+    """Of equal parts only their number was taken: rows came out in another order."""
+    sharded, _ = by_hand()
+    with FlexModel(sharded, {}, tensor_parallel_size=2) as flex:
+        flex.register_forward_hook(HookFunction("act"))
+        flex.annotate_layout("act", tp=Shard(1), part_sizes=(8, 8))
+        with pytest.raises(ValueError, match=r"sizes \(None, 16\) are stated.*shape \(4, 8\)"):
+            flex(BATCH)
+    with FlexModel(Fused(dist.get_rank()), {}, tensor_parallel_size=2) as flex:
+        flex.annotate_layout("qk.weight", kind="parameter", tp=Shard(0), part_sizes=(4, 4, 4))
+        flex.register_forward_hook(HookFunction("qk"))
+        with pytest.raises(ValueError, match="not known"):
+            flex(models.random(3, 4))
+        with pytest.raises(ValueError, match=r"expected_shape \(12, None\) contradicts"):
+            flex.get_module_parameter("qk.weight")
+        with pytest.raises(ValueError, match="part_sizes are 6 together"):
+            flex.annotate_layout("qk", tp=Shard(1), sizes=(None, 8), part_sizes=(4, 2))
 
 
 @pytest.mark.ranks(2)
