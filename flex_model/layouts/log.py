@@ -76,7 +76,7 @@ class Log:
         name: str,
         placements: Any,
         shape: tuple[int, ...],
-        sizes: tuple[int, ...] | None = None,
+        sizes: tuple[int | None, ...] | None = None,
     ) -> Value:
         """The value of a tensor that no operation made, and what is known of it; ``sizes``: the
         full ones, where its layer states those.
