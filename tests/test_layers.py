@@ -54,6 +54,7 @@ def test_sizes_stated_beside_a_smaller_weight_tell_its_layout(layer, expected):
         nn.Linear(6, 4),  # it may state its own, local sizes
         nn.LayerNorm(4),
         nn.Bilinear(4, 4, 4),
+        Layer((2, 6), out_features=8, in_features=6),  # a quarter, of two ranks
         Layer((4, 3), out_features=8, in_features=6),  # smaller both ways
         Layer((24, 1), out_features=8, in_features=6),  # packed
         Layer((4, 6), out_features=8),
@@ -65,19 +66,12 @@ def test_nothing_is_told_where_nothing_is_stated(layer):
     assert not states_tensor_parallelism(layer, TP_2)
 
 
-def test_a_quarter_of_a_weight_on_two_ranks_is_not_told():
-    layer = Layer((2, 6), out_features=8, in_features=6)
-    assert layer.layouts() == [None]
-    assert states_tensor_parallelism(layer, TP_2)  # though not how
-
-
 def test_an_uneven_share_is_no_replica():
     """Whole heads, of which some ranks have more: was taken for a weight that all share."""
     layer = Layer((8, 6), 8, out_features=12, in_features=6)
     assert layer.layouts() == [None, None]
     assert uneven_share(layer, "weight", layer.weight) == (Shard(0), (12, 6))
     assert uneven_share(layer, "bias", layer.bias) == (Shard(0), (12,))
-    assert states_tensor_parallelism(layer, TP_2)
     both = Layer((8, 3), out_features=12, in_features=6)
     assert uneven_share(both, "weight", both.weight) is None
     assert dims_smaller_than_stated(both, "weight", both.weight) == [0, 1]

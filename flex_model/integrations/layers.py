@@ -146,8 +146,6 @@ def states_tensor_parallelism(root: nn.Module, mesh: Mesh) -> bool:
             stated = parameter_layout(module, name, parameter, mesh)
             if stated is not None or _is_along_tp(parameter, mesh):
                 return True
-            if uneven_share(module, name, parameter) is not None:
-                return True
     return False
 
 

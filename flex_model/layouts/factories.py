@@ -73,15 +73,16 @@ def _of_sizes(operation: Operation, split_sizes: Collection[int]) -> Placement |
     by_rank = operation.by_rank("size")
     if any(len(sizes) != len(by_rank[0]) for sizes in by_rank):
         return None
-    known = [_known(operation, "size", dim) for dim in range(len(by_rank[0]))]
-    columns = list(zip(*by_rank))
-    # A tensor is split along one dim: where its source shows which, the others are none.
-    split = [dim for dim, sizes in enumerate(columns) if known[dim] not in (None, sizes[0])]
-    for dim, sizes in enumerate(columns):
-        is_alike = not differ(sizes)
-        is_full = is_alike and _is_full(sizes[0], split_sizes, operation, "size", dim)
-        if dim not in split and not is_full and not (split and is_alike and known[dim] is None):
-            split.append(dim)
+    columns = list(enumerate(zip(*by_rank)))
+    split = [dim for dim, own in columns if _known(operation, "size", dim) not in (None, own[0])]
+    if split:  # a tensor is split along one dim: where its source shows which, the others are none
+        split += [dim for dim, own in columns if dim not in split and differ(own)]
+    else:
+        split = [
+            dim
+            for dim, own in columns
+            if differ(own) or not _is_full(own[0], split_sizes, operation, "size", dim)
+        ]
     if operation.name in _BLANKS:
         return None
     if not split:

@@ -449,8 +449,10 @@ class Recorder(TorchDispatchMode):
         """Whether nothing has been written to any of its elements."""
         plain = memory_map.plain(tensor)
         storage = memory_map.storage_of(plain)
-        blank = None if storage is None else self._entry(storage).blank
-        return blank is not None and memory_map.is_blank(blank, memory_map.geometry(plain))
+        entry = None if storage is None else self._storages.get(storage._cdata)
+        if entry is None or entry.blank is None:
+            return False
+        return memory_map.is_blank(entry.blank, memory_map.geometry(plain))
 
     def _note_blank(self, tensor: Tensor) -> None:
         plain = memory_map.plain(tensor)
@@ -530,7 +532,8 @@ class Recorder(TorchDispatchMode):
         if schema is not None and self.stated_sizes and schema.name in _VIEWS:
             shape, kept = memory_map.shape_of(args[0]), 0
             if schema.name == "aten::unflatten":
-                kept = len(shape) - 1 if args[1] in (-1, len(shape) - 1) else len(shape)
+                dim = args[1] if len(args) > 1 else kwargs["dim"]
+                kept = len(shape) - 1 if dim in (-1, len(shape) - 1) else len(shape)
             positional = tuple(self._with_stated(value, shape, kept) for value in positional)
         types = {argument.name: argument for argument in arguments}
         keyword = tuple(

@@ -464,7 +464,7 @@ class StatedHeads(nn.Module):
         rows, length = x.shape[:2]
         heads = self.viewed(x.view(rows, length, self.heads, 4))
         self.flexible(x.view(rows, length, -1, 4))
-        self.unflattened(x.unflatten(-1, (self.heads, 4)))
+        self.unflattened(x.unflatten(dim=-1, sizes=(self.heads, 4)))
         self.joined(heads.reshape(rows, length, self.heads * 4))
         self.added(x[:, 0].reshape(x.shape[0], 1, self.heads * 4))  # the last size is no head's
         return x
