@@ -223,7 +223,7 @@ def state_layout(flex: FlexModel, hook: Hook, value: Value, batch: Any) -> tuple
         for at, atom in enumerate(dim):
             if atom.axis:
                 placements[atom.axis] = Shard(number)
-            if atom.axis and at and isinstance(atom.size, int):
+            if atom.axis and at:
                 parts, inner = (
                     math.prod(sizes.get(one.size, one.size) for one in atoms)
                     for atoms in (dim[:at], dim[at:])
