@@ -21,7 +21,6 @@ from flex_model.distributed.layout import Placement, Replicate, Shape, ShardLayo
 from flex_model.errors import HookError, agreed
 from flex_model.integrations import dtensor, fsdp, layers, offload
 from flex_model.layouts import resolve
-from flex_model.layouts.follow import Pair
 from flex_model.layouts.statements import Statements
 from flex_model.names import clean, find_parameter, shapes_by_name
 from flex_model.outputs import owned_copy
@@ -170,13 +169,10 @@ class Parameters:
             f"parameter {clean(self._root, name)!r}",
             clean(self._root, found.full_name),
             "parameter",
-            share=self._share(found),
+            parameter=self._sources(found, tensor),
         )
-        (dp, tp), stated_axes = self._placements(site.name, found, tensor)
+        (dp, tp), stated_axes = site.parameter.placements, self._stated_axes(site.name, tensor)
         local = (tensor.to_local() if dtensor.is_dtensor(tensor) else tensor).detach()
-        statement = self._statements.of_parameter(site.module, found.module)
-        if expected is None and statement is not None and statement.sizes is not None:
-            expected = (*statement.sizes, *[None] * (local.ndim - len(statement.sizes)))
         shapes = [tuple(local.shape)]
         if not self._channel.is_local:
             header = Header(
@@ -229,39 +225,28 @@ class Parameters:
                     )
                 )
 
-    def placements_of(self, name: str) -> tuple[Pair, resolve.Share | None]:
-        """How a parameter is placed, and so its gradient; and its share (see ``resolve.Site``).
-        Local.
-        """
+    def sources_of(self, name: str) -> resolve.ParameterSources:
+        """What is stated of a parameter, and so of its gradient. Local."""
         full_name, module, parameter = find_parameter(self._root, name)
-        found = _Found(full_name, module, parameter, parameter)
-        (dp, tp), _ = self._placements(f"parameter {name!r}", found, parameter)
-        return (dp, tp), self._share(found)
-
-    def _share(self, found: _Found) -> resolve.Share | None:
-        leaf_name = found.full_name.rpartition(".")[2]
-        return layers.uneven_share(found.module, leaf_name, found.parameter)
+        return self._sources(_Found(full_name, module, parameter, parameter), parameter)
 
     @functools.cached_property
     def _states_tensor_parallelism(self) -> bool:
         return layers.states_tensor_parallelism(self._root, self._channel.mesh)
 
-    def _placements(self, site: str, found: _Found, tensor: Any) -> tuple[Pair, frozenset[str]]:
-        """What the tensor, its layer, the user or the model's framework state of a parameter, and
-        the axes along which a DTensor does.
-        """
-        mesh, axes = self._channel.mesh, frozenset[str]()
-        name = clean(self._root, found.full_name)
+    def _sources(self, found: _Found, tensor: Any) -> resolve.ParameterSources:
+        """What the tensor, its layer, the user or the model's framework state of a parameter."""
+        mesh, name = self._channel.mesh, clean(self._root, found.full_name)
+        leaf_name = found.full_name.rpartition(".")[2]
         statement = self._statements.of_parameter(name, found.module)
         dp: Placement | None = Replicate()
         tp: Placement | None = Replicate() if mesh.tp_size == 1 else None
+        axes = self._stated_axes(name, tensor)
         if dtensor.is_dtensor(tensor):
-            layout = dtensor.layout(tensor, mesh, site, batch_on_dp=False)
-            axes = frozenset(dtensor.axis_names(tensor, mesh, site))
+            layout = dtensor.layout(tensor, mesh, f"parameter {name!r}", batch_on_dp=False)
             dp = layout.dp
             tp = layout.tp if "tp" in axes else tp
         if tp is None:
-            leaf_name = found.full_name.rpartition(".")[2]
             stated = layers.parameter_layout(found.module, leaf_name, found.parameter, mesh)
             if stated is not None:
                 tp = stated.tp
@@ -272,7 +257,15 @@ class Parameters:
         if statement is not None:
             dp = dp if "dp" in axes else statement.dp or dp
             tp = tp if "tp" in axes else statement.tp or tp
-        return (dp, tp), axes
+        share = layers.uneven_share(found.module, leaf_name, found.parameter)
+        sizes = None if statement is None else statement.sizes
+        return resolve.ParameterSources((dp, tp), share, sizes)
+
+    def _stated_axes(self, site: str, tensor: Any) -> frozenset[str]:
+        """The axes along which a DTensor states how it is placed."""
+        if not dtensor.is_dtensor(tensor):
+            return frozenset()
+        return frozenset(dtensor.axis_names(tensor, self._channel.mesh, site))
 
     def _check_replicas(
         self, site: str, local: Tensor, layout: ShardLayout, stated_axes: frozenset[str]

@@ -510,7 +510,7 @@ class HookCaller:
         if not self._channel.is_local and known is None:
             proven = self._tracking.prove(call.evidence)
             if registration.kind == "tensor":
-                proven = registration.parameter
+                proven = registration.parameter.placements
             proven = _first_known(call.stated, proven)
             row = torch.tensor([site_hash(encode(placement)) for placement in proven])
             table = self._channel.exchange(torch.cat([values.fingerprint(shard), row])).tolist()
@@ -577,7 +577,7 @@ class HookCaller:
             placed["tp"],
             source=f"its tensor's: {layout.source}",
             # FSDP2 splits what the layer has split.
-            tp_first=is_parameter and layout.splits_one_dim,
+            tp_first=layout.tp_first or (is_parameter and layout.splits_one_dim),
         )
 
     def _check_replicas(self, call: Call, axis: str) -> None:

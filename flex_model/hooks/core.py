@@ -164,8 +164,7 @@ class HookCore:
             self._not_called_yet.update((r.index, r) for r in registrations)
         if kind == "tensor":
             for _ in targets:
-                found = self.parameters.placements_of(function.module_name)
-                registrations[0].parameter, registrations[0].share = found
+                registrations[0].parameter = self.parameters.sources_of(function.module_name)
         function.save_ctx, function.modules = self.save_ctx, self.modules
         return registrations
 

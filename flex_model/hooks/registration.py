@@ -16,8 +16,7 @@ from flex_model.distributed.header import site_hash
 from flex_model.distributed.plain import kind_of
 from flex_model.errors import HookError, UnpackIndexError
 from flex_model.hooks.function import HookFunction
-from flex_model.layouts.follow import UNKNOWN, Pair
-from flex_model.layouts.resolve import ExpectedShape, Share, Site
+from flex_model.layouts.resolve import ExpectedShape, ParameterSources, Site
 from flex_model.selection import Select
 
 if TYPE_CHECKING:
@@ -60,8 +59,7 @@ class Registration:
         site: Stands for it in headers: ranks that differ in any of it must not talk of one site.
         seed: Its part of the seeds of its calls: the same on any sharding.
         moves: Plans by what all ranks hold: ``(call number, shapes, dtype, ...) -> Move``.
-        parameter: Of a hook on a parameter's gradient: how the parameter is placed.
-        share: And its share (see ``resolve.Site``).
+        parameter: Of a hook on a parameter's gradient: what is stated of the parameter.
         expected_shape: What the tensors handed to the hook must have: the function's, or in a
             pipeline a micro-batch's part of it.
         split_dim: In a pipeline: along which dim micro-batches divide the tensor; None: they don't.
@@ -82,8 +80,7 @@ class Registration:
     moment: Moment = "computed"
     hook: _C.Hook = field(init=False)
     moves: dict[Any, Any] = field(default_factory=dict)
-    parameter: Pair = UNKNOWN
-    share: Share | None = None
+    parameter: ParameterSources = field(default_factory=ParameterSources)
     expected_shape: ExpectedShape = field(init=False)
     split_dim: int | None = None
     places: list[ModuleSite] = field(default_factory=list)
@@ -159,7 +156,7 @@ class Registration:
             "tensor": "parameter",
         }
         index = self.hook_function.unpack_idx
-        return Site(self.describe(), self.name, kinds[self.kind], index, self.share)
+        return Site(self.describe(), self.name, kinds[self.kind], index, self.parameter)
 
     def leaf(self, tree: Any) -> Tensor:
         """The tensor that the hook is about.

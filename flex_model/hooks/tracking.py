@@ -179,7 +179,7 @@ class Tracking:
 
     def _asks_for_replicas(self, registration: Registration) -> bool:
         """Whether the operations must tell how a parameter's gradient is placed along tp."""
-        if registration.kind != "tensor" or registration.parameter[1] != Replicate():
+        if registration.kind != "tensor" or registration.parameter.placements[1] != Replicate():
             return False
         mesh = self._channel.mesh
         return mesh.tp_size > 1 and any(

@@ -200,7 +200,7 @@ def _seen(
 
 def _seen_parameter(core: HookCore, registration: Registration) -> Seen:
     parameter: Any = find_parameter(core.module, registration.name)[2]
-    pair = registration.parameter
+    pair = registration.parameter.placements
     known = None
     if dtensor.is_dtensor(parameter):
         site = registration.describe()

@@ -152,4 +152,4 @@ def layout_from_shapes(
         return layout
     dp = Partial() if layout.dp == Replicate() and mesh.dp_size > 1 else layout.dp
     tp = Replicate() if isinstance(layout.tp, Partial) else layout.tp
-    return ShardLayout(dp, tp, source=f"its tensor's: {layout.source}")
+    return replace(layout, dp=dp, tp=tp, source=f"its tensor's: {layout.source}")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from flex_model import _C
-from flex_model.distributed.layout import Placement, Replicate, Shape
+from flex_model.distributed.layout import Placement, Replicate, Shape, Shard
 from flex_model.distributed.mesh import Mesh
 from flex_model.integrations import layers
 from flex_model.layouts import recorder
@@ -105,12 +105,24 @@ class Proofs:
                     "state the layout of the weight that it was made with"
                 )
             for value, text, sizes in proofs.stated_sizes:
+                if self._has_parts_of_both(value):
+                    return (
+                        f"{text}: both axes split the dim of the parts, so that they are not told "
+                        "by their full sizes; state the tensor before its dims are joined"
+                    )
                 full = self._full_shape(value)
                 if full is not None and any(
                     size not in (None, own) for size, own in zip(sizes, full)
                 ):
                     return f"{text}: the sizes {sizes} are stated, the full tensor has shape {full}"
         return ""
+
+    def _has_parts_of_both(self, value: Value) -> bool:
+        """Whether both axes split a dim, one of them in parts."""
+        found = [proofs.placements.get(value) for proofs in self.along.values()]
+        shards = [placement for placement in found if isinstance(placement, Shard)]
+        is_one_dim = len({shard.dim for shard in shards}) == 1 and len(shards) > 1
+        return is_one_dim and any(shard.is_interleaved for shard in shards)
 
     def _full_shape(self, value: Value) -> Shape | None:
         """The full shape of a value that is placed along all axes."""

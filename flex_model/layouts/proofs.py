@@ -339,6 +339,7 @@ class AxisProofs:
             schema.overload_name,
             reader.full_sizes,
             tuple(overload.tags),
+            self.axis,
         )
         operation = constants.with_extents(operation, reader.values, self.open)
         return operation, reader.values, not reader.is_local

@@ -5,7 +5,7 @@ or from sizes: those can only refute.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flex_model.distributed.layout import (
@@ -19,7 +19,7 @@ from flex_model.distributed.layout import (
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.values import Fingerprints
 from flex_model.errors import LayoutMismatchError
-from flex_model.layouts.follow import AXES, Pair
+from flex_model.layouts.follow import AXES, UNKNOWN, Pair
 from flex_model.layouts.statements import in_words, text_of
 
 ExpectedShape = tuple[int | None, ...] | None
@@ -34,6 +34,22 @@ Share = tuple[Shard, Shape]
 
 
 @dataclass(frozen=True)
+class ParameterSources:
+    """What is stated of a parameter, and so of its gradient.
+
+    Attributes:
+        placements: Along dp and tp.
+        share: How its layer's stated sizes, which follow, split it along tp, if the ranks' shares
+            make up these sizes.
+        sizes: Of the full parameter, as the user states them.
+    """
+
+    placements: Pair = UNKNOWN
+    share: Share | None = None
+    sizes: ExpectedShape = None
+
+
+@dataclass(frozen=True)
 class Site:
     """Where a tensor is, for messages.
 
@@ -42,15 +58,14 @@ class Site:
         module: The module's or parameter's own name, for the line that states its layout.
         kind: As of ``annotate_layout``; empty where that can't be used.
         index: Which of the module's tensors.
-        share: Of a parameter: how its layer's stated sizes, which follow, split it along tp, if the
-            ranks' shares make up these sizes.
+        parameter: Of a parameter, or its gradient: what is stated of that.
     """
 
     name: str
     module: str = ""
     kind: str = ""
     index: int = 0
-    share: Share | None = None
+    parameter: ParameterSources = ParameterSources()
 
 
 def resolve(
@@ -85,22 +100,54 @@ def resolve(
         for axis, placement in stated.items():
             _check_statement(site, axis, placement, placed[axis])
             placed[axis] = placement
-        if placed["tp"] is None and site.share is not None:
-            placed["tp"] = _of_share(*site.share, placed["dp"], shapes, mesh)
+        if placed["tp"] is None and site.parameter.share is not None:
+            placed["tp"] = _of_share(*site.parameter.share, placed["dp"], shapes, mesh)
         unknown = [axis for axis in AXES if placed[axis] is None and _size(mesh, axis) > 1]
         if unknown:
             raise ValueError(refusal(site, shapes, mesh, unknown, expected_shape, obstacles or {}))
         dp, tp = (placed[axis] or Replicate() for axis in AXES)
         layout = ShardLayout(dp, tp, source=STATED if stated else PROVEN)
+        if layout.splits_one_dim and min(mesh.dp_size, mesh.tp_size) > 1:
+            layout = _of_one_dim(site, layout, mesh, are_both_stated=len(stated) == len(AXES))
     full_shape = _full_shape(site, layout, shapes, mesh)
-    if expected_shape is not None and any(
-        size is not None and size != full for size, full in zip(expected_shape, full_shape)
+    for what, sizes in (
+        (f"expected_shape {expected_shape} contradicts", expected_shape),
+        (f"the stated sizes {site.parameter.sizes} contradict", site.parameter.sizes),
     ):
-        raise ValueError(
-            f"{site.name}: expected_shape {expected_shape} contradicts {layout.source}: the full "
-            f"tensor has shape {full_shape} (layout {layout}, local shapes {unique(shapes)})"
-        )
+        if not _fits(full_shape, sizes):
+            raise ValueError(
+                f"{site.name}: {what} {layout.source}: the full tensor has shape {full_shape} "
+                f"(layout {layout}, local shapes {unique(shapes)})"
+            )
     return layout
+
+
+def _of_one_dim(site: Site, layout: ShardLayout, mesh: Mesh, are_both_stated: bool) -> ShardLayout:
+    """The layout of a dim that both axes split, such as rows and heads that were joined.
+
+    A proof counts the parts of its axis in what one rank of the other axis holds, so the axis with
+    more of them is the inner one (what is concatenated has the same parts in each tensor). A layout
+    counts them in the full dim. FSDP splits what a layer holds of a parameter: its tensor-parallel
+    shard. Of whole shards, a statement of both says that dp is the outer one.
+    """
+    if site.kind == "parameter":
+        return replace(layout, tp_first=True)
+    dp, tp = layout.dp, layout.tp
+    assert isinstance(dp, Shard) and isinstance(tp, Shard)
+    if are_both_stated and not dp.is_interleaved and not tp.is_interleaved:
+        return layout
+    is_uneven = dp.part_sizes is not None or tp.part_sizes is not None
+    if dp.parts == tp.parts or is_uneven:
+        raise ValueError(
+            f"{site.name}: both axes split dim {dp.dim}, and it is not known which of them is the "
+            f'outer one; where dp is, give HookFunction(..., placements={{"dp": Shard({dp.dim}), '
+            f'"tp": Shard({dp.dim})}}), else hook the tensor before the dims are joined'
+        )
+    if dp.parts > tp.parts:
+        count = tp.pieces or mesh.tp_size
+        return replace(layout, dp=replace(dp, parts=dp.parts * count))
+    count = dp.pieces or mesh.dp_size
+    return replace(layout, tp=replace(tp, parts=tp.parts * count), tp_first=True)
 
 
 def _of_share(

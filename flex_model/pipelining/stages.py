@@ -12,8 +12,7 @@ from torch import nn
 
 from flex_model.distributed.channel import Channel
 from flex_model.errors import nearest
-from flex_model.layouts.follow import Pair
-from flex_model.layouts.resolve import Share
+from flex_model.layouts.resolve import ParameterSources
 from flex_model.layouts.statements import Statements
 from flex_model.names import check_name, clean, find_module, find_parameter
 from flex_model.parameters import Parameters
@@ -84,12 +83,12 @@ class StageParameters:
         }
         self._roots = {stage.stage_index: stage.submod for stage in stages}
 
-    def placements_of(self, name: str) -> tuple[Pair, Share | None]:
+    def sources_of(self, name: str) -> ParameterSources:
         """As of ``Parameters``, for the first stage that has it."""
         for index, root in self._roots.items():
             with contextlib.suppress(ValueError):
                 find_parameter(root, name)
-                return self.of_stage[index].placements_of(name)
+                return self.of_stage[index].sources_of(name)
         raise ValueError(f"no stage of this rank has a parameter {name!r}")
 
 

@@ -23,7 +23,7 @@ def operand(placement, *shapes, dtype=F):
     return Operand(tuple(map(tuple, shapes)), dtype, placement)
 
 
-def ask(name, *args, made, full_sizes=None, **kwargs):
+def ask(name, *args, made, full_sizes=None, axis="tp", **kwargs):
     """The claim about one output. ``made`` has its shapes; lists of arguments in `Own` are by
     rank.
     """
@@ -36,7 +36,7 @@ def ask(name, *args, made, full_sizes=None, **kwargs):
         for i in range(len(shapes))
     )
     operation = Operation(
-        packet, arguments, (Operand(tuple(shapes), F),), overload, full_sizes or {}, op.tags
+        packet, arguments, (Operand(tuple(shapes), F),), overload, full_sizes or {}, op.tags, axis
     )
     return propagate(operation)[0]
 
@@ -81,9 +81,12 @@ VIEWS = {
     "replicated": ((2, 5, 8), (10, 8), R, R),
     "no elements": ((0, 5), (5, 0), Shard(0), None),
     "no elements, kept": ((0, 5), (0, 5), Shard(0), Shard(0)),
-    "pairs of rows": ((6, 5), (3, 10), Shard(1), Shard(1, 2)),
+    "pairs of rows, or more rows": ((6, 5), (3, 10), Shard(1), None),
     "parts that don't fit": ((6, 4), (8, 3), Shard(1), None),
     "a number or what it leaves": ((1, 1, 4), (-1, 2, 2), Shard(2), None),
+    "columns that become rows": ((16, 2, 2), (8, 4, -1), Shard(1), None),
+    "heads, and what is left": ((2, 5, 8), (2, 5, 2, -1), Shard(2), Shard(2)),
+    "rows, by what is left": ((2, 5, 4), (-1, 4), Shard(0), Shard(0)),
     "shared pieces": ((2, 5, 8), (2, 5, 2, 4), Shard(2, pieces=1), Shard(2, pieces=1)),
 }
 
@@ -98,6 +101,21 @@ def test_views_without_stated_sizes(name):
     before, sizes, placement, expected = VIEWS[name]
     found = ask("view", operand(placement, before), list(sizes), made=[result_of(before, sizes)])
     assert found == expected
+
+
+ROWS = {
+    "pairs, of each rank's rows or of all": ((4, 3), (2, -1, 3), Shard(0), None),
+    "pairs of known rows": ((4, 3), (-1, 2, 3), Shard(0), Shard(0)),
+    "rows, by what is left": ((2, 5, 4), (-1, 4), Shard(0), Shard(0)),
+    "rows, and what is left of the others": ((2, 5, 4), (2, -1), Shard(0), Shard(0)),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_views_of_rows_without_stated_sizes(name):
+    before, sizes, placement, expected = ROWS[name]
+    of_rank = (operand(placement, before), list(sizes))
+    assert ask("view", *of_rank, made=[result_of(before, sizes)], axis="dp") == expected
 
 
 STATED = {

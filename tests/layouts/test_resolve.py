@@ -1,6 +1,9 @@
 """Which layout a tensor has, from what is proven and stated of it; no ranks are needed."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from flex_model.distributed.layout import Partial, Replicate, Shard, ShardLayout
 from flex_model.distributed.mesh import Mesh
@@ -35,6 +38,53 @@ def layout_of(shapes, mesh, proven=(None, None), stated=None, expected=None, **k
 )
 def test_what_is_proven_or_stated_is_the_layout(mesh, proven, stated, layout):
     assert layout_of(TWO, mesh, proven, stated) == layout
+
+
+@pytest.mark.parametrize("order", ["dp tp", "tp dp"])
+@pytest.mark.parametrize("inside", [1, 3])
+def test_rows_and_heads_that_were_joined(order, inside):
+    """As many parts of the inner axis as the outer one has indices on a rank."""
+    full = torch.arange(4 * 6 * inside)
+    outer, inner = (4, 6) if order == "dp tp" else (6, 4)
+    of_both = full.view(outer, inner, inside)
+    tensors = []
+    for rank in range(4):
+        places = {"dp": rank // 2, "tp": rank % 2}
+        first, second = order.split()
+        part = of_both.chunk(2)[places[first]].chunk(2, 1)[places[second]]
+        tensors.append(part.flatten())
+    shards = {order.split()[0]: Shard(0), order.split()[1]: Shard(0, outer // 2)}
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    layout = layout_of(shapes, GRID, (shards["dp"], shards["tp"]))
+    stated = layout_of(shapes, GRID, (None, None), shards)
+    assert replace(stated, source=layout.source) == layout
+    full_shape, boxes = layout.place(shapes, 2, 2)
+    found = torch.full(full_shape, -1)
+    for rank, (start,), (own,), (size,) in boxes:
+        found[start : start + size] = tensors[rank][own : own + size]
+    assert found.equal(full)
+
+
+@pytest.mark.parametrize("tp", [Shard(0), Shard(0, part_sizes=(4, 8))])
+def test_rows_and_heads_whose_order_is_not_known(tp):
+    """One index of each a rank; parts of unequal sizes."""
+    proven = (Shard(0), tp)
+    with pytest.raises(ValueError, match="both axes split dim 0, and it is not known which"):
+        layout_of([(3,)] * 4, GRID, proven)
+
+
+def test_rows_and_heads_of_one_index_a_rank():
+    proven = (Shard(0), Shard(0))
+    with pytest.raises(ValueError, match="which of them is the outer one"):
+        layout_of([(3,)] * 4, GRID, proven, {"tp": Shard(0)})
+    stated = dict(zip(("dp", "tp"), proven))
+    assert layout_of([(3,)] * 4, GRID, proven, stated) == ShardLayout(*proven)
+
+
+def test_of_parameters_what_a_layer_holds_is_split_once_more():
+    parameter = replace(SITE, kind="parameter")
+    layout = resolve(parameter, [(3,)] * 4, GRID, (Shard(0), Shard(0)), {})
+    assert layout == ShardLayout(Shard(0), Shard(0), tp_first=True)
 
 
 @pytest.mark.parametrize(

@@ -149,10 +149,17 @@ def test_part_sizes_of_another_sum_are_an_error():
         flex.register_forward_hook(HookFunction("qk"))
         with pytest.raises(ValueError, match="not known"):
             flex(models.random(3, 4))
-        with pytest.raises(ValueError, match=r"expected_shape \(12, None\) contradicts"):
+        with pytest.raises(ValueError, match=r"the stated sizes \(12,\) contradict"):
             flex.get_module_parameter("qk.weight")
         with pytest.raises(ValueError, match="part_sizes are 6 together"):
             flex.annotate_layout("qk", tp=Shard(1), sizes=(None, 8), part_sizes=(4, 2))
+    sharded = Fused(dist.get_rank())
+    with FlexModel(sharded, {}, tensor_parallel_size=2, timeout=20) as flex:
+        flex.annotate_layout("qk.weight", kind="parameter", tp=Shard(0), part_sizes=(4, 4, 4))
+        flex.register_hook(HookFunction("qk.weight"))
+        flex.annotate_layout("qk", tp=Shard(1), part_sizes=(4, 2))
+        with pytest.raises(ValueError, match=r"the stated sizes \(12,\) contradict"):
+            flex(models.random(3, 4)).sum().backward()
 
 
 @pytest.mark.ranks(2)

@@ -164,7 +164,7 @@ def _split_parameters(core: HookCore) -> dict[int, tuple[str, bool]]:
             if by_tp or isinstance(layout.dp, Shard):
                 found[id(parameter)] = (name, not by_tp)
         elif core.mesh.tp_size > 1:
-            (_, tp), _ = core.parameters.placements_of(name)
+            _, tp = core.parameters.sources_of(name).placements
             if tp is None or isinstance(tp, Shard):
                 found[id(parameter)] = (name, False)
     return found

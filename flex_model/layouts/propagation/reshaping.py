@@ -29,6 +29,7 @@ def reshaped(
     sizes: Sizes = (),
     flexible: int | None = None,
     are_stated: bool = True,
+    axis: str = "tp",
 ) -> Placement | None:
     """The placement of ``made``, which has the operand's elements in the same order.
 
@@ -36,6 +37,8 @@ def reshaped(
         sizes: Of the unsharded program's output, None where not known; empty if none is.
         flexible: The dim that was passed as -1.
         are_stated: Whether a size that is not known may be another than the ranks pass.
+        axis: Along tp, where ranks share out heads, a number beside -1 is a rank's share; along dp
+            one that may count rows counts them or does not.
     """
     placement = operand.placement
     if placement is None or any(math.prod(s) != math.prod(m) for s, m in _pairs(operand, made)):
@@ -60,7 +63,8 @@ def reshaped(
     found = readings[0] if len(readings) == 1 else None
     if len(readings) > 1:
         found = _by_groups(operand, made, placement, readings)
-    if found is None:
+    left = flexible if axis == "dp" else None
+    if found is None or not _is_settled(found[0], operand, made, placement, known, left):
         return None
     return replace(placement, dim=found[0], parts=found[1])
 
@@ -189,6 +193,42 @@ def _by_groups(
         if len([i for i in range(len(after)) if after[i] == 1]) <= ones:
             return wide[0]
     return None
+
+
+def _is_settled(
+    e: int,
+    operand: Operand,
+    made: Operand,
+    placement: Shard,
+    known: list[int | None],
+    left: int | None,
+) -> bool:
+    """Whether the unsharded program's dim ``e`` is the larger one, and no other is.
+
+    Its sizes say so, or those of the others; or the split dim is joined with whole dims, or is
+    divided. Of dims that are joined and divided anew, any may be the larger one, and the ranks'
+    results no shards; and of a dim that is divided, so may the one that has what is ``left``.
+    """
+    others = [size for dim, size in enumerate(known) if dim != e]
+    if known[e] is not None or None not in others or _differ(made):
+        return True
+    before, after = operand.shapes[0], made.shapes[0]
+    low, high = _group(before, after, placement.dim)
+    if left not in (None, e) and left in _within(after, low, high):
+        return False
+    joined, divided = (
+        [dim for dim in _within(shape, low, high) if shape[dim] > 1] for shape in (before, after)
+    )
+    return len(joined) <= 1 or len(divided) <= 1
+
+
+def _within(shape: Shape, low: int, high: int) -> list[int]:
+    """The dims that are made of the elements from ``low`` to ``high``."""
+    return [
+        i
+        for i in range(len(shape))
+        if low <= math.prod(shape[:i]) and math.prod(shape[: i + 1]) <= high
+    ]
 
 
 def _ones_at(shape: Shape, start: int) -> list[int]:

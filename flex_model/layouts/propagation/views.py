@@ -61,7 +61,7 @@ def view(operation: Operation) -> Placements:
         return _reinterpreted(operand, made)
     name = "size" if "size" in operation.arguments[0] else "shape"
     sizes = _resolved(full_sizes_of(operation, name), math.prod(operand.full_shape))
-    return [reshaped(operand, made, sizes, _flexible(operation, name))]
+    return [reshaped(operand, made, sizes, _flexible(operation, name), axis=operation.axis)]
 
 
 def _reinterpreted(operand: Operand, made: Operand) -> Placements:
@@ -101,7 +101,8 @@ def unflatten(operation: Operation) -> Placements:
     sizes = _resolved(sizes, full[dim])
     flexible = None if flexible is None else dim + flexible
     sizes = (*full[:dim], *sizes, *full[dim + 1 :])
-    return [reshaped(operand, made, sizes, flexible, "sizes" in operation.full_sizes)]
+    are_stated = "sizes" in operation.full_sizes
+    return [reshaped(operand, made, sizes, flexible, are_stated, operation.axis)]
 
 
 def like_other(operation: Operation) -> Placements:
