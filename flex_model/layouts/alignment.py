@@ -93,10 +93,12 @@ def _form(entry: Entry) -> Any:
         _, name, args, kwargs, outputs, _, _, carriers = entry
         return kind, name, len(carriers), _tensors(args), _tensors(kwargs), _made(outputs)
     if kind == "collective":
-        _, name, axes, args, kwargs, outputs, _ = entry
-        return kind, name, axes, _tensors(args), _tensors(kwargs), _made(outputs)
-    if kind == "read":
+        _, name, reduction, axes, args, kwargs, outputs, _ = entry
+        return kind, name, reduction, axes, _tensors(args), _tensors(kwargs), _made(outputs)
+    if kind in ("read", "asked"):
         return kind
+    if kind == "number":
+        return kind, entry[3]
     if kind == "backward":
         return kind, entry[1], tuple(place for place, *_ in entry[2])
     return entry[:2]  # placed: its value; lost: the values

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from flex_model.distributed.layout import Placement, Replicate, Shard
+from flex_model.distributed.layout import Partial, Placement, Replicate, Shard
+from flex_model.layouts.propagation.operation import Operation
 
 if TYPE_CHECKING:
     from flex_model.layouts.proofs import AxisProofs
@@ -22,41 +24,108 @@ CUTS = {"cat", "split", "split_with_sizes", "chunk", "tensor_split"}
 _REDUCE_SCATTER = {"_reduce_scatter_base_", "reduce_scatter_tensor", "reduce_scatter_tensor_out"}
 
 
+#: A part of what ranks gathered, by value: the gather, how its operand was split, and which rank's
+#: part it is; None: all of them, joined along the first dim.
+Gathered = tuple[Any, Shard, int | None]
+
+# Reductions of what all ranks have alike that give just that.
+_KEEP_REPLICAS = {"avg", "max", "min"}
+_SAME_ELEMENTS = {"clone", "contiguous", "alias", "detach", "_to_copy", "to"}
+
+
+def source(base: str, num_operands: int, output: int) -> int:
+    """Which of the operands an output is made of."""
+    if base in _ALL_GATHER_LISTS:
+        return num_operands - 1
+    if base in ("_allgather_base_", "_reduce_scatter_base_"):
+        return 1
+    return output if base in _ALL_REDUCE | _BROADCAST else 0
+
+
 def placement(
-    proofs: AxisProofs, name: str, axes: tuple[str, ...] | None, arguments: Any, output: int
+    proofs: AxisProofs, base: str, reduction: str, axes: tuple[str, ...], operand: Any, value: Any
 ) -> Placement | None:
-    """The placement of an output along the axis of ``proofs``.
+    """How what is made of an operand is placed along the axis of ``proofs``.
 
     Args:
-        name: Of the operation, with namespace.
-        axes: That the group runs along; None if it is no axis of the mesh.
-        arguments: ``values`` and ``operands``: the tensors that it was passed.
+        base: Name of the operation, without namespace.
+        reduction: Its operation, in lower case; "" where that is not known, or there is none.
+        axes: That the group runs along.
     """
-    if axes is None:
-        return None
-    base = name.partition("::")[2]
-    into = base in ("_allgather_base_", "_reduce_scatter_base_")
-    source = 1 if into else output if base in _ALL_REDUCE | _BROADCAST else 0
-    if base in _ALL_GATHER_LISTS:
-        source = len(arguments.operands) - 1
-    if source >= len(arguments.operands):
-        return None
-    operand, value = arguments.operands[source], arguments.values[source]
     if proofs.axis in axes:
-        return _along(proofs, base, operand, value, len(axes) == 1)
+        return _along(proofs, base, reduction, operand.placement, value, len(axes) == 1)
     return _beside(base, operand.placement, proofs, value)
 
 
 def _along(
-    proofs: AxisProofs, base: str, operand: Any, value: Any, alone: bool
+    proofs: AxisProofs,
+    base: str,
+    reduction: str,
+    placement: Placement | None,
+    value: Any,
+    alone: bool,
 ) -> Placement | None:
-    """Along the axis of the group, all have the same after a reduction to all or a gather."""
-    if base in _ALL_REDUCE | _BROADCAST | _ALL_GATHER | _ALL_GATHER_LISTS:
-        return Replicate()
-    if base in _REDUCE_SCATTER and alone:
+    """Along the axis of the group. In the unsharded program it does nothing: so it gives the whole
+    tensor only where that is what it makes of the ranks' parts. All ranks have the same after it,
+    which says nothing: a sum of what each had in full is a multiple of it.
+    """
+    is_sum = placement == Partial() and reduction == "sum"
+    if base in _ALL_REDUCE:
+        is_kept = placement == Replicate() and reduction in _KEEP_REPLICAS
+        return Replicate() if is_sum or is_kept else None
+    if base in _BROADCAST:
+        return placement if placement == Replicate() else None
+    if base in _ALL_GATHER:
+        return Replicate() if alone and placement == Shard(0) else None
+    if base in _REDUCE_SCATTER and alone and is_sum:
         cut = _cut_dim(proofs, value)
         return None if cut is None else Shard(cut)
     return None
+
+
+def gathered(base: str, axis: str, axes: Any, operand: Any, first: Any, i: int) -> Gathered | None:
+    """What an output of a gather along the axis alone is, but what all ranks have whole.
+
+    Args:
+        first: The value of the first output.
+    """
+    shard = operand.placement
+    if axes != (axis,) or not isinstance(shard, Shard) or shard != Shard(shard.dim):
+        return None
+    if base in _ALL_GATHER_LISTS:
+        return first, shard, i
+    return (first, shard, None) if base in _ALL_GATHER and shard.dim else None
+
+
+def handed_on(
+    operation: Operation, values: Sequence[Any], known: Mapping[Any, Gathered], num_ranks: int
+) -> list[Gathered | None]:
+    """Which of an operation's outputs are such parts."""
+    nothing: list[Gathered | None] = [None] * len(operation.outputs)
+    part = known.get(values[0]) if len(values) == 1 else None
+    if part is None:
+        return nothing
+    if operation.name in _SAME_ELEMENTS:
+        return [part]
+    gather, shard, which = part
+    sizes = {made.shapes for made in operation.outputs}
+    is_cut = operation.name in CUTS - {"cat"} and operation.get("dim", 0) == 0
+    if which is None and is_cut and len(operation.outputs) == num_ranks and len(sizes) == 1:
+        return [(gather, shard, i) for i in range(num_ranks)]
+    return nothing
+
+
+def joins_all(
+    operation: Operation, values: Sequence[Any], known: Mapping[Any, Gathered], num_ranks: int
+) -> bool:
+    """Whether it joins the parts of all ranks, in their order, along the dim that was split."""
+    parts = [known.get(value) for value in values]
+    if operation.name != "cat" or len(parts) != num_ranks or parts[0] is None:
+        return False
+    gather, shard, _ = parts[0]
+    if parts != [(gather, shard, i) for i in range(num_ranks)]:
+        return False
+    return bool(operation.get("dim", 0) % operation.outputs[0].ndim == shard.dim)
 
 
 def _cut_dim(proofs: AxisProofs, value: Any) -> int | None:

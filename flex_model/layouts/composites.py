@@ -8,17 +8,19 @@ heads into one dim and takes them apart again, ``reshape`` replaces -1 by a numb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
-from flex_model.integrations import dtensor
+from flex_model.layouts.sizes import literal
 
 _MATMUL = torch.ops.aten.matmul.default
 _RESHAPE = torch.ops.aten.reshape.default
@@ -49,9 +51,12 @@ _FOLLOWED = {
 }
 _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
+_REDUCTIONS = {dist.all_reduce, dist.reduce_scatter_tensor} if dist.is_available() else set()
+
 # Of Tensor and Parameter: no override.
 _OF_TENSORS = (vars(Tensor)["__torch_function__"].__func__, torch.nn.Parameter.__torch_function__)
 _WRITTEN_IN_PYTHON = {"torch.nn.functional", "torch.functional"}
+_RUN_NODES = {torch.autograd.backward, torch.autograd.grad, Tensor.backward}  # of the model's own
 _NOT_OVERRIDDEN = {
     name: lambda *_: False
     for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
@@ -68,21 +73,40 @@ class Bound:
     kwargs: dict[str, Any]
 
 
+def reduction_of(func: Any, kwargs: Mapping[str, Any]) -> str:
+    """What a call of torch.distributed reduces by, such as "sum"; "" of all other calls."""
+    if func not in _REDUCTIONS or "op" not in kwargs:
+        return ""
+    op = kwargs["op"]
+    return getattr(getattr(op, "op", op), "name", "other").lower()
+
+
 def steps_of(func: Any, types: Iterable[Any]) -> Callable[..., Any] | None:
     """A function of torch that is written in Python, such as ``F.multi_head_attention_forward``,
     but for its question whether a mode is to be called in its place: what it reads and calls is
     then seen by the mode. None for all other functions, and where a type of its arguments has a
     ``__torch_function__`` of its own.
     """
-    if not isinstance(func, FunctionType) or func.__globals__["__name__"] not in _WRITTEN_IN_PYTHON:
+    if not isinstance(func, FunctionType):
         return None  # F.max_pool1d is made elsewhere, of two functions that ask the question
+    if func.__globals__["__name__"] not in _WRITTEN_IN_PYTHON and func not in _RUN_NODES:
+        return None
     overrides = (getattr(t.__torch_function__, "__func__", t.__torch_function__) for t in types)
     if any(override not in _OF_TENSORS for override in overrides):
         return None
     names = {**func.__globals__, **_NOT_OVERRIDDEN}
     steps = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     steps.__kwdefaults__ = func.__kwdefaults__
-    return steps
+    return partial(_attended, steps) if func is F.multi_head_attention_forward else steps
+
+
+def _attended(
+    steps: Any, query: Any, key: Any, value: Any, embed_dim_to_check: int, num_heads: int,
+    *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """The function takes whole heads only: it compares the features with their number."""
+    numbers = literal(embed_dim_to_check), literal(num_heads)
+    return steps(query, key, value, *numbers, *args, **kwargs)
 
 
 def bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound | None:
@@ -106,7 +130,7 @@ def bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound | No
     elif func in _RECURRENT and (len(args) != 9 or isinstance(args[2], Tensor)):
         return None  # of packed sequences
     tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
-    if any(dtensor.is_dtensor(tensor) or tensor.layout != torch.strided for tensor in tensors):
+    if any(tensor.layout != torch.strided for tensor in tensors):
         return None
     schema = operation._schema
     return Bound(schema.name.removeprefix("aten::"), schema, args, kwargs)

@@ -18,7 +18,7 @@ import torch
 
 from flex_model.distributed.layout import Placement, Shard
 from flex_model.layouts import factories
-from flex_model.layouts.propagation import rules
+from flex_model.layouts.propagation import recurrent, rules
 from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation, differ
 
 OpenDims = frozenset[int]
@@ -136,6 +136,8 @@ def with_extents(
 ) -> Operation:
     """The operation, with operands of unknown extent placed as what they are used with shows."""
     operands = operation.operands
+    if operation.name in recurrent.LAYERS and len(operands) == len(values):
+        return _with_states(operation, values, known)
     is_pointwise = torch.Tag.pointwise in operation.tags or operation.name in _BESIDE
     if not is_pointwise or len(operands) != len(values):
         return operation
@@ -150,6 +152,31 @@ def with_extents(
     placed = {id(operand): _beside(operand, dims, others) for operand, dims in unknown}
     if any(placement is None for placement in placed.values()):
         return operation
+    return with_placements(operation, placed)
+
+
+def _with_states(
+    operation: Operation, values: Sequence[Any], known: Mapping[Any, OpenDims]
+) -> Operation:
+    """A recurrent layer begins from states that its whole weights give the sizes of, and its input
+    the rows: ``torch.zeros(layers, rows, features)``.
+    """
+    if "input" not in operation.arguments[0]:
+        return operation  # of packed sequences
+    x, params = operation["input"], operation["params"]
+    row_dim = 0 if operation["batch_first"] else 1
+    if x.placement not in (REPLICATED, Shard(row_dim)) or x.ndim != 3:
+        return operation
+    if any(param.placement != REPLICATED for param in params):
+        return operation
+    placement = Shard(1) if x.shard else REPLICATED
+    states = operation["hx"] if isinstance(operation["hx"], (list, tuple)) else [operation["hx"]]
+    of = dict(zip(map(id, operation.operands), values))
+    placed: dict[int, Placement | None] = {
+        id(state): placement
+        for state in states
+        if state.placement is None and known.get(of[id(state)]) == frozenset(range(state.ndim))
+    }
     return with_placements(operation, placed)
 
 

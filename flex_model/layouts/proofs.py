@@ -6,7 +6,7 @@ rule covers is not known, and all that is made of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -21,7 +21,15 @@ from flex_model.layouts.gradients import Gradients
 from flex_model.layouts.log import Chunk, Entry, Value, dtype_of
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation, Shape
-from flex_model.layouts.sizes import SIZE_ARGUMENTS, divides_by, evaluate, factors, is_of_no_value
+from flex_model.layouts.sizes import (
+    CONVERSIONS,
+    Expression,
+    divides_by,
+    evaluate,
+    factors,
+    is_of_no_value,
+    meaning,
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,7 @@ class AxisProofs:
         blank: Of values of ``torch.empty``: how what was written to them so far is placed.
         met: Of what hooks met: its value, where that is the same on all ranks.
         positions: Of values that are positions along a split dim: how they are split.
+        gathered: Of values that a gather gave: whose parts they are.
         templates: Of values of ``torch.empty_like``: how what they are like is placed.
         difference: The first operation that not all ranks ran.
         conflicts: Values with a statement of the user's that says otherwise than their proof.
@@ -68,11 +77,17 @@ class AxisProofs:
         self.met: dict[Value, Any] = {}
         self.templates: dict[Value, Placement | None] = {}
         self.makers: dict[Value, pieces.Maker] = {}
+        self.gathered: dict[Value, collectives.Gathered] = {}
         self.difference = ""
         self.conflicts: list[tuple[Value, str, Placement, Placement]] = []
         self.stated_sizes: list[tuple[Value, str, tuple[int | None, ...]]] = []
         self._numbers: set[Any] = set()  # read from tensors that are not the same on all ranks
         self._has_read = False  # elements of tensors that are not the same on all ranks
+        self._local_values: set[Any] = set()  # sizes of this rank's, made plain numbers
+        self._has_local_floats = False  # such a one was made into floats, whatever those are
+        self._has_asked = False  # whether something is so of such a tensor
+        self._modules: list[str] = []  # that run
+        self._suspect: str | None = None  # the outermost of them that has made such numbers
         self._received: set[Value] = set()
         self.gradients = Gradients(self)
 
@@ -100,6 +115,15 @@ class AxisProofs:
             return _full_size(placement, shapes)
         sizes = {shape[dim] for shape in shapes}
         return sizes.pop() if len(sizes) == 1 else None
+
+    def number(self, leaf: Expression) -> Any:
+        """A size, or a number that was read from a tensor, in the unsharded program; None where it
+        is not known.
+        """
+        kind, value, which = leaf
+        if kind == "dim":
+            return self.size(value, which)
+        return which if self.placement(value) == REPLICATED else None
 
     # Following.
 
@@ -178,8 +202,17 @@ class AxisProofs:
                 for value in entry[1]:
                     self.placements.pop(value, None)
                     self.open.pop(value, None)
+        elif kind == "enter":
+            self._modules.append(entries[0][1])
+        elif kind == "exit":
+            self._follow_exit(entries[0][1])
         elif kind == "read":
-            self._has_read |= any(self.placement(entry[1]) != REPLICATED for entry in entries)
+            if any(self.placement(entry[1]) != REPLICATED for entry in entries):
+                self._note_local(())
+        elif kind == "asked":
+            self._has_asked |= any(self.placement(entry[1]) != REPLICATED for entry in entries)
+        elif kind == "number":
+            self._follow_number(entries)
         elif kind == "met":
             self._follow_met(entries)
         elif kind == "named":
@@ -192,6 +225,27 @@ class AxisProofs:
             self._follow_backward(entries)
         elif kind == "gradients":
             self.gradients.note_handed(entries[0][1], _common([entry[2] for entry in entries]))
+
+    def _follow_exit(self, path: str) -> None:
+        while path in self._modules:
+            if self._modules.pop() == self._suspect:
+                self._suspect = None
+
+    def _follow_number(self, entries: tuple[Entry, ...]) -> None:
+        """A size was made a plain number: it is not known where that goes."""
+        _, _, expression, conversion = entries[0]
+        numbers = {entry[1] for entry in entries}
+        full = evaluate(expression, self.number)
+        if full is None or numbers != {CONVERSIONS[conversion](full)}:
+            self._note_local(numbers)
+
+    def _note_local(self, numbers: Collection[Any]) -> None:
+        """Numbers that don't show it are a rank's own, and so may be all that the module makes."""
+        self._has_read = True
+        if self._suspect is None:
+            self._suspect = self._modules[-1] if self._modules else ""
+        self._local_values.update(numbers)
+        self._has_local_floats |= any(isinstance(number, float) for number in numbers)
 
     def _follow_met(self, entries: tuple[Entry, ...]) -> None:
         """A hook meets a tensor: nothing is proven of it where ranks hand on different ones, but
@@ -266,18 +320,26 @@ class AxisProofs:
             # Gloo's own copy into the result of a collective, when that is waited for.
             found = [self.placements.get(before)]
             self._received.add(outputs[0][0])
+            self._note_gathered(outputs[0][0], self.gathered.get(before))
         elif operation is not None:
             found = self._propagate(name, operation, is_taken)
+            if collectives.joins_all(operation, values, self.gathered, self.num_ranks):
+                found = [REPLICATED]
             if is_taken and found == [None]:
                 found = [positions.selected(operation, values, self.positions)]
             if is_taken and before in self.templates and factories.is_draw(operation):
                 found = [self.templates[before]]
+        if operation is not None and _counts(operation):
+            self._note_local({len(entry[4]) for entry in entries})
         if numbers and not (operation is not None and _are_whole(operation)):
             self._has_read = True
             for entry in entries:
                 self._numbers.update(entry[5])
         text = name.removeprefix("aten::")
         inputs = tuple(v for v in values if isinstance(v, int))
+        parts: list[collectives.Gathered | None] = []
+        if operation is not None and outputs:
+            parts = collectives.handed_on(operation, values, self.gathered, self.num_ranks)
         for i, output in enumerate(outputs):
             value, stated = output[0], output[3]
             self.shapes[value] = tuple(tuple(entry[4][i][4]) for entry in entries)
@@ -285,9 +347,11 @@ class AxisProofs:
             told = decode(stated and stated[self._index])
             self._know(value, found[i] if told is None else told)
             if operation is not None:
+                self._note_gathered(value, parts[i])
                 if operation.name in collectives.CUTS | pieces.CUTS:
                     self.makers[value] = (operation, i, tuple(values))
-                self._note_open(value, operation, values)
+                if is_taken:
+                    self._note_open(value, operation, values)
                 if is_taken and value not in self.placements:
                     self._note_positions(value, operation, values)
                 if operation.name == "empty_like":
@@ -307,8 +371,6 @@ class AxisProofs:
             return outputs
         if factories.makes_blank(operation.name):
             return outputs  # until all of it is written
-        if operation.name == "lift_fresh" and self._has_read:
-            return outputs  # it may be made of what was read
         if factories.is_factory(operation):
             return factories.placements(operation, self.split_sizes)
         return rules.propagate(operation)
@@ -342,7 +404,10 @@ class AxisProofs:
             self.axis,
         )
         operation = constants.with_extents(operation, reader.values, self.open)
-        return operation, reader.values, not reader.is_local
+        is_bool = bool(outputs) and outputs[0].dtype == torch.bool
+        has_read = self._has_read or (is_bool and self._has_asked)
+        may_hold_read = operation.name == "lift_fresh" and has_read
+        return operation, reader.values, not (reader.is_local or may_hold_read)
 
     def _copies_blank(self, operation: Operation, values: Sequence[Any]) -> bool:
         """Whether what it copies, into another dtype or device, is blank as yet."""
@@ -371,14 +436,26 @@ class AxisProofs:
         return self.split_sizes - {0, 1}
 
     def may_count_rows(self, number: int) -> bool:
-        """Whether the number may be a product with the local size of a split dim."""
-        return any(size and number % size == 0 for size in self.split_sizes)
+        """Whether the number may be the local size of a split dim, or a product with one that was
+        made a plain number.
+        """
+        sizes = self.split_sizes - {0}
+        return number in sizes or (self._has_read and any(number % size == 0 for size in sizes))
 
     def is_local_number(self, number: Any) -> bool:
         """Whether the number may have been read from a tensor that is not the same on all ranks.
         (That 0 or 1 was read somewhere says nothing of the next 0 or 1.)
         """
         return number not in (-1, 0, 1) and number in self._numbers
+
+    def may_be_made_of_size(self, number: Any) -> bool:
+        """Whether a number that elements are made with may be one of this rank's sizes, or made of
+        it by functions that don't say so.
+        """
+        if isinstance(number, bool):
+            return self._has_asked
+        is_float = self._has_local_floats and isinstance(number, float)
+        return is_float or self._suspect is not None or number in self._local_values
 
     # Writes.
 
@@ -451,18 +528,31 @@ class AxisProofs:
     # Collectives.
 
     def _follow_collective(self, entries: tuple[Entry, ...]) -> None:
-        _, name, axes, args, _, outputs, _ = entries[0]
+        _, name, reduction, axes, args, _, outputs, _ = entries[0]
         reader = _Reader(self, len(entries))
         for i in range(len(args)):
-            reader.read([entry[3][i] for entry in entries], "")
+            reader.read([entry[4][i] for entry in entries], "")
         inputs = tuple(v for v in reader.values if isinstance(v, int))
+        base = name.partition("::")[2]
         for i, output in enumerate(outputs):
             value = output[0]
-            self.shapes[value] = tuple(tuple(entry[5][i][4]) for entry in entries)
-            self.steps[value] = Step(f"{name} along {axes}", inputs)
-            self._know(value, collectives.placement(self, name, axes, reader, i))
+            self.shapes[value] = tuple(tuple(entry[6][i][4]) for entry in entries)
+            of = f"{name}, {reduction}," if reduction else name
+            self.steps[value] = Step(f"{of} along {axes}", inputs)
+            place = collectives.source(base, len(reader.operands), i)
+            found = None
+            if axes is not None and place < len(reader.operands):
+                operand, read = reader.operands[place], reader.values[place]
+                found = collectives.placement(self, base, reduction, axes, operand, read)
+                part = collectives.gathered(base, self.axis, axes, operand, outputs[0][0], i)
+                self._note_gathered(value, part)
+            self._know(value, found)
             self._received.add(value)
-        self._follow_writes(outputs, [entry[6] for entry in entries], name)
+        self._follow_writes(outputs, [entry[7] for entry in entries], name)
+
+    def _note_gathered(self, value: Value, part: collectives.Gathered | None) -> None:
+        if part is not None:
+            self.gathered[value] = part
 
 
 _SPLITS = {
@@ -513,20 +603,23 @@ class _Reader:
             passed[name] = [entry[3][j][1] for entry in entries]
         for argument in schema.arguments:
             if argument.name in passed:
-                is_size = argument.name in SIZE_ARGUMENTS
-                values = self.read(passed[argument.name], argument.name, is_size)
+                values = self.read(passed[argument.name], argument.name, meaning(argument))
             else:
                 values = [argument.default_value] * len(entries)
             for arguments, value in zip(by_rank, values):
                 arguments[argument.name] = value
+        if "numbers" in passed:  # that a tensor was made of
+            self.read(passed["numbers"], "numbers", "value")
         return tuple(by_rank)
 
-    def read(self, items: Sequence[Any], name: str, is_size: bool = False) -> list[Any]:
+    def read(self, items: Sequence[Any], name: str, meant: str = "") -> list[Any]:
         """One argument, by rank."""
         first = items[0]
         if not isinstance(first, tuple):
-            if not isinstance(first, bool) and isinstance(first, (int, float)):
-                self._number(items, name, is_size, [None] * len(items))
+            if isinstance(first, bool):
+                self.is_local |= meant == "value" and self._proofs.may_be_made_of_size(first)
+            elif isinstance(first, (int, float)):
+                self._number(items, name, meant, [None] * len(items))
             return list(items)
         kind = first[0]
         if kind == "t":
@@ -538,14 +631,14 @@ class _Reader:
         if kind == "n":
             numbers = [item[1] if isinstance(item, tuple) else item for item in items]
             expressions = [item[2] if isinstance(item, tuple) else None for item in items]
-            self._number(numbers, name, is_size, expressions)
+            self._number(numbers, name, meant, expressions)
             return numbers
         if len({len(item) for item in items}) > 1:  # lists of other lengths, of numbers only
             self.full_sizes[name] = [None] * (len(first) - 1)
             return [[_number_of(one) for one in item[1:]] for item in items]
         lists: list[list[Any]] = [[] for _ in items]
         for i in range(1, len(first)):
-            for of_rank, value in zip(lists, self.read([it[i] for it in items], name, is_size)):
+            for of_rank, value in zip(lists, self.read([it[i] for it in items], name, meant)):
                 of_rank.append(value)
         return lists
 
@@ -563,13 +656,17 @@ class _Reader:
         return operand
 
     def _number(
-        self, numbers: Sequence[Any], name: str, is_size: bool, expressions: Sequence[Any]
+        self, numbers: Sequence[Any], name: str, meant: str, expressions: Sequence[Any]
     ) -> None:
-        known = None
-        if self.operands and any(e is not None and is_of_no_value(e) for e in expressions):
+        known, is_size = None, meant == "size"
+        if (
+            is_size
+            and self.operands
+            and any(e is not None and is_of_no_value(e) for e in expressions)
+        ):
             expressions = [None] * len(expressions)  # as plain ones
         if expressions[0] is not None and all(e == expressions[0] for e in expressions):
-            known = evaluate(expressions[0], self._proofs.size)
+            known = evaluate(expressions[0], self._proofs.number)
         if is_size and expressions[0] is not None and self._has_own_factor(expressions[0]):
             known = None  # ``x.shape[0] * heads``, where the heads may be a rank's own
         is_share = self._is_view and known == numbers[0]
@@ -586,8 +683,12 @@ class _Reader:
                 self._plain.append((name, len(sizes) - 1, numbers[0]))
         if any(map(self._proofs.is_local_number, numbers)):
             self.is_local = True
-        if not is_size and expressions[0] is not None:
+        if is_size:
+            return
+        if expressions[0] is not None:
             self.is_local |= known is None or any(known != number for number in numbers)
+        elif meant == "value" and any(map(self._proofs.may_be_made_of_size, numbers)):
+            self.is_local = True
 
     def _has_own_factor(self, expression: Any) -> bool:
         """Whether a plain number among the factors may be this rank's share of a larger one. Ranks
@@ -665,6 +766,15 @@ def _common(items: Sequence[Sequence[Any]]) -> list[Any]:
 
 def _are_whole(operation: Operation) -> bool:
     return all(operand.placement == REPLICATED for operand in operation.operands)
+
+
+def _counts(operation: Operation) -> bool:
+    """Whether it has as many results as a dim is long that is split, or may be."""
+    if operation.name != "unbind" or not operation.operands:
+        return False
+    operand, dim = operation.operands[0], operation.get("dim", 0)
+    shard = operand.shard
+    return operand.placement is None or (shard is not None and shard.dim == dim % operand.ndim)
 
 
 def _number_of(item: Any) -> Any:

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
@@ -27,7 +28,15 @@ from flex_model.layouts import composites, memory_map
 from flex_model.layouts.backward_nodes import BackwardNodes
 from flex_model.layouts.log import Log, Value, hash_of
 from flex_model.layouts.propagation import rules
-from flex_model.layouts.sizes import SIZE_ARGUMENTS, CallSizes, Size, encoded
+from flex_model.layouts.sizes import (
+    CallSizes,
+    Expression,
+    Size,
+    encoded,
+    meaning,
+    on_conversion,
+    tagged,
+)
 
 Geometry = tuple[Any, ...]
 Placements = tuple[Any, Any] | None  # encoded, along dp and tp
@@ -104,6 +113,7 @@ class Recorder(TorchDispatchMode):
         self._nodes = BackwardNodes(self)
         self._carriers: list[Any] = []  # of the operation whose arguments are encoded
         self.sizes = CallSizes()
+        self.reduction = ""  # of the call of torch.distributed that runs
         self.stated_sizes: frozenset[int] = frozenset()  # by the module that runs
 
     def __enter__(self) -> Recorder:
@@ -113,12 +123,14 @@ class Recorder(TorchDispatchMode):
             super().__enter__()
             self._functions.__enter__()
             entered.append(self)
+            on_conversion.append(self._note_conversion)
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
         self._tasks.pop()
         if not self._tasks:
             entered.remove(self)
+            on_conversion.remove(self._note_conversion)
             self._functions.__exit__(*exc_info)
             super().__exit__(*exc_info)
 
@@ -147,6 +159,10 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             self.pauses -= 1
+
+    def _note_conversion(self, number: Any, expression: Expression, name: str) -> None:
+        if not self.is_paused:
+            self.log.add("number", number, expression, name)
 
     # Tensors and their values.
 
@@ -186,6 +202,11 @@ class Recorder(TorchDispatchMode):
             return self.place(tensor, stated)
         kept = self._kept(tensor)
         return None if kept is None else self.add_source(tensor, *kept)
+
+    def one_value(self, tensor: Tensor) -> Value:
+        """Its value; that of no tensor if it may have several, or none."""
+        value = self.value(tensor)
+        return value if isinstance(value, int) else _NOT_KNOWN
 
     def weight(self, tensor: Tensor, name: str) -> Value | None:
         """The value of a weight that was met: as this object, or in a form that a framework makes
@@ -514,8 +535,16 @@ class Recorder(TorchDispatchMode):
             return result
         outputs, writes = self._outputs(made, bool(written), name)
         self._received.update(output[0] for output in outputs)
-        self.log.add("collective", name, axes, *encoded[:2], outputs, writes)
+        reduction = self._reduction(func._schema, args)
+        self.log.add("collective", name, reduction, axes, *encoded[:2], outputs, writes)
         return result
+
+    def _reduction(self, schema: Any, args: Any) -> str:
+        """By name; "" where it is not known. c10d's objects don't tell, their callers do."""
+        for argument, value in zip(schema.arguments, args):
+            if argument.name == "reduce_op":
+                return value.lower() if isinstance(value, str) else self.reduction
+        return ""
 
     # Arguments.
 
@@ -526,7 +555,9 @@ class Recorder(TorchDispatchMode):
         arguments = schema.arguments if schema is not None else ()
         is_called = schema is not None and self.sizes.are_of(schema.name)
         positional = tuple(
-            self._encoded(value, is_called and i < len(arguments) and _takes_sizes(arguments[i]))
+            self._encoded(value, self._numbers_of(arguments[i], is_called))
+            if i < len(arguments)
+            else self._encoded(value)
             for i, value in enumerate(args)
         )
         if schema is not None and self.stated_sizes and schema.name in _VIEWS:
@@ -537,9 +568,13 @@ class Recorder(TorchDispatchMode):
             positional = tuple(self._with_stated(value, shape, kept) for value in positional)
         types = {argument.name: argument for argument in arguments}
         keyword = tuple(
-            (name, self._encoded(value, is_called and name in types and _takes_sizes(types[name])))
+            (name, self._encoded(value, self._numbers_of(types[name], is_called)))
+            if name in types
+            else (name, self._encoded(value))
             for name, value in sorted(kwargs.items())
         )
+        if self.sizes.has_any and schema is not None and schema.name == "aten::lift_fresh":
+            keyword += (("numbers", ("l", *self.sizes.in_order())),)  # what it was made of
         return positional, keyword, tuple(carriers)
 
     def _with_stated(self, value: Any, shape: tuple[int, ...], num_kept: int) -> Any:
@@ -557,7 +592,16 @@ class Recorder(TorchDispatchMode):
             return value  # other dims are joined, or made
         return (*value[:-1], ("n", size, ("number", size)))
 
-    def _encoded(self, value: Any, may_be_size: bool) -> Any:
+    def _numbers_of(self, argument: Any, is_called: bool) -> str:
+        """What a number means that is passed for the argument, as far as the call tells."""
+        meant = meaning(argument)
+        if meant == "value":
+            return meant  # also of other operations inside of the call
+        if not is_called:
+            return ""
+        return "value" if meant == "count" else meant
+
+    def _encoded(self, value: Any, meaning: str = "") -> Any:
         if isinstance(value, Tensor):
             known = self.value(value)
             if value.requires_grad and torch.is_grad_enabled():
@@ -566,12 +610,14 @@ class Recorder(TorchDispatchMode):
         if isinstance(value, bool) or value is None or isinstance(value, str):
             return value
         if isinstance(value, (int, float)):
-            return self.sizes.encoded(value) if may_be_size else encoded(value)
+            if meaning == "value":
+                return self.sizes.encoded_value(value)
+            return self.sizes.encoded(value) if meaning else encoded(value)
         if isinstance(value, (list, tuple)):
-            passed = self.sizes.of_list(value) if may_be_size else None
+            passed = self.sizes.of_list(value) if meaning == "size" else None
             if passed is not None:
                 return "l", *passed
-            return "l", *(self._encoded(item, may_be_size) for item in value)
+            return "l", *(self._encoded(item, meaning) for item in value)
         if isinstance(value, torch.device):
             return "s", value.type
         if isinstance(value, complex):
@@ -581,10 +627,11 @@ class Recorder(TorchDispatchMode):
         return "s", type(value).__name__
 
 
-def _takes_sizes(argument: Any) -> bool:
-    return argument.name in SIZE_ARGUMENTS or "number" in str(argument.type)
-
-
+_SIZES = {"__get__", "size", "numel", "nelement"}
+_MADE_OF_SIZES = {"stride", "storage_offset"}  # and attributes such as ``nbytes``
+_COUNTS_BYTES = {Tensor.nbytes.__get__}  # type: ignore[attr-defined]
+_NUMBERS = {"item", "__int__", "__float__", "__index__", "__complex__"}
+_QUESTIONS = {"__bool__", "is_nonzero", "equal", "allclose", "__contains__"}
 _READS = {"numpy", "__array__", "__dlpack__", "tolist"}
 # Calls that take their sizes from another tensor, as those that are given them.
 _AS = {
@@ -609,8 +656,21 @@ class _FunctionRecorder(TorchFunctionMode):
         if recorder.is_paused:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name == "__get__" or name == "size":
+        if name == "__len__":
+            length = func(*args, **kwargs)
+            recorder.log.add("number", length, ("dim", recorder.one_value(args[0]), 0), "__int__")
+            return length
+        if name in _NUMBERS and isinstance(args[0], Tensor):
+            return self._read_number(func, args[0], args, kwargs)
+        if name in _QUESTIONS:
+            for tensor in filter(lambda one: isinstance(one, Tensor), args):
+                recorder.log.add("asked", recorder.one_value(tensor))
+            return func(*args, **kwargs)
+        if name in _SIZES:
             return self._read(func, args, kwargs)
+        if name in _MADE_OF_SIZES:
+            recorder.log.add("read", recorder.value(args[0]))
+            return func(*args, **kwargs)
         if name in _READS and isinstance(args[0], Tensor):
             recorder.log.add("read", recorder.value(args[0]))
             if name != "tolist":
@@ -620,6 +680,7 @@ class _FunctionRecorder(TorchFunctionMode):
             func, name = _AS[name]
             args = args[0], self._read(torch.Tensor.size, args[1:], {})
         before, recorder.sizes = recorder.sizes, CallSizes(name, args, kwargs)
+        recorder.reduction = composites.reduction_of(func, kwargs)
         try:
             bound = composites.bind(func, args, kwargs)
             if bound is not None and rules.has_rule(bound.name):
@@ -639,7 +700,7 @@ class _FunctionRecorder(TorchFunctionMode):
                 with self:
                     result = steps(*args, **kwargs)
         finally:
-            recorder.sizes = before
+            recorder.sizes, recorder.reduction = before, ""
         if isinstance(result, Tensor):
             recorder.know_object(result)
         elif isinstance(result, (tuple, list)):
@@ -649,16 +710,39 @@ class _FunctionRecorder(TorchFunctionMode):
         recorder.meet(result)
         return result
 
+    def _read_number(self, func: Any, tensor: Tensor, args: Any, kwargs: Any) -> Any:
+        """The tensor's only element, that remembers of which tensor."""
+        recorder = self._recorder
+        of, number = recorder.one_value(tensor), func(*args, **kwargs)
+        if isinstance(number, bool):
+            recorder.log.add("asked", of)
+        elif func is Tensor.item:
+            return tagged(number, ("read", of, number))
+        else:
+            recorder.log.add("read", of)
+        return number
+
     def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A shape, or one size of it, that remembers of what it is."""
         result = func(*args, **kwargs)
         tensor = args[0] if args else None
-        is_size = isinstance(result, int) and getattr(func, "__name__", "") == "size"
+        name = getattr(func, "__name__", "")
+        is_count = name in ("numel", "nelement")
+        is_size = isinstance(result, int) and (name == "size" or is_count)
         if not isinstance(tensor, Tensor) or not (is_size or isinstance(result, torch.Size)):
+            if name == "__get__" and type(result) is int and func in _COUNTS_BYTES:
+                self._recorder.log.add("read", self._recorder.value(args[0]))
             return result
         dims = dtensor.unsplit_dims(tensor)
-        value = self._recorder.value(tensor)
-        of = value if isinstance(value, int) else _NOT_KNOWN
+        of = self._recorder.one_value(tensor)
+        if is_count:
+            expressions: list[Expression] = [("dim", of, dim) for dim in range(tensor.dim())]
+            is_whole = len(dims) == len(expressions) > 0
+            return (
+                Size(result, reduce(lambda a, b: ("mul", a, b), expressions))
+                if is_whole
+                else result
+            )
         if not is_size:
             return torch.Size(
                 [Size(n, ("dim", of, dim)) if dim in dims else n for dim, n in enumerate(result)]

@@ -8,11 +8,14 @@ whole batch. In a followed forward ``h.shape`` gives these numbers instead.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# ("dim", value id or 0, dim), ("number", n), or an operation's name and its operands' expressions.
+# ("dim", value id or 0, dim), ("number", n), or an operation's name and its operands' expressions;
+# ("same", ...) of several that are meant to be one number; ("literal", n) of one that can't be a
+# rank's own; ("read", value id or 0, n) of one that was read from a tensor.
 Expression = tuple[Any, ...]
 
 #: Arguments of ATen operations that are sizes, or positions along a dim. (Their schemas say so, in
@@ -33,7 +36,13 @@ _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "mod": operator.mod,
     "truediv": operator.truediv,
     "pow": operator.pow,
+    "lshift": operator.lshift,
+    "rshift": operator.rshift,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
 }
+_OF_INTEGERS = {"lshift", "rshift", "and", "or", "xor"}
 
 
 class _Tagged:
@@ -41,9 +50,42 @@ class _Tagged:
 
     expression: Expression
 
+    def __neg__(self) -> Any:
+        return 0 - self  # type: ignore[operator]
+
+    def __pos__(self) -> Any:
+        return self
+
+    def __abs__(self) -> Any:
+        return self if self >= 0 else -self  # type: ignore[operator]
+
+    def __invert__(self) -> Any:
+        return -1 - self  # type: ignore[operator]
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other  # type: ignore[operator]
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
+
+
+#: Called with a number that a size is converted to, its expression, and the conversion's name.
+on_conversion: list[Callable[[Any, Expression, str], None]] = []
+
+#: Into numbers of which nothing shows any more that they are sizes; ``math.sqrt`` asks for a float.
+CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "__int__": int,
+    "__float__": float,
+    "__round__": round,
+    "__trunc__": math.trunc,
+    "__floor__": math.floor,
+    "__ceil__": math.ceil,
+    "bit_length": int.bit_length,
+}
+
 
 class Size(_Tagged, int):
-    """An int that knows its expression in sizes of tensors. It compares, hashes and pickles as the
+    """An int that knows its expression in sizes of tensors, and elements of them. It compares, hashes and pickles as the
     int that it is.
     """
 
@@ -53,10 +95,10 @@ class Size(_Tagged, int):
         return size
 
     def __reduce__(self) -> Any:
-        return int, (int(self),)
+        return int, (plain(self),)
 
     def __deepcopy__(self, memo: Any) -> int:
-        return int(self)
+        return int(plain(self))
 
 
 class SizeRatio(_Tagged, float):
@@ -68,10 +110,10 @@ class SizeRatio(_Tagged, float):
         return ratio
 
     def __reduce__(self) -> Any:
-        return float, (float(self),)
+        return float, (plain(self),)
 
     def __deepcopy__(self, memo: Any) -> float:
-        return float(self)
+        return float(plain(self))
 
 
 def expression_of(value: Any) -> Expression | None:
@@ -86,40 +128,73 @@ def _operand(value: Any) -> Expression:
 def _method(name: str, reflected: bool) -> Callable[[Any, Any], Any]:
     compute = _OPERATIONS[name]
 
-    def method(self: Any, other: Any) -> Any:
+    def method(self: Any, other: Any, *modulus: Any) -> Any:
+        if modulus:
+            return pow(int(self), other, *modulus)
         if not isinstance(other, (int, float)) or isinstance(other, bool):
             return NotImplemented
-        number = int if isinstance(self, int) else float
-        plain = number(self), (int if isinstance(other, int) else float)(other)
-        left, right = reversed(plain) if reflected else plain
+        if name in _OF_INTEGERS and isinstance(other, float):
+            return NotImplemented
+        numbers = plain(self), plain(other)
+        left, right = reversed(numbers) if reflected else numbers
         first, second = (other, self) if reflected else (self, other)
         expression = (name, _operand(first), _operand(second))
-        value = compute(left, right)
-        if isinstance(value, int):
-            return Size(value, expression)
-        return SizeRatio(value, expression) if isinstance(value, float) else value
+        return tagged(compute(left, right), expression)
 
     return method
 
 
-for _name in _OPERATIONS:
-    for _kind in (Size, SizeRatio):
-        setattr(_kind, f"__{_name}__", _method(_name, reflected=False))
-        setattr(_kind, f"__r{_name}__", _method(_name, reflected=True))
+def _conversion(kind: type, name: str) -> Any:
+    convert = getattr(kind, name)
+
+    def method(self: Any, *args: Any) -> Any:
+        number = convert(self, *args)
+        for note in on_conversion:
+            note(number, self.expression, name)
+        return number
+
+    return method
 
 
-def evaluate(expression: Expression, size_of: Callable[[int, int], int | None]) -> Any:
-    """The number that the expression has where ``size_of(value id, dim)`` gives the sizes; None
-    where one of them is not known.
+for _kind, _type in ((Size, int), (SizeRatio, float)):
+    for _name in _OPERATIONS:
+        if _kind is Size or _name not in _OF_INTEGERS:
+            setattr(_kind, f"__{_name}__", _method(_name, reflected=False))
+            setattr(_kind, f"__r{_name}__", _method(_name, reflected=True))
+    for _name in CONVERSIONS:
+        if hasattr(_type, _name):
+            setattr(_kind, _name, _conversion(_type, _name))
+
+
+_LEAVES = ("dim", "number", "literal", "read")
+
+
+def literal(number: int) -> Size:
+    """A number that the unsharded program has as well, whatever size it is equal to."""
+    return Size(number, ("literal", number))
+
+
+def tagged(number: Any, expression: Expression) -> Any:
+    """The number with its expression; a bool has none."""
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        return number
+    return Size(number, expression) if isinstance(number, int) else SizeRatio(number, expression)
+
+
+def evaluate(expression: Expression, leaf: Callable[[Expression], Any]) -> Any:
+    """The number that the expression has in the unsharded program, where ``leaf`` gives those of
+    sizes and of what was read; None where one of them is not known.
     """
     kind = expression[0]
-    if kind == "number":
+    if kind in ("number", "literal"):
         return expression[1]
-    if kind == "dim":
-        return size_of(expression[1], expression[2])
-    left, right = (evaluate(operand, size_of) for operand in expression[1:])
+    if kind in _LEAVES:
+        return leaf(expression)
+    left, right = (evaluate(operand, leaf) for operand in expression[1:])
     if left is None or right is None:
         return None
+    if kind == "same":
+        return left if left == right else None
     try:
         return _OPERATIONS[kind](left, right)
     except (ZeroDivisionError, OverflowError):
@@ -128,7 +203,7 @@ def evaluate(expression: Expression, size_of: Callable[[int, int], int | None]) 
 
 def divides_by(expression: Expression, number: int) -> bool:
     """Whether a size is divided by this plain number somewhere in the expression."""
-    if expression[0] in ("number", "dim"):
+    if expression[0] in _LEAVES:
         return False
     is_division = expression[0] in ("floordiv", "truediv", "mod")
     if is_division and expression[2] == ("number", number):
@@ -155,9 +230,23 @@ def factors(expression: Expression) -> set[int]:
 
 def is_of_no_value(expression: Expression) -> bool:
     """Whether it has a size of a tensor of which nothing is known."""
-    if expression[0] in ("number", "dim"):
-        return expression[0] == "dim" and expression[1] == 0
+    if expression[0] in _LEAVES:
+        return expression[0] in ("dim", "read") and expression[1] == 0
     return any(is_of_no_value(operand) for operand in expression[1:])
+
+
+def meaning(argument: Any) -> str:
+    """What a number means that an ATen operation is passed for the argument of its schema: a
+    "size"; a "value" that the result's elements are made with; a "count"; or "", a dim.
+    """
+    if argument.name in SIZE_ARGUMENTS:
+        return "size"
+    if "dim" in argument.name:
+        return ""
+    kind = str(argument.type)
+    if any(name in kind for name in ("number", "Tensor", "float")):
+        return "value"
+    return "count" if "int" in kind else ""
 
 
 class CallSizes:
@@ -172,7 +261,7 @@ class CallSizes:
         self._in_order: list[tuple[Any, Any]] = []
         self._by_number: dict[Any, Any] = {}
         self._visit((args, tuple((kwargs or {}).values())))
-        self._has_any = any(expression is not None for _, expression in self._in_order)
+        self.has_any = any(expression is not None for _, expression in self._in_order)
         for number, expression in self._in_order:
             known = self._by_number.get(number, expression)
             self._by_number[number] = expression if known == expression else None
@@ -188,7 +277,7 @@ class CallSizes:
 
     def are_of(self, operation: str) -> bool:
         """Whether the operation is what was called, so that its numbers are these."""
-        if not self._has_any:
+        if not self.has_any:
             return False
         name = _plain_name(operation)
         return name == self._name or (self._name in _SUBSCRIPTS and name in _OF_SUBSCRIPTS)
@@ -205,6 +294,27 @@ class CallSizes:
         a plain one of the same value.
         """
         return encoded(number, self._by_number.get(number))
+
+    def encoded_value(self, number: Any) -> Any:
+        """Likewise of one that the result's values are made with: with the expression of all that
+        may be meant by it. One that the call was not passed torch has made itself.
+        """
+        if not self.has_any and number == number and number not in self._by_number:
+            return encoded(number, ("literal", plain(number)))
+        meant: Expression | None = None
+        for other, expression in self._in_order:
+            if (
+                expression is None
+                or isinstance(number, float) != isinstance(other, float)
+                or number != other
+            ):
+                continue
+            meant = expression if meant in (None, expression) else ("same", meant, expression)
+        return encoded(number, meant)
+
+    def in_order(self) -> tuple[Any, ...]:
+        """All of them, as logs have them."""
+        return tuple(encoded(number, expression) for number, expression in self._in_order)
 
 
 _SUBSCRIPTS = {"getitem", "setitem"}
@@ -226,7 +336,11 @@ def _plain_name(name: str) -> str:
 _ARITHMETIC = {"add", "sub", "mul", "truediv", "floordiv", "pow", "mod"}
 
 
+def plain(number: Any) -> Any:
+    """The number without its expression, for logs."""
+    return int.__int__(number) if isinstance(number, int) else float.__float__(number)
+
+
 def encoded(number: Any, expression: Expression | None = None) -> Any:
     """A number as logs have it."""
-    plain = int(number) if isinstance(number, int) else float(number)
-    return plain if expression is None else ("n", plain, expression)
+    return plain(number) if expression is None else ("n", plain(number), expression)

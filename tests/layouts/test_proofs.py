@@ -514,4 +514,70 @@ def test_views_in_place_copies_of_blank_tensors_and_recurrent_layers(rows, infer
         expected = unsharded(InPlace(), [x])
         mine = x.chunk(2)[dist.get_rank()]
         found, _, _ = follow(InPlace(), mesh_of(dp_size=2), [mine], [ROWS])
-    compare(found, expected, unknown=["quantile"] if rows == 2 else [])
+    compare(found, expected)
+
+
+VALUES_OF_SIZES = {
+    "divided": lambda x, n: x / n,
+    "from a number": lambda x, n: n - x,
+    "number over": lambda x, n: n / x,
+    "power of a number": lambda x, n: n**x,
+    "negative": lambda x, n: x * -n,
+    "root": lambda x, n: x / math.sqrt(n),
+    "int": lambda x, n: x * int(n),
+    "float": lambda x, n: x * float(n),
+    "rounded": lambda x, n: x * math.ceil(n / 2),
+    "ratio": lambda x, n: x * (1 / n),
+    "clamped": lambda x, n: x.clamp(max=n / 8),
+    "added times": lambda x, n: torch.add(x, x, alpha=n),
+    "filled": lambda x, n: x.clone().fill_(n),
+    "rolled": lambda x, n: x.roll(n, 1),
+    "full": lambda x, n: x * torch.full((1,), n),
+    "scalar tensor": lambda x, n: x / torch.scalar_tensor(n),
+    "tensor": lambda x, n: x / torch.tensor(n),
+    "tensor of a float": lambda x, n: x / torch.tensor(float(n)),
+    "tensor of a list": lambda x, n: x / torch.tensor([n, 2 * n, 3, 4, 5]),
+    "as_tensor": lambda x, n: x / torch.as_tensor(n),
+    "new_tensor": lambda x, n: x / x.new_tensor([n]),
+    "where": lambda x, n: torch.where(x > 0.5, x, n),
+    "read": lambda x, n: x * torch.tensor(n + 2).item(),
+}
+
+
+class MadeOfSizes(nn.Module):
+    def __init__(self, make, size):
+        super().__init__()
+        self.make, self.size, self.after = make, size, nn.Identity()
+
+    def forward(self, x):
+        return self.after(self.make(x, self.size(x)))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", VALUES_OF_SIZES)
+def test_values_made_of_sizes(name):
+    """Of rows they were the rank's own, taken for the unsharded program's, without a word."""
+    make = VALUES_OF_SIZES[name]
+    torch.manual_seed(0)
+    x = torch.rand(6, 5)
+    mine = x.chunk(2)[dist.get_rank()]
+    for size in (lambda x: x.shape[0], lambda x: x.size(0)):
+        found, _, _ = follow(MadeOfSizes(make, size), mesh_of(dp_size=2), [mine], [ROWS])
+        assert found["after"] == [None]
+    model = MadeOfSizes(make, lambda x: x.shape[1])
+    found, _, _ = follow(model, mesh_of(dp_size=2), [mine], [ROWS])
+    compare(found, unsharded(model, [x]))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["len", "numel"])
+def test_values_made_of_the_number_of_rows_or_elements(name):
+    size = {"len": len, "numel": torch.Tensor.numel}[name]
+    x = torch.rand(6, 5)
+    mine = x.chunk(2)[dist.get_rank()]
+    model = MadeOfSizes(lambda x, n: x / n, size)
+    found, _, _ = follow(model, mesh_of(dp_size=2), [mine], [ROWS])
+    assert found["after"] == [None]
+    model = MadeOfSizes(lambda x, n: x / n, lambda x: size(x.sum(0)))
+    found, _, _ = follow(model, mesh_of(dp_size=2), [mine], [ROWS])
+    compare(found, unsharded(model, [x]))

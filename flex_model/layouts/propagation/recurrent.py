@@ -134,8 +134,10 @@ def cudnn_layer_backward(operation: Operation) -> Placements:
     return resolve(operation, made)
 
 
+LAYERS = words("lstm gru rnn_tanh rnn_relu")
+
 RULES = {
-    **dict.fromkeys(words("lstm gru rnn_tanh rnn_relu"), layer),
+    **dict.fromkeys(LAYERS, layer),
     **dict.fromkeys(
         words(
             "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell "
