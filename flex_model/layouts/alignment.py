@@ -97,8 +97,8 @@ def _form(entry: Entry) -> Any:
         return kind, name, reduction, axes, _tensors(args), _tensors(kwargs), _made(outputs)
     if kind in ("read", "asked"):
         return kind
-    if kind == "number":
-        return kind, entry[3]
+    if kind in ("number", "compared"):
+        return kind, entry[3] if kind == "number" else entry[1]
     if kind == "backward":
         return kind, entry[1], tuple(place for place, *_ in entry[2])
     return entry[:2]  # placed: its value; lost: the values

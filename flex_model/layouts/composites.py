@@ -27,6 +27,7 @@ _RESHAPE = torch.ops.aten.reshape.default
 _FLATTEN = torch.ops.aten.flatten.using_ints
 _UNFLATTEN = torch.ops.aten.unflatten.int
 _EINSUM = torch.ops.aten.einsum.default
+_NARROW = torch.ops.aten.narrow.default
 _REPEAT_INTERLEAVE = torch.ops.aten.repeat_interleave.self_int
 
 _FOLLOWED = {
@@ -43,6 +44,8 @@ _FOLLOWED = {
     torch.einsum: _EINSUM,
     torch.repeat_interleave: _REPEAT_INTERLEAVE,
     Tensor.repeat_interleave: _REPEAT_INTERLEAVE,
+    torch.narrow: _NARROW,
+    Tensor.narrow: _NARROW,
     F.scaled_dot_product_attention: torch.ops.aten.scaled_dot_product_attention.default,
     torch.lstm: torch.ops.aten.lstm.input,
     torch.gru: torch.ops.aten.gru.input,
@@ -112,10 +115,12 @@ def _attended(
 def bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound | None:
     """The call as that of an ATen operation; None if it is followed by its steps."""
     operation = _FOLLOWED.get(func)
-    if operation is None or not args:  # torch.matmul(input=..., other=...)
+    if operation is None or not args or "out" in kwargs:  # torch.matmul(input=..., other=...)
         return None
     if operation is _RESHAPE and len(args) > 1 and isinstance(args[1], int):
         args = (args[0], tuple(args[1:]))  # reshape(2, 3)
+    elif operation is _NARROW and any(isinstance(argument, Tensor) for argument in args[1:]):
+        return None
     elif operation is _EINSUM:
         operands = args[1] if len(args) == 2 and isinstance(args[1], (list, tuple)) else args[1:]
         if not isinstance(args[0], str):

@@ -32,6 +32,11 @@ def is_fill(name: str) -> bool:
     return name in _FILLS
 
 
+def makes_zeros(operation: Operation) -> bool:
+    """Whether all elements of the result are 0."""
+    return operation.name in ("zeros", "new_zeros", "zeros_like")
+
+
 def is_draw(operation: Operation) -> bool:
     """Whether it writes random numbers, or one number, over all of its only tensor."""
     numbers = (operation.by_rank(name) for name in operation.arguments[0] if name != "self")

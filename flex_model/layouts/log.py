@@ -11,12 +11,13 @@ An entry is a tuple of plain values (numbers, texts, None, and tuples of such):
 - ``("op", name, args, kwargs, outputs, numbers, writes, carriers)``: an operation; ``carriers``:
   the values that it read and hands gradients to.
 - ``("collective", name, reduction, axes, args, kwargs, outputs, writes)``: one along ``axes``,
-  which are None for a group that is no axis of the mesh; ``reduction``: "sum" and the like, "" where
-  there is none, or it is not known.
+  which are None for a group that is no axis of the mesh; ``reduction``: "sum" and the like, ""
+  where there is none, or it is not known.
 - ``("lost", values)``: these values are not known from here on.
 - ``("read", value)``: its elements were read, as numbers or by something that is not torch.
-- ``("asked", value)``: whether something is so of its elements: a bool.
+- ``("asked", value, answer)``: whether something is so of its elements.
 - ``("number", number, expression, conversion)``: a size was made a plain number.
+- ``("compared", by, expression, other, answer)``: a size was compared with another number.
 - ``("met", value, before)``: a hook meets a tensor, of which ``value`` tells whether it is the same
   one on all ranks.
 - ``("output", value)``: the forward returned it.

@@ -9,7 +9,12 @@ from typing import Any
 
 from flex_model.distributed.layout import Placement
 from flex_model.layouts.propagation.operation import REPLICATED, Operation
-from flex_model.layouts.propagation.slicing import RULES_OF_SPLITS, own_part, slice_ranges
+from flex_model.layouts.propagation.slicing import (
+    RULES_OF_SPLITS,
+    follow_to_end,
+    own_part,
+    slice_ranges,
+)
 
 #: Operations that make pieces.
 CUTS = frozenset(RULES_OF_SPLITS) | {"slice", "narrow"}
@@ -55,3 +60,17 @@ def _range(operation: Operation, output: int, dim: int) -> tuple[int, int] | Non
             return None
     found = set(slice_ranges(starts, ends, [size] * len(starts)))
     return found.pop() if len(found) == 1 else None
+
+
+def own_slice(operation: Operation) -> int | None:
+    """The dim along which each rank takes its own part of a tensor, one after the other without
+    gap or overlap; None for all other operations.
+    """
+    if operation.name != "slice" or operation["step"] != 1:
+        return None
+    operand = operation["self"]
+    dim = operation["dim"] % operand.ndim
+    sizes = [shape[dim] for shape in operand.shapes]
+    ranges = slice_ranges(operation.by_rank("start"), operation.by_rank("end"), sizes)
+    is_all = len(set(sizes)) == 1 and follow_to_end(ranges, sizes[0])
+    return dim if is_all else None

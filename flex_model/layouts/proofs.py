@@ -22,6 +22,7 @@ from flex_model.layouts.log import Chunk, Entry, Value, dtype_of
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation, Shape
 from flex_model.layouts.sizes import (
+    COMPARISONS,
     CONVERSIONS,
     Expression,
     divides_by,
@@ -58,8 +59,12 @@ class AxisProofs:
         met: Of what hooks met: its value, where that is the same on all ranks.
         positions: Of values that are positions along a split dim: how they are split.
         gathered: Of values that a gather gave: whose parts they are.
+        zeros: Values of which all elements are 0.
+        places: Of each rank's own part of such a value: of which, and along which dim.
         templates: Of values of ``torch.empty_like``: how what they are like is placed.
         difference: The first operation that not all ranks ran.
+        is_astray: Whether the unsharded program may have taken another path, by a size or by an
+            element that is another one there.
         conflicts: Values with a statement of the user's that says otherwise than their proof.
         stated_sizes: Values with the full sizes that the user states.
     """
@@ -78,16 +83,20 @@ class AxisProofs:
         self.templates: dict[Value, Placement | None] = {}
         self.makers: dict[Value, pieces.Maker] = {}
         self.gathered: dict[Value, collectives.Gathered] = {}
+        self.zeros: set[Value] = set()
+        self.places: dict[Value, tuple[Value, int]] = {}
         self.difference = ""
+        self.is_astray = False
         self.conflicts: list[tuple[Value, str, Placement, Placement]] = []
         self.stated_sizes: list[tuple[Value, str, tuple[int | None, ...]]] = []
         self._numbers: set[Any] = set()  # read from tensors that are not the same on all ranks
         self._has_read = False  # elements of tensors that are not the same on all ranks
         self._local_values: set[Any] = set()  # sizes of this rank's, made plain numbers
-        self._has_local_floats = False  # such a one was made into floats, whatever those are
         self._has_asked = False  # whether something is so of such a tensor
+        self._sharded: set[str] = set()  # modules with a weight of which ranks have shards
         self._modules: list[str] = []  # that run
         self._suspect: str | None = None  # the outermost of them that has made such numbers
+        self._asks_of_parts: set[Value] = set()  # whether all, or any, elements of shards are so
         self._received: set[Value] = set()
         self.gradients = Gradients(self)
 
@@ -134,6 +143,8 @@ class AxisProofs:
             if len(sources) == len(chunks):
                 placements = [decode(source[1] and source[1][self._index]) for source in sources]
                 self._place(value, placements, [source[2] for source in sources], name)
+                if isinstance(self.placement(value), Shard):
+                    self._sharded.add(name.rpartition(".")[0])
                 self._check_sizes(value, {source[3] for source in sources} - {None})
         logs = [chunk.entries for chunk in chunks]
         is_one = all(chunk is chunks[0] for chunk in chunks)
@@ -210,7 +221,9 @@ class AxisProofs:
             if any(self.placement(entry[1]) != REPLICATED for entry in entries):
                 self._note_local(())
         elif kind == "asked":
-            self._has_asked |= any(self.placement(entry[1]) != REPLICATED for entry in entries)
+            self._follow_question(entries)
+        elif kind == "compared":
+            self._follow_comparison(entries)
         elif kind == "number":
             self._follow_number(entries)
         elif kind == "met":
@@ -228,8 +241,36 @@ class AxisProofs:
 
     def _follow_exit(self, path: str) -> None:
         while path in self._modules:
-            if self._modules.pop() == self._suspect:
-                self._suspect = None
+            left = self._modules.pop()
+            self._suspect = None if left == self._suspect else self._suspect
+
+    @property
+    def _module(self) -> str:
+        """The innermost that runs."""
+        return self._modules[-1] if self._modules else ""
+
+    def _follow_question(self, entries: tuple[Entry, ...]) -> None:
+        """What the model does by the answer it may do otherwise where another one is given: in the
+        unsharded program, of all of a tensor of which ranks have parts.
+        """
+        values = {entry[1] for entry in entries} - {0}  # of tensors that the model has not made
+        answers = {entry[2] for entry in entries}
+        if all(self.placement(value) == REPLICATED for value in values):
+            return
+        if len(answers) == 1 and values <= self._asks_of_parts:
+            return  # all parts say so, and so does the whole
+        self._has_asked = True
+        self.is_astray = True
+
+    def _follow_comparison(self, entries: tuple[Entry, ...]) -> None:
+        _, by, own, other, _ = entries[0]
+        left, right = evaluate(own, self.number), evaluate(other, self.number)
+        if left is None or right is None:
+            return
+        answer = COMPARISONS[by](left, right)
+        if any(entry[4] != answer for entry in entries):
+            self._note_local(())
+            self.is_astray = True
 
     def _follow_number(self, entries: tuple[Entry, ...]) -> None:
         """A size was made a plain number: it is not known where that goes."""
@@ -243,9 +284,8 @@ class AxisProofs:
         """Numbers that don't show it are a rank's own, and so may be all that the module makes."""
         self._has_read = True
         if self._suspect is None:
-            self._suspect = self._modules[-1] if self._modules else ""
+            self._suspect = self._module
         self._local_values.update(numbers)
-        self._has_local_floats |= any(isinstance(number, float) for number in numbers)
 
     def _follow_met(self, entries: tuple[Entry, ...]) -> None:
         """A hook meets a tensor: nothing is proven of it where ranks hand on different ones, but
@@ -253,6 +293,9 @@ class AxisProofs:
         """
         _, value, before = entries[0]
         of_ranks = [entry[2] for entry in entries]
+        if self.is_astray:
+            self.steps[value] = Step("a path that the unsharded program may not take")
+            return
         if all(one == before for one in of_ranks):
             self.met[value] = before
             return
@@ -348,6 +391,14 @@ class AxisProofs:
             self._know(value, found[i] if told is None else told)
             if operation is not None:
                 self._note_gathered(value, parts[i])
+                if factories.makes_zeros(operation):
+                    self.zeros.add(value)
+                elif values and values[0] in self.zeros:
+                    dim = pieces.own_slice(operation)
+                    if dim is not None:
+                        self.places[value] = (values[0], dim)
+                if operation.name in ("all", "any") and operation["self"].shard is not None:
+                    self._asks_of_parts.add(value)
                 if operation.name in collectives.CUTS | pieces.CUTS:
                     self.makers[value] = (operation, i, tuple(values))
                 if is_taken:
@@ -365,13 +416,18 @@ class AxisProofs:
 
     def _propagate(self, name: str, operation: Operation, is_taken: bool) -> list[Placement | None]:
         outputs: list[Placement | None] = [None] * len(operation.outputs)
-        if not is_taken:
+        if not is_taken or self.is_astray:
             return outputs
         if not name.startswith("aten::") and not rules.has_rule(operation.name):
             return outputs
         if factories.makes_blank(operation.name):
             return outputs  # until all of it is written
+        if operation.name in ("stack", "cat") and self._may_be_counted(len(operation.operands)):
+            return outputs
         if factories.is_factory(operation):
+            sizes = [size for sizes in operation.full_sizes.values() for size in sizes]
+            if self._suspect is not None and (not sizes or None in sizes):
+                return outputs
             return factories.placements(operation, self.split_sizes)
         return rules.propagate(operation)
 
@@ -401,7 +457,6 @@ class AxisProofs:
             schema.overload_name,
             reader.full_sizes,
             tuple(overload.tags),
-            self.axis,
         )
         operation = constants.with_extents(operation, reader.values, self.open)
         is_bool = bool(outputs) and outputs[0].dtype == torch.bool
@@ -412,7 +467,7 @@ class AxisProofs:
     def _copies_blank(self, operation: Operation, values: Sequence[Any]) -> bool:
         """Whether what it copies, into another dtype or device, is blank as yet."""
         is_copy = operation.name in ("_to_copy", "clone", "to")
-        return is_copy and values[0] in self.blank and self.blank[values[0]] is None
+        return is_copy and bool(values) and self.blank.get(values[0], "") is None
 
     def _note_open(self, value: Value, operation: Operation, values: Sequence[Any]) -> None:
         """A result whose extent is all that isn't known, or was wrongly taken for known."""
@@ -440,7 +495,13 @@ class AxisProofs:
         made a plain number.
         """
         sizes = self.split_sizes - {0}
-        return number in sizes or (self._has_read and any(number % size == 0 for size in sizes))
+        is_product = self._has_read and any(number % size == 0 for size in sizes)
+        return number in sizes or is_product or self._suspect is not None
+
+    def _may_be_counted(self, length: int) -> bool:
+        """Whether a list may have this length by a number that is a rank's own."""
+        counts = {n for n in self._local_values if isinstance(n, int) and n > 0}
+        return self._suspect is not None and any(length % n == 0 for n in counts)
 
     def is_local_number(self, number: Any) -> bool:
         """Whether the number may have been read from a tensor that is not the same on all ranks.
@@ -449,13 +510,12 @@ class AxisProofs:
         return number not in (-1, 0, 1) and number in self._numbers
 
     def may_be_made_of_size(self, number: Any) -> bool:
-        """Whether a number that elements are made with may be one of this rank's sizes, or made of
-        it by functions that don't say so.
+        """Whether a plain number may be one of this rank's sizes, or made of one by functions that
+        don't say so.
         """
         if isinstance(number, bool):
             return self._has_asked
-        is_float = self._has_local_floats and isinstance(number, float)
-        return is_float or self._suspect is not None or number in self._local_values
+        return self._suspect is not None or number in self._local_values
 
     # Writes.
 
@@ -477,7 +537,10 @@ class AxisProofs:
             self.shapes[value] = self.shapes.get(old, ())
             self.steps[value] = Step(f"{text} (written through a view)", (old, written))
             self.gradients.note_made([old, written], [value])
-            if same and new is not None and new == was:
+            place = self.places.get(before)
+            if same and place is not None and place[0] == old and new == Shard(place[1]):
+                self._know(value, Partial())  # a shard in its place, and zeros beside it
+            elif same and new is not None and new == was:
                 self._copy(old, value)
             elif same and old in self.blank:
                 dims = self._dims_of_piece(before, old) or dims
@@ -544,11 +607,20 @@ class AxisProofs:
             if axes is not None and place < len(reader.operands):
                 operand, read = reader.operands[place], reader.values[place]
                 found = collectives.placement(self, base, reduction, axes, operand, read)
+                if operand.placement is None and self._completes_shards(reduction, axes):
+                    found = REPLICATED
                 part = collectives.gathered(base, self.axis, axes, operand, outputs[0][0], i)
                 self._note_gathered(value, part)
             self._know(value, found)
             self._received.add(value)
         self._follow_writes(outputs, [entry[7] for entry in entries], name)
+
+    def _completes_shards(self, reduction: str, axes: tuple[str, ...]) -> bool:
+        """Whether the layer that runs adds up what it made of its shard of a weight, by its own
+        contract: rules don't see that of rows of a table that are looked up on one rank each.
+        """
+        layer = self._module.rpartition("/")[0]
+        return (self.axis,) == axes == ("tp",) and reduction == "sum" and layer in self._sharded
 
     def _note_gathered(self, value: Value, part: collectives.Gathered | None) -> None:
         if part is not None:
@@ -717,6 +789,7 @@ class _Reader:
         for name, place, number in self._plain:
             is_literal = not trusts or (not shards and name in self._with_expression)
             is_literal &= number not in self._proofs.suspicious_sizes
+            is_literal &= number in (-1, 0, 1) or not self._proofs.may_be_made_of_size(number)
             if is_literal or (self._is_view and number == -1):
                 self.full_sizes[name][place] = number
             elif operation == "aten::slice" and name == "end" and self._takes_all(arguments):

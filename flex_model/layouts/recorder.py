@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import reduce, wraps
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from flex_model.layouts.sizes import (
     Size,
     encoded,
     meaning,
+    on_comparison,
     on_conversion,
     tagged,
 )
@@ -52,6 +53,17 @@ _SAME_MEMORY = {"aten::detach", "aten::alias", "aten::detach_"}
 def backward_task() -> int:
     """Autograd's number of the backward that goes on in this thread; -1 for none."""
     return torch._C._current_graph_task_id()
+
+
+def _own(method: Callable[..., Any]) -> Callable[..., Any]:
+    """What it asks of tensors the model has not asked: sizes are plain numbers in it."""
+
+    @wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return method(*args, **kwargs)
+
+    return run
 
 
 entered: list[Recorder] = []  # that record now, of all FlexModels
@@ -124,6 +136,7 @@ class Recorder(TorchDispatchMode):
             self._functions.__enter__()
             entered.append(self)
             on_conversion.append(self._note_conversion)
+            on_comparison.append(self._note_comparison)
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
@@ -131,6 +144,7 @@ class Recorder(TorchDispatchMode):
         if not self._tasks:
             entered.remove(self)
             on_conversion.remove(self._note_conversion)
+            on_comparison.remove(self._note_comparison)
             self._functions.__exit__(*exc_info)
             super().__exit__(*exc_info)
 
@@ -164,8 +178,13 @@ class Recorder(TorchDispatchMode):
         if not self.is_paused:
             self.log.add("number", number, expression, name)
 
+    def _note_comparison(self, by: str, own: Expression, other: Expression, answer: bool) -> None:
+        if not self.is_paused:
+            self.log.add("compared", by, own, other, answer)
+
     # Tensors and their values.
 
+    @_own
     def value(self, tensor: Tensor) -> Value | tuple[Value, ...] | None:
         """The value that the tensor has now; several where its object is not known and its place is
         that of several. A source's entry is made for one that was not met before. None for tensors
@@ -222,6 +241,7 @@ class Recorder(TorchDispatchMode):
             value = self._replaced[value]
         return value
 
+    @_own
     def add_source(
         self, tensor: Tensor, name: str, placements: Placements, sizes: Sizes = None
     ) -> Value:
@@ -232,6 +252,7 @@ class Recorder(TorchDispatchMode):
         self.note(tensor, value)
         return value
 
+    @_own
     def place(
         self, tensor: Tensor, placements: Placements, original: Tensor | None = None
     ) -> Value:
@@ -252,6 +273,7 @@ class Recorder(TorchDispatchMode):
         if torch.is_grad_enabled():
             self._nodes.linked.add(value)
 
+    @_own
     def state(self, tensor: Tensor, placements: Placements, text: str, sizes: Any) -> None:
         """The user states how a tensor is placed, along the axes that are not None.
 
@@ -270,6 +292,7 @@ class Recorder(TorchDispatchMode):
             values[:] = [value if old == before else old for old in values]
         self.note(tensor, value)
 
+    @_own
     def know_object(self, tensor: Tensor) -> None:
         """A call has returned this object: of several values at its place it has the newest."""
         plain = memory_map.plain(tensor)
@@ -292,6 +315,7 @@ class Recorder(TorchDispatchMode):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 self.value(leaf)
 
+    @_own
     def note(self, tensor: Tensor, value: Value) -> None:
         """The tensor has this value from now on, and so has its object."""
         plain = memory_map.plain(tensor)
@@ -331,6 +355,7 @@ class Recorder(TorchDispatchMode):
             del self._storages[key]
         self._objects = {k: known for k, known in self._objects.items() if known[0]() is not None}
 
+    @_own
     def lose(self, tensor: Tensor) -> None:
         """Its memory may be written to unseen from now on."""
         storage = memory_map.storage_of(memory_map.plain(tensor))
@@ -347,6 +372,7 @@ class Recorder(TorchDispatchMode):
 
     # Operations.
 
+    @_own
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if self.is_paused:
@@ -439,7 +465,7 @@ class Recorder(TorchDispatchMode):
         )
         if not tensors and not numbers:
             return
-        is_of_blank = name in _COPIES and self._is_blank(args[0])
+        is_of_blank = name in _COPIES and isinstance(args[0], Tensor) and self._is_blank(args[0])
         outputs, writes = self._outputs(tensors, bool(written), name, is_of_blank)
         full_name = f"{name}.{overload}" if overload else name
         *arguments, carriers = encoded
@@ -573,8 +599,10 @@ class Recorder(TorchDispatchMode):
             else (name, self._encoded(value))
             for name, value in sorted(kwargs.items())
         )
-        if self.sizes.has_any and schema is not None and schema.name == "aten::lift_fresh":
-            keyword += (("numbers", ("l", *self.sizes.in_order())),)  # what it was made of
+        if self.sizes.has_any and not is_called and not self.sizes.is_subscript:
+            # What is called is made of this operation, and of these numbers.
+            is_list = schema is not None and schema.name == "aten::lift_fresh"
+            keyword += (("numbers", ("l", *self.sizes.in_order(all_of_them=is_list))),)
         return positional, keyword, tuple(carriers)
 
     def _with_stated(self, value: Any, shape: tuple[int, ...], num_kept: int) -> Any:
@@ -631,6 +659,7 @@ _SIZES = {"__get__", "size", "numel", "nelement"}
 _MADE_OF_SIZES = {"stride", "storage_offset"}  # and attributes such as ``nbytes``
 _COUNTS_BYTES = {Tensor.nbytes.__get__}  # type: ignore[attr-defined]
 _NUMBERS = {"item", "__int__", "__float__", "__index__", "__complex__"}
+_UNSEEN = {torch.broadcast_tensors}  # whose steps have sizes of tensors that nothing shows
 _QUESTIONS = {"__bool__", "is_nonzero", "equal", "allclose", "__contains__"}
 _READS = {"numpy", "__array__", "__dlpack__", "tolist"}
 # Calls that take their sizes from another tensor, as those that are given them.
@@ -649,6 +678,7 @@ class _FunctionRecorder(TorchFunctionMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
+        self._running: list[Any] = []  # by steps; parts of some ask once more whether they are to
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -663,9 +693,10 @@ class _FunctionRecorder(TorchFunctionMode):
         if name in _NUMBERS and isinstance(args[0], Tensor):
             return self._read_number(func, args[0], args, kwargs)
         if name in _QUESTIONS:
+            answer = func(*args, **kwargs)
             for tensor in filter(lambda one: isinstance(one, Tensor), args):
-                recorder.log.add("asked", recorder.one_value(tensor))
-            return func(*args, **kwargs)
+                recorder.log.add("asked", recorder.one_value(tensor), answer)
+            return answer
         if name in _SIZES:
             return self._read(func, args, kwargs)
         if name in _MADE_OF_SIZES:
@@ -676,11 +707,15 @@ class _FunctionRecorder(TorchFunctionMode):
             if name != "tolist":
                 recorder.lose(args[0])
             return func(*args, **kwargs)
+        if func in _UNSEEN:
+            with recorder.paused():
+                return func(*args, **kwargs)
         if name in _AS and len(args) == 2 and isinstance(args[1], Tensor):
             func, name = _AS[name]
             args = args[0], self._read(torch.Tensor.size, args[1:], {})
         before, recorder.sizes = recorder.sizes, CallSizes(name, args, kwargs)
         recorder.reduction = composites.reduction_of(func, kwargs)
+        steps: Any = None
         try:
             bound = composites.bind(func, args, kwargs)
             if bound is not None and rules.has_rule(bound.name):
@@ -693,14 +728,17 @@ class _FunctionRecorder(TorchFunctionMode):
                 )
                 recorder.meet(result)
                 return result
-            steps = composites.steps_of(func, types)
+            steps = None if func in self._running else composites.steps_of(func, types)
             if steps is None:
                 result = func(*args, **kwargs)
             else:
+                self._running.append(func)
                 with self:
                     result = steps(*args, **kwargs)
         finally:
             recorder.sizes, recorder.reduction = before, ""
+            if steps is not None:
+                self._running.pop()
         if isinstance(result, Tensor):
             recorder.know_object(result)
         elif isinstance(result, (tuple, list)):
@@ -715,7 +753,7 @@ class _FunctionRecorder(TorchFunctionMode):
         recorder = self._recorder
         of, number = recorder.one_value(tensor), func(*args, **kwargs)
         if isinstance(number, bool):
-            recorder.log.add("asked", of)
+            recorder.log.add("asked", of, number)
         elif func is Tensor.item:
             return tagged(number, ("read", of, number))
         else:

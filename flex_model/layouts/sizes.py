@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,24 +54,44 @@ class _Tagged:
     def __neg__(self) -> Any:
         return 0 - self  # type: ignore[operator]
 
+    def __bool__(self) -> bool:
+        return self != 0
+
     def __pos__(self) -> Any:
         return self
 
     def __abs__(self) -> Any:
-        return self if self >= 0 else -self  # type: ignore[operator]
+        return self if plain(self) >= 0 else -self
 
     def __invert__(self) -> Any:
         return -1 - self  # type: ignore[operator]
 
     def __divmod__(self, other: Any) -> Any:
-        return self // other, self % other  # type: ignore[operator]
+        return self // other, self % other
 
     def __rdivmod__(self, other: Any) -> Any:
         return other // self, other % self
 
+    def __hash__(self) -> int:
+        """What is found by it in a dict may be found there by another number elsewhere."""
+        _note(plain(self), self.expression, "__int__")
+        return hash(plain(self))
+
 
 #: Called with a number that a size is converted to, its expression, and the conversion's name.
 on_conversion: list[Callable[[Any, Expression, str], None]] = []
+
+#: Called with what two numbers were compared by, their expressions, and the answer.
+on_comparison: list[Callable[[str, Expression, Expression, bool], None]] = []
+
+COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+}
 
 #: Into numbers of which nothing shows any more that they are sizes; ``math.sqrt`` asks for a float.
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
@@ -85,8 +106,11 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 
 
 class Size(_Tagged, int):
-    """An int that knows its expression in sizes of tensors, and elements of them. It compares, hashes and pickles as the
-    int that it is.
+    """An int that knows its expression in sizes and elements of tensors. It pickles as the int that
+    it is.
+
+    What C code makes of it unasked is a plain number: ``1.0 / size``, ``range(size)``,
+    ``math.log(size)``.
     """
 
     def __new__(cls, value: int, expression: Expression) -> Size:
@@ -131,7 +155,9 @@ def _method(name: str, reflected: bool) -> Callable[[Any, Any], Any]:
     def method(self: Any, other: Any, *modulus: Any) -> Any:
         if modulus:
             return pow(int(self), other, *modulus)
-        if not isinstance(other, (int, float)) or isinstance(other, bool):
+        if not isinstance(other, (int, float)):
+            if isinstance(other, (list, tuple, str)):  # as often as the size says
+                _note(plain(self), self.expression, "__int__")
             return NotImplemented
         if name in _OF_INTEGERS and isinstance(other, float):
             return NotImplemented
@@ -144,14 +170,45 @@ def _method(name: str, reflected: bool) -> Callable[[Any, Any], Any]:
     return method
 
 
+def _note(number: Any, expression: Expression, conversion: str) -> None:
+    if not _is_asked_by_torch():
+        for note in on_conversion:
+            note(number, expression, conversion)
+
+
+_SHARDING = ("torch.distributed.", "torch.nn.parallel.")
+
+
+def _is_asked_by_torch() -> bool:
+    """Whether it is no part of the model that asks: what shards it looks after its own tensors."""
+    frame = sys._getframe(2)
+    while frame.f_globals.get("__name__") == __name__ and frame.f_back is not None:
+        frame = frame.f_back
+    return bool(frame.f_globals.get("__name__", "").startswith(_SHARDING))
+
+
 def _conversion(kind: type, name: str) -> Any:
     convert = getattr(kind, name)
 
     def method(self: Any, *args: Any) -> Any:
         number = convert(self, *args)
-        for note in on_conversion:
-            note(number, self.expression, name)
+        _note(number, self.expression, name)
         return number
+
+    return method
+
+
+def _comparison(name: str) -> Any:
+    compare = COMPARISONS[name]
+
+    def method(self: Any, other: Any) -> Any:
+        if not isinstance(other, (int, float)):
+            return NotImplemented
+        answer = compare(plain(self), plain(other))
+        if on_comparison and not _is_asked_by_torch():
+            for note in on_comparison:
+                note(name, self.expression, _operand(other), answer)
+        return answer
 
     return method
 
@@ -161,6 +218,8 @@ for _kind, _type in ((Size, int), (SizeRatio, float)):
         if _kind is Size or _name not in _OF_INTEGERS:
             setattr(_kind, f"__{_name}__", _method(_name, reflected=False))
             setattr(_kind, f"__r{_name}__", _method(_name, reflected=True))
+    for _name in COMPARISONS:
+        setattr(_kind, f"__{_name}__", _comparison(_name))
     for _name in CONVERSIONS:
         if hasattr(_type, _name):
             setattr(_kind, _name, _conversion(_type, _name))
@@ -258,63 +317,86 @@ class CallSizes:
 
     def __init__(self, name: str = "", args: Any = (), kwargs: Any = None) -> None:
         self._name = _plain_name(name)
-        self._in_order: list[tuple[Any, Any]] = []
-        self._by_number: dict[Any, Any] = {}
+        self._in_order: list[tuple[Any, Expression | None]] = []
         self._visit((args, tuple((kwargs or {}).values())))
         self.has_any = any(expression is not None for _, expression in self._in_order)
-        for number, expression in self._in_order:
-            known = self._by_number.get(number, expression)
-            self._by_number[number] = expression if known == expression else None
 
     def _visit(self, value: Any) -> None:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            self._in_order.append((value, expression_of(value)))
+            self._in_order.append((plain(value), expression_of(value)))
         elif isinstance(value, (list, tuple)):
             for item in value:
                 self._visit(item)
         elif isinstance(value, slice):
             self._visit((value.start, value.stop, value.step))
 
+    @property
+    def is_subscript(self) -> bool:
+        """Whether an index was called: its slices and places have numbers of it, one by one."""
+        return self._name in _SUBSCRIPTS
+
     def are_of(self, operation: str) -> bool:
         """Whether the operation is what was called, so that its numbers are these."""
-        if not self.has_any:
-            return False
         name = _plain_name(operation)
-        return name == self._name or (self._name in _SUBSCRIPTS and name in _OF_SUBSCRIPTS)
+        is_called = name == self._name or (self.is_subscript and name in _OF_SUBSCRIPTS)
+        return self.has_any and is_called
 
     def of_list(self, numbers: Sequence[Any]) -> list[Any] | None:
         """The numbers of a list as logs have them, if the call was passed just this list."""
-        passed = self._in_order[: len(numbers)]
-        if len(passed) < len(numbers) or any(n != m for n, (m, _) in zip(numbers, passed)):
+        length, wanted = len(numbers), [plain(number) for number in numbers]
+        windows = (self._in_order[i : i + length] for i in range(len(self._in_order) - length + 1))
+        found = [passed for passed in windows if _are_same([n for n, _ in passed], wanted)]
+        if not found:
             return None
-        return [encoded(number, expression) for number, expression in passed]
+        return [
+            encoded(number, _common([passed[place] for passed in found]))
+            for place, number in enumerate(wanted)
+        ]
 
     def encoded(self, number: Any) -> Any:
-        """The number with its expression; without one where the call has it with several, or beside
-        a plain one of the same value.
-        """
-        return encoded(number, self._by_number.get(number))
+        """The number with its expression: that of all that may be meant by it."""
+        number = plain(number)
+        passed = [
+            (other, expression)
+            for other, expression in self._in_order
+            if other == number and isinstance(other, float) == isinstance(number, float)
+        ]
+        return encoded(number, _common(passed))
 
     def encoded_value(self, number: Any) -> Any:
-        """Likewise of one that the result's values are made with: with the expression of all that
-        may be meant by it. One that the call was not passed torch has made itself.
+        """Likewise of one that the result's elements are made with. One that the call was not
+        passed is torch's own; where nothing was called it is not known whose (TorchScript).
         """
-        if not self.has_any and number == number and number not in self._by_number:
-            return encoded(number, ("literal", plain(number)))
-        meant: Expression | None = None
-        for other, expression in self._in_order:
-            if (
-                expression is None
-                or isinstance(number, float) != isinstance(other, float)
-                or number != other
-            ):
-                continue
-            meant = expression if meant in (None, expression) else ("same", meant, expression)
-        return encoded(number, meant)
+        number = plain(number)
+        if not self._name:
+            return encoded(number, ("read", 0, number))
+        is_own = number == number and all(number != other for other, _ in self._in_order)
+        if is_own and not self.has_any:
+            return encoded(number, ("literal", number))
+        return self.encoded(number)
 
-    def in_order(self) -> tuple[Any, ...]:
-        """All of them, as logs have them."""
-        return tuple(encoded(number, expression) for number, expression in self._in_order)
+    def in_order(self, all_of_them: bool) -> tuple[Any, ...]:
+        """As logs have them; or only those that have an expression."""
+        return tuple(
+            encoded(number, expression)
+            for number, expression in self._in_order
+            if all_of_them or expression is not None
+        )
+
+
+def _are_same(numbers: Sequence[Any], wanted: Sequence[Any]) -> bool:
+    return all(n == m and type(n) is type(m) for n, m in zip(numbers, wanted))
+
+
+def _common(passed: Sequence[tuple[Any, Expression | None]]) -> Expression | None:
+    """The expression of a number that each of these may be; None if all are plain."""
+    if all(expression is None for _, expression in passed):
+        return None
+    meant: Expression | None = None
+    for number, expression in passed:
+        one = ("number", number) if expression is None else expression
+        meant = one if meant in (None, one) else ("same", meant, one)
+    return meant
 
 
 _SUBSCRIPTS = {"getitem", "setitem"}

@@ -23,7 +23,7 @@ def operand(placement, *shapes, dtype=F):
     return Operand(tuple(map(tuple, shapes)), dtype, placement)
 
 
-def ask(name, *args, made, full_sizes=None, axis="tp", **kwargs):
+def ask(name, *args, made, full_sizes=None, **kwargs):
     """The claim about one output. ``made`` has its shapes; lists of arguments in `Own` are by
     rank.
     """
@@ -36,7 +36,7 @@ def ask(name, *args, made, full_sizes=None, axis="tp", **kwargs):
         for i in range(len(shapes))
     )
     operation = Operation(
-        packet, arguments, (Operand(tuple(shapes), F),), overload, full_sizes or {}, op.tags, axis
+        packet, arguments, (Operand(tuple(shapes), F),), overload, full_sizes or {}, op.tags
     )
     return propagate(operation)[0]
 
@@ -85,7 +85,7 @@ VIEWS = {
     "parts that don't fit": ((6, 4), (8, 3), Shard(1), None),
     "a number or what it leaves": ((1, 1, 4), (-1, 2, 2), Shard(2), None),
     "columns that become rows": ((16, 2, 2), (8, 4, -1), Shard(1), None),
-    "heads, and what is left": ((2, 5, 8), (2, 5, 2, -1), Shard(2), Shard(2)),
+    "heads, and what is left": ((2, 5, 8), (2, 5, 2, -1), Shard(2), None),
     "rows, by what is left": ((2, 5, 4), (-1, 4), Shard(0), Shard(0)),
     "shared pieces": ((2, 5, 8), (2, 5, 2, 4), Shard(2, pieces=1), Shard(2, pieces=1)),
 }
@@ -107,7 +107,8 @@ ROWS = {
     "pairs, of each rank's rows or of all": ((4, 3), (2, -1, 3), Shard(0), None),
     "pairs of known rows": ((4, 3), (-1, 2, 3), Shard(0), Shard(0)),
     "rows, by what is left": ((2, 5, 4), (-1, 4), Shard(0), Shard(0)),
-    "rows, and what is left of the others": ((2, 5, 4), (2, -1), Shard(0), Shard(0)),
+    "rows, and what is left of the others": ((2, 5, 4), (2, -1), Shard(0), None),
+    "as many rows as before, or what is left": ((2, 8), (2, -1), Shard(0), None),
 }
 
 
@@ -115,7 +116,7 @@ ROWS = {
 def test_views_of_rows_without_stated_sizes(name):
     before, sizes, placement, expected = ROWS[name]
     of_rank = (operand(placement, before), list(sizes))
-    assert ask("view", *of_rank, made=[result_of(before, sizes)], axis="dp") == expected
+    assert ask("view", *of_rank, made=[result_of(before, sizes)]) == expected
 
 
 STATED = {
@@ -218,6 +219,21 @@ def test_any_view_with_stated_sizes_is_read_exactly(case):
 
 
 # ---- Slices --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "numbers, placement, expected",
+    [
+        ((1 / 3, 2 / 3), R, P),
+        ((1.0, 2.0), R, None),
+        ((0.5, 0.5), R, R),
+        ((1 / 3, 2 / 3), Shard(0), None),
+        ((1 / 3, 2 / 3), P, None),
+    ],
+)
+def test_shares_by_numbers_that_add_up_to_one_are_parts_of_a_sum(numbers, placement, expected):
+    x = operand(placement, (4, 6))
+    assert ask("mul.Scalar", x, Own(*numbers), made=[(4, 6)]) == expected
 
 
 def test_the_ranks_own_slices_of_a_replicated_tensor_are_its_shards():

@@ -72,7 +72,6 @@ class Operation:
         full_sizes: For arguments that are sizes: the size that the unsharded program passes, where
             that is known; None in the list where only this rank's number is known.
         tags: Of the ATen operation.
-        axis: "dp" or "tp".
     """
 
     name: str
@@ -81,7 +80,6 @@ class Operation:
     overload: str = ""
     full_sizes: Mapping[str, Sequence[int | None]] = field(default_factory=dict)
     tags: Sequence[Any] = ()
-    axis: str = "tp"
 
     @property
     def num_ranks(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 
@@ -18,7 +19,7 @@ from flex_model.layouts.propagation.labels import (
     resolve,
     words,
 )
-from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation
+from flex_model.layouts.propagation.operation import PARTIAL, REPLICATED, Operand, Operation, differ
 
 # What an output is linear in: partial sums pass there.
 _LINEAR = {
@@ -197,6 +198,15 @@ def like(operation: Operation) -> Placements:
     return [operand.placement]
 
 
+def scaled(operation: Operation) -> Placements:
+    """Of a tensor that all ranks have, each a share, by numbers that add up to one: a sum is due."""
+    numbers = operation.by_rank("other")
+    if not differ(numbers):
+        return pointwise(operation)
+    is_whole = operation["self"].placement == REPLICATED
+    return [PARTIAL if is_whole and math.isclose(sum(numbers), 1, rel_tol=1e-12) else None]
+
+
 _FILLS = {"fill", "zero", "zeros_like", "ones_like", "full_like"}
 # Each rank draws for its own elements.
 _RANDOM = words(
@@ -233,6 +243,8 @@ def prelu(operation: Operation) -> Placements:
     x = Input(operand, tuple(range(operand.ndim)))
     return resolve(operation, [Output(x.labels, (x, Input(weight, labels)))])
 
+
+RULES_OF_NUMBERS = {"mul": scaled}
 
 # Those with the tag, `names`, have the rule `pointwise`, too.
 RULES = {

@@ -29,7 +29,6 @@ def reshaped(
     sizes: Sizes = (),
     flexible: int | None = None,
     are_stated: bool = True,
-    axis: str = "tp",
 ) -> Placement | None:
     """The placement of ``made``, which has the operand's elements in the same order.
 
@@ -37,8 +36,6 @@ def reshaped(
         sizes: Of the unsharded program's output, None where not known; empty if none is.
         flexible: The dim that was passed as -1.
         are_stated: Whether a size that is not known may be another than the ranks pass.
-        axis: Along tp, where ranks share out heads, a number beside -1 is a rank's share; along dp
-            one that may count rows counts them or does not.
     """
     placement = operand.placement
     if placement is None or any(math.prod(s) != math.prod(m) for s, m in _pairs(operand, made)):
@@ -56,15 +53,16 @@ def reshaped(
     ]
     if len(readings) > 1 and any(e == flexible for e, _ in readings):
         return None  # what was passed as -1 is larger in the unsharded program, or a number is
-    if is_same:
+    if is_same and _takes_all(placement.dim, known, flexible):
         return placement
     if any(0 in shape for shape in made.shapes) and not _differ(made):
         return None
     found = readings[0] if len(readings) == 1 else None
     if len(readings) > 1:
         found = _by_groups(operand, made, placement, readings)
-    left = flexible if axis == "dp" else None
-    if found is None or not _is_settled(found[0], operand, made, placement, known, left):
+    if found is None or not _takes_all(found[0], known, flexible):
+        return None
+    if not _is_settled(found[0], operand, made, placement, known):
         return None
     return replace(placement, dim=found[0], parts=found[1])
 
@@ -195,27 +193,27 @@ def _by_groups(
     return None
 
 
+def _takes_all(e: int, known: list[int | None], flexible: int | None) -> bool:
+    """Whether what the unsharded program has more of goes to dim ``e``: not where a number that is
+    not known is passed for that, and it may be the same there, with the rest left to the -1.
+    """
+    return flexible in (None, e) or known[e] is not None or known[flexible] is not None
+
+
 def _is_settled(
-    e: int,
-    operand: Operand,
-    made: Operand,
-    placement: Shard,
-    known: list[int | None],
-    left: int | None,
+    e: int, operand: Operand, made: Operand, placement: Shard, known: list[int | None]
 ) -> bool:
     """Whether the unsharded program's dim ``e`` is the larger one, and no other is.
 
     Its sizes say so, or those of the others; or the split dim is joined with whole dims, or is
     divided. Of dims that are joined and divided anew, any may be the larger one, and the ranks'
-    results no shards; and of a dim that is divided, so may the one that has what is ``left``.
+    results no shards.
     """
     others = [size for dim, size in enumerate(known) if dim != e]
     if known[e] is not None or None not in others or _differ(made):
         return True
     before, after = operand.shapes[0], made.shapes[0]
     low, high = _group(before, after, placement.dim)
-    if left not in (None, e) and left in _within(after, low, high):
-        return False
     joined, divided = (
         [dim for dim in _within(shape, low, high) if shape[dim] > 1] for shape in (before, after)
     )

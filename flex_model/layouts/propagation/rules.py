@@ -41,6 +41,7 @@ class Rule:
 
 _BUILT_IN: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
     (pointwise.RULES, ()),
+    (pointwise.RULES_OF_NUMBERS, ("other",)),
     (reductions.RULES, ()),
     (contractions.RULES, ()),
     (views.RULES, ()),

@@ -61,7 +61,7 @@ def view(operation: Operation) -> Placements:
         return _reinterpreted(operand, made)
     name = "size" if "size" in operation.arguments[0] else "shape"
     sizes = _resolved(full_sizes_of(operation, name), math.prod(operand.full_shape))
-    return [reshaped(operand, made, sizes, _flexible(operation, name), axis=operation.axis)]
+    return [reshaped(operand, made, sizes, _flexible(operation, name))]
 
 
 def _reinterpreted(operand: Operand, made: Operand) -> Placements:
@@ -102,7 +102,7 @@ def unflatten(operation: Operation) -> Placements:
     flexible = None if flexible is None else dim + flexible
     sizes = (*full[:dim], *sizes, *full[dim + 1 :])
     are_stated = "sizes" in operation.full_sizes
-    return [reshaped(operand, made, sizes, flexible, are_stated, operation.axis)]
+    return [reshaped(operand, made, sizes, flexible, are_stated)]
 
 
 def like_other(operation: Operation) -> Placements:
