@@ -199,7 +199,7 @@ def like(operation: Operation) -> Placements:
 
 
 def scaled(operation: Operation) -> Placements:
-    """Of a tensor that all ranks have, each a share, by numbers that add up to one: a sum is due."""
+    """Of a tensor that all ranks have each a share, by numbers that add up to 1: a sum is due."""
     numbers = operation.by_rank("other")
     if not differ(numbers):
         return pointwise(operation)
