@@ -436,9 +436,7 @@ class HookCaller:
         ]
         return [header.shape for header in headers]
 
-    def _replicated_axes(
-        self, call: Call, tensor: Tensor, known: ShardLayout | None
-    ) -> list[str]:
+    def _replicated_axes(self, call: Call, tensor: Tensor, known: ShardLayout | None) -> list[str]:
         """Along which axes all ranks should hold this tensor's values, as far as that is known
         before they talk: in a followed forward its layout is compared when it is settled.
 

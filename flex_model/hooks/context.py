@@ -71,8 +71,8 @@ class RunContext:
         outer_error: The exception that was being handled when a direct call began; another one at
             its end is its own.
         ran_model: Whether the wrapped module was called in it.
-        is_recomputed: Whether it came by an edit, or a hook on gradients, in a part of the model that
-            a checkpoint may compute once more.
+        is_recomputed: Whether it came by an edit, or a hook on gradients, in a part of the model
+            that a checkpoint may compute once more.
         was_cut: Whether a forward of it was left early, by ``run_until``.
         first_node, last_node: Numbers of autograd's nodes made during the run: from the first, to
             before the last.

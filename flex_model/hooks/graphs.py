@@ -2,8 +2,8 @@
 built it, whatever became of them since: removed, not chosen any more, or the wrapper is gone.
 
 A graph says itself that its backward begins: nodes of the model's outputs, and the edges of
-backward hooks, hold its ``Graph``, which lives as long as they do. So do all nodes of a forward that
-may be computed once more (activation checkpointing): a backward may begin at any tensor inside.
+backward hooks, hold its ``Graph``, which lives as long as they do. So do all nodes of a forward
+that may be computed once more (activation checkpointing): a backward may begin at any tensor of it.
 """
 
 from __future__ import annotations

@@ -208,7 +208,9 @@ class Tracking:
         return Follower(self._root, mesh, self.statements, weights, self._kept.source)
 
     def _weights(self) -> Weights:
-        return Weights(self._root, self._channel.mesh, self.statements, self._constants, self._buffers)
+        return Weights(
+            self._root, self._channel.mesh, self.statements, self._constants, self._buffers
+        )
 
     def end(self, output: Any = None, failed: bool = False) -> None:
         """The forward that began last is over. Collective where it was followed and has not failed

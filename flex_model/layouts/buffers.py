@@ -2,8 +2,8 @@
 
 A buffer holds what the model was made or loaded with until somebody writes to it. What a followed
 forward wrote is placed as its operations prove; what was written at any other time is not known,
-since nothing tells whether a forward or the user wrote it. Versions tell that there was a write, and
-hashes that it changed nothing, as where DDP hands out rank 0's buffers.
+since nothing shows whether a forward or the user wrote it. Versions show that there was a write,
+and hashes that it changed nothing, as where DDP hands out rank 0's buffers.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from followed import follow, unsharded
 
 
 class Beside(nn.Module):
-    """Rows by their positions, beside a list of columns for each, and beside one column for each."""
+    """Rows by their positions, beside two columns for each, and beside one column for each."""
 
     def __init__(self):
         super().__init__()
