@@ -225,14 +225,14 @@ class Records:
         return moves
 
     def _compare_replicas(self, pending: list[PendingRecord], moves: list[Move]) -> None:
-        """What ranks should hold alike must be. Collective where there is such a record."""
+        """What ranks should hold alike must be, whoever says that they do: proofs, statements or
+        DTensors; gradients, too. Where it is but for the order of sums, all keep the first rank's.
+        Collective where there is such a record.
+        """
         compared = [
             (record, move.layout)
             for record, move in zip(pending, moves)
-            if record.known is None
-            and record.call.registration.kind in ("forward", "forward_pre")
-            and replicas.are_compared(record.snapshot.tensor)
-            and self._is_replicated(move.layout)
+            if replicas.are_compared(record.snapshot.tensor) and self._is_replicated(move.layout)
         ]
         if not compared:
             return
@@ -243,7 +243,9 @@ class Records:
             axes = resolve.differing_axes(layout, prints)
             if axes:
                 site = record.call.registration.layout_site
-                replicas.reconciled(self._channel, site, record.snapshot.tensor, axes)
+                own = record.snapshot.tensor
+                first = replicas.reconciled(self._channel, site, own, axes)
+                record.snapshot.tensor = owned_copy(first)
 
     def _is_replicated(self, layout: ShardLayout) -> bool:
         mesh = self._channel.mesh

@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.testing import assert_close
 
 import models
@@ -159,6 +160,75 @@ def test_backward_inside_a_run_of_other_groups(has_first, recompute):
         assert len(records["b.act"]) == 2
         found.append((inside, {name: p.grad for name, p in model.named_parameters()}))
         flex.module.zero_grad()
+    assert_close(*found)
+
+
+class Ends(nn.Module):
+    """A model behind whose recomputed part there is more."""
+
+    def __init__(self, recompute):
+        super().__init__()
+        self.first, self.last = models.Checkpointed(recompute), nn.Linear(5, 5)
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+
+def gradients_from_inside(recompute, after, keeps_output=True, site="first"):
+    """Of a backward that begins at the result of the part that is recomputed, or inside of it."""
+    model, kept = models.seeded(Ends, recompute).double(), []
+    flex = FlexModel(model, {})
+    flex.create_hook_group("edits", "first.b.act", editing_function=plus_square)
+    flex.module.get_submodule(site).register_forward_hook(
+        lambda module, args, output: kept.append(output)
+    )
+
+    def run():
+        return flex(BATCH)
+
+    output = after(flex, [], run)
+    kept = kept[:1]  # of the forward itself
+    if not keeps_output:
+        del output
+    kept[0].sin().mean().backward()
+    return [parameter.grad for parameter in model.first.parameters()]
+
+
+def choose_no_group(flex, handles, run):
+    result = run()
+    flex(BATCH, groups=())
+    return result
+
+
+@pytest.mark.parametrize("keeps_output", [True, False])
+@pytest.mark.parametrize("after", [restore, choose_no_group])
+@pytest.mark.parametrize("recompute", HOW)
+def test_backward_that_begins_inside_has_the_edits_of_its_forward(recompute, after, keeps_output):
+    """The part was computed once more without its edit: only the model's outputs were watched."""
+    expected = gradients_from_inside(None, nothing)
+    assert_close(gradients_from_inside(recompute, after, keeps_output), expected)
+
+
+def test_backward_that_begins_inside_of_what_is_recomputed():
+    expected = gradients_from_inside(None, nothing, site="first.b.fc2")
+    assert_close(gradients_from_inside("not reentrant", restore, site="first.b.fc2"), expected)
+
+
+def test_a_backward_from_inside_leaves_the_rest_of_its_graph_in_use():
+    """A graph is not used up by a pass through a part of it: the hooks that are removed then count
+    in the next.
+    """
+    found = []
+    for how in ("not reentrant", None):
+        model, kept = models.seeded(Ends, how).double(), []
+        flex = FlexModel(model, {})
+        flex.register_forward_hook(HookFunction("first.b.act", editing_function=plus_square))
+        model.first.a.register_forward_hook(lambda *given, kept=kept: kept.append(given[2]))
+        output = flex(BATCH)
+        kept[0].sin().mean().backward(inputs=[model.first.a.fc1.weight])
+        flex.restore()
+        output.sin().mean().backward(inputs=[model.first.b.fc1.weight])
+        found.append(model.first.b.fc1.weight.grad)
     assert_close(*found)
 
 

@@ -272,7 +272,7 @@ class HookCaller:
             if call.records:
                 self._records.now(call.registration, part)
             return _Given(call, original, leaf, part, _handed(part), pick)
-        axes = self._replicated_axes(call, leaf) if known is None else []
+        axes = self._replicated_axes(call, leaf, known)
         shapes = self._agree(call, leaf, call.registration.kind, axes)
         if self._differing:
             leaf = replicas.reconciled(
@@ -436,17 +436,21 @@ class HookCaller:
         ]
         return [header.shape for header in headers]
 
-    def _replicated_axes(self, call: Call, tensor: Tensor) -> list[str]:
+    def _replicated_axes(self, call: Call, tensor: Tensor, known: ShardLayout | None) -> list[str]:
         """Along which axes all ranks should hold this tensor's values, as far as that is known
         before they talk: in a followed forward its layout is compared when it is settled.
+
+        Args:
+            known: What a DTensor says, whose word is not taken for it.
         """
         if call.registration.is_backward or call.is_replay or not replicas.are_compared(tensor):
             return []
         mesh = self._channel.mesh
         sizes = (("dp", mesh.dp_size), ("tp", mesh.tp_size))
+        placements = call.evidence.placements if known is None else (known.dp, known.tp)
         return [
             axis
-            for (axis, size), placement in zip(sizes, call.evidence.placements)
+            for (axis, size), placement in zip(sizes, placements)
             if size > 1 and placement == Replicate()
         ]
 

@@ -71,6 +71,8 @@ class RunContext:
         outer_error: The exception that was being handled when a direct call began; another one at
             its end is its own.
         ran_model: Whether the wrapped module was called in it.
+        is_recomputed: Whether it came by an edit, or a hook on gradients, in a part of the model
+            that a checkpoint may compute once more.
         was_cut: Whether a forward of it was left early, by ``run_until``.
         first_node, last_node: Numbers of autograd's nodes made during the run: from the first, to
             before the last.
@@ -92,6 +94,7 @@ class RunContext:
     pending: list[PendingRecord] = field(default_factory=list)
     outer_error: BaseException | None = None
     ran_model: bool = False
+    is_recomputed: bool = False
     was_cut: bool = False
     first_node: int = 0
     last_node: int = OPEN

@@ -39,7 +39,7 @@ from flex_model.hooks.backward_watch import BackwardWatch
 from flex_model.hooks.call import HookCaller
 from flex_model.hooks.context import Call, RunContext, next_sequence, renew_seed
 from flex_model.hooks.function import HookFunction
-from flex_model.hooks.graphs import Graphs
+from flex_model.hooks.graphs import Graphs, is_in_checkpoint
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.remembered_runs import RememberedRuns, backward_task
 from flex_model.hooks.save_context import SentToAll
@@ -579,6 +579,7 @@ class HookCore:
     def _run_in(
         self, run: RunContext, registration: Registration, module: nn.Module, tree: Any
     ) -> Any:
+        run.is_recomputed |= registration.edits and is_in_checkpoint()
         try:
             number = self.tracking.number(registration)
             with follow.paused():
@@ -738,6 +739,8 @@ class HookCore:
         """A forward without gradients comes by hooks on gradients, which a recomputation of it may
         call: how their activations are placed. Local.
         """
+        if self.run is not None and not _in_backward():
+            self.run.is_recomputed = True
         if not self.tracking.is_following or _in_backward():
             return
         with follow.paused():

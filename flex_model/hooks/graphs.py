@@ -2,14 +2,16 @@
 built it, whatever became of them since: removed, not chosen any more, or the wrapper is gone.
 
 A graph says itself that its backward begins: nodes of the model's outputs, and the edges of
-backward hooks, hold its ``Graph``, which lives as long as they do.
+backward hooks, hold its ``Graph``, which lives as long as they do. So do all nodes of a forward
+that may be computed once more (activation checkpointing): a backward may begin at any tensor of it.
 """
 
 from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,15 +37,22 @@ class Graph:
         removed: Its hooks that were removed since.
         owner: The core, when the wrapper is gone.
         is_used: Whether its backward has been, and its memory been given back.
+        outputs: Of a graph whose nodes all hold it: the outputs that no backward came to yet, by
+            number; a pass that began inside has not given back all of its memory.
+        entered: Those that the pass came to that goes on.
     """
 
-    __slots__ = ("__weakref__", "_graphs", "is_used", "owner", "removed", "run")
+    __slots__ = (
+        "__weakref__", "_graphs", "entered", "is_used", "outputs", "owner", "removed", "run",
+    )  # fmt: skip
 
     def __init__(self, run: RunContext, graphs: Graphs) -> None:
         self.run = run
         self.removed: list[Registration] = []
         self.owner: object = None
         self.is_used = False
+        self.outputs: set[int] = set()
+        self.entered: set[int] = set()
         self._graphs = weakref.ref(graphs)
 
     def enter(self, *grads: object) -> None:
@@ -51,6 +60,22 @@ class Graph:
         graphs = self._graphs()
         if graphs is not None:
             graphs.enter(self)
+
+    def enter_at(self, output: int, *grads: object) -> None:
+        """As ``enter``, at an output."""
+        self.entered.add(output)
+        self.enter()
+
+    def passed(self, frees: bool) -> None:
+        """A backward pass that came to this graph ended well.
+
+        Args:
+            frees: Whether it gave the memory back.
+        """
+        if frees:
+            self.outputs -= self.entered
+            self.is_used |= not self.outputs
+        self.entered.clear()
 
     def __del__(self) -> None:
         owner, self.owner, self.is_used = self.owner, None, True
@@ -85,9 +110,14 @@ class Graphs:
         if not torch.is_grad_enabled():
             return
         nodes = [leaf.grad_fn for leaf in _C.flatten(output)[0] if leaf.grad_fn is not None]
-        if nodes:
-            graph = self.add(run)
-            for node in nodes:
+        if not nodes:
+            return
+        graph = self.add(run)
+        for i, node in enumerate(nodes):
+            node.register_prehook(partial(graph.enter_at, i))
+        if run.is_recomputed:
+            graph.outputs.update(range(len(nodes)))
+            for node in _nodes_inside(run, nodes):
                 node.register_prehook(graph.enter)
 
     def keep(self, registrations: Sequence[Registration]) -> None:
@@ -171,10 +201,29 @@ class _Served:
     def ended(self) -> None:
         """The pass ended well: what it came to is used up, if its memory was not kept."""
         for graph in self.graphs:
-            graph.is_used |= self._frees
+            graph.passed(self._frees)
 
     def __del__(self) -> None:
         self._of.left(self)
+
+
+def is_in_checkpoint() -> bool:
+    """Whether what runs may be computed once more in backward, if its graph is built at all: a
+    checkpoint runs without one, or has what is saved for it made again.
+    """
+    saved_by = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return not torch.is_grad_enabled() or saved_by is not None
+
+
+def _nodes_inside(run: RunContext, outputs: Sequence[Any]) -> Iterator[Any]:
+    """The nodes behind these that were made during the run."""
+    seen, pending = set(outputs), list(outputs)
+    while pending:
+        for node, _ in pending.pop().next_functions:
+            if node is not None and node not in seen and run.holds(node):
+                seen.add(node)
+                pending.append(node)
+                yield node
 
 
 _left: weakref.WeakSet[Graphs] = weakref.WeakSet()  # whose wrappers are gone

@@ -19,6 +19,7 @@ from flex_model.errors import agreed
 from flex_model.hooks.registration import Registration
 from flex_model.integrations import compiled, dtensor
 from flex_model.layouts import follow
+from flex_model.layouts.buffers import Buffers
 from flex_model.layouts.encoding import encode
 from flex_model.layouts.exchange import exchange_chunks
 from flex_model.layouts.follow import UNKNOWN, Follower, Pair
@@ -122,6 +123,7 @@ class Tracking:
         self._num_followed = 0
         self._conditions: Conditions | None = None
         self._constants = Constants(root)
+        self._buffers = None if channel.is_local else Buffers(root)
         self._kept = KeptTensors()
         self.statements = Statements(root)
         self.forward = Forward()
@@ -167,7 +169,10 @@ class Tracking:
             return
         if self._conditions is None:
             self._conditions = Conditions(self._root)
-        form, sizes = self._conditions.form(args, kwargs, site_hash(part, *sites))
+        assert self._buffers is not None
+        self._buffers.observe()
+        known = site_hash(part, *sites, self._buffers.digest)
+        form, sizes = self._conditions.form(args, kwargs, known)
         words = self._memory.words(form, sizes)
         header = Header("inputs", site=site_hash(part, *sites), shape=words)
         headers = self._channel.agree(header, "the start of a forward")
@@ -203,7 +208,9 @@ class Tracking:
         return Follower(self._root, mesh, self.statements, weights, self._kept.source)
 
     def _weights(self) -> Weights:
-        return Weights(self._root, self._channel.mesh, self.statements, self._constants)
+        return Weights(
+            self._root, self._channel.mesh, self.statements, self._constants, self._buffers
+        )
 
     def end(self, output: Any = None, failed: bool = False) -> None:
         """The forward that began last is over. Collective where it was followed and has not failed
@@ -218,6 +225,8 @@ class Tracking:
                 if forward.layouts is not None:
                     left = _tensors([forward.states, output])
                     self._kept.note_state(left, forward.layouts.state)
+                    if self._buffers is not None:
+                        self._buffers.note(forward.layouts.buffers)
 
     def finish(self, output: Any = None) -> None:
         """Conclude what the followed forward has shown. Collective where there was one."""
@@ -227,7 +236,12 @@ class Tracking:
         forward.is_over = True
         forward.follower.note_outputs(output)
         left = [forward.follower.meet(one) for one in _tensors([forward.states, output])]
-        self._compare(forward.follower)
+        assert self._buffers is not None
+        written = {
+            name: forward.follower.meet_written(buffer, is_same)
+            for name, buffer, is_same in self._buffers.written(forward.follower.has_written)
+        }
+        self._compare(forward.follower, is_over=True)
         self.last = forward.follower
         self._last_values = {place: seen.value for place, (seen, _) in forward.seen.items()}
         follower, layouts = forward.follower, ForwardLayouts()
@@ -249,7 +263,8 @@ class Tracking:
         self._note_gradients(follower, layouts, of_gradients)
         layouts.state = list(map(follower.placements, left))
         self._kept.note(follower)
-        self._constants.note_made(self._root, (one for one, _ in follower.recorder.living()))
+        layouts.buffers = {name: follower.placements(value) for name, value in written.items()}
+        self._buffers.note(layouts.buffers)
         self._memory.remember(forward.key, layouts)
         forward.seen.clear()
 
@@ -423,8 +438,11 @@ class Tracking:
         """How many forwards were followed so far."""
         return self._num_followed
 
-    def _compare(self, follower: Follower) -> None:
+    def _compare(self, follower: Follower, is_over: bool = False) -> None:
         """Compare what the ranks have run. Collective.
+
+        Args:
+            is_over: Whether that is the whole forward.
 
         Raises:
             ValueError: what the user states is not so. On every rank.
@@ -432,7 +450,7 @@ class Tracking:
         exchange_chunks(self._channel, follower)
         if not self.statements:
             return
-        refuted = follower.proofs.refuted_statement()
+        refuted = follower.refuted_statement(is_over)
         verdicts = self._channel.exchange(torch.tensor([bool(refuted)]))
         if bool(verdicts.any()):
             raise agreed(ValueError(refuted or "a statement is refuted on another rank"))

@@ -210,6 +210,9 @@ class Follower:
         # Modules that run, with their paths in the log and the sizes stated outside of them.
         self._open: list[tuple[int, str, frozenset[int]]] = []
         self._handles: list[Any] = []
+        # Statements that have named a tensor, and those that a module was met without theirs.
+        self._applied: set[Statement] = set()
+        self._short: dict[Statement, str] = {}
 
     def __enter__(self) -> Follower:
         """Begin to record."""
@@ -230,6 +233,20 @@ class Follower:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    def refuted_statement(self, is_over: bool) -> str:
+        """What is wrong with a statement of the user's; empty if nothing is.
+
+        Args:
+            is_over: Whether the forward is: then a statement must have named a tensor of a module.
+        """
+        for statement, text in self._short.items() if is_over else ():
+            if statement not in self._applied:
+                return (
+                    f"{statement.describe()}: index={statement.index}, but {text}; count them "
+                    "from 0, as HookFunction(unpack_idx=...) does"
+                )
+        return self.proofs.refuted_statement()
 
     def is_of(self, root: nn.Module) -> bool:
         """Whether it follows this model."""
@@ -276,7 +293,13 @@ class Follower:
 
         def state(module: nn.Module, given: Any, other: Any) -> None:
             tensors = _tensors((given, other) if takes_inputs else other)
-            if statement.index < len(tensors) and not self.recorder.is_paused:
+            if self.recorder.is_paused:
+                return
+            if statement.index >= len(tensors):
+                name = self._modules.get(id(module), "")
+                self._short.setdefault(statement, f"{name!r} has {len(tensors)} tensors there")
+            else:
+                self._applied.add(statement)
                 placements = (encode(statement.dp), encode(statement.tp))
                 tensor, text = tensors[statement.index], statement.describe()
                 self.recorder.state(tensor, placements, text, statement.sizes)
@@ -325,6 +348,24 @@ class Follower:
     def weight(self, tensor: Tensor, name: str) -> Value | None:
         """What stands for a weight that the forward has used."""
         return self.recorder.weight(tensor, name)
+
+    def has_written(self, buffer: Tensor) -> bool:
+        """Whether a write to the buffer was seen."""
+        before = self.recorder.weight(buffer, "")
+        return before is not None and self.recorder.value(buffer) != before
+
+    def meet_written(self, buffer: Tensor, is_same: bool) -> Any:
+        """Likewise, of a buffer of the model that was written to: nothing is known of it where the
+        write was not seen.
+
+        Args:
+            is_same: Whether it is the tensor that it was when the forward began.
+        """
+        if is_same and not self.has_written(buffer):
+            value = self.log.new_value()
+            self.log.add("met", value, None)
+            return value
+        return self.meet(buffer)
 
     def placements(self, value: Any) -> Pair:
         """Where the tensor of this value is, as far as ``sync`` has compared the logs."""

@@ -44,6 +44,7 @@ class ForwardLayouts:
     Attributes:
         shapes: Local shapes on this rank.
         state: Of tensors that the forward left in its arguments' objects or returned.
+        buffers: By name, of the model's buffers that the forward wrote to or made.
         gradients: Placements of the gradients of the tensors that have one.
         graph: Follows the backward of the forward that was followed; ``values`` stand for the
             tensors in it. Kept as long as a gradient is not known.
@@ -57,6 +58,7 @@ class ForwardLayouts:
     values: dict[Place, Any] = field(default_factory=dict)
     shapes: dict[Place, Shape] = field(default_factory=dict)
     state: list[Pair] = field(default_factory=list)
+    buffers: dict[str, Pair] = field(default_factory=dict)
     growth: dict[Place, Shape] | None = None
     num_asked: int = 0
 
@@ -202,6 +204,8 @@ def _make_room(table: dict[int, Any]) -> None:
 def _growth(before: ForwardLayouts, after: ForwardLayouts) -> dict[Place, Shape] | None:
     """By how much each shape has grown; None where layouts or numbers of dims differ."""
     if before.pairs != after.pairs or before.gradients != after.gradients:
+        return None
+    if before.buffers != after.buffers:
         return None
     growth = {}
     for place, shape in after.shapes.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,8 +61,10 @@ def _extent(place: Geometry) -> tuple[int, int]:
 
 def same_dims(written: Geometry, other: Geometry) -> tuple[int | None, ...]:
     """By dim of ``written``: the dim of ``other`` that steps through memory alike; None where none
-    or several do.
+    or several do, or the steps are those of another dtype.
     """
+    if written[3] != other[3]:
+        return (None,) * len(written[1])
     dims: list[int | None] = []
     for size, stride in zip(written[1], written[2]):
         found = [
@@ -73,7 +76,17 @@ def same_dims(written: Geometry, other: Geometry) -> tuple[int | None, ...]:
     return tuple(dims)
 
 
-def all_blank(tensor: Tensor) -> Tensor | None:
+@dataclass(frozen=True)
+class Blank:
+    """A flag for each element of a storage: whether nothing has been written to it; and the dtype
+    of the elements.
+    """
+
+    flags: Tensor
+    dtype: torch.dtype
+
+
+def all_blank(tensor: Tensor) -> Blank | None:
     """A flag for each element of the tensor's storage; None for very large ones, which then stay
     unknown.
     """
@@ -81,31 +94,50 @@ def all_blank(tensor: Tensor) -> Tensor | None:
     if count > _MAX_BLANK:
         return None
     with unset_fake_temporarily():  # flags have values even in a dry run
-        blank = torch.zeros(count, dtype=torch.bool)
-        blank.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(True)
-    return blank
+        flags = torch.zeros(count, dtype=torch.bool)
+        flags.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(True)
+    return Blank(flags, tensor.dtype)
 
 
-def is_blank(blank: Tensor, place: Geometry) -> bool:
+def is_blank(blank: Blank, place: Geometry) -> bool:
     """Whether none of these elements is written."""
-    offset, shape, strides, _ = place
+    offset, shape, strides, dtype = place
+    if dtype != blank.dtype:
+        return False
     with unset_fake_temporarily():
-        return bool(blank.as_strided(shape, strides, offset).all())
+        return bool(blank.flags.as_strided(shape, strides, offset).all())
 
 
-def write(blank: Tensor, place: Geometry) -> bool:
-    """These elements are written; whether all of them are now."""
-    offset, shape, strides, _ = place
+def write(blank: Blank, place: Geometry) -> bool:
+    """These elements are written; whether all of them are now: not known of a view in another
+    dtype.
+    """
+    offset, shape, strides, dtype = place
+    if dtype != blank.dtype:
+        return False
     with unset_fake_temporarily():
         if 0 not in shape:
-            blank.as_strided(shape, strides, offset).fill_(False)
-        return not bool(blank.any())
+            blank.flags.as_strided(shape, strides, offset).fill_(False)
+        return not bool(blank.flags.any())
 
 
 # They give their tensor another shape, and its memory nothing.
 _VIEWS_IN_PLACE = {
     f"aten::{name}_" for name in ("squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze")
 }
+
+
+_BATCH_NORMS = {
+    f"aten::{name}"
+    for name in ("batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+}
+
+
+def statistics_written_by(name: str, args: Sequence[Any]) -> list[Tensor]:
+    """The running statistics that a batch norm writes to in training, as its schema doesn't say."""
+    if name not in _BATCH_NORMS or len(args) < 8 or not args[5]:
+        return []
+    return [one for one in args[3:5] if isinstance(one, Tensor)]
 
 
 def written_by(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -41,6 +41,11 @@ def made(operation: Operation, values: Sequence[Any], known: Mapping[Any, Shard]
     return moved if isinstance(moved, Shard) and moved.parts == 1 else None
 
 
+def _is_long_beside(index: Operand, back: int) -> bool:
+    """Whether the index has more than one element along the dim that is ``back`` from its end."""
+    return index.ndim >= back and any(shape[-back] != 1 for shape in index.shapes)
+
+
 def selected(
     operation: Operation, values: Sequence[Any], known: Mapping[Any, Shard]
 ) -> Shard | None:
@@ -67,6 +72,8 @@ def selected(
     others = [at[i] for i in given if i != shard.dim]
     if any(other.placement != REPLICATED or other.dtype == torch.bool for other in others):
         return None
+    if any(_is_long_beside(other, rows.ndim - split.dim) for other in others):
+        return None  # the rows are repeated, or are one row a rank
     if operation.name == "index_select":
         return Shard(shard.dim)
     ndim = max(at[i].ndim for i in given)

@@ -82,7 +82,7 @@ class _Storage:
 
     reference: StorageWeakRef
     values: dict[Geometry, list[Value]] = field(default_factory=dict)
-    blank: Tensor | None = None
+    blank: memory_map.Blank | None = None
 
 
 class Recorder(TorchDispatchMode):
@@ -115,6 +115,7 @@ class Recorder(TorchDispatchMode):
         self._axes_of, self.stated = axes_of, stated
         self._functions = _FunctionRecorder(self)
         self.pauses = 0
+        self.num_dispatched = 0  # operations that go on: what asks for sizes then is no model
         self._tasks: list[int] = []  # of autograd's, in which it was entered
         self._storages: dict[int, _Storage] = {}
         self._objects: dict[int, _Known] = {}
@@ -377,6 +378,13 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.is_paused:
             return func(*args, **kwargs)
+        self.num_dispatched += 1
+        try:
+            return self._dispatch(func, args, kwargs)
+        finally:
+            self.num_dispatched -= 1
+
+    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not isinstance(
             func, torch._ops.OpOverload
         ):  # flex_attention and other higher-order ones
@@ -400,6 +408,7 @@ class Recorder(TorchDispatchMode):
         self._add_operation(
             schema.name, schema.overload_name, encoded, args, kwargs, result, schema
         )
+        self._note_statistics(schema.name, encoded, args)
         if schema.name == "aten::embedding" and dtensor.is_dtensor(result):
             self._note_masks(args[1], result)
         return result
@@ -472,6 +481,22 @@ class Recorder(TorchDispatchMode):
         if carriers and name.startswith("aten::"):
             self._nodes.link(outputs, writes)
         self.log.add("op", full_name, *arguments, outputs, numbers, writes, carriers)
+
+    def _note_statistics(self, name: str, encoded: tuple[Any, ...], args: Sequence[Any]) -> None:
+        """What a batch norm wrote beside its result, as the operation does that returns it."""
+        statistics = memory_map.statistics_written_by(name, args)
+        if len(statistics) < 2:
+            return
+        written, writes = self._outputs(statistics, True, name)
+        beside = [  # the result, and the statistics of the batch
+            (self.log.new_value(), memory_map.shape_of(one), str(one.dtype), None)
+            + (memory_map.shape_of(memory_map.plain(one)),)
+            for one in (args[0], *statistics)
+        ]
+        nothing = ((None, (), False),) * len(beside)
+        functional = "aten::_native_batch_norm_legit_functional"
+        outputs = (*beside, *written)
+        self.log.add("op", functional, encoded[0][:8], (), outputs, (), (*nothing, *writes), ())
 
     def _outputs(
         self, tensors: Sequence[Tensor], in_place: bool, name: str, is_copy_of_blank: bool = False
@@ -658,6 +683,7 @@ class Recorder(TorchDispatchMode):
 _SIZES = {"__get__", "size", "numel", "nelement"}
 _MADE_OF_SIZES = {"stride", "storage_offset"}  # and attributes such as ``nbytes``
 _COUNTS_BYTES = {Tensor.nbytes.__get__}  # type: ignore[attr-defined]
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _NUMBERS = {"item", "__int__", "__float__", "__index__", "__complex__"}
 _UNSEEN = {torch.broadcast_tensors}  # whose steps have sizes of tensors that nothing shows
 _QUESTIONS = {"__bool__", "is_nonzero", "equal", "allclose", "__contains__"}
@@ -683,7 +709,7 @@ class _FunctionRecorder(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         recorder = self._recorder
-        if recorder.is_paused:
+        if recorder.is_paused or recorder.num_dispatched:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name == "__len__":
@@ -764,6 +790,8 @@ class _FunctionRecorder(TorchFunctionMode):
         """A shape, or one size of it, that remembers of what it is."""
         result = func(*args, **kwargs)
         tensor = args[0] if args else None
+        if func == _DATA:
+            self._recorder._is_same(args, result)
         name = getattr(func, "__name__", "")
         is_count = name in ("numel", "nelement")
         is_size = isinstance(result, int) and (name == "size" or is_count)

@@ -14,6 +14,7 @@ from flex_model import _C
 from flex_model.distributed.layout import Placement, Replicate, Shard
 from flex_model.distributed.mesh import Mesh
 from flex_model.integrations import dtensor, fsdp, layers
+from flex_model.layouts.buffers import Buffers
 from flex_model.layouts.encoding import decode, encode
 from flex_model.layouts.statements import Statement, Statements, in_words
 from flex_model.names import clean
@@ -31,10 +32,6 @@ _Weight = tuple["weakref.ref[Tensor]", str, nn.Module, str, "weakref.ref[Tensor]
 class Constants:
     """Tensors that modules had as plain attributes before the first forward, such as the
     frequencies of a rotary embedding: buffers in all but name, as long as nobody writes to them.
-
-    Attributes:
-        made: Names of the buffers that forwards made, such as caches: they hold what those put
-            there, which the model's other buffers do not.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -44,14 +41,6 @@ class Constants:
             for value in vars(module).values()
             if isinstance(value, Tensor)
         }
-        self.made: set[str] = set()
-
-    def note_made(self, root: nn.Module, tensors: Iterable[Tensor]) -> None:
-        """A forward is over; it has made these tensors."""
-        made = {id(tensor) for tensor in tensors}
-        for name, buffer in root.named_buffers():
-            if id(buffer) in made:
-                self.made.add(clean(root, name))
 
     def __contains__(self, tensor: Tensor) -> bool:
         known = self._versions.get(id(tensor))
@@ -76,9 +65,10 @@ class Weights:
         mesh: Mesh,
         statements: Statements,
         constants: Constants | None = None,
+        buffers: Buffers | None = None,
     ) -> None:
         self._root, self._mesh, self._statements = root, mesh, statements
-        self._constants = constants
+        self._constants, self._buffers = constants, buffers
         self._is_stated = layers.states_tensor_parallelism(root, mesh)
         self._has_fsdp1 = any(fsdp.is_fsdp1(module) for module in root.modules())
         self._found: dict[int, _Weight] = {}
@@ -127,13 +117,29 @@ class Weights:
             return None
         _, name, module, leaf, of_weight = found
         weight = of_weight()
-        if weight is None or (self._constants is not None and name in self._constants.made):
+        if weight is None:
             return None
+        if self._buffers is not None and leaf in module._buffers:
+            left = self._buffers.state(name, weight)
+            if left is None:
+                return None  # what made it tells
+            if left.pair is not None:
+                return self._left(name, module, weight, left.pair)
         known = self._known.get((name, id(weight)))
         if known is None or known[0]() is not weight:
             found_here = self._placements(name, module, leaf, weight)
             self._known[name, id(weight)] = known = weakref.ref(weight), *found_here
         return name, *known[1:]
+
+    def _left(
+        self, name: str, module: nn.Module, buffer: Tensor, pair: Any
+    ) -> tuple[str, Placements, Sizes]:
+        """A buffer that was written to: what is proven of that, and what is stated of the rest."""
+        statement = self._statements.of_parameter(name, module)
+        stated = (None, None) if statement is None else (statement.dp, statement.tp)
+        own = stated_by_dtensor(buffer, self._mesh) or (None, None)
+        dp, tp = (a or encode(b) or encode(c) for a, b, c in zip(own, pair, stated))
+        return f"{name}, as it was written", (dp, tp), None
 
     def _placements(
         self, name: str, module: nn.Module, leaf: str, tensor: Tensor

@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
+import models
 from flex_model import FlexModel, HookFunction
 from flex_model.distributed import values
 
@@ -40,6 +42,82 @@ def test_values_may_be_as_far_apart_as_verify_allows(dtype):
     assert recorded(dtype, bound * 0.8)
     with pytest.raises(ValueError, match="hold different values"):
         recorded(dtype, bound * 1.3)
+
+
+@pytest.mark.ranks(2)
+def test_all_ranks_keep_the_first_rank_s_values():
+    """Each kept its own, which differ by less than the bound."""
+    (kept,) = recorded(torch.float32, values.tolerance(torch.zeros(1)) * 0.5)["0"]
+    assert torch.equal(kept, torch.ones(4, 8))
+
+
+def double(module, full, save_ctx, modules):
+    return 2 * full
+
+
+class Claims(nn.Module):
+    """A DTensor that says it is replicated."""
+
+    def __init__(self, mesh, by):
+        super().__init__()
+        self.mesh, self.by = mesh, by
+
+    def forward(self, x):
+        own = x + self.by * dist.get_rank()
+        return DTensor.from_local(own, self.mesh, [Replicate()], run_check=False)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("edit", [None, double])
+def test_dtensors_that_claim_to_be_replicated_are_compared(edit):
+    """Rank 0's values were taken for all, without a word; of edits, each rank's own."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    for by, is_right in ((0.0, True), (1e-3, False)):
+        with FlexModel(nn.Sequential(Claims(mesh, by)), {}, tensor_parallel_size=2) as flex:
+            flex.register_forward_hook(HookFunction("0", editing_function=edit))
+            for _ in range(2):
+                if is_right:
+                    flex(torch.ones(4, 8))
+                else:
+                    with pytest.raises(ValueError, match="hold different values"):
+                        flex(torch.ones(4, 8))
+
+
+class Spoils(torch.autograd.Function):
+    """Its backward adds another number on each rank, from the second call on."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        Spoils.calls += 1
+        return grad + (Spoils.calls > 1) * dist.get_rank()
+
+
+class Spoiled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.site, self.fc = nn.Identity(), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return Spoils.apply(self.site(self.fc(x)))
+
+
+@pytest.mark.ranks(2)
+def test_gradients_that_are_whole_are_compared_every_time():
+    """Of the second backward, rank 0's were recorded without a word."""
+    Spoils.calls = 0
+    with FlexModel(models.seeded(Spoiled), {}, tensor_parallel_size=2) as flex:
+        flex.annotate_layout("", kind="parameter", tp=Replicate())
+        site = HookFunction("site", placements={"tp": Replicate()})
+        flex.register_full_backward_hook(site)
+        flex(torch.ones(4, 8)).sum().backward()
+        with pytest.raises(ValueError, match="hold different values"):
+            flex(torch.ones(4, 8)).sum().backward()
 
 
 def test_nan_and_infinities_are_equal_to_themselves():

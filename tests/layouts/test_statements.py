@@ -126,6 +126,18 @@ def test_a_statement_against_a_proof_is_an_error():
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["forward", "forward_pre"])
+def test_an_index_that_no_tensor_has_is_an_error(kind):
+    """Such a statement was ignored without a word."""
+    sharded, _ = by_hand()
+    with FlexModel(sharded, {}, tensor_parallel_size=2) as flex:
+        flex.register_forward_hook(HookFunction("inp"))
+        flex.annotate_layout("act", kind=kind, index=3, tp=Shard(1))
+        with pytest.raises(ValueError, match=r"'act'.*index=3, but 'act' has 1 tensors there"):
+            flex(BATCH)
+
+
+@pytest.mark.ranks(2)
 def test_sizes_that_are_stated_are_checked():
     sharded, _ = by_hand()
     with FlexModel(sharded, {}, tensor_parallel_size=2) as flex:

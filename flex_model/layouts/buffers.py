@@ -1,0 +1,180 @@
+"""What forwards left in a model's buffers: running statistics, counters, caches.
+
+A buffer holds what the model was made or loaded with until somebody writes to it. What a followed
+forward wrote is placed as its operations prove; what was written at any other time is not known,
+since nothing shows whether a forward or the user wrote it. Versions show that there was a write,
+and hashes that it changed nothing, as where DDP hands out rank 0's buffers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flex_model.distributed import values
+from flex_model.distributed.header import site_hash
+from flex_model.distributed.layout import Placement
+from flex_model.distributed.plain import kind_of
+from flex_model.layouts.encoding import encode
+from flex_model.names import clean
+
+Pair = tuple[Placement | None, Placement | None]
+Mark = tuple[int | None, ...]  # changes when a buffer is written to
+UNKNOWN: Pair = (None, None)
+
+
+@dataclass(frozen=True)
+class State:
+    """A buffer as it was left.
+
+    Attributes:
+        pair: How it is placed; None for what the model was made or loaded with, which is placed as
+            the model's other weights.
+    """
+
+    tensor: weakref.ref[Tensor]
+    mark: Mark
+    pair: Pair | None
+
+    def is_of(self, tensor: Tensor, mark: Mark) -> bool:
+        """Whether the tensor is this buffer, and nobody has written to it since."""
+        return self.tensor() is tensor and self.mark == mark
+
+
+class Buffers:
+    """The buffers of one model, by clean name. Local."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._tables: list[tuple[str, Mapping[str, Tensor | None]]] = []
+        self._states: dict[str, State] = {}
+        self._own: dict[str, int | None] = {}  # hashes of what the model was made or loaded with
+        self._scan()
+        for name, buffer, mark in self._named():
+            self._note_own(name, buffer, mark)
+        handles = [
+            module.register_load_state_dict_post_hook(_Loaded(self))
+            for module in root.modules()
+            if module._buffers
+        ]
+        weakref.finalize(self, _remove, handles).atexit = False
+
+    def _scan(self) -> None:
+        self._tables = [
+            (f"{clean(self._root, name)}.".lstrip("."), module._buffers)
+            for name, module in self._root.named_modules()
+        ]
+
+    def _named(self) -> Iterator[tuple[str, Tensor, Mark]]:
+        for prefix, table in self._tables:
+            for leaf, buffer in table.items():
+                if buffer is not None:
+                    yield prefix + leaf, buffer, _mark(table, leaf, buffer)
+
+    def _note_own(self, name: str, buffer: Tensor, mark: Mark) -> None:
+        self._states[name] = State(weakref.ref(buffer), mark, None)
+        self._own[name] = _hash(buffer)
+
+    def note_loaded(self, module: nn.Module, missing: list[str]) -> None:
+        """The module's own buffers were loaded, but for those of these names."""
+        loaded = {
+            id(buffer)
+            for leaf, buffer in module._buffers.items()
+            if buffer is not None
+            and leaf not in module._non_persistent_buffers_set
+            and not any(name.rpartition(".")[2] == leaf for name in missing)
+        }
+        for name, buffer, mark in self._named():
+            if id(buffer) in loaded:
+                self._note_own(name, buffer, mark)
+
+    def observe(self) -> None:
+        """A forward of the model begins."""
+        for name, buffer, mark in self._named():
+            known = self._states.get(name)
+            if known is not None and known.is_of(buffer, mark):
+                continue
+            own = self._own.get(name)
+            is_own = own is not None and own == _hash(buffer)
+            pair = None if is_own else UNKNOWN
+            self._states[name] = State(weakref.ref(buffer), mark, pair)
+
+    def state(self, name: str, tensor: Tensor) -> State | None:
+        """How the buffer was left that has this name and is this tensor; None for one that was made
+        since the forward began.
+        """
+        known = self._states.get(name)
+        return known if known is not None and known.tensor() is tensor else None
+
+    def written(self, is_seen: Callable[[Tensor], bool]) -> Iterator[tuple[str, Tensor, bool]]:
+        """Name, buffer and whether it is still the same tensor, of those that were written to or
+        made since the forward began.
+
+        Args:
+            is_seen: Whether a write to the buffer was seen, even if it left no mark.
+        """
+        self._scan()
+        for name, buffer, mark in self._named():
+            known = self._states.get(name)
+            if known is None or not known.is_of(buffer, mark) or is_seen(buffer):
+                yield name, buffer, known is not None and known.tensor() is buffer
+
+    def note(self, pairs: Mapping[str, Pair]) -> None:
+        """A forward is over that left these buffers so."""
+        for name, buffer, mark in self._named():
+            if name in pairs:
+                self._states[name] = State(weakref.ref(buffer), mark, pairs[name])
+
+    @property
+    def digest(self) -> int:
+        """Stands for how all of them are placed."""
+        found = [(name, state.pair) for name, state in self._states.items() if state.pair]
+        parts = [(name, *map(encode, pair)) for name, pair in sorted(found, key=lambda one: one[0])]
+        return site_hash(*parts) if parts else 0
+
+
+class _Loaded:
+    """Called by torch when a module was loaded; copies of the module have one that does nothing."""
+
+    def __init__(self, buffers: Buffers | None = None) -> None:
+        self._buffers = None if buffers is None else weakref.ref(buffers)
+
+    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
+        buffers = None if self._buffers is None else self._buffers()
+        if buffers is not None:
+            buffers.note_loaded(module, incompatible_keys.missing_keys)
+
+    def __reduce__(self) -> Any:
+        return _Loaded, ()
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _mark(table: Mapping[str, Tensor | None], leaf: str, buffer: Tensor) -> Mark:
+    """Kernels of batch norms write to their statistics without a new version, but the module counts
+    the batches.
+    """
+    counter = table.get("num_batches_tracked") if leaf.startswith("running_") else None
+    return _version(buffer), None if counter is None else _version(counter)
+
+
+def _version(tensor: Tensor) -> int | None:
+    """Changes with every write; inference tensors have none, but for their values."""
+    return _hash(tensor) if tensor.is_inference() else tensor._version
+
+
+def _hash(tensor: Tensor) -> int | None:
+    """Stands for dtype, shape and values; None for what has none that can be read."""
+    if kind_of(tensor):
+        return None
+    with torch.no_grad():
+        content = int(values.fingerprint(tensor)[0]) if tensor.numel() else 0
+    return site_hash(str(tensor.dtype), *tensor.shape, content)
