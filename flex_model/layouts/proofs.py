@@ -7,7 +7,7 @@ rule covers is not known, and all that is made of it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -606,9 +606,9 @@ class AxisProofs:
             found = None
             if axes is not None and place < len(reader.operands):
                 operand, read = reader.operands[place], reader.values[place]
-                found = collectives.placement(self, base, reduction, axes, operand, read)
                 if operand.placement is None and self._completes_shards(reduction, axes):
-                    found = REPLICATED
+                    operand = replace(operand, placement=Partial())
+                found = collectives.placement(self, base, reduction, axes, operand, read)
                 part = collectives.gathered(base, self.axis, axes, operand, outputs[0][0], i)
                 self._note_gathered(value, part)
             self._know(value, found)
