@@ -139,6 +139,8 @@ class AxisProofs:
         is_one = all(chunk is chunks[0] for chunk in chunks)
         for entries in zip(*logs) if is_one else aligned(logs, self._skip):
             self._follow_entry(entries)
+        if any(logs):
+            self.gradients.forget()
 
     def _check_sizes(self, value: Value, stated: set[tuple[int | None, ...]]) -> None:
         """The shards of a weight must make up the sizes that its layer or the user states."""
@@ -193,7 +195,7 @@ class AxisProofs:
             found = [decode(entry[2] and entry[2][self._index]) for entry in entries]
             shapes = [entry[3] for entry in entries]
             self._place(entries[0][1], found, shapes, "set by a hook")
-            self.gradients.note_made([entry[4] for entry in entries], [entries[0][1]])
+            self.gradients.note_replaced([entry[4] for entry in entries], entries[0][1])
         elif kind == "stated":
             self._follow_statement(entries)
         elif kind == "lost":
@@ -217,6 +219,10 @@ class AxisProofs:
             self._follow_met(entries)
         elif kind == "named":
             self._follow_named(entries)
+        elif kind == "idle":
+            self.gradients.note_idle(entries[0][1])
+        elif kind == "hooked":
+            self.gradients.lose([entry[1] for entry in entries], entries[0][2])
         elif kind == "output":
             self.gradients.note_output(entries[0][1])
         elif kind == "node":
@@ -224,7 +230,7 @@ class AxisProofs:
         elif kind == "backward":
             self._follow_backward(entries)
         elif kind == "gradients":
-            self.gradients.note_handed(entries[0][1], _common([entry[2] for entry in entries]))
+            self.gradients.note_handed(entries[0][1], list(zip(*(entry[2] for entry in entries))))
 
     def _follow_exit(self, path: str) -> None:
         while path in self._modules:
@@ -302,7 +308,7 @@ class AxisProofs:
         inputs = (before,) if isinstance(before, int) else ()
         self.steps[value] = Step(text, inputs)
         self._know(value, stated or proven)
-        self.gradients.note_made([entry[2] for entry in entries], [value])
+        self.gradients.note_replaced([entry[2] for entry in entries], value)
         if isinstance(before, int) and before in self.open and self.placement(value) is None:
             self.open[value] = self.open[before]
         if stated is not None and proven is not None and stated != proven:
@@ -757,11 +763,6 @@ def _hands_gradients(rule: str) -> bool:
     alone.
     """
     return not (rule.endswith("_like") or rule.startswith("new_") or rule == "detach")
-
-
-def _common(items: Sequence[Sequence[Any]]) -> list[Any]:
-    """What is the same on all ranks; None elsewhere."""
-    return [one[0] if all(other == one[0] for other in one) else None for one in zip(*items)]
 
 
 def _are_whole(operation: Operation) -> bool:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_iter
 
 from flex_model.integrations import dtensor
 from flex_model.layouts import composites, memory_map
-from flex_model.layouts.backward_nodes import BackwardNodes
+from flex_model.layouts.backward_nodes import HOOKS, BackwardNodes, Unsettled, hands_on
 from flex_model.layouts.log import Log, Value, hash_of
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.sizes import (
@@ -111,6 +111,7 @@ class Recorder(TorchDispatchMode):
         self._replaced: dict[Value, Value] = {}
         self._received: set[Value] = set()  # what collectives wrote
         self._nodes = BackwardNodes(self)
+        self._unsettled = Unsettled(log)
         self._carriers: list[Any] = []  # of the operation whose arguments are encoded
         self.sizes = CallSizes()
         self.reduction = ""  # of the call of torch.distributed that runs
@@ -351,6 +352,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.is_paused:
             return func(*args, **kwargs)
+        self.settle()
         if not isinstance(
             func, torch._ops.OpOverload
         ):  # flex_attention and other higher-order ones
@@ -446,6 +448,19 @@ class Recorder(TorchDispatchMode):
         if carriers and name.startswith("aten::"):
             self._nodes.link(outputs, writes)
         self.log.add("op", full_name, *arguments, outputs, numbers, writes, carriers)
+        if carriers and schema is not None:
+            self._unsettled.note(schema, tensors, [output[0] for output in outputs])
+
+    def settle(self) -> None:
+        """The operation before is over: what it has made for its backward alone."""
+        self._unsettled.settle()
+
+    def note_hook(self, tensor: Tensor, hook: Any) -> None:
+        """The model puts a hook on a tensor's gradient, which may change that unseen."""
+        if not hands_on(hook):
+            value = self.value(tensor)
+            if value is not None:
+                self.log.add("hooked", value, "a hook that the model puts on a tensor's gradient")
 
     def _outputs(
         self, tensors: Sequence[Tensor], in_place: bool, name: str, is_copy_of_blank: bool = False
@@ -675,6 +690,9 @@ class _FunctionRecorder(TorchFunctionMode):
             recorder.log.add("read", recorder.value(args[0]))
             if name != "tolist":
                 recorder.lose(args[0])
+            return func(*args, **kwargs)
+        if name in HOOKS and isinstance(args[0], Tensor):
+            recorder.note_hook(args[0], args[1] if len(args) > 1 else kwargs.get("hook"))
             return func(*args, **kwargs)
         if name in _AS and len(args) == 2 and isinstance(args[1], Tensor):
             func, name = _AS[name]
