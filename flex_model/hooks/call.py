@@ -284,7 +284,8 @@ class HookCaller:
             self._agree(call, grad, "gradient of an edit")
 
         def of_replicas(grad: Tensor | None) -> tuple[Placement, bool]:
-            return self._gradient_of_replicas(call, grad), not call.evidence.is_passing
+            placement = self._gradient_of_edit(call, grad, move.layout)
+            return placement, not call.evidence.is_passing
 
         trip = Trip(move, agree_on_gradient, of_replicas)
         part = leaf if move.pick is None else move.pick.take(leaf)
@@ -664,19 +665,29 @@ class HookCaller:
             )
         )
 
-    def _gradient_of_replicas(self, call: Call, grad: Tensor | None) -> Placement:
-        """As ``_of_replicas``, along tp, of what an edit is given and hands on. The gradient of a
-        DTensor's local part comes placed as the DTensor is.
+    def _gradient_of_edit(
+        self, call: Call, grad: Tensor | None, layout: ShardLayout
+    ) -> Placement:
+        """How the ranks along tp hold the gradient of what an edit is given and hands on, of which
+        the tensor is placed as ``layout`` says. That of a DTensor's local part comes placed as the
+        DTensor is. Collective.
+
+        Raises:
+            ValueError: it is not known along an axis. On every rank.
         """
-        if call.stated[1] is not None:
+        asked = [axis for axis, own in zip(AXES, call.stated) if own is None]
+        proven = dict(zip(AXES, self._tracking.prove_gradient(call.evidence) if asked else ()))
+        for axis in asked:
+            if self._size(axis) > 1 and (axis == "dp" or not isinstance(layout.tp, Replicate)):
+                self._known(call, axis, proven[axis])
+        if "tp" not in asked or self._size("tp") == 1 or not isinstance(layout.tp, Replicate):
             return Replicate()
         is_equal = True
         if grad is not None:
             self._agree(call, grad, "gradient of an edit")
             table = self._channel.exchange(values.fingerprint(grad)).tolist()
             is_equal = values.Fingerprints.of(self._channel.mesh, table).equal_along("tp")
-        _, proven = self._tracking.prove_gradient(call.evidence)
-        return self._of_replicas(call, "tp", proven, grad, is_equal)
+        return self._of_replicas(call, "tp", proven["tp"], grad, is_equal)
 
     def _size(self, axis: str) -> int:
         mesh = self._channel.mesh

@@ -17,18 +17,22 @@ the user's, or what a hook puts in a tensor's place, takes the place of a tensor
 At the outputs of the model gradients begin: along tp the ranks compute one loss of the same values,
 so that they are the same; along dp the loss is the mean over ranks, so that of a tensor which all
 data-parallel ranks share each has a part. A number that the model returns is such a loss.
+So along dp a rank has the gradient of its own loss, which is as many times that of the mean as there
+are ranks; and what a followed backward does with it must be linear.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from flex_model.distributed.layout import Partial, Placement, Replicate, Shard
 from flex_model.layouts import pieces
 from flex_model.layouts.backward_nodes import RECOMPUTES
 from flex_model.layouts.log import Entry, Value
+from flex_model.layouts.propagation import rules
+from flex_model.layouts.propagation.operation import Operand, Operation
 
 if TYPE_CHECKING:
     from flex_model.layouts.proofs import AxisProofs
@@ -69,6 +73,7 @@ class Gradients:
         # What is computed once more in a backward ends where the gradients begin that it was given.
         self._given: dict[Value, Kind] = {}  # by node that runs
         self._ends: dict[Value, Kind] = {}
+        self._scaled: set[Value] = set()  # along dp: gradients of a rank's own loss
         self._found: dict[bool, dict[Value, Kind]] = {True: {}, False: {}}  # by ``partly``
 
     def forget(self) -> None:
@@ -191,6 +196,29 @@ class Gradients:
             self._given[number] = alike or "a backward"
         return found
 
+    def note_scaled(self, values: Iterable[Value]) -> None:
+        """A node runs with these gradients, or they are linear in such."""
+        if self._proofs.axis == "dp":
+            self._scaled.update(values)
+
+    def is_scaled(self, value: Any) -> bool:
+        return value in self._scaled
+
+    def linear(
+        self,
+        operation: Operation,
+        values: Sequence[Any],
+        outputs: Sequence[Value],
+        found: Sequence[Placement | None],
+    ) -> list[Placement | None]:
+        """``found``, without those of results that are not linear in gradients of a rank's loss."""
+        scaled = [value in self._scaled for value in values]
+        if not any(scaled):
+            return list(found)
+        kinds = _linearity(operation, scaled)
+        self._scaled.update(value for value, kind in zip(outputs, kinds) if kind != _WHOLE)
+        return [None if kind is None else placement for placement, kind in zip(found, kinds)]
+
     def note_handed(self, number: Value, by_place: Sequence[Sequence[Any]]) -> None:
         """A node has run, and handed these gradients to its inputs, on each rank."""
         self._given.pop(number, None)
@@ -278,6 +306,32 @@ class Gradients:
         """Of a value that nothing hands gradients to, but for the end of a recomputed part."""
         end = self._ends.get(value)
         return end if end is None else self._summed({end}, expected)
+
+
+def _linearity(operation: Operation, is_scaled: Sequence[bool]) -> list[Placement | None]:
+    """By result: a partial sum where it is linear in the operands that are, as one rank alone runs
+    the operation; replicated where it does not depend on them; None where neither is known.
+    """
+    placed = {
+        id(operand): Operand(operand.shapes[:1] * 2, operand.dtype, _PART if scaled else _WHOLE)
+        for operand, scaled in zip(operation.operands, is_scaled)
+    }
+
+    def alone(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [alone(item) for item in value]
+        return placed[id(value)] if isinstance(value, Operand) else value
+
+    arguments = {name: alone(value) for name, value in operation.arguments[0].items()}
+    sizes = {
+        name: list(arguments[name]) if isinstance(arguments[name], list) else [arguments[name]]
+        for name in operation.full_sizes
+        if name in arguments
+    }
+    outputs = tuple(Operand(made.shapes[:1] * 2, made.dtype) for made in operation.outputs)
+    return rules.propagate(
+        replace(operation, arguments=(arguments, arguments), outputs=outputs, full_sizes=sizes)
+    )
 
 
 def _flat(values: Sequence[Any]) -> list[Value]:

@@ -291,6 +291,7 @@ class AxisProofs:
         """A node of the backward runs, with these gradients."""
         _, number, given = entries[0]
         found = self.gradients.note_backward(number, [place for place, *_ in given])
+        self.gradients.note_scaled(value for _, value, *_ in given)
         for i, (place, value, _, stated) in enumerate(given):
             self.shapes[value] = tuple(tuple(entry[2][i][2]) for entry in entries)
             self.steps[value] = Step("a gradient of the backward")
@@ -325,6 +326,8 @@ class AxisProofs:
         if name == "aten::copy_" and before in self._received and values[1] is None:
             # Gloo's own copy into the result of a collective, when that is waited for.
             found = [self.placements.get(before)]
+            if self.gradients.is_scaled(before):
+                self.gradients.note_scaled([outputs[0][0]])
             self._received.add(outputs[0][0])
             self._note_gathered(outputs[0][0], self.gathered.get(before))
         elif operation is not None:
@@ -335,6 +338,8 @@ class AxisProofs:
                 found = [positions.selected(operation, values, self.positions)]
             if is_taken and before in self.templates and factories.is_draw(operation):
                 found = [self.templates[before]]
+            made = [output[0] for output in outputs]
+            found = self.gradients.linear(operation, values, made, found)
         if operation is not None and _counts(operation):
             self._note_local({len(entry[4]) for entry in entries})
         if numbers and not (operation is not None and _are_whole(operation)):
@@ -492,6 +497,10 @@ class AxisProofs:
                 moved = _moved(new, dims)
                 if moved is not None and moved.dim in self.open[old]:
                     self._know(value, moved)
+            if self.gradients.is_scaled(old) or self.gradients.is_scaled(written):
+                if self.gradients.is_scaled(old) != self.gradients.is_scaled(written):
+                    self._know(value, None)  # numbers beside gradients
+                self.gradients.note_scaled([value])
 
     def _dims_of_piece(self, piece: Value, whole: Value) -> tuple[int | None, ...] | None:
         """By dim of a slice: the same dim of what it was cut out of, if it has all of that; which
@@ -552,6 +561,9 @@ class AxisProofs:
                 found = collectives.placement(self, base, reduction, axes, operand, read)
                 part = collectives.gathered(base, self.axis, axes, operand, outputs[0][0], i)
                 self._note_gathered(value, part)
+            if any(map(self.gradients.is_scaled, inputs)):
+                found = found if reduction in ("", "sum", "avg") else None
+                self.gradients.note_scaled([value])
             self._know(value, found)
             self._received.add(value)
         self._follow_writes(outputs, [entry[7] for entry in entries], name)
