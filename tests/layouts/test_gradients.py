@@ -555,3 +555,35 @@ def test_an_output_that_is_dropped_hands_no_gradient_on_but_counts():
     """It might be a loss of its own: it is refused until it is made of a detached tensor."""
     with pytest.raises(ValueError, match="'site'.*not known"):
         gradients_around(unread, "dp", "site")
+
+
+class Loss(nn.Module):
+    """Returns the mean loss of its rows."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.site, self.classes = nn.Tanh(), nn.Linear(6, 5).double()
+
+    def forward(self, x):
+        scores = self.classes(self.site(x))
+        return F.cross_entropy(scores, scores.detach().argmax(-1)), scores
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("site", ["site", "classes.weight"])
+def test_gradients_of_a_loss_that_the_model_returns(site):
+    """How a mean of rows is placed along dp is not known, but the loss is the ranks' mean."""
+    rank, found = dist.get_rank(), []
+    for is_sharded in (False, True):
+        own = None if is_sharded else pipelines.alone_group()
+        x = (BATCH.chunk(2)[rank] if is_sharded else BATCH).clone().requires_grad_()
+        size = 2 if is_sharded else 1
+        with FlexModel(
+            Loss(), records := {}, data_parallel_size=size, process_group=own, timeout=20
+        ) as flex:
+            hook_on(flex, site)
+            flex(x)[0].backward()
+        found.append(records.get(site))
+    if rank == 0:
+        assert_close(found[1], found[0])
