@@ -665,9 +665,7 @@ class HookCaller:
             )
         )
 
-    def _gradient_of_edit(
-        self, call: Call, grad: Tensor | None, layout: ShardLayout
-    ) -> Placement:
+    def _gradient_of_edit(self, call: Call, grad: Tensor | None, layout: ShardLayout) -> Placement:
         """How the ranks along tp hold the gradient of what an edit is given and hands on, of which
         the tensor is placed as ``layout`` says. That of a DTensor's local part comes placed as the
         DTensor is. Collective.

@@ -2,12 +2,14 @@
 
 The gradient of a split tensor is split as it is, and that of a partial sum is the same on all
 ranks. That of a replicated tensor is the same on all ranks, or a part of a sum on each: which, the
-operations tell that read the tensor. No gradient is known where something that was made of the
-tensor, by whatever number of operations, is itself not known: ranks that compute other things than
-the unsharded program do so in the backward, too. An operation of each rank alone (one of ATen's) whose results
+operations tell that read the tensor. An operation of each rank alone (one of ATen's) whose results
 are split, or partial sums, hands back a part of a sum, since each rank has the gradient of its own
 results alone; where its results are replicated it hands back what their gradients are, since a
 backward is linear. This holds whatever the operation computes: it is the chain rule over the ranks.
+No gradient is known where something that was made of the tensor, by whatever number of operations,
+is itself not known: ranks that compute other things than the unsharded program do so in the
+backward, too.
+
 The backward of an ``autograd.Function`` may talk to other ranks; its operations are followed as a
 forward's are, from the gradients that it got.
 
@@ -16,9 +18,9 @@ the user's, or what a hook puts in a tensor's place, takes the place of a tensor
 
 At the outputs of the model gradients begin: along tp the ranks compute one loss of the same values,
 so that they are the same; along dp the loss is the mean over ranks, so that of a tensor which all
-data-parallel ranks share each has a part. A number that the model returns is such a loss.
-So along dp a rank has the gradient of its own loss, which is as many times that of the mean as there
-are ranks; and what a followed backward does with it must be linear.
+data-parallel ranks share each has a part. A number that the model returns is such a loss. So along
+dp a rank has the gradient of its own loss, which is as many times that of the mean as there are
+ranks; and what a followed backward does with it must be linear.
 """
 
 from __future__ import annotations

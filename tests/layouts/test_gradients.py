@@ -503,7 +503,7 @@ def test_gradients_before_what_mixes_rows_or_features_are_refused(name, axis, si
     """Silently wrong before."""
     if axis == "tp" and name in MIXED_ALONG_DP:
         pytest.skip("right along tp")
-    with pytest.raises(ValueError, match=f"{site}'.*not known"):
+    with pytest.raises(ValueError, match=rf"{site}'.*not known"):
         gradients_around((MIXED | MIXED_ALONG_DP)[name], axis, site)
 
 
@@ -517,7 +517,7 @@ def doubled_by_number(h):
 @pytest.mark.parametrize("axis", ["dp", "tp"])
 def test_a_statement_of_what_is_made_makes_gradients_before_it_known(axis, site):
     dim = 0 if axis == "dp" else 1
-    with pytest.raises(ValueError, match=f"{site}'.*not known"):
+    with pytest.raises(ValueError, match=rf"{site}'.*not known"):
         gradients_around(doubled_by_number, axis, site)
     expected, found = gradients_around(
         doubled_by_number,
@@ -546,14 +546,14 @@ def test_gradients_through_edits_before_what_mixes_rows_or_features_are_refused(
     def prepare(flex):
         flex.register_forward_hook(HookFunction("site", editing_function=mix))
 
-    with pytest.raises(ValueError, match="'site'.*not known"):
+    with pytest.raises(ValueError, match=r"'site'.*not known"):
         gradients_around(lambda h: h - h.mean((0, -1), keepdim=True), axis, "made", prepare)
 
 
 @pytest.mark.ranks(2)
 def test_an_output_that_is_dropped_hands_no_gradient_on_but_counts():
     """It might be a loss of its own: it is refused until it is made of a detached tensor."""
-    with pytest.raises(ValueError, match="'site'.*not known"):
+    with pytest.raises(ValueError, match=r"'site'.*not known"):
         gradients_around(unread, "dp", "site")
 
 
