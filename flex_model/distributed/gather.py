@@ -64,7 +64,7 @@ class Move:
         picked: Where the ranks' picks lie, as ``boxes``.
         grad_scale: dp where the batch is split over dp, else 1.
         gradient_of_replicas: How tp ranks that hold the same tensor hold its gradient: each the
-            whole, or parts of a sum; None as long as that is not known.
+            whole, or parts of a sum; None as long as it is not known how ranks hold it.
     """
 
     channel: Channel
@@ -79,8 +79,7 @@ class Move:
     gradient_of_replicas: Placement | None = field(init=False)
 
     def __post_init__(self) -> None:
-        along_tp = self.layout.tp == Replicate() and self.channel.mesh.tp_size > 1
-        self.gradient_of_replicas = None if along_tp else Replicate()
+        self.gradient_of_replicas = Replicate() if self.channel.is_local else None
 
     @staticmethod
     def of(
@@ -242,7 +241,8 @@ class Trip:
     Attributes:
         agree: Exchanges headers before a gradient moves; collective.
         of_replicas: How tp ranks that hold the same tensor hold its gradient, of which this rank
-            may have a sample, and whether that holds for later calls, too; collective.
+            may have a sample, and whether that holds for later calls, too; an error where how ranks
+            hold the gradient is not known; collective.
         num_records: How many more full tensors are wanted, to keep: 0 or 1.
         is_read: Whether the full tensor itself is expected to be read only.
         record: That one, once the tensor was gathered.

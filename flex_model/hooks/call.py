@@ -284,7 +284,8 @@ class HookCaller:
             self._agree(call, grad, "gradient of an edit")
 
         def of_replicas(grad: Tensor | None) -> tuple[Placement, bool]:
-            return self._gradient_of_replicas(call, grad), not call.evidence.is_passing
+            placement = self._gradient_of_edit(call, grad, move.layout)
+            return placement, not call.evidence.is_passing
 
         trip = Trip(move, agree_on_gradient, of_replicas)
         part = leaf if move.pick is None else move.pick.take(leaf)
@@ -536,6 +537,8 @@ class HookCaller:
             call.evidence.obstacles,
         )
         if known is not None or prints is None:
+            if registration.kind == "tensor" and not self._channel.is_local:
+                self._check_mean(call, self._proven_gradient(call)[0])
             return layout
         if is_gradient:
             own = {axis: p for axis, p in zip(AXES, call.stated) if p is not None}
@@ -562,20 +565,20 @@ class HookCaller:
         placed: dict[str, Placement] = {}
         for axis, placement in (("dp", layout.dp), ("tp", layout.tp)):
             placed[axis] = placement
-            if self._size(axis) == 1 or isinstance(placement, Shard):
+            if self._size(axis) == 1:
                 continue
-            if axis in own:
+            if axis == "dp" and is_parameter:
+                self._check_mean(call, proven[axis])
+            elif axis in own:
                 placed[axis] = own[axis]
-            elif axis == "dp" and is_parameter:
-                continue  # it is their mean
-            elif isinstance(placement, Partial):
-                placed[axis] = Replicate()
-            else:
+            elif isinstance(placement, Replicate):
                 if is_parameter:
                     self._check_replicas(call, axis)
                 placed[axis] = self._of_replicas(
                     call, axis, proven[axis], grad, prints.equal_along(axis)
                 )
+            else:
+                placed[axis] = self._known(call, axis, proven[axis])
         return ShardLayout(
             placed["dp"],
             placed["tp"],
@@ -613,45 +616,80 @@ class HookCaller:
         self, call: Call, axis: str, proven: Placement | None, grad: Tensor | None, is_equal: bool
     ) -> Placement:
         """How the ranks along ``axis`` that hold one tensor hold its gradient: each the whole, or
-        parts of a sum. Where it is not proven which, gradients that differ are no whole ones.
-        Collective.
+        parts of a sum. Collective.
 
         Raises:
             ValueError: it is not known; a whole one is not the same on all ranks. On every rank.
         """
-        site = call.registration.layout_site
+        placement = self._known(call, axis, proven)
+        if placement == Replicate() and grad is not None and not is_equal:
+            replicas.reconciled(self._channel, call.registration.layout_site, grad, [axis])
+        return placement
+
+    def _known(self, call: Call, axis: str, proven: Placement | None) -> Placement:
+        """A gradient's placement, which all ranks have proven alike, or none has.
+
+        Raises:
+            ValueError: none has. On every rank.
+        """
         if proven is not None:
-            if proven == Replicate() and grad is not None and not is_equal:
-                replicas.reconciled(self._channel, site, grad, [axis])
             return proven
-        is_close = is_equal or grad is None
-        if not is_close and grad is not None:
-            _, is_close = replicas.compared(self._channel, grad, [axis])
-        if not is_close:
-            return Partial()
-        why = self._tracking.gradient_obstacle(call.evidence, axis)
+        why = self._obstacle(call, axis)
         raise agreed(
             ValueError(
-                f"{site.name}: whether the ranks along {axis} each hold the whole gradient, or a "
-                f"part of a sum, is not known{f' ({why})' if why else ''}; hook a module of which "
-                "the output is split, or state it for a hook on the gradient with "
-                f'HookFunction(placements={{"{axis}": Replicate()}}), or Partial()'
+                f"{call.registration.layout_site.name}: how the ranks along {axis} hold the "
+                "gradient, each the whole, a shard or a part of a sum, is not known"
+                f"{f' ({why})' if why else ''}; state the layout of what is made there with "
+                "annotate_layout, or that of the gradient, for a hook on it, with "
+                f'HookFunction(placements={{"{axis}": Replicate()}}), Partial() or Shard(dim)'
             )
         )
 
-    def _gradient_of_replicas(self, call: Call, grad: Tensor | None) -> Placement:
-        """As ``_of_replicas``, along tp, of what an edit is given and hands on. The gradient of a
-        DTensor's local part comes placed as the DTensor is.
+    def _obstacle(self, call: Call, axis: str) -> str:
+        if call.registration.kind == "tensor":
+            return self._tracking.obstacle_of_parameter(call.registration, axis)
+        return self._tracking.gradient_obstacle(call.evidence, axis)
+
+    def _check_mean(self, call: Call, proven: Placement | None) -> None:
+        """The ranks' mean along dp is a parameter's gradient if each has its part of the sum.
+
+        Raises:
+            ValueError: that is not known, or not so. The same on every rank.
         """
-        if call.stated[1] is not None:
+        is_stated = "dp" in call.registration.hook_function.placements
+        if self._size("dp") == 1 or is_stated or isinstance(proven, Partial):
+            return
+        why = self._obstacle(call, "dp")
+        raise agreed(
+            ValueError(
+                f"{call.describe()}: whether the data-parallel ranks' mean is the gradient is not "
+                f"known{f' ({why})' if why else ''}; state the layout of what is made there with "
+                "annotate_layout, or that the mean is right with "
+                'HookFunction(placements={"dp": Replicate()})'
+            )
+        )
+
+    def _gradient_of_edit(self, call: Call, grad: Tensor | None, layout: ShardLayout) -> Placement:
+        """How the ranks along tp hold the gradient of what an edit is given and hands on, of which
+        the tensor is placed as ``layout`` says. That of a DTensor's local part comes placed as the
+        DTensor is. Collective.
+
+        Raises:
+            ValueError: it is not known along an axis. On every rank.
+        """
+        asked = [axis for axis, own in zip(AXES, call.stated) if own is None]
+        proven = dict(zip(AXES, self._tracking.prove_gradient(call.evidence) if asked else ()))
+        for axis in asked:
+            if self._size(axis) > 1 and (axis == "dp" or not isinstance(layout.tp, Replicate)):
+                self._known(call, axis, proven[axis])
+        if "tp" not in asked or self._size("tp") == 1 or not isinstance(layout.tp, Replicate):
             return Replicate()
         is_equal = True
         if grad is not None:
             self._agree(call, grad, "gradient of an edit")
             table = self._channel.exchange(values.fingerprint(grad)).tolist()
             is_equal = values.Fingerprints.of(self._channel.mesh, table).equal_along("tp")
-        _, proven = self._tracking.prove_gradient(call.evidence)
-        return self._of_replicas(call, "tp", proven, grad, is_equal)
+        return self._of_replicas(call, "tp", proven["tp"], grad, is_equal)
 
     def _size(self, axis: str) -> int:
         mesh = self._channel.mesh

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flex_model.distributed import values
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.header import Header, site_hash
-from flex_model.distributed.layout import Placement, Replicate, ShardLayout
+from flex_model.distributed.layout import Placement, Replicate, Shard, ShardLayout
 from flex_model.errors import agreed
 from flex_model.hooks.registration import Registration
 from flex_model.integrations import compiled, dtensor
@@ -26,6 +26,7 @@ from flex_model.layouts.follow import UNKNOWN, Follower, Pair
 from flex_model.layouts.kept import KeptTensors
 from flex_model.layouts.memory import Conditions, ForwardLayouts, Key, LayoutMemory, Place
 from flex_model.layouts.sources import (
+    AXES,
     BatchDim,
     Constants,
     Inputs,
@@ -89,7 +90,7 @@ class Forward:
         numbers: By registration index: how often the hook was called.
         layouts: Of a forward that is not followed: those of the one that was.
         seen: Of a followed one: what hooks met, for the layouts to remember.
-        parameters: Hooks on gradients of parameters that tensor-parallel ranks share.
+        parameters: Hooks on gradients of parameters.
     """
 
     depth: int = 0
@@ -163,7 +164,9 @@ class Tracking:
         if self._channel.is_local:
             return
         active = list(active)
-        forward.parameters = [r for r in active if self._asks_for_replicas(r)]
+        forward.parameters = [
+            r for r in active if any(self.asks_for_parameter(r, axis) for axis in AXES)
+        ]
         sites = [r.site for r in active if r.kind != "tensor" or r in forward.parameters]
         if not sites:
             return
@@ -182,11 +185,15 @@ class Tracking:
             forward.layouts = None
             self._begin_to_follow(forward, args, kwargs)
 
-    def _asks_for_replicas(self, registration: Registration) -> bool:
-        """Whether the operations must tell how a parameter's gradient is placed along tp."""
-        if registration.kind != "tensor" or registration.parameter.placements[1] != Replicate():
-            return False
+    def asks_for_parameter(self, registration: Registration, axis: str) -> bool:
+        """Whether the operations must tell how a parameter's gradient is placed along the axis:
+        along tp, a DTensor says that itself.
+        """
         mesh = self._channel.mesh
+        if registration.kind != "tensor":
+            return False
+        if axis == "dp":
+            return mesh.dp_size > 1
         return mesh.tp_size > 1 and any(
             (stated_by_dtensor(parameter, mesh) or (None, None))[1] is None
             for parameter in registration.living_targets
@@ -418,20 +425,37 @@ class Tracking:
         """Of the gradient of a hook's parameter, what the graphs of the last followed forwards
         agree on. Collective.
         """
-        known: set[Placement] = set()
+        known: tuple[set[Placement | None], set[Placement | None]] = (set(), set())
         for key, graph in self._graphs:
             value = _weight_in(graph, registration)
-            if value is not None:
-                gradient, _ = self._of_backward(graph, value)
-                self._memory.note_gradient(key, Place(registration.site, 0), gradient)
-                if gradient[1] is not None:
-                    known.add(gradient[1])
-        return None, known.pop() if len(known) == 1 else None
+            if value is None:
+                continue
+            gradient, of_part = self._of_backward(graph, value)
+            self._memory.note_gradient(key, Place(registration.site, 0), gradient)
+            # Not every forward has a backward. How replicas along tp hold it, only that tells.
+            known[0].add(of_part[0])
+            is_split = isinstance(graph.placements(value)[1], Shard)
+            if is_split or gradient[1] is not None:
+                known[1].add(of_part[1] if is_split else gradient[1])
+        dp, tp = (found.pop() if len(found) == 1 else None for found in known)
+        return dp, tp
+
+    def obstacle_of_parameter(self, registration: Registration, axis: str) -> str:
+        """Why the placement along ``axis`` of a parameter's gradient is not known; empty where
+        nothing tells. Local.
+        """
+        for _, graph in self._graphs:
+            proofs, value = graph.proofs.along.get(axis), _weight_in(graph, registration)
+            why = "" if proofs is None or value is None else proofs.gradients.obstacle(value)
+            if why:
+                return why
+        return ""
 
     def gradient_obstacle(self, evidence: Evidence, axis: str) -> str:
         """Why a gradient's placement along ``axis`` is not known; empty where nothing tells."""
         proofs = None if evidence.graph is None else evidence.graph.proofs.along.get(axis)
-        return "" if proofs is None else proofs.gradients.obstacle(proofs.meant(evidence.value))
+        value = evidence.value if evidence.edited is None else evidence.edited
+        return "" if proofs is None else proofs.gradients.obstacle(proofs.meant(value))
 
     @property
     def num_followed(self) -> int:

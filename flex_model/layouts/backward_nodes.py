@@ -7,13 +7,15 @@ operation by operation, in the log of the forward that it belongs to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from flex_model.layouts import memory_map
-from flex_model.layouts.log import Value
+from flex_model.layouts.log import Log, Value
 
 if TYPE_CHECKING:
     from flex_model.layouts.recorder import Recorder
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
 # Its backward computes a part of the model once more, with a backward inside: what hands gradients
 # to its inputs are the operations of that.
 RECOMPUTES = "CheckpointFunctionBackward"
+HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
+# Their hooks gather weights and reduce gradients of weights, or are hooks of ours: what they get is
+# what they hand on.
+_HANDING_ON = ("torch.distributed.", "fairscale.", "flex_model.")
 _EDGE = "_EdgeBackward"  # where hooks on gradients are: an identity
 
 
@@ -148,3 +154,50 @@ class BackwardNodes:
 
 def _number_of(node: Any) -> int:
     return node._sequence_nr()
+
+
+def hands_on(hook: Any) -> bool:
+    """Whether a hook on a tensor's gradient is a framework's, or FlexModel's own."""
+    modules = [getattr(function, "__module__", None) or "" for function in _functions_of(hook)]
+    return bool(modules) and all(f"{name}.".startswith(_HANDING_ON) for name in modules)
+
+
+def _functions_of(hook: Any) -> Iterator[Any]:
+    """What a hook calls, as far as that is known: torch puts functions of its own around."""
+    hook = getattr(hook, "__func__", hook)
+    if isinstance(hook, functools.partial):
+        yield from _functions_of(hook.func)
+    elif hasattr(hook, "__wrapped__"):
+        yield from _functions_of(hook.__wrapped__)
+    elif (getattr(hook, "__module__", None) or "") == "torch.autograd.graph":
+        cells = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+        yield from (one for cell in cells if callable(cell) for one in _functions_of(cell))
+    else:
+        yield hook
+
+
+class Unsettled:
+    """Results of an operation of which it is not known yet whether they carry gradients: autograd
+    says so once the operation is over. Those that don't are there for its backward, such as a
+    norm's mean.
+    """
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._pending: list[tuple[weakref.ref[Tensor], Value]] = []
+
+    def note(self, schema: Any, tensors: Sequence[Tensor], values: Sequence[Value]) -> None:
+        """An operation of ATen's has made several."""
+        is_view = any(made.alias_info is not None for made in schema.returns)
+        if len(tensors) > 1 and not is_view:
+            self._pending += [(weakref.ref(one), value) for one, value in zip(tensors, values)]
+
+    def settle(self) -> None:
+        """The operation is over."""
+        if not self._pending:
+            return
+        found = [(reference(), value) for reference, value in self._pending]
+        self._pending = []
+        idle = tuple(value for one, value in found if one is not None and not one.requires_grad)
+        if idle:
+            self._log.add("idle", idle)

@@ -400,6 +400,7 @@ class Follower:
             exchange: Gives the chunks of all ranks of the grid for this rank's chunk and the digest
                 of its whole log. Collective.
         """
+        self.recorder.settle()
         digest = self.log.digest
         self.proofs.follow(exchange(self.log.take(), digest))
 

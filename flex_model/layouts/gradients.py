@@ -6,30 +6,40 @@ operations tell that read the tensor. An operation of each rank alone (one of AT
 are split, or partial sums, hands back a part of a sum, since each rank has the gradient of its own
 results alone; where its results are replicated it hands back what their gradients are, since a
 backward is linear. This holds whatever the operation computes: it is the chain rule over the ranks.
+No gradient is known where something that was made of the tensor, by whatever number of operations,
+is itself not known: ranks that compute other things than the unsharded program do so in the
+backward, too.
+
 The backward of an ``autograd.Function`` may talk to other ranks; its operations are followed as a
 forward's are, from the gradients that it got.
 
-Where a tensor is read in both ways its gradient is a sum of both, and is not known.
+Where a tensor is read in both ways its gradient is a sum of both, and is not known. A statement of
+the user's, or what a hook puts in a tensor's place, takes the place of a tensor that is not known.
 
 At the outputs of the model gradients begin: along tp the ranks compute one loss of the same values,
 so that they are the same; along dp the loss is the mean over ranks, so that of a tensor which all
-data-parallel ranks share each has a part.
+data-parallel ranks share each has a part. A number that the model returns is such a loss. So along
+dp a rank has the gradient of its own loss, which is as many times that of the mean as there are
+ranks; and what a followed backward does with it must be linear.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from flex_model.distributed.layout import Partial, Placement, Replicate, Shard
+from flex_model.layouts import pieces
 from flex_model.layouts.backward_nodes import RECOMPUTES
 from flex_model.layouts.log import Entry, Value
+from flex_model.layouts.propagation import rules
+from flex_model.layouts.propagation.operation import Operand, Operation
 
 if TYPE_CHECKING:
     from flex_model.layouts.proofs import AxisProofs
 
-Kind = Placement | str | None  # of a replicated tensor's gradient; a text: why it is not known
+Kind = Placement | str | None  # of a gradient; a text: why it is not known; None: there is none
 
 _WHOLE, _PART = Replicate(), Partial()
 
@@ -59,10 +69,19 @@ class Gradients:
         self._nodes_of: dict[Value, list[tuple[_Node, int]]] = {}  # by value: that hand to it
         self._unknown: dict[Value, str] = {}  # by value: what may hand to it
         self._outputs: set[Value] = set()
+        self._idle: set[Value] = set()  # that carry no gradients
+        self._in_place_of: dict[Value, Value] = {}  # by value: what was stated or put for it
         self._nodes: dict[Value, _Node] = {}
         # What is computed once more in a backward ends where the gradients begin that it was given.
         self._given: dict[Value, Kind] = {}  # by node that runs
         self._ends: dict[Value, Kind] = {}
+        self._scaled: set[Value] = set()  # along dp: gradients of a rank's own loss
+        self._found: dict[bool, dict[Value, Kind]] = {True: {}, False: {}}  # by ``partly``
+
+    def forget(self) -> None:
+        """What was concluded so far: more is known now."""
+        for found in self._found.values():
+            found.clear()
 
     def placement(self, value: Any, partly: bool = False) -> Placement | None:
         """Of the gradient of a value; None where it is not known.
@@ -70,20 +89,36 @@ class Gradients:
         Args:
             partly: By those nodes that have run, though others may.
         """
-        own = self._proofs.placement(value)
-        if isinstance(own, Partial):
-            return _WHOLE
-        if not isinstance(own, Replicate):
-            return own
         values = value if isinstance(value, tuple) else (value,)
-        kinds = {self._kind(one, partly) for one in values}
+        kinds = {self._settled(one, partly) for one in values}
         kind = kinds.pop()
-        return None if kinds or isinstance(kind, str) else kind or self._begin
+        return None if kinds or isinstance(kind, str) else kind
+
+    def _settled(self, value: Any, partly: bool) -> Kind:
+        """Also of a value that no gradient comes to: that of one that would."""
+        own = self._own(value)
+        if own is None:
+            return None
+        kind = self._kind(value, partly)
+        return self._expected(own) or self._begin if kind is None else kind
 
     def obstacle(self, value: Any) -> str:
-        """Why the gradient of a replicated value is not known."""
+        """Why the gradient of a value is not known."""
         kind = self._kind(value) if isinstance(value, int) else None
         return kind if isinstance(kind, str) else ""
+
+    def _own(self, value: Any) -> Placement | None:
+        """How the value is placed, or what was stated or put in its place."""
+        while value not in self._proofs.placements and value in self._in_place_of:
+            value = self._in_place_of[value]
+        return self._proofs.placements.get(value)
+
+    @staticmethod
+    def _expected(own: Placement) -> Placement | None:
+        """Of the gradient of a tensor that is placed so; None: of a replicated one, it depends."""
+        if isinstance(own, Replicate):
+            return None
+        return _WHOLE if isinstance(own, Partial) else own
 
     # Following.
 
@@ -93,6 +128,16 @@ class Gradients:
             self._made.setdefault(value, []).extend(outputs)
         if self._given:
             self._ends.update(dict.fromkeys(outputs, list(self._given.values())[-1]))
+
+    def note_replaced(self, before: Sequence[Any], value: Value) -> None:
+        """The user states a tensor anew, or a hook puts another one in its place."""
+        self.note_made(before, [value])
+        if isinstance(before[0], int) and all(one == before[0] for one in before):
+            self._in_place_of[before[0]] = value
+
+    def note_idle(self, values: Sequence[Value]) -> None:
+        """An operation has made these for its backward alone: no loss depends on them."""
+        self._idle.update(values)
 
     def note_named(self, sources: Sequence[Any], value: Value) -> None:
         """The gradient of a tensor is that of ``sources[0]``, where all ranks know whose."""
@@ -120,10 +165,12 @@ class Gradients:
             self.lose([entry[4] if kind == "placed" else entry[2]], "a hook of some ranks")
         elif kind == "named":
             self.lose([entry[3]], "a hook of some ranks")
+        elif kind == "hooked":
+            self.lose([entry[1]], entry[2])
         elif kind == "backward":
             self._given[entry[1]] = "a backward that not all ranks ran"
         elif kind == "gradients":
-            self.note_handed(entry[1], [None] * len(entry[2]))
+            self.note_handed(entry[1], [(None,)] * len(entry[2]))
 
     def note_node(self, entries: Sequence[Entry]) -> None:
         _, number, name, inputs, place, value = entries[0]
@@ -139,6 +186,7 @@ class Gradients:
 
     def note_backward(self, number: Value, given: Sequence[Any]) -> dict[int, Placement | None]:
         """A node runs: how the gradients of these places of it are placed."""
+        self.forget()
         node = self._nodes.get(number)
         outputs = {} if node is None else node.outputs
         found = {
@@ -146,31 +194,58 @@ class Gradients:
         }
         kinds = set(found.values())
         alike = kinds.pop() if len(kinds) == 1 else None
-        self._given[number] = alike if isinstance(alike, (Replicate, Partial)) else "a backward"
+        if node is None or node.name == RECOMPUTES:
+            self._given[number] = alike or "a backward"
         return found
 
-    def note_handed(self, number: Value, values: Sequence[Any]) -> None:
-        """A node has run, and handed these gradients to its inputs."""
+    def note_scaled(self, values: Iterable[Value]) -> None:
+        """A node runs with these gradients, or they are linear in such."""
+        if self._proofs.axis == "dp":
+            self._scaled.update(values)
+
+    def is_scaled(self, value: Any) -> bool:
+        return value in self._scaled
+
+    def linear(
+        self,
+        operation: Operation,
+        values: Sequence[Any],
+        outputs: Sequence[Value],
+        found: Sequence[Placement | None],
+    ) -> list[Placement | None]:
+        """``found``, without those of results that are not linear in gradients of a rank's loss."""
+        scaled = [value in self._scaled for value in values]
+        if not any(scaled):
+            return list(found)
+        kinds = _linearity(operation, scaled)
+        self._scaled.update(value for value, kind in zip(outputs, kinds) if kind != _WHOLE)
+        return [None if kind is None else placement for placement, kind in zip(found, kinds)]
+
+    def note_handed(self, number: Value, by_place: Sequence[Sequence[Any]]) -> None:
+        """A node has run, and handed these gradients to its inputs, on each rank."""
         self._given.pop(number, None)
         node = self._nodes.get(number)
         if node is not None:
-            node.handed = [self._handed(node, value) for value in values]
+            node.handed = [self._handed(node, of_ranks) for of_ranks in by_place]
 
-    def _handed(self, node: _Node, value: Any) -> Kind:
-        if value == () or node.name == RECOMPUTES:
+    def _handed(self, node: _Node, of_ranks: Sequence[Any]) -> Kind:
+        if node.name == RECOMPUTES or all(value == () for value in of_ranks):
             return None
-        placement = None if value is None else self._proofs.placement(value)
+        if all(value == of_ranks[0] for value in of_ranks):
+            placement = None if of_ranks[0] is None else self._proofs.placement(of_ranks[0])
+        else:
+            placement = pieces.together(of_ranks, self._proofs.makers)
         return placement or node.name
 
     # Concluding.
 
     def _kind(self, value: Value, partly: bool = False) -> Kind:
-        known: dict[Value, Kind] = {}
+        known = self._found[partly]
         pending = [value]
         while pending:
             one = pending[-1]
             if one not in known:
-                ahead = [made for made in self._read_by(one) if made not in known]
+                ahead = [made for made in self._made_of(one) if made not in known]
                 if ahead:
                     pending += ahead
                     continue
@@ -178,37 +253,87 @@ class Gradients:
             pending.pop()
         return known[value]
 
-    def _read_by(self, value: Value) -> list[Value]:
-        """The replicated values that were made of it."""
-        placements = self._proofs.placements
-        return [made for made in self._made.get(value, ()) if placements.get(made) == _WHOLE]
+    def _made_of(self, value: Value) -> list[Value]:
+        """What hands gradients to it: where they come to nothing of that, nothing else counts."""
+        if value in self._unknown:
+            return []
+        return [made for made in self._made.get(value, ()) if made not in self._idle]
 
     def _combined(self, value: Value, known: dict[Value, Kind], partly: bool) -> Kind:
         if value in self._unknown:
             return self._unknown[value]
-        kinds: set[Kind] = {self._begin} if value in self._outputs else set()
-        for made in self._made.get(value, ()):
-            placement = self._proofs.placements.get(made)
-            if placement is None:
-                step = self._proofs.steps.get(made)
-                return "an operation" if step is None else step.text
-            kinds.add(_PART if isinstance(placement, (Shard, Partial)) else known[made])
+        own = self._own(value)
+        if own is None and not self._is_loss(value):
+            return self._text(value)
+        expected = None if own is None else self._expected(own)
+        kinds: set[Kind] = {expected or self._begin} if value in self._outputs else set()
+        for made in self._made_of(value):
+            placement = self._own(made)
+            is_part = placement is None or isinstance(placement, (Shard, Partial))
+            kind = known[made]
+            kinds.add(kind if isinstance(kind, str) else expected or (_PART if is_part else kind))
         for node, place in self._nodes_of.get(value, ()):
             if node.handed is None and partly:
                 continue
             if node.handed is None:
                 return f"{node.name}, which has not run"
             kinds.add(node.handed[place] if place < len(node.handed) else node.name)
-        kinds.discard(None)
+        return self._summed(kinds - {None}, expected) or self._ended(value, expected)
+
+    def _is_loss(self, value: Value) -> bool:
+        """Whether it is a number that the model returns: along dp the loss is the ranks' mean."""
+        shapes = self._proofs.shapes.get(value, ((0,),))
+        return self._proofs.axis == "dp" and value in self._outputs and not any(shapes)
+
+    def _text(self, value: Value) -> str:
+        step = self._proofs.steps.get(value)
+        return "an operation" if step is None else step.text
+
+    @staticmethod
+    def _summed(kinds: set[Kind], expected: Placement | None) -> Kind:
+        """Of a sum of gradients that are placed so."""
         texts = [kind for kind in kinds if isinstance(kind, str)]
         if texts:
-            return texts[0]
+            return min(texts)  # the same one on every rank
         if len(kinds) > 1:
             return "it is read both whole and in parts"
-        if kinds:
-            kind = kinds.pop()
-            return kind if isinstance(kind, (Replicate, Partial)) else "a gradient that is split"
-        return self._ends.get(value)
+        kind = next(iter(kinds), None)
+        if kind is None or kind == expected:
+            return kind
+        if expected is not None:
+            return "a gradient that is placed otherwise than its tensor"
+        return kind if isinstance(kind, (Replicate, Partial)) else "a gradient that is split"
+
+    def _ended(self, value: Value, expected: Placement | None) -> Kind:
+        """Of a value that nothing hands gradients to, but for the end of a recomputed part."""
+        end = self._ends.get(value)
+        return end if end is None else self._summed({end}, expected)
+
+
+def _linearity(operation: Operation, is_scaled: Sequence[bool]) -> list[Placement | None]:
+    """By result: a partial sum where it is linear in the operands that are, as one rank alone runs
+    the operation; replicated where it does not depend on them; None where neither is known.
+    """
+    placed = {
+        id(operand): Operand(operand.shapes[:1] * 2, operand.dtype, _PART if scaled else _WHOLE)
+        for operand, scaled in zip(operation.operands, is_scaled)
+    }
+
+    def alone(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [alone(item) for item in value]
+        return placed[id(value)] if isinstance(value, Operand) else value
+
+    arguments = {name: alone(value) for name, value in operation.arguments[0].items()}
+    sizes = {
+        name: list(arguments[name]) if isinstance(arguments[name], list) else [arguments[name]]
+        for name in operation.full_sizes
+        if name in arguments
+    }
+    outputs = tuple(Operand(made.shapes[:1] * 2, made.dtype) for made in operation.outputs)
+    return rules.propagate(
+        replace(operation, arguments=(arguments, arguments), outputs=outputs, full_sizes=sizes)
+    )
 
 
 def _flat(values: Sequence[Any]) -> list[Value]:

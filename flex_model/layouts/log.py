@@ -21,6 +21,8 @@ An entry is a tuple of plain values (numbers, texts, None, and tuples of such):
 - ``("met", value, before)``: a hook meets a tensor, of which ``value`` tells whether it is the same
   one on all ranks.
 - ``("output", value)``: the forward returned it.
+- ``("idle", values)``: an operation made them for its backward alone: they carry no gradients.
+- ``("hooked", value, text)``: the model puts a hook on its gradient, which may change that.
 - ``("named", value, values, source)``: a tensor that has one of these values has one of its own
   from here on: a hook looks at its gradient, which is that of ``source``, too; None where a node
   tells where it goes.

@@ -150,6 +150,8 @@ class AxisProofs:
         is_one = all(chunk is chunks[0] for chunk in chunks)
         for entries in zip(*logs) if is_one else aligned(logs, self._skip):
             self._follow_entry(entries)
+        if any(logs):
+            self.gradients.forget()
 
     def _check_sizes(self, value: Value, stated: set[tuple[int | None, ...]]) -> None:
         """The shards of a weight must make up the sizes that its layer or the user states."""
@@ -204,7 +206,7 @@ class AxisProofs:
             found = [decode(entry[2] and entry[2][self._index]) for entry in entries]
             shapes = [entry[3] for entry in entries]
             self._place(entries[0][1], found, shapes, "set by a hook")
-            self.gradients.note_made([entry[4] for entry in entries], [entries[0][1]])
+            self.gradients.note_replaced([entry[4] for entry in entries], entries[0][1])
         elif kind == "stated":
             self._follow_statement(entries)
         elif kind == "lost":
@@ -230,6 +232,10 @@ class AxisProofs:
             self._follow_met(entries)
         elif kind == "named":
             self._follow_named(entries)
+        elif kind == "idle":
+            self.gradients.note_idle(entries[0][1])
+        elif kind == "hooked":
+            self.gradients.lose([entry[1] for entry in entries], entries[0][2])
         elif kind == "output":
             self.gradients.note_output(entries[0][1])
         elif kind == "node":
@@ -237,7 +243,7 @@ class AxisProofs:
         elif kind == "backward":
             self._follow_backward(entries)
         elif kind == "gradients":
-            self.gradients.note_handed(entries[0][1], _common([entry[2] for entry in entries]))
+            self.gradients.note_handed(entries[0][1], list(zip(*(entry[2] for entry in entries))))
 
     def _follow_exit(self, path: str) -> None:
         while path in self._modules:
@@ -328,6 +334,7 @@ class AxisProofs:
         """A node of the backward runs, with these gradients."""
         _, number, given = entries[0]
         found = self.gradients.note_backward(number, [place for place, *_ in given])
+        self.gradients.note_scaled(value for _, value, *_ in given)
         for i, (place, value, _, stated) in enumerate(given):
             self.shapes[value] = tuple(tuple(entry[2][i][2]) for entry in entries)
             self.steps[value] = Step("a gradient of the backward")
@@ -345,7 +352,7 @@ class AxisProofs:
         inputs = (before,) if isinstance(before, int) else ()
         self.steps[value] = Step(text, inputs)
         self._know(value, stated or proven)
-        self.gradients.note_made([entry[2] for entry in entries], [value])
+        self.gradients.note_replaced([entry[2] for entry in entries], value)
         if isinstance(before, int) and before in self.open and self.placement(value) is None:
             self.open[value] = self.open[before]
         if stated is not None and proven is not None and stated != proven:
@@ -362,6 +369,8 @@ class AxisProofs:
         if name == "aten::copy_" and before in self._received and values[1] is None:
             # Gloo's own copy into the result of a collective, when that is waited for.
             found = [self.placements.get(before)]
+            if self.gradients.is_scaled(before):
+                self.gradients.note_scaled([outputs[0][0]])
             self._received.add(outputs[0][0])
             self._note_gathered(outputs[0][0], self.gathered.get(before))
         elif operation is not None:
@@ -372,6 +381,8 @@ class AxisProofs:
                 found = [positions.selected(operation, values, self.positions)]
             if is_taken and before in self.templates and factories.is_draw(operation):
                 found = [self.templates[before]]
+            made = [output[0] for output in outputs]
+            found = self.gradients.linear(operation, values, made, found)
         if operation is not None and _counts(operation):
             self._note_local({len(entry[4]) for entry in entries})
         if numbers and not (operation is not None and _are_whole(operation)):
@@ -549,6 +560,10 @@ class AxisProofs:
                 moved = _moved(new, dims)
                 if moved is not None and moved.dim in self.open[old]:
                     self._know(value, moved)
+            if self.gradients.is_scaled(old) or self.gradients.is_scaled(written):
+                if self.gradients.is_scaled(old) != self.gradients.is_scaled(written):
+                    self._know(value, None)  # numbers beside gradients
+                self.gradients.note_scaled([value])
 
     def _dims_of_piece(self, piece: Value, whole: Value) -> tuple[int | None, ...] | None:
         """By dim of a slice: the same dim of what it was cut out of, if it has all of that; which
@@ -611,6 +626,9 @@ class AxisProofs:
                 found = collectives.placement(self, base, reduction, axes, operand, read)
                 part = collectives.gathered(base, self.axis, axes, operand, outputs[0][0], i)
                 self._note_gathered(value, part)
+            if any(map(self.gradients.is_scaled, inputs)):
+                found = found if reduction in ("", "sum", "avg") else None
+                self.gradients.note_scaled([value])
             self._know(value, found)
             self._received.add(value)
         self._follow_writes(outputs, [entry[7] for entry in entries], name)
@@ -830,11 +848,6 @@ def _hands_gradients(rule: str) -> bool:
     alone.
     """
     return not (rule.endswith("_like") or rule.startswith("new_") or rule == "detach")
-
-
-def _common(items: Sequence[Sequence[Any]]) -> list[Any]:
-    """What is the same on all ranks; None elsewhere."""
-    return [one[0] if all(other == one[0] for other in one) else None for one in zip(*items)]
 
 
 def _are_whole(operation: Operation) -> bool:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_iter
 
 from flex_model.integrations import dtensor
 from flex_model.layouts import composites, memory_map
-from flex_model.layouts.backward_nodes import BackwardNodes
+from flex_model.layouts.backward_nodes import HOOKS, BackwardNodes, Unsettled, hands_on
 from flex_model.layouts.log import Log, Value, hash_of
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.sizes import (
@@ -115,7 +115,6 @@ class Recorder(TorchDispatchMode):
         self._axes_of, self.stated = axes_of, stated
         self._functions = _FunctionRecorder(self)
         self.pauses = 0
-        self.num_dispatched = 0  # operations that go on: what asks for sizes then is no model
         self._tasks: list[int] = []  # of autograd's, in which it was entered
         self._storages: dict[int, _Storage] = {}
         self._objects: dict[int, _Known] = {}
@@ -124,6 +123,7 @@ class Recorder(TorchDispatchMode):
         self._replaced: dict[Value, Value] = {}
         self._received: set[Value] = set()  # what collectives wrote
         self._nodes = BackwardNodes(self)
+        self._unsettled = Unsettled(log)
         self._carriers: list[Any] = []  # of the operation whose arguments are encoded
         self.sizes = CallSizes()
         self.reduction = ""  # of the call of torch.distributed that runs
@@ -378,13 +378,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.is_paused:
             return func(*args, **kwargs)
-        self.num_dispatched += 1
-        try:
-            return self._dispatch(func, args, kwargs)
-        finally:
-            self.num_dispatched -= 1
-
-    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.settle()
         if not isinstance(
             func, torch._ops.OpOverload
         ):  # flex_attention and other higher-order ones
@@ -481,6 +475,19 @@ class Recorder(TorchDispatchMode):
         if carriers and name.startswith("aten::"):
             self._nodes.link(outputs, writes)
         self.log.add("op", full_name, *arguments, outputs, numbers, writes, carriers)
+        if carriers and schema is not None:
+            self._unsettled.note(schema, tensors, [output[0] for output in outputs])
+
+    def settle(self) -> None:
+        """The operation before is over: what it has made for its backward alone."""
+        self._unsettled.settle()
+
+    def note_hook(self, tensor: Tensor, hook: Any) -> None:
+        """The model puts a hook on a tensor's gradient, which may change that unseen."""
+        if not hands_on(hook):
+            value = self.value(tensor)
+            if value is not None:
+                self.log.add("hooked", value, "a hook that the model puts on a tensor's gradient")
 
     def _note_statistics(self, name: str, encoded: tuple[Any, ...], args: Sequence[Any]) -> None:
         """What a batch norm wrote beside its result, as the operation does that returns it."""
@@ -709,7 +716,7 @@ class _FunctionRecorder(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         recorder = self._recorder
-        if recorder.is_paused or recorder.num_dispatched:
+        if recorder.is_paused:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name == "__len__":
@@ -736,6 +743,9 @@ class _FunctionRecorder(TorchFunctionMode):
         if func in _UNSEEN:
             with recorder.paused():
                 return func(*args, **kwargs)
+        if name in HOOKS and isinstance(args[0], Tensor):
+            recorder.note_hook(args[0], args[1] if len(args) > 1 else kwargs.get("hook"))
+            return func(*args, **kwargs)
         if name in _AS and len(args) == 2 and isinstance(args[1], Tensor):
             func, name = _AS[name]
             args = args[0], self._read(torch.Tensor.size, args[1:], {})

@@ -287,27 +287,33 @@ def test_gradients_in_recomputed_blocks(way, weights, use_reentrant):
             assert_close(ours, theirs)
 
 
+class Both(nn.Module):
+    """A column layer without a copy to the ranks, beside a residual."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.same, self.columns = nn.Identity(), Columns(nn.Linear(6, 8).double(), group)
+        self.total = Call(SumOverRanks.apply, group)
+
+    def forward(self, x):
+        x = self.same(x)
+        return self.total(self.columns(x).square().sum(-1, keepdim=True)) + x
+
+
 @pytest.mark.ranks(2)
-def test_a_tensor_that_is_read_whole_and_in_parts_is_refused_until_it_is_stated():
-    """Its gradient is a sum of both, which no placement says."""
+@pytest.mark.parametrize("factor", [0, 1])
+def test_a_tensor_that_is_read_whole_and_in_parts_is_refused_until_it_is_stated(factor):
+    """Its gradient is a sum of both, which no placement says. Silently wrong before where the
+    ranks' gradients differed: they were summed, though a part of each is whole.
+    """
     group = models.mesh(1, 2)["tp"].get_group()
-
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.same, self.columns = nn.Identity(), Columns(nn.Linear(6, 8).double(), group)
-            self.total = Call(SumOverRanks.apply, group)
-
-        def forward(self, x):
-            x = self.same(x)
-            return self.total(self.columns(x).square().sum(-1, keepdim=True)) + x
-
-    with FlexModel(models.seeded(Both), {}, tensor_parallel_size=2, timeout=20) as flex:
+    torch.manual_seed(0)
+    with FlexModel(Both(group), {}, tensor_parallel_size=2, timeout=20) as flex:
         flex.annotate_layout(models.INPUT, kind="forward_pre", tp=Replicate())
         flex.register_full_backward_pre_hook(HookFunction("same"))
         with pytest.raises(ValueError, match=r"'same'.*read both whole and in parts.*placements="):
-            (flex(BATCH.clone().requires_grad_()).sum() * 0).backward()
-    with FlexModel(models.seeded(Both), {}, tensor_parallel_size=2, timeout=20) as flex:
+            (flex(BATCH.clone().requires_grad_()).sum() * factor).backward()
+    with FlexModel(Both(group), {}, tensor_parallel_size=2, timeout=20) as flex:
         flex.register_full_backward_pre_hook(HookFunction("same", placements={"tp": Shard(1)}))
         with pytest.raises(ValueError, match=r"'same': it is stated to be split.*replicated"):
             flex(BATCH.clone().requires_grad_()).sum().backward()
@@ -346,3 +352,238 @@ def test_a_gradient_that_is_not_known_is_refused_until_it_is_stated():
                 output.sum().backward()
                 if dist.get_rank() == 0:
                     assert_close(records["0"], [torch.full_like(BATCH, 2)])
+
+
+# ---- What was made of a tensor, and what hands its gradient on -----------------------------------
+
+
+class MeanGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad - grad.mean()
+
+
+class SizeGrad(MeanGrad):
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / grad.shape[0] / grad.shape[-1]
+
+
+class ClampedGrad(MeanGrad):
+    """Not linear: along dp a rank's gradients are those of its own loss, larger than the mean's."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.clamp(-1e-3, 1e-3)
+
+
+class DoubledGrad(MeanGrad):
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def hooked(hook):
+    def call(h):
+        h = h * 1
+        h.register_hook(hook)
+        return h.tanh()
+
+    return call
+
+
+def unread(h):
+    h.softmax(0), h.softmax(-1)
+    return h.tanh()
+
+
+def without_gradient(h):
+    h.detach().softmax(0), h.argmax(0), (h > 0).float().mean(0)
+    return h.tanh()
+
+
+# What is made of ``h`` is not the unsharded program's, or its gradient isn't. All silently wrong
+# before, but for those of one axis that are right along the other.
+MIXED = {
+    "divided by its size": lambda h: h / h.shape[0] / h.shape[-1],
+    "centered": lambda h: h - h.mean((0, -1), keepdim=True),
+    "softmax": lambda h: h.softmax(0).softmax(-1),
+    "behind others": lambda h: ((h.tanh() + 1).view(-1, 2, h.shape[-1] // 2) - h.mean()).flatten(1),
+    "Function of the mean": MeanGrad.apply,
+    "Function of the size": SizeGrad.apply,
+    "hook": hooked(lambda grad: grad / grad.norm()),
+    "hook that clamps": hooked(lambda grad: grad.clamp(-1e-3, 1e-3)),
+}
+MIXED_ALONG_DP = {"batch norm": lambda h: F.batch_norm(h, None, None, training=True).sin()}
+MIXED_ALONG_DP |= {"Function that clamps": ClampedGrad.apply}
+FINE = {
+    "nothing": lambda h: h,
+    "tanh": torch.tanh,
+    "Function": DoubledGrad.apply,
+    "without a gradient": without_gradient,
+    "in parts": lambda h: h.square().sum(-1, keepdim=True) + h,
+}
+
+
+class Around(nn.Module):
+    """A column layer, an operation, and a row layer; along dp they are whole."""
+
+    def __init__(self, operation, group=None):
+        super().__init__()
+        torch.manual_seed(0)
+        first, second = nn.Linear(6, 8).double(), nn.Linear(8, 6, bias=False).double()
+        self.first, self.second = first, second
+        if group is not None:
+            self.first, self.second = Columns(first, group), Rows(second, group)
+        self.site, self.made, self.group = nn.Identity(), Call(operation), group
+
+    def forward(self, x):
+        y = self.second(self.made(self.site(self.first(x))))
+        return y if self.group is None else SumOverRanks.apply(y, self.group)
+
+
+SITES_AROUND = ("site", "first", "first.weight")
+
+
+def hook_on(flex, site, **settings):
+    function = HookFunction(site, **settings)
+    if "weight" in site:
+        return flex.register_hook(function)
+    kind = flex.register_full_backward_pre_hook if site == "first" else None
+    return (kind or flex.register_full_backward_hook)(function)
+
+
+def gradients_around(operation, axis, site, prepare=lambda flex: None, **settings):
+    """What a hook recorded in two backwards, sharded and unsharded."""
+    rank, found = dist.get_rank(), []
+    batch = models.random(4, 6, seed=7)
+    for is_sharded in (False, True):
+        own = None if is_sharded else pipelines.alone_group()
+        group = models.mesh(1, 2)["tp"].get_group() if is_sharded and axis == "tp" else None
+        sizes = {"data_parallel_size": 2} if axis == "dp" else {"tensor_parallel_size": 2}
+        x = batch.chunk(2)[rank] if is_sharded and axis == "dp" else batch
+        records = {}
+        sizes = sizes if is_sharded else {}
+        with FlexModel(
+            Around(operation, group), records, process_group=own, timeout=20, **sizes
+        ) as flex:
+            if is_sharded:
+                prepare(flex)
+            hook_on(flex, site, **(settings if is_sharded else {}))
+            kept = []
+            for _ in range(2):
+                flex(x).square().mean().backward()
+                kept += records[site] if rank == 0 or not is_sharded else []
+        found.append(kept)
+    return found
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("site", SITES_AROUND)
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+@pytest.mark.parametrize("name", [*FINE])
+def test_gradients_before_operations_that_ranks_may_do_alone(name, axis, site):
+    operation = FINE[name]
+    if name == "in parts" and axis == "tp":
+        operation = torch.tanh
+    expected, found = gradients_around(operation, axis, site)
+    if dist.get_rank() == 0:
+        assert_close(found, expected)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("site", SITES_AROUND)
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+@pytest.mark.parametrize("name", [*MIXED, *MIXED_ALONG_DP])
+def test_gradients_before_what_mixes_rows_or_features_are_refused(name, axis, site):
+    """Silently wrong before."""
+    if axis == "tp" and name in MIXED_ALONG_DP:
+        pytest.skip("right along tp")
+    with pytest.raises(ValueError, match=rf"{site}'.*not known"):
+        gradients_around((MIXED | MIXED_ALONG_DP)[name], axis, site)
+
+
+def doubled_by_number(h):
+    """The ranks can't know that the number is the same."""
+    return h * (h.sum().item() * 0 + 2)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("site", SITES_AROUND)
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_a_statement_of_what_is_made_makes_gradients_before_it_known(axis, site):
+    dim = 0 if axis == "dp" else 1
+    with pytest.raises(ValueError, match=rf"{site}'.*not known"):
+        gradients_around(doubled_by_number, axis, site)
+    expected, found = gradients_around(
+        doubled_by_number,
+        axis,
+        site,
+        lambda flex: flex.annotate_layout("made", **{axis: Shard(dim)}),
+    )
+    if dist.get_rank() == 0:
+        assert_close(found, expected)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_a_statement_of_a_gradient_makes_it_known(axis):
+    placements = {axis: Shard(0 if axis == "dp" else 1)}
+    expected, found = gradients_around(doubled_by_number, axis, "site", placements=placements)
+    if dist.get_rank() == 0:
+        assert_close(found, expected)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_gradients_through_edits_before_what_mixes_rows_or_features_are_refused(axis):
+    """Silently wrong before: the edit's backward got the ranks' gradients as shards."""
+
+    def prepare(flex):
+        flex.register_forward_hook(HookFunction("site", editing_function=mix))
+
+    with pytest.raises(ValueError, match=r"'site'.*not known"):
+        gradients_around(lambda h: h - h.mean((0, -1), keepdim=True), axis, "made", prepare)
+
+
+@pytest.mark.ranks(2)
+def test_an_output_that_is_dropped_hands_no_gradient_on_but_counts():
+    """It might be a loss of its own: it is refused until it is made of a detached tensor."""
+    with pytest.raises(ValueError, match=r"'site'.*not known"):
+        gradients_around(unread, "dp", "site")
+
+
+class Loss(nn.Module):
+    """Returns the mean loss of its rows."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.site, self.classes = nn.Tanh(), nn.Linear(6, 5).double()
+
+    def forward(self, x):
+        scores = self.classes(self.site(x))
+        return F.cross_entropy(scores, scores.detach().argmax(-1)), scores
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("site", ["site", "classes.weight"])
+def test_gradients_of_a_loss_that_the_model_returns(site):
+    """How a mean of rows is placed along dp is not known, but the loss is the ranks' mean."""
+    rank, found = dist.get_rank(), []
+    for is_sharded in (False, True):
+        own = None if is_sharded else pipelines.alone_group()
+        x = (BATCH.chunk(2)[rank] if is_sharded else BATCH).clone().requires_grad_()
+        size = 2 if is_sharded else 1
+        with FlexModel(
+            Loss(), records := {}, data_parallel_size=size, process_group=own, timeout=20
+        ) as flex:
+            hook_on(flex, site)
+            flex(x)[0].backward()
+        found.append(records.get(site))
+    if rank == 0:
+        assert_close(found[1], found[0])
