@@ -19,7 +19,7 @@ from flex_model.layouts.propagation.labels import (
     resolve,
     words,
 )
-from flex_model.layouts.propagation.operation import PARTIAL, REPLICATED, Operand, Operation, differ
+from flex_model.layouts.propagation.operation import PARTIAL, REPLICATED, Operand, Operation
 
 # What an output is linear in: partial sums pass there.
 _LINEAR = {
@@ -201,7 +201,7 @@ def like(operation: Operation) -> Placements:
 def scaled(operation: Operation) -> Placements:
     """Of a tensor that all ranks have each a share, by numbers that add up to 1: a sum is due."""
     numbers = operation.by_rank("other")
-    if not differ(numbers):
+    if isinstance(numbers[0], Operand) or len(set(map(repr, numbers))) == 1:  # not 0.0 and -0.0
         return pointwise(operation)
     is_whole = operation["self"].placement == REPLICATED
     return [PARTIAL if is_whole and math.isclose(sum(numbers), 1, rel_tol=1e-12) else None]
