@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from flex_model.layouts import memory_map
@@ -42,6 +43,7 @@ class BackwardNodes:
         self._recorder = recorder
         self.linked: set[Value] = set()
         self._values: dict[tuple[int, int], Value] = {}  # by node and output of it
+        self._unread: dict[tuple[int, int], Value] = {}  # likewise, of tensors that were not met
         self._numbers: dict[int, Value] = {}  # by node
 
     def link(self, outputs: Sequence[Any], writes: Sequence[Any]) -> None:
@@ -73,14 +75,20 @@ class BackwardNodes:
         self.linked.add(value)
         if tensor.numel() == 0:
             return value
-        number = self._numbers.get(key[0])
-        inputs: tuple[Any, ...] = ()
+        self._add(node, key[1], value)
+        unread = self._unread.pop(key, None)
+        if unread is not None:
+            self._recorder.log.add("named", unread, value, value)
+        return value
+
+    def _add(self, node: Any, place: int, value: Value) -> None:
+        key, inputs = _number_of(node), ()
+        number = self._numbers.get(key)
         if number is None:
-            number = self._numbers[key[0]] = self._recorder.log.new_value()
+            number = self._numbers[key] = self._recorder.log.new_value()
             inputs = tuple(self._source(*edge) for edge in node.next_functions)
             self._follow(node, number)
-        self._recorder.log.add("node", number, node.name(), inputs, key[1], value)
-        return value
+        self._recorder.log.add("node", number, node.name(), inputs, place, value)
 
     def _named(self, tensor: Tensor, values: Any, source: Any) -> Value:
         """A value of its own for a tensor that has one of these; ``source``: whose gradient is its
@@ -92,7 +100,8 @@ class BackwardNodes:
         return value
 
     def _source(self, node: Any, output: int) -> Any:
-        """The value that an edge leads to; of one that was not met: those that are met behind it,
+        """The value that an edge leads to; of one that was not met: one of its own where a
+        ``Function`` has made it, which another one has read; else those that are met behind it,
         with a None among them.
         """
         if node is None:
@@ -100,6 +109,10 @@ class BackwardNodes:
         known = self._known(node, output)
         if known is not None:
             return known
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            value = self._unread[_number_of(node), output] = self._recorder.log.new_value()
+            self._add(node, output, value)
+            return value
         found: list[Any] = [None]
         seen, pending = {node}, [node]
         while pending:
@@ -117,7 +130,8 @@ class BackwardNodes:
     def _known(self, node: Any, output: int) -> Any:
         if node.name() == "torch::autograd::AccumulateGrad":
             return self._recorder.value(node.variable) or ()
-        value = self._values.get((_number_of(node), output))
+        key = (_number_of(node), output)
+        value = self._values.get(key, self._unread.get(key))
         return None if value is None else self._recorder.latest(value)
 
     def _follow(self, node: Any, number: Value) -> None:
@@ -144,7 +158,10 @@ class BackwardNodes:
             values = tuple(
                 recorder.value(tensor) if isinstance(tensor, Tensor) else () for tensor in made
             )
-            recorder.log.add("gradients", number, values)
+            stated = tuple(
+                recorder.stated(tensor) if isinstance(tensor, Tensor) else None for tensor in made
+            )
+            recorder.log.add("gradients", number, values, stated)
             recorder.log.exit(paths.pop())
 
         node_name = f"backward of {node.name()}"

@@ -98,7 +98,7 @@ class Gradients:
         """Also of a value that no gradient comes to: that of one that would."""
         own = self._own(value)
         if own is None:
-            return None
+            return None if self._is_met(value) else self._kind(value, partly)
         kind = self._kind(value, partly)
         return self._expected(own) or self._begin if kind is None else kind
 
@@ -170,7 +170,7 @@ class Gradients:
         elif kind == "backward":
             self._given[entry[1]] = "a backward that not all ranks ran"
         elif kind == "gradients":
-            self.note_handed(entry[1], [(None,)] * len(entry[2]))
+            self.note_handed(entry[1], [(None,)] * len(entry[2]), [None] * len(entry[2]))
 
     def note_node(self, entries: Sequence[Entry]) -> None:
         _, number, name, inputs, place, value = entries[0]
@@ -221,16 +221,27 @@ class Gradients:
         self._scaled.update(value for value, kind in zip(outputs, kinds) if kind != _WHOLE)
         return [None if kind is None else placement for placement, kind in zip(found, kinds)]
 
-    def note_handed(self, number: Value, by_place: Sequence[Sequence[Any]]) -> None:
-        """A node has run, and handed these gradients to its inputs, on each rank."""
+    def note_handed(
+        self,
+        number: Value,
+        by_place: Sequence[Sequence[Any]],
+        stated: Sequence[Placement | None],
+    ) -> None:
+        """A node has run, and handed these gradients to its inputs, on each rank; ``stated``: how
+        those that are DTensors are placed.
+        """
         self._given.pop(number, None)
         node = self._nodes.get(number)
         if node is not None:
-            node.handed = [self._handed(node, of_ranks) for of_ranks in by_place]
+            node.handed = [
+                self._handed(node, of_ranks, told) for of_ranks, told in zip(by_place, stated)
+            ]
 
-    def _handed(self, node: _Node, of_ranks: Sequence[Any]) -> Kind:
+    def _handed(self, node: _Node, of_ranks: Sequence[Any], stated: Placement | None) -> Kind:
         if node.name == RECOMPUTES or all(value == () for value in of_ranks):
             return None
+        if stated is not None:
+            return stated
         if all(value == of_ranks[0] for value in of_ranks):
             placement = None if of_ranks[0] is None else self._proofs.placement(of_ranks[0])
         else:
@@ -263,7 +274,7 @@ class Gradients:
         if value in self._unknown:
             return self._unknown[value]
         own = self._own(value)
-        if own is None and not self._is_loss(value):
+        if own is None and not self._is_loss(value) and self._is_met(value):
             return self._text(value)
         expected = None if own is None else self._expected(own)
         kinds: set[Kind] = {expected or self._begin} if value in self._outputs else set()
@@ -278,7 +289,12 @@ class Gradients:
             if node.handed is None:
                 return f"{node.name}, which has not run"
             kinds.add(node.handed[place] if place < len(node.handed) else node.name)
-        return self._summed(kinds - {None}, expected) or self._ended(value, expected)
+        is_free = not self._is_met(value)
+        return self._summed(kinds - {None}, expected, is_free) or self._ended(value, expected)
+
+    def _is_met(self, value: Any) -> bool:
+        """Whether an operation has read it: else a ``Function`` handed it on to another."""
+        return not isinstance(value, int) or value in self._proofs.shapes
 
     def _is_loss(self, value: Value) -> bool:
         """Whether it is a number that the model returns: along dp the loss is the ranks' mean."""
@@ -290,8 +306,8 @@ class Gradients:
         return "an operation" if step is None else step.text
 
     @staticmethod
-    def _summed(kinds: set[Kind], expected: Placement | None) -> Kind:
-        """Of a sum of gradients that are placed so."""
+    def _summed(kinds: set[Kind], expected: Placement | None, is_free: bool = False) -> Kind:
+        """Of a sum of gradients that are placed so; ``is_free``: how the tensor is is not known."""
         texts = [kind for kind in kinds if isinstance(kind, str)]
         if texts:
             return min(texts)  # the same one on every rank
@@ -302,7 +318,11 @@ class Gradients:
             return kind
         if expected is not None:
             return "a gradient that is placed otherwise than its tensor"
-        return kind if isinstance(kind, (Replicate, Partial)) else "a gradient that is split"
+        return (
+            kind
+            if is_free or isinstance(kind, (Replicate, Partial))
+            else "a gradient that is split"
+        )
 
     def _ended(self, value: Value, expected: Placement | None) -> Kind:
         """Of a value that nothing hands gradients to, but for the end of a recomputed part."""

@@ -29,7 +29,8 @@ An entry is a tuple of plain values (numbers, texts, None, and tuples of such):
 - ``("node", number, name, inputs, place, value)``: a node of autograd's graph that is not one of
   ATen's operations, the values that it hands gradients to, and the value of its output ``place``.
 - ``("backward", number, gradients)``: such a node runs: ``(place, value, shape, placements)`` of
-  each gradient that it gets. ``("gradients", number, values)``: what it has handed on.
+  each gradient that it gets. ``("gradients", number, values, placements)``: what it has
+  handed on.
 
 Tensors are ``("t", value, shape, dtype)`` in arguments, and ``(value, shape, dtype, placements,
 local shape)`` among outputs, where DTensors state their placements, and have their full shape as

@@ -95,6 +95,7 @@ class AxisProofs:
         self._has_asked = False  # whether something is so of such a tensor
         self._sharded: set[str] = set()  # modules with a weight of which ranks have shards
         self._modules: list[str] = []  # that run
+        self._left = ""  # the one that has just ended
         self._suspect: str | None = None  # the outermost of them that has made such numbers
         self._asks_of_parts: set[Value] = set()  # whether all, or any, elements of shards are so
         self._received: set[Value] = set()
@@ -217,6 +218,7 @@ class AxisProofs:
                     self.open.pop(value, None)
         elif kind == "enter":
             self._modules.append(entries[0][1])
+            self._left = ""
         elif kind == "exit":
             self._follow_exit(entries[0][1])
         elif kind == "read":
@@ -243,11 +245,14 @@ class AxisProofs:
         elif kind == "backward":
             self._follow_backward(entries)
         elif kind == "gradients":
-            self.gradients.note_handed(entries[0][1], list(zip(*(entry[2] for entry in entries))))
+            _, number, _, placements = entries[0]
+            stated = [decode(each and each[self._index]) for each in placements]
+            by_place = list(zip(*(entry[2] for entry in entries)))
+            self.gradients.note_handed(number, by_place, stated)
 
     def _follow_exit(self, path: str) -> None:
         while path in self._modules:
-            left = self._modules.pop()
+            left = self._left = self._modules.pop()
             self._suspect = None if left == self._suspect else self._suspect
 
     @property
@@ -634,11 +639,13 @@ class AxisProofs:
         self._follow_writes(outputs, [entry[7] for entry in entries], name)
 
     def _completes_shards(self, reduction: str, axes: tuple[str, ...]) -> bool:
-        """Whether the layer that runs adds up what it made of its shard of a weight, by its own
-        contract: rules don't see that of rows of a table that are looked up on one rank each.
+        """Whether the layer that runs, or that ran last, adds up what it made of its shard of a
+        weight, by its own contract: rules don't see that of rows of a table that are looked up on
+        one rank each.
         """
-        layer = self._module.rpartition("/")[0]
-        return (self.axis,) == axes == ("tp",) and reduction == "sum" and layer in self._sharded
+        layers = {path.rpartition("/")[0] for path in (self._module, self._left)}
+        is_sum = reduction == "sum" and (self.axis,) == axes == ("tp",)
+        return is_sum and not layers.isdisjoint(self._sharded)
 
     def _note_gathered(self, value: Value, part: collectives.Gathered | None) -> None:
         if part is not None:

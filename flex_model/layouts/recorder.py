@@ -33,6 +33,7 @@ from flex_model.layouts.sizes import (
     Expression,
     Size,
     encoded,
+    is_asked_by_model,
     meaning,
     on_comparison,
     on_conversion,
@@ -694,6 +695,7 @@ _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _NUMBERS = {"item", "__int__", "__float__", "__index__", "__complex__"}
 _UNSEEN = {torch.broadcast_tensors}  # whose steps have sizes of tensors that nothing shows
 _QUESTIONS = {"__bool__", "is_nonzero", "equal", "allclose", "__contains__"}
+_ASKS = {"__len__", *_NUMBERS, *_QUESTIONS, *_MADE_OF_SIZES}
 _READS = {"numpy", "__array__", "__dlpack__", "tolist"}
 # Calls that take their sizes from another tensor, as those that are given them.
 _AS = {
@@ -719,6 +721,8 @@ class _FunctionRecorder(TorchFunctionMode):
         if recorder.is_paused:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        if name in _ASKS and not is_asked_by_model():
+            return func(*args, **kwargs)
         if name == "__len__":
             length = func(*args, **kwargs)
             recorder.log.add("number", length, ("dim", recorder.one_value(args[0]), 0), "__int__")

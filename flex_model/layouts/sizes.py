@@ -171,20 +171,22 @@ def _method(name: str, reflected: bool) -> Callable[[Any, Any], Any]:
 
 
 def _note(number: Any, expression: Expression, conversion: str) -> None:
-    if not _is_asked_by_torch():
+    if is_asked_by_model():
         for note in on_conversion:
             note(number, expression, conversion)
 
 
-_SHARDING = ("torch.distributed.", "torch.nn.parallel.")
+_SHARDING = ("torch.distributed.", "torch.nn.parallel.", "flex_model.")
 
 
-def _is_asked_by_torch() -> bool:
-    """Whether it is no part of the model that asks: what shards it looks after its own tensors."""
+def is_asked_by_model() -> bool:
+    """Whether the model asks, and not what shards it, which looks after its own tensors. To be
+    called by what is asked.
+    """
     frame = sys._getframe(2)
     while frame.f_globals.get("__name__") == __name__ and frame.f_back is not None:
         frame = frame.f_back
-    return bool(frame.f_globals.get("__name__", "").startswith(_SHARDING))
+    return not frame.f_globals.get("__name__", "").startswith(_SHARDING)
 
 
 def _conversion(kind: type, name: str) -> Any:
@@ -205,7 +207,7 @@ def _comparison(name: str) -> Any:
         if not isinstance(other, (int, float)):
             return NotImplemented
         answer = compare(plain(self), plain(other))
-        if on_comparison and not _is_asked_by_torch():
+        if on_comparison and is_asked_by_model():
             for note in on_comparison:
                 note(name, self.expression, _operand(other), answer)
         return answer
