@@ -212,7 +212,10 @@ class Tracking:
     def follower(self) -> Follower:
         """One that knows the model's weights. Local."""
         mesh, weights = self._channel.mesh, self._weights()
-        return Follower(self._root, mesh, self.statements, weights, self._kept.source)
+        trusts_answers = self._follow != "always"
+        return Follower(
+            self._root, mesh, self.statements, weights, self._kept.source, trusts_answers
+        )
 
     def _weights(self) -> Weights:
         return Weights(

@@ -30,7 +30,8 @@ Gathered = tuple[Any, Shard, int | None]
 
 # Reductions of what all ranks have alike that give just that.
 _KEEP_REPLICAS = {"avg", "max", "min"}
-_SAME_ELEMENTS = {"clone", "contiguous", "alias", "detach", "_to_copy", "to"}
+#: Operations that give a tensor of the same elements.
+SAME_ELEMENTS = {"clone", "contiguous", "alias", "detach", "_to_copy", "to"}
 
 
 def source(base: str, num_operands: int, output: int) -> int:
@@ -83,6 +84,12 @@ def _along(
     return None
 
 
+def ends(reduced: str, base: str, reduction: str, axes: tuple[str, ...], axis: str) -> bool:
+    """Whether it makes the whole of what each rank made of its shard alone."""
+    wanted = {"max": "max", "min": "min", "mean": "avg"}.get(reduced)
+    return base in _ALL_REDUCE and axes == (axis,) and wanted is not None and reduction == wanted
+
+
 def gathered(base: str, axis: str, axes: Any, operand: Any, first: Any, i: int) -> Gathered | None:
     """What an output of a gather along the axis alone is, but what all ranks have whole.
 
@@ -106,7 +113,7 @@ def handed_on(
     if part is None:
         return nothing
     is_all = operation.name == "slice" and operation.outputs[0].shapes == operation["self"].shapes
-    if is_all or operation.name in _SAME_ELEMENTS:
+    if is_all or operation.name in SAME_ELEMENTS:
         return [part]
     gather, shard, which = part
     sizes = {made.shapes for made in operation.outputs}

@@ -59,7 +59,8 @@ _REDUCTIONS = {dist.all_reduce, dist.reduce_scatter_tensor} if dist.is_available
 # Of Tensor and Parameter: no override.
 _OF_TENSORS = (vars(Tensor)["__torch_function__"].__func__, torch.nn.Parameter.__torch_function__)
 _WRITTEN_IN_PYTHON = {"torch.nn.functional", "torch.functional"}
-_RUN_NODES = {torch.autograd.backward, torch.autograd.grad, Tensor.backward}  # of the model's own
+#: They run nodes of the model's own, and in these perhaps themselves.
+RUN_NODES = {torch.autograd.backward, torch.autograd.grad, Tensor.backward}
 _NOT_OVERRIDDEN = {
     name: lambda *_: False
     for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
@@ -92,7 +93,7 @@ def steps_of(func: Any, types: Iterable[Any]) -> Callable[..., Any] | None:
     """
     if not isinstance(func, FunctionType):
         return None  # F.max_pool1d is made elsewhere, of two functions that ask the question
-    if func.__globals__["__name__"] not in _WRITTEN_IN_PYTHON and func not in _RUN_NODES:
+    if func.__globals__["__name__"] not in _WRITTEN_IN_PYTHON and func not in RUN_NODES:
         return None
     overrides = (getattr(t.__torch_function__, "__func__", t.__torch_function__) for t in types)
     if any(override not in _OF_TENSORS for override in overrides):

@@ -34,11 +34,11 @@ _DIFFERS = ": the ranks' control flow differs, not all ran {}"
 class Proofs:
     """What is proven along both axes. Pure: from the logs of all ranks of the grid."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, trusts_answers: bool = True) -> None:
         self._mesh = mesh
         sizes = (mesh.dp_size, mesh.tp_size)
         self.along = {
-            axis: AxisProofs(axis, size, other)
+            axis: AxisProofs(axis, size, other, trusts_answers)
             for axis, size, other in zip(AXES, sizes, reversed(sizes))
             if size > 1
         }
@@ -192,11 +192,12 @@ class Follower:
         statements: Statements,
         weights: Weights,
         kept: Callable[[Tensor], tuple[str, Any] | None] = lambda tensor: None,
+        trusts_answers: bool = True,
     ) -> None:
         self._root, self._mesh, self._statements = root, mesh, statements
         self._weights = weights
         self.log = Log()
-        self.proofs = Proofs(mesh)
+        self.proofs = Proofs(mesh, trusts_answers)
         self._axes_of_groups: dict[Any, tuple[str, ...] | None] = {}
         self.recorder = Recorder(
             self,

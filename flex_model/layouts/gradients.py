@@ -75,6 +75,10 @@ class Gradients:
         # What is computed once more in a backward ends where the gradients begin that it was given.
         self._given: dict[Value, Kind] = {}  # by node that runs
         self._ends: dict[Value, Kind] = {}
+        # By value: what of it some ranks alone have read. Of a shard each rank has its own gradient
+        # all the same, if what was made of it in the end is right, which a statement says.
+        self._apart: dict[Value, str] = {}
+        self._hooks: dict[Value, list[str]] = {}  # by value: that have not been seen to only look
         self._scaled: set[Value] = set()  # along dp: gradients of a rank's own loss
         self._found: dict[bool, dict[Value, Kind]] = {True: {}, False: {}}  # by ``partly``
 
@@ -111,6 +115,8 @@ class Gradients:
         """How the value is placed, or what was stated or put in its place."""
         while value not in self._proofs.placements and value in self._in_place_of:
             value = self._in_place_of[value]
+        if self._proofs.reduced.get(value) == "mean":
+            return _PART  # as far as gradients go, but for a factor that all ranks have
         return self._proofs.placements.get(value)
 
     @staticmethod
@@ -154,13 +160,33 @@ class Gradients:
         for value in _flat(values):
             self._unknown.setdefault(value, why)
 
+    def note_hook(self, values: Sequence[Any], why: str) -> None:
+        """The model puts a hook on the gradient of these."""
+        self.forget()
+        for value in set(_flat(values)):
+            self._hooks.setdefault(value, []).append(why)
+
+    def note_look(self, values: Sequence[Any]) -> None:
+        """One of those hooks has left the gradient as it was."""
+        self.forget()
+        for value in set(_flat(values)):
+            if all(one == values[0] for one in values) and self._hooks.get(value):
+                self._hooks[value].pop()
+
+    def _note_apart(self, values: Sequence[Any], why: str) -> None:
+        """Some ranks' operations hand gradients to these."""
+        for value in _flat(values):
+            self._apart.setdefault(value, why)
+
     def skip(self, entry: Entry) -> None:
         """Not all ranks have this entry."""
         kind = entry[0]
         if kind == "op":
-            self.lose(entry[7], f"{entry[1].removeprefix('aten::')}, which not all ranks ran")
+            self._note_apart(
+                entry[7], f"{entry[1].removeprefix('aten::')}, which not all ranks ran"
+            )
         elif kind == "node":
-            self.lose(entry[3], f"{entry[2]}, which not all ranks ran")
+            self._note_apart(entry[3], f"{entry[2]}, which not all ranks ran")
         elif kind in ("placed", "stated"):
             self.lose([entry[4] if kind == "placed" else entry[2]], "a hook of some ranks")
         elif kind == "named":
@@ -273,10 +299,14 @@ class Gradients:
     def _combined(self, value: Value, known: dict[Value, Kind], partly: bool) -> Kind:
         if value in self._unknown:
             return self._unknown[value]
+        if self._hooks.get(value):
+            return self._hooks[value][0]
         own = self._own(value)
         if own is None and not self._is_loss(value) and self._is_met(value):
             return self._text(value)
         expected = None if own is None else self._expected(own)
+        if expected is None and value in self._apart:
+            return self._apart[value]
         kinds: set[Kind] = {expected or self._begin} if value in self._outputs else set()
         for made in self._made_of(value):
             placement = self._own(made)

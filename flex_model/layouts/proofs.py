@@ -19,7 +19,7 @@ from flex_model.layouts.alignment import aligned
 from flex_model.layouts.encoding import decode
 from flex_model.layouts.gradients import Gradients
 from flex_model.layouts.log import Chunk, Entry, Value, dtype_of
-from flex_model.layouts.propagation import rules
+from flex_model.layouts.propagation import reductions, rules
 from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation, Shape
 from flex_model.layouts.sizes import (
     COMPARISONS,
@@ -59,6 +59,9 @@ class AxisProofs:
         met: Of what hooks met: its value, where that is the same on all ranks.
         positions: Of values that are positions along a split dim: how they are split.
         gathered: Of values that a gather gave: whose parts they are.
+        sizes_passed: Of values of ``torch.zeros`` and the like: the sizes that they were given.
+        reduced: Of values that each rank made of its shard, over the split dim: "max", "min" or
+            "mean".
         zeros: Values of which all elements are 0.
         places: Of each rank's own part of such a value: of which, and along which dim.
         templates: Of values of ``torch.empty_like``: how what they are like is placed.
@@ -69,7 +72,10 @@ class AxisProofs:
         stated_sizes: Values with the full sizes that the user states.
     """
 
-    def __init__(self, axis: str, num_ranks: int, other_size: int) -> None:
+    def __init__(
+        self, axis: str, num_ranks: int, other_size: int, trusts_answers: bool = True
+    ) -> None:
+        self._trusts_answers = trusts_answers
         self.axis, self.num_ranks, self.other_size = axis, num_ranks, other_size
         self._index = ("dp", "tp").index(axis)
         self.placements: dict[Value, Placement] = {}
@@ -83,6 +89,9 @@ class AxisProofs:
         self.templates: dict[Value, Placement | None] = {}
         self.makers: dict[Value, pieces.Maker] = {}
         self.gathered: dict[Value, collectives.Gathered] = {}
+        self.sizes_passed: dict[Value, dict[int, int]] = {}
+        self._sizes_passed: dict[int, int] = {}  # of the operation, by place
+        self.reduced: dict[Value, str] = {}
         self.zeros: set[Value] = set()
         self.places: dict[Value, tuple[Value, int]] = {}
         self.difference = ""
@@ -132,8 +141,14 @@ class AxisProofs:
         """
         kind, value, which = leaf
         if kind == "dim":
-            return self.size(value, which)
+            size = self.size(value, which)
+            return self._passed(value, which) if size is None else size
         return which if self.placement(value) == REPLICATED else None
+
+    def _passed(self, value: Value, dim: int) -> int | None:
+        """The size that a factory was passed, of whose result not all sizes are known."""
+        size = self.sizes_passed.get(value, {}).get(dim)
+        return None if self.may_be_made_of_size(size) else size
 
     # Following.
 
@@ -237,7 +252,9 @@ class AxisProofs:
         elif kind == "idle":
             self.gradients.note_idle(entries[0][1])
         elif kind == "hooked":
-            self.gradients.lose([entry[1] for entry in entries], entries[0][2])
+            self.gradients.note_hook([entry[1] for entry in entries], entries[0][2])
+        elif kind == "looked":
+            self.gradients.note_look([entry[1] for entry in entries])
         elif kind == "output":
             self.gradients.note_output(entries[0][1])
         elif kind == "node":
@@ -262,7 +279,8 @@ class AxisProofs:
 
     def _follow_question(self, entries: tuple[Entry, ...]) -> None:
         """What the model does by the answer it may do otherwise where another one is given: in the
-        unsharded program, of all of a tensor of which ranks have parts.
+        unsharded program, of all of a tensor of which ranks have parts. (Ranks that got different
+        answers run different operations.)
         """
         values = {entry[1] for entry in entries} - {0}  # of tensors that the model has not made
         answers = {entry[2] for entry in entries}
@@ -271,7 +289,7 @@ class AxisProofs:
         if len(answers) == 1 and values <= self._asks_of_parts:
             return  # all parts say so, and so does the whole
         self._has_asked = True
-        self.is_astray = True
+        self.is_astray |= len(answers) == 1 and not self._trusts_answers
 
     def _follow_comparison(self, entries: tuple[Entry, ...]) -> None:
         _, by, own, other, _ = entries[0]
@@ -353,6 +371,7 @@ class AxisProofs:
         proven = None
         if before is not None and all(entry[2] == before for entry in entries):
             proven = self.placement(before)
+        self.is_astray &= stated is None  # whoever states it knows of the path so far
         self.shapes[value] = tuple(tuple(entry[4]) for entry in entries)
         inputs = (before,) if isinstance(before, int) else ()
         self.steps[value] = Step(text, inputs)
@@ -382,6 +401,8 @@ class AxisProofs:
             found = self._propagate(name, operation, is_taken)
             if collectives.joins_all(operation, values, self.gathered, self.num_ranks):
                 found = [REPLICATED]
+            if len(outputs) == 1:
+                found = self._follow_reduced(outputs[0][0], operation, values, found)
             if is_taken and found == [None]:
                 found = [positions.selected(operation, values, self.positions)]
             if is_taken and before in self.templates and factories.is_draw(operation):
@@ -407,6 +428,8 @@ class AxisProofs:
             self._know(value, found[i] if told is None else told)
             if operation is not None:
                 self._note_gathered(value, parts[i])
+                if factories.is_fill(operation.name):
+                    self.sizes_passed[value] = self._sizes_passed
                 if factories.makes_zeros(operation):
                     self.zeros.add(value)
                 elif values and values[0] in self.zeros:
@@ -460,6 +483,7 @@ class AxisProofs:
         reader = _Reader(self, len(entries), schema.name in _VIEWS)
         arguments = reader.arguments(schema, entries)
         reader.conclude_sizes(schema.name, arguments[0])
+        self._sizes_passed = reader.sizes_passed
         outputs = tuple(
             Operand(
                 tuple(tuple(entry[4][i][1]) for entry in entries), dtype_of(entries[0][4][i][2])
@@ -629,6 +653,8 @@ class AxisProofs:
                 if operand.placement is None and self._completes_shards(reduction, axes):
                     operand = replace(operand, placement=Partial())
                 found = collectives.placement(self, base, reduction, axes, operand, read)
+                if collectives.ends(self.reduced.get(read, ""), base, reduction, axes, self.axis):
+                    found = REPLICATED
                 part = collectives.gathered(base, self.axis, axes, operand, outputs[0][0], i)
                 self._note_gathered(value, part)
             if any(map(self.gradients.is_scaled, inputs)):
@@ -646,6 +672,22 @@ class AxisProofs:
         layers = {path.rpartition("/")[0] for path in (self._module, self._left)}
         is_sum = reduction == "sum" and (self.axis,) == axes == ("tp",)
         return is_sum and not layers.isdisjoint(self._sharded)
+
+    def _follow_reduced(
+        self,
+        value: Value,
+        operation: Operation,
+        values: Sequence[Any],
+        found: list[Placement | None],
+    ) -> list[Placement | None]:
+        """``found``, of what ranks make of such reductions of their shards."""
+        kind = reductions.of_shards(operation)
+        before = self.reduced.get(values[0]) if len(values) == 1 else None
+        if kind or (before and operation.name in collectives.SAME_ELEMENTS):
+            self.reduced[value] = kind or str(before)
+        elif before == "mean" and reductions.divides(operation, self.num_ranks):
+            return [Partial()]
+        return found
 
     def _note_gathered(self, value: Value, part: collectives.Gathered | None) -> None:
         if part is not None:
@@ -828,6 +870,15 @@ class _Reader:
             self.full_sizes = {
                 name: sizes for name, sizes in self.full_sizes.items() if name in told
             }
+
+    @property
+    def sizes_passed(self) -> dict[int, int]:
+        """The sizes of a factory in the unsharded program, by place: those that are known, and
+        those that are plain numbers, the same on all ranks.
+        """
+        plain = {place: number for name, place, number in self._plain if name == "size"}
+        known = enumerate(self.full_sizes.get("size", []))
+        return plain | {place: size for place, size in known if size is not None}
 
     def _takes_all(self, arguments: Mapping[str, Any]) -> bool:
         """Whether a slice goes to the end of a dim that is whole."""

@@ -483,12 +483,26 @@ class Recorder(TorchDispatchMode):
         """The operation before is over: what it has made for its backward alone."""
         self._unsettled.settle()
 
-    def note_hook(self, tensor: Tensor, hook: Any) -> None:
-        """The model puts a hook on a tensor's gradient, which may change that unseen."""
-        if not hands_on(hook):
-            value = self.value(tensor)
-            if value is not None:
-                self.log.add("hooked", value, "a hook that the model puts on a tensor's gradient")
+    def watched(self, tensor: Tensor, name: str, hook: Any) -> Any:
+        """A hook that the model puts on a tensor's gradient, which may change that unseen, until it
+        has run and left it as it was. What torch calls with the parameter can't be watched.
+        """
+        value = None if hands_on(hook) else self.value(tensor)
+        if value is None:
+            return hook
+        self.log.add("hooked", value, "a hook that the model puts on a tensor's gradient")
+        if name != "register_hook":
+            return hook
+
+        @wraps(hook)
+        def watching(grad: Tensor) -> Any:
+            version = grad._version
+            made = hook(grad)
+            if (made is None or made is grad) and grad._version == version:
+                self.log.add("looked", value)
+            return made
+
+        return watching
 
     def _note_statistics(self, name: str, encoded: tuple[Any, ...], args: Sequence[Any]) -> None:
         """What a batch norm wrote beside its result, as the operation does that returns it."""
@@ -748,8 +762,8 @@ class _FunctionRecorder(TorchFunctionMode):
             with recorder.paused():
                 return func(*args, **kwargs)
         if name in HOOKS and isinstance(args[0], Tensor):
-            recorder.note_hook(args[0], args[1] if len(args) > 1 else kwargs.get("hook"))
-            return func(*args, **kwargs)
+            hook = recorder.watched(args[0], name, args[1] if len(args) > 1 else kwargs["hook"])
+            return func(args[0], hook)
         if name in _AS and len(args) == 2 and isinstance(args[1], Tensor):
             func, name = _AS[name]
             args = args[0], self._read(torch.Tensor.size, args[1:], {})
@@ -768,7 +782,8 @@ class _FunctionRecorder(TorchFunctionMode):
                 )
                 recorder.meet(result)
                 return result
-            steps = None if func in self._running else composites.steps_of(func, types)
+            is_part = func in self._running and func not in composites.RUN_NODES
+            steps = None if is_part else composites.steps_of(func, types)
             if steps is None:
                 result = func(*args, **kwargs)
             else:

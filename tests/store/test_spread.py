@@ -50,7 +50,7 @@ def test_what_the_ranks_write_is_the_full_tensor(layout, writers, dp_size, tmp_p
             shape[placement.dim] //= placement.pieces or size
     spreads, wrote = set(), []
     for mesh in meshes(dp_size, tp_size):
-        channel = SimpleNamespace(mesh=mesh)
+        channel = SimpleNamespace(mesh=mesh, is_local=False)
         move = Move.of(channel, layout, [tuple(shape)] * 4, full.dtype)
         spread = Spread.of(move, full.dtype)
         if mesh.rank == 0:
