@@ -773,10 +773,10 @@ class HookCore:
                 break
             try:
                 self._check_batch_open(run)
-                grad = self.caller.summed(grad)
                 evidence = Evidence(key=self.tracking.num_followed)
                 call = Call(registration, None, run, evidence=evidence)
-                grad = self.caller.parameter_gradient(call, grad)
+                with follow.paused():  # FSDP2 has its hooks run by a node of the model
+                    grad = self.caller.parameter_gradient(call, self.caller.summed(grad))
             except Exception as error:
                 self.hook_failed(registration, error)
         return grad
