@@ -73,6 +73,8 @@ class BackwardNodes:
         if value in self.linked:
             return value
         self.linked.add(value)
+        if self._recorder.is_received(value) and not _is_function(node):
+            return value  # a collective has written to what the node had made
         if tensor.numel() == 0:
             return value
         self._add(node, key[1], value)
@@ -109,7 +111,7 @@ class BackwardNodes:
         known = self._known(node, output)
         if known is not None:
             return known
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
+        if _is_function(node):
             value = self._unread[_number_of(node), output] = self._recorder.log.new_value()
             self._add(node, output, value)
             return value
@@ -167,6 +169,10 @@ class BackwardNodes:
         node_name = f"backward of {node.name()}"
         node.register_prehook(begin)
         node.register_hook(end)
+
+
+def _is_function(node: Any) -> bool:
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def _number_of(node: Any) -> int:

@@ -44,6 +44,12 @@ Kind = Placement | str | None  # of a gradient; a text: why it is not known; Non
 _WHOLE, _PART = Replicate(), Partial()
 
 
+class _Wrong(str):
+    """Why a gradient is no part of the unsharded model's, however its tensor is placed. Other texts
+    are about replicated tensors, whose gradients the ranks may hold in several ways.
+    """
+
+
 @dataclass
 class _Node:
     """A node of autograd's graph that no rule is about.
@@ -57,6 +63,7 @@ class _Node:
     name: str
     outputs: dict[int, Value] = field(default_factory=dict)
     handed: list[Kind] | None = None
+    is_known: bool = False
 
 
 class Gradients:
@@ -218,6 +225,8 @@ class Gradients:
         found = {
             place: self.placement(outputs[place]) if place in outputs else None for place in given
         }
+        if node is not None:
+            node.is_known = None not in found.values()
         kinds = set(found.values())
         alike = kinds.pop() if len(kinds) == 1 else None
         if node is None or node.name == RECOMPUTES:
@@ -272,7 +281,7 @@ class Gradients:
             placement = None if of_ranks[0] is None else self._proofs.placement(of_ranks[0])
         else:
             placement = pieces.together(of_ranks, self._proofs.makers)
-        return placement or node.name
+        return placement or (_Wrong(node.name) if node.is_known else node.name)
 
     # Concluding.
 
@@ -291,22 +300,21 @@ class Gradients:
         return known[value]
 
     def _made_of(self, value: Value) -> list[Value]:
-        """What hands gradients to it: where they come to nothing of that, nothing else counts."""
-        if value in self._unknown:
-            return []
+        """What hands gradients to it."""
         return [made for made in self._made.get(value, ()) if made not in self._idle]
 
     def _combined(self, value: Value, known: dict[Value, Kind], partly: bool) -> Kind:
-        if value in self._unknown:
-            return self._unknown[value]
         if self._hooks.get(value):
-            return self._hooks[value][0]
+            return _Wrong(self._hooks[value][0])
         own = self._own(value)
         if own is None and not self._is_loss(value) and self._is_met(value):
-            return self._text(value)
+            text = self._text(value)
+            return text if value in self._proofs.of_layers else _Wrong(text)
         expected = None if own is None else self._expected(own)
-        if expected is None and value in self._apart:
-            return self._apart[value]
+        if expected is None:
+            for table in (self._unknown, self._apart):
+                if value in table:
+                    return table[value]
         kinds: set[Kind] = {expected or self._begin} if value in self._outputs else set()
         for made in self._made_of(value):
             placement = self._own(made)
@@ -314,7 +322,7 @@ class Gradients:
             kind = known[made]
             kinds.add(kind if isinstance(kind, str) else expected or (_PART if is_part else kind))
         for node, place in self._nodes_of.get(value, ()):
-            if node.handed is None and partly:
+            if node.handed is None and (partly or expected is not None):
                 continue
             if node.handed is None:
                 return f"{node.name}, which has not run"
@@ -339,8 +347,10 @@ class Gradients:
     def _summed(kinds: set[Kind], expected: Placement | None, is_free: bool = False) -> Kind:
         """Of a sum of gradients that are placed so; ``is_free``: how the tensor is is not known."""
         texts = [kind for kind in kinds if isinstance(kind, str)]
-        if texts:
-            return min(texts)  # the same one on every rank
+        wrong = [kind for kind in texts if isinstance(kind, _Wrong)]
+        if texts and (wrong or expected is None):
+            return min(wrong or texts)  # the same one on every rank
+        kinds = kinds - set(texts)
         if len(kinds) > 1:
             return "it is read both whole and in parts"
         kind = next(iter(kinds), None)

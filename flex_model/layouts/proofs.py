@@ -62,6 +62,7 @@ class AxisProofs:
         sizes_passed: Of values of ``torch.zeros`` and the like: the sizes that they were given.
         reduced: Of values that each rank made of its shard, over the split dim: "max", "min" or
             "mean".
+        of_layers: Values that a layer with a shard of a weight made: by its contract right.
         zeros: Values of which all elements are 0.
         places: Of each rank's own part of such a value: of which, and along which dim.
         templates: Of values of ``torch.empty_like``: how what they are like is placed.
@@ -92,6 +93,7 @@ class AxisProofs:
         self.sizes_passed: dict[Value, dict[int, int]] = {}
         self._sizes_passed: dict[int, int] = {}  # of the operation, by place
         self.reduced: dict[Value, str] = {}
+        self.of_layers: set[Value] = set()
         self.zeros: set[Value] = set()
         self.places: dict[Value, tuple[Value, int]] = {}
         self.difference = ""
@@ -424,6 +426,8 @@ class AxisProofs:
             value, stated = output[0], output[3]
             self.shapes[value] = tuple(tuple(entry[4][i][4]) for entry in entries)
             self.steps[value] = Step(text, inputs)
+            if self.axis == "tp" and self._module.rpartition("/")[0] in self._sharded:
+                self.of_layers.add(value)
             told = decode(stated and stated[self._index])
             self._know(value, found[i] if told is None else told)
             if operation is not None:

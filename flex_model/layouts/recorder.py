@@ -238,6 +238,10 @@ class Recorder(TorchDispatchMode):
             return known[3]
         return self._by_name.get(name)
 
+    def is_received(self, value: Any) -> bool:
+        """Whether a collective has made it."""
+        return value in self._received
+
     def latest(self, value: Value) -> Value:
         while value in self._replaced:
             value = self._replaced[value]
