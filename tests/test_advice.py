@@ -643,9 +643,6 @@ ELSEWHERE = {
     "it is stated to be {} along": "layouts/test_statements: against a proof",
     "now it has one of shape": "layouts/test_statements: control flow that no key shows",
     "by the operations that made it the tensor is": "layouts/test_statements: against a proof",
-    "each the whole, a shard or a part of a sum, is not known": (
-        "layouts/test_gradients: one that is not known"
-    ),
     "; pad the inputs of the data-parallel": "layouts/test_resolve: rows of other lengths",
     "one call can edit": "a thousand tensors",
     "FSDP2 adds this": "test_errors: gradients that fsdp2 accumulates",

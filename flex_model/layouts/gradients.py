@@ -45,8 +45,9 @@ _WHOLE, _PART = Replicate(), Partial()
 
 
 class _Wrong(str):
-    """Why a gradient is no part of the unsharded model's, however its tensor is placed. Other texts
-    are about replicated tensors, whose gradients the ranks may hold in several ways.
+    """Why a gradient is no part of the unsharded model's, or not yet known to be one, however its
+    tensor is placed. Other texts are about replicated tensors, whose gradients the ranks may hold
+    in several ways.
     """
 
 
@@ -322,10 +323,10 @@ class Gradients:
             kind = known[made]
             kinds.add(kind if isinstance(kind, str) else expected or (_PART if is_part else kind))
         for node, place in self._nodes_of.get(value, ()):
-            if node.handed is None and (partly or expected is not None):
+            if node.handed is None and partly:
                 continue
             if node.handed is None:
-                return f"{node.name}, which has not run"
+                return _Wrong(f"{node.name}, which has not run")
             kinds.add(node.handed[place] if place < len(node.handed) else node.name)
         is_free = not self._is_met(value)
         return self._summed(kinds - {None}, expected, is_free) or self._ended(value, expected)
