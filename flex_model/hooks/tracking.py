@@ -330,10 +330,17 @@ class Tracking:
             place=place,
             value=forward.follower.meet(tensor),
             needs_gradient=torch.is_grad_enabled()
-            and (registration.is_backward or registration.edits),
+            and (registration.is_backward or registration.edits)
+            and not self._states_gradient(tensor),
         )
         forward.seen[place] = evidence, shape
         return evidence
+
+    def _states_gradient(self, tensor: Tensor) -> bool:
+        """Whether a DTensor says of its gradient, too, how it is placed."""
+        stated = stated_by_dtensor(tensor, self._channel.mesh) or (None, None)
+        sizes = self._channel.mesh.dp_size, self._channel.mesh.tp_size
+        return all(one is not None or size == 1 for one, size in zip(stated, sizes))
 
     def proof(self, registration: Registration) -> dict[str, list[str]]:
         """By axis: the operations that show how the hook's tensor is placed, of its first call in

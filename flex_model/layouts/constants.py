@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from flex_model.distributed.layout import Placement, Shard
+from flex_model.distributed.layout import Partial, Placement, Shard
 from flex_model.layouts import factories
 from flex_model.layouts.propagation import recurrent, rules
 from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation, differ
@@ -153,6 +153,23 @@ def with_extents(
     if any(placement is None for placement in placed.values()):
         return operation
     return with_placements(operation, placed)
+
+
+def with_zeros_as_sums(
+    operation: Operation, values: Sequence[Any], zeros: Container[Any]
+) -> Operation:
+    """The operation, with operands all of whose elements are 0 on all ranks placed as partial sums,
+    which they are too: what an expert layer adds its partial sums to.
+    """
+    operands = operation.operands
+    if len(operands) != len(values):
+        return operation
+    placed: dict[int, Placement | None] = {
+        id(operand): Partial()
+        for operand, value in zip(operands, values)
+        if value in zeros and operand.placement == REPLICATED
+    }
+    return with_placements(operation, placed) if placed else operation
 
 
 def _with_states(

@@ -401,6 +401,10 @@ class AxisProofs:
             self._note_gathered(outputs[0][0], self.gathered.get(before))
         elif operation is not None:
             found = self._propagate(name, operation, is_taken)
+            if None in found:
+                as_sums = constants.with_zeros_as_sums(operation, values, self.zeros)
+                if as_sums is not operation:
+                    found = self._propagate(name, as_sums, is_taken)
             if collectives.joins_all(operation, values, self.gathered, self.num_ranks):
                 found = [REPLICATED]
             if len(outputs) == 1:

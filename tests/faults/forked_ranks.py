@@ -94,7 +94,10 @@ class Ranks:
         while True:
             left = deadline - time.monotonic()
             assert self.connections[rank].poll(max(0, left)), self._silence(rank, word)
-            message = self.connections[rank].recv()
+            try:
+                message = self.connections[rank].recv()
+            except (EOFError, ConnectionResetError):
+                raise AssertionError(f"rank {rank} died\n{self._log(rank)}") from None
             if message[0] == word:
                 return message[1]
             assert message[0] != "ended", f"rank {rank}: {message[1]}\n{self._log(rank)}"

@@ -1,0 +1,187 @@
+"""What collectives make of shards, of partial sums and of replicas, written into a model by hand.
+What is known is compared with the unsharded model, forward and backward, through an edit that mixes
+shards; all else is refused. All of it was taken for replicated before, since all ranks have the
+same after a collective: a sum of replicas, or of local means, was wrong without a word.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ReduceOp
+from torch.distributed.tensor import Replicate
+from torch.testing import assert_close
+
+import models
+from flex_model import FlexModel, HookFunction
+from flex_model.distributed import layout
+from flex_model.distributed.mesh import Mesh
+from flex_model.layouts.statements import statement_of
+from followed import follow, unsharded
+from models import SumOverRanks
+
+X = models.random(4, 6)
+
+
+class Sharded(nn.Module):
+    """A Linear that all ranks have whole, and what ``function`` makes of it: of this rank's shard
+    of its columns, of all of it, and of the rank.
+    """
+
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.whole, self.made = nn.Linear(6, 6).double(), nn.Identity()
+        self.function = function
+
+    def forward(self, x):
+        h, rank = self.whole(x), dist.get_rank()
+        return self.made(self.function(h.chunk(2, 1)[rank], h))
+
+
+class Whole(Sharded):
+    """The unsharded program."""
+
+    def forward(self, x):
+        return self.made(self.function(self.whole(x)))
+
+
+def total(x, op=ReduceOp.SUM):
+    x = x.contiguous().clone()
+    dist.all_reduce(x, op)
+    return x
+
+
+def parts(x):
+    """Of all ranks, by a gather into a list."""
+    found = [torch.empty_like(x) for _ in range(2)]
+    dist.all_gather(found, x.contiguous())
+    return found
+
+
+def one_tensor(x):
+    """Of all ranks, one after the other along the first dim."""
+    found = x.new_empty(2 * x.shape[0], *x.shape[1:])
+    dist.all_gather_into_tensor(found, x.contiguous())
+    return found
+
+
+def scattered(x):
+    """The rank's rows of the sum."""
+    found = x.new_empty(x.shape[0] // 2, *x.shape[1:])
+    dist.reduce_scatter_tensor(found, x.contiguous())
+    return found
+
+
+def in_its_place(shard):
+    """The shard in the full tensor, and zeros beside it."""
+    rank, size = dist.get_rank(), shard.shape[1]
+    full = torch.zeros(4, 6, dtype=shard.dtype)
+    full[:, rank * size : (rank + 1) * size] = shard
+    return full
+
+
+def by_row(start, x):
+    """Rows added to others, as an expert layer puts its rows back."""
+    rows = torch.tensor([2, 0, 2, 1])
+    return start.scatter_add_(0, rows[:, None].expand(-1, x.shape[1]), x)
+
+
+def zeros():
+    return torch.zeros(4, 4, dtype=torch.float64)
+
+
+def broadcast(x):
+    x = x.clone()
+    dist.broadcast(x, 0)
+    return x
+
+
+# What each rank does with its shard and the whole; what the unsharded program does.
+KNOWN = {
+    "sum": (lambda p, h: total(p.sum(1)), lambda h: h.sum(1)),
+    "mean, by the number of ranks": (lambda p, h: total(p.mean(1) / 2), lambda h: h.mean(1)),
+    "largest": (lambda p, h: total(p.amax(1), ReduceOp.MAX), lambda h: h.amax(1)),
+    "smallest": (lambda p, h: total(p.amin(1), ReduceOp.MIN), lambda h: h.amin(1)),
+    "largest of replicas": (lambda p, h: total(h, ReduceOp.MAX), lambda h: h),
+    "gathered, joined": (lambda p, h: torch.cat(parts(p), 1), lambda h: h),
+    "gathered, by name": (lambda p, h: torch.cat(one_tensor(p).chunk(2), 1), lambda h: h),
+    "gathered rows": (lambda p, h: one_tensor(p.t()).t(), lambda h: h),
+    "broadcast of replicas": (lambda p, h: broadcast(h), lambda h: h),
+    "in its place": (lambda p, h: total(in_its_place(p)), lambda h: h),
+    "a partial sum, scattered": (lambda p, h: scattered(p @ p.t()), lambda h: h @ h.t()),
+    "partial sums, added to zeros": (
+        lambda p, h: total(by_row(zeros(), p @ p.t())),
+        lambda h: by_row(zeros(), h @ h.t()),
+    ),
+}
+REFUSED = {
+    "sum of replicas": lambda p, h: total(h),
+    "half the sum of replicas": lambda p, h: total(h) / 2,
+    "largest of shards": lambda p, h: total(p, ReduceOp.MAX),
+    "sum of the largest": lambda p, h: total(p.amax(1)),
+    "largest of sums": lambda p, h: total(p.sum(1), ReduceOp.MAX),
+    "sum of shards": lambda p, h: total(p),
+    "product": lambda p, h: total(p.prod(1), ReduceOp.PRODUCT),
+    "mean of sums": lambda p, h: total(p.mean(1)),
+    "joined along another dim": lambda p, h: torch.cat(parts(p), 0),
+    "joined in another order": lambda p, h: torch.cat(parts(p)[::-1], 1),
+    "one of the parts": lambda p, h: parts(p)[1],
+    "partial sums, added to ones": lambda p, h: total(by_row(zeros() + 1, p @ p.t())),
+    "broadcast of a shard": lambda p, h: broadcast(p),
+    "scattered replicas": lambda p, h: scattered(h),
+    "each minus the mean of its shard": lambda p, h: p - p.mean(1, keepdim=True),
+}
+
+
+def proven(function):
+    """What is proven of the result, on two tensor-parallel ranks; None for nothing."""
+    replicated = statement_of("whole", "parameter", 0, Replicate(), None, None, None)
+    mesh = Mesh.from_sizes(tp_size=2)
+    pair = [(layout.Replicate(), layout.Replicate())]
+    found, _, _ = follow(Sharded(function), mesh, [X], pair, [replicated])
+    return found["made"][0]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_ranks_have_after_a_collective(name):
+    mine, whole = KNOWN[name]
+    found = proven(mine)
+    assert found is not None
+    assert_close(found, unsharded(Whole(whole), [X])["made"][0])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_part_of_the_unsharded_program_is_not_known(name):
+    assert proven(REFUSED[name]) is None
+
+
+def mixed(module, full, save_ctx, modules):
+    return full + 0.5 * full.flip(0).cumsum(0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["sum", "mean, by the number of ranks"])
+def test_edits_of_what_was_summed_and_their_gradients(name):
+    """The gradients of the weight are parts of a sum: each rank hands on that of its shard."""
+    scale = 1 if name == "sum" else 2
+    part, whole = {"sum": (torch.sum, torch.sum), "mean": (torch.mean,) * 2}[name.split(",")[0]]
+    group = models.mesh(1, 2)["tp"].get_group()
+    sharded = Sharded(lambda p, h: SumOverRanks.apply(part(p.tanh(), 1) / scale, group))
+    expected = Whole(lambda h: whole(h.tanh(), 1))
+    expected.whole.register_full_backward_pre_hook(
+        lambda module, grads: seen.update(gradient=grads[0])
+    )
+    seen = {}
+    made = expected.made.register_forward_hook(lambda m, args, output: mixed(m, output, None, None))
+    expected(X.clone().requires_grad_()).square().sum().backward()
+    made.remove()
+    with FlexModel(sharded, records := {}, tensor_parallel_size=2, timeout=20) as flex:
+        flex.annotate_layout("whole", kind="parameter", tp=Replicate())
+        flex.register_forward_hook(HookFunction("made", None, mixed))
+        flex.register_full_backward_pre_hook(HookFunction("whole", output_name="gradient"))
+        flex(X.clone().requires_grad_()).square().sum().backward()
+    if dist.get_rank() == 0:
+        assert_close(records["gradient"][0], seen["gradient"])

@@ -1,0 +1,267 @@
+"""What programs make of sizes, and of numbers that they read from tensors: those of a rank's own
+rows are not the unsharded program's. All of these were wrong without a word before.
+"""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import models
+from followed import follow, unsharded
+from test_proofs import ROWS, compare, mesh_of
+
+VALUES_OF_SIZES = {
+    "divided": lambda x, n: x / n,
+    "from a number": lambda x, n: n - x,
+    "number over": lambda x, n: n / x,
+    "power of a number": lambda x, n: n**x,
+    "negative": lambda x, n: x * -n,
+    "root": lambda x, n: x / math.sqrt(n),
+    "int": lambda x, n: x * int(n),
+    "float": lambda x, n: x * float(n),
+    "rounded": lambda x, n: x * math.ceil(n / 2),
+    "ratio": lambda x, n: x * (1 / n),
+    "clamped": lambda x, n: x.clamp(max=n / 8),
+    "added times": lambda x, n: torch.add(x, x, alpha=n),
+    "filled": lambda x, n: x.clone().fill_(n),
+    "rolled": lambda x, n: x.roll(n, 1),
+    "full": lambda x, n: x * torch.full((1,), n),
+    "scalar tensor": lambda x, n: x / torch.scalar_tensor(n),
+    "tensor": lambda x, n: x / torch.tensor(n),
+    "tensor of a float": lambda x, n: x / torch.tensor(float(n)),
+    "tensor of a list": lambda x, n: x / torch.tensor([n, 2 * n, 3, 4, 5]),
+    "as_tensor": lambda x, n: x / torch.as_tensor(n),
+    "new_tensor": lambda x, n: x / x.new_tensor([n]),
+    "where": lambda x, n: torch.where(x > 0.5, x, n),
+    "read": lambda x, n: x * torch.tensor(n + 2).item(),
+}
+
+
+class MadeOfSizes(nn.Module):
+    def __init__(self, make, size):
+        super().__init__()
+        self.make, self.size, self.after = make, size, nn.Identity()
+
+    def forward(self, x):
+        return self.after(self.make(x, self.size(x)))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", VALUES_OF_SIZES)
+def test_values_made_of_sizes(name):
+    make = VALUES_OF_SIZES[name]
+    torch.manual_seed(0)
+    x = torch.rand(6, 5)
+    mine = x.chunk(2)[dist.get_rank()]
+    for size in (lambda x: x.shape[0], lambda x: x.size(0)):
+        found, _, _ = follow(MadeOfSizes(make, size), mesh_of(dp_size=2), [mine], [ROWS])
+        assert found["after"] == [None]
+    model = MadeOfSizes(make, lambda x: x.shape[1])
+    found, _, _ = follow(model, mesh_of(dp_size=2), [mine], [ROWS])
+    compare(found, unsharded(model, [x]))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["len", "numel"])
+def test_values_made_of_the_number_of_rows_or_elements(name):
+    size = {"len": len, "numel": torch.Tensor.numel}[name]
+    x = torch.rand(6, 5)
+    mine = x.chunk(2)[dist.get_rank()]
+    model = MadeOfSizes(lambda x, n: x / n, size)
+    found, _, _ = follow(model, mesh_of(dp_size=2), [mine], [ROWS])
+    assert found["after"] == [None]
+    model = MadeOfSizes(lambda x, n: x / n, lambda x: size(x.sum(0)))
+    found, _, _ = follow(model, mesh_of(dp_size=2), [mine], [ROWS])
+    compare(found, unsharded(model, [x]))
+
+
+# ---- Calls that take their number for something else than an operation inside of them does ------
+
+X = models.random(4, 5, 8)  # two rows a rank
+
+
+class Made(nn.Module):
+    """What is made of the input, by this model's weights and buffers."""
+
+    def __init__(self, make):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.made, self.make = nn.Linear(8, 8).double(), nn.Identity(), make
+
+    def forward(self, x):
+        return self.made(self.make(self, x))
+
+
+def proven(make, x=X):
+    """On two data-parallel ranks, of which each has its rows; None for nothing."""
+    mine = x.chunk(2)[dist.get_rank()]
+    found, _, _ = follow(Made(make), mesh_of(dp_size=2), [mine], [ROWS])
+    return found["made"][0]
+
+
+COUNTS = {
+    "narrow": lambda m, x: x.narrow(1, 0, x.shape[0]),
+    "tile": lambda m, x: x.tile(1, x.shape[0], 1),
+    "chunk": lambda m, x: x.chunk(x.shape[0], -1)[0],
+    "tensor_split": lambda m, x: x.tensor_split(x.shape[0], -1)[0],
+    "adaptive pooling": lambda m, x: F.adaptive_avg_pool1d(x, x.shape[0]),
+    "pooling": lambda m, x: F.avg_pool1d(x, x.shape[0]),
+    "differences": lambda m, x: x.diff(x.shape[0], 1),
+    "a transform": lambda m, x: torch.fft.fft(x, n=x.shape[0], dim=2).real,
+    "broadcast_to": lambda m, x: torch.broadcast_to(m.linear.bias, (3 * x.shape[0], 8)),
+    "a slice": lambda m, x: x[:, : x.shape[0]],
+    "split, beside an equal dim": lambda m, x: x.split(x.shape[0], 2)[0],
+    "a slice, beside an equal one": lambda m, x: x[:, : x.shape[0], :2],
+    "a place, beside others": lambda m, x: x[:, x.shape[0] - 1, 1],
+    "unfold": lambda m, x: x.unfold(2, x.shape[0], 1),
+    "stacked": lambda m, x: torch.stack([m.linear.bias] * x.shape[0]),
+    "joined": lambda m, x: torch.cat([m.linear.bias[None]] * x.shape[0]),
+    "a list's length": lambda m, x: torch.tensor([1.0] * (3 * x.shape[0])),
+    "a list of lengths": lambda m, x: torch.tensor([0] + [x.shape[1]] * x.shape[0]).cumsum(0),
+    "a place in a dict": lambda m, x: x * {2: 1.0, 4: 3.0}[x.shape[0]],
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", COUNTS)
+def test_what_is_made_with_the_number_of_rows_is_not_known(name):
+    assert proven(COUNTS[name]) is None
+
+
+READ = {
+    "a sum": lambda m, x: x / ((x > -9).sum().item() + 1e-6),
+    "twice a sum": lambda m, x: x / (2 * (x > -9).sum().item()),
+    "a list": lambda m, x: x / sum((x > -9).sum((1, 2)).tolist()),
+    "a size of a list": lambda m, x: torch.zeros(sum((x[..., 0] > -9).sum(1).tolist()), 2),
+    "a length": lambda m, x: x / (3 * len(x)),
+    "an int of a size": lambda m, x: x / (2 * int(x.shape[0])),
+    "a size of a length": lambda m, x: torch.ones(3 * len(x)),
+    "bytes": lambda m, x: x / x.nbytes,
+    "a stride": lambda m, x: x / x.transpose(0, 1).contiguous().stride(0),
+    "an array": lambda m, x: x / float(x.numpy().sum()),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", READ)
+def test_what_is_made_with_numbers_that_were_read_is_not_known(name):
+    assert proven(READ[name]) is None
+
+
+@pytest.mark.ranks(2)
+def test_one_that_was_read_on_each_rank_is_no_one_of_the_unsharded_program():
+    x = torch.zeros(4, 5, 8, dtype=torch.float64)
+    x[::2, 0, 0] = 1
+    assert proven(lambda m, x: x / x[:, 0, 0].sum().item(), x) is None
+
+
+CHOICES = {
+    "more than two rows": lambda m, x: x * 3 if x.shape[0] > 2 else x,
+    "the smaller number": lambda m, x: x[:, : min(x.shape[0], 3)],
+    "the larger number": lambda m, x: torch.zeros(max(x.shape[0], 3)),
+    "four rows": lambda m, x: x * 3 if x.shape[0] in (4, 8) else x,
+    "not one row": lambda m, x: x * 3 if x.shape[0] != 4 else x,
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", CHOICES)
+def test_what_the_number_of_rows_chooses_is_not_known(name):
+    assert proven(CHOICES[name]) is None
+
+
+@pytest.mark.ranks(2)
+def test_keywords_in_another_order():
+    """The number of rows was taken for that of what fills them."""
+
+    def filled(m, x):
+        return torch.full(fill_value=2.0, size=(x.shape[0], 2))
+
+    torch.testing.assert_close(proven(filled), Made(filled)(X))
+
+
+SAME_CHOICES = {
+    "more than one row": lambda m, x: x * 3 if x.shape[0] > 1 else x,
+    "features": lambda m, x: x * 3 if x.shape[2] == 8 else x,
+    "the smaller number": lambda m, x: x[:, : min(x.shape[1], 3)],
+    "a number of all": lambda m, x: x / x.shape[1] + torch.zeros(x.shape[0], 1, x.shape[2]),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", SAME_CHOICES)
+def test_what_the_full_sizes_choose_alike_is_known(name):
+    whole = Made(SAME_CHOICES[name])(X)
+    torch.testing.assert_close(proven(SAME_CHOICES[name]), whole)
+
+
+# ---- Layers whose sizes coincide with those of rows or shards -----------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("rows", [2, 4])
+def test_attention_with_as_many_heads_as_rows(rows):
+    """Refused before: its heads were taken for rows."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 6, dropout=0.0, batch_first=True).double()
+    x = models.random(rows, 4, 8)
+    expected = unsharded(layer, [x])
+    mine = x.chunk(2)[dist.get_rank()]
+    found, _, _ = follow(layer, mesh_of(dp_size=2), [mine], [ROWS])
+    compare(found, expected)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_with_states_as_wide_as_the_rows_of_a_rank(kind):
+    """Refused before: states of zeros were given the rank's own size."""
+    torch.manual_seed(0)
+    layer, x = kind(8, 2, batch_first=True).double(), models.random(4, 5, 8)
+    expected = unsharded(layer, [x])
+    mine = x.chunk(2)[dist.get_rank()]
+    found, _, _ = follow(layer, mesh_of(dp_size=2), [mine], [ROWS])
+    torch.testing.assert_close(found[""][0], expected[""][0])
+
+
+# ---- Functions of torch that run other code -----------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+def test_a_product_written_to_memory_that_others_show():
+    """What showed it was taken for the zeros that it was."""
+
+    def product(m, x):
+        target = torch.zeros(8, 8, dtype=x.dtype)
+        flat = target.view(64)
+        torch.matmul(x[:, 0].T, x[:, 0], out=target)
+        return x * flat.sum()
+
+    assert proven(product) is None
+
+
+@torch.jit.script
+def over_rows(x):
+    return x / x.shape[0]
+
+
+@pytest.mark.ranks(2)
+def test_numbers_that_scripts_make_of_sizes():
+    assert proven(lambda m, x: over_rows(x)) is None
+
+
+@pytest.mark.ranks(2)
+def test_grids_and_gradients_of_functions():
+    """They crashed."""
+
+    def grid(m, x):
+        i, j = torch.meshgrid(torch.arange(5), torch.arange(8), indexing="ij")
+        return x + i + j
+
+    torch.testing.assert_close(proven(grid), Made(grid)(X))
+    gradient = torch.func.vmap(torch.func.grad(lambda row: (row**2).sum() / row.shape[0]))
+    found = proven(lambda m, x: gradient(x))
+    assert found is None or torch.equal(found, gradient(X))
