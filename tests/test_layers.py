@@ -72,6 +72,9 @@ def test_an_uneven_share_is_no_replica():
     assert layer.layouts() == [None, None]
     assert uneven_share(layer, "weight", layer.weight) == (Shard(0), (12, 6))
     assert uneven_share(layer, "bias", layer.bias) == (Shard(0), (12,))
+    assert states_tensor_parallelism(layer, TP_2)  # two heads of three: rank 0's share
+    assert not states_tensor_parallelism(Layer((4, 6), out_features=12, in_features=6), TP_2)
+    assert not states_tensor_parallelism(Layer((9, 6), out_features=12, in_features=6), TP_2)
     both = Layer((8, 3), out_features=12, in_features=6)
     assert uneven_share(both, "weight", both.weight) is None
     assert dims_smaller_than_stated(both, "weight", both.weight) == [0, 1]

@@ -136,8 +136,8 @@ def stated_last_sizes(module: nn.Module) -> frozenset[int]:
 
 def states_tensor_parallelism(root: nn.Module, mesh: Mesh) -> bool:
     """Whether the model's own parameters tell which of them tensor parallelism splits, so that
-    those that tell nothing are whole: some are DTensors, or of layers with a ``parameter_layout``.
-    Local.
+    those that tell nothing are whole: some are DTensors, or of layers with a ``parameter_layout``
+    or with this rank's share of whole heads. Local.
     """
     if mesh.tp_size == 1:
         return False
@@ -145,6 +145,27 @@ def states_tensor_parallelism(root: nn.Module, mesh: Mesh) -> bool:
         for name, parameter in module.named_parameters(recurse=False):
             stated = parameter_layout(module, name, parameter, mesh)
             if stated is not None or _is_along_tp(parameter, mesh):
+                return True
+            share = uneven_share(module, name, parameter)
+            if share is not None:
+                dim = share[0].dim
+                if _is_share_of_units(parameter.shape[dim], share[1][dim], mesh):
+                    return True
+    return False
+
+
+def _is_share_of_units(own: int, full: int, mesh: Mesh) -> bool:
+    """Whether this is the tensor-parallel rank's share of a dim, if units of some size (heads) are
+    shared out as ``torch.chunk`` or ``torch.tensor_split`` do.
+    """
+    place = mesh.coordinates["tp"]
+    for unit in range(1, full + 1):
+        if full % unit == 0 and own % unit == 0:
+            num_units = full // unit
+            each, rest = divmod(num_units, mesh.tp_size)
+            most = -(-num_units // mesh.tp_size)
+            shares = each + (place < rest), min(most, max(0, num_units - place * most))
+            if own // unit in shares:
                 return True
     return False
 

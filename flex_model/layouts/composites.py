@@ -29,6 +29,7 @@ _UNFLATTEN = torch.ops.aten.unflatten.int
 _EINSUM = torch.ops.aten.einsum.default
 _NARROW = torch.ops.aten.narrow.default
 _REPEAT_INTERLEAVE = torch.ops.aten.repeat_interleave.self_int
+_TENSOR_SPLIT = torch.ops.aten.tensor_split
 
 _FOLLOWED = {
     torch.matmul: _MATMUL,
@@ -44,6 +45,8 @@ _FOLLOWED = {
     torch.einsum: _EINSUM,
     torch.repeat_interleave: _REPEAT_INTERLEAVE,
     Tensor.repeat_interleave: _REPEAT_INTERLEAVE,
+    torch.tensor_split: _TENSOR_SPLIT.sections,
+    Tensor.tensor_split: _TENSOR_SPLIT.sections,
     torch.narrow: _NARROW,
     Tensor.narrow: _NARROW,
     F.scaled_dot_product_attention: torch.ops.aten.scaled_dot_product_attention.default,
@@ -133,6 +136,11 @@ def bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound | No
         repeats = args[1] if len(args) > 1 else kwargs.get("repeats")
         if not isinstance(repeats, int):
             return None
+    elif operation is _TENSOR_SPLIT.sections:
+        if len(args) < 2 or isinstance(args[1], Tensor):
+            return None
+        if not isinstance(args[1], int):
+            operation = _TENSOR_SPLIT.indices
     elif func in _RECURRENT and (len(args) != 9 or isinstance(args[2], Tensor)):
         return None  # of packed sequences
     tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]

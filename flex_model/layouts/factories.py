@@ -5,7 +5,8 @@ They get plain numbers, which may be the local sizes of split dims.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from flex_model.distributed.layout import Placement, Shard
@@ -52,15 +53,21 @@ def makes_blank(name: str) -> bool:
     return name in _BLANKS or name == "empty_like"
 
 
-def placements(operation: Operation, split_sizes: Collection[int]) -> list[Placement | None]:
-    """Of a factory's outputs."""
+def placements(
+    operation: Operation, split_sizes: Collection[int], shards: Mapping[int, Shard]
+) -> list[Placement | None]:
+    """Of a factory's outputs.
+
+    Args:
+        shards: By dim of the result: how the tensor is split of which a size was passed for it.
+    """
     unknown: list[Placement | None] = [None] * len(operation.outputs)
     if operation.name == "lift_fresh":
         sizes = operation.outputs[0].shapes
         alike = all(shape == sizes[0] for shape in sizes)
         return [REPLICATED] if alike and not set(sizes[0]) & set(split_sizes) else unknown
     if "size" in operation.arguments[0]:
-        return [_of_sizes(operation, split_sizes)] * len(operation.outputs)
+        return [_of_sizes(operation, split_sizes, shards)] * len(operation.outputs)
     for name in operation.arguments[0]:
         numbers = operation.by_rank(name)
         if differ(numbers):
@@ -70,7 +77,9 @@ def placements(operation: Operation, split_sizes: Collection[int]) -> list[Place
     return [REPLICATED] * len(operation.outputs)
 
 
-def _of_sizes(operation: Operation, split_sizes: Collection[int]) -> Placement | None:
+def _of_sizes(
+    operation: Operation, split_sizes: Collection[int], shards: Mapping[int, Shard]
+) -> Placement | None:
     for name in operation.arguments[0]:
         numbers = operation.by_rank(name)
         if name not in ("size", "stride", "physical_layout", "self") and differ(numbers):
@@ -94,8 +103,13 @@ def _of_sizes(operation: Operation, split_sizes: Collection[int]) -> Placement |
         return REPLICATED
     if len(split) > 1 or not is_fill(operation.name):
         return None
-    full = _known(operation, "size", split[0])
-    return Shard(split[0]) if full == sum(sizes[split[0]] for sizes in by_rank) else None
+    shard = replace(shards.get(split[0], Shard(split[0])), dim=split[0])
+    made = replace(operation.outputs[0], placement=shard)
+    try:
+        full_size = made.full_shape[shard.dim]
+    except ValueError:
+        return None
+    return shard if full_size == _known(operation, "size", shard.dim) else None
 
 
 def _known(operation: Operation, name: str, place: int) -> Any:

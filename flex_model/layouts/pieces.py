@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flex_model.distributed.layout import Placement
-from flex_model.layouts.propagation.operation import REPLICATED, Operation
+from flex_model.layouts.propagation.operation import REPLICATED, Operation, differ
 from flex_model.layouts.propagation.slicing import (
     RULES_OF_SPLITS,
     follow_to_end,
@@ -18,6 +18,15 @@ from flex_model.layouts.propagation.slicing import (
 
 #: Operations that make pieces.
 CUTS = frozenset(RULES_OF_SPLITS) | {"slice", "narrow"}
+
+
+def takes_apart_or_joins(operation: Operation) -> bool:
+    """Whether it makes pieces, or joins some, along the same dim on all ranks."""
+    if operation.name not in CUTS | {"cat"}:
+        return False
+    names = {"dim", "step"} & operation.arguments[0].keys()
+    return not any(differ(operation.by_rank(name)) for name in names)
+
 
 #: An operation, which of its outputs, and the values that it read.
 Maker = tuple[Operation, int, tuple[Any, ...]]
@@ -66,10 +75,12 @@ def own_slice(operation: Operation) -> int | None:
     """The dim along which each rank takes its own part of a tensor, one after the other without
     gap or overlap; None for all other operations.
     """
-    if operation.name != "slice" or operation["step"] != 1:
+    if operation.name != "slice" or set(operation.by_rank("step")) != {1}:
         return None
-    operand = operation["self"]
-    dim = operation["dim"] % operand.ndim
+    operand, dims = operation["self"], set(operation.by_rank("dim"))
+    if len(dims) > 1:
+        return None
+    dim = dims.pop() % operand.ndim
     sizes = [shape[dim] for shape in operand.shapes]
     ranges = slice_ranges(operation.by_rank("start"), operation.by_rank("end"), sizes)
     is_all = len(set(sizes)) == 1 and follow_to_end(ranges, sizes[0])

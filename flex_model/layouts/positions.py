@@ -1,20 +1,27 @@
 """Positions along a split dim: ``torch.arange(rows)``, which each rank makes for its own rows.
 
 The numbers are not those of the unsharded program's rows, so the tensor is no shard of its. As an
-index into a tensor that is split along a dim of just these rows it means the same rows, though.
+index into a tensor that is split along a dim of just these rows it means the same rows, though. And
+``torch.arange(rows) + rank * rows`` is one, as the ranks' own consecutive slices of a whole tensor
+are.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from flex_model.distributed.layout import Shard
+from flex_model.layouts.collectives import SAME_ELEMENTS
 from flex_model.layouts.constants import with_placements
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation
+
+#: By rank: the first number, and how many there are.
+Ranges = tuple[tuple[int, int], ...]
 
 # Each element stays what it is, and as often as it is there.
 _MOVES = {
@@ -39,6 +46,37 @@ def made(operation: Operation, values: Sequence[Any], known: Mapping[Any, Shard]
     placed = {id(operation.operands[0]): known[values[0]]}
     (moved, *_) = rules.propagate(with_placements(operation, placed)) or [None]
     return moved if isinstance(moved, Shard) and moved.parts == 1 else None
+
+
+def ranges(
+    operation: Operation, values: Sequence[Any], known: Mapping[Any, Ranges]
+) -> Ranges | None:
+    """The numbers in the result, which count on by one on each rank; ``known``: of other values."""
+    made = operation.outputs[0].shapes if operation.outputs else ()
+    if operation.name == "arange":
+        starts, steps = (
+            operation.by_rank(name) if name in operation.arguments[0] else [number] * len(made)
+            for name, number in (("start", 0), ("step", 1))
+        )
+        is_counted = set(steps) == {1} and all(isinstance(start, int) for start in starts)
+        return tuple(zip(starts, (size for (size,) in made))) if is_counted else None
+    before = known.get(values[0]) if len(values) == 1 else None
+    if before is None or operation.name in SAME_ELEMENTS:
+        return before
+    if operation.name != "add" or set(operation.by_rank("alpha")) != {1}:
+        return None
+    numbers = operation.by_rank("other")
+    if not all(isinstance(number, int) for number in numbers):
+        return None
+    return tuple((start + number, size) for (start, size), number in zip(before, numbers))
+
+
+def follow_each_other(found: Ranges) -> bool:
+    """Whether each rank goes on where the one before it ends. (Single numbers may just be the
+    ranks' own.)
+    """
+    pairs = itertools.pairwise(found)
+    return found[0][1] > 1 and all(start + size == then for (start, size), (then, _) in pairs)
 
 
 def _is_long_beside(index: Operand, back: int) -> bool:

@@ -7,6 +7,7 @@ rule covers is not known, and all that is made of it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -20,7 +21,13 @@ from flex_model.layouts.encoding import decode
 from flex_model.layouts.gradients import Gradients
 from flex_model.layouts.log import Chunk, Entry, Value, dtype_of
 from flex_model.layouts.propagation import reductions, rules
-from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation, Shape
+from flex_model.layouts.propagation.operation import (
+    REPLICATED,
+    ArgumentsDifferError,
+    Operand,
+    Operation,
+    Shape,
+)
 from flex_model.layouts.sizes import (
     COMPARISONS,
     CONVERSIONS,
@@ -30,6 +37,7 @@ from flex_model.layouts.sizes import (
     factors,
     is_of_no_value,
     meaning,
+    plain_numbers,
 )
 
 
@@ -63,6 +71,7 @@ class AxisProofs:
         reduced: Of values that each rank made of its shard, over the split dim: "max", "min" or
             "mean".
         of_layers: Values that a layer with a shard of a weight made: by its contract right.
+        ranges: Of values that count on by one on each rank: from where, and how far.
         zeros: Values of which all elements are 0.
         places: Of each rank's own part of such a value: of which, and along which dim.
         templates: Of values of ``torch.empty_like``: how what they are like is placed.
@@ -92,9 +101,11 @@ class AxisProofs:
         self.gathered: dict[Value, collectives.Gathered] = {}
         self.sizes_passed: dict[Value, dict[int, int]] = {}
         self._sizes_passed: dict[int, int] = {}  # of the operation, by place
+        self._shards_passed: dict[int, Shard] = {}  # of which it was passed the sizes, by place
         self.reduced: dict[Value, str] = {}
         self.of_layers: set[Value] = set()
         self.zeros: set[Value] = set()
+        self.ranges: dict[Value, positions.Ranges] = {}
         self.places: dict[Value, tuple[Value, int]] = {}
         self.difference = ""
         self.is_astray = False
@@ -387,10 +398,11 @@ class AxisProofs:
             self.stated_sizes.append((value, text, sizes))
 
     def _follow_operation(self, entries: tuple[Entry, ...]) -> None:
-        _, name, _, _, outputs, numbers, _, carriers = entries[0]
+        _, name, _, _, outputs, _, _, carriers = entries[0]
         operation, values, is_taken = self._operation(name, entries)
         rule = "" if operation is None else operation.name
         found: list[Placement | None] = [None] * len(outputs)
+        parts: list[collectives.Gathered | None] = [None] * len(outputs)
         before = entries[0][6][0][0] if entries[0][6] else None
         if name == "aten::copy_" and before in self._received and values[1] is None:
             # Gloo's own copy into the result of a collective, when that is waited for.
@@ -400,32 +412,17 @@ class AxisProofs:
             self._received.add(outputs[0][0])
             self._note_gathered(outputs[0][0], self.gathered.get(before))
         elif operation is not None:
-            found = self._propagate(name, operation, is_taken)
-            if None in found:
-                as_sums = constants.with_zeros_as_sums(operation, values, self.zeros)
-                if as_sums is not operation:
-                    found = self._propagate(name, as_sums, is_taken)
-            if collectives.joins_all(operation, values, self.gathered, self.num_ranks):
-                found = [REPLICATED]
-            if len(outputs) == 1:
-                found = self._follow_reduced(outputs[0][0], operation, values, found)
-            if is_taken and found == [None]:
-                found = [positions.selected(operation, values, self.positions)]
-            if is_taken and before in self.templates and factories.is_draw(operation):
-                found = [self.templates[before]]
-            made = [output[0] for output in outputs]
-            found = self.gradients.linear(operation, values, made, found)
+            with suppress(ArgumentsDifferError):
+                found, parts = self._conclude(name, entries, operation, values, is_taken)
         if operation is not None and _counts(operation):
             self._note_local({len(entry[4]) for entry in entries})
-        if numbers and not (operation is not None and _are_whole(operation)):
+        has_read = any(entry[5] for entry in entries)
+        if has_read and not (operation is not None and _are_whole(operation)):
             self._has_read = True
             for entry in entries:
                 self._numbers.update(entry[5])
         text = name.removeprefix("aten::")
         inputs = tuple(v for v in values if isinstance(v, int))
-        parts: list[collectives.Gathered | None] = []
-        if operation is not None and outputs:
-            parts = collectives.handed_on(operation, values, self.gathered, self.num_ranks)
         for i, output in enumerate(outputs):
             value, stated = output[0], output[3]
             self.shapes[value] = tuple(tuple(entry[4][i][4]) for entry in entries)
@@ -446,7 +443,7 @@ class AxisProofs:
                         self.places[value] = (values[0], dim)
                 if operation.name in ("all", "any") and operation["self"].shard is not None:
                     self._asks_of_parts.add(value)
-                if operation.name in collectives.CUTS | pieces.CUTS:
+                if pieces.takes_apart_or_joins(operation):
                     self.makers[value] = (operation, i, tuple(values))
                 if is_taken:
                     self._note_open(value, operation, values)
@@ -460,6 +457,39 @@ class AxisProofs:
             made = [value for value, _, dtype, *_ in outputs if _has_gradient(dtype)]
             self.gradients.note_made([entry[7] for entry in entries], made)
         self._follow_writes(entries[0][4], [entry[6] for entry in entries], text)
+
+    def _conclude(
+        self,
+        name: str,
+        entries: tuple[Entry, ...],
+        operation: Operation,
+        values: Sequence[Any],
+        is_taken: bool,
+    ) -> tuple[list[Placement | None], list[collectives.Gathered | None]]:
+        """How an operation's outputs are placed, and which are parts that were gathered.
+
+        Raises:
+            ArgumentsDifferError: an argument that tells is not the same on all ranks.
+        """
+        made = [output[0] for output in entries[0][4]]
+        before = entries[0][6][0][0] if entries[0][6] else None
+        found = self._propagate(name, operation, is_taken)
+        if None in found:
+            as_sums = constants.with_zeros_as_sums(operation, values, self.zeros)
+            if as_sums is not operation:
+                found = self._propagate(name, as_sums, is_taken)
+        if collectives.joins_all(operation, values, self.gathered, self.num_ranks):
+            found = [REPLICATED]
+        if len(made) == 1:
+            found = self._follow_reduced(made[0], operation, values, found)
+        if is_taken and found == [None]:
+            found = [positions.selected(operation, values, self.positions)]
+        if found == [None]:
+            found = self._follow_range(made[0], operation, values)
+        if is_taken and before in self.templates and factories.is_draw(operation):
+            found = [self.templates[before]]
+        found = self.gradients.linear(operation, values, made, found)
+        return found, collectives.handed_on(operation, values, self.gathered, self.num_ranks)
 
     def _propagate(self, name: str, operation: Operation, is_taken: bool) -> list[Placement | None]:
         outputs: list[Placement | None] = [None] * len(operation.outputs)
@@ -475,7 +505,7 @@ class AxisProofs:
             sizes = [size for sizes in operation.full_sizes.values() for size in sizes]
             if self._suspect is not None and (not sizes or None in sizes):
                 return outputs
-            return factories.placements(operation, self.split_sizes)
+            return factories.placements(operation, self.split_sizes, self._shards_passed)
         return rules.propagate(operation)
 
     def _operation(
@@ -491,7 +521,7 @@ class AxisProofs:
         reader = _Reader(self, len(entries), schema.name in _VIEWS)
         arguments = reader.arguments(schema, entries)
         reader.conclude_sizes(schema.name, arguments[0])
-        self._sizes_passed = reader.sizes_passed
+        self._sizes_passed, self._shards_passed = reader.sizes_passed, reader.shards_passed
         outputs = tuple(
             Operand(
                 tuple(tuple(entry[4][i][1]) for entry in entries), dtype_of(entries[0][4][i][2])
@@ -506,11 +536,23 @@ class AxisProofs:
             reader.full_sizes,
             tuple(overload.tags),
         )
-        operation = constants.with_extents(operation, reader.values, self.open)
+        with suppress(ArgumentsDifferError):
+            operation = constants.with_extents(operation, reader.values, self.open)
         is_bool = bool(outputs) and outputs[0].dtype == torch.bool
         has_read = self._has_read or (is_bool and self._has_asked)
         may_hold_read = operation.name == "lift_fresh" and has_read
         return operation, reader.values, not (reader.is_local or may_hold_read)
+
+    def _follow_range(
+        self, value: Value, operation: Operation, values: Sequence[Any]
+    ) -> list[Placement | None]:
+        """Of numbers that count on by one on each rank, and of which nothing else is known."""
+        ranges = positions.ranges(operation, values, self.ranges)
+        if ranges is not None and positions.follow_each_other(ranges):
+            return [Shard(0)]
+        if ranges is not None:
+            self.ranges[value] = ranges
+        return [None]
 
     def _copies_blank(self, operation: Operation, values: Sequence[Any]) -> bool:
         """Whether what it copies, into another dtype or device, is blank as yet."""
@@ -550,6 +592,14 @@ class AxisProofs:
         """Whether a list may have this length by a number that is a rank's own."""
         counts = {n for n in self._local_values if isinstance(n, int) and n > 0}
         return self._suspect is not None and any(length % n == 0 for n in counts)
+
+    def shard_of_dim(self, expression: Expression) -> Shard | None:
+        """How the tensor is split, if the expression is the size of its split dim."""
+        if expression[0] != "dim":
+            return None
+        _, value, dim = expression
+        placement = self.placements.get(value)
+        return placement if isinstance(placement, Shard) and placement.dim == dim else None
 
     def is_local_number(self, number: Any) -> bool:
         """Whether the number may have been read from a tensor that is not the same on all ranks.
@@ -727,6 +777,8 @@ class _Reader:
     Attributes:
         values: The values of its tensors, in order.
         full_sizes: See `Operation`.
+        shards_passed: By place in the argument "size": how the tensor is split of which the size of
+            a split dim was passed.
         is_local: Whether a number among them is one of this rank's own that the unsharded program
             has otherwise, and that no rule takes into account.
     """
@@ -737,49 +789,54 @@ class _Reader:
         self.operands: list[Operand] = []
         self.full_sizes: dict[str, list[int | None]] = {}
         self.is_local = False
+        self.shards_passed: dict[int, Shard] = {}
         self._plain: list[tuple[str, int, Any]] = []  # sizes without an expression
         self._with_expression: set[str] = set()  # arguments of which some have one
 
     def arguments(self, schema: Any, entries: tuple[Entry, ...]) -> tuple[dict[str, Any], ...]:
         by_rank: list[dict[str, Any]] = [{} for _ in entries]
-        passed: dict[str, list[Any]] = {}
-        for i, argument in enumerate(schema.arguments):
-            if i < len(entries[0][2]):
-                passed[argument.name] = [entry[2][i] for entry in entries]
-        for j, (name, _) in enumerate(entries[0][3]):
-            passed[name] = [entry[3][j][1] for entry in entries]
+        # Calls leave out what is the default, which may be so on some ranks only.
+        names = [argument.name for argument in schema.arguments]
+        given = [{**dict(zip(names, entry[2])), **dict(entry[3])} for entry in entries]
         for argument in schema.arguments:
-            if argument.name in passed:
-                values = self.read(passed[argument.name], argument.name, meaning(argument))
+            name, default = argument.name, argument.default_value
+            if any(name in passed for passed in given):
+                default = ("l", *default) if isinstance(default, (list, tuple)) else default
+                items = [passed.get(name, default) for passed in given]
+                values = self.read(items, name, meaning(argument))
             else:
-                values = [argument.default_value] * len(entries)
+                values = [default] * len(entries)
             for arguments, value in zip(by_rank, values):
-                arguments[argument.name] = value
-        if "numbers" in passed:  # that a tensor was made of
-            self.read(passed["numbers"], "numbers", "value")
+                arguments[name] = value
+        numbers = [passed["numbers"] for passed in given if "numbers" in passed]
+        if numbers:  # that a tensor was made of
+            self.is_local |= len(numbers) < len(given)
+            self.read(numbers, "numbers", "value")
         return tuple(by_rank)
 
     def read(self, items: Sequence[Any], name: str, meant: str = "") -> list[Any]:
         """One argument, by rank."""
-        first = items[0]
-        if not isinstance(first, tuple):
-            if isinstance(first, bool):
-                self.is_local |= meant == "value" and self._proofs.may_be_made_of_size(first)
-            elif isinstance(first, (int, float)):
-                self._number(items, name, meant, [None] * len(items))
-            return list(items)
-        kind = first[0]
+        kinds = {_kind(item) for item in items}
+        if len(kinds) > 1:
+            self.is_local = True
+            return [_number_of(item) for item in items]
+        (kind,) = kinds
         if kind == "t":
             return [self._operand(items)] * len(items)
         if kind == "s":
-            return [item[1] if isinstance(item, tuple) else item for item in items]
+            return [item[1] for item in items]
         if kind == "c":
             return [complex(*item[1:]) for item in items]
         if kind == "n":
-            numbers = [item[1] if isinstance(item, tuple) else item for item in items]
+            numbers = [_number_of(item) for item in items]
             expressions = [item[2] if isinstance(item, tuple) else None for item in items]
             self._number(numbers, name, meant, expressions)
             return numbers
+        if kind != "l":
+            is_flag = meant == "value" and kind == "bool"
+            self.is_local |= is_flag and any(map(self._proofs.may_be_made_of_size, items))
+            return list(items)
+        first = items[0]
         if len({len(item) for item in items}) > 1:  # lists of other lengths, of numbers only
             self.full_sizes[name] = [None] * (len(first) - 1)
             return [[_number_of(one) for one in item[1:]] for item in items]
@@ -826,10 +883,14 @@ class _Reader:
             sizes.append(known)
             if expressions[0] is not None:
                 self._with_expression.add(name)
+                shard = self._proofs.shard_of_dim(expressions[0]) if name == "size" else None
+                if shard is not None:
+                    self.shards_passed[len(sizes) - 1] = shard
             elif len(set(numbers)) == 1:
                 self._plain.append((name, len(sizes) - 1, numbers[0]))
-        if any(map(self._proofs.is_local_number, numbers)):
-            self.is_local = True
+        for number, expression in zip(numbers, expressions) if meant else ():  # no dims
+            plain = {number} if expression is None else plain_numbers(expression)
+            self.is_local |= any(map(self._proofs.is_local_number, plain))
         if is_size:
             return
         if expressions[0] is not None:
@@ -924,9 +985,18 @@ def _counts(operation: Operation) -> bool:
     """Whether it has as many results as a dim is long that is split, or may be."""
     if operation.name != "unbind" or not operation.operands:
         return False
-    operand, dim = operation.operands[0], operation.get("dim", 0)
+    operand, dims = operation.operands[0], operation.by_rank("dim")
     shard = operand.shard
-    return operand.placement is None or (shard is not None and shard.dim == dim % operand.ndim)
+    is_split = shard is not None and shard.dim in {dim % operand.ndim for dim in dims}
+    return operand.placement is None or is_split
+
+
+def _kind(item: Any) -> str:
+    """Of an encoded argument: its mark, "n" for numbers."""
+    if isinstance(item, tuple):
+        return str(item[0])
+    is_number = isinstance(item, (int, float)) and not isinstance(item, bool)
+    return "n" if is_number else type(item).__name__
 
 
 def _number_of(item: Any) -> Any:

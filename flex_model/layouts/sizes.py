@@ -289,6 +289,15 @@ def factors(expression: Expression) -> set[int]:
     return found | {product} if found else found
 
 
+def plain_numbers(expression: Expression) -> set[Any]:
+    """The numbers in it of which nothing tells what they are of."""
+    if expression[0] == "number":
+        return {expression[1]}
+    if expression[0] in _LEAVES:
+        return set()
+    return set().union(*map(plain_numbers, expression[1:]))
+
+
 def is_of_no_value(expression: Expression) -> bool:
     """Whether it has a size of a tensor of which nothing is known."""
     if expression[0] in _LEAVES:

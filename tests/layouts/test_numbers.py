@@ -12,7 +12,7 @@ from torch import nn
 
 import models
 from followed import follow, unsharded
-from test_proofs import ROWS, compare, mesh_of
+from test_proofs import ROWS, WHOLE, compare, mesh_of
 
 VALUES_OF_SIZES = {
     "divided": lambda x, n: x / n,
@@ -197,6 +197,98 @@ SAME_CHOICES = {
 def test_what_the_full_sizes_choose_alike_is_known(name):
     whole = Made(SAME_CHOICES[name])(X)
     torch.testing.assert_close(proven(SAME_CHOICES[name]), whole)
+
+
+# ---- Numbers of each rank ------------------------------------------------------------------------
+
+H = models.random(4, 6)
+
+
+def on_each(x, first, second):
+    return second if dist.get_rank() else first
+
+
+OF_RANKS = {
+    # One of them is the default, which torch leaves out of the call: that of rank 0 was taken.
+    "a diagonal": lambda m, x: x.tril(on_each(x, 0, 1)),
+    "a dim": lambda m, x: x.argsort(on_each(x, -1, 0)),
+    "an order": lambda m, x: x.sort(1, descending=on_each(x, False, True)).values,
+    "a slope": lambda m, x: F.leaky_relu(x, on_each(x, 0.01, 1.0)),
+    "a bound or none": lambda m, x: x.sigmoid().logit(on_each(x, None, 0.2)),
+    "the other bound": lambda m, x: x.clamp(on_each(x, 0, None), 1),
+    "a factor": lambda m, x: torch.add(x, x, alpha=on_each(x, 1, 2)),
+    "a correction": lambda m, x: x.std(1, correction=on_each(x, 1, 0)),
+    "a norm": lambda m, x: x.norm(on_each(x, 2, 1), 1),
+    "a step": lambda m, x: x[:: on_each(x, 1, 2)],
+    "a word": lambda m, x: F.gelu(x, approximate=on_each(x, "none", "tanh")),
+    "decimals": lambda m, x: x.round(decimals=on_each(x, 0, 1)),
+    "training": lambda m, x: F.dropout(x, 0.5, training=on_each(x, False, True)),
+    "several of one dim": lambda m, x: x.roll(on_each(x, (1,), (1, 1)), on_each(x, (1,), (0, 1))),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", OF_RANKS)
+def test_what_ranks_pass_unlike_is_not_known(name):
+    made = Made(OF_RANKS[name])
+    found, _, _ = follow(made, mesh_of(tp_size=2), [H], [WHOLE])
+    assert found["made"] == [None]
+
+
+def from_rank(m, x, count):
+    """As many numbers as the split dim has on a rank, from where the rank's part begins."""
+    shard = x.chunk(2, 1)[dist.get_rank()] if m.is_sharded else x
+    number = shard.shape[1]
+    return count(number, dist.get_rank() * number if m.is_sharded else 0)
+
+
+COUNTED = {
+    "numbers": lambda n, start: torch.arange(n) + start,
+    "floats": lambda n, start: torch.arange(n).double() + start,
+    "between": lambda n, start: torch.arange(start, start + n),
+    "an embedding's place": lambda n, start: (torch.arange(n) + start) * 2,
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", COUNTED)
+def test_numbers_that_go_on_from_rank_to_rank(name):
+    """Refused before, as sequence parallelism and slopes of heads have them."""
+
+    class Counted(nn.Module):
+        def __init__(self, is_sharded):
+            super().__init__()
+            self.is_sharded, self.made = is_sharded, nn.Identity()
+
+        def forward(self, x):
+            self.made(from_rank(self, x, COUNTED[name]))
+            return x
+
+    expected = unsharded(Counted(False), [H])["made"]
+    found, _, _ = follow(Counted(True), mesh_of(tp_size=2), [H], [WHOLE])
+    torch.testing.assert_close(found["made"], expected)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("by", [0, 2, 4])
+def test_numbers_that_do_not_go_on_from_rank_to_rank_are_not_known(by):
+    def counted(m, x):
+        shard = x.chunk(2, 1)[dist.get_rank()]  # of 3 columns
+        return torch.arange(shard.shape[1]) + dist.get_rank() * by
+
+    found, _, _ = follow(Made(counted), mesh_of(tp_size=2), [H], [WHOLE])
+    assert found["made"] == [None]
+
+
+@pytest.mark.ranks(2)
+def test_a_whole_range_with_an_offset_of_each_rank_is_not_known():
+    """It is as long as a dim that all ranks have: the unsharded program has just this one."""
+
+    def counted(m, x):
+        return torch.arange(x.shape[1]) + dist.get_rank() * x.shape[1]
+
+    found, _, _ = follow(Made(counted), mesh_of(tp_size=2), [H], [WHOLE])
+    assert found["made"] == [None]
 
 
 # ---- Layers whose sizes coincide with those of rows or shards -----------------------------------
