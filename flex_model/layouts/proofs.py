@@ -6,6 +6,7 @@ rule covers is not known, and all that is made of it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ from flex_model.layouts.sizes import (
     evaluate,
     factors,
     is_of_no_value,
+    leaves,
     meaning,
     plain_numbers,
 )
@@ -305,14 +307,33 @@ class AxisProofs:
         self.is_astray |= len(answers) == 1 and not self._trusts_answers
 
     def _follow_comparison(self, entries: tuple[Entry, ...]) -> None:
+        """Likewise of a comparison of sizes, or of numbers that were read from tensors."""
         _, by, own, other, _ = entries[0]
-        left, right = evaluate(own, self.number), evaluate(other, self.number)
-        if left is None or right is None:
+        unknown = [leaf for leaf in {*leaves(own), *leaves(other)} if self.number(leaf) is None]
+        if any(kind == "read" for kind, *_ in unknown):
+            self._has_asked = True
+            self.is_astray |= not self._trusts_answers
             return
-        answer = COMPARISONS[by](left, right)
-        if any(entry[4] != answer for entry in entries):
-            self._note_local(())
-            self.is_astray = True
+        if any(value not in self.shapes for _, value, _ in unknown):
+            return  # nothing was seen of it
+        for sizes in itertools.product(*map(self._possible_sizes, unknown)):
+            known = dict(zip(unknown, sizes))
+
+            def number(leaf: Expression, known: Mapping[Expression, int] = known) -> Any:
+                return known.get(leaf, self.number(leaf))
+
+            left, right = evaluate(own, number), evaluate(other, number)
+            answer = None if None in (left, right) else COMPARISONS[by](left, right)
+            if any(entry[4] != answer for entry in entries):
+                self._note_local(())
+                self.is_astray = True
+                return
+
+    def _possible_sizes(self, leaf: Expression) -> set[int]:
+        """Of a tensor that is not known: as on each rank, or of all ranks together."""
+        _, value, dim = leaf
+        sizes = [shape[dim] for shape in self.shapes[value]]
+        return {*sizes, sum(sizes)}
 
     def _follow_number(self, entries: tuple[Entry, ...]) -> None:
         """A size was made a plain number: it is not known where that goes."""

@@ -298,6 +298,15 @@ def plain_numbers(expression: Expression) -> set[Any]:
     return set().union(*map(plain_numbers, expression[1:]))
 
 
+def leaves(expression: Expression) -> set[Expression]:
+    """The sizes in it, and the numbers that were read from tensors."""
+    if expression[0] in ("dim", "read"):
+        return {expression}
+    if expression[0] in _LEAVES:
+        return set()
+    return set().union(*map(leaves, expression[1:]))
+
+
 def is_of_no_value(expression: Expression) -> bool:
     """Whether it has a size of a tensor of which nothing is known."""
     if expression[0] in _LEAVES:

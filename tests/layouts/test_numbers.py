@@ -184,6 +184,21 @@ def test_keywords_in_another_order():
     torch.testing.assert_close(proven(filled), Made(filled)(X))
 
 
+@pytest.mark.ranks(2)
+def test_what_sizes_of_a_tensor_that_is_not_known_may_choose_is_not_known():
+    """The path was taken for that of the unsharded program, whatever was asked."""
+
+    def choose(smallest):
+        def made(m, x):
+            lost = x.as_strided((x.shape[0], 3), (40, 1))
+            return x * 3 if lost.shape[0] > smallest else x
+
+        return made
+
+    assert proven(choose(2)) is None
+    torch.testing.assert_close(proven(choose(1)), X * 3)
+
+
 SAME_CHOICES = {
     "more than one row": lambda m, x: x * 3 if x.shape[0] > 1 else x,
     "features": lambda m, x: x * 3 if x.shape[2] == 8 else x,
