@@ -829,6 +829,7 @@ class _Reader:
                 values = [default] * len(entries)
             for arguments, value in zip(by_rank, values):
                 arguments[name] = value
+        self.is_local |= len({passed.get("content") for passed in given}) > 1
         numbers = [passed["numbers"] for passed in given if "numbers" in passed]
         if numbers:  # that a tensor was made of
             self.is_local |= len(numbers) < len(given)

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from flex_model.distributed.values import fingerprint
 from flex_model.integrations import dtensor
 from flex_model.layouts import composites, memory_map
 from flex_model.layouts.backward_nodes import HOOKS, BackwardNodes, Unsettled, hands_on
@@ -654,6 +655,8 @@ class Recorder(TorchDispatchMode):
             # What is called is made of this operation, and of these numbers.
             is_list = schema is not None and schema.name == "aten::lift_fresh"
             keyword += (("numbers", ("l", *self.sizes.in_order(all_of_them=is_list))),)
+        if schema is not None and schema.name == "aten::lift_fresh":
+            keyword += (("content", ("s", _content(args[0]))),)
         return positional, keyword, tuple(carriers)
 
     def _with_stated(self, value: Any, shape: tuple[int, ...], num_kept: int) -> Any:
@@ -704,6 +707,14 @@ class Recorder(TorchDispatchMode):
         if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
             return "s", str(value)
         return "s", type(value).__name__
+
+
+def _content(constant: Tensor) -> str:
+    """What stands for the elements of a tensor that was made of Python's numbers."""
+    if memory_map.storage_of(constant) is None or constant.is_meta:
+        return ""
+    with torch._C.DisableTorchFunction():
+        return str(fingerprint(constant).tolist())
 
 
 _SIZES = {"__get__", "size", "numel", "nelement"}

@@ -225,6 +225,8 @@ def test_any_view_with_stated_sizes_is_read_exactly(case):
     "numbers, placement, expected",
     [
         ((1 / 3, 2 / 3), R, P),
+        ((1.0, 0.0), R, P),
+        ((0.0, 1.0), R, None),  # the unsharded program is as rank 0
         ((1.0, 2.0), R, None),
         ((0.5, 0.5), R, R),
         ((1 / 3, 2 / 3), Shard(0), None),

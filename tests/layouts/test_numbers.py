@@ -4,6 +4,7 @@ rows are not the unsharded program's. All of these were wrong without a word bef
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -238,6 +239,14 @@ OF_RANKS = {
     "a word": lambda m, x: F.gelu(x, approximate=on_each(x, "none", "tanh")),
     "decimals": lambda m, x: x.round(decimals=on_each(x, 0, 1)),
     "training": lambda m, x: F.dropout(x, 0.5, training=on_each(x, False, True)),
+    # Tensors that were made of Python's numbers.
+    "a constant": lambda m, x: x * torch.tensor(on_each(x, 1.0, 2.0)),
+    "a list": lambda m, x: x * torch.tensor(on_each(x, [0] * 6, [1] * 6)),
+    "an array": lambda m, x: x * torch.from_numpy(np.ones(6) * on_each(x, 1, 2)),
+    "a choice": lambda m, x: torch.where(torch.tensor(on_each(x, True, False)), x, -x),
+    "an index": lambda m, x: x.index_fill(0, torch.tensor([on_each(x, 0, 1)]), 0.0),
+    # It was taken for a share, since 0 and 1 add up to 1.
+    "a factor of 0 or 1": lambda m, x: x * on_each(x, 0, 1),
     "several of one dim": lambda m, x: x.roll(on_each(x, (1,), (1, 1)), on_each(x, (1,), (0, 1))),
 }
 

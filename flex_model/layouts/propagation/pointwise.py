@@ -199,12 +199,16 @@ def like(operation: Operation) -> Placements:
 
 
 def scaled(operation: Operation) -> Placements:
-    """Of a tensor that all ranks have each a share, by numbers that add up to 1: a sum is due."""
+    """Of a tensor that all ranks have each a share, by numbers that add up to 1: a sum is due.
+
+    Of rank 0 it is not 0, which it would be in the unsharded program as well: ``x * rank``.
+    """
     numbers = operation.by_rank("other")
     if isinstance(numbers[0], Operand) or len(set(map(repr, numbers))) == 1:  # not 0.0 and -0.0
         return pointwise(operation)
     is_whole = operation["self"].placement == REPLICATED
-    return [PARTIAL if is_whole and math.isclose(sum(numbers), 1, rel_tol=1e-12) else None]
+    are_shares = numbers[0] != 0 and math.isclose(sum(numbers), 1, rel_tol=1e-12)
+    return [PARTIAL if is_whole and are_shares else None]
 
 
 _FILLS = {"fill", "zero", "zeros_like", "ones_like", "full_like"}
