@@ -711,7 +711,8 @@ class Recorder(TorchDispatchMode):
 
 def _content(constant: Tensor) -> str:
     """What stands for the elements of a tensor that was made of Python's numbers."""
-    if memory_map.storage_of(constant) is None or constant.is_meta:
+    is_plain = type(constant) is Tensor and memory_map.storage_of(constant) is not None
+    if not is_plain or constant.is_meta:
         return ""
     with torch._C.DisableTorchFunction():
         return str(fingerprint(constant).tolist())
