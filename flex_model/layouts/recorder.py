@@ -9,11 +9,13 @@ tells which is meant, and without it all are named.
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce, wraps
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -23,7 +25,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from flex_model.distributed.values import fingerprint
 from flex_model.integrations import dtensor
 from flex_model.layouts import composites, memory_map
 from flex_model.layouts.backward_nodes import HOOKS, BackwardNodes, Unsettled, hands_on
@@ -710,12 +711,18 @@ class Recorder(TorchDispatchMode):
 
 
 def _content(constant: Tensor) -> str:
-    """What stands for the elements of a tensor that was made of Python's numbers."""
+    """What stands for the elements of a tensor that was made of Python's numbers. Read without
+    torch's operations, which modes below may run on shapes alone.
+    """
     is_plain = type(constant) is Tensor and memory_map.storage_of(constant) is not None
     if not is_plain or constant.is_meta:
         return ""
-    with torch._C.DisableTorchFunction():
-        return str(fingerprint(constant).tolist())
+    host = constant if constant.device.type == "cpu" else constant.cpu()
+    storage = host.untyped_storage()
+    start, size = storage.data_ptr(), storage.nbytes()
+    if host.is_contiguous():
+        start, size = host.data_ptr(), host.numel() * host.element_size()
+    return blake2b(ctypes.string_at(start, size), digest_size=8).hexdigest()
 
 
 _SIZES = {"__get__", "size", "numel", "nelement"}
