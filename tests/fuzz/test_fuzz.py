@@ -60,6 +60,15 @@ def test_seeds_that_failed_once(ranks):
             check(program, ranks.judge(program))
 
 
+@pytest.mark.slow
+def test_classes_and_seeds_of_four_ranks(ranks):
+    programs = [*classes.CLASSES.values(), *seeds.load()]
+    assert any(program.ranks > 2 for program in programs)
+    for program in programs:
+        if program.ranks > 2:
+            check(program, ranks.judge(program))
+
+
 # ---- The fuzzer itself ---------------------------------------------------------------------------
 
 
