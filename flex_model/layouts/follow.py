@@ -220,6 +220,8 @@ class Follower:
         self._modules = {
             id(module): clean(self._root, name) for name, module in self._root.named_modules()
         }
+        # The model itself has begun before: no hook tells.
+        self.recorder.stated_sizes = layers.stated_last_sizes(self._root)
         self._handles = list(self._statement_hooks())
         for module in self._root.modules():
             self._handles += [
