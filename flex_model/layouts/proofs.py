@@ -510,6 +510,7 @@ class AxisProofs:
         if is_taken and before in self.templates and factories.is_draw(operation):
             found = [self.templates[before]]
         found = self.gradients.linear(operation, values, made, found)
+        found = [p if rules.fits(p, one) else None for p, one in zip(found, operation.outputs)]
         return found, collectives.handed_on(operation, values, self.gathered, self.num_ranks)
 
     def _propagate(self, name: str, operation: Operation, is_taken: bool) -> list[Placement | None]:
@@ -736,6 +737,8 @@ class AxisProofs:
                     found = REPLICATED
                 part = collectives.gathered(base, self.axis, axes, operand, outputs[0][0], i)
                 self._note_gathered(value, part)
+            if not rules.fits(found, Operand(self.shapes[value], torch.float32)):
+                found = None
             if any(map(self.gradients.is_scaled, inputs)):
                 found = found if reduction in ("", "sum", "avg") else None
                 self.gradients.note_scaled([value])

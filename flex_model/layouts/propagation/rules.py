@@ -167,7 +167,7 @@ def propagate(operation: Operation) -> list[Placement | None]:
             found = [None if getattr(one, "part_sizes", None) else one for one in found]
         if len(found) == len(operation.outputs):
             return [
-                placement if _fits(placement, made) else None
+                placement if fits(placement, made) else None
                 for placement, made in zip(found, operation.outputs)
             ]
     except Exception:  # a rule that can't read its arguments knows nothing
@@ -197,10 +197,11 @@ def _propagated(operation: Operation) -> list[Placement | None]:
 
 def _contradicts(operand: Operand) -> bool:
     """Whether the ranks' shapes can't be what the placement says."""
-    return operand.placement is not None and not _fits(operand.placement, operand)
+    return operand.placement is not None and not fits(operand.placement, operand)
 
 
-def _fits(placement: Placement | None, operand: Operand) -> bool:
+def fits(placement: Placement | None, operand: Operand) -> bool:
+    """Whether the ranks' shapes may be those of a tensor that is placed like this."""
     if not isinstance(placement, Shard):
         return placement is None or len(set(operand.shapes)) == 1
     dim, parts = placement.dim, placement.parts
