@@ -68,6 +68,21 @@ def attribution(flex=None, **settings):
     return patching(flex=flex, kind="attribution", **settings)
 
 
+def without_gradients(*required, grad=True):
+    flex = layers()
+    flex.wrapped_module_requires_grad(False)
+    for name in required:
+        flex.module.get_parameter(name).requires_grad_()
+    with torch.set_grad_enabled(grad):
+        attribution(flex)
+
+
+def all_require_gradients():
+    flex = layers()
+    flex.wrapped_module_requires_grad()
+    attribution(flex)
+
+
 def shorter(is_padded):
     other = X[:, :3]
     patching(nn.functional.pad(other, (0, 0, 0, 2)) if is_padded else other)
@@ -176,6 +191,11 @@ ROWS = [
         "attribution_patching: give metric=",
         lambda: attribution(metric=None),
         lambda: attribution(metric=total),
+    ),
+    Row(
+        "let parameters before it require one",
+        without_gradients,
+        lambda: (without_gradients("0.weight"), all_require_gradients()),
     ),
     Row(
         "wrap the model with edit_on='all'",

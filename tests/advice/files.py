@@ -209,6 +209,30 @@ def closed(folder, wraps_again):
         flex.restore()
 
 
+@in_a_folder
+def torn(folder, loads):
+    flex = probing()
+    for name in ("older", "newer"):
+        flex.save_trainable_modules(folder / name)
+    path = folder / "newer"
+    path.write_bytes(path.read_bytes()[:-1])
+    flex.load_trainable_modules(folder / loads)
+
+
+@in_a_folder
+def one_store(folder, how):
+    """Two FlexModels over a store, or one after the other."""
+    store = ActivationStore(folder / "a")
+    first = storing(store)
+    if how == "restored":
+        first.restore()
+    other = ActivationStore(folder / "b") if how == "own" else store
+    try:
+        storing(other).restore()
+    finally:
+        first.restore()
+
+
 ROWS = [
     Row(
         "save its state_dict() in extra",
@@ -241,6 +265,11 @@ ROWS = [
         lambda: loaded(name="probe"),
     ),
     Row("here; make it as it was saved", lambda: loaded(width=4), lambda: loaded(width=3)),
+    Row(
+        "is not a whole file of save_trainable_modules ({}: {}); take an older one",
+        lambda: torn("newer"),
+        lambda: torn("older"),
+    ),
     # Stores.
     differing("holds records with key", key={"data": 2}),
     differing("holds records of a model with another", width=2),
@@ -269,6 +298,11 @@ ROWS = [
         "is being written by another FlexModel or process",
         lambda: two_writers(None),
         lambda: (two_writers("own folder"), two_writers("close")),
+    ),
+    Row(
+        "restore() that first, or give each a store of its own",
+        lambda: one_store(None),
+        lambda: (one_store("restored"), one_store("own")),
     ),
     Row("give a smaller shard_bytes", many_names, lambda: many_names(shard_bytes=1)),
     Row(

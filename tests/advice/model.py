@@ -1,6 +1,7 @@
 """Advice about wrapping, hooks, runs, selections and verify()."""
 
 import copy
+import operator
 import pickle
 import threading
 from functools import partial
@@ -166,6 +167,11 @@ def read_meta(loaded):
         model = model.to_empty(device="cpu")
     name = next(name for name, _ in model.named_parameters())
     FlexModel(model).get_module_parameter(name)
+
+
+def buffer(read):
+    flex = FlexModel(nn.Sequential(nn.BatchNorm1d(3)))
+    assert operator.attrgetter(read)(flex)("0.running_mean").tolist() == [0, 0, 0]
 
 
 def until(name, *functions, compiled=False):
@@ -394,6 +400,11 @@ ROWS = [
     ),
     Row("forward can't be left early", lambda: until("fc1", compiled=True), lambda: run()),
     Row("is on the meta device", lambda: read_meta(False), lambda: read_meta(True)),
+    Row(
+        "read it with flex.module.get_buffer(...)",
+        lambda: buffer("get_module_parameter"),
+        lambda: buffer("module.get_buffer"),
+    ),
     # Selections.
     Row("give rows, positions, heads or units", lambda: Select(), lambda: select(rows=[0])),
     Row(

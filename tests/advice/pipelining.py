@@ -12,7 +12,7 @@ import models
 from advice.row import Row
 from flex_model import FlexModel, HookFunction, editing, sequential
 from flex_model.pipelining import SplitPoint, current_microbatch, pipeline
-from pipelines import alone_group, make_mlp, make_schedule, part
+from pipelines import MLP, alone_group, make_mlp, make_schedule, part
 
 X, Y = models.random(8, 8, dtype=torch.float32), models.random(8, 3, seed=3, dtype=torch.float32)
 MSE, SCALE, ROWS_OF_BATCH = nn.MSELoss(), torch.ones(8, 1), TensorChunkSpec(0)
@@ -50,7 +50,7 @@ def policy(method="auto", **settings):
     pipeline(make_mlp(), (X[:2],), method=method, **{"split_policy": halves, **settings})
 
 
-class Skips(type(make_mlp())):
+class Skips(MLP):
     """Its input is added behind the blocks."""
 
     def forward(self, x, again=None):
@@ -304,6 +304,17 @@ def both_have_it(number=1, group=None, **settings):
         flex(X, target=Y)
 
 
+def wrapped_twice(is_restored):
+    flex = wrapped()
+    schedule = flex.schedule
+    try:
+        if is_restored:
+            flex.restore()
+        FlexModel(schedule).restore()
+    finally:
+        flex.restore()
+
+
 def frozen(requires_grad):
     with wrapped() as flex:
         flex.register_hook(HookFunction("layers.1.fc1.weight"))
@@ -431,6 +442,11 @@ TWO_RANKS = [
         "give each stage to one rank of a pipeline",
         lambda: both_have_it(2),
         lambda: (step(), both_have_it(data_parallel_size=2)),
+    ),
+    Row(
+        "that of a FlexModel already; restore() it first",
+        lambda: wrapped_twice(is_restored=False),
+        lambda: wrapped_twice(is_restored=True),
     ),
     Row(
         "call requires_grad_(True) before the step",

@@ -2,8 +2,12 @@
 
 import contextlib
 import copy
+import io
+import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -222,6 +226,31 @@ def from_files(folder, how):
     compare(on_meta(model), expected=model, weights=weights, device="cpu")
 
 
+@in_a_folder
+def from_shards(folder, index=None, has_files=True):
+    model = Stack()
+    safetensors = pytest.importorskip("safetensors.torch")
+    if has_files:
+        safetensors.save_file(model.state_dict(), folder / "a.safetensors")
+    index = index or {"weight_map": dict.fromkeys(model.state_dict(), "a.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    compare(on_meta(model), expected=model, weights=folder, device="cpu")
+
+
+def of_kind(convert):
+    model = Stack()
+    weights = {name: convert(value) for name, value in model.state_dict().items()}
+    compare(on_meta(model), expected=model, weights=weights, device="cpu")
+
+
+def bar(has_tqdm, **settings):
+    if has_tqdm:
+        pytest.importorskip("tqdm")
+    modules = {} if has_tqdm else {"tqdm": None}
+    with mock.patch.dict(sys.modules, modules), contextlib.redirect_stderr(io.StringIO()):
+        sequential.run(Stack(), BATCHES, **settings)
+
+
 def hugging_face(**settings):
     pytest.importorskip("transformers")
     return models.llama(**settings)
@@ -378,6 +407,26 @@ ROWS = [
         "is no safetensors file ({}); save",
         lambda: from_files("no safetensors"),
         lambda: (from_hugging_face(), from_files("safetensors")),
+    ),
+    Row(
+        "no index of safetensors files beside it",
+        lambda: from_shards({"weights": {}}),
+        from_shards,
+    ),
+    Row(
+        "which its index lists; download the checkpoint again",
+        lambda: from_shards(has_files=False),
+        from_shards,
+    ),
+    Row(
+        "read() must return a torch.Tensor",
+        lambda: of_kind(torch.Tensor.tolist),
+        lambda: of_kind(torch.Tensor.clone),
+    ),
+    Row(
+        "pip install tqdm, or use on_target_end",
+        lambda: bar(False, progress=True),
+        lambda: (bar(True, progress=True), bar(False, on_target_end=lambda *args: None)),
     ),
     # Harvest and subgraphs.
     Row(

@@ -5,7 +5,8 @@ import re
 
 VERBS = (
     "give|call|use|wrap|make|write|name|hook|register|leave|pass|set|run|load|shard|split|pad|say|"
-    "copy|save|choose|do|keep|compute|step|remove|reduce|see|state|begin|bring|put|delete|add"
+    "copy|save|choose|do|keep|compute|step|remove|reduce|see|state|begin|bring|put|delete|add|"
+    "restore|take|read|let|download|pip"
 )
 
 # Texts that have no row: where their advice is followed, or why not here.
@@ -51,6 +52,9 @@ ELSEWHERE = {
     "along which micro-batches divide": "test_pipelining_edges",
     "make the same optimizer steps": "test_trainable",
     "run on shapes alone": "test_inspection",
+    "(before); restore() and wrap again": "store/test_stored_ranks: what ranks do not agree on",
+    "pip install flex_model[plots]": "visualize/test_plots: without matplotlib, and with it",
+    "pip install accelerate": "needs a GPU and no accelerate",
     "takes for the whole tensor; give the full": "test_original_api: tensor_parallel_routing",
     "run the model in the parent, or start": "test_transports: a forked child",
     "run the model and its backward before": "test_graphs: a backward after restore() works",
