@@ -59,15 +59,11 @@ def set_weight(seed):
     flex.restore()
 
 
-def by_hand(*functions, model=None, is_stated=False, states_sizes=False, way="tp", **settings):
+def by_hand(*functions, is_stated=False):
     """Shards that are plain tensors, of layers that say nothing about them."""
-    way, model = models.TWO_RANKS[way], models.mlp() if model is None else model
-    group = way.mesh["tp"].get_group()
-    if way.tp > 1:
-        sharded = models.tensor_parallel(model, group, states_sizes=states_sizes)
-    else:
-        sharded = model
-    flex = FlexModel(sharded, {}, **way.sizes, **settings)
+    way, model = models.TWO_RANKS["tp"], models.mlp()
+    sharded = models.tensor_parallel(model, way.mesh["tp"].get_group(), states_sizes=False)
+    flex = FlexModel(sharded, {}, **way.sizes)
     if is_stated:
         models.state_layouts(flex, model)
     for function in functions:
@@ -107,7 +103,7 @@ class Unknown(nn.Module):
 
 
 def mean_of_ranks(placements=None, is_stated=False):
-    with by_hand(model=Unknown(), way="dp") as flex:
+    with FlexModel(Unknown(), {}, data_parallel_size=2) as flex:
         if is_stated:
             flex.annotate_layout("made", dp=Shard(0))
         flex.register_hook(HookFunction("fc.weight", placements=placements))
@@ -127,12 +123,12 @@ def reads_a_weight(how):
 
 
 def transformed(how):
-    settings = {} if how == "one process" else {"is_stated": True}
+    hook = HookFunction("act", editing_function=double)
     if how == "one process":
         flex = FlexModel(models.mlp(), process_group=alone_group())
-        flex.register_forward_hook(HookFunction("act", editing_function=double))
+        flex.register_forward_hook(hook)
     else:
-        flex = by_hand(HookFunction("act", editing_function=double), **settings)
+        flex = by_hand(hook, is_stated=True)
     if how == "a loop":
         rows = [row.clone().requires_grad_() for row in BATCH]
         torch.stack([torch.autograd.grad(flex(row[None]).sum(), row)[0] for row in rows])
