@@ -362,7 +362,7 @@ class PipelinedFlexModel(FlexModel):
             if len(holders) > 1:
                 raise ValueError(
                     f"register_hook: parameter {name!r} is on the stages {holders}, each of which "
-                    "has a part of its gradient only; hook the gradients of its modules"
+                    "has a part of its gradient only; add up its .grad on them after the step"
                 )
             found = [
                 _kept_parameter(stage.submod, name)

@@ -314,6 +314,7 @@ def test_what_ranks_do_not_agree_on(tmp_path, monkeypatch):
             patch.setattr(opening, "_prepared", refuse)
         with pytest.raises(ValueError, match="PermissionError: not yours"):
             hooked(way.shard(exact()), ActivationStore(tmp_path / "d"), **way.sizes)
+    hooked(way.shard(exact()), ActivationStore(tmp_path / "d"), **way.sizes).restore()
     folder = tmp_path / "a"
     folder.mkdir(exist_ok=True)
     dist.barrier()
@@ -327,6 +328,11 @@ def test_what_ranks_do_not_agree_on(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="tensor-parallel ranks give different values"):
         flex(BATCHES[0])
     flex.restore()
+    dist.barrier()
+    with hooked(way.shard(exact()), store, **way.sizes) as flex:
+        store.annotate(token_ids=torch.tensor([3]))
+        flex(BATCHES[0])
+    assert ActivationStore(tmp_path / "b").annotations(0)["token_ids"].tolist() == [3]
     dist.barrier()
     store = ActivationStore(tmp_path / "c")
     with hooked(way.shard(exact()), store, **way.sizes) as flex:

@@ -1,0 +1,230 @@
+"""Advice about edits of `flex_model.editing`, and about experiments."""
+
+from argparse import Namespace
+
+import torch
+from torch import nn
+
+import models
+from advice.row import Row, in_a_folder
+from flex_model import ActivationStore, FlexModel, HookFunction, editing
+
+X = models.random(3, 5, 8)  # rows, positions, units
+VECTOR = models.random(8, seed=3)
+
+
+def edited(edit, x=X):
+    return edit(None, x.clone(), Namespace(), {})
+
+
+def layers(**settings):
+    first, last = (models.seeded(nn.Linear, 8, 8, seed=seed) for seed in (1, 2))
+    return FlexModel(nn.Sequential(first, nn.Tanh(), last).double(), {}, **settings)
+
+
+def at(make, name="0", **settings):
+    with layers() as flex:
+        flex.register_trainable_module("probe", nn.Linear(8, 8).double())
+        flex.register_forward_hook(make(name, **settings))
+        flex(X)
+
+
+def sides(*arguments):
+    """A hook on a module with two outputs for each of the arguments' ``unpack_idx``."""
+    return [editing.zero().at("", unpack_idx=index) for index in arguments]
+
+
+def lens(name, hook):
+    edit = editing.logit_lens("2.weight")
+    return edit.at(name) if hook == "at" else HookFunction(name, editing_function=edit)
+
+
+def captures(how):
+    kept, flex = [editing.capture(), editing.capture()], layers()
+    for i in range(2):
+        flex.register_forward_hook(kept[i * (how == "each")].at(f"{2 * i}"))
+    flex(X)
+
+
+def patches(captured):
+    kept, flex = editing.capture(), layers()
+    if captured:
+        with flex.register_forward_hook(kept.at("0")):
+            flex(X)
+    flex.register_forward_hook(editing.patch(kept).at("0"))
+    flex(-X)
+
+
+def total(output):
+    return output.sum()
+
+
+def patching(other=-X, clean=X, flex=None, kind="activation", site="0", **settings):
+    patch = getattr(editing, f"{kind}_patching")
+    return patch(flex or layers(), clean, other, [site], **{"metric": total, **settings})
+
+
+def attribution(flex=None, **settings):
+    return patching(flex=flex, kind="attribution", **settings)
+
+
+def without_gradients(*required, grad=True):
+    flex = layers()
+    flex.wrapped_module_requires_grad(False)
+    for name in required:
+        flex.module.get_parameter(name).requires_grad_()
+    with torch.set_grad_enabled(grad):
+        attribution(flex)
+
+
+def all_require_gradients():
+    flex = layers()
+    flex.wrapped_module_requires_grad()
+    attribution(flex)
+
+
+def shorter(is_padded):
+    other = X[:, :3]
+    patching(nn.functional.pad(other, (0, 0, 0, 2)) if is_padded else other)
+
+
+def of_one_dim(**settings):
+    patching(-VECTOR, VECTOR, **settings)
+
+
+def inside(is_active):
+    flex = layers()
+    flex.create_hook_group("more", "2", editing_function=lambda m, x, s, ms: 2 * x)
+    if is_active:
+        with flex.active():
+            patching(flex=flex)
+    found = patching(flex=flex, groups=["more"])
+    assert torch.equal(found.values, 2 * patching(flex=layers()).values)
+
+
+@in_a_folder
+def into(folder, is_store):
+    with layers() as flex:
+        model = flex.restore()
+    with FlexModel(model, ActivationStore(folder) if is_store else {}) as flex:
+        patching(flex=flex)
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.after = nn.Linear(8, 8).double(), nn.Identity()
+
+    def forward(self, x):
+        return self.after(self.layer(self.layer(x)))
+
+
+def of_twice(site):
+    attribution(FlexModel(Twice()), site=site)
+
+
+ROWS = [
+    Row("clamp: give min=, max= or both", editing.clamp, lambda: edited(editing.clamp(max=0.5))),
+    Row(
+        "a direction is one of all units; set those that don't count to zero",
+        lambda: editing.project_out(VECTOR, units=slice(4)),
+        lambda: edited(editing.project_out(VECTOR * (torch.arange(8) < 4))),
+    ),
+    Row(
+        "say where units are with dims=",
+        lambda: edited(editing.project_out(models.random(5))),
+        lambda: edited(editing.project_out(models.random(5), dims={"units": 1, "positions": 2})),
+    ),
+    Row(
+        "register it with edit.at(module_name)",
+        lambda: at(lens, hook="plain"),
+        lambda: at(lens, hook="at"),
+    ),
+    Row("give it one HookFunction for each", lambda: sides((0, 1)), lambda: sides(0, 1)),
+    Row(
+        "chain: give at least one edit",
+        editing.chain,
+        lambda: edited(editing.chain(editing.zero())),
+    ),
+    Row(
+        "keep must be a function or None",
+        lambda: editing.logit_lens("2.weight", keep=3),
+        lambda: [editing.logit_lens("2.weight", keep=keep) for keep in (total, None)],
+    ),
+    Row(
+        "has an activation of another module; make one for each",
+        lambda: captures("one"),
+        lambda: captures("each"),
+    ),
+    Row(
+        "captured; register the capture and run the model first",
+        lambda: patches(False),
+        lambda: patches(True),
+    ),
+    Row(
+        "give one value, one per unit, or more dims",
+        lambda: edited(editing.steer(models.random(7))),
+        lambda: [edited(editing.steer(t)) for t in (models.random(1), VECTOR, X)],
+    ),
+    Row(
+        "give the name of a module that register_trainable_module knows",
+        lambda: at(editing.splice(nn.Linear(8, 8)).at),
+        lambda: at(editing.splice("probe").at),
+    ),
+    Row(
+        "add= is for adapters, error= and latents= for autoencoders",
+        lambda: at(editing.splice("probe", add=True, error=True).at),
+        lambda: [at(editing.splice("probe", **{name: True}).at) for name in ("add", "error")],
+    ),
+    Row(
+        "leave out units= and heads=",
+        lambda: at(editing.splice("probe", units=3).at),
+        lambda: at(editing.splice("probe").at),
+    ),
+    # Experiments.
+    Row(
+        "changes of the metric: see values",
+        lambda: attribution().recovered,
+        lambda: attribution().values.sum(),
+    ),
+    Row(
+        "attribution_patching: give metric=",
+        lambda: attribution(metric=None),
+        lambda: attribution(metric=total),
+    ),
+    Row(
+        "let parameters before it require one",
+        without_gradients,
+        lambda: (without_gradients("0.weight"), all_require_gradients()),
+    ),
+    Row(
+        "wrap the model with edit_on='all'",
+        lambda: attribution(layers(edit_on="rank0")),
+        lambda: attribution(layers(edit_on="all")),
+    ),
+    Row(
+        "pad them, so that a position means the same in both",
+        lambda: shorter(False),
+        lambda: shorter(True),
+    ),
+    Row(
+        "and its dim 1 should be the positions; give positions=",
+        of_one_dim,
+        lambda: of_one_dim(positions=["every"]),
+    ),
+    Row(
+        "call it outside of active(), forward passes",
+        lambda: inside(True),
+        lambda: inside(False),
+    ),
+    Row(
+        "wrap the model with a dict as output_ptr",
+        lambda: into(is_store=True),
+        lambda: into(is_store=False),
+    ),
+    Row(
+        "choose modules that are called once",
+        lambda: of_twice("layer"),
+        lambda: of_twice("after"),
+    ),
+]

@@ -1,0 +1,191 @@
+"""Advice about dry runs, `inspect`, rules and plots."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from advice.row import BATCH, Row, wrapped
+from flex_model import FlexModel, HookFunction
+from flex_model.inspection.offline import inspect
+from flex_model.layouts import register_rule
+from flex_model.layouts.propagation import rules
+from flex_model.visualize import plot_patching
+
+
+def findings(edit, **settings):
+    """A dry run, whose findings are raised; then the run itself."""
+    hook = HookFunction("fc1", editing_function=lambda *args: edit(hook, *args), **settings)
+    flex = wrapped(hook)
+    if found := flex.dry_run(BATCH).findings:
+        raise RuntimeError("; ".join(finding.message for finding in found))
+    flex(BATCH).sum().backward()
+    return flex
+
+
+def adds_bias(hook, module, full, save_ctx, modules):
+    return full + hook.parameters["inp.bias"].sum()
+
+
+def overwrites(copies):
+    def edit(hook, module, full, save_ctx, modules):
+        found = full.exp()
+        found = found.clone() if copies else found
+        found += 1
+        return found
+
+    return edit
+
+
+class Hidden:
+    """A place from which a dry run can't take a tensor again."""
+
+    __slots__ = ("tensor",)
+
+
+def hides(hidden):
+    def edit(hook, module, full, save_ctx, modules):
+        hidden.tensor = full * 2
+
+    return edit
+
+
+def keeps(hook, module, full, save_ctx, modules):
+    save_ctx.tensor = full * 2
+
+
+def with_empty_place():
+    hidden, flex = Hidden(), wrapped()
+    handle = flex.register_forward_hook(
+        HookFunction("fc1", editing_function=lambda *args: hides(hidden)(None, *args))
+    )
+    flex.dry_run(BATCH)
+    del hidden.tensor
+    flex(BATCH)
+    assert torch.equal(hidden.tensor, 2 * flex.output_ptr["fc1"][0])
+    handle.remove()
+    assert findings(keeps).save_ctx.tensor.shape == (4, 8)
+
+
+class Remembers(nn.Module):
+    """It adds what it was given first."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, first = nn.Linear(6, 6).double(), Hidden()
+
+        def remember(x):
+            first.tensor = getattr(first, "tensor", x)
+            return x + first.tensor
+
+        self.remember = remember
+
+    def forward(self, x):
+        return self.remember(self.fc(x))
+
+
+def remembers(how):
+    model = Remembers()
+    FlexModel(model).dry_run(BATCH) if how == "dry run" else FlexModel(model)(BATCH)
+
+
+# ---- inspect -------------------------------------------------------------------------------------
+
+
+class AsksForValues(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.fc(x) if x.sum() > 0 else self.fc(-x)
+
+
+def asks_for_values():
+    return AsksForValues().double()
+
+
+def inspected(name="models:mlp", shape=(4, 6), dp=1):
+    inputs = None if shape is None else [(shape, "float64")]
+    return inspect(name, tp=1, dp=dp, inputs=inputs)
+
+
+def of_one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        inspected()
+    finally:
+        dist.destroy_process_group()
+
+
+def run_for_real():
+    flex = FlexModel(asks_for_values(), {})
+    flex.register_forward_hook(HookFunction("fc"))
+    flex(BATCH)
+    assert "4 x 6" in str(flex.layouts())
+
+
+# ---- Rules and plots -----------------------------------------------------------------------------
+
+
+def rule(op="flex_model_advice::scale", number=1, **settings):
+    try:
+        for _ in range(number):
+            register_rule(op, lambda operation: operation["x"].placement, **settings)
+    finally:
+        rules._rules.pop("flex_model_advice::scale", None)
+
+
+def plot(values):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    plot_patching(values)
+    pyplot.close("all")
+
+
+HOLES = torch.tensor([[1.0, torch.nan]])
+
+ROWS = [
+    Row(
+        "hook_function.parameters has no",
+        lambda: findings(adds_bias),
+        lambda: findings(adds_bias, parameters=["inp.bias"]),
+    ),
+    Row(
+        "backward would raise: {}; write to a clone()",
+        lambda: findings(overwrites(copies=False)),
+        lambda: findings(overwrites(copies=True)),
+    ),
+    Row(
+        "make that empty before you run the model, and keep",
+        lambda: findings(hides(Hidden())),
+        with_empty_place,
+    ),
+    Row(
+        "make the model again before you run it",
+        lambda: remembers("dry run"),
+        lambda: remembers("run"),
+    ),
+    Row("call it in a single process", of_one_rank, inspected),
+    Row("give --input, as 4,128", lambda: inspected(shape=None), inspected),
+    Row(
+        "give sizes that divide by",
+        lambda: inspected(dp=3),
+        lambda: inspected(dp=3, shape=(6, 6)),
+    ),
+    Row(
+        "run without values ({}: {}); run it for real, and ask",
+        lambda: inspected("advice.inspection:asks_for_values"),
+        run_for_real,
+    ),
+    Row(
+        "pass replace=True to use this one",
+        lambda: rule(number=2),
+        lambda: rule(number=2, replace=True),
+    ),
+    Row('example: register_rule("mylib::scale", rule)', lambda: rule(op=3), rule),
+    Row(
+        "give finite numbers, or fill what is missing with 0",
+        lambda: plot(HOLES),
+        lambda: plot(HOLES.nan_to_num()),
+    ),
+]

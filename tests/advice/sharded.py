@@ -1,0 +1,316 @@
+"""Advice about meshes and about models that are sharded. Two ranks."""
+
+import gc
+import os
+import shutil
+import tempfile
+import warnings
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import models
+from advice.row import BATCH, Row, double
+from flex_model import ActivationStore, FlexModel, HookFunction
+from flex_model import distributed as fm_dist
+from pipelines import alone_group
+
+
+def mesh(*names, shape=None):
+    return init_device_mesh("cpu", shape or (2,), mesh_dim_names=names or None)
+
+
+PLAN = {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()}
+
+
+def tensor_parallel(**settings):
+    return FlexModel(parallelize_module(models.mlp(), mesh("tp"), PLAN), {}, **settings)
+
+
+def expert_parallel(**settings):
+    model = parallelize_module(models.mlp(), mesh("ep"), PLAN)
+    return FlexModel(model, **{name: make() for name, make in settings.items()})
+
+
+def fsdp1(model, orig=True):
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=orig)
+
+
+def fsdp1_gradient(orig, how="gradient"):
+    flex = FlexModel(fully_shard(models.mlp()) if orig is None else fsdp1(models.mlp(), orig), {})
+    if how == "parameter hook":
+        flex.register_hook(HookFunction("fc1.weight"))
+    elif how == "module hook":
+        flex.register_full_backward_hook(HookFunction("fc1"))
+    flex(BATCH).sum().backward()
+    if how == "gradient":
+        flex.get_module_gradient("fc1.weight")
+
+
+def set_weight(seed):
+    flex = tensor_parallel()
+    flex.set_module_parameter("fc1.weight", models.random(8, 6, seed=seed))
+    flex.restore()
+
+
+def by_hand(*functions, is_stated=False):
+    """Shards that are plain tensors, of layers that say nothing about them."""
+    way, model = models.TWO_RANKS["tp"], models.mlp()
+    sharded = models.tensor_parallel(model, way.mesh["tp"].get_group(), states_sizes=False)
+    flex = FlexModel(sharded, {}, **way.sizes)
+    if is_stated:
+        models.state_layouts(flex, model)
+    for function in functions:
+        flex.register_forward_hook(function)
+    return flex
+
+
+def of_a_parameter(is_stated):
+    flex = by_hand(is_stated=is_stated)
+    if not is_stated:
+        models.replicas(flex)
+    flex.register_hook(HookFunction("fc1.weight"))
+    flex(BATCH).sum().backward()
+    flex.restore()
+
+
+def unknown_layout(is_stated):
+    flex = by_hand(HookFunction("fc1"))
+    if is_stated:
+        flex.annotate_layout("fc1", kind="forward", tp=Shard(1))
+    flex(BATCH)
+    if dist.get_rank() == 0:
+        assert flex.output_ptr["fc1"][0].shape == (4, 8)
+    flex.restore()
+
+
+class Unknown(nn.Module):
+    """It multiplies by a number that the ranks can't know to be the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.made = models.seeded(nn.Linear, 6, 6).double(), nn.Identity()
+
+    def forward(self, x):
+        x = self.fc(x)
+        return self.made(x * (x.sum().item() * 0 + 2))
+
+
+def mean_of_ranks(placements=None, is_stated=False):
+    with FlexModel(Unknown(), {}, data_parallel_size=2) as flex:
+        if is_stated:
+            flex.annotate_layout("made", dp=Shard(0))
+        flex.register_hook(HookFunction("fc.weight", placements=placements))
+        flex(BATCH).sum().backward()
+
+
+def reads_a_weight(how):
+    def edit(module, full, save_ctx, modules):
+        if how == "transfer":
+            return full + flex.get_module_parameter("out.bias").sum()
+        return full + hook.parameters["out.bias"].sum()
+
+    hook = HookFunction("fc1", None, edit, parameters=["out.bias"])
+    flex = by_hand(hook, is_stated=True)
+    flex(BATCH)
+    flex.restore()
+
+
+def transformed(how):
+    hook = HookFunction("act", editing_function=double)
+    if how == "one process":
+        flex = FlexModel(models.mlp(), process_group=alone_group())
+        flex.register_forward_hook(hook)
+    else:
+        flex = by_hand(hook, is_stated=True)
+    if how == "a loop":
+        rows = [row.clone().requires_grad_() for row in BATCH]
+        torch.stack([torch.autograd.grad(flex(row[None]).sum(), row)[0] for row in rows])
+    else:
+        torch.func.grad(lambda x: flex(x).sum())(BATCH)
+    flex.restore()
+
+
+def transports(*names):
+    with mock.patch.dict(os.environ, FLEX_MODEL_TRANSPORT=names[dist.get_rank()]):
+        flex = by_hand(HookFunction("fc1"), is_stated=True)
+        flex(BATCH)
+        flex.restore()
+
+
+def of_a_dtensor(is_local):
+    part = DTensor.from_local(BATCH, mesh("tp"), [Replicate()])
+    fmps = fm_dist.initialize_distributed_state(nn.Identity(), 2, 1, 1)
+    fm_dist.all_gather_tensor_parallel(part.to_local() if is_local else part, 0, fmps)
+
+
+def offloaded(is_back):
+    model = models.mlp()
+    weight = model.fc1.weight.data
+    model.fc1.weight.data = torch.empty(0, dtype=weight.dtype)
+    flex = models.replicas(FlexModel(model, tensor_parallel_size=2))
+    if is_back:
+        model.fc1.weight.data = weight
+    assert torch.equal(flex.get_module_parameter("fc1.weight"), weight)
+
+
+def dropped(action):
+    """The warnings of a store whose FlexModel is dropped, raised."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    store = ActivationStore(folder[0])
+    flex = FlexModel(models.mlp(), store, tensor_parallel_size=2)
+    models.replicas(flex).register_forward_hook(HookFunction("fc1"))
+    flex(BATCH)
+    if action == "flush":
+        store.flush()
+    elif action == "restore":
+        flex.restore()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        del flex
+        gc.collect()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    if found:
+        raise RuntimeError("; ".join(str(warning.message) for warning in found))
+
+
+class Joined(nn.Module):
+    """Rows and columns become one dim, which both axes split then."""
+
+    columns, rows = ("fc",), ()
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.joined = models.seeded(nn.Linear, 6, 8).double(), nn.Identity()
+
+    def forward(self, x):
+        return self.joined(self.fc(x).flatten())
+
+
+def fused(name):
+    """Columns of two parts, which are stated where they are made, or behind."""
+    way = models.FOUR_RANKS["tp x dp"]
+    model = models.tensor_parallel(Joined(), way.mesh["tp"].get_group(), states_sizes=False)
+    flex = FlexModel(model, {}, **way.sizes)
+    dim = {"fc": 1, "joined": 0}[name]
+    flex.annotate_layout(name, tp=Shard(dim), part_sizes=(4, 4))
+    flex.register_forward_hook(HookFunction("fc"))
+    flex(way.my_rows(BATCH))
+    flex.restore()
+
+
+TWO_RANKS = [
+    Row(
+        "make it with torch.distributed.new_group(ranks)",
+        lambda: FlexModel(models.mlp(), process_group=3),
+        lambda: FlexModel(models.mlp(), data_parallel_size=2, process_group=dist.new_group([0, 1])),
+    ),
+    Row(
+        "device_mesh must be a DeviceMesh",
+        lambda: FlexModel(models.mlp(), device_mesh=3),
+        lambda: FlexModel(models.mlp(), device_mesh=mesh("dp", "tp", shape=(1, 2))),
+    ),
+    Row(
+        "device_mesh must have named dims",
+        lambda: FlexModel(models.mlp(), device_mesh=mesh()),
+        lambda: FlexModel(models.mlp(), device_mesh=mesh("dp", "tp", shape=(1, 2))),
+    ),
+    Row(
+        "is not a known axis; name the dims after",
+        lambda: FlexModel(models.mlp(), device_mesh=mesh("rows")),
+        lambda: FlexModel(models.mlp(), device_mesh=mesh("dp")),
+    ),
+    Row(
+        "shard the model over a mesh without it, or of size 1",
+        lambda: FlexModel(models.mlp(), device_mesh=mesh("cp")),
+        lambda: FlexModel(models.mlp(), device_mesh=mesh("dp", "cp", shape=(2, 1))),
+    ),
+    Row(
+        "which are not known axes (tp, dp, pp); give device_mesh=",
+        expert_parallel,
+        lambda: expert_parallel(device_mesh=lambda: mesh("dp", "tp", shape=(1, 2))),
+    ),
+    Row(
+        "leave the sizes out, or give a device_mesh with the model's",
+        lambda: tensor_parallel(device_mesh=mesh("dp")),
+        lambda: (tensor_parallel(), tensor_parallel(device_mesh=mesh("tp"))),
+    ),
+    Row(
+        "pipeline_parallel_size is",
+        lambda: FlexModel(models.mlp(), pipeline_parallel_size=2),
+        tensor_parallel,
+    ),
+    Row(
+        "give the same full tensor on every rank",
+        lambda: set_weight(dist.get_rank()),
+        lambda: set_weight(1),
+    ),
+    Row(
+        "which gives ",
+        lambda: fsdp1_gradient(True, "parameter hook"),
+        lambda: (fsdp1_gradient(None, "parameter hook"), fsdp1_gradient(True, "module hook")),
+    ),
+    Row(
+        "(FSDP1) module that keeps one flattened gradient",
+        lambda: fsdp1_gradient(False),
+        lambda: (fsdp1_gradient(True), fsdp1_gradient(None)),
+    ),
+    Row(
+        "states to be split; state the layout of shards with annotate_layout",
+        lambda: of_a_parameter(is_stated=False),
+        lambda: of_a_parameter(is_stated=True),
+    ),
+    Row(
+        "; state it before the run with",
+        lambda: unknown_layout(is_stated=False),
+        lambda: unknown_layout(is_stated=True),
+    ),
+    Row(
+        "or that the mean is right with",
+        mean_of_ranks,
+        lambda: (mean_of_ranks(is_stated=True), mean_of_ranks({"dp": Replicate()})),
+    ),
+    Row(
+        "name the weights that it needs in",
+        lambda: reads_a_weight("transfer"),
+        lambda: reads_a_weight("parameters"),
+    ),
+    Row(
+        "use torch.autograd and a loop, or one process",
+        lambda: transformed("transform"),
+        lambda: (transformed("a loop"), transformed("one process")),
+    ),
+    Row(
+        "FLEX_MODEL_TRANSPORT differs",
+        lambda: transports("gloo", "shared_memory"),
+        lambda: (transports("gloo", "gloo"), transports("shared_memory", "shared_memory")),
+    ),
+    Row("; pass its .to_local()", lambda: of_a_dtensor(False), lambda: of_a_dtensor(True)),
+    Row(
+        "bring them back before they are read",
+        lambda: offloaded(is_back=False),
+        lambda: offloaded(is_back=True),
+    ),
+    Row(
+        "call flush(), or restore() on every rank",
+        lambda: dropped("nothing"),
+        lambda: (dropped("flush"), dropped("restore")),
+    ),
+]
+
+FOUR_RANKS = [
+    Row(
+        "state the tensor before its dims are joined",
+        lambda: fused("joined"),
+        lambda: fused("fc"),
+    ),
+]

@@ -1,0 +1,91 @@
+"""The texts of the source that say what to do, and where those without a row are followed."""
+
+import ast
+import re
+
+VERBS = (
+    "give|call|use|wrap|make|write|name|hook|register|leave|pass|set|run|load|shard|split|pad|say|"
+    "copy|save|choose|do|keep|compute|step|remove|reduce|see|state|begin|bring|put|delete|add|"
+    "restore|take|read|let|download|pip"
+)
+
+# Texts that have no row: where their advice is followed, or why not here.
+ELSEWHERE = {
+    "run backward before restore()": "test_graphs: a backward after its store was closed",
+    "wrap the model on the group's ranks only": "test_model_mesh: a half of the world",
+    "wrap the model on its own ranks only": "test_model_mesh: a half of the world",
+    "torch.distributed is not initialised": "no group can be made before",
+    "which are no regular grid": "test_model_mesh: groups that different layers know",
+    "make no regular grid": "test_model_mesh: groups that different layers know",
+    "context parallelism is not supported: hooks": "test_mesh_dims: a run in context parallelism",
+    "make the mesh in ascending order": "test_model_mesh",
+    "which are no axis of this wrap": "test_model_mesh",
+    "which can't be gathered while": "test_full_parameters: FSDP1 in its forward",
+    "such as dp_replicate and dp_shard": "test_model_mesh: hybrid FSDP1",
+    "use context_parallel_size=1": "test_model_mesh: Megatron",
+    "loaded with pp_size": "test_mesh_dims: instead of Hugging Face's pipeline",
+    "but the device_mesh {}; give one of them": "test_errors: what is no group and no mesh",
+    "give a process_group of its ranks if": "test_model_mesh: a group of some ranks",
+    "which is not written to": "needs accelerate's offloading to disk",
+    "set it before the model is dispatched": "needs accelerate's offloading",
+    "reduce gradients over the ranks first": "needs Megatron's finalize_model_grads",
+    "leave out rows=": "a choice of editing functions: test_editing",
+    "give the size of the full tensor there": "test_errors: a contradicted expected_shape",
+    "hook it to see the error": "a row of a report: test_inspection",
+    "see that rank's own traceback": "another rank's failure",
+    "split in different ways": "a layout that differs by call",
+    "see flex.wrapped_module_names": "layouts/test_statements: names that match nothing",
+    "states nothing; give tp=": "layouts/test_statements: calls that say nothing",
+    "fused parts of a split dim": "layouts/test_statements: fused parts of unequal sizes",
+    "equal rows of the batch or be shared": "layouts/test_statements: an input that may hold rows",
+    "by this statement, but its layer": "layouts/test_statements: against a proof",
+    "it is stated to be {} along": "layouts/test_statements: against a proof",
+    "now it has one of shape": "layouts/test_statements: control flow that no key shows",
+    "by the operations that made it the tensor is": "layouts/test_statements: against a proof",
+    "; pad the inputs of the data-parallel": "layouts/test_resolve: rows of other lengths",
+    "one call can edit": "a thousand tensors",
+    "FSDP2 adds this": "test_errors: gradients that fsdp2 accumulates",
+    "outside of a step of its schedule": "test_pipelining",
+    "of the pipeline and sent to rank 0 only": "test_save_context",
+    "was written for micro-batch": "test_save_context",
+    "can't be sent to": "test_save_context",
+    "along which micro-batches divide": "test_pipelining_edges",
+    "make the same optimizer steps": "test_trainable",
+    "run on shapes alone": "test_inspection",
+    "(before); restore() and wrap again": "store/test_stored_ranks: what ranks do not agree on",
+    "pip install flex_model[plots]": "visualize/test_plots: without matplotlib, and with it",
+    "pip install accelerate": "needs a GPU and no accelerate",
+    "takes for the whole tensor; give the full": "test_original_api: tensor_parallel_routing",
+    "run the model in the parent, or start": "test_transports: a forked child",
+    "run the model and its backward before": "test_graphs: a backward after restore() works",
+    "begin backward at the model's output": "sequential/test_batches_of_hooks: all are remembered",
+    "give mean=, over='positions', or use": "test_editing: what needs the whole batch",
+    "give source= as a tensor, or use": "test_editing: what needs the whole batch",
+    "give seed=, or use batch_mode='full'": "test_editing: what needs the whole batch",
+    "and take it from hook_function.parameters": "test_dry_run_edits: sharded weights",
+    "instead; say so to silence this": "test_pipeline_splitting: what does not trace",
+    "whose records hold every call": "test_pipelining_edges: stages that torch traced",
+    "give what this rank gives to the model": "store/test_stored_ranks: what ranks do not agree on",
+    "on a file system that they share": "store/test_stored_ranks: what ranks do not agree on",
+    "of the gradient, for a hook on it, with": "layouts/test_gradients: statements make it known",
+    "one batch at a time, window=1": "sequential/test_engine: forward-mode, functional_call",
+    "choose a target that holds that call": "sequential/test_engine: targets inside an operator",
+    "give every data-parallel rank its rows": "test_inspection",
+}
+
+
+def texts(path):
+    """String literals of a file that say what to do, with {} for what is filled in."""
+    found, parts = [], set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Expr):  # docstrings
+            parts |= {id(part) for part in ast.walk(node) if isinstance(part, ast.Constant)}
+        if id(node) in parts:
+            continue
+        if isinstance(node, ast.JoinedStr):
+            parts |= {id(part) for part in ast.walk(node)}
+            pieces = [v.value if isinstance(v, ast.Constant) else "{}" for v in node.values]
+            found.append("".join(pieces))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return [text for text in found if re.search(rf"[;:] (or )?({VERBS})\b|; example|\. Hook", text)]
