@@ -98,13 +98,18 @@ def steps_of(func: Any, types: Iterable[Any]) -> Callable[..., Any] | None:
         return None  # F.max_pool1d is made elsewhere, of two functions that ask the question
     if func.__globals__["__name__"] not in _WRITTEN_IN_PYTHON and func not in RUN_NODES:
         return None
-    overrides = (getattr(t.__torch_function__, "__func__", t.__torch_function__) for t in types)
-    if any(override not in _OF_TENSORS for override in overrides):
+    if _is_overridden(types):
         return None
     names = {**func.__globals__, **_NOT_OVERRIDDEN}
     steps = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     steps.__kwdefaults__ = func.__kwdefaults__
     return partial(_attended, steps) if func is F.multi_head_attention_forward else steps
+
+
+def _is_overridden(types: Iterable[Any]) -> bool:
+    """Whether a type of the arguments has a ``__torch_function__`` of its own."""
+    overrides = (getattr(t.__torch_function__, "__func__", t.__torch_function__) for t in types)
+    return any(override not in _OF_TENSORS for override in overrides)
 
 
 def _attended(
@@ -116,10 +121,12 @@ def _attended(
     return steps(query, key, value, *numbers, *args, **kwargs)
 
 
-def bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound | None:
+def bind(
+    func: Any, types: Iterable[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Bound | None:
     """The call as that of an ATen operation; None if it is followed by its steps."""
     operation = _FOLLOWED.get(func)
-    if operation is None or not args or "out" in kwargs:  # torch.matmul(input=..., other=...)
+    if operation is None or _is_overridden(types) or not args or "out" in kwargs:
         return None
     if operation is _RESHAPE and len(args) > 1 and isinstance(args[1], int):
         args = (args[0], tuple(args[1:]))  # reshape(2, 3)

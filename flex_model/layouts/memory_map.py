@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -140,9 +142,32 @@ def statistics_written_by(name: str, args: Sequence[Any]) -> list[Tensor]:
     return [one for one in args[3:5] if isinstance(one, Tensor)]
 
 
+def number_of(constant: Tensor) -> Any:
+    """The element of a tensor of one on the host; None of others. Without torch's operations, which
+    modes may run on shapes alone.
+    """
+    if type(constant) is not Tensor or storage_of(constant) is None or constant.numel() != 1:
+        return None
+    letter = _LETTERS.get(constant.dtype)
+    if letter is None or constant.device.type != "cpu":
+        return None
+    data = ctypes.string_at(constant.data_ptr(), constant.element_size())
+    return struct.unpack(letter, data)[0]
+
+
+_LETTERS = {
+    torch.float64: "d", torch.float32: "f", torch.float16: "e", torch.int64: "q",
+    torch.int32: "i", torch.int16: "h", torch.int8: "b", torch.uint8: "B",
+}  # fmt: skip
+_SENDS = {"c10d::send", "c10d::barrier", "c10d::monitored_barrier_"}
+
+
 def written_by(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that an operation of this schema writes to."""
     found: list[Tensor] = []
+    if schema is not None and schema.name.startswith("c10d::"):  # whose schemas don't say it
+        is_written = schema.name not in _SENDS and bool(args)
+        return [one for one in tree_iter(args[0] if is_written else ()) if isinstance(one, Tensor)]
     if schema is None or not schema.is_mutable or schema.name in _VIEWS_IN_PLACE:
         return found
     for i, argument in enumerate(schema.arguments):

@@ -435,7 +435,7 @@ class AxisProofs:
         elif operation is not None:
             with suppress(ArgumentsDifferError):
                 found, parts = self._conclude(name, entries, operation, values, is_taken)
-        if operation is not None and _counts(operation):
+        if operation is not None and None in found and _counts(operation):
             self._note_local({len(entry[4]) for entry in entries})
         has_read = any(entry[5] for entry in entries)
         if has_read and not (operation is not None and _are_whole(operation)):
@@ -661,7 +661,9 @@ class AxisProofs:
             if same and place is not None and place[0] == old and new == Shard(place[1]):
                 self._know(value, Partial())  # a shard in its place, and zeros beside it
             elif same and new is not None and new == was:
-                self._copy(old, value)
+                is_own = isinstance(new, Shard) and self.placements.get(old) == REPLICATED
+                if not is_own:  # else each rank has written to another part of the whole
+                    self._copy(old, value)
             elif same and old in self.blank:
                 dims = self._dims_of_piece(before, old) or dims
                 self._fill(old, value, new, dims, all(write[2] for write in writes))
@@ -851,6 +853,8 @@ class _Reader:
         if kind == "s":
             return [item[1] for item in items]
         if kind == "c":
+            parts = (part for item in items for part in item[1:])
+            self.is_local |= any(map(self._proofs.may_be_made_of_size, parts))
             return [complex(*item[1:]) for item in items]
         if kind == "n":
             numbers = [_number_of(item) for item in items]
@@ -888,6 +892,10 @@ class _Reader:
         self, numbers: Sequence[Any], name: str, meant: str, expressions: Sequence[Any]
     ) -> None:
         known, is_size = None, meant == "size"
+        if any(
+            expression is not None and expression[:2] == ("read", 0) for expression in expressions
+        ):
+            self.is_local = True  # of code that is not seen
         if (
             is_size
             and self.operands
@@ -1007,8 +1015,9 @@ def _are_whole(operation: Operation) -> bool:
 
 
 def _counts(operation: Operation) -> bool:
-    """Whether it has as many results as a dim is long that is split, or may be."""
-    if operation.name != "unbind" or not operation.operands:
+    """Whether the number of its results is made of the length of a dim that is split, or may be."""
+    is_by_width = operation.name in ("split", "unsafe_split")
+    if not (is_by_width or operation.name == "unbind") or not operation.operands:
         return False
     operand, dims = operation.operands[0], operation.by_rank("dim")
     shard = operand.shard

@@ -35,10 +35,12 @@ from flex_model.layouts.sizes import (
     Expression,
     Size,
     encoded,
+    expression_of,
     is_asked_by_model,
     meaning,
     on_comparison,
     on_conversion,
+    plain,
     tagged,
 )
 
@@ -603,8 +605,6 @@ class Recorder(TorchDispatchMode):
         given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         result = func(*args, **kwargs)
         written = memory_map.written_by(func._schema, args, kwargs)
-        if name == "c10d::_allgather_base_" or name == "c10d::_reduce_scatter_base_":
-            written = given[:1]
         made = written or [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
         if name.endswith(("::wait_tensor", "::_wrap_tensor_autograd")):
             for tensor in made:
@@ -652,13 +652,33 @@ class Recorder(TorchDispatchMode):
             else (name, self._encoded(value))
             for name, value in sorted(kwargs.items())
         )
+        is_constant = schema is not None and schema.name == "aten::lift_fresh"
         if self.sizes.has_any and not is_called and not self.sizes.is_subscript:
             # What is called is made of this operation, and of these numbers.
-            is_list = schema is not None and schema.name == "aten::lift_fresh"
-            keyword += (("numbers", ("l", *self.sizes.in_order(all_of_them=is_list))),)
-        if schema is not None and schema.name == "aten::lift_fresh":
+            keyword += (("numbers", ("l", *self.sizes.in_order(all_of_them=is_constant))),)
+        elif self.sizes.has_any and is_constant:  # ``x[...] = number``
+            number = memory_map.number_of(args[0])
+            if number is not None:
+                keyword += (("numbers", ("l", self.sizes.encoded(number))),)
+        elif self.sizes.has_any and is_called:
+            keyword += self._defaults(arguments[len(args) :], kwargs)
+        if is_constant:
             keyword += (("content", ("s", _content(args[0]))),)
         return positional, keyword, tuple(carriers)
+
+    def _defaults(self, arguments: Any, passed: Any) -> tuple[Any, ...]:
+        """Arguments that were left out, since the numbers that were passed are the defaults, which
+        may be so on this rank only.
+        """
+        found = []
+        for argument in arguments:
+            number = argument.default_value
+            is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+            if is_number and argument.name not in passed:
+                encoded = self.sizes.encoded(number)
+                if isinstance(encoded, tuple):
+                    found.append((argument.name, encoded))
+        return tuple(found)
 
     def _with_stated(self, value: Any, shape: tuple[int, ...], num_kept: int) -> Any:
         """The encoded sizes of a view, behind ``num_kept`` dims that stay; where the last two make
@@ -680,9 +700,11 @@ class Recorder(TorchDispatchMode):
         meant = meaning(argument)
         if meant == "value":
             return meant  # also of other operations inside of the call
+        if not self.sizes.name:
+            return "unseen" if meant and argument.name != "step" else ""
         if not is_called:
             return ""
-        return "value" if meant == "count" else meant
+        return {"count": "value", "": "dim"}.get(meant, meant)
 
     def _encoded(self, value: Any, meaning: str = "") -> Any:
         if isinstance(value, Tensor):
@@ -693,7 +715,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(value, bool) or value is None or isinstance(value, str):
             return value
         if isinstance(value, (int, float)):
-            if meaning == "value":
+            if meaning == "value" or (meaning == "unseen" and value > 0):
                 return self.sizes.encoded_value(value)
             return self.sizes.encoded(value) if meaning else encoded(value)
         if isinstance(value, (list, tuple)):
@@ -725,8 +747,35 @@ def _content(constant: Tensor) -> str:
     return blake2b(ctypes.string_at(start, size), digest_size=8).hexdigest()
 
 
+def _slices_by_dim(index: Any, ndim: int) -> Iterator[tuple[int, slice]]:
+    """The slices of a subscript, with the dims of the tensor that they are of."""
+    items = index if isinstance(index, tuple) else (index,)
+    widths = [_num_dims(item) for item in items if item is not Ellipsis]
+    dim = 0
+    for item in items:
+        if item is Ellipsis:
+            dim += ndim - sum(widths)
+            continue
+        if isinstance(item, slice) and dim < ndim:
+            yield dim, item
+        dim += _num_dims(item)
+
+
+def _num_dims(item: Any) -> int:
+    """How many dims of a tensor an item of a subscript is for."""
+    if item is None or isinstance(item, bool):
+        return 0
+    is_mask = isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)
+    return item.dim() if is_mask else 1
+
+
 _SIZES = {"__get__", "size", "numel", "nelement"}
-_MADE_OF_SIZES = {"stride", "storage_offset"}  # and attributes such as ``nbytes``
+_MADE_OF_SIZES = {
+    "stride",
+    "storage_offset",
+    "untyped_storage",
+    "storage",
+}  # and attributes such as ``nbytes``
 _COUNTS_BYTES = {Tensor.nbytes.__get__}  # type: ignore[attr-defined]
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _NUMBERS = {"item", "__int__", "__float__", "__index__", "__complex__"}
@@ -783,18 +832,23 @@ class _FunctionRecorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _UNSEEN:
             with recorder.paused():
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+            for made in result:
+                recorder.note(made, recorder.log.new_value())  # of which nothing is known
+            return result
         if name in HOOKS and isinstance(args[0], Tensor):
             hook = recorder.watched(args[0], name, args[1] if len(args) > 1 else kwargs["hook"])
             return func(args[0], hook)
         if name in _AS and len(args) == 2 and isinstance(args[1], Tensor):
             func, name = _AS[name]
             args = args[0], self._read(torch.Tensor.size, args[1:], {})
+        if name in ("__getitem__", "__setitem__") and len(args) > 1:
+            self._note_whole_slices(args[0], args[1])
         before, recorder.sizes = recorder.sizes, CallSizes(name, args, kwargs)
         recorder.reduction = composites.reduction_of(func, kwargs)
         steps: Any = None
         try:
-            bound = composites.bind(func, args, kwargs)
+            bound = composites.bind(func, types, args, kwargs)
             if bound is not None and rules.has_rule(bound.name):
                 encoded = recorder._encode(bound.schema, bound.args, bound.kwargs)
                 with recorder.paused():
@@ -825,6 +879,23 @@ class _FunctionRecorder(TorchFunctionMode):
                     recorder.know_object(item)
         recorder.meet(result)
         return result
+
+    def _note_whole_slices(self, tensor: Any, index: Any) -> None:
+        """Slices that torch leaves out, since they take all of a dim: whether they do in the
+        unsharded program is for its sizes to tell.
+        """
+        value, shape = self._recorder.one_value(tensor), memory_map.shape_of(tensor)
+        for dim, one in _slices_by_dim(index, len(shape)):
+            start, stop, step = one.start, one.stop, one.step
+            is_whole = start in (None, 0) and step in (None, 1) and stop in (None, shape[dim])
+            if not is_whole:
+                continue
+            pairs = [(start, ("number", 0)), (step, ("number", 1)), (stop, ("dim", value, dim))]
+            for number, other in pairs:
+                own = expression_of(number)
+                if own is not None or (number is stop is not None and value):
+                    own = ("number", plain(number)) if own is None else own
+                    self._recorder.log.add("compared", "eq", own, other, True)
 
     def _read_number(self, func: Any, tensor: Tensor, args: Any, kwargs: Any) -> Any:
         """The tensor's only element, that remembers of which tensor."""

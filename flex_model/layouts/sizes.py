@@ -121,8 +121,11 @@ class Size(_Tagged, int):
     def __reduce__(self) -> Any:
         return int, (plain(self),)
 
-    def __deepcopy__(self, memo: Any) -> int:
-        return int(plain(self))
+    def __copy__(self) -> Size:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Size:
+        return self
 
 
 class SizeRatio(_Tagged, float):
@@ -136,8 +139,11 @@ class SizeRatio(_Tagged, float):
     def __reduce__(self) -> Any:
         return float, (plain(self),)
 
-    def __deepcopy__(self, memo: Any) -> float:
-        return float(plain(self))
+    def __copy__(self) -> SizeRatio:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> SizeRatio:
+        return self
 
 
 def expression_of(value: Any) -> Expression | None:
@@ -336,7 +342,7 @@ class CallSizes:
     """
 
     def __init__(self, name: str = "", args: Any = (), kwargs: Any = None) -> None:
-        self._name = _plain_name(name)
+        self.name = _plain_name(name)
         self._in_order: list[tuple[Any, Expression | None]] = []
         self._visit((args, tuple((kwargs or {}).values())))
         self.has_any = any(expression is not None for _, expression in self._in_order)
@@ -353,12 +359,12 @@ class CallSizes:
     @property
     def is_subscript(self) -> bool:
         """Whether an index was called: its slices and places have numbers of it, one by one."""
-        return self._name in _SUBSCRIPTS
+        return self.name in _SUBSCRIPTS
 
     def are_of(self, operation: str) -> bool:
         """Whether the operation is what was called, so that its numbers are these."""
         name = _plain_name(operation)
-        is_called = name == self._name or (self.is_subscript and name in _OF_SUBSCRIPTS)
+        is_called = name == self.name or (self.is_subscript and name in _OF_SUBSCRIPTS)
         return self.has_any and is_called
 
     def of_list(self, numbers: Sequence[Any]) -> list[Any] | None:
@@ -376,19 +382,18 @@ class CallSizes:
     def encoded(self, number: Any) -> Any:
         """The number with its expression: that of all that may be meant by it."""
         number = plain(number)
-        passed = [
-            (other, expression)
-            for other, expression in self._in_order
-            if other == number and isinstance(other, float) == isinstance(number, float)
-        ]
-        return encoded(number, _common(passed))
+        passed = [one for one in self._in_order if one[0] == number]
+        alike = [one for one in passed if isinstance(one[0], float) == isinstance(number, float)]
+        if not alike and isinstance(number, float):
+            alike = passed  # an int, where a float is wanted
+        return encoded(number, _common(alike))
 
     def encoded_value(self, number: Any) -> Any:
         """Likewise of one that the result's elements are made with. One that the call was not
         passed is torch's own; where nothing was called it is not known whose (TorchScript).
         """
         number = plain(number)
-        if not self._name:
+        if not self.name:
             return encoded(number, ("read", 0, number))
         is_own = number == number and all(number != other for other, _ in self._in_order)
         if is_own and not self.has_any:

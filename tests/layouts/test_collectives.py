@@ -81,6 +81,49 @@ def in_its_place(shard):
     return full
 
 
+def in_halves(x):
+    """Reduced in two buckets, which show parts of its memory."""
+    x = x.clone()
+    dist.all_reduce(x[:2])
+    dist.all_reduce(x[2:])
+    return x
+
+
+def shown_before(x):
+    x = x.clone()
+    half = x[:2]
+    dist.all_reduce(x)
+    return half
+
+
+def on_rank_0(x):
+    x = x.clone()
+    dist.reduce(x, 0)
+    return x
+
+
+def from_the_other(x):
+    received, other = torch.zeros_like(x), 1 - dist.get_rank()
+    sent = x.contiguous()
+    transfers = [dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, received, other)]
+    for work in dist.batch_isend_irecv(transfers):
+        work.wait()
+    return received
+
+
+def to_all(x):
+    received = torch.zeros_like(x)
+    dist.all_to_all_single(received, x.contiguous())
+    return received
+
+
+def own_columns_written(shard, whole):
+    """Each rank writes to another part of what all have."""
+    made, size = whole.clone(), shard.shape[1]
+    made[:, dist.get_rank() * size :][:, :size] *= 2
+    return made
+
+
 def by_row(start, x):
     """Rows added to others, as an expert layer puts its rows back."""
     rows = torch.tensor([2, 0, 2, 1])
@@ -127,6 +170,13 @@ REFUSED = {
     "joined along another dim": lambda p, h: torch.cat(parts(p), 0),
     "joined in another order": lambda p, h: torch.cat(parts(p)[::-1], 1),
     "one of the parts": lambda p, h: parts(p)[1],
+    # c10d does not say what it writes to: other views kept what they were, and what was received.
+    "reduced in two halves": lambda p, h: in_halves(p.sum(1)),
+    "shown before it is reduced": lambda p, h: shown_before(p.sum(1)),
+    "reduced to one rank": lambda p, h: on_rank_0(p.sum(1)),
+    "from the other rank": lambda p, h: from_the_other(p),
+    "all to all": lambda p, h: to_all(p),
+    "own columns, written": lambda p, h: own_columns_written(p, h),
     "partial sums, added to ones": lambda p, h: total(by_row(zeros() + 1, p @ p.t())),
     "broadcast of a shard": lambda p, h: broadcast(p),
     "scattered replicas": lambda p, h: scattered(h),

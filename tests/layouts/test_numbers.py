@@ -2,6 +2,7 @@
 rows are not the unsharded program's. All of these were wrong without a word before.
 """
 
+import copy
 import math
 
 import numpy as np
@@ -104,6 +105,12 @@ def proven(make, x=X):
     return found["made"][0]
 
 
+def written(x, index, number):
+    made = x.clone()
+    made[index] = number
+    return made
+
+
 COUNTS = {
     "narrow": lambda m, x: x.narrow(1, 0, x.shape[0]),
     "tile": lambda m, x: x.tile(1, x.shape[0], 1),
@@ -123,6 +130,34 @@ COUNTS = {
     "joined": lambda m, x: torch.cat([m.linear.bias[None]] * x.shape[0]),
     "a list's length": lambda m, x: torch.tensor([1.0] * (3 * x.shape[0])),
     "a list of lengths": lambda m, x: torch.tensor([0] + [x.shape[1]] * x.shape[0]).cumsum(0),
+    # Slices that take all of a dim on a rank, so that torch leaves them out.
+    "rows, of all dims": lambda m, x: x[:2, ...],
+    "rows that are set": lambda m, x: written(x, slice(2), 0),
+    "from none of the rows": lambda m, x: x[:, x.shape[0] - 2 :],
+    "a step of one row": lambda m, x: m.linear.weight[:: x.shape[0] - 1],
+    # Elements that are written.
+    "written": lambda m, x: written(x, (slice(None), 0), x.shape[0]),
+    "a ratio, written": lambda m, x: written(x, (slice(None), 0), 1 / x.shape[0]),
+    "written by a mask": lambda m, x: written(x, x > 0, x.shape[0]),
+    # Numbers that are the default.
+    "a factor of one": lambda m, x: torch.add(x, x, alpha=x.shape[0] - 1),
+    "a slope of one": lambda m, x: F.elu(x, alpha=x.shape[0] - 1),
+    "the main diagonal": lambda m, x: m.linear.weight.tril(x.shape[0] - 2),
+    # An int where a float is wanted.
+    "a bound": lambda m, x: F.huber_loss(x, x * 3, reduction="none", delta=x.shape[0]),
+    "a scale": lambda m, x: F.interpolate(x, scale_factor=x.shape[0]),
+    "no number": lambda m, x: (x * torch.nan).nan_to_num(nan=x.shape[0]),
+    "an imaginary part": lambda m, x: x * complex(0.0, float(x.shape[0])),
+    # Dims.
+    "a sum's dim": lambda m, x: x.sum(x.shape[0] - 1),
+    "a joint's dim": lambda m, x: torch.cat([x, x], x.shape[0] // 2),
+    # What else is as long as there are rows.
+    "a split's length": lambda m, x: x / len(x.split(1)),
+    "one for each part": lambda m, x: torch.stack([m.linear.bias for _ in x.split(1)]),
+    "a copy": lambda m, x: x / copy.copy(x.shape[0]),
+    "a deep copy": lambda m, x: x / copy.deepcopy(x.shape[0]),
+    "a storage": lambda m, x: x * x.untyped_storage().nbytes(),
+    "one of two, broadcast": lambda m, x: torch.broadcast_tensors(x[0], x)[0],
     "a place in a dict": lambda m, x: x * {2: 1.0, 4: 3.0}[x.shape[0]],
 }
 
@@ -198,6 +233,20 @@ def test_what_sizes_of_a_tensor_that_is_not_known_may_choose_is_not_known():
 
     assert proven(choose(2)) is None
     torch.testing.assert_close(proven(choose(1)), X * 3)
+
+
+WHOLE_SLICES = {
+    "by its own size": lambda m, x: x[: x.shape[0], :5],
+    "of the features": lambda m, x: x[..., :8],
+    "behind a new dim": lambda m, x: x[None, :, :5],
+    "that are set": lambda m, x: written(x, (slice(None), slice(5)), 0),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", WHOLE_SLICES)
+def test_slices_that_take_all_of_a_dim_in_the_unsharded_program_too(name):
+    torch.testing.assert_close(proven(WHOLE_SLICES[name]), Made(WHOLE_SLICES[name])(X))
 
 
 SAME_CHOICES = {
@@ -364,9 +413,26 @@ def over_rows(x):
     return x / x.shape[0]
 
 
+@torch.jit.script
+def columns(x):
+    return x[:, : x.size(0)]
+
+
+@torch.jit.script
+def rolled(x):
+    return x.roll(x.size(0), 1)
+
+
+@torch.jit.script
+def zeros_of_rows(x):
+    return torch.zeros(x.size(0), 3)
+
+
 @pytest.mark.ranks(2)
-def test_numbers_that_scripts_make_of_sizes():
-    assert proven(lambda m, x: over_rows(x)) is None
+@pytest.mark.parametrize("script", ["over_rows", "columns", "rolled", "zeros_of_rows"])
+@pytest.mark.parametrize("rows", [2, 4])
+def test_numbers_that_scripts_make_of_sizes(script, rows):
+    assert proven(lambda m, x: globals()[script](x), X[:rows]) is None
 
 
 @pytest.mark.ranks(2)
