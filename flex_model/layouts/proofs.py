@@ -32,6 +32,7 @@ from flex_model.layouts.propagation.operation import (
 from flex_model.layouts.sizes import (
     COMPARISONS,
     CONVERSIONS,
+    WHOLE,
     Expression,
     divides_by,
     evaluate,
@@ -73,6 +74,7 @@ class AxisProofs:
         reduced: Of values that each rank made of its shard, over the split dim: "max", "min" or
             "mean".
         of_layers: Values that a layer with a shard of a weight made: by its contract right.
+        looked_up: Values of rows that a layer looked up in its shard of a table.
         ranges: Of values that count on by one on each rank: from where, and how far.
         zeros: Values of which all elements are 0.
         places: Of each rank's own part of such a value: of which, and along which dim.
@@ -106,6 +108,7 @@ class AxisProofs:
         self._shards_passed: dict[int, Shard] = {}  # of which it was passed the sizes, by place
         self.reduced: dict[Value, str] = {}
         self.of_layers: set[Value] = set()
+        self.looked_up: set[Value] = set()
         self.zeros: set[Value] = set()
         self.ranges: dict[Value, positions.Ranges] = {}
         self.places: dict[Value, tuple[Value, int]] = {}
@@ -119,7 +122,6 @@ class AxisProofs:
         self._has_asked = False  # whether something is so of such a tensor
         self._sharded: set[str] = set()  # modules with a weight of which ranks have shards
         self._modules: list[str] = []  # that run
-        self._left = ""  # the one that has just ended
         self._suspect: str | None = None  # the outermost of them that has made such numbers
         self._asks_of_parts: set[Value] = set()  # whether all, or any, elements of shards are so
         self._received: set[Value] = set()
@@ -248,7 +250,6 @@ class AxisProofs:
                     self.open.pop(value, None)
         elif kind == "enter":
             self._modules.append(entries[0][1])
-            self._left = ""
         elif kind == "exit":
             self._follow_exit(entries[0][1])
         elif kind == "read":
@@ -284,7 +285,7 @@ class AxisProofs:
 
     def _follow_exit(self, path: str) -> None:
         while path in self._modules:
-            left = self._left = self._modules.pop()
+            left = self._modules.pop()
             self._suspect = None if left == self._suspect else self._suspect
 
     @property
@@ -314,8 +315,8 @@ class AxisProofs:
             self._has_asked = True
             self.is_astray |= not self._trusts_answers
             return
-        if any(value not in self.shapes for _, value, _ in unknown):
-            return  # nothing was seen of it
+        if any(value not in self.shapes for _, value, _ in unknown) or (unknown and by == WHOLE):
+            return  # nothing was seen of it, or what is sliced is not known itself
         for sizes in itertools.product(*map(self._possible_sizes, unknown)):
             known = dict(zip(unknown, sizes))
 
@@ -456,6 +457,8 @@ class AxisProofs:
                 self._note_gathered(value, parts[i])
                 if factories.is_fill(operation.name):
                     self.sizes_passed[value] = self._sizes_passed
+                if self._is_looked_up(operation, values):
+                    self.looked_up.add(value)
                 if factories.makes_zeros(operation):
                     self.zeros.add(value)
                 elif values and values[0] in self.zeros:
@@ -575,6 +578,16 @@ class AxisProofs:
         if ranges is not None:
             self.ranges[value] = ranges
         return [None]
+
+    def _is_looked_up(self, operation: Operation, values: Sequence[Any]) -> bool:
+        """Whether a layer has looked rows up in its shard of a table, or has set some of them to 0,
+        which other ranks have.
+        """
+        if self.axis != "tp" or self._module.rpartition("/")[0] not in self._sharded:
+            return False
+        if operation.name == "embedding":
+            return operation["weight"].placement == Shard(0)
+        return operation.name in _MASKS and bool(values) and values[0] in self.looked_up
 
     def _copies_blank(self, operation: Operation, values: Sequence[Any]) -> bool:
         """Whether what it copies, into another dtype or device, is blank as yet."""
@@ -732,7 +745,7 @@ class AxisProofs:
             found = None
             if axes is not None and place < len(reader.operands):
                 operand, read = reader.operands[place], reader.values[place]
-                if operand.placement is None and self._completes_shards(reduction, axes):
+                if read in self.looked_up and self._completes_shards(reduction, axes):
                     operand = replace(operand, placement=Partial())
                 found = collectives.placement(self, base, reduction, axes, operand, read)
                 if collectives.ends(self.reduced.get(read, ""), base, reduction, axes, self.axis):
@@ -749,13 +762,11 @@ class AxisProofs:
         self._follow_writes(outputs, [entry[7] for entry in entries], name)
 
     def _completes_shards(self, reduction: str, axes: tuple[str, ...]) -> bool:
-        """Whether the layer that runs, or that ran last, adds up what it made of its shard of a
-        weight, by its own contract: rules don't see that of rows of a table that are looked up on
-        one rank each.
+        """Whether the layer that runs adds up what it looked up in its shard of a table, by its own
+        contract: rules don't see that each row is looked up on one rank, and is 0 on the others.
         """
-        layers = {path.rpartition("/")[0] for path in (self._module, self._left)}
         is_sum = reduction == "sum" and (self.axis,) == axes == ("tp",)
-        return is_sum and not layers.isdisjoint(self._sharded)
+        return is_sum and self._module.rpartition("/")[0] in self._sharded
 
     def _follow_reduced(
         self,
@@ -788,6 +799,10 @@ _SPLITS = {
     "aten::select",
     "aten::unbind",
 }
+# What layers do to the rows that they looked up, but that are other ranks'.
+_MASKS = {
+    "masked_fill", "index_put", "_index_put_impl", "mul", "where", "clone", "_to_copy", "transpose",
+}  # fmt: skip
 _VIEWS = {
     "aten::view",
     "aten::reshape",

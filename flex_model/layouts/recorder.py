@@ -31,6 +31,7 @@ from flex_model.layouts.backward_nodes import HOOKS, BackwardNodes, Unsettled, h
 from flex_model.layouts.log import Log, Value, hash_of
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.sizes import (
+    WHOLE,
     CallSizes,
     Expression,
     Size,
@@ -895,7 +896,7 @@ class _FunctionRecorder(TorchFunctionMode):
                 own = expression_of(number)
                 if own is not None or (number is stop is not None and value):
                     own = ("number", plain(number)) if own is None else own
-                    self._recorder.log.add("compared", "eq", own, other, True)
+                    self._recorder.log.add("compared", WHOLE, own, other, True)
 
     def _read_number(self, func: Any, tensor: Tensor, args: Any, kwargs: Any) -> Any:
         """The tensor's only element, that remembers of which tensor."""

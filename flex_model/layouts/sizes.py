@@ -84,6 +84,8 @@ on_conversion: list[Callable[[Any, Expression, str], None]] = []
 #: Called with what two numbers were compared by, their expressions, and the answer.
 on_comparison: list[Callable[[str, Expression, Expression, bool], None]] = []
 
+WHOLE = "whole"  # whether a slice takes all of a dim
+
 COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "eq": operator.eq,
     "ne": operator.ne,
@@ -91,6 +93,7 @@ COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "le": operator.le,
     "gt": operator.gt,
     "ge": operator.ge,
+    WHOLE: operator.eq,
 }
 
 #: Into numbers of which nothing shows any more that they are sizes; ``math.sqrt`` asks for a float.
@@ -226,7 +229,7 @@ for _kind, _type in ((Size, int), (SizeRatio, float)):
         if _kind is Size or _name not in _OF_INTEGERS:
             setattr(_kind, f"__{_name}__", _method(_name, reflected=False))
             setattr(_kind, f"__r{_name}__", _method(_name, reflected=True))
-    for _name in COMPARISONS:
+    for _name in COMPARISONS.keys() - {WHOLE}:
         setattr(_kind, f"__{_name}__", _comparison(_name))
     for _name in CONVERSIONS:
         if hasattr(_type, _name):
