@@ -185,7 +185,14 @@ def _note(number: Any, expression: Expression, conversion: str) -> None:
             note(number, expression, conversion)
 
 
-_SHARDING = ("torch.distributed.", "torch.nn.parallel.", "flex_model.", "megatron.", "fairscale.")
+_SHARDING = (
+    "torch.distributed.",
+    "torch.nn.parallel.",
+    "torch._utils",
+    "flex_model.",
+    "megatron.",
+    "fairscale.",
+)
 
 
 def is_asked_by_model() -> bool:

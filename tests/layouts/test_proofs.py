@@ -515,3 +515,36 @@ def test_views_in_place_copies_of_blank_tensors_and_recurrent_layers(rows, infer
         mine = x.chunk(2)[dist.get_rank()]
         found, _, _ = follow(InPlace(), mesh_of(dp_size=2), [mine], [ROWS])
     compare(found, expected)
+
+
+class Between(nn.Module):
+    """A column and a row layer, and something between them that looks at whole rows."""
+
+    columns, rows = ("up",), ("down",)
+
+    def __init__(self, between):
+        super().__init__()
+        self.up, self.down = models.seeded(nn.Linear, 6, 8), models.seeded(nn.Linear, 8, 6)
+        self.between = between
+
+    def forward(self, x):
+        return self.down(self.between(self.up(x)))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "between, is_known",
+    [
+        (nn.Tanh(), True),
+        (nn.Softmax(-1), False),
+        (nn.LayerNorm(4, elementwise_affine=False), False),
+    ],
+)
+def test_a_row_layer_does_not_make_known_what_was_lost_before_it(between, is_known):
+    """Its sum was taken for that of its parts, whatever it was given: each rank's own softmax."""
+    model, x = Between(between).double(), models.random(4, 6)
+    expected = unsharded(model, [x]) if is_known else {}
+    found, _ = sharded_and_not(models.TWO_RANKS["tp"], model, x)
+    assert (found[""] == [None]) == (not is_known)
+    if is_known:
+        assert_close(found[""], expected[""])
