@@ -16,17 +16,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flex_model.distributed.header import site_hash
 from flex_model.distributed.layout import Shape
 from flex_model.errors import HookError
+from flex_model.layouts.arguments import describe
 from flex_model.layouts.follow import Follower, Pair
-from flex_model.layouts.sources import leaves
 
 _MOST = 256
 _MOST_ASKED = 4
-_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
@@ -238,7 +237,7 @@ class Conditions:
         """What stands for the arguments but for the sizes of their tensors, and those sizes."""
         sizes: list[int] = []
         parts: list[Any] = [active]
-        _describe((args, dict(kwargs)), parts, sizes)
+        describe((args, dict(kwargs)), parts, sizes)
         parts += [
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
@@ -255,23 +254,3 @@ class Conditions:
 def _adapters(module: nn.Module) -> str:
     names: Any = module.active_adapters
     return f"{None if callable(names) else names} {getattr(module, 'merged', '')}"
-
-
-def _describe(value: Any, parts: list[Any], sizes: list[int]) -> None:
-    """Texts that stand for a tree of arguments, and the sizes of its tensors apart."""
-    if isinstance(value, Tensor):
-        parts.append(f"{value.dtype} {value.dim()} {value.requires_grad}")
-        sizes.extend(value.shape)
-    elif isinstance(value, Mapping):
-        for name, item in value.items():
-            parts.append(name)
-            _describe(item, parts, sizes)
-    elif isinstance(value, (list, tuple)):
-        parts.append(f"{type(value).__name__} {len(value)}")
-        for item in value:
-            _describe(item, parts, sizes)
-    elif isinstance(value, _PLAIN):
-        parts.append(repr(value))
-    else:
-        parts.append(type(value).__qualname__)
-        _describe(list(leaves(value)), parts, sizes)

@@ -1,0 +1,148 @@
+"""What changes a model's path between two forwards is in the key under which layouts are
+remembered. In each test the layouts of the first forward were used for the next one before, and
+the records were silently wrong.
+"""
+
+import collections
+import enum
+import functools
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing import assert_close
+
+import models
+from flex_model import FlexModel, HookFunction
+
+X = models.random(4, 8)
+
+
+class Slots:
+    """An object without a dict."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+    def __bool__(self):
+        return self.value
+
+
+class Along:
+    """An object with a method that depends on an attribute."""
+
+    def __init__(self, dim):
+        self.dim = dim
+
+    def softmax(self, x):
+        return x.softmax(self.dim)
+
+
+class Choice(enum.Enum):
+    """Of which only the second is true."""
+
+    NO, YES = range(2)
+
+    def __bool__(self):
+        return self is Choice.YES
+
+
+class Takes(nn.Module):
+    """What it does depends on an argument."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.front, self.head = nn.Linear(8, 8).double(), nn.Linear(8, 8).double()
+
+    def forward(self, x, choice):
+        h = self.front(x)
+        if isinstance(choice, type):
+            h = choice(8).double()(h)
+        elif callable(choice):
+            h = choice(h)
+        elif choice.any() if isinstance(choice, np.ndarray) else choice:
+            h = h - h.mean(0)
+        return self.head(h)
+
+
+def mine(batch):
+    return batch.chunk(2)[dist.get_rank()]
+
+
+def compare(flex, whole, *args):
+    """A forward of the whole model and one of the ranks' rows have the same result."""
+    with torch.no_grad():
+        expected = whole(X, *args)
+        flex(mine(X), *args)
+    if dist.get_rank() == 0:
+        (recorded,) = flex.output_ptr.values()
+        assert_close(recorded[0], expected)
+
+
+def softmax_along(dim):
+    return lambda x: x.softmax(dim)
+
+
+PARTIAL = functools.partial
+PAIRS = {
+    "numpy bool": (np.bool_(False), np.bool_(True)),
+    "numpy int": (np.int64(0), np.int64(1)),
+    "complex": (0j, 1j),
+    "range": (range(0), range(1)),
+    "set": (set(), {1}),
+    "frozenset": (frozenset(), frozenset([1])),
+    "deque": (collections.deque(), collections.deque([1])),
+    "array": (np.array([0]), np.array([1])),
+    "slots": (Slots(False), Slots(True)),
+    "enum": (Choice.NO, Choice.YES),
+    "arguments of partial": (PARTIAL(torch.softmax, dim=1), PARTIAL(torch.softmax, dim=0)),
+    "function of partial": (PARTIAL(torch.softmax, dim=1), PARTIAL(torch.cumsum, dim=0)),
+    "closure": (softmax_along(-1), softmax_along(-2)),
+    "default": (lambda x, dim=-1: x.softmax(dim), lambda x, dim=-2: x.softmax(dim)),
+    "code": (lambda x: x.softmax(-1), lambda x: x.softmax(-2)),
+    "method": (Along(-1).softmax, Along(-2).softmax),
+    "class": (nn.Identity, nn.BatchNorm1d),
+    "module": (nn.Softmax(1), nn.Softmax(0)),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", PAIRS)
+def test_an_argument_of_another_value_is_another_kind_of_input(name):
+    flex, whole = FlexModel(Takes(), {}, data_parallel_size=2), Takes()
+    flex.register_forward_hook(HookFunction("head"))
+    first, second = PAIRS[name]
+    with flex:
+        compare(flex, whole, first)
+        with pytest.raises(ValueError, match="not known"):
+            compare(flex, whole, second)
+
+
+MADE_ANEW = {
+    "closure": lambda: softmax_along(-1),
+    "code": lambda: lambda x: x.softmax(1),
+    "partial": lambda: PARTIAL(torch.softmax, dim=1),
+    "method": lambda: Along(1).softmax,
+    "set": lambda: {3, "a", ()},
+    "array": lambda: np.ones(3),
+    "slots": lambda: Slots(True),
+    "object": object,
+    "iterator": lambda: iter([]),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", MADE_ANEW)
+def test_an_argument_that_is_made_anew_at_each_call_is_the_same(name):
+    """This was so before."""
+    flex = FlexModel(Takes(), {}, data_parallel_size=2)
+    flex.register_forward_hook(HookFunction("front"))
+    with flex:
+        for _ in range(3):
+            flex(mine(X), MADE_ANEW[name]())
+        assert flex._core.tracking.num_followed == 1
