@@ -11,6 +11,7 @@ be those that grow as they did between the two.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,6 +27,9 @@ from flex_model.layouts.follow import Follower, Pair
 
 _MOST = 256
 _MOST_ASKED = 4
+_HOOKS = operator.itemgetter(
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+)
 
 
 @dataclass(frozen=True)
@@ -228,15 +232,29 @@ class Conditions:
     """All but the inputs that the key of a forward holds."""
 
     def __init__(self, root: nn.Module) -> None:
-        self._modules = list(root.modules())
-        self._adapted = [m for m in self._modules if hasattr(m, "active_adapters")]
+        self._root = root
+        self._structure: list[Any] = []
+        self._generation = 0  # of the structure
+        self._modules: list[nn.Module] = []
+        self._adapted: list[nn.Module] = []
+
+    def _look(self) -> None:
+        """Notice what was changed about the modules since the forward before."""
+        modules, structure = _structure(self._root)
+        before = self._structure
+        if len(structure) == len(before) and all(map(operator.is_, structure, before)):
+            return
+        self._generation += 1
+        self._modules, self._structure = modules, structure
+        self._adapted = [m for m in modules if hasattr(m, "active_adapters")]
 
     def form(
         self, args: Any, kwargs: Mapping[str, Any], active: int
     ) -> tuple[int, tuple[int, ...]]:
         """What stands for the arguments but for the sizes of their tensors, and those sizes."""
+        self._look()
         sizes: list[int] = []
-        parts: list[Any] = [active]
+        parts: list[Any] = [active, self._generation]
         describe((args, dict(kwargs)), parts, sizes)
         parts += [
             torch.is_grad_enabled(),
@@ -249,6 +267,38 @@ class Conditions:
             [_adapters(module) for module in self._adapted],
         ]
         return site_hash(*parts), tuple(sizes)
+
+
+def _structure(root: nn.Module) -> tuple[list[nn.Module], list[Any]]:
+    """All modules, and objects that are others where modules, their code or the hooks of others
+    than us are others, to be kept and compared by identity.
+    """
+    found: list[Any] = []
+    modules: dict[int, nn.Module] = {}
+    waiting = [root]
+    while waiting:
+        module = waiting.pop()
+        if id(module) in modules:
+            continue
+        modules[id(module)] = module
+        own = vars(module)
+        before, after, before_backward, after_backward = _HOOKS(own)
+        if before or after or before_backward or after_backward:
+            for hooks in (before, after, before_backward, after_backward):
+                for key, hook in hooks.items():
+                    if not _is_ours(hook):
+                        found += (key, hook)
+        children = [child for child in module._modules.values() if child is not None]
+        found += (module, type(module).forward, own.get("forward"))
+        if children:
+            found += children
+            waiting += children
+    return list(modules.values()), found
+
+
+def _is_ours(hook: Any) -> bool:
+    """Whether a module's hook is one of this library's."""
+    return (getattr(hook, "__module__", None) or "").startswith("flex_model.")
 
 
 def _adapters(module: nn.Module) -> str:
