@@ -23,6 +23,7 @@ from flex_model.distributed.header import site_hash
 from flex_model.distributed.layout import Shape
 from flex_model.errors import HookError
 from flex_model.layouts.arguments import describe
+from flex_model.layouts.attributes import Attributes
 from flex_model.layouts.follow import Follower, Pair
 
 _MOST = 256
@@ -48,6 +49,7 @@ class ForwardLayouts:
         shapes: Local shapes on this rank.
         state: Of tensors that the forward left in its arguments' objects or returned.
         buffers: By name, of the model's buffers that the forward wrote to or made.
+        attributes: Of tensors that the forward left in plain attributes of modules.
         gradients: Placements of the gradients of the tensors that have one.
         graph: Follows the backward of the forward that was followed; ``values`` stand for the
             tensors in it. Kept as long as a gradient is not known.
@@ -62,6 +64,7 @@ class ForwardLayouts:
     shapes: dict[Place, Shape] = field(default_factory=dict)
     state: list[Pair] = field(default_factory=list)
     buffers: dict[str, Pair] = field(default_factory=dict)
+    attributes: dict[tuple[int, int], Pair] = field(default_factory=dict)
     growth: dict[Place, Shape] | None = None
     num_asked: int = 0
 
@@ -208,7 +211,7 @@ def _growth(before: ForwardLayouts, after: ForwardLayouts) -> dict[Place, Shape]
     """By how much each shape has grown; None where layouts or numbers of dims differ."""
     if before.pairs != after.pairs or before.gradients != after.gradients:
         return None
-    if before.buffers != after.buffers:
+    if before.buffers != after.buffers or before.attributes != after.attributes:
         return None
     growth = {}
     for place, shape in after.shapes.items():
@@ -249,13 +252,17 @@ class Conditions:
         self._adapted = [m for m in modules if hasattr(m, "active_adapters")]
 
     def form(
-        self, args: Any, kwargs: Mapping[str, Any], active: int
+        self, args: Any, kwargs: Mapping[str, Any], active: int, attributes: Attributes
     ) -> tuple[int, tuple[int, ...]]:
-        """What stands for the arguments but for the sizes of their tensors, and those sizes."""
+        """What stands for the arguments and the tensors in attributes but for the sizes of their
+        tensors, and those sizes.
+        """
         self._look()
         sizes: list[int] = []
         parts: list[Any] = [active, self._generation]
         describe((args, dict(kwargs)), parts, sizes)
+        kept, sizes_of_kept = attributes.describe()
+        sizes += sizes_of_kept
         parts += [
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
@@ -265,6 +272,7 @@ class Conditions:
             torch.get_autocast_dtype("cuda"),
             hash(tuple([module.training for module in self._modules])),
             [_adapters(module) for module in self._adapted],
+            kept,
         ]
         return site_hash(*parts), tuple(sizes)
 
@@ -289,7 +297,7 @@ def _structure(root: nn.Module) -> tuple[list[nn.Module], list[Any]]:
                     if not _is_ours(hook):
                         found += (key, hook)
         children = [child for child in module._modules.values() if child is not None]
-        found += (module, type(module).forward, own.get("forward"))
+        found += (module, getattr(type(module), "forward", None), own.get("forward"))
         if children:
             found += children
             waiting += children

@@ -213,3 +213,69 @@ def test_our_own_hooks_do_not_change_a_model():
             num_followed = flex._core.tracking.num_followed
             compare(flex, whole)
             assert flex._core.tracking.num_followed == num_followed
+
+
+class Keeps(nn.Module):
+    """Keeps a tensor as a plain attribute from forward to forward."""
+
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.front, self.head, self.how = nn.Linear(8, 8), nn.Linear(8, 8), how
+        self.double()
+        self.kept = None if "None" in how else torch.zeros(8).double()
+
+    def forward(self, x):
+        h = self.front(x)
+        kept, center = self.kept, h.detach().mean(0)
+        if "weight" in self.how:  # all ranks have the same
+            center = self.front.weight.detach().mean(0)
+        if kept is not None:
+            h = h - (kept[0] if isinstance(kept, list) else kept)
+        if "in place" in self.how:
+            self.kept.mul_(0.9).add_(center, alpha=0.1)
+        elif "replaced" in self.how:
+            self.kept = self.kept * 0.9 + center * 0.1
+        else:
+            self.kept = [center] if "list" in self.how else center
+        return self.head(h)
+
+
+HOW = ["replaced", "in place", "None at first", "None at first, in a list"]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("how", HOW)
+def test_a_tensor_that_a_forward_left_in_an_attribute_is_not_known_to_the_next(how):
+    flex, whole = FlexModel(Keeps(how), {}, data_parallel_size=2), Keeps(how)
+    with flex:
+        flex.register_forward_hook(HookFunction("head"))
+        compare(flex, whole)
+        with pytest.raises(ValueError, match="not known"):
+            compare(flex, whole)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("how", HOW)
+def test_a_tensor_in_an_attribute_that_all_ranks_have_stays_known(how):
+    """This was so before."""
+    how = f"{how}, of a weight"
+    flex, whole = FlexModel(Keeps(how), {}, data_parallel_size=2), Keeps(how)
+    with flex:
+        flex.register_forward_hook(HookFunction("head"))
+        for _ in range(5):
+            compare(flex, whole)
+        assert flex._core.tracking.num_followed == 2
+
+
+@pytest.mark.ranks(2)
+def test_a_tensor_in_an_attribute_of_a_forward_without_hooks_is_not_known():
+    how = "in place, of a weight"
+    flex, whole = FlexModel(Keeps(how), {}, data_parallel_size=2), Keeps(how)
+    with flex:
+        with flex.register_forward_hook(HookFunction("head")):
+            compare(flex, whole)
+        flex(mine(X))
+        flex.register_forward_hook(HookFunction("head"))
+        with pytest.raises(ValueError, match="not known"):
+            flex(mine(X))
