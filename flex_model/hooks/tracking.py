@@ -19,6 +19,7 @@ from flex_model.errors import agreed
 from flex_model.hooks.registration import Registration
 from flex_model.integrations import compiled, dtensor
 from flex_model.layouts import follow
+from flex_model.layouts.attributes import Attributes
 from flex_model.layouts.buffers import Buffers
 from flex_model.layouts.encoding import encode
 from flex_model.layouts.exchange import exchange_chunks
@@ -126,6 +127,7 @@ class Tracking:
         self._constants = Constants(root)
         self._buffers = None if channel.is_local else Buffers(root)
         self._kept = KeptTensors()
+        self._attributes = Attributes(root, self._constants, self._kept)
         self.statements = Statements(root)
         self.forward = Forward()
         self.last: Follower | None = None  # the forward that was followed last
@@ -175,7 +177,7 @@ class Tracking:
         assert self._buffers is not None
         self._buffers.observe()
         known = site_hash(part, *sites, self._buffers.digest)
-        form, sizes = self._conditions.form(args, kwargs, known)
+        form, sizes = self._conditions.form(args, kwargs, known, self._attributes)
         words = self._memory.words(form, sizes)
         header = Header("inputs", site=site_hash(part, *sites), shape=words)
         headers = self._channel.agree(header, "the start of a forward")
@@ -233,10 +235,18 @@ class Tracking:
             if not failed:
                 self.finish(output)
                 if forward.layouts is not None:
-                    left = _tensors([forward.states, output])
-                    self._kept.note_state(left, forward.layouts.state)
+                    self._note_state(forward, forward.layouts, output)
                     if self._buffers is not None:
                         self._buffers.note(forward.layouts.buffers)
+
+    def _note_state(self, forward: Forward, layouts: ForwardLayouts, output: Any) -> None:
+        """A forward is over that was not followed."""
+        left = list(zip(_tensors([forward.states, output]), layouts.state))
+        attributes = self._attributes.tensors()
+        for name, pair in layouts.attributes.items():
+            if name in attributes:
+                left.append((attributes[name], pair))
+        self._kept.note_state(left)
 
     def finish(self, output: Any = None) -> None:
         """Conclude what the followed forward has shown. Collective where there was one."""
@@ -251,6 +261,12 @@ class Tracking:
             name: forward.follower.meet_written(buffer, is_same)
             for name, buffer, is_same in self._buffers.written(forward.follower.has_written)
         }
+        self._attributes.scan()
+        attributes = [  # constants until now
+            (tensor, forward.follower.meet(tensor))
+            for tensor in self._attributes.tensors().values()
+            if forward.follower.has_written(tensor)
+        ]
         self._compare(forward.follower, is_over=True)
         self.last = forward.follower
         self._last_values = {place: seen.value for place, (seen, _) in forward.seen.items()}
@@ -272,7 +288,10 @@ class Tracking:
                     of_gradients[Place(registration.site, 0)] = of_weight, None
         self._note_gradients(follower, layouts, of_gradients)
         layouts.state = list(map(follower.placements, left))
-        self._kept.note(follower)
+        self._kept.note(follower, attributes)
+        layouts.attributes = {
+            name: self._kept.pair(tensor) for name, tensor in self._attributes.tensors().items()
+        }
         layouts.buffers = {name: follower.placements(value) for name, value in written.items()}
         self._buffers.note(layouts.buffers)
         self._memory.remember(forward.key, layouts)

@@ -29,18 +29,22 @@ class KeptTensors:
         self._kept: dict[tuple[int, Any], _Kept] = {}
         self._num_forwards = 0
 
-    def note(self, follower: Follower) -> None:
-        """A followed forward is over, and its ranks have been compared."""
+    def note(self, follower: Follower, written: Iterable[tuple[Tensor, Any]]) -> None:
+        """A followed forward is over, and its ranks have been compared.
+
+        Args:
+            written: Weights that the forward wrote to, with the values that they were met as.
+        """
         self._begin()
-        for tensor, value in follower.recorder.living():
+        for tensor, value in (*follower.recorder.living(), *written):
             pair = follower.placements(value)
             if pair != (None, None):
                 self._add(tensor, f"value {value}", pair)
 
-    def note_state(self, tensors: Iterable[Tensor], pairs: Iterable[Pair]) -> None:
-        """A forward is over that was not followed, and did as the one that these are of."""
+    def note_state(self, tensors: Iterable[tuple[Tensor, Pair]]) -> None:
+        """A forward is over that was not followed, and did as the one that the pairs are of."""
         self._begin()
-        for i, (tensor, pair) in enumerate(zip(tensors, pairs)):
+        for i, (tensor, pair) in enumerate(tensors):
             if pair != (None, None):
                 self._add(tensor, f"tensor {i}", pair)
 
@@ -57,14 +61,22 @@ class KeptTensors:
 
     def source(self, tensor: Tensor) -> tuple[str, Any] | None:
         """Name and encoded placements of a tensor of an earlier forward; None for others."""
+        kept = self._of(tensor)
+        return None if kept is None else (kept.name, tuple(map(encode, kept.pair)))
+
+    def pair(self, tensor: Tensor) -> Pair:
+        """The placements of a tensor of an earlier forward; not known of others."""
+        kept = self._of(tensor)
+        return (None, None) if kept is None else kept.pair
+
+    def _of(self, tensor: Tensor) -> _Kept | None:
         storage = memory_map.storage_of(memory_map.plain(tensor))
         if storage is None:
             return None
         kept = self._kept.get(_key(storage, tensor))
         if kept is None or kept.storage.expired() or kept.version != _version(tensor):
             return None
-        dp, tp = kept.pair
-        return kept.name, (encode(dp), encode(tp))
+        return kept
 
 
 def _key(storage: Any, tensor: Tensor) -> tuple[int, Any]:

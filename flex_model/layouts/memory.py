@@ -11,22 +11,26 @@ be those that grow as they did between the two.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flex_model.distributed.header import site_hash
 from flex_model.distributed.layout import Shape
 from flex_model.errors import HookError
+from flex_model.layouts.arguments import describe
+from flex_model.layouts.attributes import Attributes
 from flex_model.layouts.follow import Follower, Pair
-from flex_model.layouts.sources import leaves
 
 _MOST = 256
 _MOST_ASKED = 4
-_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+_HOOKS = operator.itemgetter(
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class ForwardLayouts:
         shapes: Local shapes on this rank.
         state: Of tensors that the forward left in its arguments' objects or returned.
         buffers: By name, of the model's buffers that the forward wrote to or made.
+        attributes: Of tensors that the forward left in plain attributes of modules.
         gradients: Placements of the gradients of the tensors that have one.
         graph: Follows the backward of the forward that was followed; ``values`` stand for the
             tensors in it. Kept as long as a gradient is not known.
@@ -59,6 +64,7 @@ class ForwardLayouts:
     shapes: dict[Place, Shape] = field(default_factory=dict)
     state: list[Pair] = field(default_factory=list)
     buffers: dict[str, Pair] = field(default_factory=dict)
+    attributes: dict[tuple[int, int], Pair] = field(default_factory=dict)
     growth: dict[Place, Shape] | None = None
     num_asked: int = 0
 
@@ -205,7 +211,7 @@ def _growth(before: ForwardLayouts, after: ForwardLayouts) -> dict[Place, Shape]
     """By how much each shape has grown; None where layouts or numbers of dims differ."""
     if before.pairs != after.pairs or before.gradients != after.gradients:
         return None
-    if before.buffers != after.buffers:
+    if before.buffers != after.buffers or before.attributes != after.attributes:
         return None
     growth = {}
     for place, shape in after.shapes.items():
@@ -229,16 +235,34 @@ class Conditions:
     """All but the inputs that the key of a forward holds."""
 
     def __init__(self, root: nn.Module) -> None:
-        self._modules = list(root.modules())
-        self._adapted = [m for m in self._modules if hasattr(m, "active_adapters")]
+        self._root = root
+        self._structure: list[Any] = []
+        self._generation = 0  # of the structure
+        self._modules: list[nn.Module] = []
+        self._adapted: list[nn.Module] = []
+
+    def _look(self) -> None:
+        """Notice what was changed about the modules since the forward before."""
+        modules, structure = _structure(self._root)
+        before = self._structure
+        if len(structure) == len(before) and all(map(operator.is_, structure, before)):
+            return
+        self._generation += 1
+        self._modules, self._structure = modules, structure
+        self._adapted = [m for m in modules if hasattr(m, "active_adapters")]
 
     def form(
-        self, args: Any, kwargs: Mapping[str, Any], active: int
+        self, args: Any, kwargs: Mapping[str, Any], active: int, attributes: Attributes
     ) -> tuple[int, tuple[int, ...]]:
-        """What stands for the arguments but for the sizes of their tensors, and those sizes."""
+        """What stands for the arguments and the tensors in attributes but for the sizes of their
+        tensors, and those sizes.
+        """
+        self._look()
         sizes: list[int] = []
-        parts: list[Any] = [active]
-        _describe((args, dict(kwargs)), parts, sizes)
+        parts: list[Any] = [active, self._generation]
+        describe((args, dict(kwargs)), parts, sizes)
+        kept, sizes_of_kept = attributes.describe()
+        sizes += sizes_of_kept
         parts += [
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
@@ -248,30 +272,43 @@ class Conditions:
             torch.get_autocast_dtype("cuda"),
             hash(tuple([module.training for module in self._modules])),
             [_adapters(module) for module in self._adapted],
+            kept,
         ]
         return site_hash(*parts), tuple(sizes)
+
+
+def _structure(root: nn.Module) -> tuple[list[nn.Module], list[Any]]:
+    """All modules, and objects that are others where modules, their code or the hooks of others
+    than us are others, to be kept and compared by identity.
+    """
+    found: list[Any] = []
+    modules: dict[int, nn.Module] = {}
+    waiting = [root]
+    while waiting:
+        module = waiting.pop()
+        if id(module) in modules:
+            continue
+        modules[id(module)] = module
+        own = vars(module)
+        before, after, before_backward, after_backward = _HOOKS(own)
+        if before or after or before_backward or after_backward:
+            for hooks in (before, after, before_backward, after_backward):
+                for key, hook in hooks.items():
+                    if not _is_ours(hook):
+                        found += (key, hook)
+        children = [child for child in module._modules.values() if child is not None]
+        found += (module, getattr(type(module), "forward", None), own.get("forward"))
+        if children:
+            found += children
+            waiting += children
+    return list(modules.values()), found
+
+
+def _is_ours(hook: Any) -> bool:
+    """Whether a module's hook is one of this library's."""
+    return (getattr(hook, "__module__", None) or "").startswith("flex_model.")
 
 
 def _adapters(module: nn.Module) -> str:
     names: Any = module.active_adapters
     return f"{None if callable(names) else names} {getattr(module, 'merged', '')}"
-
-
-def _describe(value: Any, parts: list[Any], sizes: list[int]) -> None:
-    """Texts that stand for a tree of arguments, and the sizes of its tensors apart."""
-    if isinstance(value, Tensor):
-        parts.append(f"{value.dtype} {value.dim()} {value.requires_grad}")
-        sizes.extend(value.shape)
-    elif isinstance(value, Mapping):
-        for name, item in value.items():
-            parts.append(name)
-            _describe(item, parts, sizes)
-    elif isinstance(value, (list, tuple)):
-        parts.append(f"{type(value).__name__} {len(value)}")
-        for item in value:
-            _describe(item, parts, sizes)
-    elif isinstance(value, _PLAIN):
-        parts.append(repr(value))
-    else:
-        parts.append(type(value).__qualname__)
-        _describe(list(leaves(value)), parts, sizes)
