@@ -201,7 +201,8 @@ class Tracking:
 
     def _begin_to_follow(self, forward: Forward, args: Any, kwargs: Any) -> None:
         follower = self.follower()
-        self.seed(follower, args, kwargs)
+        with follow.paused():  # another FlexModel may follow already
+            self.seed(follower, args, kwargs)
         self._num_followed += 1
         forward.follower, forward.is_over = follower, False
         with ExitStack() as stack:
