@@ -6,6 +6,7 @@ the unsharded model, or refused.
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.testing import assert_close
@@ -381,3 +382,39 @@ def test_a_backward_inside_of_the_forward(is_followed):
             model.only_energy = False
         with pytest.raises(ValueError, match=r"'front': a backward that begins inside"):
             flex(rows(BATCH, True))
+
+
+class CopiesOrNot(nn.Module):
+    """A column layer, with a copy to the ranks in front of it or without one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(8).double()
+        self.columns = models.ColumnLinear(nn.Linear(8, 8).double(), dist.group.WORLD)
+        self.columns.in_features = self.columns.out_features = 8
+
+    def forward(self, x, copies):
+        x = self.norm(x)
+        return self.columns(x) if copies else F.linear(x, self.columns.weight)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("lengths", [(), (3, 5, 7, 9)])
+def test_a_weight_whose_gradient_other_forwards_hold_otherwise(lengths):
+    """Silently wrong before, twice the gradient: the four forwards that were followed last told of
+    a backward of another one.
+    """
+    with flex_of(CopiesOrNot(), records := {}, "tp", True) as flex:
+        flex.register_hook(HookFunction("norm.weight"))
+        flex(models.random(2, 8), True).square().sum().backward()
+        found = [list(kept) for kept in records.values()]
+        for length in lengths:
+            flex(models.random(length, 8), False)
+        loss = flex(models.random(2, 8), True).square().sum()
+        if lengths:
+            with pytest.raises(ValueError, match=r"'norm.weight'.*not known"):
+                loss.backward()
+            return
+        loss.backward()
+        assert_close(list(records.values()), found)
