@@ -719,6 +719,7 @@ class HookCore:
                 position = self.backward_order.position(name)
                 try:
                     self._check_batch_open(run)
+                    self._check_is_of_loss(registration)
                     with follow.paused():
                         grad = self.caller.summed(grad)
                         grad = self.caller.gradient(call, grad)
@@ -764,15 +765,22 @@ class HookCore:
         self._runs.add(run)
         return run
 
-    def run_parameter_hooks(self, registrations: Sequence[Registration], grad: Tensor) -> Tensor:
-        """The hooks on a parameter's gradient; the gradient that goes on."""
+    def run_parameter_hooks(
+        self, registrations: Sequence[Registration], grad: Tensor | None
+    ) -> Tensor | None:
+        """The hooks on a parameter's gradient; the gradient that goes on. Where the backward has
+        none they are not called; a rank that has one meets this one at the end of the backward.
+        """
         run = self.run or self._runs.last or self._lone_run()
         self._expect_end_of_backward(run)
+        if grad is None:
+            return None
         for registration in registrations:
             if self.channel.held is not None:
                 break
             try:
                 self._check_batch_open(run)
+                self._check_is_of_loss(registration)
                 evidence = Evidence(key=self.tracking.num_followed)
                 call = Call(registration, None, run, evidence=evidence)
                 with follow.paused():  # FSDP2 has its hooks run by a node of the model
@@ -797,6 +805,18 @@ class HookCore:
             )
         if self.session is not None:
             self.session.check_open(run.entry, None if self.run is None else self.run.entry)
+
+    def _check_is_of_loss(self, registration: Registration) -> None:
+        """ValueError where the backward is a part of the model's forward."""
+        if self.tracking.forward.depth > 0 and self.channel.mesh.dp_size > 1:
+            raise agreed(
+                ValueError(
+                    f"{registration.describe()}: a backward that begins inside the model's forward "
+                    "(torch.autograd.grad, as of an energy) meets it; hooks under data parallelism "
+                    "take what a backward begins with for a loss of which the ranks have the mean; "
+                    "hook the forward's tensors, or run the backward outside of the forward"
+                )
+            )
 
     def _expect_end_of_backward(self, run: RunContext) -> None:
         """Deliver what this backward collects when it ends, once; in a pipeline, its step does."""

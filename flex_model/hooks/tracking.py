@@ -134,6 +134,8 @@ class Tracking:
         self._last_values: dict[Place, Any] = {}  # and what hooks met in it
         # Followed forwards whose backward may tell of parameters, the newest last.
         self._graphs: deque[tuple[int, Follower]] = deque(maxlen=_MOST_GRAPHS)
+        # Of the last forwards with gradients that were not followed, whose backward it may be, too.
+        self._repeated: deque[ForwardLayouts] = deque(maxlen=_MOST_GRAPHS)
 
     def state(self, statement: Statement) -> None:
         """The user states how tensors are placed; forwards are followed anew. Local.
@@ -150,6 +152,7 @@ class Tracking:
     def forget(self) -> None:
         """Forwards are followed anew: something else is stated, or a run has failed. Local."""
         self._memory.clear()
+        self._repeated.clear()
         self._conditions = None
 
     def begin(self, args: Any, kwargs: Any, active: Iterable[Registration], part: int = 0) -> None:
@@ -186,6 +189,8 @@ class Tracking:
         if layouts is None or layouts.asks_for_gradients() or self._follow == "always":
             forward.layouts = None
             self._begin_to_follow(forward, args, kwargs)
+        elif forward.parameters and torch.is_grad_enabled():
+            self._repeated.append(layouts)
 
     def asks_for_parameter(self, registration: Registration, axis: str) -> bool:
         """Whether the operations must tell how a parameter's gradient is placed along the axis:
@@ -203,7 +208,8 @@ class Tracking:
 
     def _begin_to_follow(self, forward: Forward, args: Any, kwargs: Any) -> None:
         follower = self.follower()
-        self.seed(follower, args, kwargs)
+        with follow.paused():  # another FlexModel may follow already
+            self.seed(follower, args, kwargs)
         self._num_followed += 1
         forward.follower, forward.is_over = follower, False
         with ExitStack() as stack:
@@ -452,7 +458,7 @@ class Tracking:
 
     def prove_parameter_gradient(self, registration: Registration) -> Pair:
         """Of the gradient of a hook's parameter, what the graphs of the last followed forwards
-        agree on. Collective.
+        agree on, and what is remembered for those that were not followed. Collective.
         """
         known: tuple[set[Placement | None], set[Placement | None]] = (set(), set())
         for key, graph in self._graphs:
@@ -466,6 +472,10 @@ class Tracking:
             is_split = isinstance(graph.placements(value)[1], Shard)
             if is_split or gradient[1] is not None:
                 known[1].add(of_part[1] if is_split else gradient[1])
+        for layouts in self._repeated:
+            remembered = layouts.gradients.get(Place(registration.site, 0), UNKNOWN)
+            for found, placement in zip(known, remembered):
+                found.update({placement} - {None})
         dp, tp = (found.pop() if len(found) == 1 else None for found in known)
         return dp, tp
 

@@ -29,6 +29,7 @@ HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
 # what they hand on.
 _HANDING_ON = ("torch.distributed.", "fairscale.", "flex_model.")
 _EDGE = "_EdgeBackward"  # where hooks on gradients are: an identity
+_OF_MODULE = "BackwardHookFunctionBackward"  # likewise, where torch calls backward hooks of modules
 
 
 class BackwardNodes:
@@ -61,10 +62,14 @@ class BackwardNodes:
         if node is None:
             return value
         key = (_number_of(node), tensor.output_nr)
-        if key not in self._values and node.name() == _EDGE:
-            source = value if isinstance(value, int) else self._source(*node.next_functions[0])
+        if key not in self._values and node.name() in (_EDGE, _OF_MODULE):
+            # A module that returns its input has the edge on the tensor that goes in.
+            place = key[1] if node.name() == _OF_MODULE else 0
+            source = self._source(*node.next_functions[place])
             value = self._named(tensor, value, source)
             self.linked.add(value)
+            if node.name() == _OF_MODULE:
+                self._recorder.note_module_hook(source)
         elif isinstance(value, tuple) and key in self._values:
             value = self._recorder.latest(self._values[key])
         elif isinstance(value, tuple):

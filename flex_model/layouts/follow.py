@@ -16,6 +16,7 @@ from flex_model.distributed.layout import Placement, Replicate, Shape, Shard
 from flex_model.distributed.mesh import Mesh
 from flex_model.integrations import layers
 from flex_model.layouts import recorder
+from flex_model.layouts.backward_nodes import hands_on
 from flex_model.layouts.encoding import encode
 from flex_model.layouts.log import Chunk, Log, Value
 from flex_model.layouts.proofs import AxisProofs
@@ -222,8 +223,13 @@ class Follower:
         }
         # The model itself has begun before: no hook tells.
         self.recorder.stated_sizes = layers.stated_last_sizes(self._root)
+        self.recorder.has_module_hooks = any(map(_has_backward_hooks, self._root.modules()))
         self._handles = list(self._statement_hooks())
+        # Nor are hooks put on it: they would be taken off while torch goes through those that it
+        # calls after an error.
         for module in self._root.modules():
+            if module is self._root:
+                continue
             self._handles += [
                 module.register_forward_pre_hook(self._entered, prepend=True),
                 module.register_forward_hook(self._left, prepend=True, always_call=True),
@@ -380,6 +386,8 @@ class Follower:
             value = self.recorder.value(tensor)
             if isinstance(value, int):
                 self.log.add("output", value)
+                if _has_backward_hooks(self._root):  # they come behind
+                    self.recorder.note_module_hook(value)
 
     def gradient_placements(self, value: Any, partly: bool = False) -> Pair:
         """Of the gradient of the tensor of this value, likewise."""
@@ -425,6 +433,12 @@ class Follower:
                     break
             self._axes_of_groups[ranks] = found
         return self._axes_of_groups[ranks]
+
+
+def _has_backward_hooks(module: nn.Module) -> bool:
+    """Whether hooks on its gradients are there that are no framework's."""
+    hooks = (*module._backward_pre_hooks.values(), *module._backward_hooks.values())
+    return not all(map(hands_on, hooks))
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -86,7 +86,8 @@ class Gradients:
         # By value: what of it some ranks alone have read. Of a shard each rank has its own gradient
         # all the same, if what was made of it in the end is right, which a statement says.
         self._apart: dict[Value, str] = {}
-        self._hooks: dict[Value, list[str]] = {}  # by value: that have not been seen to only look
+        # By value and hook, that has not been seen to only look: what may change its gradient.
+        self._changed: dict[Value, dict[Value | None, str]] = {}
         self._scaled: set[Value] = set()  # along dp: gradients of a rank's own loss
         self._found: dict[bool, dict[Value, Kind]] = {True: {}, False: {}}  # by ``partly``
 
@@ -168,18 +169,21 @@ class Gradients:
         for value in _flat(values):
             self._unknown.setdefault(value, why)
 
-    def note_hook(self, values: Sequence[Any], why: str) -> None:
-        """The model puts a hook on the gradient of these."""
-        self.forget()
-        for value in set(_flat(values)):
-            self._hooks.setdefault(value, []).append(why)
+    def note_changed(self, values: Sequence[Any], why: str, hook: Value | None = None) -> None:
+        """The gradient of these may become another one than rules have it.
 
-    def note_look(self, values: Sequence[Any]) -> None:
-        """One of those hooks has left the gradient as it was."""
+        Args:
+            hook: The number of the model's hook that may change it; None: it is none.
+        """
         self.forget()
-        for value in set(_flat(values)):
-            if all(one == values[0] for one in values) and self._hooks.get(value):
-                self._hooks[value].pop()
+        for value in _flat(values):
+            self._changed.setdefault(value, {})[hook] = why
+
+    def note_look(self, hook: Value) -> None:
+        """A hook has left the gradient as it was."""
+        self.forget()
+        for of_value in self._changed.values():
+            of_value.pop(hook, None)
 
     def _note_apart(self, values: Sequence[Any], why: str) -> None:
         """Some ranks' operations hand gradients to these."""
@@ -278,11 +282,23 @@ class Gradients:
             return None
         if stated is not None:
             return stated
+        placement: Placement | None
         if all(value == of_ranks[0] for value in of_ranks):
             placement = None if of_ranks[0] is None else self._proofs.placement(of_ranks[0])
         else:
             placement = pieces.together(of_ranks, self._proofs.makers)
+        if not self._is_of_loss(of_ranks, placement):
+            return _Wrong(f"{node.name}, of which the gradient is not made of the one that it got")
         return placement or (_Wrong(node.name) if node.is_known else node.name)
+
+    def _is_of_loss(self, of_ranks: Sequence[Any], placement: Placement | None) -> bool:
+        """Whether along dp what a node handed on is that of a rank's own loss, as what it got was:
+        so it is taken to be where each rank has a part.
+        """
+        if self._proofs.axis != "dp" or placement in (None, _WHOLE):
+            return True
+        of_loss = self._scaled | self._proofs.zeros
+        return all(value in of_loss for value in of_ranks)
 
     # Concluding.
 
@@ -305,8 +321,8 @@ class Gradients:
         return [made for made in self._made.get(value, ()) if made not in self._idle]
 
     def _combined(self, value: Value, known: dict[Value, Kind], partly: bool) -> Kind:
-        if self._hooks.get(value):
-            return _Wrong(self._hooks[value][0])
+        if self._changed.get(value):
+            return _Wrong(next(iter(self._changed[value].values())))
         own = self._own(value)
         if own is None and not self._is_loss(value) and self._is_met(value):
             text = self._text(value)

@@ -22,8 +22,8 @@ An entry is a tuple of plain values (numbers, texts, None, and tuples of such):
   one on all ranks.
 - ``("output", value)``: the forward returned it.
 - ``("idle", values)``: an operation made them for its backward alone: they carry no gradients.
-- ``("hooked", value, text)``: the model puts a hook on its gradient, which may change that;
-  ``("looked", value)``: such a hook has run and has not.
+- ``("hooked", value, text, number)``: the hook of this number may change its gradient;
+  ``("looked", number)``: that has run and has not.
 - ``("named", value, values, source)``: a tensor that has one of these values has one of its own
   from here on: a hook looks at its gradient, which is that of ``source``, too; None where a node
   tells where it goes.

@@ -268,9 +268,10 @@ class AxisProofs:
         elif kind == "idle":
             self.gradients.note_idle(entries[0][1])
         elif kind == "hooked":
-            self.gradients.note_hook([entry[1] for entry in entries], entries[0][2])
+            _, _, why, number = entries[0]
+            self.gradients.note_changed([entry[1] for entry in entries], why, number)
         elif kind == "looked":
-            self.gradients.note_look([entry[1] for entry in entries])
+            self.gradients.note_look(entries[0][1])
         elif kind == "output":
             self.gradients.note_output(entries[0][1])
         elif kind == "node":
@@ -374,6 +375,8 @@ class AxisProofs:
         """A tensor that had one of some values has one of its own."""
         value, values = entries[0][1:3]
         self.gradients.note_named([entry[3] for entry in entries], value)
+        if isinstance(values, int) and self.gradients.is_scaled(values):
+            self.gradients.note_scaled([value])
         if any(entry[2] != values for entry in entries):
             return
         if isinstance(values, tuple):
@@ -480,6 +483,9 @@ class AxisProofs:
         if carriers and name.startswith("aten::") and _hands_gradients(rule):
             made = [value for value, _, dtype, *_ in outputs if _has_gradient(dtype)]
             self.gradients.note_made([entry[7] for entry in entries], made)
+        if operation is not None and _counts_own_words(operation):
+            why = "embedding with scale_grad_by_freq, which counts a rank's own words"
+            self.gradients.note_changed(values[:1], why)
         self._follow_writes(entries[0][4], [entry[6] for entry in entries], text)
 
     def _conclude(
@@ -1027,6 +1033,17 @@ def _hands_gradients(rule: str) -> bool:
 
 def _are_whole(operation: Operation) -> bool:
     return all(operand.placement == REPLICATED for operand in operation.operands)
+
+
+def _counts_own_words(operation: Operation) -> bool:
+    """Whether its backward divides by how often each word is met, which is another number in the
+    rows of all ranks.
+    """
+    return (
+        operation.name == "embedding"
+        and any(operation.by_rank("scale_grad_by_freq"))
+        and operation.arguments[0]["indices"].placement != REPLICATED
+    )
 
 
 def _counts(operation: Operation) -> bool:

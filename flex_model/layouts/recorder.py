@@ -134,6 +134,7 @@ class Recorder(TorchDispatchMode):
         self.sizes = CallSizes()
         self.reduction = ""  # of the call of torch.distributed that runs
         self.stated_sizes: frozenset[int] = frozenset()  # by the module that runs
+        self.has_module_hooks = False  # of the model's own, on gradients of its modules
 
     def __enter__(self) -> Recorder:
         """Begin to record; nothing if it does already, as in a backward inside of another."""
@@ -261,6 +262,9 @@ class Recorder(TorchDispatchMode):
         value = self.latest(value)
         self._nodes.linked.add(value)
         self.note(tensor, value)
+        for hook in (tensor._backward_hooks or {}).values():  # put on before the forward
+            if not hands_on(hook):
+                self._note_hook(value)
         return value
 
     @_own
@@ -499,7 +503,7 @@ class Recorder(TorchDispatchMode):
         value = None if hands_on(hook) else self.value(tensor)
         if value is None:
             return hook
-        self.log.add("hooked", value, "a hook that the model puts on a tensor's gradient")
+        number = self._note_hook(value)
         if name != "register_hook":
             return hook
 
@@ -508,10 +512,23 @@ class Recorder(TorchDispatchMode):
             version = grad._version
             made = hook(grad)
             if (made is None or made is grad) and grad._version == version:
-                self.log.add("looked", value)
+                self.log.add("looked", number)
+            else:  # also where it has only looked in a backward before
+                self._note_hook(value, number)
             return made
 
         return watching
+
+    def note_module_hook(self, value: Any) -> None:
+        """Torch calls hooks on a module's gradients before it hands this value its gradient."""
+        if self.has_module_hooks:
+            self._note_hook(value)
+
+    def _note_hook(self, value: Any, number: Value | None = None) -> Value:
+        """A hook may change the gradient of a value; its number."""
+        number = self.log.new_value() if number is None else number
+        self.log.add("hooked", value, "a hook of the model's own on gradients", number)
+        return number
 
     def _note_statistics(self, name: str, encoded: tuple[Any, ...], args: Sequence[Any]) -> None:
         """What a batch norm wrote beside its result, as the operation does that returns it."""

@@ -1,0 +1,420 @@
+"""Gradients that others than the rules of operations have a hand in: hooks of the model's own,
+``autograd.Function``s, other FlexModels, backwards inside of a forward. On 2 ranks, compared with
+the unsharded model, or refused.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.testing import assert_close
+
+import models
+import pipelines
+from flex_model import FlexModel, HookError, HookFunction
+
+BATCH = models.random(4, 8)
+OWN_HOOK = r"a hook of the model's own on gradients"
+
+
+def flex_of(model, records, axis, is_sharded, **settings):
+    size = 2 if is_sharded else 1
+    along = {"dp": {"data_parallel_size": size}, "tp": {"tensor_parallel_size": size}}[axis]
+    group = None if is_sharded else pipelines.alone_group()
+    return FlexModel(model, records, process_group=group, timeout=20, **along, **settings)
+
+
+def rows(x, is_sharded):
+    return x.chunk(2)[dist.get_rank()].clone() if is_sharded else x
+
+
+def linears(*middle):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), *middle, nn.Linear(8, 8)).double()
+
+
+def run_alone_and_sharded(make, sites, x=BATCH):
+    """What hooks on gradients recorded: of the model alone, and over data-parallel ranks."""
+    found = []
+    for is_sharded in (False, True):
+        with flex_of(make(), records := {}, "dp", is_sharded) as flex:
+            for site in sites:
+                if site.endswith("weight"):
+                    flex.register_hook(HookFunction(site))
+                else:
+                    flex.register_full_backward_pre_hook(HookFunction(site))
+            given = rows(x, is_sharded)
+            if x.is_floating_point():  # else torch warns of backward hooks without a gradient
+                given = given.clone().requires_grad_()
+            flex(given).square().mean().backward()
+        found.append(records)
+    return found
+
+
+class Columns(nn.Linear):
+    """The rows of a weight whose halves are equal; no copy to the ranks comes before it, so that
+    gradients there are parts of a sum.
+    """
+
+    def __init__(self, group):
+        torch.manual_seed(0)
+        super().__init__(8, 16 // group.size())
+        self.out_features = 16
+        half = models.random(8, 8)
+        self.weight = nn.Parameter(half.repeat(2 // group.size(), 1))
+        self.bias = nn.Parameter(half[0].repeat(2 // group.size()))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("module", [nn.Identity(), nn.Dropout(0.1).eval()], ids=str)
+def test_a_hook_on_a_module_that_returns_its_input(module):
+    """Silently wrong before: the gradients in front of it were taken to be whole."""
+
+    def make(group):
+        norm = nn.LayerNorm(8).double()
+        return nn.Sequential(norm, module, Columns(group), nn.Tanh())
+
+    expected, found = [], []
+    for is_sharded, records in ((False, expected), (True, found)):
+        group = dist.group.WORLD if is_sharded else pipelines.alone_group()
+        with flex_of(make(group), kept := {}, "tp", is_sharded) as flex:
+            flex.register_full_backward_pre_hook(HookFunction("1"))
+            flex.register_hook(HookFunction("0.weight"))
+            flex(BATCH).square().sum().backward()
+        records.append(kept)
+    if dist.get_rank() == 0:
+        assert_close(found, expected)
+
+
+class Stop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, on_ranks):
+        ctx.stops = dist.get_rank() in on_ranks
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None if ctx.stops else grad, None
+
+
+class Stopping(nn.Module):
+    def __init__(self, on_ranks):
+        super().__init__()
+        torch.manual_seed(0)
+        self.front, self.head, self.on_ranks = nn.Linear(8, 8), nn.Linear(8, 8), on_ranks
+
+    def forward(self, x):
+        return self.head(Stop.apply(self.front(x), self.on_ranks))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_parameter_without_a_gradient(is_sharded):
+    """Crashed before: the editing function was said to raise an AttributeError."""
+    with flex_of(Stopping({0, 1}), records := {}, "dp", is_sharded) as flex:
+        for name in ("front.weight", "head.weight"):
+            flex.register_hook(HookFunction(name))
+        flex(torch.ones(2, 8)).sum().backward()
+    assert list(records) == (["head.weight"] if dist.get_rank() == 0 or not is_sharded else [])
+
+
+@pytest.mark.ranks(2)
+def test_a_parameter_that_one_rank_alone_has_no_gradient_of():
+    with flex_of(Stopping({1}), {}, "dp", True) as flex:
+        flex.register_hook(HookFunction("front.weight"))
+        with pytest.raises(HookError):
+            flex(torch.ones(2, 8)).sum().backward()
+
+
+@pytest.mark.ranks(2)
+def test_two_wraps_behind_a_norm():
+    """Refused before: one's look at the inputs was a part of the other's forward."""
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Identity()).double()
+    with flex_of(model, a := {}, "tp", True) as first, flex_of(model, b := {}, "tp", True) as other:
+        for flex in (first, other):
+            flex.annotate_layout("", kind="parameter", tp=Replicate())
+            flex.register_forward_hook(HookFunction("2"))
+        output = first(BATCH)
+    if dist.get_rank() == 0:
+        assert_close([a["2"], b["2"]], [[output.detach()]] * 2)
+
+
+class Raises(nn.Module):
+    def forward(self, x):
+        raise ValueError("the model's own error")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("others", ["another wrap", "a hook of the user's"])
+def test_an_error_of_the_models_own_is_told(others):
+    """A RuntimeError of torch's hid it: "OrderedDict mutated during iteration"."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Identity(), Raises()).double()
+    wraps = [flex_of(model, {}, "dp", True) for _ in range(2 if others == "another wrap" else 1)]
+    for flex in wraps:
+        flex.register_forward_hook(HookFunction("1"))
+    if others != "another wrap":
+        model.register_forward_hook(lambda module, args, output: None)
+    with pytest.raises(ValueError, match="the model's own error"):
+        wraps[0](rows(BATCH, True))
+    for flex in reversed(wraps):
+        flex.restore()
+
+
+WORDS = torch.tensor([[1, 2, 2, 3], [2, 2, 5, 0], [1, 1, 1, 4], [3, 2, 6, 7]])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("by_counts", [False, True])
+def test_an_embedding_whose_gradient_counts_words(by_counts):
+    """Silently wrong before: each rank counts the words of its own rows."""
+
+    def make():
+        torch.manual_seed(0)
+        words = nn.Embedding(8, 8, scale_grad_by_freq=by_counts)
+        return nn.Sequential(words, nn.Linear(8, 8)).double()
+
+    if by_counts:
+        with pytest.raises(ValueError, match=r"'0.weight'.*scale_grad_by_freq"):
+            run_alone_and_sharded(make, ["0.weight"], x=WORDS)
+        return
+    expected, found = run_alone_and_sharded(make, ["0.weight"], x=WORDS)
+    if dist.get_rank() == 0:
+        assert_close(found, expected)
+
+
+def clamp(grad):
+    return grad.clamp(-1e-3, 1e-3)
+
+
+def normalize(grad):
+    return grad / grad.norm()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("hook", [clamp, normalize])
+def test_a_hook_on_a_weight_that_was_there_before_the_forward(hook):
+    """Silently wrong before: each rank changes the gradient of its own loss."""
+
+    def make():
+        model = linears(nn.Tanh())
+        model[0].weight.register_hook(hook)
+        return model
+
+    with pytest.raises(ValueError, match=rf"'0.weight'.*{OWN_HOOK}"):
+        run_alone_and_sharded(make, ["0.weight"])
+    expected, found = run_alone_and_sharded(make, ["0", "2.weight"])
+    if dist.get_rank() == 0:
+        assert_close(found, expected)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("site", ["0", "2", "0.weight", "2.weight"])
+@pytest.mark.parametrize("hook", [clamp, normalize])
+def test_a_backward_pre_hook_of_the_models_own_on_its_last_module(hook, site):
+    """Silently wrong before: each rank changes the gradient of its own loss."""
+
+    def make():
+        model = linears(nn.Tanh())
+        model[2].register_full_backward_pre_hook(lambda module, grad: (hook(grad[0]),))
+        return model
+
+    with pytest.raises(ValueError, match=rf"'{site}'.*{OWN_HOOK}"):
+        run_alone_and_sharded(make, [site])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("place", ["before", "after", "before all"])
+def test_backward_hooks_of_the_models_own(place):
+    """Silently wrong before, as above. Gradients that the hook does not change are known."""
+
+    def make():
+        model = linears(nn.Tanh())
+        hooked = model if place == "before all" else model[1]
+        if place == "after":
+            hooked.register_full_backward_hook(lambda module, given, grad: (clamp(given[0]),))
+        else:
+            hooked.register_full_backward_pre_hook(lambda module, grad: (clamp(grad[0]),))
+        return model
+
+    with pytest.raises(ValueError, match=rf"'0'.*{OWN_HOOK}"):
+        run_alone_and_sharded(make, ["0"])
+    if place != "before all":
+        expected, found = run_alone_and_sharded(make, ["2", "2.weight"])
+        if dist.get_rank() == 0:
+            assert_close(found, expected)
+
+
+def function_of(backward):
+    class Handing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            return backward(grad, *ctx.saved_tensors)
+
+    class Call(nn.Module):
+        def forward(self, x):
+            return Handing.apply(x)
+
+    return Call()
+
+
+CONSTANTS = {
+    "ones": lambda grad, x: torch.ones_like(grad),
+    "signs": lambda grad, x: x.sign() * 0.01,
+    "filled": lambda grad, x: grad.clone().fill_(0.01),
+}
+LINEAR = {
+    "itself": lambda grad, x: grad,
+    "a product": lambda grad, x: 2 * grad * x,
+    "in place": lambda grad, x: grad.clone().mul_(x),
+    "zeros": lambda grad, x: torch.zeros_like(grad),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_a_function_that_hands_on_another_gradient_than_it_got(name):
+    """Silently wrong before: it was taken for one of a rank's own loss."""
+    for site in ("0", "0.weight"):
+        with pytest.raises(ValueError, match=rf"'{site}'.*not made of the one that it got"):
+            run_alone_and_sharded(lambda: linears(function_of(CONSTANTS[name])), [site])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_function_that_hands_on_what_it_made_of_its_gradient(name):
+    def make():
+        return linears(function_of(LINEAR[name]))
+
+    expected, found = run_alone_and_sharded(make, ["0", "0.weight"])
+    if dist.get_rank() == 0:
+        assert_close(found, expected)
+
+
+class Hooked(nn.Module):
+    """Puts these hooks on the gradient of what ``front`` has made."""
+
+    def __init__(self, *hooks):
+        super().__init__()
+        torch.manual_seed(0)
+        self.front, self.head = nn.Linear(8, 8).double(), nn.Linear(8, 8).double()
+        self.hooks = hooks
+
+    def forward(self, x):
+        self.made = self.front(x) * 1
+        for hook in self.hooks:
+            self.made.register_hook(hook)
+        return self.head(self.made.tanh())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_hook_that_looks_in_two_backwards(changes):
+    """Silently wrong before: the second look was counted as one of the other hook."""
+    found = []
+    for is_sharded in (False, True):
+        model = Hooked(lambda grad: None, clamp if changes else lambda grad: grad)
+        with flex_of(model, records := {}, "dp", is_sharded) as flex:
+            flex.register_full_backward_pre_hook(HookFunction("front"))
+            loss = flex(rows(BATCH, is_sharded)).square().mean()
+            torch.autograd.grad(loss, model.made, retain_graph=True)
+            if changes and is_sharded:
+                with pytest.raises(ValueError, match=rf"'front'.*{OWN_HOOK}"):
+                    loss.backward()
+                return
+            loss.backward()
+        found.append(records)
+    if dist.get_rank() == 0:
+        assert_close(*found)
+
+
+@pytest.mark.ranks(2)
+def test_a_hook_that_changes_the_gradient_in_its_second_backward():
+    """Silently wrong before: it had looked in the first one."""
+    calls = []
+
+    def hook(grad):
+        calls.append(grad)
+        return grad if len(calls) == 1 else clamp(grad)
+
+    model = Hooked(hook)
+    with flex_of(model, {}, "dp", True) as flex:
+        flex.register_full_backward_pre_hook(HookFunction("front"))
+        loss = flex(rows(BATCH, True)).square().mean()
+        torch.autograd.grad(loss, model.made, retain_graph=True)
+        with pytest.raises(ValueError, match=rf"'front'.*{OWN_HOOK}"):
+            loss.backward()
+
+
+class Forces(nn.Module):
+    """Returns minus the gradient of an energy."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.front, self.head = nn.Linear(8, 8).double(), nn.Linear(8, 1).double()
+        self.only_energy = False
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        energy = self.head(self.front(x).tanh())
+        if self.only_energy:
+            return energy
+        return -torch.autograd.grad(energy.sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("is_followed", [True, False])
+def test_a_backward_inside_of_the_forward(is_followed):
+    """Silently wrong before: its gradients were divided as those of the ranks' mean loss are."""
+    model = Forces()
+    with flex_of(model, {}, "dp", True) as flex:
+        flex.register_full_backward_pre_hook(HookFunction("front"))
+        if not is_followed:
+            model.only_energy = True
+            flex(rows(BATCH, True)).mean().backward()
+            model.only_energy = False
+        with pytest.raises(ValueError, match=r"'front': a backward that begins inside"):
+            flex(rows(BATCH, True))
+
+
+class CopiesOrNot(nn.Module):
+    """A column layer, with a copy to the ranks in front of it or without one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(8).double()
+        self.columns = models.ColumnLinear(nn.Linear(8, 8).double(), dist.group.WORLD)
+        self.columns.in_features = self.columns.out_features = 8
+
+    def forward(self, x, copies):
+        x = self.norm(x)
+        return self.columns(x) if copies else F.linear(x, self.columns.weight)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("lengths", [(), (3, 5, 7, 9)])
+def test_a_weight_whose_gradient_other_forwards_hold_otherwise(lengths):
+    """Silently wrong before, twice the gradient: the four forwards that were followed last told of
+    a backward of another one.
+    """
+    with flex_of(CopiesOrNot(), records := {}, "tp", True) as flex:
+        flex.register_hook(HookFunction("norm.weight"))
+        flex(models.random(2, 8), True).square().sum().backward()
+        found = [list(kept) for kept in records.values()]
+        for length in lengths:
+            flex(models.random(length, 8), False)
+        loss = flex(models.random(2, 8), True).square().sum()
+        if lengths:
+            with pytest.raises(ValueError, match=r"'norm.weight'.*not known"):
+                loss.backward()
+            return
+        loss.backward()
+        assert_close(list(records.values()), found)
