@@ -589,10 +589,9 @@ class AxisProofs:
         """Whether a layer has looked rows up in its shard of a table, or has set some of them to 0,
         which other ranks have.
         """
-        if self.axis != "tp" or self._module.rpartition("/")[0] not in self._sharded:
-            return False
         if operation.name == "embedding":
-            return operation["weight"].placement == Shard(0)
+            is_layer = self._module.rpartition("/")[0] in self._sharded
+            return self.axis == "tp" and is_layer and operation["weight"].placement == Shard(0)
         return operation.name in _MASKS and bool(values) and values[0] in self.looked_up
 
     def _copies_blank(self, operation: Operation, values: Sequence[Any]) -> bool:
@@ -751,7 +750,10 @@ class AxisProofs:
             found = None
             if axes is not None and place < len(reader.operands):
                 operand, read = reader.operands[place], reader.values[place]
-                if read in self.looked_up and self._completes_shards(reduction, axes):
+                is_sum = reduction == "sum" and axes == (self.axis,)
+                if read in self.looked_up and is_sum:
+                    # By the layer's contract: each row is looked up on one rank, and is 0 on the
+                    # others, which rules don't see.
                     operand = replace(operand, placement=Partial())
                 found = collectives.placement(self, base, reduction, axes, operand, read)
                 if collectives.ends(self.reduced.get(read, ""), base, reduction, axes, self.axis):
@@ -766,13 +768,6 @@ class AxisProofs:
             self._know(value, found)
             self._received.add(value)
         self._follow_writes(outputs, [entry[7] for entry in entries], name)
-
-    def _completes_shards(self, reduction: str, axes: tuple[str, ...]) -> bool:
-        """Whether the layer that runs adds up what it looked up in its shard of a table, by its own
-        contract: rules don't see that each row is looked up on one rank, and is 0 on the others.
-        """
-        is_sum = reduction == "sum" and (self.axis,) == axes == ("tp",)
-        return is_sum and self._module.rpartition("/")[0] in self._sharded
 
     def _follow_reduced(
         self,
@@ -808,6 +803,7 @@ _SPLITS = {
 # What layers do to the rows that they looked up, but that are other ranks'.
 _MASKS = {
     "masked_fill", "index_put", "_index_put_impl", "mul", "where", "clone", "_to_copy", "transpose",
+    "split", "chunk", "cat", "view", "alias", "detach",
 }  # fmt: skip
 _VIEWS = {
     "aten::view",
@@ -1054,7 +1050,7 @@ def _counts(operation: Operation) -> bool:
     operand, dims = operation.operands[0], operation.by_rank("dim")
     shard = operand.shard
     is_split = shard is not None and shard.dim in {dim % operand.ndim for dim in dims}
-    return operand.placement is None or is_split
+    return is_split or (operand.placement is None and not is_by_width)
 
 
 def _kind(item: Any) -> str:
