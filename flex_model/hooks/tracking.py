@@ -294,6 +294,7 @@ class Tracking:
                     of_gradients[Place(registration.site, 0)] = of_weight, None
         self._note_gradients(follower, layouts, of_gradients)
         layouts.state = list(map(follower.placements, left))
+        layouts.comparisons = follower.recorder.comparisons
         self._kept.note(follower, attributes)
         layouts.attributes = {
             name: self._kept.pair(tensor) for name, tensor in self._attributes.tensors().items()

@@ -25,6 +25,7 @@ from flex_model.errors import HookError
 from flex_model.layouts.arguments import describe
 from flex_model.layouts.attributes import Attributes
 from flex_model.layouts.follow import Follower, Pair
+from flex_model.layouts.sizes import COMPARISONS
 
 _MOST = 256
 _MOST_ASKED = 4
@@ -53,7 +54,9 @@ class ForwardLayouts:
         gradients: Placements of the gradients of the tensors that have one.
         graph: Follows the backward of the forward that was followed; ``values`` stand for the
             tensors in it. Kept as long as a gradient is not known.
-        growth: By how much these grow from call to call, where the forward is a predicted one.
+        comparisons: Of sizes that the forward compared: by what, and the numbers on this rank.
+        growth: By how much the shapes grow from call to call, where the forward is a predicted one;
+            ``comparison_growth``: likewise, the numbers that are compared.
         num_asked: How often it was followed once more to see its backward.
     """
 
@@ -65,7 +68,9 @@ class ForwardLayouts:
     state: list[Pair] = field(default_factory=list)
     buffers: dict[str, Pair] = field(default_factory=dict)
     attributes: dict[tuple[int, int], Pair] = field(default_factory=dict)
+    comparisons: list[tuple[str, Any, Any]] = field(default_factory=list)
     growth: dict[Place, Shape] | None = None
+    comparison_growth: list[tuple[Any, Any]] = field(default_factory=list)
     num_asked: int = 0
 
     def asks_for_gradients(self) -> bool:
@@ -76,6 +81,13 @@ class ForwardLayouts:
             return False
         self.num_asked += 1
         return True
+
+    def decides_otherwise(self) -> bool:
+        """Whether a comparison of sizes has another answer in the next predicted forward."""
+        return any(
+            COMPARISONS[by](left + more, right + by_right) != COMPARISONS[by](left, right)
+            for (by, left, right), (more, by_right) in zip(self.comparisons, self.comparison_growth)
+        )
 
     def check(self, place: Place, shape: Shape, name: str) -> Pair:
         """The placements of the tensor at this place, in a forward that is not followed.
@@ -119,11 +131,13 @@ class LayoutMemory:
         self._forwards: dict[int, ForwardLayouts] = {}
         self._growing: dict[int, _Growing] = {}
         self._sizes: dict[int, tuple[int, ...]] = {}  # on this rank, of the last call of a form
+        self._form_keys: dict[int, int] = {}  # by form on this rank: that of all ranks
+        self._form = 0  # of the forward that begins
 
     def clear(self) -> None:
         """Nothing is remembered. Local."""
         self._num_cleared += 1
-        for table in (self._forwards, self._growing, self._sizes):
+        for table in (self._forwards, self._growing, self._sizes, self._form_keys):
             table.clear()
 
     def words(self, form: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -133,11 +147,15 @@ class LayoutMemory:
             form: Stands for all but the sizes.
         """
         form = site_hash(form, self._num_cleared)
+        self._form = form
         before = self._sizes.get(form, ())
         _make_room(self._sizes)
         self._sizes[form] = sizes
         by = tuple(new - old for new, old in zip(sizes, before))
         grows = len(sizes) == len(before) and set(by) == {0, 1}
+        growing = self._growing.get(self._form_keys.get(form, 0))
+        if growing is not None and growing.is_proven and growing.layouts is not None:
+            grows = grows and not growing.layouts.decides_otherwise()
         step = site_hash(by) if grows else 0
         words = (form, site_hash(form, sizes), step)
         return tuple(half for word in words for half in (word & 0x7FFFFFFF, word >> 32))
@@ -152,6 +170,8 @@ class LayoutMemory:
         key = Key(site_hash(*sizes), site_hash(*forms))
         step = site_hash(*steps) if all(map(any, steps)) else 0
         known = self._forwards.get(key.forward)
+        _make_room(self._form_keys)
+        self._form_keys[self._form] = key.form
         if key.form not in self._growing:
             _make_room(self._growing)
         growing = self._growing.setdefault(key.form, _Growing())
@@ -189,9 +209,11 @@ class LayoutMemory:
         growing = self._growing[key.form]
         last, growing.layouts = growing.layouts, layouts
         growth = None if last is None or not growing.step else _growth(last, layouts)
+        compared = list(zip(() if last is None else last.comparisons, layouts.comparisons))
         growing.is_proven = growth is not None
         if growth is not None:
-            growing.layouts = replace(layouts, growth=growth)
+            by = [(new[1] - old[1], new[2] - old[2]) for old, new in compared]
+            growing.layouts = replace(layouts, growth=growth, comparison_growth=by)
 
 
 @dataclass(frozen=True)
@@ -213,6 +235,8 @@ def _growth(before: ForwardLayouts, after: ForwardLayouts) -> dict[Place, Shape]
         return None
     if before.buffers != after.buffers or before.attributes != after.attributes:
         return None
+    if [by for by, *_ in before.comparisons] != [by for by, *_ in after.comparisons]:
+        return None
     growth = {}
     for place, shape in after.shapes.items():
         old = before.shapes[place]
@@ -228,7 +252,9 @@ def _grown(layouts: ForwardLayouts) -> ForwardLayouts:
         place: tuple(size + by for size, by in zip(shape, layouts.growth[place]))
         for place, shape in layouts.shapes.items()
     }
-    return replace(layouts, shapes=shapes)
+    grown = zip(layouts.comparisons, layouts.comparison_growth)
+    comparisons = [(by, left + more, right + mr) for (by, left, right), (more, mr) in grown]
+    return replace(layouts, shapes=shapes, comparisons=comparisons)
 
 
 class Conditions:

@@ -38,9 +38,11 @@ from flex_model.layouts.sizes import (
     encoded,
     expression_of,
     is_asked_by_model,
+    leaves,
     meaning,
     on_comparison,
     on_conversion,
+    operand_of,
     plain,
     tagged,
 )
@@ -131,6 +133,7 @@ class Recorder(TorchDispatchMode):
         self._nodes = BackwardNodes(self)
         self._unsettled = Unsettled(log)
         self._carriers: list[Any] = []  # of the operation whose arguments are encoded
+        self.comparisons: list[tuple[str, Any, Any]] = []  # of sizes, as they are on this rank
         self.sizes = CallSizes()
         self.reduction = ""  # of the call of torch.distributed that runs
         self.stated_sizes: frozenset[int] = frozenset()  # by the module that runs
@@ -186,9 +189,13 @@ class Recorder(TorchDispatchMode):
         if not self.is_paused:
             self.log.add("number", number, expression, name)
 
-    def _note_comparison(self, by: str, own: Expression, other: Expression, answer: bool) -> None:
-        if not self.is_paused:
-            self.log.add("compared", by, own, other, answer)
+    def _note_comparison(self, by: str, own: Any, other: Any, answer: bool) -> None:
+        if self.is_paused:
+            return
+        expressions = operand_of(own), operand_of(other)
+        self.log.add("compared", by, *expressions, answer)
+        if not any(leaf[0] == "read" for leaf in leaves(expressions[0]) | leaves(expressions[1])):
+            self.comparisons.append((by, plain(own), plain(other)))
 
     # Tensors and their values.
 
@@ -475,10 +482,12 @@ class Recorder(TorchDispatchMode):
         schema: Any,
     ) -> None:
         written = memory_map.written_by(schema, args, kwargs)
-        leaves = [leaf for leaf in tree_iter(result) if leaf is not None]
-        tensors = written or [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        results = [leaf for leaf in tree_iter(result) if leaf is not None]
+        tensors = written or [leaf for leaf in results if isinstance(leaf, Tensor)]
         numbers = tuple(
-            leaf for leaf in leaves if isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
+            leaf
+            for leaf in results
+            if isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
         )
         if not tensors and not numbers:
             return

@@ -81,8 +81,8 @@ class _Tagged:
 #: Called with a number that a size is converted to, its expression, and the conversion's name.
 on_conversion: list[Callable[[Any, Expression, str], None]] = []
 
-#: Called with what two numbers were compared by, their expressions, and the answer.
-on_comparison: list[Callable[[str, Expression, Expression, bool], None]] = []
+#: Called with what two numbers were compared by, the numbers, and the answer.
+on_comparison: list[Callable[[str, Any, Any, bool], None]] = []
 
 WHOLE = "whole"  # whether a slice takes all of a dim
 
@@ -154,7 +154,8 @@ def expression_of(value: Any) -> Expression | None:
     return value.expression if isinstance(value, _Tagged) else None
 
 
-def _operand(value: Any) -> Expression:
+def operand_of(value: Any) -> Expression:
+    """The expression of a number, tagged or not."""
     return value.expression if isinstance(value, _Tagged) else ("number", value)
 
 
@@ -173,7 +174,7 @@ def _method(name: str, reflected: bool) -> Callable[[Any, Any], Any]:
         numbers = plain(self), plain(other)
         left, right = reversed(numbers) if reflected else numbers
         first, second = (other, self) if reflected else (self, other)
-        expression = (name, _operand(first), _operand(second))
+        expression = (name, operand_of(first), operand_of(second))
         return tagged(compute(left, right), expression)
 
     return method
@@ -225,7 +226,7 @@ def _comparison(name: str) -> Any:
         answer = compare(plain(self), plain(other))
         if on_comparison and is_asked_by_model():
             for note in on_comparison:
-                note(name, self.expression, _operand(other), answer)
+                note(name, self, other, answer)
         return answer
 
     return method

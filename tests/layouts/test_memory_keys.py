@@ -279,3 +279,45 @@ def test_a_tensor_in_an_attribute_of_a_forward_without_hooks_is_not_known():
         flex.register_forward_hook(HookFunction("head"))
         with pytest.raises(ValueError, match="not known"):
             flex(mine(X))
+
+
+# ---- Lengths that grow ---------------------------------------------------------------------------
+
+
+class LongIsCentered(nn.Module):
+    """From some length on the rows of the batch are centered."""
+
+    def __init__(self, longest):
+        super().__init__()
+        torch.manual_seed(0)
+        self.longest, self.head = longest, nn.Linear(8, 8).double()
+
+    def forward(self, x):
+        return self.head(x - x.mean(0) if x.shape[1] > self.longest else x)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("longest", [5, 20])
+def test_lengths_are_predicted_up_to_the_one_that_decides_otherwise(longest):
+    """They were predicted whatever the model compares them with, without a word."""
+    flex, whole = (
+        FlexModel(LongIsCentered(longest), {}, data_parallel_size=2),
+        LongIsCentered(longest),
+    )
+    with flex, torch.no_grad():
+        flex.register_forward_hook(HookFunction("head"))
+        for length in range(1, 6):
+            full = torch.randn(
+                4, length, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+            )
+            flex(mine(full))
+            if dist.get_rank() == 0:
+                torch.testing.assert_close(flex.output_ptr["head"][0], whole(full))
+        assert flex._core.tracking.num_followed == 2
+        longer = torch.ones(4, 6, 8, dtype=torch.float64)
+        if longest == 5:
+            with pytest.raises(ValueError, match="not known"):
+                flex(mine(longer))
+        else:
+            flex(mine(longer))
+            assert flex._core.tracking.num_followed == 2
