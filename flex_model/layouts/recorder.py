@@ -38,6 +38,7 @@ from flex_model.layouts.sizes import (
     encoded,
     expression_of,
     is_asked_by_model,
+    is_run_by_model,
     leaves,
     meaning,
     on_comparison,
@@ -727,7 +728,7 @@ class Recorder(TorchDispatchMode):
         meant = meaning(argument)
         if meant == "value":
             return meant  # also of other operations inside of the call
-        if not self.sizes.name:
+        if not self.sizes.name and is_run_by_model():  # by a script
             return "unseen" if meant and argument.name != "step" else ""
         if not is_called:
             return ""

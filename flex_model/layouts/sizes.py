@@ -186,6 +186,7 @@ def _note(number: Any, expression: Expression, conversion: str) -> None:
             note(number, expression, conversion)
 
 
+_BETWEEN = ("flex_model.layouts.", "torch._dynamo.", "torch._compile")
 _SHARDING = (
     "torch.distributed.",
     "torch.nn.parallel.",
@@ -200,10 +201,22 @@ def is_asked_by_model() -> bool:
     """Whether the model asks, and not what shards it, which looks after its own tensors. To be
     called by what is asked.
     """
-    frame = sys._getframe(2)
-    while frame.f_globals.get("__name__") == __name__ and frame.f_back is not None:
+    return not _is_of(_outside(sys._getframe(2), (__name__,)), _SHARDING)
+
+
+def is_run_by_model() -> bool:
+    """Likewise, of an operation that is recorded."""
+    return not _is_of(_outside(sys._getframe(1), _BETWEEN), _SHARDING)
+
+
+def _outside(frame: Any, modules: tuple[str, ...]) -> Any:
+    while frame.f_back is not None and _is_of(frame, modules):
         frame = frame.f_back
-    return not frame.f_globals.get("__name__", "").startswith(_SHARDING)
+    return frame
+
+
+def _is_of(frame: Any, modules: tuple[str, ...]) -> bool:
+    return bool(frame.f_globals.get("__name__", "").startswith(modules))
 
 
 def _conversion(kind: type, name: str) -> Any:
