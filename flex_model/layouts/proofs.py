@@ -32,7 +32,6 @@ from flex_model.layouts.propagation.operation import (
 from flex_model.layouts.sizes import (
     COMPARISONS,
     CONVERSIONS,
-    WHOLE,
     Expression,
     divides_by,
     evaluate,
@@ -310,14 +309,14 @@ class AxisProofs:
 
     def _follow_comparison(self, entries: tuple[Entry, ...]) -> None:
         """Likewise of a comparison of sizes, or of numbers that were read from tensors."""
-        _, by, own, other, _ = entries[0]
+        _, by, own, other, _, is_check = entries[0]
         unknown = [leaf for leaf in {*leaves(own), *leaves(other)} if self.number(leaf) is None]
         if any(kind == "read" for kind, *_ in unknown):
             self._has_asked = True
             self.is_astray |= not self._trusts_answers
             return
-        if any(value not in self.shapes for _, value, _ in unknown) or (unknown and by == WHOLE):
-            return  # nothing was seen of it, or what is sliced is not known itself
+        if any(value not in self.shapes for _, value, _ in unknown) or (unknown and is_check):
+            return  # nothing was seen of it, or torch checks what is not known itself
         for sizes in itertools.product(*map(self._possible_sizes, unknown)):
             known = dict(zip(unknown, sizes))
 

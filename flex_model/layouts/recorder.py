@@ -38,6 +38,7 @@ from flex_model.layouts.sizes import (
     encoded,
     expression_of,
     is_asked_by_model,
+    is_asked_by_torch,
     is_run_by_model,
     leaves,
     meaning,
@@ -194,7 +195,7 @@ class Recorder(TorchDispatchMode):
         if self.is_paused:
             return
         expressions = operand_of(own), operand_of(other)
-        self.log.add("compared", by, *expressions, answer)
+        self.log.add("compared", by, *expressions, answer, is_asked_by_torch())
         if not any(leaf[0] == "read" for leaf in leaves(expressions[0]) | leaves(expressions[1])):
             self.comparisons.append((by, plain(own), plain(other)))
 
@@ -923,7 +924,7 @@ class _FunctionRecorder(TorchFunctionMode):
                 own = expression_of(number)
                 if own is not None or (number is stop is not None and value):
                     own = ("number", plain(number)) if own is None else own
-                    self._recorder.log.add("compared", WHOLE, own, other, True)
+                    self._recorder.log.add("compared", WHOLE, own, other, True, True)
 
     def _read_number(self, func: Any, tensor: Tensor, args: Any, kwargs: Any) -> Any:
         """The tensor's only element, that remembers of which tensor."""

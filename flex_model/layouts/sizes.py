@@ -209,6 +209,11 @@ def is_run_by_model() -> bool:
     return not _is_of(_outside(sys._getframe(1), _BETWEEN), _SHARDING)
 
 
+def is_asked_by_torch() -> bool:
+    """Whether a function of torch asks, which checks what it is given."""
+    return _is_of(_outside(sys._getframe(1), _BETWEEN), ("torch.",))
+
+
 def _outside(frame: Any, modules: tuple[str, ...]) -> Any:
     while frame.f_back is not None and _is_of(frame, modules):
         frame = frame.f_back
