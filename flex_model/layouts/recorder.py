@@ -939,8 +939,13 @@ class _FunctionRecorder(TorchFunctionMode):
         return number
 
     def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A shape, or one size of it, that remembers of what it is."""
-        result = func(*args, **kwargs)
+        """A shape, or one size of it, that remembers of what it is; or another attribute."""
+        recorder = self._recorder
+        before, recorder.sizes = recorder.sizes, CallSizes(getattr(func, "__name__", ""))
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            recorder.sizes = before
         tensor = args[0] if args else None
         if func == _DATA:
             self._recorder._is_same(args, result)

@@ -29,6 +29,7 @@ ELSEWHERE = {
     "which is not written to": "needs accelerate's offloading to disk",
     "set it before the model is dispatched": "needs accelerate's offloading",
     "reduce gradients over the ranks first": "needs Megatron's finalize_model_grads",
+    "(torch.autograd.grad, as of an energy)": "layouts/test_gradients_of_others",
     "leave out rows=": "a choice of editing functions: test_editing",
     "give the size of the full tensor there": "test_errors: a contradicted expected_shape",
     "hook it to see the error": "a row of a report: test_inspection",
