@@ -385,8 +385,8 @@ def test_a_backward_inside_of_the_forward(is_followed):
     with flex_of(model, records := {}, "dp", True) as flex:
         flex.register_forward_hook(HookFunction("front"))
         flex(rows(BATCH, True))
-        if dist.get_rank() == 0:
-            assert_close(records["front"][0], model.front(BATCH))
+    if dist.get_rank() == 0:
+        assert_close(records["front"][0], model.front(BATCH))
 
 
 class CopiesOrNot(nn.Module):
