@@ -186,6 +186,8 @@ def _note(number: Any, expression: Expression, conversion: str) -> None:
             note(number, expression, conversion)
 
 
+# Their functions are called by what asks.
+_PASSING_ON = (__name__, "torch._tensor", "torch.storage")
 _BETWEEN = ("flex_model.layouts.", "torch._dynamo.", "torch._compile")
 _SHARDING = (
     "torch.distributed.",
@@ -201,7 +203,7 @@ def is_asked_by_model() -> bool:
     """Whether the model asks, and not what shards it, which looks after its own tensors. To be
     called by what is asked.
     """
-    return not _is_of(_outside(sys._getframe(2), (__name__,)), _SHARDING)
+    return not _is_of(_outside(sys._getframe(2), _PASSING_ON), _SHARDING)
 
 
 def is_run_by_model() -> bool:
