@@ -871,7 +871,7 @@ class _FunctionRecorder(TorchFunctionMode):
         if name in _AS and len(args) == 2 and isinstance(args[1], Tensor):
             func, name = _AS[name]
             args = args[0], self._read(torch.Tensor.size, args[1:], {})
-        if name in ("__getitem__", "__setitem__") and len(args) > 1:
+        if name in ("__getitem__", "__setitem__") and len(args) > 1 and is_run_by_model():
             self._note_whole_slices(args[0], args[1])
         before, recorder.sizes = recorder.sizes, CallSizes(name, args, kwargs)
         recorder.reduction = composites.reduction_of(func, kwargs)
