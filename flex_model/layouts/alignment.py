@@ -93,8 +93,17 @@ def _form(entry: Entry) -> Any:
         _, name, args, kwargs, outputs, _, _, carriers = entry
         return kind, name, len(carriers), _tensors(args), _tensors(kwargs), _made(outputs)
     if kind == "collective":
-        _, name, reduction, axes, args, kwargs, outputs, _ = entry
-        return kind, name, reduction, axes, _tensors(args), _tensors(kwargs), _made(outputs)
+        _, name, reduction, axes, args, kwargs, outputs, _, by_plan = entry
+        return (
+            kind,
+            name,
+            reduction,
+            axes,
+            by_plan,
+            _tensors(args),
+            _tensors(kwargs),
+            _made(outputs),
+        )
     if kind in ("read", "asked"):
         return kind
     if kind in ("number", "compared"):

@@ -10,7 +10,7 @@ An entry is a tuple of plain values (numbers, texts, None, and tuples of such):
   which has another value from then on.
 - ``("op", name, args, kwargs, outputs, numbers, writes, carriers)``: an operation; ``carriers``:
   the values that it read and hands gradients to.
-- ``("collective", name, reduction, axes, args, kwargs, outputs, writes)``: one along ``axes``,
+- ``("collective", name, reduction, axes, args, kwargs, outputs, writes, by_plan)``: along ``axes``,
   which are None for a group that is no axis of the mesh; ``reduction``: "sum" and the like, ""
   where there is none, or it is not known.
 - ``("lost", values)``: these values are not known from here on.

@@ -120,6 +120,7 @@ class AxisProofs:
         self._local_values: set[Any] = set()  # sizes of this rank's, made plain numbers
         self._has_asked = False  # whether something is so of such a tensor
         self._sharded: set[str] = set()  # modules with a weight of which ranks have shards
+        self._left = ""  # the module that has just ended
         self._modules: list[str] = []  # that run
         self._suspect: str | None = None  # the outermost of them that has made such numbers
         self._asks_of_parts: set[Value] = set()  # whether all, or any, elements of shards are so
@@ -249,6 +250,7 @@ class AxisProofs:
                     self.open.pop(value, None)
         elif kind == "enter":
             self._modules.append(entries[0][1])
+            self._left = ""
         elif kind == "exit":
             self._follow_exit(entries[0][1])
         elif kind == "read":
@@ -285,7 +287,7 @@ class AxisProofs:
 
     def _follow_exit(self, path: str) -> None:
         while path in self._modules:
-            left = self._modules.pop()
+            left = self._left = self._modules.pop()
             self._suspect = None if left == self._suspect else self._suspect
 
     @property
@@ -734,7 +736,7 @@ class AxisProofs:
     # Collectives.
 
     def _follow_collective(self, entries: tuple[Entry, ...]) -> None:
-        _, name, reduction, axes, args, _, outputs, _ = entries[0]
+        _, name, reduction, axes, args, _, outputs, _, by_plan = entries[0]
         reader = _Reader(self, len(entries))
         for i in range(len(args)):
             reader.read([entry[4][i] for entry in entries], "")
@@ -750,9 +752,9 @@ class AxisProofs:
             if axes is not None and place < len(reader.operands):
                 operand, read = reader.operands[place], reader.values[place]
                 is_sum = reduction == "sum" and axes == (self.axis,)
-                if read in self.looked_up and is_sum:
-                    # By the layer's contract: each row is looked up on one rank, and is 0 on the
-                    # others, which rules don't see.
+                if is_sum and (read in self.looked_up or (by_plan and self._has_left_layer)):
+                    # By the layer's contract, which rules don't see: each row is looked up on one
+                    # rank, and is 0 on the others; a plan says that experts' sums are parts of one.
                     operand = replace(operand, placement=Partial())
                 found = collectives.placement(self, base, reduction, axes, operand, read)
                 if collectives.ends(self.reduced.get(read, ""), base, reduction, axes, self.axis):
@@ -767,6 +769,12 @@ class AxisProofs:
             self._know(value, found)
             self._received.add(value)
         self._follow_writes(outputs, [entry[7] for entry in entries], name)
+
+    @property
+    def _has_left_layer(self) -> bool:
+        """Whether a module with a shard of a weight runs, or has just ended."""
+        layers = {path.rpartition("/")[0] for path in (self._module, self._left)}
+        return self.axis == "tp" and not layers.isdisjoint(self._sharded)
 
     def _follow_reduced(
         self,

@@ -39,6 +39,7 @@ from flex_model.layouts.sizes import (
     expression_of,
     is_asked_by_model,
     is_asked_by_torch,
+    is_of_a_plan,
     is_run_by_model,
     leaves,
     meaning,
@@ -644,7 +645,8 @@ class Recorder(TorchDispatchMode):
         outputs, writes = self._outputs(made, bool(written), name)
         self._received.update(output[0] for output in outputs)
         reduction = self._reduction(func._schema, args)
-        self.log.add("collective", name, reduction, axes, *encoded[:2], outputs, writes)
+        by_plan = is_of_a_plan()
+        self.log.add("collective", name, reduction, axes, *encoded[:2], outputs, writes, by_plan)
         return result
 
     def _reduction(self, schema: Any, args: Any) -> str:

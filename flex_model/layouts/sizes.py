@@ -188,6 +188,7 @@ def _note(number: Any, expression: Expression, conversion: str) -> None:
 
 # Their functions are called by what asks.
 _PASSING_ON = (__name__, "torch._tensor", "torch.storage")
+_PLANS = ("transformers.distributed.", "transformers.integrations.tensor_parallel")
 _BETWEEN = ("flex_model.layouts.", "torch._dynamo.", "torch._compile")
 _SHARDING = (
     "torch.distributed.",
@@ -214,6 +215,11 @@ def is_run_by_model() -> bool:
 def is_asked_by_torch() -> bool:
     """Whether a function of torch asks, which checks what it is given."""
     return _is_of(_outside(sys._getframe(1), _BETWEEN), ("torch.",))
+
+
+def is_of_a_plan() -> bool:
+    """Whether Hugging Face's tensor parallelism runs an operation, by the model's plan."""
+    return _is_of(_outside(sys._getframe(1), ("flex_model.layouts.", "torch.")), _PLANS)
 
 
 def _outside(frame: Any, modules: tuple[str, ...]) -> Any:
