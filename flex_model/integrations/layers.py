@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor, nn
@@ -159,14 +160,14 @@ def _is_share_of_units(own: int, full: int, mesh: Mesh) -> bool:
     shared out as ``torch.chunk`` or ``torch.tensor_split`` do.
     """
     place = mesh.coordinates["tp"]
-    for unit in range(1, full + 1):
-        if full % unit == 0 and own % unit == 0:
-            num_units = full // unit
-            each, rest = divmod(num_units, mesh.tp_size)
-            most = -(-num_units // mesh.tp_size)
-            shares = each + (place < rest), min(most, max(0, num_units - place * most))
-            if own // unit in shares:
-                return True
+    most_in_unit = math.gcd(own, full)
+    for unit in (unit for unit in range(1, most_in_unit + 1) if most_in_unit % unit == 0):
+        num_units = full // unit
+        each, rest = divmod(num_units, mesh.tp_size)
+        most = -(-num_units // mesh.tp_size)
+        shares = each + (place < rest), min(most, max(0, num_units - place * most))
+        if own // unit in shares:
+            return True
     return False
 
 

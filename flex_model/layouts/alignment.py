@@ -94,16 +94,8 @@ def _form(entry: Entry) -> Any:
         return kind, name, len(carriers), _tensors(args), _tensors(kwargs), _made(outputs)
     if kind == "collective":
         _, name, reduction, axes, args, kwargs, outputs, _, by_plan = entry
-        return (
-            kind,
-            name,
-            reduction,
-            axes,
-            by_plan,
-            _tensors(args),
-            _tensors(kwargs),
-            _made(outputs),
-        )
+        read = _tensors(args), _tensors(kwargs)
+        return kind, name, reduction, axes, by_plan, *read, _made(outputs)
     if kind in ("read", "asked"):
         return kind
     if kind in ("number", "compared"):

@@ -126,7 +126,9 @@ def bind(
 ) -> Bound | None:
     """The call as that of an ATen operation; None if it is followed by its steps."""
     operation = _FOLLOWED.get(func)
-    if operation is None or _is_overridden(types) or not args or "out" in kwargs:
+    if operation is None or _is_overridden(types):
+        return None
+    if not args or "out" in kwargs:  # torch.matmul(input=..., other=...)
         return None
     if operation is _RESHAPE and len(args) > 1 and isinstance(args[1], int):
         args = (args[0], tuple(args[1:]))  # reshape(2, 3)

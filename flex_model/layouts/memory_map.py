@@ -143,16 +143,26 @@ def statistics_written_by(name: str, args: Sequence[Any]) -> list[Tensor]:
 
 
 def number_of(constant: Tensor) -> Any:
-    """The element of a tensor of one on the host; None of others. Without torch's operations, which
-    modes may run on shapes alone.
-    """
-    if type(constant) is not Tensor or storage_of(constant) is None or constant.numel() != 1:
-        return None
+    """The element of a tensor of one on the host; None of others."""
     letter = _LETTERS.get(constant.dtype)
-    if letter is None or constant.device.type != "cpu":
+    if letter is None or constant.device.type != "cpu" or constant.numel() != 1:
         return None
-    data = ctypes.string_at(constant.data_ptr(), constant.element_size())
-    return struct.unpack(letter, data)[0]
+    data = bytes_of(constant)
+    return None if data is None else struct.unpack(letter, data)[0]
+
+
+def bytes_of(constant: Tensor) -> bytes | None:
+    """The memory that a tensor shows, and of one that is not contiguous all of its storage; None of
+    what is no plain memory. Read without torch's operations, which modes may run on shapes alone.
+    """
+    is_plain = type(constant) is Tensor and storage_of(constant) is not None
+    if not is_plain or constant.is_meta:
+        return None
+    host = constant if constant.device.type == "cpu" else constant.cpu()
+    if host.is_contiguous():
+        return ctypes.string_at(host.data_ptr(), host.numel() * host.element_size())
+    storage = host.untyped_storage()
+    return ctypes.string_at(storage.data_ptr(), storage.nbytes())
 
 
 _LETTERS = {

@@ -35,10 +35,7 @@ def made(operation: Operation, values: Sequence[Any], known: Mapping[Any, Shard]
     if operation.name == "arange":
         counts = [shape[0] for shape in operation.outputs[0].shapes]
         full = operation.full_sizes.get("end", [None])
-        starts, steps = (
-            operation.by_rank(name) if name in operation.arguments[0] else [number]
-            for name, number in (("start", 0), ("step", 1))
-        )
+        starts, steps = _starts_and_steps(operation)
         is_plain = set(starts) == {0} and set(steps) == {1}
         return Shard(0) if is_plain and list(full) == [sum(counts)] else None
     if operation.name not in _MOVES or len(operation.operands) != 1 or values[0] not in known:
@@ -48,16 +45,23 @@ def made(operation: Operation, values: Sequence[Any], known: Mapping[Any, Shard]
     return moved if isinstance(moved, Shard) and moved.parts == 1 else None
 
 
+def _starts_and_steps(operation: Operation) -> list[list[Any]]:
+    """Of ``torch.arange``, by rank."""
+    return [
+        operation.by_rank(name)
+        if name in operation.arguments[0]
+        else [default] * operation.num_ranks
+        for name, default in (("start", 0), ("step", 1))
+    ]
+
+
 def ranges(
     operation: Operation, values: Sequence[Any], known: Mapping[Any, Ranges]
 ) -> Ranges | None:
     """The numbers in the result, which count on by one on each rank; ``known``: of other values."""
     made = operation.outputs[0].shapes if operation.outputs else ()
     if operation.name == "arange":
-        starts, steps = (
-            operation.by_rank(name) if name in operation.arguments[0] else [number] * len(made)
-            for name, number in (("start", 0), ("step", 1))
-        )
+        starts, steps = _starts_and_steps(operation)
         is_counted = set(steps) == {1} and all(isinstance(start, int) for start in starts)
         return tuple(zip(starts, (size for (size,) in made))) if is_counted else None
     before = known.get(values[0]) if len(values) == 1 else None

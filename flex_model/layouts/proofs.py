@@ -453,7 +453,7 @@ class AxisProofs:
             value, stated = output[0], output[3]
             self.shapes[value] = tuple(tuple(entry[4][i][4]) for entry in entries)
             self.steps[value] = Step(text, inputs)
-            if self.axis == "tp" and self._module.rpartition("/")[0] in self._sharded:
+            if self._is_layer(self._module):
                 self.of_layers.add(value)
             told = decode(stated and stated[self._index])
             self._know(value, found[i] if told is None else told)
@@ -591,8 +591,7 @@ class AxisProofs:
         which other ranks have.
         """
         if operation.name == "embedding":
-            is_layer = self._module.rpartition("/")[0] in self._sharded
-            return self.axis == "tp" and is_layer and operation["weight"].placement == Shard(0)
+            return self._is_layer(self._module) and operation["weight"].placement == Shard(0)
         return operation.name in _MASKS and bool(values) and values[0] in self.looked_up
 
     def _copies_blank(self, operation: Operation, values: Sequence[Any]) -> bool:
@@ -752,7 +751,8 @@ class AxisProofs:
             if axes is not None and place < len(reader.operands):
                 operand, read = reader.operands[place], reader.values[place]
                 is_sum = reduction == "sum" and axes == (self.axis,)
-                if is_sum and (read in self.looked_up or (by_plan and self._has_left_layer)):
+                is_of_layer = self._is_layer(self._module) or self._is_layer(self._left)
+                if is_sum and (read in self.looked_up or (by_plan and is_of_layer)):
                     # By the layer's contract, which rules don't see: each row is looked up on one
                     # rank, and is 0 on the others; a plan says that experts' sums are parts of one.
                     operand = replace(operand, placement=Partial())
@@ -770,11 +770,9 @@ class AxisProofs:
             self._received.add(value)
         self._follow_writes(outputs, [entry[7] for entry in entries], name)
 
-    @property
-    def _has_left_layer(self) -> bool:
-        """Whether a module with a shard of a weight runs, or has just ended."""
-        layers = {path.rpartition("/")[0] for path in (self._module, self._left)}
-        return self.axis == "tp" and not layers.isdisjoint(self._sharded)
+    def _is_layer(self, path: str) -> bool:
+        """Whether tensor-parallel ranks have shards of a weight of the module."""
+        return self.axis == "tp" and path.rpartition("/")[0] in self._sharded
 
     def _follow_reduced(
         self,

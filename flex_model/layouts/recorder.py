@@ -9,7 +9,6 @@ tells which is meant, and without it all are named.
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +30,6 @@ from flex_model.layouts.backward_nodes import HOOKS, BackwardNodes, Unsettled, h
 from flex_model.layouts.log import Log, Value, hash_of
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.sizes import (
-    WHOLE,
     CallSizes,
     Expression,
     Size,
@@ -764,18 +762,9 @@ class Recorder(TorchDispatchMode):
 
 
 def _content(constant: Tensor) -> str:
-    """What stands for the elements of a tensor that was made of Python's numbers. Read without
-    torch's operations, which modes below may run on shapes alone.
-    """
-    is_plain = type(constant) is Tensor and memory_map.storage_of(constant) is not None
-    if not is_plain or constant.is_meta:
-        return ""
-    host = constant if constant.device.type == "cpu" else constant.cpu()
-    storage = host.untyped_storage()
-    start, size = storage.data_ptr(), storage.nbytes()
-    if host.is_contiguous():
-        start, size = host.data_ptr(), host.numel() * host.element_size()
-    return blake2b(ctypes.string_at(start, size), digest_size=8).hexdigest()
+    """What stands for the elements of a tensor that was made of Python's numbers."""
+    data = memory_map.bytes_of(constant)
+    return "" if data is None else blake2b(data, digest_size=8).hexdigest()
 
 
 def _slices_by_dim(index: Any, ndim: int) -> Iterator[tuple[int, slice]]:
@@ -801,12 +790,8 @@ def _num_dims(item: Any) -> int:
 
 
 _SIZES = {"__get__", "size", "numel", "nelement"}
-_MADE_OF_SIZES = {
-    "stride",
-    "storage_offset",
-    "untyped_storage",
-    "storage",
-}  # and attributes such as ``nbytes``
+# And attributes such as ``nbytes``.
+_MADE_OF_SIZES = {"stride", "storage_offset", "untyped_storage", "storage"}
 _COUNTS_BYTES = {Tensor.nbytes.__get__}  # type: ignore[attr-defined]
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _NUMBERS = {"item", "__int__", "__float__", "__index__", "__complex__"}
@@ -926,7 +911,7 @@ class _FunctionRecorder(TorchFunctionMode):
                 own = expression_of(number)
                 if own is not None or (number is stop is not None and value):
                     own = ("number", plain(number)) if own is None else own
-                    self._recorder.log.add("compared", WHOLE, own, other, True, True)
+                    self._recorder.log.add("compared", "eq", own, other, True, True)
 
     def _read_number(self, func: Any, tensor: Tensor, args: Any, kwargs: Any) -> Any:
         """The tensor's only element, that remembers of which tensor."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 # ("dim", value id or 0, dim), ("number", n), or an operation's name and its operands' expressions;
@@ -84,8 +84,6 @@ on_conversion: list[Callable[[Any, Expression, str], None]] = []
 #: Called with what two numbers were compared by, the numbers, and the answer.
 on_comparison: list[Callable[[str, Any, Any, bool], None]] = []
 
-WHOLE = "whole"  # whether a slice takes all of a dim
-
 COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "eq": operator.eq,
     "ne": operator.ne,
@@ -93,7 +91,6 @@ COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "le": operator.le,
     "gt": operator.gt,
     "ge": operator.ge,
-    WHOLE: operator.eq,
 }
 
 #: Into numbers of which nothing shows any more that they are sizes; ``math.sqrt`` asks for a float.
@@ -263,7 +260,7 @@ for _kind, _type in ((Size, int), (SizeRatio, float)):
         if _kind is Size or _name not in _OF_INTEGERS:
             setattr(_kind, f"__{_name}__", _method(_name, reflected=False))
             setattr(_kind, f"__r{_name}__", _method(_name, reflected=True))
-    for _name in COMPARISONS.keys() - {WHOLE}:
+    for _name in COMPARISONS:
         setattr(_kind, f"__{_name}__", _comparison(_name))
     for _name in CONVERSIONS:
         if hasattr(_type, _name):
@@ -332,29 +329,28 @@ def factors(expression: Expression) -> set[int]:
     return found | {product} if found else found
 
 
+def _leaves(expression: Expression) -> Iterator[Expression]:
+    """What it is made of, in order."""
+    if expression[0] in _LEAVES:
+        yield expression
+        return
+    for operand in expression[1:]:
+        yield from _leaves(operand)
+
+
 def plain_numbers(expression: Expression) -> set[Any]:
     """The numbers in it of which nothing tells what they are of."""
-    if expression[0] == "number":
-        return {expression[1]}
-    if expression[0] in _LEAVES:
-        return set()
-    return set().union(*map(plain_numbers, expression[1:]))
+    return {leaf[1] for leaf in _leaves(expression) if leaf[0] == "number"}
 
 
 def leaves(expression: Expression) -> set[Expression]:
     """The sizes in it, and the numbers that were read from tensors."""
-    if expression[0] in ("dim", "read"):
-        return {expression}
-    if expression[0] in _LEAVES:
-        return set()
-    return set().union(*map(leaves, expression[1:]))
+    return {leaf for leaf in _leaves(expression) if leaf[0] in ("dim", "read")}
 
 
 def is_of_no_value(expression: Expression) -> bool:
     """Whether it has a size of a tensor of which nothing is known."""
-    if expression[0] in _LEAVES:
-        return expression[0] in ("dim", "read") and expression[1] == 0
-    return any(is_of_no_value(operand) for operand in expression[1:])
+    return any(leaf[1] == 0 for leaf in leaves(expression))
 
 
 def meaning(argument: Any) -> str:
