@@ -72,6 +72,28 @@ def part(model, index, num_stages):
     return model
 
 
+class Scaled(nn.Module):
+    """A stage that scales what it gives, by a keyword argument."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x, scale=None):
+        return self.model(x) * (1 if scale is None else scale)
+
+
+class Transposed(nn.Module):
+    """The rows are along dim 1 inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Identity()
+
+    def forward(self, x):
+        return self.inner(x.t()).t()
+
+
 def my_indices(kind, place, size):
     """The stages of one rank."""
     if kind in SINGLE:

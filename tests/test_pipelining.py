@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from flex_model import FlexModel, HookFunction, sequential
 from flex_model.pipelining import current_microbatch
 from flex_model.pipelining.schedule import stages_of
-from pipelines import ALL, Block, alone_group, make_mlp, make_schedule, part, unsplit
+from pipelines import ALL, Block, Scaled, alone_group, make_mlp, make_schedule, part, unsplit
 
 MSE = nn.MSELoss()
 
@@ -869,14 +869,6 @@ def test_modules_called_again_and_names_shared():
 def test_inputs_along_the_schedules_own_specs():
     """The batch is dim 1, and a keyword argument has a row for each."""
 
-    class Cut(nn.Module):
-        def __init__(self, model):
-            super().__init__()
-            self.model = model
-
-        def forward(self, x, scale=None):
-            return self.model(x) * (1 if scale is None else scale)
-
     model, (x, y) = make_mlp(), data()
     wide, scale = torch.stack([x, x + 1, x - 1]), torch.rand(8, 1)
     expected = unsplit(
@@ -890,7 +882,7 @@ def test_inputs_along_the_schedules_own_specs():
     schedule = make_schedule(
         ALL[0],
         model,
-        cut=lambda m, i, n: Cut(part(m, i, n)) if i else part(m, i, n),
+        cut=lambda m, i, n: Scaled(part(m, i, n)) if i else part(m, i, n),
         args_chunk_spec=(TensorChunkSpec(1),),
         kwargs_chunk_spec={"scale": TensorChunkSpec(0)},
         output_merge_spec=TensorChunkSpec(1),

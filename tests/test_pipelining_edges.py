@@ -19,6 +19,8 @@ from pipelines import (
     ALL,
     MLP,
     SINGLE,
+    Scaled,
+    Transposed,
     alone_group,
     make_mlp,
     make_schedule,
@@ -358,15 +360,6 @@ def test_ranks_that_do_not_do_the_same():
             time.sleep(4)
 
 
-class Scaled(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x, scale=None):
-        return self.inner(x) * (1 if scale is None else scale)
-
-
 @pytest.mark.ranks(2, timeout=20)
 def test_inputs_that_are_not_of_the_whole_batch():
     x, y = data()
@@ -383,14 +376,6 @@ def test_inputs_that_are_not_of_the_whole_batch():
 
 @pytest.mark.ranks(2, timeout=20)
 def test_dims_of_micro_batches_by_name():
-    class Transposed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Identity()
-
-        def forward(self, x):
-            return self.inner(x.t()).t()
-
     def script(flex):
         for i in (2, 6):
             flex.register_forward_hook(HookFunction(f"layers.{i}.act.inner"))

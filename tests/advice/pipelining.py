@@ -12,7 +12,7 @@ import models
 from advice.row import Row
 from flex_model import FlexModel, HookFunction, editing, sequential
 from flex_model.pipelining import SplitPoint, current_microbatch, pipeline
-from pipelines import MLP, alone_group, make_mlp, make_schedule, part
+from pipelines import MLP, Scaled, Transposed, alone_group, make_mlp, make_schedule, part
 
 X, Y = models.random(8, 8, dtype=torch.float32), models.random(8, 3, seed=3, dtype=torch.float32)
 MSE, SCALE, ROWS_OF_BATCH = nn.MSELoss(), torch.ones(8, 1), TensorChunkSpec(0)
@@ -127,17 +127,6 @@ def step(*functions, x=X, target=Y, grad=True, call=None, **settings):
         return flex.output_ptr
 
 
-class Scaled(nn.Module):
-    """A stage that scales what it gives."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x, scale=None):
-        return self.inner(x) * (1 if scale is None else scale)
-
-
 def scaled(scale, spec=None):
     settings = {} if spec is None else {"kwargs_chunk_spec": {"scale": spec}}
 
@@ -147,20 +136,9 @@ def scaled(scale, spec=None):
     step(cut=lambda *args: Scaled(part(*args)), call=call, **settings)
 
 
-class Turned(nn.Module):
-    """The rows are along dim 1 inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Identity()
-
-    def forward(self, x):
-        return self.inner(x.t()).t()
-
-
 def turned(**settings):
     model = make_mlp()
-    model.layers[2].act = Turned()
+    model.layers[2].act = Transposed()
     step(HookFunction("layers.2.act.inner"), model=model, **settings)
 
 
@@ -169,7 +147,7 @@ def edited_rows(batch_mode="micro", **where):
     edit = editing.zero(rows=[0, 5], **where)
     hook = HookFunction("layers.2.act.inner", editing_function=edit, record=False)
     model = make_mlp()
-    model.layers[2].act = Turned()
+    model.layers[2].act = Transposed()
     step(hook, model=model, batch_mode=batch_mode)
 
 
