@@ -64,8 +64,10 @@ class Attributes:
 
 
 def _tensors(value: Any, depth: int = _MAX_DEPTH) -> Iterator[Tensor]:
+    """All but parameters, of which DDP keeps a list: those are known by themselves."""
     if isinstance(value, Tensor):
-        yield value
+        if not isinstance(value, nn.Parameter):
+            yield value
     elif depth and isinstance(value, (list, tuple, deque, Mapping)):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(item, depth - 1)

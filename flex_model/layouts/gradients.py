@@ -298,7 +298,7 @@ class Gradients:
         if self._proofs.axis != "dp" or placement in (None, _WHOLE):
             return True
         of_loss = self._scaled | self._proofs.zeros
-        return all(value in of_loss for value in of_ranks)
+        return all(value in of_loss for value in _flat(of_ranks))
 
     # Concluding.
 

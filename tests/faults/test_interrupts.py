@@ -73,11 +73,23 @@ def train(rank, tell, size, seconds, stays, backward_seconds, end_seconds):
             flex(BATCH).sum().backward()
     except KeyboardInterrupt as error:
         tell("left", (time.monotonic(), traceback.format_exc()))
-        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)[1:]]
-        if stays and any("flex_model" in file or file == __file__ for file in files):
-            time.sleep(
-                60
-            )  # in a run, or in its backward; outside only the end of the process tells
+        if stays and is_in_a_run(error):
+            time.sleep(60)  # the process lives on
+
+
+def is_in_a_run(error):
+    """Whether Ctrl-C came in a run or in its backward: outside only the process's end tells.
+
+    Python raises it at the first line of a function, too, where nothing of that has begun.
+    """
+    inside = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)[1:]
+        if "flex_model" in frame.filename or frame.filename == __file__
+    ]
+    begin = FlexModel.__call__.__code__
+    at_begin = (begin.co_filename, begin.co_firstlineno)
+    return [(frame.filename, frame.lineno) for frame in inside] not in ([], [at_begin])
 
 
 NO_SECONDS = (0.0,) * 4
