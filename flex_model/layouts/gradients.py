@@ -78,7 +78,8 @@ class Gradients:
         self._unknown: dict[Value, str] = {}  # by value: what may hand to it
         self._outputs: set[Value] = set()
         self._idle: set[Value] = set()  # that carry no gradients
-        self._in_place_of: dict[Value, Value] = {}  # by value: what was stated or put for it
+        # By value: what was stated or put for it, or what is made of it once all is written.
+        self._in_place_of: dict[Value, Value] = {}
         self._nodes: dict[Value, _Node] = {}
         # What is computed once more in a backward ends where the gradients begin that it was given.
         self._given: dict[Value, Kind] = {}  # by node that runs
@@ -149,6 +150,10 @@ class Gradients:
         self.note_made(before, [value])
         if isinstance(before[0], int) and all(one == before[0] for one in before):
             self._in_place_of[before[0]] = value
+
+    def note_filled(self, before: Value, value: Value) -> None:
+        """A part of what was blank is written: it is placed as it is when all of it is."""
+        self._in_place_of[before] = value
 
     def note_idle(self, values: Sequence[Value]) -> None:
         """An operation has made these for its backward alone: no loss depends on them."""

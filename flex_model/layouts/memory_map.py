@@ -48,9 +48,44 @@ def geometry(tensor: Tensor) -> Geometry:
 
 
 def overlap(first: Geometry, second: Geometry) -> bool:
-    """Whether they may share memory: their extents do."""
+    """Whether they may share memory: their extents do, and they are no boxes of one tensor that
+    lie side by side, such as ``x[:, :1]`` and ``x[:, 1:]``.
+    """
     (start, stop), (other_start, other_stop) = _extent(first), _extent(second)
-    return start < other_stop and other_start < stop
+    return start < other_stop and other_start < stop and not _side_by_side(first, second)
+
+
+def _side_by_side(first: Geometry, second: Geometry) -> bool:
+    """Whether two boxes of one row-major tensor have no index in common along some dim of it."""
+    if first[3] != second[3]:
+        return False
+    sizes = [_sizes_by_stride(place) for place in (first, second)]
+    strides = sorted({*sizes[0], *sizes[1]}, reverse=True)
+    if any(
+        len(of) != sum(size != 1 for size in place[1]) for of, place in zip(sizes, (first, second))
+    ):
+        return False  # two dims, or one of stride 0, step alike
+    boxes = []
+    for (offset, *_), of in zip((first, second), sizes):
+        box = []
+        for stride in strides:
+            at, offset = divmod(offset, stride)
+            box.append((at, at + of.get(stride, 1)))
+        inner = offset
+        for (_, end), stride in zip(reversed(box), reversed(strides)):
+            if inner >= stride:
+                return False  # another index steps to the same memory
+            inner += (end - 1) * stride
+        boxes.append((box, offset))
+    (box, rest), (other, other_rest) = boxes
+    return rest != other_rest or any(
+        stop <= other_start or other_stop <= start
+        for (start, stop), (other_start, other_stop) in zip(box, other)
+    )
+
+
+def _sizes_by_stride(place: Geometry) -> dict[int, int]:
+    return {stride: size for size, stride in zip(place[1], place[2]) if size != 1 and stride}
 
 
 def _extent(place: Geometry) -> tuple[int, int]:

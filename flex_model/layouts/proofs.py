@@ -684,6 +684,7 @@ class AxisProofs:
                     self._copy(old, value)
             elif same and old in self.blank:
                 dims = self._dims_of_piece(before, old) or dims
+                self.gradients.note_filled(before, written)
                 self._fill(old, value, new, dims, all(write[2] for write in writes))
             elif same and old in self.open and isinstance(new, Shard):
                 moved = _moved(new, dims)
@@ -721,6 +722,7 @@ class AxisProofs:
         is_complete: bool,
     ) -> None:
         """A part of what was blank is written: all parts must be placed alike."""
+        self.gradients.note_filled(old, value)
         so_far = self.blank[old]
         moved = new if dims is None or not isinstance(new, Shard) else _moved(new, dims)
         if moved is None or isinstance(moved, Partial) or so_far not in (None, moved):

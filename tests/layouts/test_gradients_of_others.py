@@ -246,6 +246,23 @@ def test_backward_hooks_of_the_models_own(place):
             assert_close(found, expected)
 
 
+class InPieces(nn.Module):
+    def forward(self, h):
+        pieces = torch.empty_like(h)
+        pieces[:, :1] = h[:, :1] * 2
+        pieces[:, 1:] = h[:, 1:].flip(1)
+        return pieces
+
+
+@pytest.mark.ranks(2)
+def test_a_blank_tensor_that_is_written_in_pieces():
+    """Refused before: what some of it is written of has the gradient of the whole."""
+    sites = ["0", "0.weight", "1", "2", "2.weight"]
+    expected, found = run_alone_and_sharded(lambda: linears(InPieces()), sites)
+    if dist.get_rank() == 0:
+        assert_close(found, expected)
+
+
 def function_of(backward):
     class Handing(torch.autograd.Function):
         @staticmethod
