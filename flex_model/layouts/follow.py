@@ -29,8 +29,6 @@ from flex_model.names import clean
 Pair = tuple[Placement | None, Placement | None]
 UNKNOWN: Pair = (None, None)
 
-_DIFFERS = ": the ranks' control flow differs, not all ran {}"
-
 
 class Proofs:
     """What is proven along both axes. Pure: from the logs of all ranks of the grid."""
@@ -74,24 +72,7 @@ class Proofs:
         proofs = self.along.get(axis)
         if proofs is None:
             return ""
-        value = proofs.meant(value)
-        pending = [value[0] if isinstance(value, tuple) and value else value]
-        seen: set[Value] = set()
-        while pending:
-            one = pending.pop()
-            step = proofs.steps.get(one)
-            if step is None or one in seen or proofs.is_known(one):
-                continue
-            seen.add(one)
-            unknown = [source for source in step.inputs if not proofs.is_known(source)]
-            traced = [source for source in unknown if source in proofs.steps]
-            if not traced:
-                differs = bool(unknown) and bool(proofs.difference)
-                return f"{step.text}{_DIFFERS.format(proofs.difference)}" if differs else step.text
-            pending += traced
-        if proofs.difference:
-            return f"{proofs.difference}{_DIFFERS.format(proofs.difference)}"
-        return ""
+        return proofs.lost_at(proofs.meant(value))
 
     def refuted_statement(self) -> str:
         """What is wrong with a statement of the user's; empty if nothing is. The same on all ranks

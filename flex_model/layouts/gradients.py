@@ -57,12 +57,14 @@ class _Node:
 
     Attributes:
         outputs: The values that it made, by their places.
+        lost_at: Why it is not known how a gradient that it got is placed; empty where it is.
         handed: By place among its inputs: how the gradient that it handed on is placed; None: it
             handed on none.
     """
 
     name: str
     outputs: dict[int, Value] = field(default_factory=dict)
+    lost_at: str = ""
     handed: list[Kind] | None = None
     is_known: bool = False
 
@@ -237,6 +239,8 @@ class Gradients:
         }
         if node is not None:
             node.is_known = None not in found.values()
+            texts = {self.obstacle(outputs.get(place)) for place in found if found[place] is None}
+            node.lost_at = min(texts, default="")
         kinds = set(found.values())
         alike = kinds.pop() if len(kinds) == 1 else None
         if node is None or node.name == RECOMPUTES:
@@ -294,7 +298,7 @@ class Gradients:
             placement = pieces.together(of_ranks, self._proofs.makers)
         if not self._is_of_loss(of_ranks, placement):
             return _Wrong(f"{node.name}, of which the gradient is not made of the one that it got")
-        return placement or (_Wrong(node.name) if node.is_known else node.name)
+        return placement or (_Wrong(node.name) if node.is_known else node.lost_at or node.name)
 
     def _is_of_loss(self, of_ranks: Sequence[Any], placement: Placement | None) -> bool:
         """Whether along dp what a node handed on is that of a rank's own loss, as what it got was:
@@ -362,8 +366,9 @@ class Gradients:
         return self._proofs.axis == "dp" and value in self._outputs and not any(shapes)
 
     def _text(self, value: Value) -> str:
+        """Where the value's own placement was lost."""
         step = self._proofs.steps.get(value)
-        return "an operation" if step is None else step.text
+        return self._proofs.lost_at(value) or ("an operation" if step is None else step.text)
 
     @staticmethod
     def _summed(kinds: set[Kind], expected: Placement | None, is_free: bool = False) -> Kind:

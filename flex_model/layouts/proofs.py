@@ -42,6 +42,8 @@ from flex_model.layouts.sizes import (
     plain_numbers,
 )
 
+_DIFFERS = ": the ranks' control flow differs, not all ran {}"
+
 
 @dataclass(frozen=True)
 class Step:
@@ -104,6 +106,7 @@ class AxisProofs:
         self.gathered: dict[Value, collectives.Gathered] = {}
         self.sizes_passed: dict[Value, dict[int, int]] = {}
         self._sizes_passed: dict[int, int] = {}  # of the operation, by place
+        self._ambiguous: list[Any] = []  # plain numbers of the operation
         self._shards_passed: dict[int, Shard] = {}  # of which it was passed the sizes, by place
         self.reduced: dict[Value, str] = {}
         self.of_layers: set[Value] = set()
@@ -118,6 +121,7 @@ class AxisProofs:
         self._numbers: set[Any] = set()  # read from tensors that are not the same on all ranks
         self._has_read = False  # elements of tensors that are not the same on all ranks
         self._local_values: set[Any] = set()  # sizes of this rank's, made plain numbers
+        self._has_converted = False  # whether there were any, whatever their values
         self._has_asked = False  # whether something is so of such a tensor
         self._sharded: set[str] = set()  # modules with a weight of which ranks have shards
         self._left = ""  # the module that has just ended
@@ -141,6 +145,26 @@ class AxisProofs:
     def is_known(self, value: Value) -> bool:
         """Whether it is placed, or only its extent is not known."""
         return value in self.placements or value in self.open
+
+    def lost_at(self, value: Any) -> str:
+        """The first operation on the way to a value at which its placement was lost; empty where
+        it is known, or nothing is known of it.
+        """
+        pending = [value[0] if isinstance(value, tuple) and value else value]
+        seen: set[Value] = set()
+        while pending:
+            one = pending.pop()
+            step = self.steps.get(one)
+            if step is None or one in seen or self.is_known(one):
+                continue
+            seen.add(one)
+            unknown = [source for source in step.inputs if not self.is_known(source)]
+            traced = [source for source in unknown if source in self.steps]
+            if not traced:
+                differs = bool(unknown) and bool(self.difference)
+                return f"{step.text}{_DIFFERS.format(self.difference)}" if differs else step.text
+            pending += traced
+        return f"{self.difference}{_DIFFERS.format(self.difference)}" if self.difference else ""
 
     def size(self, value: Any, dim: int) -> int | None:
         """A size in the unsharded program; None where it is not known."""
@@ -348,7 +372,7 @@ class AxisProofs:
 
     def _note_local(self, numbers: Collection[Any]) -> None:
         """Numbers that don't show it are a rank's own, and so may be all that the module makes."""
-        self._has_read = True
+        self._has_converted = True
         if self._suspect is None:
             self._suspect = self._module
         self._local_values.update(numbers)
@@ -457,6 +481,9 @@ class AxisProofs:
                 self.of_layers.add(value)
             told = decode(stated and stated[self._index])
             self._know(value, found[i] if told is None else told)
+            if self._is_lost_by_numbers(operation, value):
+                number = f"{text} of {self._ambiguous[0]}, which may be a rank's own number"
+                self.steps[value] = Step(number, inputs)
             if operation is not None:
                 self._note_gathered(value, parts[i])
                 if factories.is_fill(operation.name):
@@ -488,6 +515,14 @@ class AxisProofs:
             why = "embedding with scale_grad_by_freq, which counts a rank's own words"
             self.gradients.note_changed(values[:1], why)
         self._follow_writes(entries[0][4], [entry[6] for entry in entries], text)
+
+    def _is_lost_by_numbers(self, operation: Operation | None, value: Value) -> bool:
+        """Whether all is known of an operation but what the unsharded program passes for one of its
+        numbers.
+        """
+        if operation is None or value in self.placements or not self._ambiguous:
+            return False
+        return all(operand.placement is not None for operand in operation.operands)
 
     def _conclude(
         self,
@@ -554,6 +589,7 @@ class AxisProofs:
         arguments = reader.arguments(schema, entries)
         reader.conclude_sizes(schema.name, arguments[0])
         self._sizes_passed, self._shards_passed = reader.sizes_passed, reader.shards_passed
+        self._ambiguous = reader.ambiguous
         outputs = tuple(
             Operand(
                 tuple(tuple(entry[4][i][1]) for entry in entries), dtype_of(entries[0][4][i][2])
@@ -570,10 +606,13 @@ class AxisProofs:
         )
         with suppress(ArgumentsDifferError):
             operation = constants.with_extents(operation, reader.values, self.open)
-        is_bool = bool(outputs) and outputs[0].dtype == torch.bool
-        has_read = self._has_read or (is_bool and self._has_asked)
-        may_hold_read = operation.name == "lift_fresh" and has_read
-        return operation, reader.values, not (reader.is_local or may_hold_read)
+        is_local = reader.is_local
+        if operation.name == "lift_fresh":
+            is_shown = all("numbers" in dict(entry[3]) for entry in entries)
+            is_bool = bool(outputs) and outputs[0].dtype == torch.bool
+            is_local |= self._has_read or (is_bool and self._has_asked)
+            is_local |= self._has_converted and not is_shown
+        return operation, reader.values, not is_local
 
     def _follow_range(
         self, value: Value, operation: Operation, values: Sequence[Any]
@@ -625,7 +664,9 @@ class AxisProofs:
         made a plain number.
         """
         sizes = self.split_sizes - {0}
-        is_product = self._has_read and any(number % size == 0 for size in sizes)
+        is_product = (self._has_read or self._has_converted) and any(
+            number % size == 0 for size in sizes
+        )
         return number in sizes or is_product or self._suspect is not None
 
     def _may_be_counted(self, length: int) -> bool:
@@ -831,6 +872,7 @@ class _Reader:
             a split dim was passed.
         is_local: Whether a number among them is one of this rank's own that the unsharded program
             has otherwise, and that no rule takes into account.
+        ambiguous: Plain numbers of which nothing tells whether the unsharded program has them, too.
     """
 
     def __init__(self, proofs: AxisProofs, num_ranks: int, is_view: bool = False) -> None:
@@ -840,6 +882,7 @@ class _Reader:
         self.full_sizes: dict[str, list[int | None]] = {}
         self.is_local = False
         self.shards_passed: dict[int, Shard] = {}
+        self.ambiguous: list[Any] = []
         self._plain: list[tuple[str, int, Any]] = []  # sizes without an expression
         self._with_expression: set[str] = set()  # arguments of which some have one
 
@@ -954,6 +997,7 @@ class _Reader:
             self.is_local |= known is None or any(known != number for number in numbers)
         elif meant == "value" and any(map(self._proofs.may_be_made_of_size, numbers)):
             self.is_local = True
+            self.ambiguous.append(numbers[0])
 
     def _has_own_factor(self, expression: Any) -> bool:
         """Whether a plain number among the factors may be this rank's share of a larger one. Ranks
@@ -992,6 +1036,8 @@ class _Reader:
             elif is_of_rows and not self._proofs.may_count_rows(number):
                 self.full_sizes[name][place] = number
                 told.add(name)
+            else:
+                self.ambiguous.append(number)
         if trusts:
             self.full_sizes = {
                 name: sizes for name, sizes in self.full_sizes.items() if name in told

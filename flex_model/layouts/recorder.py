@@ -685,10 +685,11 @@ class Recorder(TorchDispatchMode):
         if self.sizes.has_any and not is_called and not self.sizes.is_subscript:
             # What is called is made of this operation, and of these numbers.
             keyword += (("numbers", ("l", *self.sizes.in_order(all_of_them=is_constant))),)
-        elif self.sizes.has_any and is_constant:  # ``x[...] = number``
+        elif is_constant:  # ``x[...] = number``
             number = memory_map.number_of(args[0])
             if number is not None:
-                keyword += (("numbers", ("l", self.sizes.encoded(number))),)
+                known = self.sizes.encoded(number) if self.sizes.has_any else number
+                keyword += (("numbers", ("l", known)),)
         elif self.sizes.has_any and is_called:
             keyword += self._defaults(arguments[len(args) :], kwargs)
         if is_constant:

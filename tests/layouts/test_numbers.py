@@ -176,6 +176,8 @@ READ = {
     "a length": lambda m, x: x / (3 * len(x)),
     "an int of a size": lambda m, x: x / (2 * int(x.shape[0])),
     "a size of a length": lambda m, x: torch.ones(3 * len(x)),
+    "an int of a size, written": lambda m, x: written(x, (slice(None), 0), 2 * int(x.shape[0])),
+    "an int of a size in a list": lambda m, x: x / torch.tensor([3 * int(x.shape[0]), 1])[0],
     "bytes": lambda m, x: x / x.nbytes,
     "a stride": lambda m, x: x / x.transpose(0, 1).contiguous().stride(0),
     "an array": lambda m, x: x / float(x.numpy().sum()),
@@ -262,6 +264,35 @@ SAME_CHOICES = {
 def test_what_the_full_sizes_choose_alike_is_known(name):
     whole = Made(SAME_CHOICES[name])(X)
     torch.testing.assert_close(proven(SAME_CHOICES[name]), whole)
+
+
+class Counts(nn.Module):
+    """Makes a plain number of its rows, of which it tells nobody."""
+
+    def forward(self, x):
+        return x[:, : int(x.shape[0]) and 3]
+
+
+class WritesAfterCounting(nn.Module):
+    def __init__(self, number):
+        super().__init__()
+        self.counts, self.made, self.number = Counts(), nn.Identity(), number
+
+    def forward(self, x):
+        self.counts(x)
+        return self.made(written(x, (slice(None), 0), self.number))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("number, is_known", [(1.5, True), (2, False)])
+def test_a_constant_after_a_module_that_made_numbers_of_sizes(number, is_known):
+    """Refused before. There are two rows a rank."""
+    model, mine = WritesAfterCounting(number), X.chunk(2)[dist.get_rank()]
+    found, _, _ = follow(model, mesh_of(dp_size=2), [mine], [ROWS])
+    if is_known:
+        torch.testing.assert_close(found["made"][0], model(X))
+    else:
+        assert found["made"] == [None]
 
 
 # ---- Numbers of each rank ------------------------------------------------------------------------
