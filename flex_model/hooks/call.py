@@ -472,6 +472,8 @@ class HookCaller:
     ) -> Move:
         """The plan for what all ranks hold, cached; collective where the layout is new."""
         registration, forward = call.registration, call.evidence.key
+        if known is not None and (registration.is_backward or registration.kind == "tensor"):
+            self._check_mixed(call)
         key = (call.number, tuple(shapes), dtype, known, registration.split_dim, forward)
         move = registration.moves.get(key)
         if move is None and call.number is None:
@@ -503,6 +505,24 @@ class HookCaller:
             del registration.moves[oldest]
         registration.moves[key] = move
         return move
+
+    def _check_mixed(self, call: Call) -> None:
+        """ValueError where a DTensor's gradient is that of a loss that is not the unsharded
+        model's. The same on every rank.
+        """
+        of_parameter = call.registration.kind == "tensor"
+        key = None if of_parameter else call.evidence.key
+        where = "" if self._channel.is_local else self._tracking.mixed(key, of_parameter)
+        if where:
+            raise agreed(
+                ValueError(
+                    f"{call.registration.layout_site.name}: the gradient is not known to be the "
+                    f"unsharded model's: at {where}, ranks made something of their parts alone "
+                    "where the unsharded program needs all of them, and a DTensor was made of it; "
+                    "give that operation the whole tensor, or state the layout of what is made "
+                    "there with annotate_layout"
+                )
+            )
 
     def _layout(
         self, call: Call, shapes: Sequence[Shape], known: ShardLayout | None, shard: Tensor

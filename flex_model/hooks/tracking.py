@@ -136,6 +136,7 @@ class Tracking:
         self._graphs: deque[tuple[int, Follower]] = deque(maxlen=_MOST_GRAPHS)
         # Of the last forwards with gradients that were not followed, whose backward it may be, too.
         self._repeated: deque[ForwardLayouts] = deque(maxlen=_MOST_GRAPHS)
+        self._mixed: deque[str] = deque(maxlen=_MOST_GRAPHS)  # see `mixed`, of the last forwards
 
     def state(self, statement: Statement) -> None:
         """The user states how tensors are placed; forwards are followed anew. Local.
@@ -153,6 +154,7 @@ class Tracking:
         """Forwards are followed anew: something else is stated, or a run has failed. Local."""
         self._memory.clear()
         self._repeated.clear()
+        self._mixed.clear()
         self._conditions = None
 
     def begin(self, args: Any, kwargs: Any, active: Iterable[Registration], part: int = 0) -> None:
@@ -172,7 +174,7 @@ class Tracking:
         forward.parameters = [
             r for r in active if any(self.asks_for_parameter(r, axis) for axis in AXES)
         ]
-        sites = [r.site for r in active if r.kind != "tensor" or r in forward.parameters]
+        sites = [r.site for r in active]
         if not sites:
             return
         if self._conditions is None:
@@ -189,8 +191,10 @@ class Tracking:
         if layouts is None or layouts.asks_for_gradients() or self._follow == "always":
             forward.layouts = None
             self._begin_to_follow(forward, args, kwargs)
-        elif forward.parameters and torch.is_grad_enabled():
-            self._repeated.append(layouts)
+        elif torch.is_grad_enabled():
+            self._mixed.append(layouts.mixed)
+            if forward.parameters:
+                self._repeated.append(layouts)
 
     def asks_for_parameter(self, registration: Registration, axis: str) -> bool:
         """Whether the operations must tell how a parameter's gradient is placed along the axis:
@@ -295,6 +299,9 @@ class Tracking:
         self._note_gradients(follower, layouts, of_gradients)
         layouts.state = list(map(follower.placements, left))
         layouts.comparisons = follower.recorder.comparisons
+        layouts.mixed = follower.mixed_in_dtensor
+        if torch.is_grad_enabled():
+            self._mixed.append(layouts.mixed)
         self._kept.note(follower, attributes)
         layouts.attributes = {
             name: self._kept.pair(tensor) for name, tensor in self._attributes.tensors().items()
@@ -490,6 +497,12 @@ class Tracking:
             if why:
                 return why
         return ""
+
+    def mixed(self, key: int | None, of_parameter: bool) -> str:
+        """Where ranks mixed parts of what a DTensor was made of, so that its gradients are not the
+        unsharded model's: in the forward of this key, or in any that a parameter's gradient is of.
+        """
+        return next(filter(None, self._mixed), "") if of_parameter else self._memory.mixed(key)
 
     def gradient_obstacle(self, evidence: Evidence, axis: str) -> str:
         """Why a gradient's placement along ``axis`` is not known; empty where nothing tells."""

@@ -32,6 +32,7 @@ Gathered = tuple[Any, Shard, int | None]
 _KEEP_REPLICAS = {"avg", "max", "min"}
 #: Operations that give a tensor of the same elements.
 SAME_ELEMENTS = {"clone", "contiguous", "alias", "detach", "_to_copy", "to"}
+_VIEWS = {"view", "_unsafe_view", "reshape"}
 
 
 def source(base: str, num_operands: int, output: int) -> int:
@@ -128,12 +129,26 @@ def joins_all(
 ) -> bool:
     """Whether it joins the parts of all ranks, in their order, along the dim that was split."""
     parts = [known.get(value) for value in values]
+    if len(parts) == 1 and parts[0] is not None and operation.name in _VIEWS:
+        return parts[0][2] is None and _is_join(operation, parts[0][1].dim, num_ranks)
     if operation.name != "cat" or len(parts) != num_ranks or parts[0] is None:
         return False
     gather, shard, _ = parts[0]
     if parts != [(gather, shard, i) for i in range(num_ranks)]:
         return False
     return bool(operation.get("dim", 0) % operation.outputs[0].ndim == shard.dim)
+
+
+def _is_join(operation: Operation, dim: int, num_ranks: int) -> bool:
+    """Whether a view of parts along the first dim has them along ``dim``: with one index of each
+    dim before it they lie in memory as they do there.
+    """
+    for given, made in zip(operation.operands[0].shapes, operation.outputs[0].shapes):
+        part = (given[0] // num_ranks, *given[1:])
+        joined = (*part[:dim], part[dim] * num_ranks, *part[dim + 1 :])
+        if given[0] % num_ranks or made != joined or any(size != 1 for size in part[:dim]):
+            return False
+    return True
 
 
 def _cut_dim(proofs: AxisProofs, value: Any) -> int | None:

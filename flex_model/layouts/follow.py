@@ -374,6 +374,12 @@ class Follower:
         """Of the gradient of the tensor of this value, likewise."""
         return self.proofs.gradient_placements(value, partly)
 
+    @property
+    def mixed_in_dtensor(self) -> str:
+        """Where ranks mixed parts of what a DTensor was then made of; empty if nowhere."""
+        found = (proofs.mixed_in_dtensor for proofs in self.proofs.along.values())
+        return next(filter(None, found), "")
+
     def obstacles(self, value: Any) -> dict[str, str]:
         """By axis that is not known: where that began."""
         pair = self.placements(value)

@@ -51,6 +51,21 @@ class _Wrong(str):
     """
 
 
+class _Mixed(_Wrong):
+    """Why a gradient is no part of the unsharded model's: ranks made something of parts alone where
+    the unsharded program needs all of them. Not even a DTensor's word says otherwise.
+    """
+
+
+def _worst(texts: Sequence[str]) -> str:
+    """The reason that counts of several; the same one on every rank. Empty for none."""
+    for kind in (_Mixed, _Wrong):
+        found = [text for text in texts if isinstance(text, kind)]
+        if found:
+            return min(found)
+    return min(texts, default="")
+
+
 @dataclass
 class _Node:
     """A node of autograd's graph that no rule is about.
@@ -239,13 +254,19 @@ class Gradients:
         }
         if node is not None:
             node.is_known = None not in found.values()
-            texts = {self.obstacle(outputs.get(place)) for place in found if found[place] is None}
-            node.lost_at = min(texts, default="")
+            told = [self._kind(outputs[p]) if p in outputs else node.name for p in found]
+            node.lost_at = _worst([kind for kind in told if isinstance(kind, str)])
         kinds = set(found.values())
         alike = kinds.pop() if len(kinds) == 1 else None
         if node is None or node.name == RECOMPUTES:
-            self._given[number] = alike or "a backward"
+            lost_at = "a backward" if node is None else node.lost_at or "a backward"
+            self._given[number] = alike or lost_at
         return found
+
+    def is_of_mixed(self, number: Value) -> bool:
+        """Whether a node that runs got gradients of what ranks made of parts alone."""
+        node = self._nodes.get(number)
+        return node is not None and isinstance(node.lost_at, _Mixed)
 
     def note_scaled(self, values: Iterable[Value]) -> None:
         """A node runs with these gradients, or they are linear in such."""
@@ -289,6 +310,8 @@ class Gradients:
     def _handed(self, node: _Node, of_ranks: Sequence[Any], stated: Placement | None) -> Kind:
         if node.name == RECOMPUTES or all(value == () for value in of_ranks):
             return None
+        if isinstance(node.lost_at, _Mixed):
+            return node.lost_at
         if stated is not None:
             return stated
         placement: Placement | None
@@ -335,6 +358,8 @@ class Gradients:
         own = self._own(value)
         if own is None and not self._is_loss(value) and self._is_met(value):
             text = self._text(value)
+            if value in self._proofs.mixed:
+                return _Mixed(text)
             return text if value in self._proofs.of_layers else _Wrong(text)
         expected = None if own is None else self._expected(own)
         if expected is None:
@@ -374,9 +399,8 @@ class Gradients:
     def _summed(kinds: set[Kind], expected: Placement | None, is_free: bool = False) -> Kind:
         """Of a sum of gradients that are placed so; ``is_free``: how the tensor is is not known."""
         texts = [kind for kind in kinds if isinstance(kind, str)]
-        wrong = [kind for kind in texts if isinstance(kind, _Wrong)]
-        if texts and (wrong or expected is None):
-            return min(wrong or texts)  # the same one on every rank
+        if isinstance(_worst(texts), _Wrong) or (texts and expected is None):
+            return _worst(texts)
         kinds = kinds - set(texts)
         if len(kinds) > 1:
             return "it is read both whole and in parts"

@@ -58,6 +58,7 @@ class ForwardLayouts:
         growth: By how much the shapes grow from call to call, where the forward is a predicted one;
             ``comparison_growth``: likewise, the numbers that are compared.
         num_asked: How often it was followed once more to see its backward.
+        mixed: Where ranks mixed parts of what a DTensor was then made of; empty if nowhere.
     """
 
     pairs: dict[Place, Pair] = field(default_factory=dict)
@@ -72,6 +73,7 @@ class ForwardLayouts:
     growth: dict[Place, Shape] | None = None
     comparison_growth: list[tuple[Any, Any]] = field(default_factory=list)
     num_asked: int = 0
+    mixed: str = ""
 
     def asks_for_gradients(self) -> bool:
         """Whether the forward is to be followed once more, since only its backward can tell how
@@ -190,6 +192,11 @@ class LayoutMemory:
         if layouts is None:
             return []
         return [pair for place, pair in layouts.pairs.items() if place.site == site]
+
+    def mixed(self, key: int | None) -> str:
+        """See `ForwardLayouts`; empty for a forward that is not remembered."""
+        layouts = None if key is None else self._forwards.get(key)
+        return "" if layouts is None else layouts.mixed
 
     def note_gradient(self, key: int | None, place: Place, gradient: Pair) -> None:
         """What the backward of a followed forward has shown."""

@@ -121,6 +121,10 @@ class AxisProofs:
         self._numbers: set[Any] = set()  # read from tensors that are not the same on all ranks
         self._has_read = False  # elements of tensors that are not the same on all ranks
         self._local_values: set[Any] = set()  # sizes of this rank's, made plain numbers
+        # What ranks made of their parts alone where the unsharded program needs all of them, such
+        # as a softmax along a split dim, and what was made of it. No DTensor's word mends that.
+        self.mixed: set[Value] = set()
+        self.mixed_in_dtensor = ""  # where the first began of which a DTensor was made
         self._has_converted = False  # whether there were any, whatever their values
         self._has_asked = False  # whether something is so of such a tensor
         self._sharded: set[str] = set()  # modules with a weight of which ranks have shards
@@ -244,6 +248,8 @@ class AxisProofs:
 
     def _know(self, value: Value, placement: Placement | None) -> None:
         self.open.pop(value, None)
+        if placement is not None:
+            self.mixed.discard(value)
         if placement is None:
             self.placements.pop(value, None)
             return
@@ -424,8 +430,11 @@ class AxisProofs:
         for i, (place, value, _, stated) in enumerate(given):
             self.shapes[value] = tuple(tuple(entry[2][i][2]) for entry in entries)
             self.steps[value] = Step("a gradient of the backward")
-            told = decode(stated and stated[self._index])
+            is_mixed = self.gradients.is_of_mixed(number)
+            told = None if is_mixed else decode(stated and stated[self._index])
             self._know(value, found[place] if told is None else told)
+            if is_mixed:
+                self.mixed.add(value)
 
     def _follow_statement(self, entries: tuple[Entry, ...]) -> None:
         """It completes what is proven; against that it is noted as a conflict."""
@@ -454,6 +463,7 @@ class AxisProofs:
         found: list[Placement | None] = [None] * len(outputs)
         parts: list[collectives.Gathered | None] = [None] * len(outputs)
         before = entries[0][6][0][0] if entries[0][6] else None
+        is_ruled = False  # whether a rule says what becomes of ranks' parts
         if name == "aten::copy_" and before in self._received and values[1] is None:
             # Gloo's own copy into the result of a collective, when that is waited for.
             found = [self.placements.get(before)]
@@ -464,6 +474,7 @@ class AxisProofs:
         elif operation is not None:
             with suppress(ArgumentsDifferError):
                 found, parts = self._conclude(name, entries, operation, values, is_taken)
+                is_ruled = is_taken and not self._ambiguous and _has_parts(name, operation)
         if operation is not None and None in found and _counts(operation):
             self._note_local({len(entry[4]) for entry in entries})
         has_read = any(entry[5] for entry in entries)
@@ -480,7 +491,15 @@ class AxisProofs:
             if self._is_layer(self._module):
                 self.of_layers.add(value)
             told = decode(stated and stated[self._index])
+            of_mixed = [one for one in inputs if one in self.mixed]
+            is_of_mixed = bool(of_mixed) or any(one in self.reduced for one in inputs)
+            if of_mixed and told is not None:
+                self.mixed_in_dtensor = self.mixed_in_dtensor or self.lost_at(of_mixed[0])
+                told = None
             self._know(value, found[i] if told is None else told)
+            is_lost = value not in self.placements and value not in self.reduced
+            if is_lost and (is_of_mixed or (is_ruled and not self.is_astray)):
+                self.mixed.add(value)
             if self._is_lost_by_numbers(operation, value):
                 number = f"{text} of {self._ambiguous[0]}, which may be a rank's own number"
                 self.steps[value] = Step(number, inputs)
@@ -716,6 +735,8 @@ class AxisProofs:
             self.shapes[value] = self.shapes.get(old, ())
             self.steps[value] = Step(f"{text} (written through a view)", (old, written))
             self.gradients.note_made([old, written], [value])
+            if old in self.mixed or written in self.mixed:
+                self.mixed.add(value)
             place = self.places.get(before)
             if same and place is not None and place[0] == old and new == Shard(place[1]):
                 self._know(value, Partial())  # a shard in its place, and zeros beside it
@@ -810,6 +831,8 @@ class AxisProofs:
                 found = found if reduction in ("", "sum", "avg") else None
                 self.gradients.note_scaled([value])
             self._know(value, found)
+            if found is None and any(one in self.mixed for one in inputs):
+                self.mixed.add(value)
             self._received.add(value)
         self._follow_writes(outputs, [entry[7] for entry in entries], name)
 
@@ -1078,6 +1101,13 @@ def _hands_gradients(rule: str) -> bool:
     alone.
     """
     return not (rule.endswith("_like") or rule.startswith("new_") or rule == "detach")
+
+
+def _has_parts(name: str, operation: Operation) -> bool:
+    """Whether it has a rule, and reads ranks' parts of tensors, of which all are known."""
+    placements = [operand.placement for operand in operation.operands]
+    has_rule = name.startswith("aten::") and rules.has_rule(operation.name)
+    return has_rule and None not in placements and any(one != REPLICATED for one in placements)
 
 
 def _are_whole(operation: Operation) -> bool:

@@ -204,6 +204,13 @@ def is_asked_by_model() -> bool:
     return not _is_of(_outside(sys._getframe(2), _PASSING_ON), _SHARDING)
 
 
+def _is_asked_by_masks() -> bool:
+    """Whether Hugging Face's code asks that makes attention masks, each row's own, on all paths. To
+    be called by what is asked.
+    """
+    return _is_of(_outside(sys._getframe(2), _PASSING_ON), ("transformers.masking_utils",))
+
+
 def is_run_by_model() -> bool:
     """Likewise, of an operation that is recorded."""
     return not _is_of(_outside(sys._getframe(1), _BETWEEN), _SHARDING)
@@ -247,7 +254,7 @@ def _comparison(name: str) -> Any:
         if not isinstance(other, (int, float)):
             return NotImplemented
         answer = compare(plain(self), plain(other))
-        if on_comparison and is_asked_by_model():
+        if on_comparison and is_asked_by_model() and not _is_asked_by_masks():
             for note in on_comparison:
                 note(name, self, other, answer)
         return answer

@@ -149,6 +149,7 @@ KNOWN = {
     "largest of replicas": (lambda p, h: total(h, ReduceOp.MAX), lambda h: h),
     "gathered, joined": (lambda p, h: torch.cat(parts(p), 1), lambda h: h),
     "gathered, by name": (lambda p, h: torch.cat(one_tensor(p).chunk(2), 1), lambda h: h),
+    "one row, gathered": (lambda p, h: one_tensor(p[:1]).view(1, 6), lambda h: h[:1]),
     "gathered rows": (lambda p, h: one_tensor(p.t()).t(), lambda h: h),
     "broadcast of replicas": (lambda p, h: broadcast(h), lambda h: h),
     "in its place": (lambda p, h: total(in_its_place(p)), lambda h: h),
@@ -169,6 +170,7 @@ REFUSED = {
     "mean of sums": lambda p, h: total(p.mean(1)),
     "joined along another dim": lambda p, h: torch.cat(parts(p), 0),
     "joined in another order": lambda p, h: torch.cat(parts(p)[::-1], 1),
+    "two rows, viewed as if joined": lambda p, h: one_tensor(p[:2]).view(2, 6),
     "one of the parts": lambda p, h: parts(p)[1],
     # c10d does not say what it writes to: other views kept what they were, and what was received.
     "reduced in two halves": lambda p, h: in_halves(p.sum(1)),

@@ -8,8 +8,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import models
 import pipelines
@@ -261,6 +265,117 @@ def test_a_blank_tensor_that_is_written_in_pieces():
     expected, found = run_alone_and_sharded(lambda: linears(InPieces()), sites)
     if dist.get_rank() == 0:
         assert_close(found, expected)
+
+
+class OverRows(nn.Module):
+    """Mixes the rows of the batch, of which each rank has its own."""
+
+    def forward(self, h):
+        return h - h.mean(0)
+
+
+class OverFeatures(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, h):
+        return self.norm(h)
+
+
+def batch_norm():
+    return nn.BatchNorm1d(8)
+
+
+class Squashing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(made := x.tanh())
+        return made
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (1 - ctx.saved_tensors[0] ** 2)
+
+
+class Squash(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x):
+        if self.kind == "function":
+            return Squashing.apply(x)
+        return checkpoint(torch.tanh, x, use_reentrant=True)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["function", "checkpoint"])
+@pytest.mark.parametrize("mixing", [OverRows, batch_norm])
+@pytest.mark.parametrize("site", ["0", "0.weight"])
+def test_gradients_before_what_mixes_rows(kind, mixing, site):
+    """Silently wrong before: a node between them handed on what it got as if that were right."""
+    with pytest.raises(ValueError, match=rf"'{site}'.*not known"):
+        run_alone_and_sharded(lambda: linears(Squash(kind), mixing()), [site])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("site", ["0", "0.weight"])
+def test_gradients_before_a_norm_of_rows_that_fsdp_shards(site):
+    """Silently wrong before, as above: FSDP2 puts nodes around what it shards."""
+    model = linears(batch_norm())
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    fully_shard(model[1], mesh=mesh)
+    with FlexModel(fully_shard(model, mesh=mesh), {}, timeout=20) as flex:
+        if site == "0":
+            flex.register_full_backward_pre_hook(HookFunction(site))
+        else:
+            flex.register_hook(HookFunction(site))
+        with pytest.raises(ValueError, match=rf"'{site}'.*not known"):
+            flex(rows(BATCH, True)).square().mean().backward()
+
+
+FEATURES = {
+    "softmax": lambda h: h.softmax(-1),
+    "norm": lambda h: h / h.norm(),
+    "mean": lambda h: h - h.mean(-1, keepdim=True),
+    "roll": lambda h: h.roll(1, -1),
+}
+HOOKS = {
+    "forward": FlexModel.register_forward_hook,
+    "full_backward": FlexModel.register_full_backward_hook,
+    "full_backward_pre": FlexModel.register_full_backward_pre_hook,
+    "parameter": FlexModel.register_hook,
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("layers", ["plan", "by hand"])
+@pytest.mark.parametrize("name", FEATURES)
+def test_what_is_made_of_a_mix_of_one_ranks_features(name, layers):
+    """Silently wrong before: ``RowwiseParallel`` says how what it gets is split, and gradients of
+    DTensors how they are; ``RowLinear``'s own weight, which shard of it a rank has.
+    """
+    sites = [
+        ("forward", "2"), ("full_backward", "0"), ("full_backward_pre", "2"),
+        ("parameter", "0.weight"), ("parameter", "2.weight"),
+    ]  # fmt: skip
+    for kind, site in sites:
+        model = linears(OverFeatures(FEATURES[name]))
+        if layers == "plan":
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            flex = FlexModel(parallelize_module(model, mesh, plan), {}, timeout=20)
+        else:
+            for place, layer in (("0", models.ColumnLinear), ("2", models.RowLinear)):
+                full = model[int(place)]
+                model[int(place)] = layer(full, dist.group.WORLD)
+                model[int(place)].in_features = model[int(place)].out_features = 8
+            flex = flex_of(model, {}, "tp", True)
+        with flex:
+            HOOKS[kind](flex, HookFunction(site))
+            with pytest.raises(ValueError, match=rf"'{site}'.*not known"):
+                flex(BATCH.clone().requires_grad_()).square().mean().backward()
 
 
 def function_of(backward):
