@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 # Its backward computes a part of the model once more, with a backward inside: what hands gradients
 # to its inputs are the operations of that.
 RECOMPUTES = "CheckpointFunctionBackward"
-HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
 # Their hooks gather weights and reduce gradients of weights, or are hooks of ours: what they get is
 # what they hand on.
 _HANDING_ON = ("torch.distributed.", "fairscale.", "flex_model.")

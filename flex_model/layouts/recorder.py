@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_iter
 
 from flex_model.integrations import dtensor
 from flex_model.layouts import composites, memory_map
-from flex_model.layouts.backward_nodes import HOOKS, BackwardNodes, Unsettled, hands_on
+from flex_model.layouts.backward_nodes import BackwardNodes, Unsettled, hands_on
 from flex_model.layouts.log import Log, Value, hash_of
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.sizes import (
@@ -506,16 +506,15 @@ class Recorder(TorchDispatchMode):
         """The operation before is over: what it has made for its backward alone."""
         self._unsettled.settle()
 
-    def watched(self, tensor: Tensor, name: str, hook: Any) -> Any:
+    def watched(self, tensor: Tensor, hook: Any) -> Any:
         """A hook that the model puts on a tensor's gradient, which may change that unseen, until it
-        has run and left it as it was. What torch calls with the parameter can't be watched.
+        has run and left it as it was. (Those that torch calls once a gradient was accumulated come
+        after what FlexModel's hooks see.)
         """
         value = None if hands_on(hook) else self.value(tensor)
         if value is None:
             return hook
         number = self._note_hook(value)
-        if name != "register_hook":
-            return hook
 
         @wraps(hook)
         def watching(grad: Tensor) -> Any:
@@ -853,8 +852,8 @@ class _FunctionRecorder(TorchFunctionMode):
             for made in result:
                 recorder.note(made, recorder.log.new_value())  # of which nothing is known
             return result
-        if name in HOOKS and isinstance(args[0], Tensor):
-            hook = recorder.watched(args[0], name, args[1] if len(args) > 1 else kwargs["hook"])
+        if name == "register_hook" and isinstance(args[0], Tensor):
+            hook = recorder.watched(args[0], args[1] if len(args) > 1 else kwargs["hook"])
             return func(args[0], hook)
         if name in _AS and len(args) == 2 and isinstance(args[1], Tensor):
             func, name = _AS[name]
