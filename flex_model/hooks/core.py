@@ -657,7 +657,10 @@ class HookCore:
             return
         if is_agreed(error):
             if isinstance(error, HookError) or not self.channel.may_hold:
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error  # else it keeps its own traceback, and the frames in that, alive
             self.channel.held = self.channel.held or error
             return
         if self.channel.is_local:

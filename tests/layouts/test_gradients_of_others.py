@@ -3,6 +3,8 @@
 the unsharded model, or refused.
 """
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,6 +34,10 @@ def flex_of(model, records, axis, is_sharded, **settings):
 
 def rows(x, is_sharded):
     return x.chunk(2)[dist.get_rank()].clone() if is_sharded else x
+
+
+def doubled(module, full, save_ctx, modules):
+    return full * 2
 
 
 def linears(*middle):
@@ -296,6 +302,35 @@ class Squashing(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad * (1 - ctx.saved_tensors[0] ** 2)
+
+
+class Recomputed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mixing, self.site = OverRows(), nn.Identity()
+
+    def forward(self, h):
+        return checkpoint(lambda h: self.site(self.mixing(h)), h, use_reentrant=False)
+
+
+@pytest.mark.ranks(2)
+def test_a_refused_edit_keeps_nothing_of_a_checkpoint():
+    """The error kept the frames alive that it was raised through, until garbage was collected; with
+    them torch's hooks on saved tensors, at which later checkpoints failed.
+    """
+    gc.disable()
+    try:
+        with flex_of(linears(Recomputed()), {}, "dp", True) as flex:
+            flex.register_forward_hook(HookFunction("1.site", editing_function=doubled))
+            try:
+                flex(rows(BATCH, True))
+            except ValueError:
+                pass
+            else:
+                raise AssertionError("the edit was not refused")
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    finally:
+        gc.enable()
 
 
 class Squash(nn.Module):
