@@ -110,6 +110,21 @@ def mean_of_ranks(placements=None, is_stated=False):
         flex(BATCH).sum().backward()
 
 
+def mixed_features(how):
+    model, plan = models.mlp(), PLAN
+    model.act = nn.Softmax(-1)
+    if how == "whole":
+        plan = {
+            "fc1": ColwiseParallel(output_layouts=Replicate()),
+            "fc2": RowwiseParallel(input_layouts=Replicate()),
+        }
+    with FlexModel(parallelize_module(model, mesh("tp"), plan), {}) as flex:
+        if how == "stated":
+            flex.annotate_layout("act", tp=Shard(1))
+        flex.register_hook(HookFunction("fc1.weight"))
+        flex(BATCH).sum().backward()
+
+
 def reads_a_weight(how):
     def edit(module, full, save_ctx, modules):
         if how == "transfer":
@@ -278,6 +293,11 @@ TWO_RANKS = [
         "or that the mean is right with",
         mean_of_ranks,
         lambda: (mean_of_ranks(is_stated=True), mean_of_ranks({"dp": Replicate()})),
+    ),
+    Row(
+        "give that operation the whole tensor, or state the layout of what is made there",
+        lambda: mixed_features("not"),
+        lambda: (mixed_features("whole"), mixed_features("stated")),
     ),
     Row(
         "name the weights that it needs in",
