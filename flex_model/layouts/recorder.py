@@ -711,12 +711,14 @@ class Recorder(TorchDispatchMode):
 
     def _with_stated(self, value: Any, shape: tuple[int, ...], num_kept: int) -> Any:
         """The encoded sizes of a view, behind ``num_kept`` dims that stay; where the last two make
-        heads of the last dim, ``(..., -1, size)`` or ``(..., heads, size)``, the last one with an
-        expression if the module states it.
+        heads of the last dim, ``(..., -1, size)``, ``(..., heads, size)`` or ``(..., heads, -1)``,
+        the last one with an expression if the module states it.
         """
         if not isinstance(value, tuple) or value[:1] != ("l",) or len(value) < 3:
             return value
         heads, size = value[-2:]
+        if size == -1 and type(heads) is int and heads > 0 and shape[-1] % heads == 0:
+            size = shape[-1] // heads
         if type(heads) is not int or type(size) is not int or size not in self.stated_sizes:
             return value
         is_new_dim = num_kept + len(value) - 1 == len(shape) + 1 > 3

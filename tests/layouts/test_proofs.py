@@ -457,13 +457,14 @@ class StatedHeads(nn.Module):
     def __init__(self, heads):
         super().__init__()
         self.heads, self.head_dim = heads, 4
-        for name in ("viewed", "flexible", "unflattened", "joined", "added"):
+        for name in ("viewed", "flexible", "divided", "unflattened", "joined", "added"):
             setattr(self, name, nn.Identity())
 
     def forward(self, x):
         rows, length = x.shape[:2]
         heads = self.viewed(x.view(rows, length, self.heads, 4))
         self.flexible(x.view(rows, length, -1, 4))
+        self.divided(x.reshape(rows, length, self.heads, -1))
         self.unflattened(x.unflatten(dim=-1, sizes=(self.heads, 4)))
         self.joined(heads.reshape(rows, length, self.heads * 4))
         self.added(x[:, 0].reshape(x.shape[0], 1, self.heads * 4))  # the last size is no head's
