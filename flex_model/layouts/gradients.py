@@ -95,6 +95,8 @@ class Gradients:
         self._unknown: dict[Value, str] = {}  # by value: what may hand to it
         self._outputs: set[Value] = set()
         self._idle: set[Value] = set()  # that carry no gradients
+        self._aliases: list[Value] = []  # what tensors have become whose memory others wrote to
+        self._unread: set[Value] | None = None  # those of them that nothing read any more
         # By value: what was stated or put for it, or what is made of it once all is written.
         self._in_place_of: dict[Value, Value] = {}
         self._nodes: dict[Value, _Node] = {}
@@ -111,6 +113,7 @@ class Gradients:
 
     def forget(self) -> None:
         """What was concluded so far: more is known now."""
+        self._unread = None
         for found in self._found.values():
             found.clear()
 
@@ -171,6 +174,10 @@ class Gradients:
     def note_filled(self, before: Value, value: Value) -> None:
         """A part of what was blank is written: it is placed as it is when all of it is."""
         self._in_place_of[before] = value
+
+    def note_alias(self, value: Value) -> None:
+        """What a tensor has become by a write through another one that shows its memory."""
+        self._aliases.append(value)
 
     def note_idle(self, values: Sequence[Value]) -> None:
         """An operation has made these for its backward alone: no loss depends on them."""
@@ -350,7 +357,19 @@ class Gradients:
 
     def _made_of(self, value: Value) -> list[Value]:
         """What hands gradients to it."""
-        return [made for made in self._made.get(value, ()) if made not in self._idle]
+        if self._unread is None:
+            self._unread = self._find_unread()
+        found = self._made.get(value, ())
+        return [made for made in found if made not in self._idle and made not in self._unread]
+
+    def _find_unread(self) -> set[Value]:
+        """Such as what a buffer had received, once it has received something else."""
+        unread: set[Value] = set()
+        for value in reversed(self._aliases):  # what is made of one comes after it
+            is_read = value in self._outputs or value in self._nodes_of
+            if not is_read and unread.issuperset(self._made.get(value, ())):
+                unread.add(value)
+        return unread
 
     def _combined(self, value: Value, known: dict[Value, Kind], partly: bool) -> Kind:
         if self._changed.get(value):

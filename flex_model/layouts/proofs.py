@@ -735,6 +735,7 @@ class AxisProofs:
             self.shapes[value] = self.shapes.get(old, ())
             self.steps[value] = Step(f"{text} (written through a view)", (old, written))
             self.gradients.note_made([old, written], [value])
+            self.gradients.note_alias(value)
             if old in self.mixed or written in self.mixed:
                 self.mixed.add(value)
             place = self.places.get(before)
