@@ -53,8 +53,11 @@ Programs that are right on shards by construction, against the unsharded model (
 `FUZZ="--json tests/fuzz/results.json"` to add to these counts). Each has up to three hooks. *Of
 these refused*: the share of errors among the hooks of programs that can be followed, which have no
 numpy, no numbers read from tensors, no operation without a rule and no message from one rank to
-another. `bare`: layers that state nothing.
+another. *But for numbers*: without those that are refused for a plain number that may be a rank's
+own, such as `view(rows, length, -1, 2)` with one head a rank, which only a statement tells; of the
+runs that counted them. `bare`: layers that state nothing.
 """
+AMBIGUOUS = "followed ambiguous"
 COUNTS = ("programs", "right", "refused", "wrong", "crash", "hang", "invalid")
 
 
@@ -111,24 +114,28 @@ def random_programs():
     """What `python tests/fuzz --json tests/fuzz/results.json` has counted, by mode and ranks."""
     path = HERE.parent / "fuzz" / "results.json"
     runs = json.loads(path.read_text()) if path.exists() else []
-    lines = [PROGRAMS, f"| mode | ranks | {' | '.join(COUNTS)} | of these refused | seeds |"]
-    lines.append("|---" * (len(COUNTS) + 4) + "|")
-    total = Counter()
+    columns = ("mode", "ranks", *COUNTS, "of these refused", "but for numbers", "seeds")
+    lines = [PROGRAMS, f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    total, of_all = Counter(), Counter()
     for mode, ranks in sorted({(run["mode"], run["ranks"]) for run in runs}):
         mine = [run for run in runs if (run["mode"], run["ranks"]) == (mode, ranks)]
         count = sum((Counter(run["counts"]) for run in mine), Counter())
-        total += count
+        counted = [run["counts"] for run in mine if AMBIGUOUS in run["counts"]]
+        told = sum(map(Counter, counted), Counter())
+        total, of_all = total + count, of_all + told
         seeds = ", ".join(f"{run['first']}-{run['last']} ({run['commit']})" for run in mine)
         numbers = " | ".join(str(count[name]) for name in COUNTS)
-        lines.append(f"| {mode} | {ranks} | {numbers} | {refused(count)} | {seeds} |")
+        shares = f"{refused(count)} | {refused(told, told[AMBIGUOUS])}"
+        lines.append(f"| {mode} | {ranks} | {numbers} | {shares} | {seeds} |")
     numbers = " | ".join(str(total[name]) for name in COUNTS)
-    lines.append(f"| all | | {numbers} | {refused(total)} | |")
+    shares = f"{refused(total)} | {refused(of_all, of_all[AMBIGUOUS])}"
+    lines.append(f"| all | | {numbers} | {shares} | |")
     return lines
 
 
-def refused(count):
+def refused(count, but_for=0):
     of = count["followed right"] + count["followed refused"]
-    return f"{count['followed refused'] / of:.1%} of {of}" if of else "-"
+    return f"{(count['followed refused'] - but_for) / of:.1%} of {of}" if of else "-"
 
 
 def version(package):
