@@ -121,11 +121,11 @@ class AxisProofs:
         self._numbers: set[Any] = set()  # read from tensors that are not the same on all ranks
         self._has_read = False  # elements of tensors that are not the same on all ranks
         self._local_values: set[Any] = set()  # sizes of this rank's, made plain numbers
+        self._has_converted = False  # whether there were any, whatever their values
         # What ranks made of their parts alone where the unsharded program needs all of them, such
         # as a softmax along a split dim, and what was made of it. No DTensor's word mends that.
         self.mixed: set[Value] = set()
         self.mixed_in_dtensor = ""  # where the first began of which a DTensor was made
-        self._has_converted = False  # whether there were any, whatever their values
         self._has_asked = False  # whether something is so of such a tensor
         self._sharded: set[str] = set()  # modules with a weight of which ranks have shards
         self._left = ""  # the module that has just ended
@@ -248,11 +248,10 @@ class AxisProofs:
 
     def _know(self, value: Value, placement: Placement | None) -> None:
         self.open.pop(value, None)
-        if placement is not None:
-            self.mixed.discard(value)
         if placement is None:
             self.placements.pop(value, None)
             return
+        self.mixed.discard(value)
         self.placements[value] = placement
         if isinstance(placement, Shard):
             self.split_sizes.update(
@@ -427,10 +426,10 @@ class AxisProofs:
         _, number, given = entries[0]
         found = self.gradients.note_backward(number, [place for place, *_ in given])
         self.gradients.note_scaled(value for _, value, *_ in given)
+        is_mixed = self.gradients.is_of_mixed(number)
         for i, (place, value, _, stated) in enumerate(given):
             self.shapes[value] = tuple(tuple(entry[2][i][2]) for entry in entries)
             self.steps[value] = Step("a gradient of the backward")
-            is_mixed = self.gradients.is_of_mixed(number)
             told = None if is_mixed else decode(stated and stated[self._index])
             self._know(value, found[place] if told is None else told)
             if is_mixed:

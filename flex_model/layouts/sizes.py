@@ -185,6 +185,7 @@ def _note(number: Any, expression: Expression, conversion: str) -> None:
 
 # Their functions are called by what asks.
 _PASSING_ON = (__name__, "torch._tensor", "torch.storage")
+_MASKS = ("transformers.masking_utils",)  # a mask is each row's own, on all paths there
 _PLANS = ("transformers.distributed.", "transformers.integrations.tensor_parallel")
 _BETWEEN = ("flex_model.layouts.", "torch._dynamo.", "torch._compile")
 _SHARDING = (
@@ -197,18 +198,11 @@ _SHARDING = (
 )
 
 
-def is_asked_by_model() -> bool:
-    """Whether the model asks, and not what shards it, which looks after its own tensors. To be
-    called by what is asked.
+def is_asked_by_model(but_for: tuple[str, ...] = ()) -> bool:
+    """Whether the model asks, and not what shards it, which looks after its own tensors, nor these
+    modules of it. To be called by what is asked.
     """
-    return not _is_of(_outside(sys._getframe(2), _PASSING_ON), _SHARDING)
-
-
-def _is_asked_by_masks() -> bool:
-    """Whether Hugging Face's code asks that makes attention masks, each row's own, on all paths. To
-    be called by what is asked.
-    """
-    return _is_of(_outside(sys._getframe(2), _PASSING_ON), ("transformers.masking_utils",))
+    return not _is_of(_outside(sys._getframe(2), _PASSING_ON), _SHARDING + but_for)
 
 
 def is_run_by_model() -> bool:
@@ -254,7 +248,7 @@ def _comparison(name: str) -> Any:
         if not isinstance(other, (int, float)):
             return NotImplemented
         answer = compare(plain(self), plain(other))
-        if on_comparison and is_asked_by_model() and not _is_asked_by_masks():
+        if on_comparison and is_asked_by_model(but_for=_MASKS):
             for note in on_comparison:
                 note(name, self, other, answer)
         return answer
