@@ -45,11 +45,21 @@ def linears(*middle):
     return nn.Sequential(nn.Linear(8, 8), *middle, nn.Linear(8, 8)).double()
 
 
-def run_alone_and_sharded(make, sites, x=BATCH):
-    """What hooks on gradients recorded: of the model alone, and over data-parallel ranks."""
+def mixed_rows(module, full, save_ctx, modules):
+    return full + 0.5 * full.flip(0).cumsum(0)
+
+
+def run_alone_and_sharded(make, sites, x=BATCH, edited=None):
+    """What hooks on gradients recorded: of the model alone, and over data-parallel ranks;
+    ``edited``: a module whose output an edit mixes the rows of.
+    """
     found = []
     for is_sharded in (False, True):
         with flex_of(make(), records := {}, "dp", is_sharded) as flex:
+            if edited is not None:
+                flex.register_forward_hook(
+                    HookFunction(edited, None, mixed_rows, output_name="edited")
+                )
             for site in sites:
                 if site.endswith("weight"):
                     flex.register_hook(HookFunction(site))
@@ -268,7 +278,7 @@ class InPieces(nn.Module):
 def test_a_blank_tensor_that_is_written_in_pieces():
     """Refused before: what some of it is written of has the gradient of the whole."""
     sites = ["0", "0.weight", "1", "2", "2.weight"]
-    expected, found = run_alone_and_sharded(lambda: linears(InPieces()), sites)
+    expected, found = run_alone_and_sharded(lambda: linears(InPieces()), sites, edited="1")
     if dist.get_rank() == 0:
         assert_close(found, expected)
 
