@@ -599,12 +599,10 @@ class HookCaller:
                 )
             else:
                 placed[axis] = self._known(call, axis, proven[axis])
-        return ShardLayout(
-            placed["dp"],
-            placed["tp"],
-            source=f"its tensor's: {layout.source}",
-            # FSDP2 splits what the layer has split.
-            tp_first=layout.tp_first or (is_parameter and layout.splits_one_dim),
+        found = ShardLayout(placed["dp"], placed["tp"], source=f"its tensor's: {layout.source}")
+        site = call.registration.layout_site
+        return resolve.with_one_dim(
+            site, found, self._channel.mesh, are_both_stated=len(own) == len(AXES)
         )
 
     def _check_replicas(self, call: Call, axis: str) -> None:

@@ -107,8 +107,7 @@ def resolve(
             raise ValueError(refusal(site, shapes, mesh, unknown, expected_shape, obstacles or {}))
         dp, tp = (placed[axis] or Replicate() for axis in AXES)
         layout = ShardLayout(dp, tp, source=STATED if stated else PROVEN)
-        if layout.splits_one_dim and min(mesh.dp_size, mesh.tp_size) > 1:
-            layout = _of_one_dim(site, layout, mesh, are_both_stated=len(stated) == len(AXES))
+        layout = with_one_dim(site, layout, mesh, are_both_stated=len(stated) == len(AXES))
     full_shape = _full_shape(site, layout, shapes, mesh)
     for what, sizes in (
         (f"expected_shape {expected_shape} contradicts", expected_shape),
@@ -122,14 +121,20 @@ def resolve(
     return layout
 
 
-def _of_one_dim(site: Site, layout: ShardLayout, mesh: Mesh, are_both_stated: bool) -> ShardLayout:
-    """The layout of a dim that both axes split, such as rows and heads that were joined.
+def with_one_dim(site: Site, layout: ShardLayout, mesh: Mesh, are_both_stated: bool) -> ShardLayout:
+    """The layout whose placements are these, where both axes split one dim, such as rows and heads
+    that were joined; else the layout as it is.
 
     A proof counts the parts of its axis in what one rank of the other axis holds, so the axis with
     more of them is the inner one (what is concatenated has the same parts in each tensor). A layout
     counts them in the full dim. FSDP splits what a layer holds of a parameter: its tensor-parallel
     shard. Of whole shards, a statement of both says that dp is the outer one.
+
+    Raises:
+        ValueError: it is not known which axis is the outer one. The same on every rank.
     """
+    if not layout.splits_one_dim or min(mesh.dp_size, mesh.tp_size) == 1:
+        return layout
     if site.kind == "parameter":
         return replace(layout, tp_first=True)
     dp, tp = layout.dp, layout.tp
