@@ -590,6 +590,23 @@ HF_MODELS = {
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8},
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "n_group": 2,
+            "topk_group": 1,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "num_key_value_heads": 8,
+            "first_k_dense_replace": 1,
+        },
+    ),
     "llama two heads": ("Llama", {"num_attention_heads": 2, "num_key_value_heads": 2}),
 }
 HF_SITES = {
@@ -635,7 +652,8 @@ def huggingface(tmp_path: Path, name: str, tp: int, fsdp: int = 1) -> Iterator[P
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    dtype = torch.float32 if "moe" in name or name == "mixtral" else torch.float64
+    is_mixture = name in ("qwen3-moe", "mixtral", "deepseek-v3")
+    dtype = torch.float32 if is_mixture else torch.float64
     folder = tmp_path / "model"
     if dist.get_rank() == 0:
         huggingface_model(name).save_pretrained(folder)
@@ -648,10 +666,14 @@ def huggingface(tmp_path: Path, name: str, tp: int, fsdp: int = 1) -> Iterator[P
         )
         return model.eval()
 
-    sites = HF_SITES
-    if dtype is torch.float32:
-        sites = sites | {"act_fn": "model.layers.0.mlp.experts.act_fn"}
-        sites |= {"experts": "model.layers.0.mlp.experts"}
+    sites, parameters = HF_SITES, HF_PARAMETERS
+    if is_mixture:
+        experts = f"model.layers.{int(name == 'deepseek-v3')}.mlp.experts"  # its first one has none
+        sites = sites | {"act_fn": f"{experts}.act_fn", "experts": experts}
+        parameters += (f"{experts}.gate_up_proj",)
+    if name == "deepseek-v3":  # keys and values are made of one latent tensor
+        sites["column output"] = "model.layers.0.self_attn.kv_b_proj"
+        parameters = tuple(one.replace("k_proj", "kv_b_proj") for one in parameters)
     if name == "qwen3-moe":
         sites = sites | {"inside attention": "model.layers.0.self_attn.k_norm"}
     yield Pair(
@@ -659,8 +681,7 @@ def huggingface(tmp_path: Path, name: str, tp: int, fsdp: int = 1) -> Iterator[P
         lambda: load(distributed_config=DistributedConfig(**sizes)),
         (tokens(2 * fsdp),),
         sites,
-        HF_PARAMETERS
-        + (("model.layers.0.mlp.experts.gate_up_proj",) if dtype is torch.float32 else ()),
+        parameters,
         gradients,
         outputs={f"model.layers.{i}.self_attn": (1,) for i in (0, 1)},
         dp=fsdp,
@@ -1070,6 +1091,7 @@ CASES = {
         HF, "Qwen3-MoE", 2, P(huggingface, name="qwen3-moe", tp=2), when="make check"
     ),
     "hf-mixtral-2": Case(HF, "Mixtral", 2, P(huggingface, name="mixtral", tp=2)),
+    "hf-deepseek-v3-2": Case(HF, "DeepSeek-V3", 2, P(huggingface, name="deepseek-v3", tp=2)),
     "hf-llama-4": Case(HF, "Llama", 4, P(huggingface, name="llama", tp=4)),
     "hf-tp-fsdp-4": Case(
         "Hugging Face tp 2 x fsdp 2",

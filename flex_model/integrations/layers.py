@@ -121,8 +121,10 @@ def _split_dim(module: nn.Module, weight: Any, mesh: Mesh) -> int | None:
 # What attention modules name the size of one head, which tensor parallelism never splits.
 _HEAD_SIZES = (
     "head_dim", "head_size", "attention_head_size", "key_value_proj_dim", "d_head", "d_kv",
-    "hidden_size_per_attention_head",
+    "hidden_size_per_attention_head", "dim_head", "dim_per_head", "qk_head_dim", "v_head_dim",
 )  # fmt: skip
+# DeepSeek's latent attention makes keys and values of a head by one projection.
+_KEY_AND_VALUE_SIZES = ("qk_nope_head_dim", "v_head_dim")
 
 
 def stated_last_sizes(module: nn.Module) -> frozenset[int]:
@@ -130,6 +132,9 @@ def stated_last_sizes(module: nn.Module) -> frozenset[int]:
     and the number of experts of Megatron's routers. Local.
     """
     found = [module.__dict__.get(name) for name in _HEAD_SIZES]
+    joined: list[Any] = [module.__dict__.get(name) for name in _KEY_AND_VALUE_SIZES]
+    if all(type(size) is int for size in joined):
+        found.append(sum(joined))
     if _is_megatrons(module, "Router"):
         found.append(module.__dict__.get("num_experts"))
     return frozenset(size for size in found if type(size) is int)

@@ -107,6 +107,7 @@ class AxisProofs:
         self.sizes_passed: dict[Value, dict[int, int]] = {}
         self._sizes_passed: dict[int, int] = {}  # of the operation, by place
         self._ambiguous: list[Any] = []  # plain numbers of the operation
+        self._sized_by: tuple[Value, ...] = ()  # values whose sizes it was passed
         self._shards_passed: dict[int, Shard] = {}  # of which it was passed the sizes, by place
         self.reduced: dict[Value, str] = {}
         self.of_layers: set[Value] = set()
@@ -146,10 +147,6 @@ class AxisProofs:
         """The value of what a hook met; any other value itself."""
         return self.met.get(value, value)
 
-    def is_known(self, value: Value) -> bool:
-        """Whether it is placed, or only its extent is not known."""
-        return value in self.placements or value in self.open
-
     def lost_at(self, value: Any) -> str:
         """The first operation on the way to a value at which its placement was lost; empty where
         it is known, or nothing is known of it.
@@ -159,10 +156,10 @@ class AxisProofs:
         while pending:
             one = pending.pop()
             step = self.steps.get(one)
-            if step is None or one in seen or self.is_known(one):
+            if step is None or one in seen or one in self.placements:
                 continue
             seen.add(one)
-            unknown = [source for source in step.inputs if not self.is_known(source)]
+            unknown = [source for source in step.inputs if source not in self.placements]
             traced = [source for source in unknown if source in self.steps]
             if not traced:
                 differs = bool(unknown) and bool(self.difference)
@@ -486,7 +483,7 @@ class AxisProofs:
         for i, output in enumerate(outputs):
             value, stated = output[0], output[3]
             self.shapes[value] = tuple(tuple(entry[4][i][4]) for entry in entries)
-            self.steps[value] = Step(text, inputs)
+            self.steps[value] = Step(text, inputs or self._sized_by)
             if self._is_layer(self._module):
                 self.of_layers.add(value)
             told = decode(stated and stated[self._index])
@@ -524,8 +521,8 @@ class AxisProofs:
                     self._note_positions(value, operation, values)
                 if operation.name == "empty_like":
                     self.templates[value] = operation.operands[0].placement
-                if factories.makes_blank(operation.name) or self._copies_blank(operation, values):
-                    self.blank[value] = None
+                if self._is_blank(operation, values, value):
+                    self.blank[value] = None  # however large it is, all of it may be written
         if carriers and name.startswith("aten::") and _hands_gradients(rule):
             made = [value for value, _, dtype, *_ in outputs if _has_gradient(dtype)]
             self.gradients.note_made([entry[7] for entry in entries], made)
@@ -540,7 +537,8 @@ class AxisProofs:
         """
         if operation is None or value in self.placements or not self._ambiguous:
             return False
-        return all(operand.placement is not None for operand in operation.operands)
+        is_constant = operation.name == "lift_fresh"
+        return is_constant or all(one.placement is not None for one in operation.operands)
 
     def _conclude(
         self,
@@ -607,7 +605,7 @@ class AxisProofs:
         arguments = reader.arguments(schema, entries)
         reader.conclude_sizes(schema.name, arguments[0])
         self._sizes_passed, self._shards_passed = reader.sizes_passed, reader.shards_passed
-        self._ambiguous = reader.ambiguous
+        self._ambiguous, self._sized_by = reader.ambiguous, tuple(reader.sized_by)
         outputs = tuple(
             Operand(
                 tuple(tuple(entry[4][i][1]) for entry in entries), dtype_of(entries[0][4][i][2])
@@ -626,6 +624,7 @@ class AxisProofs:
             operation = constants.with_extents(operation, reader.values, self.open)
         is_local = reader.is_local
         if operation.name == "lift_fresh":
+            self._ambiguous += [n for n in outputs[0].shapes[0] if n in self.split_sizes]
             is_shown = all("numbers" in dict(entry[3]) for entry in entries)
             is_bool = bool(outputs) and outputs[0].dtype == torch.bool
             is_local |= self._has_read or (is_bool and self._has_asked)
@@ -651,8 +650,14 @@ class AxisProofs:
             return self._is_layer(self._module) and operation["weight"].placement == Shard(0)
         return operation.name in _MASKS and bool(values) and values[0] in self.looked_up
 
-    def _copies_blank(self, operation: Operation, values: Sequence[Any]) -> bool:
-        """Whether what it copies, into another dtype or device, is blank as yet."""
+    def _is_blank(self, operation: Operation, values: Sequence[Any], value: Value) -> bool:
+        """Whether nothing is written to it yet, or one number, it is not known how often; or it
+        copies what is blank, into another dtype or device.
+        """
+        if factories.makes_blank(operation.name):
+            return True
+        if factories.is_fill(operation.name):
+            return value not in self.placements
         is_copy = operation.name in ("_to_copy", "clone", "to")
         return is_copy and bool(values) and self.blank.get(values[0], "") is None
 
@@ -896,6 +901,7 @@ class _Reader:
         is_local: Whether a number among them is one of this rank's own that the unsharded program
             has otherwise, and that no rule takes into account.
         ambiguous: Plain numbers of which nothing tells whether the unsharded program has them, too.
+        sized_by: The values whose sizes are among its numbers.
     """
 
     def __init__(self, proofs: AxisProofs, num_ranks: int, is_view: bool = False) -> None:
@@ -906,6 +912,7 @@ class _Reader:
         self.is_local = False
         self.shards_passed: dict[int, Shard] = {}
         self.ambiguous: list[Any] = []
+        self.sized_by: list[Value] = []
         self._plain: list[tuple[str, int, Any]] = []  # sizes without an expression
         self._with_expression: set[str] = set()  # arguments of which some have one
 
@@ -982,6 +989,8 @@ class _Reader:
         self, numbers: Sequence[Any], name: str, meant: str, expressions: Sequence[Any]
     ) -> None:
         known, is_size = None, meant == "size"
+        sources = {leaf[1] for e in expressions if e is not None for leaf in leaves(e)}
+        self.sized_by += sorted(sources - {0})
         if any(
             expression is not None and expression[:2] == ("read", 0) for expression in expressions
         ):

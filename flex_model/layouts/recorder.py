@@ -661,10 +661,14 @@ class Recorder(TorchDispatchMode):
         self._carriers = carriers
         arguments = schema.arguments if schema is not None else ()
         is_called = schema is not None and self.sizes.are_of(schema.name)
+        by_place = self.sizes.by_place(args) if is_called else None
+        passed = None if by_place is None else iter(by_place)
         positional = tuple(
-            self._encoded(value, self._numbers_of(arguments[i], is_called))
-            if i < len(arguments)
-            else self._encoded(value)
+            self._encoded(
+                value,
+                self._numbers_of(arguments[i], is_called) if i < len(arguments) else "",
+                passed,
+            )
             for i, value in enumerate(args)
         )
         if schema is not None and self.stated_sizes and schema.name in _VIEWS:
@@ -737,7 +741,16 @@ class Recorder(TorchDispatchMode):
             return ""
         return {"count": "value", "": "dim"}.get(meant, meant)
 
-    def _encoded(self, value: Any, meaning: str = "") -> Any:
+    def _encoded(
+        self, value: Any, meaning: str = "", passed: Iterator[Expression | None] | None = None
+    ) -> Any:
+        """As logs have it.
+
+        Args:
+            meaning: Of a number, see `sizes.meaning`.
+            passed: The expressions of this and the following numbers, where it is known by their
+                places which those are.
+        """
         if isinstance(value, Tensor):
             known = self.value(value)
             if value.requires_grad and torch.is_grad_enabled():
@@ -746,14 +759,19 @@ class Recorder(TorchDispatchMode):
         if isinstance(value, bool) or value is None or isinstance(value, str):
             return value
         if isinstance(value, (int, float)):
+            if passed is not None:
+                expression = next(passed)
+                return encoded(value, expression if meaning else None)
             if meaning == "value" or (meaning == "unseen" and value > 0):
                 return self.sizes.encoded_value(value)
             return self.sizes.encoded(value) if meaning else encoded(value)
         if isinstance(value, (list, tuple)):
-            passed = self.sizes.of_list(value) if meaning == "size" else None
-            if passed is not None:
-                return "l", *passed
-            return "l", *(self._encoded(item, meaning) for item in value)
+            numbers = None
+            if passed is None and meaning == "size":
+                numbers = self.sizes.of_list(value)
+            if numbers is not None:
+                return "l", *numbers
+            return "l", *(self._encoded(item, meaning, passed) for item in value)
         if isinstance(value, torch.device):
             return "s", value.type
         if isinstance(value, complex):

@@ -378,7 +378,10 @@ class CallSizes:
     def __init__(self, name: str = "", args: Any = (), kwargs: Any = None) -> None:
         self.name = _plain_name(name)
         self._in_order: list[tuple[Any, Expression | None]] = []
-        self._visit((args, tuple((kwargs or {}).values())))
+        self._visit(args)
+        num_positional = len(self._in_order)
+        self._visit(tuple((kwargs or {}).values()))
+        self._are_positional = num_positional == len(self._in_order)
         self.has_any = any(expression is not None for _, expression in self._in_order)
 
     def _visit(self, value: Any) -> None:
@@ -400,6 +403,15 @@ class CallSizes:
         name = _plain_name(operation)
         is_called = name == self.name or (self.is_subscript and name in _OF_SUBSCRIPTS)
         return self.has_any and is_called
+
+    def by_place(self, arguments: Sequence[Any]) -> list[Expression | None] | None:
+        """The expressions of an operation's numbers, in their order, if the call was passed these
+        numbers in this order; else None.
+        """
+        numbers = CallSizes(args=arguments)._in_order if self._are_positional else []
+        if not _are_same([n for n, _ in numbers], [n for n, _ in self._in_order]):
+            return None
+        return [expression for _, expression in self._in_order]
 
     def of_list(self, numbers: Sequence[Any]) -> list[Any] | None:
         """The numbers of a list as logs have them, if the call was passed just this list."""
@@ -444,7 +456,9 @@ class CallSizes:
 
 
 def _are_same(numbers: Sequence[Any], wanted: Sequence[Any]) -> bool:
-    return all(n == m and type(n) is type(m) for n, m in zip(numbers, wanted))
+    return len(numbers) == len(wanted) and all(
+        n == m and type(n) is type(m) for n, m in zip(numbers, wanted)
+    )
 
 
 def _common(passed: Sequence[tuple[Any, Expression | None]]) -> Expression | None:

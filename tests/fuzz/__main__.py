@@ -29,7 +29,7 @@ ROOT = HERE.parent.parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
 
 import seeds  # noqa: E402
-from generate import UNFOLLOWED, generate, modes_of  # noqa: E402
+from generate import can_be_followed, generate, modes_of  # noqa: E402
 from program import MODES, Program  # noqa: E402
 from ranks import BAD, INVALID, VERDICTS, Outcome, Ranks  # noqa: E402
 from shrink import shrink  # noqa: E402
@@ -88,7 +88,7 @@ def fuzz(ranks: Ranks, options: argparse.Namespace) -> int:
         for mode in modes:
             program = generate(seed, mode, options.ranks)
             counts[mode]["programs"] += 1
-            is_followed = not UNFOLLOWED & {step.op for step in program.steps}
+            is_followed = can_be_followed(program)
             worst = set()
             for outcome in ranks.judge(program, number=options.cells):
                 if outcome.verdict in BAD:

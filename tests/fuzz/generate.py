@@ -38,6 +38,13 @@ STATING = ("Column(", "Row(", "VocabEmbedding(")
 # Steps of which no layout can be proven, by design: numpy, numbers read from a tensor, operations
 # that have no rule, and messages from one rank to another.
 UNFOLLOWED = {"numpy_round_trip", "python_numbers", "custom", "ring"}
+# The same of forms of other steps, by the number of tensor-parallel ranks from which on: a gather
+# that reads from tensors which sizes the ranks have, and sums over groups that are no axis.
+UNFOLLOWED_FORMS = {
+    ("gather_by_hand", "function"): 2,
+    ("row", "sum_in_two_steps"): 4,
+    ("reduce_split", "sum_in_two_steps"): 4,
+}
 WITH_WEIGHTS = ("column", "plain_linear", "fused_column", "attention", "norm", "lora", "row")
 
 
@@ -48,6 +55,17 @@ def modes_of(ranks: int) -> list[str]:
     products = [mode for mode, (layers, data) in MODES.items() if layers and data]
     single = [mode for mode in MODES if mode not in products and mode != "one"]
     return single + (products if ranks == 4 else [])
+
+
+def can_be_followed(program: Program) -> bool:
+    """Whether all its steps are such that layouts can be proven."""
+    forms = [
+        (step.op, form) for step in program.steps for form in step.choices if type(form) is str
+    ]
+    return not (
+        UNFOLLOWED & {step.op for step in program.steps}
+        or any(program.tp >= UNFOLLOWED_FORMS.get(form, 8) for form in forms)
+    )
 
 
 def generate(seed: int, mode: str, ranks: int) -> Program:

@@ -115,6 +115,21 @@ class GatherParts(torch.autograd.Function):
         return mine(grad, ctx.dim), None
 
 
+class GatherEvenParts(torch.autograd.Function):
+    """`GatherParts` of parts of one size, which no rank has to tell the others."""
+
+    @staticmethod
+    def forward(ctx, x, dim):
+        ctx.dim, x = dim, x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(tp)]
+        dist.all_gather(parts, x, group=tp_group)
+        return torch.cat(parts, dim)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.chunk(tp, ctx.dim)[tp_rank].contiguous(), None
+
+
 class GatherAndReduce(torch.autograd.Function):
     """The parts side by side, for ranks that each use all of them in part."""
 
@@ -233,6 +248,10 @@ def max_over_ranks(x):
 
 def gather(x, dim):
     return GatherParts.apply(x, dim) if tp > 1 else x
+
+
+def gather_even(x, dim):
+    return GatherEvenParts.apply(x, dim) if tp > 1 else x
 
 
 def gather_tensor(x, dim):

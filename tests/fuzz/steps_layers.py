@@ -251,9 +251,11 @@ def gather_by_hand(c, s):
     need(dim is not None and s.is_leading(dim, "tp"))
     atom, *others = s.dims[dim]
     state = s.with_dim(dim, Atom(atom.size), *others)
-    forms = ["function", "function", "zeros"]
-    if not c.program.has_gradients and c.divides(atom):
-        forms += ["functional", "functional"]
+    forms = ["function", "zeros"]
+    if c.divides(atom):
+        forms += ["even", "even"]
+        if not c.program.has_gradients:
+            forms += ["functional", "functional"]
     form = c.choose(forms)
     need(form == "function" or c.divides(atom))
     # `gather` cuts by shares of the dim, so whole heads of uneven number go as elements do.
@@ -268,6 +270,8 @@ def gather_by_hand(c, s):
         c.add("h = reduce_from(h)")
     elif form == "functional":
         c.add(f"h = gather_tensor(h, {dim})")
+    elif form == "even":
+        c.add(f"h = gather_even(h, {dim})")
     else:
         c.add(f"h = gather(h, {dim})")
     c.site(state)

@@ -3,16 +3,19 @@ every module's tensors together to the full ones, and where a proof is due there
 """
 
 import math
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor as torch_placements
 import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
 
 import frameworks
 import models
+from flex_model import FlexModel, HookFunction
 from flex_model.distributed.layout import Replicate, Shard
 from flex_model.distributed.mesh import Mesh
 from flex_model.layouts.statements import statement_of
@@ -449,6 +452,86 @@ def test_a_size_divided_by_the_number_of_ranks_may_be_a_share():
     expected = unsharded(Share(0, 1), [x])
     found, _, _ = follow(Share(dist.get_rank(), 2), mesh_of(tp_size=2), [x], [WHOLE])
     compare(found, expected, unknown=["after"])
+
+
+class Narrowed(Share):
+    """A piece of one token, by a call whose dim is the same number."""
+
+    def forward(self, x):
+        length = x.shape[1] // self.parts
+        mine = self.before(x.narrow(1, self.rank * length, length))
+        self.after(mine + torch.arange(mine.shape[2]))
+        return x
+
+
+@pytest.mark.ranks(2)
+def test_a_size_is_known_by_its_place_among_the_numbers_of_a_call():
+    """Was refused: the length of 1 might be the dim."""
+    x = models.random(1, 2, 4)
+    expected = unsharded(Narrowed(0, 1), [x])
+    found, _, _ = follow(Narrowed(dist.get_rank(), 2), mesh_of(tp_size=2), [x], [WHOLE])
+    compare(found, expected)
+
+
+class Padded(nn.Module):
+    """A gather of parts that may be uneven: the ranks tell each other their sizes."""
+
+    def __init__(self, parts):
+        super().__init__()
+        self.parts, self.padded, self.whole = parts, nn.Identity(), nn.Identity()
+
+    def forward(self, x):
+        sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.parts)]
+        if self.parts > 1:
+            dist.all_gather(sizes, torch.tensor([x.shape[0]]))
+        else:
+            sizes[0] += x.shape[0]
+        padded = x.new_zeros(max(int(size) for size in sizes), *x.shape[1:])
+        padded[: x.shape[0]] = x
+        padded = self.padded(padded * x.new_ones(1))
+        parts = [torch.empty_like(padded) for _ in sizes]
+        if self.parts > 1:
+            dist.all_gather(parts, padded)
+        else:
+            parts = [padded]
+        self.whole(torch.cat([part[: int(size)] for part, size in zip(parts, sizes)]))
+        return x
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("rows", [(2, 2), (2, 1)])
+def test_zeros_of_a_size_that_is_read_are_known_once_all_are_written(rows):
+    """Were refused. Of uneven parts zeros are left on some ranks."""
+    x = models.random(sum(rows), 3)
+    expected = unsharded(Padded(1), [x])
+    mine = x.split(rows)[dist.get_rank()]
+    found, _, _ = follow(Padded(2), mesh_of(tp_size=2), [mine], [(R, Shard(0))])
+    compare(found, expected, unknown=() if rows == (2, 2) else ("padded", "whole"))
+
+
+class Sized(nn.Module):
+    """A tensor of a size that is not known."""
+
+    def __init__(self, heads):
+        super().__init__()
+        self.heads, self.positions, self.mask = heads, nn.Identity(), nn.Identity()
+
+    def forward(self, x):
+        heads = x.view(x.shape[0], self.heads, -1)
+        self.positions(torch.arange(heads.shape[1]))
+        self.mask(torch.ones(heads.shape[1], heads.shape[1]).tril())
+        return x
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("site", ["positions", "mask"])
+def test_a_refusal_names_the_number_that_a_size_comes_of(site):
+    """It named the operations that were given the size."""
+    with FlexModel(Sized(2), tensor_parallel_size=2) as flex:
+        flex.annotate_layout(re.compile("^$"), kind="forward_pre", tp=torch_placements.Shard(1))
+        flex.register_forward_hook(HookFunction(site))
+        with pytest.raises(ValueError, match=r"lost at view of 2, which may be a rank's own"):
+            flex(models.random(3, 8).chunk(2, -1)[dist.get_rank()])
 
 
 class StatedHeads(nn.Module):

@@ -32,6 +32,7 @@ RIGHT = {
     "hf-qwen2-2": 233,
     "hf-qwen3moe-2": 264,
     "hf-mixtral-2": 232,
+    "hf-deepseek-v3-2": 290,
     "hf-llama-4": 227,
     "hf-tp-fsdp-4": 227,
     "native-tp-2": 258,
