@@ -406,9 +406,11 @@ class CallSizes:
 
     def by_place(self, arguments: Sequence[Any]) -> list[Expression | None] | None:
         """The expressions of an operation's numbers, in their order, if the call was passed these
-        numbers in this order; else None.
+        numbers in this order; else None. (The numbers of a subscript are of several operations.)
         """
-        numbers = CallSizes(args=arguments)._in_order if self._are_positional else []
+        if self.is_subscript or not self._are_positional:
+            return None
+        numbers = CallSizes(args=arguments)._in_order
         if not _are_same([n for n, _ in numbers], [n for n, _ in self._in_order]):
             return None
         return [expression for _, expression in self._in_order]
