@@ -52,10 +52,11 @@ PROGRAMS = """
 Programs that are right on shards by construction, against the unsharded model (`make fuzz`, with
 `FUZZ="--json tests/fuzz/results.json"` to add to these counts). Each has up to three hooks. *Of
 these refused*: the share of errors among the hooks of programs that can be followed, which have no
-numpy, no numbers read from tensors, no operation without a rule and no message from one rank to
-another. *But for numbers*: without those that are refused for a plain number that may be a rank's
-own, such as `view(rows, length, -1, 2)` with one head a rank, which only a statement tells; of the
-runs that counted them. `bare`: layers that state nothing.
+numpy, no numbers read from tensors, no operation without a rule, no sum over groups that are no
+axis of the mesh and no message from one rank to another. *But for numbers*: without those that are
+refused for a plain number that may be a rank's own, such as `view(rows, length, -1, 2)` with one
+head a rank, which only a statement tells; of the runs that counted them. `bare`: layers that state
+nothing. What was ever wrong is mended, and stays as a program that the tests run (tests/fuzz).
 """
 AMBIGUOUS = "followed ambiguous"
 COUNTS = ("programs", "right", "refused", "wrong", "crash", "hang", "invalid")
