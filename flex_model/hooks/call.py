@@ -253,8 +253,11 @@ class HookCaller:
         """What the model goes on with, placed as the tensor before: so it is followed on."""
         edited = given.like_original(shard)
         if given.trip is not None and not given.call.registration.is_backward:
-            evidence, layout = given.call.evidence, given.trip.move.layout
-            self._tracking.note(evidence, edited, given.original, layout)
+            layout = given.trip.move.layout
+            placed: Pair = (layout.dp, layout.tp)
+            if not dtensor.is_dtensor(given.original):
+                placed = resolve.counted_as_proofs_do(layout, self._channel.mesh)
+            self._tracking.note(given.call.evidence, edited, given.original, placed)
         return edited
 
     def _edit_one(self, call: Call, leaf: Any) -> Tensor | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flex_model.distributed import values
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.header import Header, site_hash
-from flex_model.distributed.layout import Placement, Replicate, Shard, ShardLayout
+from flex_model.distributed.layout import Placement, Replicate, Shard
 from flex_model.errors import agreed
 from flex_model.hooks.registration import Registration
 from flex_model.integrations import compiled, dtensor
@@ -532,13 +532,10 @@ class Tracking:
         if bool(verdicts.any()):
             raise agreed(ValueError(refuted or "a statement is refuted on another rank"))
 
-    def note(
-        self, evidence: Evidence, tensor: Tensor, original: Tensor, layout: ShardLayout
-    ) -> None:
+    def note(self, evidence: Evidence, tensor: Tensor, original: Tensor, placed: Pair) -> None:
         """What a hook put in place of a tensor is placed like this. Local."""
         if evidence.graph is not None and evidence.graph in follow.recording():
-            placed = evidence.graph.place_edited(tensor, original, (layout.dp, layout.tp))
-            evidence.edited = placed
+            evidence.edited = evidence.graph.place_edited(tensor, original, placed)
 
     # What is known at the start.
 

@@ -155,6 +155,19 @@ def with_one_dim(site: Site, layout: ShardLayout, mesh: Mesh, are_both_stated: b
     return replace(layout, tp=replace(tp, parts=tp.parts * count), tp_first=True)
 
 
+def counted_as_proofs_do(layout: ShardLayout, mesh: Mesh) -> Pair:
+    """The placements of a layout that `with_one_dim` has made."""
+    dp, tp = layout.dp, layout.tp
+    if not layout.splits_one_dim or min(mesh.dp_size, mesh.tp_size) == 1:
+        return dp, tp
+    assert isinstance(dp, Shard) and isinstance(tp, Shard)
+    if layout.tp_first:
+        return dp, replace(tp, parts=tp.parts // (dp.pieces or mesh.dp_size))
+    if dp.is_interleaved:
+        return replace(dp, parts=dp.parts // (tp.pieces or mesh.tp_size)), tp
+    return dp, tp
+
+
 def _of_share(
     shard: Shard, sizes: Shape, dp: Placement | None, shapes: Sequence[Shape], mesh: Mesh
 ) -> Shard | None:
