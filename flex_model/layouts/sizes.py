@@ -187,7 +187,7 @@ def _note(number: Any, expression: Expression, conversion: str) -> None:
 _PASSING_ON = (__name__, "torch._tensor", "torch.storage")
 _MASKS = ("transformers.masking_utils",)  # a mask is each row's own, on all paths there
 _PLANS = ("transformers.distributed.", "transformers.integrations.tensor_parallel")
-_BETWEEN = ("flex_model.layouts.", "torch._dynamo.", "torch._compile")
+_BETWEEN = ("flex_model.layouts.", "torch._dynamo.", "torch._compile", "torch._ops")
 _SHARDING = (
     "torch.distributed.",
     "torch.nn.parallel.",
