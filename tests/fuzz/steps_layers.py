@@ -354,7 +354,9 @@ def attention(c, s):
     need(s.dim_of("dp") != 1 and all(len(atoms) == 1 for atoms in s.dims))
     need(c.program.layers != "dtensor")
     inner, head = s.width(2), 2
-    heads = c.choose([n for n in (1, 2, 4) if n % c.program.tp == 0])
+    # Where both axes split a dim, 4 heads a rank and more have parts of parts.
+    most = 16 if min(c.program.tp, c.program.dp) > 1 else 4
+    heads = c.choose([n for n in (1, 2, 4, 8, 16) if n % c.program.tp == 0 and n <= most])
     init = c.init_of_weight()
     names = "qkv"
     for name in names:
