@@ -252,10 +252,10 @@ class HookCaller:
     def _handed_on(self, given: _Given, shard: Tensor) -> Tensor:
         """What the model goes on with, placed as the tensor before: so it is followed on."""
         edited = given.like_original(shard)
-        if given.trip is not None and not given.call.registration.is_backward:
+        if given.trip is not None and given.call.registration.kind in ("forward", "forward_pre"):
             layout = given.trip.move.layout
             placed: Pair = (layout.dp, layout.tp)
-            if not dtensor.is_dtensor(given.original):
+            if not dtensor.is_dtensor(given.original):  # whose layout is its own
                 placed = resolve.counted_as_proofs_do(layout, self._channel.mesh)
             self._tracking.note(given.call.evidence, edited, given.original, placed)
         return edited

@@ -67,7 +67,8 @@ class AxisProofs:
             these may be the local size of a dim that is larger in the unsharded program.
         open: Of values whose placement is not known, but that are the same on all ranks: the dims
             whose extent is all that isn't (see `constants`).
-        blank: Of values of ``torch.empty``: how what was written to them so far is placed.
+        blank: Of values of ``torch.empty``, and of ``torch.zeros`` and the like whose size is not
+            known: how what was written to them so far is placed.
         met: Of what hooks met: its value, where that is the same on all ranks.
         positions: Of values that are positions along a split dim: how they are split.
         gathered: Of values that a gather gave: whose parts they are.
@@ -651,8 +652,8 @@ class AxisProofs:
         return operation.name in _MASKS and bool(values) and values[0] in self.looked_up
 
     def _is_blank(self, operation: Operation, values: Sequence[Any], value: Value) -> bool:
-        """Whether nothing is written to it yet, or one number, it is not known how often; or it
-        copies what is blank, into another dtype or device.
+        """Whether its layout is that of what will be written to it: it has no elements yet, or one
+        number in all of them and a size that is not known, or is a copy of such a tensor.
         """
         if factories.makes_blank(operation.name):
             return True

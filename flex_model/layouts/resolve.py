@@ -133,7 +133,7 @@ def with_one_dim(site: Site, layout: ShardLayout, mesh: Mesh, are_both_stated: b
     Raises:
         ValueError: it is not known which axis is the outer one. The same on every rank.
     """
-    if not layout.splits_one_dim or min(mesh.dp_size, mesh.tp_size) == 1:
+    if not _is_split_by_both(layout, mesh):
         return layout
     if site.kind == "parameter":
         return replace(layout, tp_first=True)
@@ -155,10 +155,16 @@ def with_one_dim(site: Site, layout: ShardLayout, mesh: Mesh, are_both_stated: b
     return replace(layout, tp=replace(tp, parts=tp.parts * count), tp_first=True)
 
 
+def _is_split_by_both(layout: ShardLayout, mesh: Mesh) -> bool:
+    return layout.splits_one_dim and min(mesh.dp_size, mesh.tp_size) > 1
+
+
 def counted_as_proofs_do(layout: ShardLayout, mesh: Mesh) -> Pair:
-    """The placements of a layout that `with_one_dim` has made."""
+    """The placements from which `with_one_dim` made the layout of an activation: parts are counted
+    in what one rank of the other axis holds.
+    """
     dp, tp = layout.dp, layout.tp
-    if not layout.splits_one_dim or min(mesh.dp_size, mesh.tp_size) == 1:
+    if not _is_split_by_both(layout, mesh):
         return dp, tp
     assert isinstance(dp, Shard) and isinstance(tp, Shard)
     if layout.tp_first:

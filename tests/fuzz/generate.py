@@ -64,7 +64,7 @@ def can_be_followed(program: Program) -> bool:
     ]
     return not (
         UNFOLLOWED & {step.op for step in program.steps}
-        or any(program.tp >= UNFOLLOWED_FORMS.get(form, 8) for form in forms)
+        or any(form in UNFOLLOWED_FORMS and program.tp >= UNFOLLOWED_FORMS[form] for form in forms)
     )
 
 

@@ -8,9 +8,9 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor as torch_placements
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import tensor as torch_tensor
 from torch.testing import assert_close
 
 import frameworks
@@ -528,7 +528,7 @@ class Sized(nn.Module):
 def test_a_refusal_names_the_number_that_a_size_comes_of(site):
     """It named the operations that were given the size."""
     with FlexModel(Sized(2), tensor_parallel_size=2) as flex:
-        flex.annotate_layout(re.compile("^$"), kind="forward_pre", tp=torch_placements.Shard(1))
+        flex.annotate_layout(re.compile("^$"), kind="forward_pre", tp=torch_tensor.Shard(1))
         flex.register_forward_hook(HookFunction(site))
         with pytest.raises(ValueError, match=r"lost at view of 2, which may be a rank's own"):
             flex(models.random(3, 8).chunk(2, -1)[dist.get_rank()])
