@@ -17,7 +17,7 @@ from flex_model.distributed import memory, values
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.connections import GRID
 from flex_model.distributed.gather import Move
-from flex_model.distributed.header import DTYPES, Header, site_hash
+from flex_model.distributed.header import DTYPES, Header, sites_hash
 from flex_model.distributed.layout import Replicate, Shape, ShardLayout
 from flex_model.distributed.transports.transport import Gathered
 from flex_model.layouts import replicas, resolve
@@ -150,10 +150,10 @@ class Records:
         listed += f"; and {len(pending) - 8} more" if len(pending) > 8 else ""
         tensors = [record.snapshot.tensor for record in pending]
         mine = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
-        digest = site_hash(*mine)
+        digest = sites_hash(*mine)
         header = Header(
             kind,
-            site=site_hash(*(record.call.registration.site for record in pending)),
+            site=sites_hash(*(record.call.registration.site for record in pending)),
             # Not sizes here: they tell whether the tensors are those of before.
             shape=(digest & 0x7FFFFFFF, digest >> 32),
             flags=Header.CONSUMED if context.consumed else 0,
@@ -232,7 +232,7 @@ class Records:
         compared = [
             (record, move.layout)
             for record, move in zip(pending, moves)
-            if replicas.are_compared(record.snapshot.tensor) and self._is_replicated(move.layout)
+            if self._is_replicated(move.layout) and replicas.are_compared(record.snapshot.tensor)
         ]
         if not compared:
             return

@@ -62,22 +62,27 @@ class Snapshots:
 
     def take(self, tensor: Tensor) -> Snapshot:
         """A snapshot of a tensor as it is when the current stream comes here."""
-        with torch.inference_mode(False):
-            if not host_copies.is_on_gpu(tensor):
-                return Snapshot(memory.copy(tensor))
-            try:
-                clone = tensor.detach().clone(memory_format=torch.contiguous_format)
-            except torch.OutOfMemoryError:  # the model's memory comes first
-                return Snapshot(memory.copy(tensor))
-            snapshot = Snapshot(clone, host_copies.ready_now(clone))
-            self._on_gpu.append(snapshot)
-            self._gpu_bytes += clone.nbytes
-            oldest = []
-            while self._gpu_bytes > self._max_gpu_bytes:
-                oldest.append(self._on_gpu.popleft())
-                self._gpu_bytes -= oldest[-1].tensor.nbytes
-            self.to_cpu(oldest)
-            return snapshot
+        if not torch.is_inference_mode_enabled():
+            return self._take(tensor)
+        with torch.inference_mode(False):  # takes longer to enter than a small copy
+            return self._take(tensor)
+
+    def _take(self, tensor: Tensor) -> Snapshot:
+        if not host_copies.is_on_gpu(tensor):
+            return Snapshot(memory.copy(tensor))
+        try:
+            clone = tensor.detach().clone(memory_format=torch.contiguous_format)
+        except torch.OutOfMemoryError:  # the model's memory comes first
+            return Snapshot(memory.copy(tensor))
+        snapshot = Snapshot(clone, host_copies.ready_now(clone))
+        self._on_gpu.append(snapshot)
+        self._gpu_bytes += clone.nbytes
+        oldest = []
+        while self._gpu_bytes > self._max_gpu_bytes:
+            oldest.append(self._on_gpu.popleft())
+            self._gpu_bytes -= oldest[-1].tensor.nbytes
+        self.to_cpu(oldest)
+        return snapshot
 
     def to_cpu(self, snapshots: list[Snapshot]) -> None:
         """Move them to the CPU, those that are not there."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -62,6 +63,14 @@ def site_hash(*parts: object) -> int:
     """63 bits that stand for a site in headers."""
     digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+@lru_cache(maxsize=256)
+def sites_hash(*parts: Hashable) -> int:
+    """As ``site_hash``, of what is the same from run to run: remembered. The parts are ints, or
+    tuples of dtypes and sizes: what is equal has the same text.
+    """
+    return site_hash(*parts)
 
 
 @dataclass(slots=True)  # not frozen, which makes it slow to make: every call of a hook makes one

@@ -74,7 +74,7 @@ def span(tensor: Tensor) -> tuple[int, int]:
 def copy(tensor: Tensor) -> Tensor:
     """A contiguous CPU copy of a tensor's values, detached, that shares memory with nothing."""
     tensor = tensor.detach()
-    if tensor.device.type == "cpu" and tensor.nbytes < POOLED_BYTES:
+    if tensor.is_cpu and tensor.nbytes < POOLED_BYTES:
         tensor = tensor.resolve_conj().resolve_neg()
         return tensor.clone(memory_format=torch.contiguous_format)
     return empty(tensor.shape, tensor.dtype).copy_(tensor)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from flex_model import _C
 from flex_model.distributed.channel import Channel
-from flex_model.distributed.header import ERROR, FAILED, Header, site_hash
+from flex_model.distributed.header import ERROR, FAILED, Header, site_hash, sites_hash
 from flex_model.distributed.mesh import Mesh
 from flex_model.errors import (
     HookError,
@@ -343,7 +343,7 @@ class HookCore:
     def _agree_on_hooks(self, active: int) -> None:
         registrations = self.table.registrations
         digest = site_hash(
-            *(registration.site for registration in registrations),
+            sites_hash(*(registration.site for registration in registrations)),
             *self._settings,
             self.tracking.statements.digest,
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -203,6 +204,7 @@ class Registration:
         return describe_hook(self.clean_name, self.kind, self.hook_function.unpack_idx)
 
 
+@lru_cache(maxsize=1024)  # several times a call
 def describe_hook(name: str, kind: str, unpack_idx: int | tuple[int, ...]) -> str:
     """As ``Registration.describe``."""
     kind = "parameter-gradient" if kind == "tensor" else kind.replace("_", "-")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flex_model.distributed import values
 from flex_model.distributed.channel import Channel
-from flex_model.distributed.header import Header, site_hash
+from flex_model.distributed.header import Header, site_hash, sites_hash
 from flex_model.distributed.layout import Placement, Replicate, Shard
 from flex_model.errors import agreed
 from flex_model.hooks.registration import Registration
@@ -172,7 +172,9 @@ class Tracking:
             return
         active = list(active)
         forward.parameters = [
-            r for r in active if any(self.asks_for_parameter(r, axis) for axis in AXES)
+            r
+            for r in active
+            if r.kind == "tensor" and any(self.asks_for_parameter(r, axis) for axis in AXES)
         ]
         sites = [r.site for r in active]
         if not sites:
@@ -181,10 +183,11 @@ class Tracking:
             self._conditions = Conditions(self._root)
         assert self._buffers is not None
         self._buffers.observe()
-        known = site_hash(part, *sites, self._buffers.digest)
+        site = sites_hash(part, *sites)
+        known = site_hash(site, self._buffers.digest)
         form, sizes = self._conditions.form(args, kwargs, known, self._attributes)
         words = self._memory.words(form, sizes)
-        header = Header("inputs", site=site_hash(part, *sites), shape=words)
+        header = Header("inputs", site=site, shape=words)
         headers = self._channel.agree(header, "the start of a forward")
         forward.key, forward.layouts = self._memory.begin([other.shape for other in headers])
         layouts = forward.layouts
@@ -346,7 +349,7 @@ class Tracking:
         place, shape = Place(registration.site, number), tuple(tensor.shape)
         if forward.follower is None:
             assert forward.layouts is not None
-            pair = forward.layouts.check(place, shape, registration.describe())
+            pair = forward.layouts.check(place, shape, registration.describe)
             layouts = forward.layouts
             gradient = layouts.gradients.get(place, UNKNOWN)
             known = Evidence(forward.key.forward, pair, gradient, place=place)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -151,9 +151,13 @@ def recording() -> list[Follower]:
     return [follower for follower in found if follower is not None]
 
 
-@contextmanager
-def paused(*others: Follower) -> Iterator[None]:
+def paused(*others: Follower) -> AbstractContextManager[None]:
     """What runs inside is no part of the model, for no FlexModel."""
+    return _paused(others) if others or recorder.entered else nullcontext()
+
+
+@contextmanager
+def _paused(others: tuple[Follower, ...]) -> Iterator[None]:
     with ExitStack() as stack:
         for follower in dict.fromkeys([*others, *recording()]):
             stack.enter_context(follower.recorder.paused())

@@ -11,14 +11,14 @@ be those that grow as they did between the two.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from flex_model import _C
 from flex_model.distributed.header import site_hash
 from flex_model.distributed.layout import Shape
 from flex_model.errors import HookError
@@ -29,13 +29,9 @@ from flex_model.layouts.sizes import COMPARISONS
 
 _MOST = 256
 _MOST_ASKED = 4
-_HOOKS = operator.itemgetter(
-    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
-)
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """One call of a hook: its site, and how often it was called before in its forward."""
 
     site: int
@@ -91,8 +87,11 @@ class ForwardLayouts:
             for (by, left, right), (more, by_right) in zip(self.comparisons, self.comparison_growth)
         )
 
-    def check(self, place: Place, shape: Shape, name: str) -> Pair:
+    def check(self, place: Place, shape: Shape, describe: Callable[[], str]) -> Pair:
         """The placements of the tensor at this place, in a forward that is not followed.
+
+        Args:
+            describe: Returns what the hook is called in messages.
 
         Raises:
             HookError: no tensor of this shape was there in the forward that was.
@@ -102,9 +101,10 @@ class ForwardLayouts:
             return self.pairs[place]
         seen = "was not called" if expected is None else f"had a tensor of shape {expected}"
         raise HookError(
-            f"{name}: in the forward that was followed for inputs like these, call {place.number} "
-            f"of this hook {seen}, now it has one of shape {shape}: the model's control flow "
-            'depends on more than its inputs\' shapes; use FlexModel(..., follow="always")'
+            f"{describe()}: in the forward that was followed for inputs like these, call "
+            f"{place.number} of this hook {seen}, now it has one of shape {shape}: the model's "
+            "control flow depends on more than its inputs' shapes; use "
+            'FlexModel(..., follow="always")'
         )
 
 
@@ -269,20 +269,18 @@ class Conditions:
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        self._structure: list[Any] = []
-        self._generation = 0  # of the structure
-        self._modules: list[nn.Module] = []
+        self._objects: list[Any] = []  # what the model is made of
+        self._generation = 0  # how often that has changed
+        self._training = 0  # stands for the training flags
         self._adapted: list[nn.Module] = []
 
     def _look(self) -> None:
         """Notice what was changed about the modules since the forward before."""
-        modules, structure = _structure(self._root)
-        before = self._structure
-        if len(structure) == len(before) and all(map(operator.is_, structure, before)):
-            return
-        self._generation += 1
-        self._modules, self._structure = modules, structure
-        self._adapted = [m for m in modules if hasattr(m, "active_adapters")]
+        objects, self._training = _C.walk_modules(self._root, self._objects)
+        if objects is not self._objects:
+            self._generation += 1
+            self._objects = objects
+            self._adapted = [m for m in self._root.modules() if hasattr(m, "active_adapters")]
 
     def form(
         self, args: Any, kwargs: Mapping[str, Any], active: int, attributes: Attributes
@@ -303,43 +301,11 @@ class Conditions:
             torch.get_autocast_dtype("cpu"),
             torch.is_autocast_enabled("cuda"),
             torch.get_autocast_dtype("cuda"),
-            hash(tuple([module.training for module in self._modules])),
+            self._training,
             [_adapters(module) for module in self._adapted],
             kept,
         ]
         return site_hash(*parts), tuple(sizes)
-
-
-def _structure(root: nn.Module) -> tuple[list[nn.Module], list[Any]]:
-    """All modules, and objects that are others where modules, their code or the hooks of others
-    than us are others, to be kept and compared by identity.
-    """
-    found: list[Any] = []
-    modules: dict[int, nn.Module] = {}
-    waiting = [root]
-    while waiting:
-        module = waiting.pop()
-        if id(module) in modules:
-            continue
-        modules[id(module)] = module
-        own = vars(module)
-        before, after, before_backward, after_backward = _HOOKS(own)
-        if before or after or before_backward or after_backward:
-            for hooks in (before, after, before_backward, after_backward):
-                for key, hook in hooks.items():
-                    if not _is_ours(hook):
-                        found += (key, hook)
-        children = [child for child in module._modules.values() if child is not None]
-        found += (module, getattr(type(module), "forward", None), own.get("forward"))
-        if children:
-            found += children
-            waiting += children
-    return list(modules.values()), found
-
-
-def _is_ours(hook: Any) -> bool:
-    """Whether a module's hook is one of this library's."""
-    return (getattr(hook, "__module__", None) or "").startswith("flex_model.")
 
 
 def _adapters(module: nn.Module) -> str:

@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include "dispatcher.h"
+#include "module_walk.h"
 
 namespace flex_model {
 namespace {
@@ -103,6 +104,16 @@ void bind_hooks(py::module_& m) {
       "A callable that calls `act`, whatever it is given, and `if_raised` when that raises, be it "
       "a Ctrl-C at its first line.",
       py::arg("act"), py::arg("if_raised"));
+
+  m.def(
+      "walk_modules",
+      [](const py::handle& root, const py::list& before) {
+        ModuleWalk walk = walk_modules(root, before);
+        return py::make_tuple(walk.objects, walk.training);
+      },
+      "All modules under `root`, their code and the hooks of others on them, as objects to compare "
+      "by identity: `before` itself where nothing has changed; and a digest of the training flags.",
+      py::arg("root"), py::arg("before"));
 
   py::class_<Dispatcher>(m, "Dispatcher", "Which hooks run now.")
       .def(py::init<py::dict, py::object, py::type, py::function>(), py::arg("records"),

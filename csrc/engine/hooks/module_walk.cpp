@@ -1,0 +1,143 @@
+#include "module_walk.h"
+
+#include <cstring>
+#include <unordered_set>
+#include <vector>
+
+namespace flex_model {
+namespace {
+
+namespace py = pybind11;
+
+constexpr char kOwnModules[] = "flex_model.";
+
+// Interned, so that dicts and types find them by identity; they live as long as the process.
+struct Names {
+  PyObject* dict = PyUnicode_InternFromString("__dict__");
+  PyObject* module = PyUnicode_InternFromString("__module__");
+  PyObject* forward = PyUnicode_InternFromString("forward");
+  PyObject* training = PyUnicode_InternFromString("training");
+  PyObject* modules = PyUnicode_InternFromString("_modules");
+  PyObject* hooks[4] = {PyUnicode_InternFromString("_forward_pre_hooks"),
+                        PyUnicode_InternFromString("_forward_hooks"),
+                        PyUnicode_InternFromString("_backward_pre_hooks"),
+                        PyUnicode_InternFromString("_backward_hooks")};
+};
+
+const Names& names() {
+  static const Names kNames;
+  return kNames;
+}
+
+class Walk {
+ public:
+  void visit(PyObject* root) {
+    waiting_.push_back(root);
+    while (!waiting_.empty()) {
+      PyObject* module = waiting_.back();
+      waiting_.pop_back();
+      if (seen_.insert(module).second) visit_one(module);
+    }
+  }
+
+  bool is(const py::list& before) const {
+    if (static_cast<size_t>(PyList_GET_SIZE(before.ptr())) != found_.size()) return false;
+    for (size_t i = 0; i < found_.size(); ++i) {
+      if (PyList_GET_ITEM(before.ptr(), static_cast<Py_ssize_t>(i)) != found_[i].ptr()) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  py::list objects() const {
+    py::list list(found_.size());
+    for (size_t i = 0; i < found_.size(); ++i) list[i] = found_[i];
+    return list;
+  }
+
+  uint64_t training() const { return training_; }
+
+ private:
+  void visit_one(PyObject* module) {
+    const py::object own = attribute(module, names().dict);
+    if (!own || !PyDict_Check(own.ptr())) throw py::type_error("a module has no __dict__");
+    for (PyObject* name : names().hooks) add_hooks(item(own, name));
+    add(module);
+    auto* type = reinterpret_cast<PyObject*>(Py_TYPE(module));
+    add(attribute(type, names().forward).ptr());
+    add(item(own, names().forward));
+    PyObject* training = item(own, names().training);
+    note_training(training ? training : attribute(module, names().training).ptr());
+    PyObject* children = item(own, names().modules);
+    if (children == nullptr || !PyDict_Check(children)) return;
+    PyObject *key = nullptr, *child = nullptr;
+    for (Py_ssize_t at = 0; PyDict_Next(children, &at, &key, &child);) {
+      if (child == Py_None) continue;
+      add(child);
+      waiting_.push_back(child);
+    }
+  }
+
+  void add_hooks(PyObject* hooks) {
+    if (hooks == nullptr || !PyDict_Check(hooks) || PyDict_GET_SIZE(hooks) == 0) return;
+    // A copy: to ask a hook where it comes from runs its own code, which may change the table.
+    const auto copy = py::reinterpret_steal<py::object>(PyDict_Copy(hooks));
+    PyObject *key = nullptr, *hook = nullptr;
+    for (Py_ssize_t at = 0; PyDict_Next(copy.ptr(), &at, &key, &hook);) {
+      if (is_own(hook)) continue;
+      add(key);
+      add(hook);
+    }
+  }
+
+  static bool is_own(PyObject* hook) {
+    const py::object module = attribute(hook, names().module);
+    if (!module || !PyUnicode_Check(module.ptr())) return false;
+    const char* name = PyUnicode_AsUTF8(module.ptr());
+    return name != nullptr && std::strncmp(name, kOwnModules, sizeof kOwnModules - 1) == 0;
+  }
+
+  // Borrowed; null where there is none.
+  static PyObject* item(const py::object& dict, PyObject* name) {
+    PyObject* value = PyDict_GetItemWithError(dict.ptr(), name);
+    if (value == nullptr && PyErr_Occurred()) throw py::error_already_set();
+    return value;
+  }
+
+  // Null where there is none.
+  static py::object attribute(PyObject* owner, PyObject* name) {
+    PyObject* value = PyObject_GetAttr(owner, name);
+    if (value == nullptr) {
+      if (!PyErr_ExceptionMatches(PyExc_AttributeError)) throw py::error_already_set();
+      PyErr_Clear();
+    }
+    return py::reinterpret_steal<py::object>(value);
+  }
+
+  void add(PyObject* value) {
+    found_.push_back(py::reinterpret_borrow<py::object>(value == nullptr ? Py_None : value));
+  }
+
+  // FNV-1a, a byte for each module.
+  void note_training(PyObject* flag) {
+    const int is_training = flag == nullptr ? 0 : PyObject_IsTrue(flag);
+    if (is_training < 0) throw py::error_already_set();
+    training_ = (training_ ^ static_cast<uint64_t>(is_training)) * 0x100000001b3ULL;
+  }
+
+  std::vector<PyObject*> waiting_;
+  std::unordered_set<PyObject*> seen_;
+  std::vector<py::object> found_;
+  uint64_t training_ = 0xcbf29ce484222325ULL;
+};
+
+}  // namespace
+
+ModuleWalk walk_modules(py::handle root, const py::list& before) {
+  Walk walk;
+  walk.visit(root.ptr());
+  return {walk.is(before) ? before : walk.objects(), walk.training()};
+}
+
+}  // namespace flex_model
