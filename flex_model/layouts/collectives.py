@@ -6,8 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from flex_model.distributed.layout import Partial, Placement, Replicate, Shard
-from flex_model.layouts.propagation.operation import Operation
+from flex_model.layouts.argument_reader import ArgumentReader
+from flex_model.layouts.log import Entry
+from flex_model.layouts.propagation import rules
+from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation
+from flex_model.layouts.writes import follow_writes
 
 if TYPE_CHECKING:
     from flex_model.layouts.proofs import AxisProofs
@@ -33,6 +39,46 @@ _KEEP_REPLICAS = {"avg", "max", "min"}
 #: Operations that give a tensor of the same elements.
 SAME_ELEMENTS = {"clone", "contiguous", "alias", "detach", "_to_copy", "to"}
 _VIEWS = {"view", "_unsafe_view", "reshape"}
+
+
+def follow_collective(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
+    """Note how the results of a collective that all ranks called are placed."""
+    _, name, reduction, axes, args, _, outputs, _, by_plan = entries[0]
+    reader = ArgumentReader(proofs, len(entries))
+    for i in range(len(args)):
+        reader.read([entry[4][i] for entry in entries], "")
+    inputs = tuple(v for v in reader.values if isinstance(v, int))
+    base = name.partition("::")[2]
+    for i, output in enumerate(outputs):
+        value = output[0]
+        proofs.shapes[value] = tuple(tuple(entry[6][i][4]) for entry in entries)
+        of = f"{name}, {reduction}," if reduction else name
+        proofs.note_step(value, f"{of} along {axes}", inputs)
+        place = source(base, len(reader.operands), i)
+        found = None
+        if axes is not None and place < len(reader.operands):
+            operand, read = reader.operands[place], reader.values[place]
+            is_sum = reduction == "sum" and axes == (proofs.axis,)
+            is_of_layer = proofs.is_layer(proofs.module) or proofs.is_layer(proofs.left)
+            if is_sum and (read in proofs.looked_up or (by_plan and is_of_layer)):
+                # By the layer's contract, which rules don't see: each row is looked up on one
+                # rank, and is 0 on the others; a plan says that experts' sums are parts of one.
+                operand = replace(operand, placement=Partial())
+            found = placement(proofs, base, reduction, axes, operand, read)
+            if ends(proofs.reduced.get(read, ""), base, reduction, axes, proofs.axis):
+                found = REPLICATED
+            part = gathered(base, proofs.axis, axes, operand, outputs[0][0], i)
+            proofs.note_gathered(value, part)
+        if not rules.fits(found, Operand(proofs.shapes[value], torch.float32)):
+            found = None
+        if any(map(proofs.gradients.is_scaled, inputs)):
+            found = found if reduction in ("", "sum", "avg") else None
+            proofs.gradients.note_scaled([value])
+        proofs.know(value, found)
+        if found is None and any(one in proofs.mixed for one in inputs):
+            proofs.mixed.add(value)
+        proofs.received.add(value)
+    follow_writes(proofs, outputs, [entry[7] for entry in entries], name)
 
 
 def source(base: str, num_operands: int, output: int) -> int:

@@ -57,6 +57,14 @@ class Operand:
         return ShardLayout(tp=self.placement).full_shape(self.shapes, 1, len(self.shapes))
 
 
+def full_size(placement: Shard, shapes: tuple[Shape, ...]) -> int | None:
+    """The full size of the split dim; None where the shapes don't fit the placement."""
+    try:
+        return Operand(shapes, torch.float32, placement).full_shape[placement.dim]
+    except ValueError:
+        return None
+
+
 @dataclass(frozen=True, eq=False)
 class Operation:
     """One operation, run by each rank of the axis on its local tensors.

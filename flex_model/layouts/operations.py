@@ -1,0 +1,418 @@
+"""Infers how the results of one operation are placed, from its call on all ranks of an axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flex_model.distributed.layout import Partial, Placement, Shard
+from flex_model.layouts import collectives, constants, factories, pieces, positions
+from flex_model.layouts.argument_reader import ArgumentReader
+from flex_model.layouts.encoding import decode
+from flex_model.layouts.log import Entry, Value, dtype_of
+from flex_model.layouts.propagation import reductions, rules
+from flex_model.layouts.propagation.operation import (
+    REPLICATED,
+    ArgumentsDifferError,
+    Operand,
+    Operation,
+)
+from flex_model.layouts.writes import follow_writes
+
+if TYPE_CHECKING:
+    from flex_model.layouts.proofs import AxisProofs
+
+# What layers do to the rows that they looked up, but that are other ranks'.
+_MASKS = {
+    "masked_fill", "index_put", "_index_put_impl", "mul", "where", "clone", "_to_copy", "transpose",
+    "split", "chunk", "cat", "view", "alias", "detach",
+}  # fmt: skip
+_VIEWS = {
+    "aten::view",
+    "aten::reshape",
+    "aten::_unsafe_view",
+    "aten::_reshape_alias",
+    "aten::unflatten",
+}
+
+_Found = list[Placement | None]
+
+
+@dataclass
+class _Call:
+    """One call of an operation, read from the entries of all ranks.
+
+    Attributes:
+        operation: As rules see it; None where torch has no operation of this name.
+        values: The values that it reads, in order.
+        has_known_numbers: Whether its numbers are those that the unsharded program passes.
+        ambiguous: Plain numbers of which nothing tells whether the unsharded program has them, too.
+        sized_by: The values whose sizes it was passed.
+        sizes_passed: The sizes that a factory was passed, by place.
+        shards_passed: How the tensors are split of which it was passed the split dim's size, by
+            place.
+    """
+
+    name: str
+    entries: tuple[Entry, ...]
+    operation: Operation | None = None
+    values: list[Any] = field(default_factory=list)
+    has_known_numbers: bool = False
+    ambiguous: list[Any] = field(default_factory=list)
+    sized_by: tuple[Value, ...] = ()
+    sizes_passed: dict[int, int] = field(default_factory=dict)
+    shards_passed: dict[int, Shard] = field(default_factory=dict)
+
+    @property
+    def written(self) -> Any:
+        """The value that its first output was before, of an operation in place."""
+        writes = self.entries[0][6]
+        return writes[0][0] if writes else None
+
+
+def follow_operation(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
+    """Note how the results of an operation that all ranks ran are placed."""
+    _, name, _, _, outputs, _, _, carriers = entries[0]
+    call = _read(proofs, name, entries)
+    operation, values = call.operation, call.values
+    found: _Found = [None] * len(outputs)
+    parts: list[collectives.Gathered | None] = [None] * len(outputs)
+    is_ruled = False  # whether a rule says what becomes of ranks' parts
+    if name == "aten::copy_" and call.written in proofs.received and values[1] is None:
+        # Gloo's own copy into the result of a collective, when that is waited for.
+        found = [proofs.placements.get(call.written)]
+        if proofs.gradients.is_scaled(call.written):
+            proofs.gradients.note_scaled([outputs[0][0]])
+        proofs.received.add(outputs[0][0])
+        proofs.note_gathered(outputs[0][0], proofs.gathered.get(call.written))
+    elif operation is not None:
+        with suppress(ArgumentsDifferError):
+            found, parts = _infer(proofs, call, operation)
+            is_ruled = call.has_known_numbers and not call.ambiguous and _has_parts(name, operation)
+    if operation is not None and None in found and _counts(operation):
+        proofs.note_converted({len(entry[4]) for entry in entries})
+    if operation is None or not _are_whole(operation):
+        for entry in entries:
+            proofs.numbers.note_read(entry[5])
+    text = name.removeprefix("aten::")
+    for i, output in enumerate(outputs):
+        value = output[0]
+        proofs.shapes[value] = tuple(tuple(entry[4][i][4]) for entry in entries)
+        _note_placement(proofs, call, value, found[i], output[3], text, is_ruled)
+        if operation is not None:
+            proofs.note_gathered(value, parts[i])
+            _note_facts(proofs, call, operation, value, i)
+    rule = "" if operation is None else operation.name
+    if carriers and name.startswith("aten::") and _passes_gradients(rule):
+        made = [value for value, _, dtype, *_ in outputs if _has_gradient(dtype)]
+        proofs.gradients.note_made([entry[7] for entry in entries], made)
+    if operation is not None and _counts_own_words(operation):
+        why = "embedding with scale_grad_by_freq, which counts a rank's own words"
+        proofs.gradients.note_changed(values[:1], why)
+    follow_writes(proofs, outputs, [entry[6] for entry in entries], text)
+
+
+def _note_placement(
+    proofs: AxisProofs,
+    call: _Call,
+    value: Value,
+    found: Placement | None,
+    encoded: Any,
+    text: str,
+    is_ruled: bool,
+) -> None:
+    """Note how a result is placed, or at what its placement was lost.
+
+    Args:
+        found: What was inferred.
+        encoded: What a DTensor states of it, on both axes.
+        is_ruled: Whether a rule says what becomes of ranks' parts.
+    """
+    inputs = tuple(v for v in call.values if isinstance(v, int))
+    proofs.note_step(value, text, inputs or call.sized_by)
+    if proofs.is_layer(proofs.module):
+        proofs.of_layers.add(value)
+    stated = decode(encoded and encoded[proofs.index])
+    of_mixed = [one for one in inputs if one in proofs.mixed]
+    is_of_mixed = bool(of_mixed) or any(one in proofs.reduced for one in inputs)
+    if of_mixed and stated is not None:
+        proofs.note_mixed_in_dtensor(of_mixed[0])
+        stated = None
+    proofs.know(value, found if stated is None else stated)
+    is_lost = value not in proofs.placements and value not in proofs.reduced
+    if is_lost and (is_of_mixed or (is_ruled and not proofs.is_astray)):
+        proofs.mixed.add(value)
+    if value not in proofs.placements and _is_lost_by_numbers(call):
+        number = f"{text} of {call.ambiguous[0]}, which may be a rank's own number"
+        proofs.note_step(value, number, inputs)
+
+
+def _is_lost_by_numbers(call: _Call) -> bool:
+    """Whether all is known of an operation but what the unsharded program passes for one of its
+    numbers.
+    """
+    operation = call.operation
+    if operation is None or not call.ambiguous:
+        return False
+    is_constant = operation.name == "lift_fresh"
+    return is_constant or all(one.placement is not None for one in operation.operands)
+
+
+def _note_facts(
+    proofs: AxisProofs, call: _Call, operation: Operation, value: Value, output: int
+) -> None:
+    """Note what else is known of a result, beside its placement or in place of it."""
+    values, name = call.values, operation.name
+    if factories.is_fill(name):
+        proofs.sizes_passed[value] = call.sizes_passed
+    if _is_looked_up(proofs, operation, values):
+        proofs.looked_up.add(value)
+    if factories.makes_zeros(operation):
+        proofs.zeros.add(value)
+    elif values and values[0] in proofs.zeros:
+        dim = pieces.own_slice(operation)
+        if dim is not None:
+            proofs.places[value] = (values[0], dim)
+    if name in ("all", "any") and operation["self"].shard is not None:
+        proofs.asks_of_parts.add(value)
+    if pieces.takes_apart_or_joins(operation):
+        proofs.makers[value] = (operation, output, tuple(values))
+    if call.has_known_numbers:
+        _note_open(proofs, value, operation, values)
+        if value not in proofs.placements:
+            split = positions.made(operation, values, proofs.positions)
+            if split is not None:
+                proofs.positions[value] = split
+    if name == "empty_like":
+        proofs.templates[value] = operation.operands[0].placement
+    if _is_blank(proofs, operation, values, value):
+        proofs.blank[value] = None  # however large it is, all of it may be written
+
+
+# ---- How results are placed ----------------------------------------------------------------------
+
+
+def _infer(
+    proofs: AxisProofs, call: _Call, operation: Operation
+) -> tuple[_Found, list[collectives.Gathered | None]]:
+    """How an operation's outputs are placed, and which are parts that were gathered.
+
+    Raises:
+        ArgumentsDifferError: an argument that tells is not the same on all ranks.
+    """
+    values, num_ranks = call.values, proofs.num_ranks
+    made = [output[0] for output in call.entries[0][4]]
+    found = _propagate(proofs, call, operation)
+    if None in found:
+        as_sums = constants.with_zeros_as_sums(operation, values, proofs.zeros)
+        if as_sums is not operation:
+            found = _propagate(proofs, call, as_sums)
+    if collectives.joins_all(operation, values, proofs.gathered, num_ranks):
+        found = [REPLICATED]
+    if len(made) == 1:
+        found = _follow_reduced(proofs, made[0], operation, values, found)
+    if call.has_known_numbers and found == [None]:
+        found = [positions.selected(operation, values, proofs.positions)]
+    if found == [None]:
+        found = _follow_range(proofs, made[0], operation, values)
+    if call.has_known_numbers and call.written in proofs.templates and factories.is_draw(operation):
+        found = [proofs.templates[call.written]]
+    found = proofs.gradients.linear(operation, values, made, found)
+    found = [p if rules.fits(p, one) else None for p, one in zip(found, operation.outputs)]
+    return found, collectives.handed_on(operation, values, proofs.gathered, num_ranks)
+
+
+def _propagate(proofs: AxisProofs, call: _Call, operation: Operation) -> _Found:
+    outputs: _Found = [None] * len(operation.outputs)
+    numbers = proofs.numbers
+    if not call.has_known_numbers or proofs.is_astray:
+        return outputs
+    if not call.name.startswith("aten::") and not rules.has_rule(operation.name):
+        return outputs
+    if factories.makes_blank(operation.name):
+        return outputs  # until all of it is written
+    if operation.name in ("stack", "cat") and numbers.may_be_counted(len(operation.operands)):
+        return outputs
+    if factories.is_factory(operation):
+        sizes = [size for sizes in operation.full_sizes.values() for size in sizes]
+        if numbers.suspect is not None and (not sizes or None in sizes):
+            return outputs
+        return factories.placements(operation, numbers.split_sizes, call.shards_passed)
+    return rules.propagate(operation)
+
+
+def _follow_reduced(
+    proofs: AxisProofs, value: Value, operation: Operation, values: Sequence[Any], found: _Found
+) -> _Found:
+    """``found``, of what ranks make of such reductions of their shards."""
+    kind = reductions.of_shards(operation)
+    before = proofs.reduced.get(values[0]) if len(values) == 1 else None
+    if kind or (before and operation.name in collectives.SAME_ELEMENTS):
+        proofs.reduced[value] = kind or str(before)
+    elif before == "mean" and reductions.divides(operation, proofs.num_ranks):
+        return [Partial()]
+    return found
+
+
+def _follow_range(
+    proofs: AxisProofs, value: Value, operation: Operation, values: Sequence[Any]
+) -> _Found:
+    """Of numbers that count on by one on each rank, and of which nothing else is known."""
+    ranges = positions.ranges(operation, values, proofs.ranges)
+    if ranges is not None and positions.follow_each_other(ranges):
+        return [Shard(0)]
+    if ranges is not None:
+        proofs.ranges[value] = ranges
+    return [None]
+
+
+# ---- What else is known of results ---------------------------------------------------------------
+
+
+def _is_looked_up(proofs: AxisProofs, operation: Operation, values: Sequence[Any]) -> bool:
+    """Whether a layer has looked rows up in its shard of a table, or has set some of them to 0,
+    which other ranks have.
+    """
+    if operation.name == "embedding":
+        return proofs.is_layer(proofs.module) and operation["weight"].placement == Shard(0)
+    return operation.name in _MASKS and bool(values) and values[0] in proofs.looked_up
+
+
+def _is_blank(
+    proofs: AxisProofs, operation: Operation, values: Sequence[Any], value: Value
+) -> bool:
+    """Whether its layout is that of what will be written to it: it has no elements yet, or one
+    number in all of them and a size that is not known, or is a copy of such a tensor.
+    """
+    if factories.makes_blank(operation.name):
+        return True
+    if factories.is_fill(operation.name):
+        return value not in proofs.placements
+    is_copy = operation.name in ("_to_copy", "clone", "to")
+    return is_copy and bool(values) and proofs.blank.get(values[0], "") is None
+
+
+def _note_open(
+    proofs: AxisProofs, value: Value, operation: Operation, values: Sequence[Any]
+) -> None:
+    """Note a result whose extent is all that isn't known, or was wrongly taken for known."""
+    placement = proofs.placements.get(value)
+    if placement is None or (placement == REPLICATED and operation.name == "expand"):
+        split_sizes = proofs.numbers.split_sizes
+        dims = constants.open_dims(operation, values, proofs.open, split_sizes)
+        if dims is not None:
+            proofs.know(value, None)
+            proofs.open[value] = dims
+
+
+# ---- The operation that was called ---------------------------------------------------------------
+
+
+def _read(proofs: AxisProofs, name: str, entries: tuple[Entry, ...]) -> _Call:
+    """The call, read from the entries of all ranks."""
+    overload = overload_of(name)
+    if overload is None:
+        return _Call(name, entries)
+    schema = overload._schema
+    reader = ArgumentReader(proofs, len(entries), schema.name in _VIEWS)
+    arguments = reader.arguments(schema, entries)
+    reader.conclude_sizes(schema.name, arguments[0])
+    outputs = tuple(
+        Operand(tuple(tuple(entry[4][i][1]) for entry in entries), dtype_of(entries[0][4][i][2]))
+        for i in range(len(entries[0][4]))
+    )
+    operation = Operation(
+        rule_name(schema),
+        arguments,
+        outputs,
+        schema.overload_name,
+        reader.full_sizes,
+        tuple(overload.tags),
+    )
+    with suppress(ArgumentsDifferError):
+        operation = constants.with_extents(operation, reader.values, proofs.open)
+    is_local, ambiguous, numbers = reader.is_local, reader.ambiguous, proofs.numbers
+    if operation.name == "lift_fresh":
+        ambiguous += [n for n in outputs[0].shapes[0] if n in numbers.split_sizes]
+        is_shown = all("numbers" in dict(entry[3]) for entry in entries)
+        is_bool = bool(outputs) and outputs[0].dtype == torch.bool
+        is_local |= numbers.has_read or (is_bool and numbers.has_asked)
+        is_local |= numbers.has_converted and not is_shown
+    return _Call(
+        name,
+        entries,
+        operation,
+        reader.values,
+        not is_local,
+        ambiguous,
+        tuple(reader.sized_by),
+        reader.sizes_passed,
+        reader.shards_passed,
+    )
+
+
+def _has_gradient(dtype: str) -> bool:
+    made = dtype_of(dtype)
+    return made.is_floating_point or made.is_complex
+
+
+def _passes_gradients(rule: str) -> bool:
+    """Whether an operation with a floating result may pass gradients: not one that reads sizes
+    alone.
+    """
+    return not (rule.endswith("_like") or rule.startswith("new_") or rule == "detach")
+
+
+def _has_parts(name: str, operation: Operation) -> bool:
+    """Whether it has a rule, and reads ranks' parts of tensors, of which all are known."""
+    placements = [operand.placement for operand in operation.operands]
+    has_rule = name.startswith("aten::") and rules.has_rule(operation.name)
+    return has_rule and None not in placements and any(one != REPLICATED for one in placements)
+
+
+def _are_whole(operation: Operation) -> bool:
+    return all(operand.placement == REPLICATED for operand in operation.operands)
+
+
+def _counts_own_words(operation: Operation) -> bool:
+    """Whether its backward divides by how often each word is met, which is another number in the
+    rows of all ranks.
+    """
+    return (
+        operation.name == "embedding"
+        and any(operation.by_rank("scale_grad_by_freq"))
+        and operation.arguments[0]["indices"].placement != REPLICATED
+    )
+
+
+def _counts(operation: Operation) -> bool:
+    """Whether the number of its results is made of the length of a dim that is split, or may be."""
+    is_by_width = operation.name in ("split", "unsafe_split")
+    if not (is_by_width or operation.name == "unbind") or not operation.operands:
+        return False
+    operand, dims = operation.operands[0], operation.by_rank("dim")
+    shard = operand.shard
+    is_split = shard is not None and shard.dim in {dim % operand.ndim for dim in dims}
+    return is_split or (operand.placement is None and not is_by_width)
+
+
+def rule_name(schema: Any) -> str:
+    """The operation's name as rules have it."""
+    namespace, _, name = schema.name.partition("::")
+    if schema.is_mutable and name.endswith("_") and not name.endswith("__"):
+        name = name[:-1]
+    return name if namespace == "aten" else f"{namespace}::{name}"
+
+
+@cache
+def overload_of(name: str) -> Any:
+    """The ``OpOverload`` of an entry's name; None if there is none."""
+    namespace, _, rest = name.partition("::")
+    base, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), base, None)
+    return getattr(packet, overload or "default", None)

@@ -1,0 +1,112 @@
+"""Follows writes to memory that other values show, too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from flex_model.distributed.layout import Partial, Placement, Replicate, Shard
+from flex_model.layouts import pieces
+from flex_model.layouts.log import Value
+from flex_model.layouts.propagation.operation import REPLICATED
+
+if TYPE_CHECKING:
+    from flex_model.layouts.proofs import AxisProofs
+
+
+def follow_writes(
+    proofs: AxisProofs, outputs: Sequence[Any], writes: Sequence[Any], text: str
+) -> None:
+    """Note what becomes of the values that show memory which an operation has written to.
+
+    Args:
+        writes: By rank, of each output that was written: the value before, the values of other
+            tensors that show its memory (old, new, dims of the old one), and whether all blank
+            memory is written now.
+        text: The operation.
+    """
+    for i, output in enumerate(outputs):
+        if i >= len(writes[0]):
+            return
+        _follow_write(proofs, output[0], [of_rank[i] for of_rank in writes], text)
+
+
+def _follow_write(proofs: AxisProofs, written: Value, writes: Sequence[Any], text: str) -> None:
+    before = writes[0][0]
+    same = before is not None and all(write[0] == before for write in writes)
+    new = proofs.placements.get(written)
+    was = proofs.placements.get(before) if same else None
+    gradients = proofs.gradients
+    if same and before in proofs.blank:
+        _fill(proofs, before, written, new, None, all(write[2] for write in writes))
+    for old, value, dims in {other for write in writes for other in write[1]}:
+        proofs.shapes[value] = proofs.shapes.get(old, ())
+        proofs.note_step(value, f"{text} (written through a view)", (old, written))
+        gradients.note_made([old, written], [value])
+        gradients.note_alias(value)
+        if old in proofs.mixed or written in proofs.mixed:
+            proofs.mixed.add(value)
+        place = proofs.places.get(before)
+        of_old = proofs.placements.get(old)
+        if same and place is not None and place[0] == old and new == Shard(place[1]):
+            proofs.know(value, Partial())  # a shard in its place, and zeros beside it
+        elif same and new is not None and new == was:
+            is_own = isinstance(new, Shard) and of_old == REPLICATED
+            if of_old is not None and not is_own:  # else each rank wrote to its part of the whole
+                proofs.know(value, of_old)
+        elif same and old in proofs.blank:
+            dims = _dims_of_piece(proofs, before, old) or dims
+            gradients.note_filled(before, written)
+            _fill(proofs, old, value, new, dims, all(write[2] for write in writes))
+        elif same and old in proofs.open and isinstance(new, Shard):
+            moved = _moved(new, dims)
+            if moved is not None and moved.dim in proofs.open[old]:
+                proofs.know(value, moved)
+        if gradients.is_scaled(old) or gradients.is_scaled(written):
+            if gradients.is_scaled(old) != gradients.is_scaled(written):
+                proofs.know(value, None)  # numbers beside gradients
+            gradients.note_scaled([value])
+
+
+def _dims_of_piece(proofs: AxisProofs, piece: Value, whole: Value) -> tuple[int | None, ...] | None:
+    """By dim of a slice: the same dim of what it was cut out of, if it has all of that; which
+    memory alone does not tell of dims of size 1. None if it is no slice of it.
+    """
+    shapes = proofs.shapes.get(piece, ()), proofs.shapes.get(whole, ())
+    while piece != whole:
+        maker = proofs.makers.get(piece)
+        if maker is None or maker[0].name not in pieces.CUTS or maker[2][0] is None:
+            return None
+        piece = maker[2][0]
+    sizes = zip(*(zip(*of_ranks) for of_ranks in shapes))
+    return tuple(dim if own == full else None for dim, (own, full) in enumerate(sizes))
+
+
+def _fill(
+    proofs: AxisProofs,
+    old: Value,
+    value: Value,
+    new: Placement | None,
+    dims: Sequence[int | None] | None,
+    is_complete: bool,
+) -> None:
+    """A part of what was blank is written: all parts must be placed alike."""
+    proofs.gradients.note_filled(old, value)
+    so_far = proofs.blank[old]
+    moved = new if dims is None or not isinstance(new, Shard) else _moved(new, dims)
+    if moved is None or isinstance(moved, Partial) or so_far not in (None, moved):
+        proofs.blank[value] = "differs"
+    else:
+        proofs.blank[value] = moved
+    if dims is None:
+        return  # the written tensor itself: its own rule says what it is
+    if is_complete and isinstance(proofs.blank[value], (Shard, Replicate)):
+        proofs.know(value, proofs.blank.pop(value))  # type: ignore[arg-type]
+
+
+def _moved(shard: Shard, dims: Sequence[int | None]) -> Shard | None:
+    """The same split of another tensor, whose dims are ``dims``."""
+    dim = dims[shard.dim] if shard.dim < len(dims) else None
+    if dim is None:
+        return None
+    return Shard(dim, *list(vars(shard).values())[1:])
