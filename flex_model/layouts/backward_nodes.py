@@ -70,7 +70,7 @@ class BackwardNodes:
             if node.name() == _OF_MODULE:
                 self._recorder.note_module_hook(source)
         elif isinstance(value, tuple) and key in self._values:
-            value = self._recorder.latest(self._values[key])
+            value = self._recorder.values.latest(self._values[key])
         elif isinstance(value, tuple):
             value = self._named(tensor, value, None)
         self._values[key] = value
@@ -102,7 +102,7 @@ class BackwardNodes:
         """
         value = self._recorder.log.new_value()
         self._recorder.log.add("named", value, values, source)
-        self._recorder.note(tensor, value)
+        self._recorder.values.note(tensor, value)
         return value
 
     def _source(self, node: Any, output: int) -> Any:
@@ -138,7 +138,7 @@ class BackwardNodes:
             return self._recorder.value(node.variable) or ()
         key = (_number_of(node), output)
         value = self._values.get(key, self._unread.get(key))
-        return None if value is None else self._recorder.latest(value)
+        return None if value is None else self._recorder.values.latest(value)
 
     def _follow(self, node: Any, number: Value) -> None:
         recorder, paths = self._recorder, []
@@ -151,7 +151,7 @@ class BackwardNodes:
             for place, gradient in enumerate(gradients):
                 if isinstance(gradient, Tensor):
                     value = recorder.log.new_value()
-                    recorder.note(gradient, value)
+                    recorder.values.note(gradient, value)
                     shape, stated = memory_map.shape_of(gradient), recorder.stated(gradient)
                     given.append((place, value, shape, stated))
             recorder.log.add("backward", number, tuple(given))

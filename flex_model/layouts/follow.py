@@ -311,7 +311,7 @@ class Follower:
         """``tensor`` is used in the place of an input."""
         value = self.recorder.value(other)
         if isinstance(value, int):
-            self.recorder.note(tensor, value)
+            self.recorder.values.note(tensor, value)
 
     def place_edited(self, tensor: Tensor, original: Tensor, placements: Pair) -> Any:
         """What a hook put into the model in the place of ``original``, and its value. Of other
@@ -341,11 +341,11 @@ class Follower:
 
     def weight(self, tensor: Tensor, name: str) -> Value | None:
         """What stands for a weight that the forward has used."""
-        return self.recorder.weight(tensor, name)
+        return self.recorder.values.weight(tensor, name)
 
     def has_written(self, buffer: Tensor) -> bool:
         """Whether a write to the buffer was seen."""
-        before = self.recorder.weight(buffer, "")
+        before = self.recorder.values.weight(buffer, "")
         return before is not None and self.recorder.value(buffer) != before
 
     def meet_written(self, buffer: Tensor, is_same: bool) -> Any:

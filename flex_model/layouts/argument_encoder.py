@@ -1,0 +1,164 @@
+"""Encodes the arguments of an operation for the log: tensors by their values, numbers with the
+sizes that they were made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flex_model.layouts import memory_map
+from flex_model.layouts.sizes import CallSizes, Expression, encoded, is_run_by_model, meaning
+
+Encoded = tuple[Any, Any, tuple[Any, ...]]
+
+_VIEWS = {"aten::view", "aten::reshape", "aten::_unsafe_view", "aten::unflatten"}
+
+
+class ArgumentEncoder:
+    """Encodes the arguments of one operation.
+
+    Args:
+        value: Returns the value or values of a tensor.
+        sizes: The numbers of the call that runs the operation.
+        stated_sizes: Of last dims, stated by the module that runs.
+    """
+
+    def __init__(
+        self, value: Callable[[Tensor], Any], sizes: CallSizes, stated_sizes: frozenset[int]
+    ) -> None:
+        self._value, self._sizes, self._stated_sizes = value, sizes, stated_sizes
+        self._carriers: list[Any] = []
+
+    def encode(self, schema: Any, args: Any, kwargs: Any) -> Encoded:
+        """Return positional and keyword arguments, and the values of those that carry gradients."""
+        arguments = schema.arguments if schema is not None else ()
+        is_called = schema is not None and self._sizes.are_of(schema.name)
+        by_place = self._sizes.by_place(args) if is_called else None
+        passed = None if by_place is None else iter(by_place)
+        positional = tuple(
+            self._encoded(
+                value,
+                self._numbers_of(arguments[i], is_called) if i < len(arguments) else "",
+                passed,
+            )
+            for i, value in enumerate(args)
+        )
+        if schema is not None and self._stated_sizes and schema.name in _VIEWS:
+            shape, kept = memory_map.shape_of(args[0]), 0
+            if schema.name == "aten::unflatten":
+                dim = args[1] if len(args) > 1 else kwargs["dim"]
+                kept = len(shape) - 1 if dim in (-1, len(shape) - 1) else len(shape)
+            positional = tuple(self._with_stated(value, shape, kept) for value in positional)
+        types = {argument.name: argument for argument in arguments}
+        keyword = tuple(
+            (name, self._encoded(value, self._numbers_of(types[name], is_called)))
+            if name in types
+            else (name, self._encoded(value))
+            for name, value in sorted(kwargs.items())
+        )
+        is_constant = schema is not None and schema.name == "aten::lift_fresh"
+        if self._sizes.has_any and not is_called and not self._sizes.is_subscript:
+            # What is called is made of this operation, and of these numbers.
+            keyword += (("numbers", ("l", *self._sizes.in_order(all_of_them=is_constant))),)
+        elif is_constant:  # ``x[...] = number``
+            number = memory_map.number_of(args[0])
+            if number is not None:
+                known = self._sizes.encoded(number) if self._sizes.has_any else number
+                keyword += (("numbers", ("l", known)),)
+        elif self._sizes.has_any and is_called:
+            keyword += self._defaults(arguments[len(args) :], kwargs)
+        if is_constant:
+            keyword += (("content", ("s", _content(args[0]))),)
+        return positional, keyword, tuple(self._carriers)
+
+    def _defaults(self, arguments: Any, passed: Any) -> tuple[Any, ...]:
+        """Arguments that were left out, since the numbers that were passed are the defaults, which
+        may be so on this rank only.
+        """
+        found = []
+        for argument in arguments:
+            number = argument.default_value
+            is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+            if is_number and argument.name not in passed:
+                encoded = self._sizes.encoded(number)
+                if isinstance(encoded, tuple):
+                    found.append((argument.name, encoded))
+        return tuple(found)
+
+    def _with_stated(self, value: Any, shape: tuple[int, ...], num_kept: int) -> Any:
+        """The encoded sizes of a view, behind ``num_kept`` dims that stay; where the last two make
+        heads of the last dim, ``(..., -1, size)``, ``(..., heads, size)`` or ``(..., heads, -1)``,
+        the last one with an expression if the module states it.
+        """
+        if not isinstance(value, tuple) or value[:1] != ("l",) or len(value) < 3:
+            return value
+        heads, size = value[-2:]
+        if size == -1 and type(heads) is int and heads > 0 and shape[-1] % heads == 0:
+            size = shape[-1] // heads
+        if type(heads) is not int or type(size) is not int or size not in self._stated_sizes:
+            return value
+        is_new_dim = num_kept + len(value) - 1 == len(shape) + 1 > 3
+        if heads != -1 and not (is_new_dim and heads * size == shape[-1]):
+            return value  # other dims are joined, or made
+        return (*value[:-1], ("n", size, ("number", size)))
+
+    def _numbers_of(self, argument: Any, is_called: bool) -> str:
+        """What a number means that is passed for the argument, as far as the call tells."""
+        meant = meaning(argument)
+        if meant == "value":
+            return meant  # also of other operations inside of the call
+        if not self._sizes.name and is_run_by_model():  # by a script
+            return "unseen" if meant and argument.name != "step" else ""
+        if not is_called:
+            return ""
+        return {"count": "value", "": "dim"}.get(meant, meant)
+
+    def _encoded(
+        self, value: Any, meaning: str = "", passed: Iterator[Expression | None] | None = None
+    ) -> Any:
+        """As logs have it.
+
+        Args:
+            meaning: Of a number, see `sizes.meaning`.
+            passed: The expressions of this and the following numbers, where it is known by their
+                places which those are.
+        """
+        if isinstance(value, Tensor):
+            known = self._value(value)
+            if value.requires_grad and torch.is_grad_enabled():
+                self._carriers.append(known)
+            return "t", known, memory_map.shape_of(value), str(value.dtype)
+        if isinstance(value, bool) or value is None or isinstance(value, str):
+            return value
+        if isinstance(value, (int, float)):
+            if passed is not None:
+                expression = next(passed)
+                return encoded(value, expression if meaning else None)
+            if meaning == "value" or (meaning == "unseen" and value > 0):
+                return self._sizes.encoded_value(value)
+            return self._sizes.encoded(value) if meaning else encoded(value)
+        if isinstance(value, (list, tuple)):
+            numbers = None
+            if passed is None and meaning == "size":
+                numbers = self._sizes.of_list(value)
+            if numbers is not None:
+                return "l", *numbers
+            return "l", *(self._encoded(item, meaning, passed) for item in value)
+        if isinstance(value, torch.device):
+            return "s", value.type
+        if isinstance(value, complex):
+            return "c", value.real, value.imag
+        if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+            return "s", str(value)
+        return "s", type(value).__name__
+
+
+def _content(constant: Tensor) -> str:
+    """What stands for the elements of a tensor that was made of Python's numbers."""
+    data = memory_map.bytes_of(constant)
+    return "" if data is None else blake2b(data, digest_size=8).hexdigest()
