@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from flex_model.layouts import memory_map
-from flex_model.layouts.sizes import CallSizes, Expression, encoded, is_run_by_model, meaning
+from flex_model.layouts.callers import is_run_by_model
+from flex_model.layouts.sizes import CallSizes, Expression, encoded, meaning
 
 Encoded = tuple[Any, Any, tuple[Any, ...]]
 

@@ -39,8 +39,8 @@ class BackwardNodes:
             at which gradients end.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder, has_module_hooks: bool) -> None:
+        self._recorder, self._has_module_hooks = recorder, has_module_hooks
         self.linked: set[Value] = set()
         self._values: dict[tuple[int, int], Value] = {}  # by node and output of it
         self._unread: dict[tuple[int, int], Value] = {}  # likewise, of tensors that were not met
@@ -68,7 +68,7 @@ class BackwardNodes:
             value = self._named(tensor, value, source)
             self.linked.add(value)
             if node.name() == _OF_MODULE:
-                self._recorder.note_module_hook(source)
+                self.note_module_hook(source)
         elif isinstance(value, tuple) and key in self._values:
             value = self._recorder.values.latest(self._values[key])
         elif isinstance(value, tuple):
@@ -173,6 +173,41 @@ class BackwardNodes:
         node_name = f"backward of {node.name()}"
         node.register_prehook(begin)
         node.register_hook(end)
+
+    # Hooks of the model's own on gradients.
+
+    def watched(self, tensor: Tensor, hook: Any) -> Any:
+        """A hook that the model puts on a tensor's gradient, which may change that unseen, until it
+        has run and left it as it was. (Those that torch calls once a gradient was accumulated come
+        after what FlexModel's hooks see.)
+        """
+        value = None if hands_on(hook) else self._recorder.value(tensor)
+        if value is None:
+            return hook
+        number = self.note_hook(value)
+
+        @functools.wraps(hook)
+        def watching(grad: Tensor) -> Any:
+            version = grad._version
+            made = hook(grad)
+            if (made is None or made is grad) and grad._version == version:
+                self._recorder.log.add("looked", number)
+            else:  # also where it has only looked in a backward before
+                self.note_hook(value, number)
+            return made
+
+        return watching
+
+    def note_module_hook(self, value: Any) -> None:
+        """Torch calls hooks on a module's gradients before it passes this value its gradient."""
+        if self._has_module_hooks:
+            self.note_hook(value)
+
+    def note_hook(self, value: Any, number: Value | None = None) -> Value:
+        """A hook may change the gradient of a value; its number."""
+        number = self._recorder.log.new_value() if number is None else number
+        self._recorder.log.add("hooked", value, "a hook of the model's own on gradients", number)
+        return number
 
 
 def _is_function(node: Any) -> bool:

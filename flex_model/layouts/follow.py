@@ -192,6 +192,7 @@ class Follower:
             kept,
             self._axes_of,
             lambda tensor: stated_by_dtensor(tensor, mesh),
+            any(map(_has_backward_hooks, root.modules())),
         )
         self._modules: dict[int, str] = {}
         # Modules that run, with their paths in the log and the sizes stated outside of them.
@@ -207,8 +208,7 @@ class Follower:
             id(module): clean(self._root, name) for name, module in self._root.named_modules()
         }
         # The model itself has begun before: no hook tells.
-        self.recorder.stated_sizes = layers.stated_last_sizes(self._root)
-        self.recorder.has_module_hooks = any(map(_has_backward_hooks, self._root.modules()))
+        self.recorder.run_module(layers.stated_last_sizes(self._root))
         self._handles = list(self._statement_hooks())
         # Nor are hooks put on it: they would be taken off while torch goes through those that it
         # calls after an error.
@@ -251,15 +251,16 @@ class Follower:
     def _entered(self, module: nn.Module, args: Any) -> None:
         name = self._modules.get(id(module))
         if name is not None and not self.recorder.is_paused:
-            sizes = layers.stated_last_sizes(module) or self.recorder.stated_sizes
-            self._open.append((id(module), self.log.enter(name), self.recorder.stated_sizes))
-            self.recorder.stated_sizes = sizes
+            outside = self.recorder.stated_sizes
+            self._open.append((id(module), self.log.enter(name), outside))
+            self.recorder.run_module(layers.stated_last_sizes(module) or outside)
             self._weights.enter(module, name)
 
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self.recorder.is_paused and any(key == id(module) for key, _, _ in self._open):
             while True:  # those inside that an exception left
-                key, path, self.recorder.stated_sizes = self._open.pop()
+                key, path, outside = self._open.pop()
+                self.recorder.run_module(outside)
                 self.log.exit(path)
                 if key == id(module):
                     return
@@ -372,7 +373,7 @@ class Follower:
             if isinstance(value, int):
                 self.log.add("output", value)
                 if _has_backward_hooks(self._root):  # they come behind
-                    self.recorder.note_module_hook(value)
+                    self.recorder.nodes.note_module_hook(value)
 
     def gradient_placements(self, value: Any, partly: bool = False) -> Pair:
         """Of the gradient of the tensor of this value, likewise."""

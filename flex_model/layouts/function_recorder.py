@@ -12,14 +12,13 @@ from torch.overrides import TorchFunctionMode
 
 from flex_model.integrations import dtensor
 from flex_model.layouts import composites, memory_map
+from flex_model.layouts.callers import is_asked_by_model, is_run_by_model
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.sizes import (
     CallSizes,
     Expression,
     Size,
     expression_of,
-    is_asked_by_model,
-    is_run_by_model,
     plain,
     tagged,
 )
@@ -91,7 +90,7 @@ class FunctionRecorder(TorchFunctionMode):
                 recorder.values.note(made, recorder.log.new_value())  # of which nothing is known
             return result
         if name == "register_hook" and isinstance(args[0], Tensor):
-            hook = recorder.watched(args[0], args[1] if len(args) > 1 else kwargs["hook"])
+            hook = recorder.nodes.watched(args[0], args[1] if len(args) > 1 else kwargs["hook"])
             return func(args[0], hook)
         if name in _AS and len(args) == 2 and isinstance(args[1], Tensor):
             func, name = _AS[name]

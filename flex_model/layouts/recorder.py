@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
@@ -21,14 +20,13 @@ from flex_model.integrations import dtensor
 from flex_model.layouts import memory_map
 from flex_model.layouts.argument_encoder import ArgumentEncoder, Encoded
 from flex_model.layouts.backward_nodes import BackwardNodes, Unsettled, hands_on
+from flex_model.layouts.callers import is_asked_by_torch, is_of_a_plan
 from flex_model.layouts.function_recorder import FunctionRecorder
 from flex_model.layouts.log import Log, Value
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.sizes import (
     CallSizes,
     Expression,
-    is_asked_by_torch,
-    is_of_a_plan,
     leaves,
     on_comparison,
     on_conversion,
@@ -65,6 +63,7 @@ class Recorder(TorchDispatchMode):
         owner: What records by it.
         axes_of: The axes that a collective's group runs along; None if it is none of ours.
         stated: The encoded placements that a DTensor states; None for other tensors.
+        has_module_hooks: Whether modules have hooks of the model's own on their gradients.
     """
 
     supports_higher_order_operators = True
@@ -77,6 +76,7 @@ class Recorder(TorchDispatchMode):
         kept: Callable[[Tensor], tuple[str, Placements] | None],
         axes_of: Callable[[Any, Any], tuple[str, ...] | None],
         stated: Callable[[Tensor], Placements],
+        has_module_hooks: bool,
     ) -> None:
         super().__init__()
         self.owner, self.log = weakref.ref(owner), log
@@ -87,13 +87,12 @@ class Recorder(TorchDispatchMode):
         self.pauses = 0
         self._tasks: list[int] = []  # of autograd's, in which it was entered
         self._received: set[Value] = set()  # what collectives wrote
-        self._nodes = BackwardNodes(self)
+        self.nodes = BackwardNodes(self, has_module_hooks)
         self._unsettled = Unsettled(log)
         self.comparisons: list[tuple[str, Any, Any]] = []  # of sizes, as they are on this rank
         self.sizes = CallSizes()
         self.reduction = ""  # of the call of torch.distributed that runs
         self.stated_sizes: frozenset[int] = frozenset()  # by the module that runs
-        self.has_module_hooks = False  # of the model's own, on gradients of its modules
 
     def __enter__(self) -> Recorder:
         """Begin to record; nothing if it does already, as in a backward inside of another."""
@@ -151,6 +150,10 @@ class Recorder(TorchDispatchMode):
         finally:
             self.sizes, self.reduction = before
 
+    def run_module(self, stated_sizes: frozenset[int]) -> None:
+        """A module runs from now on that states these sizes of last dims."""
+        self.stated_sizes = stated_sizes
+
     def _note_conversion(self, number: Any, expression: Expression, name: str) -> None:
         if not self.is_paused:
             self.log.add("number", number, expression, name)
@@ -174,7 +177,7 @@ class Recorder(TorchDispatchMode):
         with self.paused():  # what DTensors are asked for is computed by torch
             value = self._value(tensor)
             if tensor.requires_grad and value is not None:
-                return self._nodes.meet(tensor, value)
+                return self.nodes.meet(tensor, value)
             return value
 
     def _value(self, tensor: Tensor) -> Value | tuple[Value, ...] | None:
@@ -214,11 +217,11 @@ class Recorder(TorchDispatchMode):
         """Log a weight, buffer or input, with what is known of it."""
         value = self.log.source(name, placements, tuple(memory_map.plain(tensor).shape), sizes)
         value = self.values.latest(value)
-        self._nodes.linked.add(value)
+        self.nodes.linked.add(value)
         self.values.note(tensor, value)
         for hook in (tensor._backward_hooks or {}).values():  # put on before the forward
             if not hands_on(hook):
-                self._note_hook(value)
+                self.nodes.note_hook(value)
         return value
 
     @without_function_mode
@@ -240,7 +243,7 @@ class Recorder(TorchDispatchMode):
         forward of an ``autograd.Function``, where no gradients are.
         """
         if torch.is_grad_enabled():
-            self._nodes.linked.add(value)
+            self.nodes.linked.add(value)
 
     @without_function_mode
     def state(self, tensor: Tensor, placements: Placements, text: str, sizes: Any) -> None:
@@ -385,7 +388,7 @@ class Recorder(TorchDispatchMode):
         full_name = f"{name}.{overload}" if overload else name
         *arguments, carriers = encoded
         if carriers and name.startswith("aten::"):
-            self._nodes.link(outputs, writes)
+            self.nodes.link(outputs, writes)
         self.log.add("op", full_name, *arguments, outputs, numbers, writes, carriers)
         if carriers and schema is not None:
             self._unsettled.note(schema, tensors, [output[0] for output in outputs])
@@ -393,39 +396,6 @@ class Recorder(TorchDispatchMode):
     def settle(self) -> None:
         """The operation before is over: what it has made for its backward alone."""
         self._unsettled.settle()
-
-    def watched(self, tensor: Tensor, hook: Any) -> Any:
-        """A hook that the model puts on a tensor's gradient, which may change that unseen, until it
-        has run and left it as it was. (Those that torch calls once a gradient was accumulated come
-        after what FlexModel's hooks see.)
-        """
-        value = None if hands_on(hook) else self.value(tensor)
-        if value is None:
-            return hook
-        number = self._note_hook(value)
-
-        @wraps(hook)
-        def watching(grad: Tensor) -> Any:
-            version = grad._version
-            made = hook(grad)
-            if (made is None or made is grad) and grad._version == version:
-                self.log.add("looked", number)
-            else:  # also where it has only looked in a backward before
-                self._note_hook(value, number)
-            return made
-
-        return watching
-
-    def note_module_hook(self, value: Any) -> None:
-        """Torch calls hooks on a module's gradients before it hands this value its gradient."""
-        if self.has_module_hooks:
-            self._note_hook(value)
-
-    def _note_hook(self, value: Any, number: Value | None = None) -> Value:
-        """A hook may change the gradient of a value; its number."""
-        number = self.log.new_value() if number is None else number
-        self.log.add("hooked", value, "a hook of the model's own on gradients", number)
-        return number
 
     def _note_statistics(self, name: str, encoded: tuple[Any, ...], args: Sequence[Any]) -> None:
         """What a batch norm wrote beside its result, as the operation does that returns it."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 import operator
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+from flex_model.layouts.callers import MASKS, is_asked_by_model
 
 # ("dim", value id or 0, dim), ("number", n), or an operation's name and its operands' expressions;
 # ("same", ...) of several that are meant to be one number; ("literal", n) of one that can't be a
@@ -183,53 +184,6 @@ def _note(number: Any, expression: Expression, conversion: str) -> None:
             note(number, expression, conversion)
 
 
-# Their functions are called by what asks.
-_PASSING_ON = (__name__, "torch._tensor", "torch.storage")
-_MASKS = ("transformers.masking_utils",)  # a mask is each row's own, on all paths there
-_PLANS = ("transformers.distributed.", "transformers.integrations.tensor_parallel")
-_BETWEEN = ("flex_model.layouts.", "torch._dynamo.", "torch._compile", "torch._ops")
-_SHARDING = (
-    "torch.distributed.",
-    "torch.nn.parallel.",
-    "torch._utils",
-    "flex_model.",
-    "megatron.",
-    "fairscale.",
-)
-
-
-def is_asked_by_model(but_for: tuple[str, ...] = ()) -> bool:
-    """Whether the model asks, and not what shards it, which looks after its own tensors, nor these
-    modules of it. To be called by what is asked.
-    """
-    return not _is_of(_outside(sys._getframe(2), _PASSING_ON), _SHARDING + but_for)
-
-
-def is_run_by_model() -> bool:
-    """Likewise, of an operation that is recorded."""
-    return not _is_of(_outside(sys._getframe(1), _BETWEEN), _SHARDING)
-
-
-def is_asked_by_torch() -> bool:
-    """Whether a function of torch asks, which checks what it is given."""
-    return _is_of(_outside(sys._getframe(1), _BETWEEN), ("torch.",))
-
-
-def is_of_a_plan() -> bool:
-    """Whether Hugging Face's tensor parallelism runs an operation, by the model's plan."""
-    return _is_of(_outside(sys._getframe(1), ("flex_model.layouts.", "torch.")), _PLANS)
-
-
-def _outside(frame: Any, modules: tuple[str, ...]) -> Any:
-    while frame.f_back is not None and _is_of(frame, modules):
-        frame = frame.f_back
-    return frame
-
-
-def _is_of(frame: Any, modules: tuple[str, ...]) -> bool:
-    return bool(frame.f_globals.get("__name__", "").startswith(modules))
-
-
 def _conversion(kind: type, name: str) -> Any:
     convert = getattr(kind, name)
 
@@ -248,7 +202,7 @@ def _comparison(name: str) -> Any:
         if not isinstance(other, (int, float)):
             return NotImplemented
         answer = compare(plain(self), plain(other))
-        if on_comparison and is_asked_by_model(but_for=_MASKS):
+        if on_comparison and is_asked_by_model(but_for=MASKS):
             for note in on_comparison:
                 note(name, self, other, answer)
         return answer
