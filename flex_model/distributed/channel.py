@@ -112,6 +112,12 @@ class Channel(Connections):
         self.num_agreed += 1
         return super().give_up(reason, kind)
 
+    def note_edit(self, hook: str) -> None:
+        """The hook's edit has changed its tensor, which the next exchange compares; empty: the edit
+        has left it as it was. Local.
+        """
+        self.edited = hook
+
     # Which forward of the model it is.
 
     def note_forward(self, has_hooks: bool, mode: int, active: int, choice: str) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -250,6 +250,15 @@ class Connections:
         except BaseException as error:  # Ctrl-C, for one: the others must not wait for this rank
             self.give_up(self._leaving(error))
             raise
+
+    @contextlib.contextmanager
+    def in_edit(self, hook: str) -> Iterator[None]:
+        """The hook's editing function runs inside, where nothing may be transferred. Local."""
+        outer, self.edit_of = self.edit_of, hook
+        try:
+            yield
+        finally:
+            self.edit_of = outer
 
     def check_no_edit(self) -> None:
         if self.edit_of:

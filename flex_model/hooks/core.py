@@ -96,6 +96,10 @@ class HookCore:
         self.parameters: Any = Parameters(  # or a pipeline's
             module, self.channel, self.tracking.statements
         )
+        is_sent = save_ctx_on == "all" and edit_on == "rank0" and step is None
+        self._sent_to_all: SentToAll | None = None
+        if is_sent and not self.channel.is_local:
+            self._sent_to_all = SentToAll(self.channel, _device_of(module))
         self.caller = HookCaller(
             self.channel,
             self.records,
@@ -104,14 +108,12 @@ class HookCore:
             edit_on,
             self.parameters.get,
             self.tracking,
+            checks_edits=step is not None,
+            sent_to_all=self._sent_to_all,
         )
-        self.caller.tells_edits = step is not None
         self.save_ctx, self.modules = save_ctx, modules
         # Must be alike on all ranks.
         self._settings = (edit_on, output_ranks, mesh.describe(), save_ctx_on, batch_dim, follow)
-        is_sent = save_ctx_on == "all" and edit_on == "rank0" and step is None
-        if is_sent and not self.channel.is_local:
-            self.caller.sent_to_all = SentToAll(self.channel, _device_of(module))
         self.replicas = Replicas(self.channel, modules)
         self.run: RunContext | None = None
         self.num_runs = 0
@@ -436,8 +438,8 @@ class HookCore:
         self._batch_failed()
         self.records.forget(run)
         self.table.forget_calls()
-        if self.caller.sent_to_all is not None:
-            self.caller.sent_to_all.forget()
+        if self._sent_to_all is not None:
+            self._sent_to_all.forget()
         if self.channel.is_local or not run.covered or is_agreed(error):
             return
         if not isinstance(error, Exception):
@@ -460,12 +462,12 @@ class HookCore:
         consumed = run.consumed
         if not self.channel.is_local:
             self.tracking.finish()
-            consumed = self.records.join(run, kind, self.caller.move)
+            consumed = self.records.join(run, kind, self.caller.layouts.lookup)
         run.consumed = False
         if consumed:
             renew_seed()
-        if self.caller.sent_to_all is not None:
-            self.caller.sent_to_all.send(self.save_ctx if run.save_ctx is None else run.save_ctx)
+        if self._sent_to_all is not None:
+            self._sent_to_all.send(self.save_ctx if run.save_ctx is None else run.save_ctx)
 
     def check_entry(self) -> None:
         """HookError where the model may not be run now."""

@@ -190,6 +190,10 @@ class Registration:
             return text
         return f"{self.describe()}: the editing function raised {text}"
 
+    def note_writes(self, has_written: bool) -> None:
+        """The editing function was called, and has written to its tensor or not."""
+        self.writes = self.writes or has_written
+
     def check_movable(self, leaf: Tensor) -> None:
         """TypeError for tensors that are not plain strided ones."""
         kind = kind_of(leaf)

@@ -192,7 +192,7 @@ def _seen(
     registration.check_movable(leaf)
     if registration.is_backward and dtensor.is_dtensor(leaf):
         leaf = dtensor.without_partial(leaf)
-    call, shard, known = core.caller.shard_of(call, leaf)
+    call, shard, known = core.caller.layouts.shard_of(call, leaf)
     needs = leaf.requires_grad and not registration.is_backward
     shape, dtype, device = tuple(shard.shape), shard.dtype, shard.device
     return Seen(registration.index, shape, dtype, call.stated, needs, known, device, value)

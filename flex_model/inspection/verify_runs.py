@@ -216,7 +216,7 @@ class _LookingCore(_Core):
 
     def _move(self, call, shapes, dtype, known, shard) -> Move:
         try:
-            return self.caller.move(call, shapes, dtype, known, shard)
+            return self.caller.layouts.lookup(call, shapes, dtype, known, shard)
         except ValueError:
             self.unsettled.add(call.registration.index)
             own = [tuple(shard.shape)] * len(shapes)

@@ -1,0 +1,62 @@
+"""Checks that all ranks are at the same call of a hook, before any tensor travels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from flex_model.distributed.channel import Channel
+from flex_model.distributed.header import Header
+from flex_model.distributed.layout import Replicate, Shape, ShardLayout
+from flex_model.distributed.mesh import Mesh
+from flex_model.hooks.context import Call, seed_of_state
+from flex_model.layouts import replicas
+
+
+def check_call(
+    channel: Channel, call: Call, tensor: Tensor, kind: str, axes: Sequence[str] = ()
+) -> tuple[list[Shape], list[str]]:
+    """Exchange the header of a call. Collective.
+
+    Args:
+        axes: Along which all ranks should hold the same values.
+
+    Returns:
+        The local shapes of all ranks, and those of ``axes`` along which the values differ.
+
+    Raises:
+        HookMismatchError: the ranks are at different calls. On every rank.
+    """
+    run, is_first = call.run, channel.mesh.place == 0
+    header = Header(
+        kind,
+        site=call.registration.site,
+        seed=run.seed or (seed_of_state() if is_first else 0),  # rank 0's counts
+        dtype=tensor.dtype,
+        shape=tuple(tensor.shape),
+        hash=replicas.hash_of(tensor) if axes else None,
+    )
+    what = "the gradient of the edit of " if kind == "gradient of an edit" else ""
+    headers = channel.agree(header, what + call.describe())
+    run.seed = headers[0].seed
+    differing = [axis for axis in axes if replicas.differ(channel.mesh, headers, axis)]
+    return [header.shape for header in headers], differing
+
+
+def replicated_axes(mesh: Mesh, call: Call, tensor: Tensor, known: ShardLayout | None) -> list[str]:
+    """The axes along which all ranks should hold this tensor's values, as far as this rank knows
+    before an exchange: in a followed forward its layout is compared when it is resolved.
+
+    Args:
+        known: The layout that a DTensor states; its values are compared, too.
+    """
+    if call.registration.is_backward or call.is_replay or not replicas.are_compared(tensor):
+        return []
+    sizes = (("dp", mesh.dp_size), ("tp", mesh.tp_size))
+    placements = call.evidence.placements if known is None else (known.dp, known.tp)
+    return [
+        axis
+        for (axis, size), placement in zip(sizes, placements)
+        if size > 1 and placement == Replicate()
+    ]

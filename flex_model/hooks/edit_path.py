@@ -1,0 +1,370 @@
+"""The three ways of an edit: on one process, on every rank of a stage, on rank 0 alone.
+
+Each gathers what the editing function gets, runs it, and scatters what it returned, with gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from flex_model.distributed import gather
+from flex_model.distributed.channel import Channel
+from flex_model.distributed.gather import Trip
+from flex_model.distributed.header import Header
+from flex_model.distributed.layout import Placement
+from flex_model.distributed.picked import Pick
+from flex_model.distributed.plain import is_renamed, plain
+from flex_model.hooks.call_check import check_call, replicated_axes
+from flex_model.hooks.context import Call, seed_of_state
+from flex_model.hooks.hook_layouts import HookLayouts
+from flex_model.hooks.save_context import SentToAll
+from flex_model.hooks.user_function import UserFunction
+from flex_model.integrations import dtensor
+from flex_model.layouts import replicas
+from flex_model.outputs import Records
+
+_CHANGED, _REQUIRES_GRAD = 1, 2  # what rank 0 reports of an edit, in Header.microbatch
+
+Parameters = dict[str, Tensor]  # full ones that the editing function named
+Edits = list[Tensor | None]  # what each tensor of an edit became; None: it was not changed
+
+
+@dataclass(eq=False)
+class EditInput:
+    """One tensor that an editing function gets.
+
+    Attributes:
+        original: As the model has it.
+        leaf: This rank's plain tensor of it, in the graph.
+        part: What the hook selected of that.
+        full: What the function gets; an empty tensor on ranks that don't run it.
+        trip: With several ranks: its way there and back.
+    """
+
+    call: Call
+    original: Any
+    leaf: Tensor
+    part: Tensor
+    full: Tensor
+    pick: Pick | None
+    trip: Trip | None = None
+
+    @property
+    def index(self) -> int:
+        """Which tensor of the module's input or output it is."""
+        return int(self.call.registration.hook_function.unpack_idx)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the hook selects nothing of it."""
+        return self.pick is None
+
+    @property
+    def gathered_by(self) -> Trip:
+        """How it was gathered, with several ranks."""
+        assert self.trip is not None
+        return self.trip
+
+    def put_back(self, shard: Tensor) -> Tensor:
+        """What the hook selected and edited, in its place among what it did not."""
+        return shard if self.pick is None else self.pick.put(self.leaf, shard)
+
+    def like_original(self, shard: Tensor) -> Tensor:
+        """What the model goes on with. Where its own tensor is contiguous, so is that: views of it
+        work, and a DTensor says so of its local part.
+        """
+        if self.original.is_contiguous() or dtensor.is_dtensor(self.original):
+            shard = shard.contiguous()
+        if dtensor.is_dtensor(self.original):
+            return dtensor.like(shard, self.original)
+        return shard.as_subclass(type(self.original)) if is_renamed(self.original) else shard
+
+
+class EditPath(Protocol):
+    """Where editing functions run, and how tensors get there and back. Collective over the ranks
+    of a stage.
+    """
+
+    def gather(self, call: Call, original: Any) -> EditInput:
+        """Gather the full tensor, for the function and for the records."""
+
+    def edit(self, inputs: Sequence[EditInput], parameters: Parameters) -> Edits:
+        """Run the function; what the model goes on with on this rank, in place of each tensor."""
+
+
+class Functions:
+    """Runs editing functions, in which the model may not be run. Local."""
+
+    def __init__(self, channel: Channel, function: UserFunction) -> None:
+        self._channel, self._function = channel, function
+
+    def run(self, inputs: Sequence[EditInput], parameters: Parameters) -> Edits:
+        """Run the function of these inputs; what it made of each."""
+        call, leaf = inputs[-1].call, inputs[-1].leaf
+        fulls = [one.full for one in inputs]
+        versions = [full._version for full in fulls]
+        with self._channel.in_edit(call.describe()):
+            try:
+                return self._function.run(call, fulls, leaf, parameters)
+            finally:
+                for one, full, version in zip(inputs, fulls, versions):
+                    one.call.registration.note_writes(full._version != version)
+
+
+class LocalPath:
+    """One process: the tensor is full, and nothing travels."""
+
+    def __init__(self, records: Records, layouts: HookLayouts, functions: Functions) -> None:
+        self._records, self._layouts, self._functions = records, layouts, functions
+
+    def gather(self, call: Call, original: Any) -> EditInput:
+        """Copy the tensor for the function; record it."""
+        call, leaf, _ = self._layouts.shard_of(call, original)
+        leaf = plain(leaf) if is_renamed(leaf) else leaf
+        pick = self._layouts.pick_of_full(call, leaf)
+        part = leaf if pick is None else pick.take(leaf)
+        if call.records:
+            self._records.now(call.registration, part)
+        return EditInput(call, original, leaf, part, _copied(part), pick)
+
+    def edit(self, inputs: Sequence[EditInput], parameters: Parameters) -> Edits:
+        """Run the function here."""
+        run = inputs[-1].call.run
+        if run.seed is None:
+            run.seed = seed_of_state()
+        edits = self._functions.run(inputs, parameters)
+        return [
+            # A copy, as shards are: the model may change it in place, and the user may keep it.
+            None if edited is None else one.put_back(edited.clone() if one.is_whole else edited)
+            for one, edited in zip(inputs, edits)
+        ]
+
+
+class ReplicatedPath:
+    """Every rank gets the full tensor, runs the function, and keeps its shard of the result.
+
+    Args:
+        checks_edits: Whether ranks compare at once whether each edit failed. In a pipeline they go
+            on with backward passes after it, whose graphs must be alike.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        records: Records,
+        layouts: HookLayouts,
+        functions: Functions,
+        checks_edits: bool,
+    ) -> None:
+        self._channel, self._records, self._layouts = channel, records, layouts
+        self._functions, self._checks_edits = functions, checks_edits
+
+    def gather(self, call: Call, original: Any) -> EditInput:
+        """Gather the full tensor on every rank."""
+        return _gather_shards(
+            self._channel, self._records, self._layouts, call, original, self._gather
+        )
+
+    def _gather(self, call: Call, part: Tensor, trip: Trip) -> Tensor:
+        records = call.records and self._records.keeps_full
+        trip.num_records = int(records and part.device.type == "cpu")
+        trip.is_read = call.registration.writes is False  # as before: not known of its first call
+        full = _gathered(gather.gather, part, trip)
+        if records:
+            self._records.put(call.registration, trip.record, full)
+        return full
+
+    def edit(self, inputs: Sequence[EditInput], parameters: Parameters) -> Edits:
+        """Run the function on every rank."""
+        call = inputs[-1].call
+        edits: Edits
+        try:
+            edits = self._functions.run(inputs, parameters)
+        except Exception as error:
+            if not self._checks_edits:
+                raise
+            edits = [None] * len(inputs)
+            self._channel.set_error(call.registration.failure(error), error)
+        is_edited = any(edited is not None for edited in edits)
+        self._channel.note_edit(call.describe() if is_edited else "")
+        if self._checks_edits:
+            header = Header("result of an edit", site=call.registration.site)
+            self._channel.agree(header, f"the result of the edit of {call.describe()}")
+        return [
+            None
+            if edited is None
+            else one.put_back(gather.scatter(edited.to(one.part.dtype), one.gathered_by))
+            for one, edited in zip(inputs, edits)
+        ]
+
+
+class OnRank0Path:
+    """Rank 0 alone gets the full tensor and runs the function; the others get their shards.
+
+    Args:
+        sent_to_all: Sends ``save_ctx`` to all ranks, where that is chosen.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        records: Records,
+        layouts: HookLayouts,
+        functions: Functions,
+        function: UserFunction,
+        sent_to_all: SentToAll | None,
+    ) -> None:
+        self._channel, self._records, self._layouts = channel, records, layouts
+        self._functions, self._function, self._sent_to_all = functions, function, sent_to_all
+
+    def gather(self, call: Call, original: Any) -> EditInput:
+        """Gather the full tensor on rank 0; an empty one elsewhere."""
+        return _gather_shards(
+            self._channel, self._records, self._layouts, call, original, self._gather
+        )
+
+    def _gather(self, call: Call, part: Tensor, trip: Trip) -> Tensor:
+        on_first = not self._records.on_all_ranks and not self._records.keeps_parts
+        trip.num_records = int(call.records and on_first)
+        gathered = _gathered(gather.gather_to_first, part, trip)
+        if self._records.on_all_ranks and call.records:
+            full = trip.move.cast(trip.move.copies(part, 1, num_read=1)[0])
+            self._records.put(call.registration, None, full)
+        elif trip.num_records and self._channel.mesh.place == 0:
+            self._records.put(call.registration, trip.record, gathered)
+        return gathered
+
+    def edit(self, inputs: Sequence[EditInput], parameters: Parameters) -> Edits:
+        """Run the function on rank 0; all ranks take part in the scatter."""
+        channel, call = self._channel, inputs[-1].call
+        edits: Edits = [None] * len(inputs)
+        if channel.mesh.place == 0:
+            if self._sent_to_all is not None and not call.is_replay:
+                self._sent_to_all.note(self._function.context_of(call))
+            try:
+                # Checkpointing would compute once more what is saved here, and only here.
+                with torch.autograd.graph.saved_tensors_hooks(_saved, _unsaved):
+                    edits = self._functions.run(inputs, parameters)
+            except Exception as error:
+                if call.is_replay:
+                    raise
+                channel.set_error(call.registration.failure(error), error)
+        headers = channel.agree(
+            Header(
+                "result of an edit on rank 0",
+                site=call.registration.site,
+                microbatch=_flags_of(edits),
+            ),
+            f"the result of the edit of {call.describe()}",
+        )
+        return [
+            self._scatter(inputs, one, edited, headers[0].microbatch >> 2 * i)
+            for i, (one, edited) in enumerate(zip(inputs, edits))
+        ]
+
+    def _scatter(
+        self, inputs: Sequence[EditInput], one: EditInput, edited: Tensor | None, flags: int
+    ) -> Tensor | None:
+        """``flags``: rank 0's, as those of the first tensor in ``_flags_of``."""
+        if not flags & _CHANGED:
+            return None
+        in_graph = bool(flags & _REQUIRES_GRAD) and torch.is_grad_enabled()
+        if edited is not None:
+            edited = edited.to(one.part.dtype)
+        gathered = [other.full for other in inputs]
+        shard = gather.scatter_from_first(edited, gathered, one.gathered_by, one.part, in_graph)
+        return one.put_back(shard)
+
+
+def _gather_shards(
+    channel: Channel,
+    records: Records,
+    layouts: HookLayouts,
+    call: Call,
+    original: Any,
+    gather_in_graph: Callable[[Call, Tensor, Trip], Tensor],
+) -> EditInput:
+    """Check the call with all ranks, find its layout, and gather."""
+    call, leaf, known = layouts.shard_of(call, original)
+    leaf = plain(leaf)
+    axes = replicated_axes(channel.mesh, call, leaf, known)
+    shapes, differing = check_call(channel, call, leaf, call.registration.kind, axes)
+    if differing:
+        leaf = replicas.reconciled(channel, call.registration.layout_site, leaf, differing)
+    move = layouts.lookup(call, shapes, leaf.dtype, known, leaf)
+
+    def check_gradient(grad: Tensor) -> None:
+        check_call(channel, call, grad, "gradient of an edit")
+
+    def of_replicas(grad: Tensor | None) -> tuple[Placement, bool]:
+        placement = layouts.of_edit_gradient(call, grad, move.layout)
+        return placement, not call.evidence.is_passing
+
+    trip = Trip(move, check_gradient, of_replicas)
+    part = leaf if move.pick is None else move.pick.take(leaf)
+    if records.keeps_parts and call.records:
+        records.later(call, leaf, known)
+    full = gather_in_graph(call, part, trip)
+    return EditInput(call, original, leaf, part, full, move.pick, trip)
+
+
+def _flags_of(edits: Edits) -> int:
+    """What rank 0 reports of its edits: two bits for each tensor."""
+    flags = 0
+    for i, edited in enumerate(edits):
+        if edited is not None:
+            in_graph = edited.requires_grad and torch.is_grad_enabled()
+            flags |= (_CHANGED | (_REQUIRES_GRAD if in_graph else 0)) << 2 * i
+    return flags
+
+
+def _saved(tensor: Tensor) -> tuple[Tensor, int]:
+    """As autograd saves a tensor where no hooks of its are set."""
+    return tensor, tensor._version
+
+
+def _unsaved(saved: tuple[Tensor, int]) -> Tensor:
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation in an editing function: a {tuple(tensor.shape)} tensor is at version "
+            f"{tensor._version}, expected {version}"
+        )
+    return tensor
+
+
+def _copied(leaf: Tensor) -> Tensor:
+    """A copy, in the graph, for the function to edit in place; never an inference tensor, so that
+    its version counts.
+    """
+    if leaf.is_inference() or torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            return leaf.clone()
+    return leaf.clone()
+
+
+def _gathered(
+    gather_in_graph: Callable[..., Tensor],
+    part: Tensor,
+    trip: Trip,
+) -> Tensor:
+    """The full tensor by ``gather_in_graph``, and its record, in the dtype that the hook wants;
+    never an inference tensor, as in ``_copied``.
+    """
+    move = trip.move
+    if move.is_whole and gather_in_graph is gather.gather and not part.requires_grad:
+        return _copied(part)
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            full = move.cast(gather_in_graph(part, trip))
+    else:
+        full = move.cast(gather_in_graph(part, trip))
+    if trip.record is not None:
+        trip.record = move.cast(trip.record)
+    return full

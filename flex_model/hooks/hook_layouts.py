@@ -1,0 +1,354 @@
+"""Finds the layout of a hook's tensor: cached under what all ranks hold, else resolved from what is
+proven or stated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flex_model.distributed import values
+from flex_model.distributed.channel import Channel
+from flex_model.distributed.gather import Move
+from flex_model.distributed.header import site_hash
+from flex_model.distributed.layout import (
+    Partial,
+    Placement,
+    Replicate,
+    Shape,
+    Shard,
+    ShardLayout,
+)
+from flex_model.distributed.picked import Pick
+from flex_model.distributed.plain import plain
+from flex_model.errors import HookError, agreed, is_agreed
+from flex_model.hooks.call_check import check_call
+from flex_model.hooks.context import Call
+from flex_model.hooks.tracking import Tracking
+from flex_model.integrations import dtensor
+from flex_model.layouts import replicas, resolve
+from flex_model.layouts.encoding import encode
+from flex_model.layouts.follow import Pair
+from flex_model.layouts.sources import AXES
+
+_REMEMBERED_MOVES = 128  # per hook: generation may bring a new shape with every step
+
+
+class HookLayouts:
+    """The layouts of hooks' tensors and of their gradients, of one FlexModel."""
+
+    def __init__(self, channel: Channel, tracking: Tracking) -> None:
+        self._channel, self._mesh, self._tracking = channel, channel.mesh, tracking
+
+    def shard_of(self, call: Call, leaf: Any) -> tuple[Call, Tensor, ShardLayout | None]:
+        """This rank's plain tensor, in the graph, and what a DTensor tells: the whole layout, or
+        along the axes that its mesh has.
+        """
+        leaf, stated, known = dtensor.plain_and_stated(leaf, self._mesh, call.describe())
+        if stated != call.stated:
+            call = replace(call, stated=stated)
+        return call, leaf, known
+
+    def pick_of_full(self, call: Call, leaf: Tensor) -> Pick | None:
+        """One rank: the tensor is full, and ``expected_shape`` must say so; what is selected."""
+        registration = call.registration
+        if registration.expected_shape is None and registration.select is None:
+            return None
+        return self.lookup(call, [tuple(leaf.shape)], leaf.dtype, None, leaf).pick
+
+    def lookup(
+        self,
+        call: Call,
+        shapes: Sequence[Shape],
+        dtype: torch.dtype,
+        known: ShardLayout | None,
+        shard: Tensor,
+    ) -> Move:
+        """The plan of the gather for what all ranks hold, cached; collective where the layout is
+        new.
+        """
+        registration, forward = call.registration, call.evidence.key
+        if known is not None and (registration.is_backward or registration.kind == "tensor"):
+            self._check_mixed(call)
+        key = (call.number, tuple(shapes), dtype, known, registration.split_dim, forward)
+        move = registration.moves.get(key)
+        if move is None and call.number is None:
+            move = self._of_recomputed(call, key[1:-1])
+        call.run.keys.add(forward)
+        if move is not None:
+            return move
+        try:
+            layout = self._layout(call, shapes, known, shard)
+            move = Move.of(
+                self._channel,
+                layout,
+                list(shapes),
+                dtype,
+                registration.select,
+                registration.split_dim,
+            )
+        except (HookError, IndexError, TypeError, ValueError) as error:
+            if is_agreed(error):
+                raise
+            text = str(error)
+            if registration.describe() not in text:
+                text = f"{registration.describe()}: {text}"
+            raise agreed(error.__class__(text)) from None
+        if call.evidence.is_passing:
+            return move
+        while len(registration.moves) >= _REMEMBERED_MOVES:
+            oldest = next(iter(registration.moves))  # the same one on every rank
+            del registration.moves[oldest]
+        registration.moves[key] = move
+        return move
+
+    def _check_mixed(self, call: Call) -> None:
+        """ValueError where a DTensor's gradient is that of a loss that is not the unsharded
+        model's. The same on every rank.
+        """
+        of_parameter = call.registration.kind == "tensor"
+        key = None if of_parameter else call.evidence.key
+        where = "" if self._channel.is_local else self._tracking.mixed(key, of_parameter)
+        if where:
+            raise agreed(
+                ValueError(
+                    f"{call.registration.layout_site.name}: the gradient is not known to be the "
+                    f"unsharded model's: at {where}, ranks made something of their parts alone "
+                    "where the unsharded program needs all of them, and a DTensor was made of it; "
+                    "give that operation the whole tensor, or state the layout of what is made "
+                    "there with annotate_layout"
+                )
+            )
+
+    def _layout(
+        self, call: Call, shapes: Sequence[Shape], known: ShardLayout | None, shard: Tensor
+    ) -> ShardLayout:
+        """How the tensor is placed, by what is proven or stated on all ranks. Collective."""
+        registration, mesh = call.registration, self._mesh
+        site = registration.layout_site
+        proven = call.evidence.placements
+        prints = None
+        if not self._channel.is_local and known is None:
+            proven = self._tracking.prove(call.evidence)
+            if registration.kind == "tensor":
+                proven = registration.parameter.placements
+            proven = _first_known(call.stated, proven)
+            row = torch.tensor([site_hash(encode(placement)) for placement in proven])
+            table = self._channel.exchange(torch.cat([values.fingerprint(shard), row])).tolist()
+            prints = values.Fingerprints.of(mesh, [rank[:2] for rank in table])
+            proven = _agreed(proven, [rank[2:] for rank in table])
+        stated = registration.hook_function.placements
+        of_gradient: Mapping[str, Placement] = {}
+        is_gradient = registration.is_backward or registration.kind == "tensor"
+        if is_gradient:
+            of_gradient, stated = stated, _of_activation(stated, proven)
+        layout = resolve.resolve(
+            site,
+            shapes,
+            mesh,
+            proven,
+            stated,
+            registration.expected_shape,
+            known,
+            call.evidence.obstacles,
+        )
+        if known is not None or prints is None:
+            if registration.kind == "tensor" and not self._channel.is_local:
+                self._check_mean(call, self._proven_gradient(call)[0])
+            return layout
+        if is_gradient:
+            own = {axis: p for axis, p in zip(AXES, call.stated) if p is not None}
+            return self._of_gradient(call, layout, {**of_gradient, **own}, shard, prints)
+        for axis in resolve.differing_axes(layout, prints):
+            replicas.reconciled(self._channel, site, shard, [axis])
+        return layout
+
+    def _of_gradient(
+        self,
+        call: Call,
+        layout: ShardLayout,
+        own: Mapping[str, Placement],
+        grad: Tensor,
+        prints: values.Fingerprints,
+    ) -> ShardLayout:
+        """How the gradient of a tensor of this layout is placed. Collective.
+
+        Args:
+            own: By axis, what a DTensor or the user says of the gradient itself.
+        """
+        is_parameter = call.registration.kind == "tensor"
+        proven = dict(zip(AXES, self._proven_gradient(call)))
+        placed: dict[str, Placement] = {}
+        for axis, placement in (("dp", layout.dp), ("tp", layout.tp)):
+            placed[axis] = placement
+            if self._size(axis) == 1:
+                continue
+            if axis == "dp" and is_parameter:
+                self._check_mean(call, proven[axis])
+            elif axis in own:
+                placed[axis] = own[axis]
+            elif isinstance(placement, Replicate):
+                if is_parameter:
+                    self._check_replicas(call, axis)
+                placed[axis] = self._of_replicas(
+                    call, axis, proven[axis], grad, prints.equal_along(axis)
+                )
+            else:
+                placed[axis] = self._known(call, axis, proven[axis])
+        found = ShardLayout(placed["dp"], placed["tp"], source=f"its tensor's: {layout.source}")
+        site = call.registration.layout_site
+        return resolve.with_one_dim(site, found, self._mesh, are_both_stated=len(own) == len(AXES))
+
+    def _check_replicas(self, call: Call, axis: str) -> None:
+        """Ranks that share a parameter hold the same values. Collective.
+
+        Raises:
+            ValueError: they don't. On every rank.
+        """
+        for parameter in call.registration.living_targets[:1]:
+            if dtensor.is_dtensor(parameter):
+                parameter = dtensor.to_local(parameter)
+            _, is_close = replicas.compared(self._channel, plain(parameter.detach()), [axis])
+            if not is_close:
+                raise agreed(
+                    ValueError(
+                        f"{call.describe()}: the ranks along {axis} hold different values of the "
+                        f"parameter, of shape {tuple(parameter.shape)}, which no layer states to "
+                        "be split; state the layout of shards with "
+                        "annotate_layout(..., kind='parameter')"
+                    )
+                )
+
+    def _proven_gradient(self, call: Call) -> Pair:
+        if call.registration.kind == "tensor":
+            return self._tracking.prove_parameter_gradient(call.registration)
+        return self._tracking.prove_gradient(call.evidence)
+
+    def _of_replicas(
+        self, call: Call, axis: str, proven: Placement | None, grad: Tensor | None, is_equal: bool
+    ) -> Placement:
+        """How the ranks along ``axis`` that hold one tensor hold its gradient: each the whole, or
+        parts of a sum. Collective.
+
+        Raises:
+            ValueError: it is not known; a whole one is not the same on all ranks. On every rank.
+        """
+        placement = self._known(call, axis, proven)
+        if placement == Replicate() and grad is not None and not is_equal:
+            replicas.reconciled(self._channel, call.registration.layout_site, grad, [axis])
+        return placement
+
+    def _known(self, call: Call, axis: str, proven: Placement | None) -> Placement:
+        """A gradient's placement, which all ranks have proven alike, or none has.
+
+        Raises:
+            ValueError: none has. On every rank.
+        """
+        if proven is not None:
+            return proven
+        why = self._obstacle(call, axis)
+        raise agreed(
+            ValueError(
+                f"{call.registration.layout_site.name}: how the ranks along {axis} hold the "
+                "gradient, each the whole, a shard or a part of a sum, is not known"
+                f"{f' ({why})' if why else ''}; state the layout of what is made there with "
+                "annotate_layout, or that of the gradient, for a hook on it, with "
+                f'HookFunction(placements={{"{axis}": Replicate()}}), Partial() or Shard(dim)'
+            )
+        )
+
+    def _obstacle(self, call: Call, axis: str) -> str:
+        if call.registration.kind == "tensor":
+            return self._tracking.obstacle_of_parameter(call.registration, axis)
+        return self._tracking.gradient_obstacle(call.evidence, axis)
+
+    def _check_mean(self, call: Call, proven: Placement | None) -> None:
+        """The ranks' mean along dp is a parameter's gradient if each has its part of the sum.
+
+        Raises:
+            ValueError: that is not known, or not so. The same on every rank.
+        """
+        is_stated = "dp" in call.registration.hook_function.placements
+        if self._size("dp") == 1 or is_stated or isinstance(proven, Partial):
+            return
+        why = self._obstacle(call, "dp")
+        raise agreed(
+            ValueError(
+                f"{call.describe()}: whether the data-parallel ranks' mean is the gradient is not "
+                f"known{f' ({why})' if why else ''}; state the layout of what is made there with "
+                "annotate_layout, or that the mean is right with "
+                'HookFunction(placements={"dp": Replicate()})'
+            )
+        )
+
+    def of_edit_gradient(self, call: Call, grad: Tensor | None, layout: ShardLayout) -> Placement:
+        """How the ranks along tp hold the gradient of what an edit is given and hands on, of which
+        the tensor is placed as ``layout`` says. That of a DTensor's local part comes placed as the
+        DTensor is. Collective.
+
+        Raises:
+            ValueError: it is not known along an axis. On every rank.
+        """
+        asked = [axis for axis, own in zip(AXES, call.stated) if own is None]
+        proven = dict(zip(AXES, self._tracking.prove_gradient(call.evidence) if asked else ()))
+        for axis in asked:
+            if self._size(axis) > 1 and (axis == "dp" or not isinstance(layout.tp, Replicate)):
+                self._known(call, axis, proven[axis])
+        if "tp" not in asked or self._size("tp") == 1 or not isinstance(layout.tp, Replicate):
+            return Replicate()
+        is_equal = True
+        if grad is not None:
+            check_call(self._channel, call, grad, "gradient of an edit")
+            table = self._channel.exchange(values.fingerprint(grad)).tolist()
+            is_equal = values.Fingerprints.of(self._mesh, table).equal_along("tp")
+        return self._of_replicas(call, "tp", proven["tp"], grad, is_equal)
+
+    def _size(self, axis: str) -> int:
+        mesh = self._mesh
+        return mesh.dp_size if axis == "dp" else mesh.tp_size
+
+    def _of_recomputed(self, call: Call, key: tuple[object, ...]) -> Move | None:
+        """What the forward that is computed once more used, whichever call of it this is."""
+        registration = call.registration
+        found = [
+            move
+            for other, move in registration.moves.items()
+            if other[1:-1] == key and other[-1] in call.run.keys
+        ]
+        if any(move.layout != found[0].layout for move in found):
+            raise agreed(
+                HookError(
+                    f"{call.describe()}: the module was called with tensors that are split in "
+                    "different ways, and which of its calls is computed once more in backward is "
+                    "not known; do without checkpointing there, or hook another module"
+                )
+            )
+        return found[0] if found else None
+
+
+def _first_known(first: Pair, second: Pair) -> Pair:
+    dp, tp = (one if one is not None else other for one, other in zip(first, second))
+    return dp, tp
+
+
+def _agreed(pair: Pair, table: Sequence[Sequence[int]]) -> Pair:
+    """What all ranks have proven alike; ``table``: hashes of their placements, by rank."""
+    dp, tp = (
+        placement if all(row[i] == table[0][i] for row in table) else None
+        for i, placement in enumerate(pair)
+    )
+    return dp, tp
+
+
+def _of_activation(stated: Mapping[str, Placement], proven: Pair) -> dict[str, Placement]:
+    """What a statement of a gradient says of its tensor: how that is split, and that it is not."""
+    known = dict(zip(AXES, proven))
+    return {
+        axis: placement if isinstance(placement, Shard) else Replicate()
+        for axis, placement in stated.items()
+        if isinstance(placement, Shard) or known[axis] is None or isinstance(known[axis], Shard)
+    }
