@@ -58,7 +58,7 @@ class GatherPlan:
 # shared memory
 
 Address = tuple[int, int, int, int]  # pid, fd, token, bytes
-Span = tuple[int, int] | int  # address, bytes; or an address alone
+Span = Tensor | None  # contiguous, on the CPU; None: what this rank does not have
 
 class WaitError(RuntimeError): ...
 

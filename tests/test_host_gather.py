@@ -362,20 +362,20 @@ def many_small_and_large(group, rank):
     for i, n in enumerate(lengths):
         pooled = memory.empty([n * group.size], torch.uint8)  # from 64 KiB on
         fulls.append(pooled if i % 50 == 0 else torch.empty(n * group.size, dtype=torch.uint8))
-        items.append((plans[n], everyone, fulls[-1].data_ptr() if rank == 0 else 0))
+        items.append((plans[n], everyone, fulls[-1] if rank == 0 else None))
         shards.append(torch.full((n,), (i + rank) % 256, dtype=torch.uint8))
     opened = group.open_gather(items)
     left = []
     for i, ((address, segment, num_bytes), shard) in enumerate(zip(opened.targets, shards)):
-        left.append(shard.data_ptr())
+        left.append(shard)
         if address and (i // 50 + rank) % 2:
             assert segment <= address < segment + num_bytes
             copy = torch.ops.flex_model.copy_to_host
             copy(shard, address, items[i][0].code, rank, "auto")
-            left[-1] = 0
+            left[-1] = None
     no_target = next(i for i, target in enumerate(opened.targets) if not target[0])
     with pytest.raises(ValueError, match="a shard that has no target is missing"):
-        opened.end([0 if i == no_target else address for i, address in enumerate(left)])
+        opened.end([None if i == no_target else each for i, each in enumerate(left)])
     opened.end(left)
     if rank == 0:
         for i, (n, full) in enumerate(zip(lengths, fulls)):

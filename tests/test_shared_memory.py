@@ -117,11 +117,11 @@ def any_transfers(group, rank, seed, count):
             length = lengths[0]
             everyone = torch.empty(size, length, dtype=torch.int32)
             part = numbers(rank, length)
-            group.exchange(part.data_ptr(), part.nbytes, everyone.data_ptr())
+            group.exchange(part, part.nbytes, everyone)
             assert torch.equal(everyone, torch.stack([numbers(r, length) for r in range(size)]))
         elif kind == "all_gather":
             fulls = [empty(len(whole)) for _ in range(dice.randrange(3))]
-            group.all_gather(plan, mine.data_ptr(), [full.data_ptr() for full in fulls])
+            group.all_gather(plan, mine, fulls)
             for full in fulls:
                 assert torch.equal(full, whole)
         elif kind == "first":
@@ -129,18 +129,8 @@ def any_transfers(group, rank, seed, count):
             again = torch.empty_like(whole) if rank == 0 else None
             group.gather_to_first(
                 [
-                    (
-                        plan,
-                        list(range(size)),
-                        mine.data_ptr(),
-                        full.data_ptr() if full is not None else 0,
-                    ),
-                    (
-                        plan,
-                        list(range(size)),
-                        mine.data_ptr(),
-                        again.data_ptr() if again is not None else 0,
-                    ),
+                    (plan, list(range(size)), mine, full),
+                    (plan, list(range(size)), mine, again),
                 ]
             )
             if rank == 0:
@@ -149,7 +139,7 @@ def any_transfers(group, rank, seed, count):
         elif kind == "scatter":
             source = empty(len(whole)).copy_(whole) if rank == 0 else None
             got = torch.empty_like(mine)
-            group.scatter_from_first(plan, source.data_ptr() if rank == 0 else 0, got.data_ptr())
+            group.scatter_from_first(plan, source, got)
             if source is not None:
                 source.zero_()  # it may change from now on
             assert torch.equal(got, mine)
@@ -157,7 +147,7 @@ def any_transfers(group, rank, seed, count):
             expected = numbers(0, lengths[0])
             source = empty(lengths[0]).copy_(expected) if rank == 0 else None
             got = torch.empty_like(expected)
-            group.broadcast(source.data_ptr() if rank == 0 else 0, expected.nbytes, got.data_ptr())
+            group.broadcast(source, expected.nbytes, got)
             if source is not None:
                 source.zero_()
             else:
@@ -175,9 +165,7 @@ def test_any_sequence_of_transfers(size):
 def viewed(group, plan, shard, number, fulls=()):
     """``number`` full int32 tensors whose memory the ranks share."""
     sizes = plan.full_sizes
-    capsules = group.all_gather_views(
-        plan, shard.data_ptr(), [full.data_ptr() for full in fulls], number, sizes, 0, 32
-    )
+    capsules = group.all_gather_views(plan, shard, list(fulls), number, sizes, 0, 32)
     return [from_dlpack(capsule) for capsule in capsules]
 
 
@@ -405,7 +393,7 @@ def run_until_stopped(group, rank, *_):
     shard = numbers(rank, 50_000)
     while True:
         full = memory.empty([group.size, 50_000], torch.int32)
-        group.all_gather(plan, shard.data_ptr(), [full.data_ptr()])
+        group.all_gather(plan, shard, [full])
         group.exchange_bytes(b"x" * 64)
 
 
@@ -468,7 +456,7 @@ def fork_in_the_middle(group, rank):
     plan = stacking(2, 50_000, 4)
     full = memory.empty([2, 50_000], torch.int32)
     shard = numbers(rank, 50_000)
-    group.all_gather(plan, shard.data_ptr(), [full.data_ptr()])
+    group.all_gather(plan, shard, [full])
     expected = torch.stack([numbers(r, 50_000) for r in range(2)])
     pid = os.fork()
     if pid == 0:
@@ -487,7 +475,7 @@ def fork_in_the_middle(group, rank):
             os._exit(1)
     for _ in range(20):  # the parent goes on, in the same memory
         other = memory.empty([2, 50_000], torch.int32)
-        group.all_gather(plan, shard.data_ptr(), [other.data_ptr()])
+        group.all_gather(plan, shard, [other])
         assert torch.equal(other, expected)
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
@@ -504,7 +492,7 @@ def test_transfers_out_of_step_are_told():
         if rank == 0:
             group.exchange_bytes(b"x")
         else:
-            group.broadcast(0, 10, torch.empty(10, dtype=torch.uint8).data_ptr())
+            group.broadcast(None, 10, torch.empty(10, dtype=torch.uint8))
 
     results = Ranks(2, body).results()
     assert {result[0] for result in results.values()} <= {"out of step", "broken"}

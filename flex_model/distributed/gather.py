@@ -160,7 +160,7 @@ class Move:
             return _copy(full) if partial else full.contiguous()
         host = on_cpu(full)
         shard = memory.empty(self.plan.shard_sizes[self.rank], full.dtype)
-        _C.split_into(self.plan, self.rank, memory.span(host), memory.span(shard))
+        _C.split_into(self.plan, self.rank, host, shard)
         return shard.to(full.device)
 
     @property

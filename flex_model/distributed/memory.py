@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from flex_model import _C
@@ -58,17 +58,6 @@ def tensor(capsule: Any, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The tensor of a capsule that was made ``as_leased``."""
     leased = from_dlpack(capsule)
     return leased if dtype in _CODES else leased.view(dtype).view(sizes)
-
-
-def span(tensor: Tensor) -> tuple[int, int]:
-    """Address and number of bytes of a contiguous plain CPU tensor: what the engine is given."""
-    if type(tensor) not in (Tensor, nn.Parameter) or not (tensor.is_cpu and tensor.is_contiguous()):
-        raise TypeError(
-            f"expected a contiguous CPU tensor of the class Tensor, got a {type(tensor).__name__} "
-            f"on {tensor.device} of shape {tuple(tensor.shape)} and strides {tensor.stride()}; "
-            "see flex_model.distributed.plain"
-        )
-    return tensor.data_ptr(), tensor.nbytes
 
 
 def copy(tensor: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from flex_model.hooks.context import RunContext, Turns, renew_seed, seed_of_state
 from flex_model.hooks.core import HookCore
+from flex_model.hooks.evidence import Forward
 from flex_model.hooks.table import EVERYTHING, Choice
-from flex_model.hooks.tracking import Forward
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flex_model.hooks.tracking import Evidence
+from flex_model.hooks.evidence import Evidence
 from flex_model.layouts.follow import UNKNOWN, Pair
 
 if TYPE_CHECKING:

@@ -38,6 +38,7 @@ from flex_model.hooks.backward_order import BackwardOrder
 from flex_model.hooks.backward_watch import BackwardWatch
 from flex_model.hooks.call import HookCaller
 from flex_model.hooks.context import Call, RunContext, next_sequence, renew_seed
+from flex_model.hooks.evidence import Evidence
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.graphs import Graphs, is_in_checkpoint
 from flex_model.hooks.registration import Registration
@@ -45,7 +46,7 @@ from flex_model.hooks.remembered_runs import RememberedRuns, backward_task
 from flex_model.hooks.save_context import SentToAll
 from flex_model.hooks.step import Step
 from flex_model.hooks.table import EVERYTHING, Choice, HookTable, describe_choice
-from flex_model.hooks.tracking import Evidence, Follow, Tracking
+from flex_model.hooks.tracking import Follow, Tracking
 from flex_model.integrations import compiled, context_parallel
 from flex_model.layouts import follow
 from flex_model.layouts.sources import BatchDim

@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from flex_model.distributed import values
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.header import Header, site_hash, sites_hash
-from flex_model.distributed.layout import Placement, Replicate, Shard
+from flex_model.distributed.layout import Placement, Shard
 from flex_model.errors import agreed
+from flex_model.hooks.evidence import Evidence, Forward
 from flex_model.hooks.registration import Registration
-from flex_model.integrations import compiled, dtensor
+from flex_model.integrations import compiled
 from flex_model.layouts import follow
 from flex_model.layouts.attributes import Attributes
 from flex_model.layouts.buffers import Buffers
 from flex_model.layouts.encoding import encode
 from flex_model.layouts.exchange import exchange_chunks
 from flex_model.layouts.follow import UNKNOWN, Follower, Pair
+from flex_model.layouts.inputs import seed_inputs
 from flex_model.layouts.kept import KeptTensors
-from flex_model.layouts.memory import Conditions, ForwardLayouts, Key, LayoutMemory, Place
+from flex_model.layouts.memory import Conditions, ForwardLayouts, LayoutMemory, Place
 from flex_model.layouts.sources import (
     AXES,
     BatchDim,
@@ -39,71 +39,8 @@ from flex_model.layouts.sources import (
 )
 from flex_model.layouts.statements import Statement, Statements
 
-_MAX_DIMS = 16
 _MOST_GRAPHS = 4
 Follow = Literal["new", "always"]
-
-
-@dataclass(eq=False)
-class Evidence:
-    """What is known of how one tensor of a hook is placed.
-
-    Attributes:
-        key: Of its forward; None outside of forwards of the wrapped model.
-        pair: Placements along dp and tp; of a followed forward once the ranks have compared it.
-        gradient: Those of its gradient, where they are known without its backward.
-        obstacles: By axis that is not known: the operation at which that began.
-        follower: Of its forward, as long as that goes on.
-        graph: Of its forward, if that was followed: it follows the backward too.
-        value: What stands for the tensor in it; ``edited`` for what a hook put in its place.
-        is_passing: Whether a gradient was settled by a part of its backward.
-    """
-
-    key: int | None = None
-    pair: Pair = UNKNOWN
-    gradient: Pair = UNKNOWN
-    follower: Follower | None = None
-    graph: Follower | None = None
-    place: Place | None = None
-    value: Any = None
-    edited: Any = None
-    needs_gradient: bool = False
-    is_passing: bool = False
-    obstacles: dict[str, str] = field(default_factory=dict)
-
-    def move_to(self, edge: Tensor) -> None:
-        """The gradient that counts is that of this tensor, which goes on in its place. Local."""
-        if self.graph is not None:
-            self.value = self.graph.value(edge)
-
-    @property
-    def placements(self) -> Pair:
-        return self.pair if self.follower is None else self.follower.placements(self.value)
-
-
-@dataclass(eq=False)
-class Forward:
-    """The forward of the wrapped model that goes on.
-
-    Attributes:
-        depth: Of the wrapped module's calls inside itself.
-        states: Of its arguments those that are objects which it may change, such as caches.
-        numbers: By registration index: how often the hook was called.
-        layouts: Of a forward that is not followed: those of the one that was.
-        seen: Of a followed one: what hooks met, for the layouts to remember.
-        parameters: Hooks on gradients of parameters.
-    """
-
-    depth: int = 0
-    states: list[Any] = field(default_factory=list)
-    numbers: dict[int, int] = field(default_factory=dict)
-    key: Key | None = None
-    follower: Follower | None = None
-    is_over: bool = True
-    layouts: ForwardLayouts | None = None
-    seen: dict[Place, tuple[Evidence, tuple[int, ...]]] = field(default_factory=dict)
-    stack: ExitStack | None = None
-    parameters: list[Registration] = field(default_factory=list)
 
 
 class Tracking:
@@ -224,6 +161,17 @@ class Tracking:
             stack.enter_context(follower)
             forward.stack = stack.pop_all()
 
+    def seed(self, follower: Follower, args: Any, kwargs: Any) -> None:
+        """Let the follower know the inputs. Collective; see `seed_inputs`."""
+        seed_inputs(
+            follower,
+            self._channel,
+            self._inputs,
+            named_inputs(self._root, args, kwargs),
+            self.statements,
+            self._kept,
+        )
+
     def follower(self) -> Follower:
         """One that knows the model's weights. Local."""
         mesh, weights = self._channel.mesh, self._weights()
@@ -290,7 +238,7 @@ class Tracking:
             evidence.pair, evidence.follower = evidence.placements, None
             layouts.pairs[place], layouts.shapes[place] = evidence.pair, shape
             if evidence.needs_gradient:
-                value = evidence.value if evidence.edited is None else evidence.edited
+                value = evidence.current
                 of_gradients[place] = value, evidence
         assert forward.key is not None
         if forward.parameters and torch.is_grad_enabled():
@@ -451,7 +399,7 @@ class Tracking:
         graph = evidence.graph
         if graph is None or None not in evidence.gradient:
             return evidence.gradient
-        value = evidence.value if evidence.edited is None else evidence.edited
+        value = evidence.current
         gradient, of_part = self._of_backward(graph, value)
         if evidence.place is not None:
             self._memory.note_gradient(evidence.key, evidence.place, gradient)
@@ -510,7 +458,7 @@ class Tracking:
     def gradient_obstacle(self, evidence: Evidence, axis: str) -> str:
         """Why a gradient's placement along ``axis`` is not known; empty where nothing tells."""
         proofs = None if evidence.graph is None else evidence.graph.proofs.along.get(axis)
-        value = evidence.value if evidence.edited is None else evidence.edited
+        value = evidence.current
         return "" if proofs is None else proofs.gradients.obstacle(proofs.meant(value))
 
     @property
@@ -540,60 +488,6 @@ class Tracking:
         if evidence.graph is not None and evidence.graph in follow.recording():
             evidence.edited = evidence.graph.place_edited(tensor, original, placed)
 
-    # What is known at the start.
-
-    def seed(self, follower: Follower, args: Any, kwargs: Any) -> None:
-        """Let the follower know the inputs. Collective.
-
-        Raises:
-            ValueError: whether an input holds rows of the batch can't be known. On every rank.
-        """
-        mesh = self._channel.mesh
-        inputs = named_inputs(self._root, args, kwargs)
-        with torch.no_grad():
-            sketches = [_sketch(tensor) for _, tensor, _ in inputs]
-        header = Header("inputs", site=site_hash("follow", len(inputs)))
-        self._channel.agree(header, f"a followed forward with {len(inputs)} tensors as inputs")
-        if not sketches:
-            return
-        table = self._channel.exchange(torch.stack(sketches)).tolist()
-        shapes, prints = [], []
-        for of_ranks in zip(*table):
-            shapes.append([tuple(row[3 : 3 + row[2]]) for row in of_ranks])
-            prints.append(values.Fingerprints.of(mesh, [row[:2] for row in of_ranks]))
-        passed = [i for i, (_, _, is_state) in enumerate(inputs) if not is_state]
-        of_root = self.statements.of_inputs()
-        along_dp: dict[int, Placement | None] = {}
-        if mesh.dp_size > 1:
-            line = mesh.members(("dp",), 0)
-            try:
-                found = self._inputs.along_dp(
-                    [inputs[i][0] for i in passed],
-                    [[shapes[i][place] for place in line] for i in passed],
-                    [prints[i].equal_along("dp") for i in passed],
-                    [i in of_root and of_root[i].dp is not None for i in passed],
-                )
-            except ValueError as error:
-                raise agreed(error) from None
-            along_dp = dict(zip(passed, found))
-        for i in passed:
-            name, tensor, _ = inputs[i]
-            dp: Placement | None = along_dp.get(i, Replicate())
-            tp: Placement | None = Replicate() if prints[i].equal_along("tp") else None
-            text = f"input {name!r}, tensor {i}"
-            if tp is None:
-                text += ", of which the tensor-parallel ranks were given other values"
-            stated = of_root.get(i)
-            if stated is not None:
-                dp, tp = stated.dp or dp, stated.tp or tp
-            follower.note_input(tensor, text, (dp, tp))
-        for i, (name, tensor, is_state) in enumerate(inputs):
-            # By contract as inputs are: counters in objects, such as the length of a cache.
-            if is_state and tensor.numel() <= 1 and self._kept.source(tensor) is None:
-                alike = [prints[i].equal_along(axis) for axis in ("dp", "tp")]
-                dp, tp = (Replicate() if equal else None for equal in alike)
-                follower.note_input(tensor, f"counter in {name!r}, tensor {i}", (dp, tp))
-
 
 def _weight_in(graph: Follower, registration: Registration) -> Any:
     """What stands for a hook's parameter in a forward; None where it was not used there."""
@@ -606,16 +500,3 @@ def _weight_in(graph: Follower, registration: Registration) -> Any:
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _sketch(tensor: Tensor) -> Tensor:
-    """An input's fingerprint and shape, of a fixed size."""
-    row = torch.zeros(3 + _MAX_DIMS, dtype=torch.int64)
-    if dtensor.is_dtensor(tensor):
-        tensor = dtensor.to_local(tensor)
-    if not tensor.is_meta and tensor.layout == torch.strided and not tensor.is_nested:
-        row[:2] = values.fingerprint(dtensor.wait(tensor))
-    shape = tensor.shape[:_MAX_DIMS]
-    row[2] = len(shape)
-    row[3 : 3 + len(shape)] = torch.tensor(shape, dtype=torch.int64)
-    return row

@@ -28,8 +28,6 @@ SegmentAddress to_address(const AddressTuple& tuple) {
   return {std::get<0>(tuple), std::get<1>(tuple), std::get<2>(tuple), std::get<3>(tuple)};
 }
 
-// Tensors come as (address, bytes): this binary knows nothing of torch. An address alone says
-// nothing of its bytes; the callers answer for those.
 const char* read(const Span& span, int64_t needed, const char* what) {
   span.check(needed, what);
   return span.data;
@@ -146,14 +144,16 @@ void gather_tuples_to_first(Group& group, const std::vector<GatheredTuple>& tupl
 // An OpenGather with what it refers to.
 class OwningGather {
  public:
-  using Tuple = std::tuple<py::object, std::vector<int64_t>, Span>;  // plan, ranks, full
-  using Target = std::tuple<uintptr_t, uintptr_t, int64_t>;          // full, segment and its bytes
+  using Tuple = std::tuple<py::object, std::vector<int64_t>, py::object>;  // plan, ranks, full
+  using Target = std::tuple<uintptr_t, uintptr_t, int64_t>;  // full, segment and its bytes
 
   OwningGather(Group& group, const std::vector<Tuple>& tuples) {
     for (const auto& [plan, ranks, full] : tuples) {
       const auto* boxes = plan.cast<const GatherPlan*>();
-      char* const to = write(full, full_bytes(group, *boxes), "open_gather: the full tensor");
-      plans_.push_back(plan);
+      const Span target = Span::of(full);
+      char* const to = write(target, full_bytes(group, *boxes), "open_gather: the full tensor");
+      kept_.push_back(plan);
+      kept_.push_back(full);
       tensors_.push_back({boxes, ranks, nullptr, to});
       own_bytes_.push_back(own_bytes(group, *boxes, ranks));
     }
@@ -181,7 +181,7 @@ class OwningGather {
   }
 
  private:
-  std::vector<py::object> plans_;
+  std::vector<py::object> kept_;
   std::vector<int64_t> own_bytes_;
   std::vector<Gathered> tensors_;
   std::unique_ptr<OpenGather> gather_;
@@ -287,7 +287,7 @@ void bind_shared_memory(py::module_& m) {
             exchange(group, read(mine, bytes, "exchange: this rank's tensor"), bytes,
                      write(all, bytes * group.size(), "exchange: the tensor of all ranks"));
           },
-          "`bytes` bytes of every rank, one after the other, at `all`.", py::arg("mine"),
+          "`bytes` bytes of every rank, one after the other, in `all`.", py::arg("mine"),
           py::arg("bytes"), py::arg("all"), NoGil())
       .def(
           "all_gather",
@@ -297,7 +297,7 @@ void bind_shared_memory(py::module_& m) {
             all_gather(group, plan, read(shard, needed, "all_gather: the shard"),
                        write(fulls, plan.boxes().full_bytes, "all_gather: a full tensor"));
           },
-          "The full tensor at each of `fulls`.", py::arg("plan"), py::arg("shard"),
+          "The full tensor in each of `fulls`.", py::arg("plan"), py::arg("shard"),
           py::arg("fulls"), NoGil())
       .def("all_gather_views", &all_gather_views,
            "As all_gather, and `number` DLPack capsules of full tensors more, in memory that ranks "
@@ -332,7 +332,7 @@ void bind_shared_memory(py::module_& m) {
             broadcast(group, read(from, is_first ? bytes : 0, "broadcast: the source"), bytes,
                       write(to, is_first ? 0 : bytes, "broadcast: the target"));
           },
-          "Rank 0's bytes at `to`.", py::arg("source"), py::arg("bytes"), py::arg("to"), NoGil());
+          "Rank 0's bytes in `to`.", py::arg("source"), py::arg("bytes"), py::arg("to"), NoGil());
 
   py::class_<OwningGather>(m, "OpenGather", "A gather whose shards are on their way.")
       .def_property_readonly(
@@ -340,7 +340,7 @@ void bind_shared_memory(py::module_& m) {
           "Of each tensor: (full, segment, bytes of the segment), addresses in this process; full "
           "is 0 where this rank's shard, if it has one, must be given to `end`.")
       .def("end", &OwningGather::end,
-           "Move the shards, by address; 0 where there is none, or it was written to its target.",
+           "Move the shards; None where there is none, or it was written to its target.",
            py::arg("shards"), NoGil());
 
   m.def(
@@ -352,8 +352,8 @@ void bind_shared_memory(py::module_& m) {
         const char* const from = read(full, plan.boxes().full_bytes, "split_into: the full tensor");
         split_boxes(plan.boxes().boxes, from, shards);
       },
-      "One rank's shard out of a full tensor, at an address.", py::arg("plan"), py::arg("rank"),
-      py::arg("full"), py::arg("shard"), NoGil());
+      "One rank's shard out of a full tensor.", py::arg("plan"), py::arg("rank"), py::arg("full"),
+      py::arg("shard"), NoGil());
 }
 
 }  // namespace flex_model

@@ -1,4 +1,5 @@
-// Memory of this process that Python hands over: as (address, bytes), or as an address alone.
+// Memory of a tensor that Python passes. Nothing here depends on torch's headers: a tensor is asked
+// by its Python attributes, and must be a contiguous CPU tensor of torch's own class.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,16 +11,19 @@ namespace flex_model {
 
 struct Span {
   char* data = nullptr;
-  int64_t bytes = -1;  // -1: not told
+  int64_t bytes = 0;
+
+  // None gives an empty span: what a rank does not have. py::type_error for any other object than
+  // such a tensor.
+  static Span of(pybind11::handle tensor);
 
   // py::value_error if `needed` bytes can't be there.
   void check(int64_t needed, const char* what) const {
-    if (needed <= 0 || (data != nullptr && (bytes < 0 || bytes >= needed))) return;
+    if (needed <= 0 || (data != nullptr && bytes >= needed)) return;
     const std::string got =
-        data == nullptr ? "address 0" : "a buffer of " + std::to_string(bytes) + " bytes";
+        data == nullptr ? "no memory" : "a tensor of " + std::to_string(bytes) + " bytes";
     throw pybind11::value_error(std::string(what) + " must have " + std::to_string(needed) +
-                                " bytes, got " + got +
-                                "; pass the address and size of a contiguous plain CPU tensor");
+                                " bytes, got " + got);
   }
 };
 
@@ -29,21 +33,10 @@ namespace pybind11::detail {
 
 template <>
 struct type_caster<flex_model::Span> {
-  PYBIND11_TYPE_CASTER(flex_model::Span, const_name("int | tuple[int, int]"));
+  PYBIND11_TYPE_CASTER(flex_model::Span, const_name("Tensor | None"));
 
   bool load(handle source, bool) {
-    handle address = source;
-    if (PyTuple_Check(source.ptr())) {
-      if (PyTuple_GET_SIZE(source.ptr()) != 2) return false;
-      address = PyTuple_GET_ITEM(source.ptr(), 0);
-      value.bytes = PyLong_AsLongLong(PyTuple_GET_ITEM(source.ptr(), 1));
-    }
-    if (!PyLong_Check(address.ptr())) return false;
-    value.data = static_cast<char*>(PyLong_AsVoidPtr(address.ptr()));
-    if (PyErr_Occurred()) {
-      PyErr_Clear();
-      return false;
-    }
+    value = flex_model::Span::of(source);
     return true;
   }
 };

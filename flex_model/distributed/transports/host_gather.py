@@ -7,6 +7,8 @@ CPU before, or may not be allowed to page-lock memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from flex_model.distributed import memory, page_locks
 from flex_model.distributed.groups import PrivateGroup
 from flex_model.distributed.transports import buffers, host_copies
 from flex_model.distributed.transports.host_copies import HostCopies, Ready
-from flex_model.distributed.transports.shared_memory import NOTHING, check_bytes
+from flex_model.distributed.transports.shared_memory import check_bytes
 from flex_model.distributed.transports.transport import Gathered, end_to_end, on_cpu
 
 
@@ -62,8 +64,8 @@ class HostGather:
         for i, place in mine:
             check_bytes(tensors[i].shard, tensors[i].plan.shard_bytes[place])
         fulls = [memory.empty(t.plan.full_sizes, t.shard.dtype) for t in tensors if is_first]
-        spans = [memory.span(full) for full in fulls] or [NOTHING] * len(tensors)
-        opened = self._host.open_gather([(t.plan, t.ranks, s) for t, s in zip(tensors, spans)])
+        targets: Sequence[Tensor | None] = fulls or [None] * len(tensors)
+        opened = self._host.open_gather([(t.plan, t.ranks, f) for t, f in zip(tensors, targets)])
         by_cpu = []
         for (i, place), target in [(own, opened.targets[own[0]]) for own in mine]:
             tensor, (address, segment, num_bytes) = tensors[i], target
@@ -77,9 +79,9 @@ class HostGather:
             else:
                 by_cpu.append(i)
         staged = _on_cpu([(tensors[i].shard, tensors[i].ready) for i in by_cpu])
-        shards = [NOTHING] * len(tensors)
+        shards: list[Tensor | None] = [None] * len(tensors)
         for i, shard in zip(by_cpu, staged):
-            shards[i] = memory.span(shard)
+            shards[i] = shard
         self._copies.wait(lambda: self._host.is_broken)  # then `end` tells why
         opened.end(shards)
         if not is_first:

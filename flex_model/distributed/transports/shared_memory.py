@@ -15,8 +15,6 @@ from flex_model.distributed import memory
 from flex_model.distributed.groups import PrivateGroup
 from flex_model.distributed.transports.transport import Gathered, on_cpu
 
-NOTHING = 0, 0  # the span of what a rank doesn't have
-
 
 class SharedMemory:
     """See ``Transport``. ``host`` are the group's ranks, all of this host."""
@@ -34,7 +32,7 @@ class SharedMemory:
     def exchange(self, tensor: Tensor) -> Tensor:
         tensor = tensor.contiguous()
         everyone = torch.empty((self._host.size, *tensor.shape), dtype=tensor.dtype)
-        self._host.exchange(memory.span(tensor), tensor.nbytes, memory.span(everyone))
+        self._host.exchange(tensor, tensor.nbytes, everyone)
         return everyone
 
     def all_gather(
@@ -44,19 +42,16 @@ class SharedMemory:
         check_bytes(host, plan.shard_bytes[self._rank])
         if num_copies == 1 and shard.is_cpu and plan.full_bytes < memory.POOLED_BYTES:
             full = host.new_empty(plan.full_sizes)  # all that small ones need, and no more
-            self._host.all_gather(plan, memory.span(host), (memory.span(full),))
+            self._host.all_gather(plan, host, (full,))
             return [full]
         num_views = min(num_read, num_copies) if self._are_viewed(plan) else 0
         fulls = [memory.empty(plan.full_sizes, shard.dtype) for _ in range(num_copies - num_views)]
-        spans = [memory.span(full) for full in fulls]
         if num_views:
             sizes, code, bits = memory.as_leased(plan.full_sizes, shard.dtype)
-            capsules = self._host.all_gather_views(
-                plan, memory.span(host), spans, num_views, sizes, code, bits
-            )
+            capsules = self._host.all_gather_views(plan, host, fulls, num_views, sizes, code, bits)
             fulls += [memory.tensor(each, plan.full_sizes, shard.dtype) for each in capsules]
         else:
-            self._host.all_gather(plan, memory.span(host), spans)
+            self._host.all_gather(plan, host, fulls)
         return fulls if shard.is_cpu else [full.to(shard.device) for full in fulls]
 
     def _are_viewed(self, plan: GatherPlan) -> bool:
@@ -64,19 +59,17 @@ class SharedMemory:
 
     def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
         rank = self._rank
-        fulls, hosts, items = [], [], []
+        fulls, items = [], []
         for tensor in tensors:
-            shard = NOTHING
+            shard = None
             if rank in tensor.ranks:
-                host = on_cpu(tensor.shard)
-                check_bytes(host, tensor.plan.shard_bytes[tensor.ranks.index(rank)])
-                hosts.append(host)
-                shard = memory.span(host)
+                shard = on_cpu(tensor.shard)
+                check_bytes(shard, tensor.plan.shard_bytes[tensor.ranks.index(rank)])
             for _ in range(tensor.num_copies):
-                full = NOTHING
+                full = None
                 if rank == 0:
-                    fulls.append(memory.empty(tensor.plan.full_sizes, tensor.shard.dtype))
-                    full = memory.span(fulls[-1])
+                    full = memory.empty(tensor.plan.full_sizes, tensor.shard.dtype)
+                    fulls.append(full)
                 items.append((tensor.plan, tensor.ranks, shard, full))
         self._host.gather_to_first(items)
         return fulls if rank == 0 else None
@@ -87,23 +80,22 @@ class SharedMemory:
             check_bytes(host, plan.full_bytes)
         shard = memory.empty(like.shape, like.dtype)
         check_bytes(shard, plan.shard_bytes[self._rank])
-        source = NOTHING if host is None else memory.span(host)
-        self._host.scatter_from_first(plan, source, memory.span(shard))
+        self._host.scatter_from_first(plan, host, shard)
         return shard.to(like.device)
 
     def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
         if self._rank == 0:
             assert tensor is not None
             host = on_cpu(tensor)
-            self._host.broadcast(memory.span(host), host.nbytes, NOTHING)
+            self._host.broadcast(host, host.nbytes, None)
             return tensor
         received = memory.empty(like.shape, like.dtype)
-        self._host.broadcast(NOTHING, received.nbytes, memory.span(received))
+        self._host.broadcast(None, received.nbytes, received)
         return received.to(like.device)
 
 
 def check_bytes(tensor: Tensor, expected: int) -> None:
-    """The engine is given addresses: what lies there must be as large as the plan says."""
+    """The tensor must be as large as its plan says."""
     if tensor.nbytes != expected:
         raise ValueError(
             f"a tensor of {tensor.nbytes} bytes ({tensor.dtype}, {tuple(tensor.shape)}) does not "

@@ -1,0 +1,98 @@
+"""Compares the inputs of a followed forward among the ranks, and notes how they are placed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flex_model.distributed import values
+from flex_model.distributed.channel import Channel
+from flex_model.distributed.header import Header, site_hash
+from flex_model.distributed.layout import Placement, Replicate
+from flex_model.errors import agreed
+from flex_model.integrations import dtensor
+from flex_model.layouts.follow import Follower
+from flex_model.layouts.kept import KeptTensors
+from flex_model.layouts.sources import Inputs
+from flex_model.layouts.statements import Statements
+
+_MAX_DIMS = 16
+
+
+def seed_inputs(
+    follower: Follower,
+    channel: Channel,
+    by_batch_dim: Inputs,
+    inputs: Sequence[tuple[str, Tensor, bool]],
+    statements: Statements,
+    kept: KeptTensors,
+) -> None:
+    """Add the inputs of a forward to what the follower knows. Collective.
+
+    Args:
+        by_batch_dim: Infers from ``batch_dim`` which inputs hold rows.
+        inputs: Their names, the tensors, and whether they are in an object of the arguments.
+        kept: Tensors of earlier forwards.
+
+    Raises:
+        ValueError: whether an input holds rows of the batch can't be known. On every rank.
+    """
+    mesh = channel.mesh
+    with torch.no_grad():
+        sketches = [_sketch(tensor) for _, tensor, _ in inputs]
+    header = Header("inputs", site=site_hash("follow", len(inputs)))
+    channel.agree(header, f"a followed forward with {len(inputs)} tensors as inputs")
+    if not sketches:
+        return
+    table = channel.exchange(torch.stack(sketches)).tolist()
+    shapes, prints = [], []
+    for of_ranks in zip(*table):
+        shapes.append([tuple(row[3 : 3 + row[2]]) for row in of_ranks])
+        prints.append(values.Fingerprints.of(mesh, [row[:2] for row in of_ranks]))
+    passed = [i for i, (_, _, is_state) in enumerate(inputs) if not is_state]
+    of_root = statements.of_inputs()
+    along_dp: dict[int, Placement | None] = {}
+    if mesh.dp_size > 1:
+        line = mesh.members(("dp",), 0)
+        try:
+            found = by_batch_dim.along_dp(
+                [inputs[i][0] for i in passed],
+                [[shapes[i][place] for place in line] for i in passed],
+                [prints[i].equal_along("dp") for i in passed],
+                [i in of_root and of_root[i].dp is not None for i in passed],
+            )
+        except ValueError as error:
+            raise agreed(error) from None
+        along_dp = dict(zip(passed, found))
+    for i in passed:
+        name, tensor, _ = inputs[i]
+        dp: Placement | None = along_dp.get(i, Replicate())
+        tp: Placement | None = Replicate() if prints[i].equal_along("tp") else None
+        text = f"input {name!r}, tensor {i}"
+        if tp is None:
+            text += ", of which the tensor-parallel ranks were given other values"
+        stated = of_root.get(i)
+        if stated is not None:
+            dp, tp = stated.dp or dp, stated.tp or tp
+        follower.note_input(tensor, text, (dp, tp))
+    for i, (name, tensor, is_state) in enumerate(inputs):
+        # By contract as inputs are: counters in objects, such as the length of a cache.
+        if is_state and tensor.numel() <= 1 and kept.source(tensor) is None:
+            alike = [prints[i].equal_along(axis) for axis in ("dp", "tp")]
+            dp, tp = (Replicate() if equal else None for equal in alike)
+            follower.note_input(tensor, f"counter in {name!r}, tensor {i}", (dp, tp))
+
+
+def _sketch(tensor: Tensor) -> Tensor:
+    """An input's fingerprint and shape, of a fixed size."""
+    row = torch.zeros(3 + _MAX_DIMS, dtype=torch.int64)
+    if dtensor.is_dtensor(tensor):
+        tensor = dtensor.to_local(tensor)
+    if not tensor.is_meta and tensor.layout == torch.strided and not tensor.is_nested:
+        row[:2] = values.fingerprint(dtensor.wait(tensor))
+    shape = tensor.shape[:_MAX_DIMS]
+    row[2] = len(shape)
+    row[3 : 3 + len(shape)] = torch.tensor(shape, dtype=torch.int64)
+    return row
