@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flex_model import checkpoint, inspection, visualize
+from flex_model.compat.parallel_state import ParallelState
 from flex_model.diagnostics.timeline import Timeline, recorded
 from flex_model.distributed.channel import Channel
-from flex_model.distributed.mesh import Mesh, is_distributed
-from flex_model.distributed.state import ParallelState, initialize_from_launcher
+from flex_model.distributed.mesh import Mesh, initialize_from_launcher, is_distributed
 from flex_model.errors import nearest
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import KINDS, EditingFunction, HookFunction
