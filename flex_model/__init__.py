@@ -13,8 +13,8 @@ from flex_model.compat.dummy_module import DummyModule
 from flex_model.errors import HookError, HookMismatchError, HookNotCalledWarning, TraceError
 from flex_model.hooks.function import HookFunction
 from flex_model.model import FlexModel
+from flex_model.records.store import ActivationStore
 from flex_model.selection import Select
-from flex_model.store import ActivationStore
 
 __version__ = "1.0.0"
 

@@ -26,7 +26,7 @@ from flex_model.distributed.header import site_hash
 from flex_model.distributed.tensor_dicts import DTYPE_OF_NAME, exchange_json, from_rank
 from flex_model.errors import agreed, see
 from flex_model.integrations import dtensor
-from flex_model.store.files import safetensors_of, write_whole
+from flex_model.records.store.files import safetensors_of, write_whole
 from flex_model.trainable import refuse_different, tensors_of
 
 _VERSION = 1

@@ -37,9 +37,9 @@ from flex_model.integrations.mesh_sources import Source
 from flex_model.layouts.sources import BatchDim, check_batch_dim
 from flex_model.layouts.statements import Statement, statement_of
 from flex_model.names import clean, find_module, find_parameter, module_names
-from flex_model.store import ActivationStore
-from flex_model.store.opening import config_hash
-from flex_model.store.session import Session
+from flex_model.records.store import ActivationStore
+from flex_model.records.store.opening import config_hash
+from flex_model.records.store.session import Session
 from flex_model.trainable import check_name, send_from_rank_0
 
 

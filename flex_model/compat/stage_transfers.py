@@ -12,7 +12,7 @@ from flex_model.compat.mappings import check_tensor
 from flex_model.compat.parallel_state import ParallelState, check_state
 from flex_model.distributed.tensor_dicts import describe, exchange_json, gather_to_first
 from flex_model.errors import HookError, agreed
-from flex_model.outputs import owned_copy
+from flex_model.records.records import owned_copy
 
 
 def batch_isend_irecv_pipeline_parallel(

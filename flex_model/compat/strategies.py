@@ -14,7 +14,7 @@ from flex_model.compat.parallel_state import ParallelState, check_state
 from flex_model.distributed import gather, values
 from flex_model.distributed.layout import Partial, Placement, Replicate
 from flex_model.layouts.resolve import check_expected_shape, differing_axes
-from flex_model.outputs import owned_copy
+from flex_model.records.records import owned_copy
 
 Shape = Sequence[int | None] | None
 

@@ -39,7 +39,7 @@ from flex_model.layouts import replicas, resolve
 from flex_model.layouts.encoding import encode
 from flex_model.layouts.follow import Pair
 from flex_model.layouts.sources import AXES
-from flex_model.outputs import Records
+from flex_model.records.records import Records
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

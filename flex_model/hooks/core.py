@@ -50,10 +50,10 @@ from flex_model.integrations import compiled, context_parallel
 from flex_model.layouts import follow
 from flex_model.layouts.sources import BatchDim
 from flex_model.names import clean
-from flex_model.outputs import Records
 from flex_model.parameters import Parameters
-from flex_model.store.session import Session
-from flex_model.store.store import ActivationStore
+from flex_model.records.records import Records
+from flex_model.records.store.activation_store import ActivationStore
+from flex_model.records.store.session import Session
 from flex_model.trainable import Replicas
 
 # How torch's checkpointing leaves a recomputation that has gone far enough.
