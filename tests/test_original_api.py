@@ -24,7 +24,7 @@ from torch.testing import assert_close
 import flex_model.distributed as fm_dist
 import models
 from flex_model import HookError, HookMismatchError
-from flex_model.distributed import groups
+from flex_model.distributed import process_groups
 from flex_model.utils import setup_logger
 
 DTYPES = [
@@ -555,19 +555,19 @@ def test_a_model_on_some_of_the_ranks():
 @pytest.mark.ranks(2)
 def test_states_share_groups_and_leave_nothing():
     gc.collect()  # a wrapper of a test before may still hold its groups, in a cycle
-    before = groups.num_groups()
+    before = process_groups.num_groups()
     states = [state(tp=2), state(dp=2), state(tp=2)]
     for fmps in states:
         fm_dist.all_gather_data_parallel(torch.ones(1), 0, fmps)
         fm_dist.all_gather_tensor_parallel(torch.ones(1), 0, fmps)
     alone = {id(fmps.get_pipeline_parallel_group()) for fmps in states}
     assert len(alone) == 1
-    assert groups.num_groups() <= before + 1
+    assert process_groups.num_groups() <= before + 1
     gone = weakref.ref(states[0])
     del states, fmps
     gc.collect()
     assert gone() is None
-    assert groups.num_groups() == before
+    assert process_groups.num_groups() == before
 
 
 # ---- Strategies ----------------------------------------------------------------------------------

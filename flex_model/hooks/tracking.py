@@ -21,11 +21,11 @@ from flex_model.integrations import compiled, dtensor
 from flex_model.layouts import follow
 from flex_model.layouts.attributes import Attributes
 from flex_model.layouts.buffers import Buffers
+from flex_model.layouts.cache import Conditions, ForwardLayouts, Key, LayoutMemory, Place
 from flex_model.layouts.encoding import encode
 from flex_model.layouts.exchange import exchange_chunks
 from flex_model.layouts.follow import UNKNOWN, Follower, Pair
 from flex_model.layouts.kept import KeptTensors
-from flex_model.layouts.memory import Conditions, ForwardLayouts, Key, LayoutMemory, Place
 from flex_model.layouts.sources import (
     AXES,
     BatchDim,

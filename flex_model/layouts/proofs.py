@@ -19,7 +19,7 @@ from flex_model.distributed.layout import Partial, Placement, Replicate, Shard
 from flex_model.layouts import collectives, constants, factories, pieces, positions
 from flex_model.layouts.alignment import aligned
 from flex_model.layouts.encoding import decode
-from flex_model.layouts.gradients import Gradients
+from flex_model.layouts.gradient_placements import Gradients
 from flex_model.layouts.log import Chunk, Entry, Value, dtype_of
 from flex_model.layouts.propagation import reductions, rules
 from flex_model.layouts.propagation.operation import (

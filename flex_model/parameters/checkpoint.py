@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from flex_model.distributed import values
 from flex_model.distributed.channel import Channel
-from flex_model.distributed.encoding import decode, encode
 from flex_model.distributed.header import site_hash
+from flex_model.distributed.serialization import decode, encode
 from flex_model.distributed.tensor_dicts import DTYPE_OF_NAME, exchange_json, from_rank
 from flex_model.errors import agreed, see
 from flex_model.integrations import dtensor
