@@ -131,7 +131,7 @@ def bench_one_gpu(args):
 
 
 def bench_ranks(args):
-    from flex_model.distributed import groups
+    from flex_model.distributed import process_groups
     from flex_model.distributed.transports import nccl, peer_buffers
     from flex_model.distributed.transports.choice import choose
     from flex_model.distributed.transports.peer_memory import PeerMemory
@@ -142,7 +142,7 @@ def bench_ranks(args):
     if not own_gpu:
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     dist.init_process_group("cpu:gloo,cuda:nccl" if own_gpu else "gloo")
-    group = groups.acquire(tuple(range(n)), 60.0)
+    group = process_groups.acquire(tuple(range(n)), 60.0)
 
     def wait(works):
         while not all(work.is_completed() for work in works):
@@ -210,7 +210,7 @@ def bench_ranks(args):
     if not args.dry_run:
         for transport in transports.values():
             transport.close()
-    groups.release(group)
+    process_groups.release(group)
     dist.destroy_process_group()
     return rows if rank == 0 else []
 

@@ -2,17 +2,19 @@
 sharded.
 """
 
+import os
+
 from flex_model._load import build_info, load
 
 load()
 
 from flex_model import pytree
-from flex_model.dummy import DummyModule
+from flex_model.compat.dummy_module import DummyModule
 from flex_model.errors import HookError, HookMismatchError, HookNotCalledWarning, TraceError
 from flex_model.hooks.function import HookFunction
 from flex_model.model import FlexModel
+from flex_model.records.store import ActivationStore
 from flex_model.selection import Select
-from flex_model.store import ActivationStore
 
 __version__ = "1.0.0"
 
@@ -29,3 +31,8 @@ __all__ = [
     "build_info",
     "pytree",
 ]
+
+if os.environ.get("FLEXMODEL_DEBUG"):  # as in 0.1.0
+    from flex_model.utils import setup_logger
+
+    setup_logger(os.environ["FLEXMODEL_DEBUG"])

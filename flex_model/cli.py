@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from flex_model import demo
 from flex_model.diagnostics import doctor
-from flex_model.diagnostics.progress import progress
+from flex_model.diagnostics.progress_bar import progress
 from flex_model.distributed.layout import Shape
 from flex_model.inspection import offline
 from flex_model.sequential.command import add_harvest

@@ -17,11 +17,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flex_model import checkpoint, inspection, visualize
+from flex_model import inspection, visualize
+from flex_model.compat.parallel_state import ParallelState
 from flex_model.diagnostics.timeline import Timeline, recorded
 from flex_model.distributed.channel import Channel
-from flex_model.distributed.mesh import Mesh, is_distributed
-from flex_model.distributed.state import ParallelState, initialize_from_launcher
+from flex_model.distributed.mesh import Mesh, initialize_from_launcher, is_distributed
 from flex_model.errors import nearest
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import KINDS, EditingFunction, HookFunction
@@ -37,10 +37,11 @@ from flex_model.integrations.mesh_sources import Source
 from flex_model.layouts.sources import BatchDim, check_batch_dim
 from flex_model.layouts.statements import Statement, statement_of
 from flex_model.names import clean, find_module, find_parameter, module_names
-from flex_model.store import ActivationStore
-from flex_model.store.opening import config_hash
-from flex_model.store.session import Session
-from flex_model.trainable import check_name, send_from_rank_0
+from flex_model.parameters import checkpoint
+from flex_model.parameters.trainable import check_name, send_from_rank_0
+from flex_model.records.store import ActivationStore
+from flex_model.records.store.opening import config_hash
+from flex_model.records.store.session import Session
 
 
 class FlexModel(nn.Module):

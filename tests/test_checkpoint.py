@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 import models
 from flex_model import FlexModel, HookMismatchError
-from flex_model.store import files
+from flex_model.records.store import files
 
 pytest.importorskip("safetensors")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flex_model import cli
-from flex_model.diagnostics.progress import progress
+from flex_model.diagnostics.progress_bar import progress
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = ("demo", "inspect", "doctor", "harvest")

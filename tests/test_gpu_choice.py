@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flex_model.distributed import groups
+from flex_model.distributed import process_groups
 from flex_model.distributed.transports import on_gpu
 from flex_model.distributed.transports.choice import choose
 from flex_model.distributed.transports.on_gpu import Rank, candidates
@@ -42,7 +42,7 @@ def test_what_is_left_out_says_why():
 
 @pytest.mark.ranks(2)
 def test_ranks_without_gpus_stay_with_the_cpu():
-    group, _ = groups.acquire((0, 1), 20.0)
+    group, _ = process_groups.acquire((0, 1), 20.0)
     try:
         device = torch.device("cpu")
         on_cpu, why = choose(group, lambda works: [work.wait() for work in works], device)
@@ -52,7 +52,7 @@ def test_ranks_without_gpus_stay_with_the_cpu():
         assert "nccl: ranks [0, 1] have no GPU" in reason
         assert dist.get_world_size() == 2
     finally:
-        groups.release(group)
+        process_groups.release(group)
 
 
 class Broken:
@@ -74,7 +74,7 @@ class Made:
 def test_all_ranks_fall_back_if_one_fails():
     """Rank 1 can't have peer memory, so both go on to the next."""
     patch = pytest.MonkeyPatch()
-    group, _ = groups.acquire((0, 1), 20.0)
+    group, _ = process_groups.acquire((0, 1), 20.0)
     try:
         patch.setattr(on_gpu, "_facts", lambda device: [dist.get_rank() + 1, 1, 1])
         made = Made()
@@ -91,4 +91,4 @@ def test_all_ranks_fall_back_if_one_fails():
         assert f"peer_memory: {said}" in reason
     finally:
         patch.undo()
-        groups.release(group)
+        process_groups.release(group)

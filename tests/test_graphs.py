@@ -322,24 +322,24 @@ def test_model_and_wrapper_may_be_gone():
 
 @pytest.mark.ranks(2)
 def test_a_wrapper_that_is_gone_gives_its_groups_back_with_its_last_graph():
-    from flex_model.distributed import groups
+    from flex_model.distributed import process_groups
 
     gc.collect()
-    before = groups.num_groups()
+    before = process_groups.num_groups()
     for backward, retain in ((True, False), (True, True), (False, False)):
         flex = models.replicas(FlexModel(models.mlp(), {}, tensor_parallel_size=2))
         flex.register_full_backward_hook(HookFunction("fc2"))
         output = flex(BATCH)
-        assert groups.num_groups() == before + 1
+        assert process_groups.num_groups() == before + 1
         flex.restore()
         if backward:
-            assert groups.num_groups() == before + 1
+            assert process_groups.num_groups() == before + 1
             output.sum().backward(retain_graph=retain)
         if retain:
             output.sum().backward()
         if not backward:
             del output
-        assert groups.num_groups() == before
+        assert process_groups.num_groups() == before
         dist.barrier()
 
 

@@ -24,7 +24,7 @@ from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.choice import choose
 from flex_model.distributed.transports.host_gather import HostGather
 from flex_model.distributed.transports.transport import Gathered, end_to_end
-from flex_model.snapshots import Snapshots
+from flex_model.records.snapshots import Snapshots
 from tests import test_shared_memory
 from tests.test_transports import bits, cases, run_hooked, same_bits, shards_of, transport
 

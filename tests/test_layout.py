@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flex_model._C import GatherPlan
-from flex_model.distributed import sizes_stated
+from flex_model.compat import expected_sizes
 from flex_model.distributed.layout import Shard, ShardLayout
 from flex_model.distributed.mesh import Mesh
 
@@ -291,7 +291,7 @@ def test_mesh_order_is_pp_dp_tp_with_tp_fastest():
     ],
 )
 def test_sizes_that_0_1_0_states_are_its_layout(shapes, mesh, expected, layout):
-    assert sizes_stated.layout_of("'fc'", shapes, mesh, expected, batch_on_dp=True) == layout
+    assert expected_sizes.layout_of("'fc'", shapes, mesh, expected, batch_on_dp=True) == layout
 
 
 @pytest.mark.parametrize(
@@ -303,4 +303,4 @@ def test_sizes_that_0_1_0_states_are_its_layout(shapes, mesh, expected, layout):
 )
 def test_sizes_that_no_split_has_are_refused(expected, message):
     with pytest.raises(ValueError, match=message):
-        sizes_stated.layout_of("'fc'", [(4, 3), (4, 3)], TP2, expected, batch_on_dp=True)
+        expected_sizes.layout_of("'fc'", [(4, 3), (4, 3)], TP2, expected, batch_on_dp=True)

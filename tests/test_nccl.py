@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flex_model.distributed import groups
+from flex_model.distributed import process_groups
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.nccl import Nccl
 from flex_model.distributed.transports.transport import Gathered, all_reduce_sum
@@ -33,9 +33,9 @@ class OverGloo(Nccl):
 
 @contextlib.contextmanager
 def connected():
-    group, _ = groups.acquire(tuple(range(dist.get_world_size())), 20.0)
+    group, _ = process_groups.acquire(tuple(range(dist.get_world_size())), 20.0)
     yield OverGloo(group, wait, torch.device("cpu"))
-    groups.release(group)
+    process_groups.release(group)
 
 
 def case(dtype, sizes=(5, 7), cuts=([2], [])):

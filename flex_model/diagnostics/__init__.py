@@ -2,7 +2,7 @@
 ``python -m flex_model doctor``.
 """
 
-from flex_model.diagnostics.log import logger
-from flex_model.diagnostics.steps import Steps
+from flex_model.diagnostics.flight_recorder import FlightRecorder
+from flex_model.diagnostics.rank_log import logger
 
-__all__ = ["Steps", "logger"]
+__all__ = ["FlightRecorder", "logger"]

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from flex_model import _load
-from flex_model.diagnostics.progress import progress
+from flex_model.diagnostics.progress_bar import progress
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.gather import Move
 from flex_model.distributed.header import Header

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from flex_model._C import WaitError
-from flex_model.diagnostics import Steps, logger
-from flex_model.distributed import groups
+from flex_model.diagnostics import FlightRecorder, logger
+from flex_model.distributed import process_groups
 from flex_model.distributed.mesh import Axis, Mesh
 from flex_model.distributed.polling import sleeps
 from flex_model.distributed.transports.by_device import ByDevice
@@ -53,9 +53,9 @@ class Connections:
         self.timeout_s = timeout_s
         self.sequence = 0  # of the last exchange
         self.where = "nothing yet"
-        self.steps = Steps()
+        self.steps = FlightRecorder()
         self.edit_of = ""  # the hook whose editing function runs: nothing may be transferred in it
-        self._groups: dict[tuple[Axis, ...], groups.PrivateGroup] = {}
+        self._groups: dict[tuple[Axis, ...], process_groups.PrivateGroup] = {}
         self._transports: dict[tuple[Axis, ...], tuple[Transport, str]] = {}
         self._by_axes: dict[tuple[Axis, ...], Transport] = {}
         self._device = device or torch.device("cpu")
@@ -83,7 +83,7 @@ class Connections:
         key = GRID if len(places) == len(self.mesh.grid) else axes
         if key not in self._transports:
             ranks = tuple(self.mesh.grid[place] for place in places)
-            group, number = groups.acquire(ranks, self.timeout_s, self._device.type)
+            group, number = process_groups.acquire(ranks, self.timeout_s, self._device.type)
             self._groups[key] = group
             if key == GRID:
                 self._number = number
@@ -121,7 +121,7 @@ class Connections:
         """Give the private groups back; a forked child has none, they are its parent's. Local."""
         self._is_closed = True
         if self.is_child:
-            groups.leave_to_parent(self._transports)
+            process_groups.leave_to_parent(self._transports)
             return
         for to, _ in self._transports.values():
             if isinstance(to, ByDevice):
@@ -133,7 +133,7 @@ class Connections:
             if group.watcher is self and group.hosts.here is not None:
                 group.watcher = None
                 group.hosts.here.set_watch(None)
-            groups.release(group)
+            process_groups.release(group)
 
     # Which hooks are registered here, for others to see while they wait.
 
@@ -309,7 +309,7 @@ class Connections:
                     f"({see('a-rank-is-missing')})"
                 )
 
-    def _explained(self, failure: WaitError, group: groups.PrivateGroup) -> str:
+    def _explained(self, failure: WaitError, group: process_groups.PrivateGroup) -> str:
         """What to tell of a wait in shared memory that failed."""
         reason, places, text = failure.args
         hosts = group.hosts
@@ -345,7 +345,7 @@ class Connections:
         except RuntimeError as error:
             raise self.give_up(self._who_is_lost(self._groups[GRID])) from error
 
-    def _who_is_lost(self, group: groups.PrivateGroup) -> str:
+    def _who_is_lost(self, group: process_groups.PrivateGroup) -> str:
         """Why a connection was lost. Gloo does not tell whose it was; those who live say so."""
         lost = f"the connection to another rank was lost at {self.where}:"
         silent = [rank for rank in range(group.size) if rank != group.rank]
@@ -400,7 +400,7 @@ class Connections:
                 with contextlib.suppress(RuntimeError):  # the store may have died with its host
                     if not group.store.check(["broken"]):
                         group.store.set("broken", reason)
-                groups.give_up(group, reason)
+                process_groups.give_up(group, reason)
                 logger.error("%s Last steps: %s", reason, self.steps)
         anchor = "ranks-differ" if kind is HookMismatchError else "a-rank-is-missing"
         return agreed(

@@ -84,7 +84,7 @@ class Shard:
             if any(size % self.parts for size in held):
                 return None
             return [[size // self.parts] * self.parts for size in held]
-        for split in (_first_have_one_more, _as_chunks):
+        for split in (_first_have_one_more, chunk_sizes):
             by_part = [split(size, len(held)) for size in self.part_sizes]
             widths = [list(of_piece) for of_piece in zip(*by_part)]
             if [sum(of_piece) for of_piece in widths] == list(held):
@@ -105,7 +105,7 @@ def _first_have_one_more(size: int, count: int) -> list[int]:
     return [size // count + (i < size % count) for i in range(count)]
 
 
-def _as_chunks(size: int, count: int) -> list[int]:
+def chunk_sizes(size: int, count: int) -> list[int]:
     """The sizes that ``torch.chunk`` gives, with zeros where it gives fewer chunks."""
     width = -(-size // count)
     return [max(0, min(size, (i + 1) * width) - i * width) for i in range(count)]

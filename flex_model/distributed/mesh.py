@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -226,6 +227,18 @@ def check_sizes(tp_size: int, pp_size: int, dp_size: int) -> None:
 def is_distributed() -> bool:
     """Whether this process is one of several that torch.distributed knows of."""
     return dist.is_available() and dist.is_initialized()
+
+
+def initialize_from_launcher() -> None:
+    """Initialise torch.distributed where a launcher started several processes, if nobody has."""
+    started = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    if (
+        dist.is_available()
+        and not dist.is_initialized()
+        and started
+        and int(os.environ["WORLD_SIZE"]) > 1
+    ):
+        dist.init_process_group()
 
 
 def group_ranks(process_group: dist.ProcessGroup | None) -> tuple[int, ...]:

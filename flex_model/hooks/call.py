@@ -32,7 +32,7 @@ from flex_model.hooks.user_function import UserFunction
 from flex_model.integrations import dtensor
 from flex_model.layouts import resolve
 from flex_model.layouts.follow import Pair
-from flex_model.outputs import Records
+from flex_model.records.records import Records
 
 
 class HookCaller:

@@ -18,7 +18,7 @@ from flex_model.layouts.follow import UNKNOWN, Pair
 
 if TYPE_CHECKING:
     from flex_model.hooks.registration import Registration
-    from flex_model.outputs import PendingRecord
+    from flex_model.records.records import PendingRecord
 
 
 OPEN = 2**63  # the last node of a run that goes on

@@ -51,11 +51,11 @@ from flex_model.integrations import compiled, context_parallel
 from flex_model.layouts import follow
 from flex_model.layouts.sources import BatchDim
 from flex_model.names import clean
-from flex_model.outputs import Records
-from flex_model.parameters import Parameters
-from flex_model.store.session import Session
-from flex_model.store.store import ActivationStore
-from flex_model.trainable import Replicas
+from flex_model.parameters.full import Parameters
+from flex_model.parameters.trainable import Replicas
+from flex_model.records.records import Records
+from flex_model.records.store.activation_store import ActivationStore
+from flex_model.records.store.session import Session
 
 # How torch's checkpointing leaves a recomputation that has gone far enough.
 _STOPS_RECOMPUTATION = "_StopRecomputationError"

@@ -26,7 +26,7 @@ from flex_model.hooks.save_context import SentToAll
 from flex_model.hooks.user_function import UserFunction
 from flex_model.integrations import dtensor
 from flex_model.layouts import replicas
-from flex_model.outputs import Records
+from flex_model.records.records import Records
 
 _CHANGED, _REQUIRES_GRAD = 1, 2  # what rank 0 reports of an edit, in Header.microbatch
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from flex_model.hooks.registration import Registration
+from flex_model.layouts.cache import ForwardLayouts, Key, Place
 from flex_model.layouts.follow import UNKNOWN, Follower, Pair
-from flex_model.layouts.memory import ForwardLayouts, Key, Place
 
 
 @dataclass(eq=False)

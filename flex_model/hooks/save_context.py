@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flex_model.distributed import values
 from flex_model.distributed.channel import Channel
-from flex_model.distributed.encoding import PLAIN, decode, encode
+from flex_model.distributed.serialization import PLAIN, decode, encode
 from flex_model.distributed.tensor_dicts import Description, describe, exchange_json, from_rank
 from flex_model.errors import HookError, agreed, see
 from flex_model.hooks.step import current_microbatch

@@ -20,12 +20,12 @@ from flex_model.integrations import compiled
 from flex_model.layouts import follow
 from flex_model.layouts.attributes import Attributes
 from flex_model.layouts.buffers import Buffers
+from flex_model.layouts.cache import Conditions, ForwardLayouts, LayoutMemory, Place
 from flex_model.layouts.encoding import encode
 from flex_model.layouts.exchange import exchange_chunks
 from flex_model.layouts.follow import UNKNOWN, Follower, Pair
 from flex_model.layouts.inputs import seed_inputs
 from flex_model.layouts.kept import KeptTensors
-from flex_model.layouts.memory import Conditions, ForwardLayouts, LayoutMemory, Place
 from flex_model.layouts.sources import (
     AXES,
     BatchDim,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flex_model.diagnostics.progress import progress
+from flex_model.diagnostics.progress_bar import progress
 from flex_model.distributed.layout import Replicate, Shape, Shard
 from flex_model.distributed.mesh import Mesh, check_sizes, is_distributed
 from flex_model.inspection.observed import Observed, observe, settle

@@ -19,9 +19,9 @@ from flex_model.errors import HookError, HookMismatchError, agreed, see
 from flex_model.hooks.context import seed_of_state
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.table import Choice
+from flex_model.parameters.trainable import refuse_different
 from flex_model.pipelining import chunks
 from flex_model.pipelining.stages import Directory
-from flex_model.trainable import refuse_different
 
 _ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, HookError, HookMismatchError)}
 

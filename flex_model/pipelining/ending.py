@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from flex_model.distributed.channel import Channel
-from flex_model.distributed.encoding import decode, encode
+from flex_model.distributed.serialization import decode, encode
 from flex_model.distributed.tensor_dicts import (
     describe,
     exchange_json,

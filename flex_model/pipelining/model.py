@@ -34,8 +34,8 @@ from flex_model.pipelining.pictures import modules_of
 from flex_model.pipelining.schedule import stages_of
 from flex_model.pipelining.stages import LocalStages, targets
 from flex_model.pipelining.steps import Pipeline
-from flex_model.store import ActivationStore
-from flex_model.store.session import Session
+from flex_model.records.store import ActivationStore
+from flex_model.records.store.session import Session
 from flex_model.visualize.model_map import Modules
 
 _CHOICES = {"batch_mode": ("micro", "full"), "return_on": ("last", "all")}

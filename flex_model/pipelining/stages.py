@@ -15,7 +15,7 @@ from flex_model.errors import nearest
 from flex_model.layouts.resolve import ParameterSources
 from flex_model.layouts.statements import Statements
 from flex_model.names import check_name, clean, find_module, find_parameter
-from flex_model.parameters import Parameters
+from flex_model.parameters.full import Parameters
 from flex_model.pipelining.pass_through import PassThrough
 
 _REPEATED_CALL = re.compile(r"(.*)@\d+")  # torch's tracer: of one module that is called again

@@ -37,9 +37,9 @@ from flex_model.pipelining.gradients import Gradients
 from flex_model.pipelining.schedule import StageRunner
 from flex_model.pipelining.stages import Directory, StageParameters, targets
 from flex_model.pipelining.stages import describe as describe_stage
-from flex_model.store import ActivationStore
-from flex_model.store.opening import config_hash
-from flex_model.store.session import Session
+from flex_model.records.store import ActivationStore
+from flex_model.records.store.opening import config_hash
+from flex_model.records.store.session import Session
 
 
 class Pipeline:

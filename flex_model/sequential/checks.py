@@ -9,8 +9,8 @@ from torch import nn
 
 from flex_model.hooks.core import HookCore
 from flex_model.integrations.compiled import is_compiled_itself
+from flex_model.records.store import ActivationStore
 from flex_model.sequential.targets import Target
-from flex_model.store import ActivationStore
 
 
 def check_kinds(model: object, batches: object, **functions: object) -> None:

@@ -1,5 +1,5 @@
-"""Records on disk: written as runs go on, by the ranks that hold them; read in full anywhere."""
+"""The public import path of ``ActivationStore``."""
 
-from flex_model.store.store import ActivationStore
+from flex_model.records.store import ActivationStore
 
 __all__ = ["ActivationStore"]

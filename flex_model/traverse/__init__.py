@@ -1,14 +1,15 @@
-"""Release 0.1.0's names for :mod:`flex_model.pytree`."""
+"""Release 0.1.0's import path of its names for :mod:`flex_model.pytree`."""
 
-from flex_model.traverse.nodes import (
+from flex_model.compat.traverse import (
     InternalNode,
     InternalObject,
     LeafNode,
     LeafObject,
     ScalarNode,
     ScalarObject,
+    flatten,
+    unflatten,
 )
-from flex_model.traverse.ops import flatten, unflatten
 
 __all__ = [
     "InternalNode",

@@ -11,7 +11,7 @@ from torch import nn
 import models
 from advice.row import BATCH, Row, in_a_folder
 from flex_model import ActivationStore, FlexModel, HookFunction
-from flex_model.store import files
+from flex_model.records.store import files
 
 # ---- Trainable modules ---------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from flex_model.distributed import groups
+from flex_model.distributed import process_groups
 from flex_model.distributed.transports import peer_buffers
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.choice import choose
@@ -120,7 +120,7 @@ def main():
         world_size=num_ranks,
         timeout=timedelta(seconds=TIMEOUT_S),
     )
-    group, _ = groups.acquire(tuple(range(num_ranks)), TIMEOUT_S)
+    group, _ = process_groups.acquire(tuple(range(num_ranks)), TIMEOUT_S)
     transport = transport_of(means, group, device)
     check_all(transport, rank, num_ranks, device)
     transport.close()
@@ -129,7 +129,7 @@ def main():
     second = transport_of(means, group, device)
     all_reduce_sum(second, torch.ones(3, device=device))
     second.close()
-    groups.release(group)
+    process_groups.release(group)
     dist.destroy_process_group()
 
 

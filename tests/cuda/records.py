@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from flex_model import FlexModel, HookFunction
-from flex_model.snapshots import Snapshots
+from flex_model.records.snapshots import Snapshots
 from tests import models
 
 TIMEOUT_S = 60.0

@@ -64,7 +64,7 @@ def test_memory_that_is_not_page_locked_is_refused():
 def test_what_is_copied_is_what_it_was(page_locked):
     """The model writes over its output at once; and the host waits for nothing before the end."""
     from flex_model.distributed.transports.host_copies import HostCopies
-    from flex_model.snapshots import Snapshots
+    from flex_model.records.snapshots import Snapshots
 
     device = torch.device("cuda", torch.cuda.current_device())
     copies, snapshots = HostCopies(), Snapshots(SimpleNamespace(host_gather=None))

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from flex_model import FlexModel, HookFunction, sequential
+from flex_model.records.store.manifest import digest_of, signed
 from flex_model.sequential import ActivationStore, CheckpointWeights
-from flex_model.store.manifest import digest_of, signed
 
 safetensors = pytest.importorskip("safetensors.torch")
 BATCHES = [torch.full((2, 4), float(i)) for i in range(4)]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import models
 from flex_model import FlexModel, HookFunction
-from flex_model.distributed import groups
+from flex_model.distributed import process_groups
 from forked_ranks import Ranks
 
 SITES = ["before it meets", "before gloo connects", "before hosts are told", "at the end"]
@@ -29,7 +29,7 @@ def wrap(rank, tell, size, victim, site):
 
 
 def die_at(site):
-    meeting = groups._Meeting
+    meeting = process_groups._Meeting
     name, place = {
         "before it meets": ("words", "meeting"),
         "before gloo connects": ("backend", ""),
@@ -86,14 +86,14 @@ def test_a_rank_that_dies_before_it_wraps_anything_is_named_at_the_timeout():
 @pytest.mark.ranks(2)
 def test_a_wrap_may_be_collected_while_the_next_one_is_made(monkeypatch):
     """On one rank: its group is one that the ranks have just told that they hold."""
-    old, meet = FlexModel(models.mlp(), tensor_parallel_size=2), groups._Meeting.held_by_all
+    old, meet = FlexModel(models.mlp(), tensor_parallel_size=2), process_groups._Meeting.held_by_all
 
     def held_by_all(meeting, number, held):
         if dist.get_rank() == 0:
             old.restore()
         return meet(meeting, number, held)
 
-    monkeypatch.setattr(groups._Meeting, "held_by_all", held_by_all)
+    monkeypatch.setattr(process_groups._Meeting, "held_by_all", held_by_all)
     with models.replicas(FlexModel(models.mlp(), tensor_parallel_size=2, timeout=5)) as flex:
         flex.register_forward_hook(HookFunction("fc1"))
         flex(models.random(4, 6))

@@ -19,9 +19,9 @@ import torch
 
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.mesh import Mesh
+from flex_model.records.store import files
+from flex_model.records.store.session import Session
 from flex_model.sequential import ActivationStore
-from flex_model.store import files
-from flex_model.store.session import Session
 
 BATCHES, BATCHES_A_FILE = 6, 2
 HOOKS = [["forward", "layers.0", 0, False]]

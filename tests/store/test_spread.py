@@ -9,9 +9,9 @@ from flex_model import ActivationStore
 from flex_model.distributed.gather import Move
 from flex_model.distributed.layout import Replicate, Shard, ShardLayout
 from flex_model.distributed.mesh import Mesh
-from flex_model.store.files import safetensors_of, write_whole
-from flex_model.store.manifest import Index, Manifest, digest_of, index_name, shard_name
-from flex_model.store.spread import Spread
+from flex_model.records.store.files import safetensors_of, write_whole
+from flex_model.records.store.manifest import Index, Manifest, digest_of, index_name, shard_name
+from flex_model.records.store.spread import Spread
 
 pytest.importorskip("safetensors")
 R = Replicate()

@@ -24,9 +24,9 @@ from flex_model import (
     Select,
     sequential,
 )
-from flex_model.store import files, opening
-from flex_model.store.manifest import Manifest
-from flex_model.store.writer import Writer
+from flex_model.records.store import files, opening
+from flex_model.records.store.manifest import Manifest
+from flex_model.records.store.writer import Writer
 from pipelines import alone_group, make_mlp, make_schedule
 
 pytest.importorskip("safetensors")

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from flex_model import ActivationStore, FlexModel, HookError, HookFunction, Select, editing
-from flex_model.store import files, writer
+from flex_model.records.store import files, writer
 
 pytest.importorskip("safetensors")
 

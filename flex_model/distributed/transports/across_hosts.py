@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flex_model._C import GatherPlan
-from flex_model.distributed.groups import PrivateGroup
 from flex_model.distributed.hosts import Hosts
+from flex_model.distributed.process_groups import PrivateGroup
 from flex_model.distributed.transports import transport
 from flex_model.distributed.transports.gloo import Gloo, assemble, split
 from flex_model.distributed.transports.shared_memory import SharedMemory

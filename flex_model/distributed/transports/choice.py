@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flex_model.distributed.groups import PrivateGroup
+from flex_model.distributed.process_groups import PrivateGroup
 from flex_model.distributed.transports import on_gpu
 from flex_model.distributed.transports.across_hosts import AcrossHosts
 from flex_model.distributed.transports.gloo import Gloo

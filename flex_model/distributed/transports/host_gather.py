@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flex_model import _C
 from flex_model.distributed import memory, page_locks
-from flex_model.distributed.groups import PrivateGroup
-from flex_model.distributed.transports import buffers, host_copies
+from flex_model.distributed.process_groups import PrivateGroup
+from flex_model.distributed.transports import buffer_layout, host_copies
 from flex_model.distributed.transports.host_copies import HostCopies, Ready
 from flex_model.distributed.transports.shared_memory import check_bytes
 from flex_model.distributed.transports.transport import Gathered, end_to_end, on_cpu
@@ -122,7 +122,7 @@ def _on_cpu(tensors: list[tuple[Tensor, Ready | None]]) -> list[Tensor]:
         offsets, total = [], 0
         for i in places:
             offsets.append(total)
-            total += buffers.aligned(tensors[i][0].nbytes)
+            total += buffer_layout.aligned(tensors[i][0].nbytes)
         plain = [tensors[i][0].detach().resolve_conj().resolve_neg() for i in places]
         packed = torch.ops.flex_model.pack_tensors(plain, offsets, total).cpu()
         for i, tensor, offset in zip(places, plain, offsets):

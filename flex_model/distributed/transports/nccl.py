@@ -19,8 +19,8 @@ from torch import Tensor
 
 from flex_model._C import GatherPlan
 from flex_model.distributed import memory
-from flex_model.distributed.groups import PrivateGroup
-from flex_model.distributed.transports import buffers
+from flex_model.distributed.process_groups import PrivateGroup
+from flex_model.distributed.transports import buffer_layout
 from flex_model.distributed.transports.transport import Gathered, Wait
 
 # NCCL's own watchdog ends the process at its timeout, so ours must come well before.
@@ -144,13 +144,13 @@ class Nccl:
         all are received in one buffer, and one kernel puts them there.
         """
         shard = shard.detach()
-        if buffers.is_concatenation(plan):
+        if buffer_layout.is_concatenation(plan):
             full = shard.new_empty(plan.full_sizes)
-            self._gathered(buffers.as_bytes(shard), full.reshape(-1).view(torch.uint8))
+            self._gathered(buffer_layout.as_bytes(shard), full.reshape(-1).view(torch.uint8))
             return [full, *(full.clone() for _ in range(num_copies - 1))][:num_copies]
-        width = buffers.even_width(plan)
+        width = buffer_layout.even_width(plan)
         if shard.nbytes == width:
-            data = buffers.as_bytes(shard)
+            data = buffer_layout.as_bytes(shard)
         else:
             data = torch.ops.flex_model.pack_tensors([shard], [0], width)
         gathered = self._gathered(data, self._empty(self.group.size * width))
@@ -168,9 +168,9 @@ class Nccl:
         """
         fulls: list[Tensor] = []
         rank = self.group.rank
-        for part in buffers.rounds([tensor.plan for tensor in tensors], _ROUND_BYTES):
+        for part in buffer_layout.rounds([tensor.plan for tensor in tensors], _ROUND_BYTES):
             some = [tensors[i] for i in part]
-            packing = buffers.Packing.of([(t.plan, t.ranks) for t in some], self.group.size)
+            packing = buffer_layout.Packing.of([(t.plan, t.ranks) for t in some], self.group.size)
             packed = self._packed(some, packing)
             if rank != 0:
                 self._grouped([(packed, 0)], [])
@@ -181,12 +181,12 @@ class Nccl:
             self._grouped([], [(parts[r], r) for r in range(1, self.group.size)])
             plans, shards = [t.plan for t in some], [t.shard for t in some]
             for tensor, full in zip(
-                some, buffers.assemble_tensors(gathered, packing, plans, shards)
+                some, buffer_layout.assemble_tensors(gathered, packing, plans, shards)
             ):
                 fulls += tensor.copies(memory.copy(full))
         return fulls if rank == 0 else None
 
-    def _packed(self, tensors: list[Gathered], packing: buffers.Packing) -> Tensor:
+    def _packed(self, tensors: list[Gathered], packing: buffer_layout.Packing) -> Tensor:
         """This rank's shards in one buffer."""
         own = packing.of_rank(self.group.rank)
         if not own:
@@ -199,11 +199,11 @@ class Nccl:
         """This rank's shard of rank 0's ``full``, with the shape, dtype and device of ``like``."""
         if self.group.rank != 0:
             shard = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-            self._grouped([], [(buffers.as_bytes(shard), 0)])
+            self._grouped([], [(buffer_layout.as_bytes(shard), 0)])
             return shard
         assert full is not None
         full = full.detach().contiguous()
-        packing = buffers.Packing.of([(plan, list(range(self.group.size)))], self.group.size)
+        packing = buffer_layout.Packing.of([(plan, list(range(self.group.size)))], self.group.size)
         packed = torch.ops.flex_model.pack(full, plan.code, packing.starts, sum(packing.totals))
         parts = [
             packed.narrow(0, start, size) for start, size in zip(packing.starts, plan.shard_bytes)
@@ -215,10 +215,10 @@ class Nccl:
         """Rank 0's tensor on every rank; ``like`` has its shape, dtype and device."""
         if self.group.rank == 0:
             assert tensor is not None
-            result, data = tensor, buffers.as_bytes(tensor)
+            result, data = tensor, buffer_layout.as_bytes(tensor)
         else:
             result = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-            data = buffers.as_bytes(result)
+            data = buffer_layout.as_bytes(result)
         if data.numel():
             options = dist.BroadcastOptions()
             options.rootRank = 0

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from flex_model._C import GatherPlan
 from flex_model.distributed import memory
-from flex_model.distributed.groups import PrivateGroup
-from flex_model.distributed.transports import buffers
+from flex_model.distributed.process_groups import PrivateGroup
+from flex_model.distributed.transports import buffer_layout
 from flex_model.distributed.transports.transport import Gathered, end_to_end
 
 _MIN_SLOT_BYTES = 1 << 20
@@ -92,7 +92,7 @@ class PeerMemory:
 
     def _offer(self, tensors: list[Gathered]) -> list[list[int]]:
         """Put shards where peers can read them; by tensor, then by holder, the addresses."""
-        packing = buffers.Packing.of([(t.plan, t.ranks) for t in tensors], self.group.size)
+        packing = buffer_layout.Packing.of([(t.plan, t.ranks) for t in tensors], self.group.size)
         own, addresses = self._take_slot(max(packing.totals))
         for i, offset in packing.of_rank(self.group.rank):
             shard = tensors[i].shard.detach()
@@ -126,7 +126,7 @@ class PeerMemory:
     def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
         """Many tensors share a meeting; who is not rank 0 reads nothing."""
         fulls: list[Tensor] = []
-        for part in buffers.rounds([tensor.plan for tensor in tensors], _ROUND_BYTES):
+        for part in buffer_layout.rounds([tensor.plan for tensor in tensors], _ROUND_BYTES):
             some = [tensors[i] for i in part]
             first = self.group.rank == 0
             pulled = [t.shard.detach().new_empty(t.plan.full_sizes) for t in some if first]
@@ -147,7 +147,7 @@ class PeerMemory:
         shard = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         if plan.full_bytes == 0:
             return shard
-        own, addresses = self._take_slot(buffers.aligned(max(plan.shard_bytes)))
+        own, addresses = self._take_slot(buffer_layout.aligned(max(plan.shard_bytes)))
         if self.group.rank == 0:
             assert full is not None
             full = full.detach().contiguous()
@@ -165,7 +165,7 @@ class PeerMemory:
         """Rank 0's tensor on every rank; ``like`` has its shape, dtype and device."""
         if like.nbytes == 0:
             return like if tensor is None else tensor
-        own, addresses = self._take_slot(buffers.aligned(like.nbytes))
+        own, addresses = self._take_slot(buffer_layout.aligned(like.nbytes))
         if self.group.rank == 0:
             assert tensor is not None
             _place(own, 0, tensor).copy_(tensor.detach())

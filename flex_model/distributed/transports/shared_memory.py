@@ -12,7 +12,7 @@ from torch import Tensor
 from flex_model import _C
 from flex_model._C import GatherPlan
 from flex_model.distributed import memory
-from flex_model.distributed.groups import PrivateGroup
+from flex_model.distributed.process_groups import PrivateGroup
 from flex_model.distributed.transports.transport import Gathered, on_cpu
 
 

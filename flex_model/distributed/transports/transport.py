@@ -17,8 +17,8 @@ from torch import Tensor
 
 from flex_model._C import GatherPlan
 from flex_model.distributed import memory
-from flex_model.distributed.groups import PrivateGroup
-from flex_model.distributed.transports import buffers
+from flex_model.distributed.process_groups import PrivateGroup
+from flex_model.distributed.transports import buffer_layout
 from flex_model.distributed.transports.host_copies import Ready
 
 # Waits for works of torch.distributed with the channel's deadline, then raises what they raise.
@@ -104,7 +104,7 @@ class Transport(Protocol):
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a tensor as a contiguous 1-D uint8 CPU tensor; shares memory where it can."""
-    return buffers.as_bytes(tensor.detach().cpu())
+    return buffer_layout.as_bytes(tensor.detach().cpu())
 
 
 def on_cpu(tensor: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import weakref
 
 import torch
@@ -11,11 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from flex_model.distributed.channel import Channel
-from flex_model.distributed.mesh import Mesh, is_distributed
+from flex_model.distributed.layout import chunk_sizes
+from flex_model.distributed.mesh import Mesh, initialize_from_launcher, is_distributed
 
 logger = logging.getLogger(__name__)
-
-_AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
 
 
 class ParallelState:
@@ -74,7 +72,7 @@ class ParallelState:
 
     def get_subset_process_group(self) -> dist.ProcessGroup | None:
         """The group of all ranks of this state. See ``get_tensor_parallel_group``."""
-        return self._torch_group(self.mesh.ranks, "all ranks")
+        return self._torch_group(self.mesh.ranks)
 
     def get_tensor_parallel_group(self) -> dist.ProcessGroup | None:
         """The group of this rank's tensor-parallel neighbours, for functions of
@@ -88,15 +86,15 @@ class ParallelState:
             ValueError: the ranks are not in ascending order, which is the order of all of torch's
                 groups.
         """
-        return self.torch_group("tp")
+        return self._torch_group(self.mesh.line("tp"))
 
     def get_pipeline_parallel_group(self) -> dist.ProcessGroup | None:
         """The group of the stages of this rank's pipeline. See ``get_tensor_parallel_group``."""
-        return self.torch_group("pp")
+        return self._torch_group(self.mesh.line("pp"))
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
         """The group of this rank's data-parallel neighbours. See ``get_tensor_parallel_group``."""
-        return self.torch_group("dp")
+        return self._torch_group(self.mesh.line("dp"))
 
     def get_tensor_parallel_rank(self) -> int:
         """This process's place on the axis tp."""
@@ -124,29 +122,18 @@ class ParallelState:
 
     # What the functions of this package use.
 
-    def axis_ranks(self, axis: str) -> tuple[int, ...]:
-        """Global ranks along this rank's "tp", "pp" or "dp" axis, in the order of the axis."""
-        mesh = self.mesh
-        if axis == "pp":
-            return mesh.ranks[mesh.place :: len(mesh.grid)]
-        return tuple(mesh.grid[place] for place in mesh.members((axis,)))
-
-    def torch_group(self, axis: str) -> dist.ProcessGroup | None:
-        """The torch group of an axis. See ``get_tensor_parallel_group``."""
-        return self._torch_group(self.axis_ranks(axis), f"{_AXES[axis]}-parallel ranks")
-
-    def _torch_group(self, ranks: tuple[int, ...], what: str) -> dist.ProcessGroup | None:
+    def _torch_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         if not is_distributed():
             return None
         if list(ranks) != sorted(ranks):
             raise ValueError(
-                f"{what} {list(ranks)}: torch.distributed numbers the members of every group in "
-                "ascending order, so a group of these would give them other places than they have "
-                "here; lay the ranks of the model out in ascending order"
+                f"process group of the ranks {list(ranks)}: torch.distributed numbers the members "
+                "of every group in ascending order, so they would have other ranks in it than they "
+                "have here; lay the ranks of the model out in ascending order"
             )
-        given = self._process_group
-        if given is not None and tuple(dist.get_process_group_ranks(given)) == ranks:
-            return given
+        own = self._process_group
+        if own is not None and tuple(dist.get_process_group_ranks(own)) == ranks:
+            return own
         return _torch_group(ranks, self._timeout_s)
 
     def channel(self, axis: str) -> Channel:
@@ -157,7 +144,7 @@ class ParallelState:
         if axis not in self._channels:
             mesh = self.mesh
             if axis != "grid":
-                ranks = self.axis_ranks(axis)
+                ranks = mesh.line(axis)
                 # only dp counts as dp: the gradients of the other axes are not averaged
                 size = "dp_size" if axis == "dp" else "tp_size"
                 mesh = Mesh(ranks, mesh.coordinates[axis], **{size: len(ranks)})
@@ -167,14 +154,14 @@ class ParallelState:
     def remember_sizes(self, axis: str, dim: int, sizes: list[int]) -> None:
         """Keep how much each rank gave to a gather, for the scatter that undoes it."""
         key = (axis, dim, sum(sizes))
-        if sizes == even_sizes(sum(sizes), len(sizes)):
+        if sizes == chunk_sizes(sum(sizes), len(sizes)):
             self._sizes.pop(key, None)
         else:
             self._sizes[key] = sizes
 
     def sizes(self, axis: str, dim: int, total: int) -> list[int]:
         """How a dim of ``total`` is split: as in the last gather to it, else as ``torch.chunk``."""
-        return self._sizes.get((axis, dim, total)) or even_sizes(total, len(self.axis_ranks(axis)))
+        return self._sizes.get((axis, dim, total)) or chunk_sizes(total, len(self.mesh.line(axis)))
 
 
 def check_state(fmps: object, name: str) -> None:
@@ -184,12 +171,6 @@ def check_state(fmps: object, name: str) -> None:
             f"{name}: fmps must be a ParallelState, got {type(fmps).__name__}; "
             "initialize_distributed_state makes it"
         )
-
-
-def even_sizes(total: int, num_ranks: int) -> list[int]:
-    """Parts as ``torch.chunk`` and DTensor make them: of one size, the last ranks' less, or 0."""
-    part = -(-total // num_ranks)
-    return [max(0, min(part, total - rank * part)) for rank in range(num_ranks)]
 
 
 def initialize_distributed_state(
@@ -234,21 +215,9 @@ def initialize_distributed_state(
     mesh = Mesh.from_sizes(*sizes, process_group)
     state = ParallelState(mesh, process_group, timeout)
     if mesh.pp_size > 1:  # sends have two ends: they could not make a group of all stages
-        state.torch_group("pp")
+        state.get_pipeline_parallel_group()
     logger.debug("%s", state)
     return state
-
-
-def initialize_from_launcher() -> None:
-    """Initialise torch.distributed where a launcher started several processes, if nobody has."""
-    started = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-    if (
-        dist.is_available()
-        and not dist.is_initialized()
-        and started
-        and int(os.environ["WORLD_SIZE"]) > 1
-    ):
-        dist.init_process_group()
 
 
 def _close(channels: dict[str, Channel]) -> None:

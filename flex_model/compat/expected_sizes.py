@@ -1,5 +1,5 @@
-"""The layout that full sizes state, as release 0.1.0 has it: a dim in which the ranks' sizes add up
-to the full one is split over them in consecutive parts, and all others are whole.
+"""The layout that an ``expected_shape`` states in release 0.1.0: a dim in which the ranks' sizes
+add up to the full size is split over them in consecutive parts, and all others are whole.
 """
 
 from __future__ import annotations

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from flex_model.distributed import values
 from flex_model.distributed.channel import Channel
-from flex_model.distributed.encoding import decode, encode
 from flex_model.distributed.header import site_hash
+from flex_model.distributed.serialization import decode, encode
 from flex_model.distributed.tensor_dicts import DTYPE_OF_NAME, exchange_json, from_rank
 from flex_model.errors import agreed, see
 from flex_model.integrations import dtensor
-from flex_model.store.files import safetensors_of, write_whole
-from flex_model.trainable import refuse_different, tensors_of
+from flex_model.parameters.trainable import refuse_different, tensors_of
+from flex_model.records.store.files import safetensors_of, write_whole
 
 _VERSION = 1
 _PREFIX, _OPTIMIZER, _EXTRA = "trainable_modules.", "optimizer.", "extra"  # of tensors' names

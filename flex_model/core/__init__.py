@@ -2,7 +2,7 @@
 DummyModule``.
 """
 
-from flex_model.dummy import DummyModule
+from flex_model.compat.dummy_module import DummyModule
 from flex_model.hooks.function import HookFunction
 from flex_model.model import FlexModel
 

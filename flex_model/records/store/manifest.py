@@ -21,8 +21,8 @@ from typing import Any
 
 from flex_model import _C
 from flex_model.distributed.tensor_dicts import DTYPE_OF_NAME
-from flex_model.store.files import ASIDE, write_whole
-from flex_model.store.spread import Spread
+from flex_model.records.store.files import ASIDE, write_whole
+from flex_model.records.store.spread import Spread
 
 MANIFEST = "manifest.json"
 MANIFEST_ASIDE = MANIFEST + ASIDE

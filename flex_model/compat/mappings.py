@@ -7,16 +7,16 @@ they also multiply and divide by dp.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from flex_model.compat.parallel_state import ParallelState, check_state
 from flex_model.distributed import gather
 from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.layout import Shard, ShardLayout
-from flex_model.distributed.state import ParallelState, check_state
 from flex_model.errors import agreed
 
 
@@ -55,35 +55,27 @@ def all_gather_data_parallel(tensor: Tensor, dim: int, fmps: ParallelState) -> T
     return _all_gather(tensor, dim, fmps, "dp", "all_gather_data_parallel")
 
 
-def scatter_tensor_parallel(
-    tensor: Tensor, dim: int, fmps: ParallelState, sizes: Sequence[int] | None = None
-) -> Tensor:
+def scatter_tensor_parallel(tensor: Tensor, dim: int, fmps: ParallelState) -> Tensor:
     """This rank's part along ``dim`` of a tensor that all tensor-parallel ranks hold.
 
     Shapes:
         tensor: ``(..., n, ...)``, n at ``dim``, the same on every rank.
-        returns: ``(..., sizes[rank], ...)``, contiguous; ``tensor`` itself where there is one rank.
-
-    Args:
-        sizes: The ranks' sizes along ``dim``. Without them they are those of the last
-            ``all_gather_tensor_parallel`` to this size along ``dim``, so that a scatter undoes its
-            gather; else as ``torch.chunk``, the last ranks less.
+        returns: ``(..., n_rank, ...)``, contiguous; ``tensor`` itself where there is one rank. The
+            ranks' sizes are those of the last ``all_gather_tensor_parallel`` to this size along
+            ``dim``, so that a scatter undoes its gather; else those of ``torch.chunk``.
 
     Local, but its backward is an all-gather, collective over the tensor-parallel ranks; then so is
     the first call, which connects them.
 
     Raises:
         TypeError, IndexError: not a dense tensor, no state; ``dim`` out of range.
-        ValueError: ``sizes`` that do not add up.
     """
-    return _scatter(tensor, dim, fmps, sizes, "tp", "scatter_tensor_parallel")
+    return _scatter(tensor, dim, fmps, "tp", "scatter_tensor_parallel")
 
 
-def scatter_data_parallel(
-    tensor: Tensor, dim: int, fmps: ParallelState, sizes: Sequence[int] | None = None
-) -> Tensor:
+def scatter_data_parallel(tensor: Tensor, dim: int, fmps: ParallelState) -> Tensor:
     """As ``scatter_tensor_parallel``, over the data-parallel ranks; its backward divides by dp."""
-    return _scatter(tensor, dim, fmps, sizes, "dp", "scatter_data_parallel")
+    return _scatter(tensor, dim, fmps, "dp", "scatter_data_parallel")
 
 
 def broadcast_tensor_parallel(tensor: Tensor, fmps: ParallelState) -> Tensor:
@@ -122,7 +114,7 @@ def _all_gather(tensor: Tensor, dim: int, fmps: ParallelState, axis: str, name: 
     channel = fmps.channel(axis)
     if channel.is_local:
         return tensor.clone()
-    agree = _agreement(fmps, axis, f"{name} along dim {dim}")
+    agree = header_exchange(fmps, axis, f"{name} along dim {dim}")
     shapes = [header.shape for header in agree(tensor)]
     try:
         move = gather.Move.of(channel, _split_along(axis, dim), shapes, tensor.dtype)
@@ -134,28 +126,19 @@ def _all_gather(tensor: Tensor, dim: int, fmps: ParallelState, axis: str, name: 
     return gather.gather(tensor, gather.Trip(move, agree))
 
 
-def _scatter(
-    tensor: Tensor, dim: int, fmps: ParallelState, sizes: Sequence[int] | None, axis: str, name: str
-) -> Tensor:
+def _scatter(tensor: Tensor, dim: int, fmps: ParallelState, axis: str, name: str) -> Tensor:
     dim = _check_dim(tensor, dim, name)
     check_state(fmps, name)
-    ranks, total = fmps.axis_ranks(axis), tensor.shape[dim]
-    parts = fmps.sizes(axis, dim, total) if sizes is None else list(sizes)
-    if len(parts) != len(ranks) or sum(parts) != total or min(parts) < 0:
-        raise ValueError(
-            f"{name}: sizes must be {len(ranks)} sizes that add up to the {total} of dim {dim} of "
-            f"{tuple(tensor.shape)}, got {parts}"
-        )
-    if len(ranks) == 1:
+    sizes = fmps.sizes(axis, dim, tensor.shape[dim])
+    if len(sizes) == 1:
         return tensor
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         rank = fmps.mesh.coordinates[axis]
-        part = tensor.narrow(dim, sum(parts[:rank]), parts[rank])
-        return part.clone(memory_format=torch.contiguous_format)
-    shapes = [(*tensor.shape[:dim], part, *tensor.shape[dim + 1 :]) for part in parts]
+        return tensor.split(sizes, dim)[rank].clone(memory_format=torch.contiguous_format)
+    shapes = [(*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]) for size in sizes]
     channel = fmps.channel(axis)
     move = gather.Move.of(channel, _split_along(axis, dim), shapes, tensor.dtype)
-    agree = _agreement(fmps, axis, f"backward of {name} along dim {dim}")
+    agree = header_exchange(fmps, axis, f"backward of {name} along dim {dim}")
     return gather.scatter(tensor, gather.Trip(move, agree))
 
 
@@ -167,14 +150,16 @@ def _broadcast(tensor: Tensor, fmps: ParallelState, axis: str, name: str) -> Ten
         return tensor
     shape = tuple(tensor.shape)
     needs_gradient = torch.is_grad_enabled() and tensor.requires_grad
-    headers = _agreement(fmps, axis, name)(tensor, Header.NEEDS_GRADIENT if needs_gradient else 0)
+    headers = header_exchange(fmps, axis, name)(
+        tensor, Header.NEEDS_GRADIENT if needs_gradient else 0
+    )
     if any(header.shape != headers[0].shape for header in headers):
         raise channel.mismatch(f"{name} with shape {shape}", "have tensors of different shapes")
     if any(header.flags & Header.NEEDS_GRADIENT for header in headers) and torch.is_grad_enabled():
         if not needs_gradient:  # in the graph all the same: the backward may be collective
             tensor = tensor.detach().requires_grad_()
         return _Broadcast.apply(
-            tensor, channel, axis, _agreement(fmps, axis, f"backward of {name}")
+            tensor, channel, axis, header_exchange(fmps, axis, f"backward of {name}")
         )
     with torch.no_grad():
         received = channel.broadcast(tensor.detach(), tensor.detach())
@@ -202,8 +187,8 @@ def _split_along(axis: str, dim: int) -> ShardLayout:
     return ShardLayout(dp=Shard(dim)) if axis == "dp" else ShardLayout(tp=Shard(dim))
 
 
-def _agreement(fmps: ParallelState, axis: str, what: str) -> Callable[..., list[Header]]:
-    """A function that exchanges headers about a tensor.
+def header_exchange(fmps: ParallelState, axis: str, what: str) -> Callable[..., list[Header]]:
+    """Return a function that exchanges headers about a tensor with the ranks of ``axis``.
 
     A graph that holds it keeps ``fmps`` alive, and so its connections.
     """

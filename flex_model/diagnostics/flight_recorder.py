@@ -1,4 +1,4 @@
-"""The last steps of a rank, told with every error that is about several ranks."""
+"""The flight recorder of a rank: its last steps, which end every error about several ranks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections import deque
 _REMEMBERED = 12
 
 
-class Steps:
+class FlightRecorder:
     """The last exchanges that a rank took part in, in order; what is repeated is counted.
 
     Example::
 
-        steps.add("forward hook on 'layers.0'")
-        str(steps)   # "... forward hook on 'layers.0' (x2); end of the run, with 2 records"
+        recorder.add("forward hook on 'layers.0'")
+        str(recorder)   # "... forward hook on 'layers.0' (x2); end of the run, with 2 records"
     """
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import flex_model  # noqa: F401  (loads the ops)
 from flex_model._C import GatherPlan
-from flex_model.distributed.transports import buffers
+from flex_model.distributed.transports import buffer_layout
 from tests.test_ops import as_bytes, blocks, plan_of, random_tensor
 
 
@@ -21,9 +21,9 @@ def plan_along(sizes, dim, parts, itemsize):
 
 
 def test_width_of_equal_shards_is_theirs_and_of_others_the_widest_rounded_up():
-    assert buffers.even_width(plan_along((6, 5), 0, [3, 3], 1)) == 15
-    assert buffers.even_width(plan_along((7, 5), 0, [4, 3], 1)) == 32
-    assert buffers.even_width(plan_along((2, 5), 0, [2, 0], 8)) == 80
+    assert buffer_layout.even_width(plan_along((6, 5), 0, [3, 3], 1)) == 15
+    assert buffer_layout.even_width(plan_along((7, 5), 0, [4, 3], 1)) == 32
+    assert buffer_layout.even_width(plan_along((2, 5), 0, [2, 0], 8)) == 80
 
 
 @pytest.mark.parametrize(
@@ -39,18 +39,18 @@ def test_width_of_equal_shards_is_theirs_and_of_others_the_widest_rounded_up():
     ],
 )
 def test_what_a_concatenation_is(sizes, dim, parts, expected):
-    assert buffers.is_concatenation(plan_along(sizes, dim, parts, 2)) == expected
+    assert buffer_layout.is_concatenation(plan_along(sizes, dim, parts, 2)) == expected
 
 
 def test_shards_in_another_order_are_no_concatenation():
     pieces = [(0, [1], [0], [1]), (1, [0], [0], [1])]
-    assert not buffers.is_concatenation(GatherPlan([2], [[1], [1]], pieces, 4))
+    assert not buffer_layout.is_concatenation(GatherPlan([2], [[1], [1]], pieces, 4))
 
 
 def test_rounds_hold_what_fits_and_large_tensors_alone():
     plans = [plan_along((size,), 0, [size], 16) for size in (1, 2, 9, 1, 1, 3)]
-    assert buffers.rounds(plans, 64) == [range(2), range(2, 3), range(3, 5), range(5, 6)]
-    assert buffers.rounds([], 64) == []
+    assert buffer_layout.rounds(plans, 64) == [range(2), range(2, 3), range(3, 5), range(5, 6)]
+    assert buffer_layout.rounds([], 64) == []
 
 
 @settings(max_examples=60, deadline=None)
@@ -67,21 +67,23 @@ def test_packed_shards_of_all_ranks_are_assembled(data):
         plans.append(plan_along(full.shape, dim, parts, dtype.itemsize))
         for rank, shard in enumerate(full.split(parts, dim)):
             shards[rank].append(shard)
-    packing = buffers.Packing.of([(plan, list(range(num_ranks))) for plan in plans], num_ranks)
-    assert all(at % buffers.ALIGNMENT == 0 for placed in packing.offsets for at in placed)
+    packing = buffer_layout.Packing.of(
+        [(plan, list(range(num_ranks))) for plan in plans], num_ranks
+    )
+    assert all(at % buffer_layout.ALIGNMENT == 0 for placed in packing.offsets for at in placed)
     packed = []
     for rank, total in enumerate(packing.totals):
         offsets = [offset for _, offset in packing.of_rank(rank)]
         packed.append(torch.ops.flex_model.pack_tensors(shards[rank], offsets, total))
     gathered = torch.cat(packed)
-    for full, tensor in zip(fulls, buffers.assemble_tensors(gathered, packing, plans, fulls)):
+    for full, tensor in zip(fulls, buffer_layout.assemble_tensors(gathered, packing, plans, fulls)):
         assert (tensor.shape, tensor.dtype) == (full.shape, full.dtype)
         assert torch.equal(as_bytes(tensor), as_bytes(full))
 
 
 def test_tensors_that_some_ranks_hold():
     plan = plan_along((20,), 0, [5, 15], 1)
-    packing = buffers.Packing.of([(plan, [2, 0]), (plan, [0, 1])], 3)
+    packing = buffer_layout.Packing.of([(plan, [2, 0]), (plan, [0, 1])], 3)
     assert packing.totals == [32, 16, 16]
     assert packing.starts == [0, 32, 48]
     assert [packing.of_rank(rank) for rank in range(3)] == [[(0, 0), (1, 16)], [(1, 0)], [(0, 0)]]
@@ -89,6 +91,8 @@ def test_tensors_that_some_ranks_hold():
 
 
 def test_bytes_of_any_tensor():
-    assert buffers.as_bytes(torch.empty_strided((0,), (2,), dtype=torch.bfloat16)).numel() == 0
+    assert (
+        buffer_layout.as_bytes(torch.empty_strided((0,), (2,), dtype=torch.bfloat16)).numel() == 0
+    )
     strided = torch.randn(4, 6).t()
-    assert torch.equal(buffers.as_bytes(strided).view(torch.float32).view(6, 4), strided)
+    assert torch.equal(buffer_layout.as_bytes(strided).view(torch.float32).view(6, 4), strided)

@@ -21,8 +21,8 @@ from flex_model.distributed.header import DTYPES, Header, sites_hash
 from flex_model.distributed.layout import Replicate, Shape, ShardLayout
 from flex_model.distributed.transports.transport import Gathered
 from flex_model.layouts import replicas, resolve
-from flex_model.snapshots import Snapshot, Snapshots
-from flex_model.store.spread import Part, Spread
+from flex_model.records.snapshots import Snapshot, Snapshots
+from flex_model.records.store.spread import Part, Spread
 
 if TYPE_CHECKING:
     from flex_model.hooks.context import Call

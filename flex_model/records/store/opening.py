@@ -14,8 +14,9 @@ from torch import nn
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import agreed
-from flex_model.store.files import FolderLock
-from flex_model.store.manifest import (
+from flex_model.records.store.activation_store import ActivationStore
+from flex_model.records.store.files import FolderLock
+from flex_model.records.store.manifest import (
     MANIFEST_ASIDE,
     Index,
     Manifest,
@@ -23,7 +24,6 @@ from flex_model.store.manifest import (
     index_name,
     is_of_batches,
 )
-from flex_model.store.store import ActivationStore
 
 SEEN_S = 5.0  # until what rank 0 wrote is seen on the other hosts of a shared file system
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flex_model.store.manifest import Index, annotation_key, record_key
-from flex_model.store.spread import Part, Spread
+from flex_model.records.store.manifest import Index, annotation_key, record_key
+from flex_model.records.store.spread import Part, Spread
 
 
 @dataclass(eq=False)

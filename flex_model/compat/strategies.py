@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flex_model.distributed import gather, sizes_stated, values
-from flex_model.distributed.header import Header, site_hash
+from flex_model.compat import expected_sizes
+from flex_model.compat.mappings import header_exchange
+from flex_model.compat.parallel_state import ParallelState, check_state
+from flex_model.distributed import gather, values
 from flex_model.distributed.layout import Partial, Placement, Replicate
-from flex_model.distributed.state import ParallelState, check_state
 from flex_model.layouts.resolve import check_expected_shape, differing_axes
-from flex_model.outputs import owned_copy
+from flex_model.records.records import owned_copy
 
 Shape = Sequence[int | None] | None
 
@@ -94,7 +95,7 @@ class ActivationTensorAllToAllRoutingStrategy(BaseRoutingStrategy):
 
 
 class _Route:
-    """The way of one site's tensors, planned anew for each."""
+    """The gather of one site's tensors and the scatter that undoes it, planned for each tensor."""
 
     def __init__(
         self,
@@ -108,6 +109,7 @@ class _Route:
         check_state(fmps, self._site)
         self._fmps, self._axis, self._batch_on_dp = fmps, axis, batch_on_dp
         self._expected = check_expected_shape(expected_shape)
+        self._exchange_headers = header_exchange(fmps, axis, self._site)
         self._trip: gather.Trip | None = None
         self._full_shape: tuple[int, ...] | None = None
         if (
@@ -126,15 +128,14 @@ class _Route:
         channel = self._fmps.channel(self._axis)
         shapes = [tuple(tensor.shape)]
         if not channel.is_local:
-            shapes = [header.shape for header in self._agree(tensor)]
-        layout = sizes_stated.layout_of(
+            shapes = [header.shape for header in self._exchange_headers(tensor)]
+        layout = expected_sizes.layout_of(
             self._site, shapes, channel.mesh, self._expected, self._batch_on_dp
         )
         if channel.is_local:
-            self._trip, self._full_shape = None, shapes[0]
+            self._full_shape = shapes[0]
             return tensor
-        table = channel.exchange(values.fingerprint(tensor)).tolist()
-        differing = differing_axes(layout, values.Fingerprints.of(channel.mesh, table))
+        differing = differing_axes(layout, self._fingerprints(tensor))
         if differing:
             raise ValueError(
                 f"{self._site}: the ranks along {' and '.join(differing)} hold different values of "
@@ -142,7 +143,7 @@ class _Route:
                 "whole tensor; give the full sizes"
             )
         move = gather.Move.of(channel, layout, shapes, tensor.dtype)
-        self._trip = gather.Trip(move, self._agree, self._of_replicas)
+        self._trip = gather.Trip(move, self._exchange_headers, self._of_replicas)
         self._full_shape = move.full_shape
         return gather.gather(tensor, self._trip)
 
@@ -162,19 +163,17 @@ class _Route:
         return tensor if self._trip is None else gather.scatter(tensor, self._trip)
 
     def _of_replicas(self, grad: Tensor | None) -> tuple[Placement, bool]:
-        """The sizes say that all ranks hold the tensor; of its gradient only values can tell."""
+        """How ranks that hold the same tensor hold its gradient: only values can show it."""
         if grad is None:
             return Replicate(), False
-        self._agree(grad)
-        channel = self._fmps.channel(self._axis)
-        table = channel.exchange(values.fingerprint(grad)).tolist()
-        is_equal = values.Fingerprints.of(channel.mesh, table).equal_along("tp")
+        self._exchange_headers(grad)
+        is_equal = self._fingerprints(grad).equal_along("tp")
         return Replicate() if is_equal else Partial(), False
 
-    def _agree(self, tensor: Tensor) -> list[Header]:
-        shape = tuple(tensor.shape)
-        header = Header("forward", site=site_hash(self._site), dtype=tensor.dtype, shape=shape)
-        return self._fmps.channel(self._axis).agree(header, f"{self._site} of shape {shape}")
+    def _fingerprints(self, tensor: Tensor) -> values.Fingerprints:
+        channel = self._fmps.channel(self._axis)
+        rows = channel.exchange(values.fingerprint(tensor)).tolist()
+        return values.Fingerprints.of(channel.mesh, rows)
 
 
 class BaseOffloadStrategy:
@@ -239,9 +238,7 @@ class CPUPinnedMemoryOffloadStrategy(BaseOffloadStrategy):
 class CPUPagedMemoryOffloadStrategy(BaseOffloadStrategy):
     """Copies in ordinary memory of the CPU."""
 
-    @staticmethod
-    def copy(tensor: Tensor) -> Tensor:
-        return owned_copy(tensor)
+    copy = staticmethod(owned_copy)
 
 
 class GPUMemoryOffloadStrategy(BaseOffloadStrategy):

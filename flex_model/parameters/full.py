@@ -23,7 +23,7 @@ from flex_model.integrations import dtensor, fsdp, layers, offload
 from flex_model.layouts import resolve
 from flex_model.layouts.statements import Statements
 from flex_model.names import clean, find_parameter, shapes_by_name
-from flex_model.outputs import owned_copy
+from flex_model.records.records import owned_copy
 
 ExpectedShape = Sequence[int | None] | None
 

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flex_model.distributed.mappings import check_tensor
-from flex_model.distributed.state import ParallelState, check_state
+from flex_model.compat.mappings import check_tensor
+from flex_model.compat.parallel_state import ParallelState, check_state
 from flex_model.distributed.tensor_dicts import describe, exchange_json, gather_to_first
 from flex_model.errors import HookError, agreed
-from flex_model.outputs import owned_copy
+from flex_model.records.records import owned_copy
 
 
 def batch_isend_irecv_pipeline_parallel(
@@ -65,7 +65,7 @@ def batch_isend_irecv_pipeline_parallel(
         for source, target in zip([tensor.clone() for tensor in own], kept, strict=True):
             target.copy_(source)
         _point_to_point(
-            fmps.torch_group("pp"),
+            fmps.get_pipeline_parallel_group(),
             [(tensor, stage) for tensor, stage in receive if stage != me and tensor.numel()],
             [(tensor, stage) for tensor, stage in send if stage != me and tensor.numel()],
         )

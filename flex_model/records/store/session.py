@@ -24,14 +24,14 @@ from torch import Tensor
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import HookError, agreed, see
-from flex_model.store.annotations import described, parts_of, parts_of_first
-from flex_model.store.batch import Batch, as_parts, index_of
-from flex_model.store.files import safetensors_of, write_whole
-from flex_model.store.manifest import Index, digest_of, index_name, shard_name
-from flex_model.store.opening import SEEN_S, opened
-from flex_model.store.spread import Part, Spread
-from flex_model.store.store import ActivationStore
-from flex_model.store.writer import Writer
+from flex_model.records.store.activation_store import ActivationStore
+from flex_model.records.store.annotations import described, parts_of, parts_of_first
+from flex_model.records.store.batch import Batch, as_parts, index_of
+from flex_model.records.store.files import safetensors_of, write_whole
+from flex_model.records.store.manifest import Index, digest_of, index_name, shard_name
+from flex_model.records.store.opening import SEEN_S, opened
+from flex_model.records.store.spread import Part, Spread
+from flex_model.records.store.writer import Writer
 
 _GRACE_S = 10.0  # that a rank whose run failed waits for the others, to keep what all have
 

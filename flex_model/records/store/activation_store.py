@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
-from flex_model.store.manifest import MANIFEST, MANIFEST_ASIDE, Manifest, is_of_batches
-from flex_model.store.reader import Reader
+from flex_model.records.store.manifest import MANIFEST, MANIFEST_ASIDE, Manifest, is_of_batches
+from flex_model.records.store.reader import Reader
 
 if TYPE_CHECKING:
-    from flex_model.store.session import Session
+    from flex_model.records.store.session import Session
 
 
 class ActivationStore:

@@ -10,8 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flex_model.store.manifest import Index, Manifest, annotation_key, index_name, shard_name
-from flex_model.store.spread import Spread
+from flex_model.records.store.manifest import (
+    Index,
+    Manifest,
+    annotation_key,
+    index_name,
+    shard_name,
+)
+from flex_model.records.store.spread import Spread
 
 _OPEN_GROUPS = 2  # kept open: batches are mostly read in order
 

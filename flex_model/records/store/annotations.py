@@ -12,7 +12,7 @@ from flex_model.distributed.channel import Channel
 from flex_model.distributed.gather import Move
 from flex_model.distributed.layout import Replicate, Shard, ShardLayout
 from flex_model.distributed.tensor_dicts import DTYPE_OF_NAME
-from flex_model.store.spread import Part, Spread
+from flex_model.records.store.spread import Part, Spread
 
 
 def described(name: str, tensor: Tensor) -> list[Any]:

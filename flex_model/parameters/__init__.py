@@ -1,0 +1,1 @@
+"""Parameters: full ones and their gradients, trainable modules and their file."""
