@@ -26,7 +26,7 @@ from flex_model.hooks.edit_path import (
     ReplicatedPath,
 )
 from flex_model.hooks.hook_layouts import HookLayouts
-from flex_model.hooks.save_context import SentToAll
+from flex_model.hooks.save_ctx import SentToAll
 from flex_model.hooks.tracking import Tracking
 from flex_model.hooks.user_function import UserFunction
 from flex_model.integrations import dtensor

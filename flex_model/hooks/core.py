@@ -42,7 +42,7 @@ from flex_model.hooks.function import HookFunction
 from flex_model.hooks.graphs import Graphs, is_in_checkpoint
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.remembered_runs import RememberedRuns, backward_task
-from flex_model.hooks.save_context import SentToAll
+from flex_model.hooks.save_ctx import SentToAll
 from flex_model.hooks.step import Step
 from flex_model.hooks.table import EVERYTHING, Choice, HookTable, describe_choice
 from flex_model.hooks.tracking import Evidence, Follow, Tracking

@@ -22,7 +22,7 @@ from flex_model.distributed.plain import is_renamed, plain
 from flex_model.hooks.call_check import check_call, replicated_axes
 from flex_model.hooks.context import Call, seed_of_state
 from flex_model.hooks.hook_layouts import HookLayouts
-from flex_model.hooks.save_context import SentToAll
+from flex_model.hooks.save_ctx import SentToAll
 from flex_model.hooks.user_function import UserFunction
 from flex_model.integrations import dtensor
 from flex_model.layouts import replicas

@@ -13,7 +13,6 @@ from flex_model.distributed import values
 from flex_model.errors import HookError
 from flex_model.hooks.context import Call, RandomState, seed_of_call, throw_away
 from flex_model.hooks.function import name_of
-from flex_model.hooks.save_context import begin_call, end_call
 from flex_model.integrations import dtensor
 
 if TYPE_CHECKING:
@@ -64,9 +63,7 @@ class UserFunction:
         function.parameters = parameters
         try:
             with RandomState(seed, fulls[0].device) as random:
-                begin_call(save_ctx, call.registration.index)
                 result = function.editing_function(call.module, inputs, save_ctx, self._modules)
-                end_call(save_ctx)
         finally:
             function.parameters = {}
         if random.consumed and not call.is_replay:
