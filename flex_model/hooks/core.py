@@ -297,7 +297,8 @@ class HookCore:
             context_parallel.check_run()
         self.table.clear_records(new)
         run.covered |= new
-        self.table.dispatcher.in_run = True
+        # Observers see what Python runs, not what the dispatcher does by itself in a run.
+        self.table.dispatcher.in_run = not self.caller.observers
         if not self.channel.is_local:
             active, choice = self._active_digest, describe_choice(self.table.choices[0])
             self.channel.publish_run(active, choice, self._mode)
@@ -789,7 +790,7 @@ class HookCore:
                 evidence = Evidence(key=self.tracking.num_followed)
                 call = Call(registration, None, run, evidence=evidence)
                 with follow.paused():  # FSDP2 has its hooks run by a node of the model
-                    grad = self.caller.parameter_gradient(call, self.caller.summed(grad))
+                    grad = self.caller.gradient(call, self.caller.summed(grad))
             except Exception as error:
                 self.hook_failed(registration, error)
         return grad
