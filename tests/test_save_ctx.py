@@ -64,10 +64,13 @@ def test_values_of_another_type_are_new_and_equal_ones_are_not():
         before = contexts.snapshot(context)
         context.kept[0] = other
         assert contexts.written(context, before) == ["kept"]
-    context = Namespace(number=float("nan"), tensor=torch.tensor(float("nan")))
+    key = torch.zeros(2)
+    context = Namespace(number=float("nan"), tensor=torch.tensor(float("nan")), keys={key: 1})
     before = contexts.snapshot(context)
     context.number, context.tensor = float("nan"), torch.tensor(float("nan"))
     assert contexts.written(context, before) == []
+    context.keys = {torch.ones(2): 1}
+    assert contexts.written(context, before) == ["keys"]
 
 
 def test_what_is_changed_in_place_was_written():

@@ -60,7 +60,7 @@ def _state(value: Any) -> Any:
     if isinstance(value, Namespace):
         return Namespace, _state(vars(value))
     if isinstance(value, dict):
-        return type(value), [(key, _state(item)) for key, item in value.items()]
+        return type(value), [(_state(key), _state(item)) for key, item in value.items()]
     if isinstance(value, (list, tuple, set)):
         return type(value), [_state(item) for item in value]
     return repr(value) if isinstance(value, PLAIN) else (id(value), value)
@@ -116,7 +116,7 @@ def set_received(
     tensors: Sequence[Tensor],
     device: torch.device | None = None,
 ) -> None:
-    """Set, or delete, what another rank wrote. With ``device``, what was on a GPU goes there."""
+    """Set, or delete, what another rank wrote; with ``device``, what was on a GPU goes to it."""
     attributes, _, is_on_gpu = received
     if device is not None:
         tensors = [t.to(device) if on_gpu else t for t, on_gpu in zip(tensors, is_on_gpu)]
@@ -138,7 +138,7 @@ class SentToAll:
         self._before: dict[int, tuple[Namespace, dict[str, Any]]] = {}
 
     def note(self, context: Namespace) -> None:
-        """A function is about to be called with it. Local."""
+        """Keep its state from before the first function that is called with it. Local."""
         if id(context) not in self._before:
             self._before[id(context)] = context, snapshot(context)
 
@@ -158,7 +158,7 @@ class SentToAll:
             set_received(context, of_first, received, self._device)
 
     def forget(self) -> None:
-        """A run failed: what it wrote stays where it is. Local."""
+        """Drop the states: the run failed, and what it wrote stays where it is. Local."""
         self._before.clear()
 
 
