@@ -345,7 +345,7 @@ def test_save_ctx_is_merged_on_rank_0():
         flex.save_ctx.both = {}
         for i in (0, 7):
             flex.register_forward_hook(HookFunction(f"layers.{i}", editing_function=note("both")))
-        with pytest.raises(ValueError, match=r"save_ctx\.both by the ranks"):
+        with pytest.raises(ValueError, match=r"both by stage 0 \(rank 0\) and stage 1 \(rank 1\)"):
             flex(x, target=y)
 
 

@@ -71,12 +71,15 @@ def test_nothing_is_left_when_it_is_off():
         flex.register_forward_hook(HookFunction("fc1", editing_function=mixing))
         core = flex._core
         before = [set(vars(one)) for one in (core, core.caller, core.channel)]
+        observers = (core.caller.observers, core.channel.observers)
+        assert observers == ([], [])
         with flex.timeline() as timeline:
             flex(models.random(4, 6))
             with pytest.raises(RuntimeError, match="one is being recorded already"):
                 flex.timeline().__enter__()
         num_spans = len(timeline[0])
         assert [set(vars(one)) for one in (core, core.caller, core.channel)] == before
+        assert observers == ([], []) and core.caller.observers is observers[0]
         flex(models.random(4, 6))
         assert len(timeline[0]) == num_spans == 2
 
@@ -90,6 +93,36 @@ def test_only_the_last_spans_are_kept(monkeypatch):
                 flex(models.random(4, 6))
     assert len(timeline[0]) == 10 and timeline.num_forgotten == [15]
     assert "the first 15 of a rank's spans are forgotten" in str(timeline)
+
+
+def test_hooks_on_gradients_of_parameters_are_seen():
+    with FlexModel(models.mlp(), {}) as flex:
+        flex.register_hook(HookFunction("fc1.weight", editing_function=mixing))
+        with flex.timeline() as timeline:
+            flex(models.random(4, 6)).sum().backward()
+    assert [(s.kind, s.site) for s in timeline[0]] == [(k, "fc1.weight") for k in ("hook", "edit")]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("edit_on", ["all", "rank0"])
+def test_all_kinds_of_transfers_are_seen_with_their_bytes(edit_on):
+    """A sum, an edit and records of data-parallel ranks, as ``flex.explain()`` counts them."""
+    parallelism, batch, me = models.TWO_RANKS["ddp"], models.random(4, 6), dist.get_rank()
+    model = parallelism.shard(models.mlp())
+    with FlexModel(model, {}, edit_on=edit_on, **parallelism.sizes) as flex:
+        flex.register_forward_hook(HookFunction("fc1"))
+        flex.register_forward_hook(HookFunction("act", editing_function=mixing))
+        flex.register_hook(HookFunction("fc1.weight"))
+        run = lambda: flex(parallelism.my_rows(batch)).sum().backward()  # noqa: E731
+        run()
+        with flex.timeline() as timeline:
+            run()
+        told = flex.explain()
+    (row,) = [row for row in timeline.summary() if row["rank"] == me]
+    assert row["bytes"] == told.bytes_moved > 0
+    assert row["headers"] == sum(of_hook.headers for of_hook in told)
+    moved = [s for s in spans_of(timeline, me, "transfer") if not s.what.startswith("exchange,")]
+    assert len(moved) == sum(of_hook.collectives for of_hook in told)
 
 
 @pytest.mark.ranks(2)

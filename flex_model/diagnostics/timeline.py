@@ -1,12 +1,13 @@
 """When each rank was at which hook, edit and transfer, on one clock.
 
-Nothing is paid while no timeline is recorded: the recorder stands in front of methods of a wrap's
-own objects while it is on, and is gone when it is off.
+The recorder is an observer of the hook caller and of the channels while it is on; with no observer
+a hook or a transfer pays for one truth test.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,29 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flex_model.distributed.connections import GRID
 from flex_model.distributed.hosts import Settings
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.inspection import text
 
 if TYPE_CHECKING:
     from flex_model.distributed.channel import Channel
+    from flex_model.distributed.mesh import Axis
+    from flex_model.hooks.context import Call
     from flex_model.hooks.core import HookCore
 
 KINDS = ("hook", "edit", "header", "transfer")
 _REMEMBERED = 20_000  # spans of a rank, the last ones: some MiB
 _ROUNDS = 8  # of exchanges that set clocks, where ranks have several
-
-_HOOKS = ("activation", "gradient", "parameter_gradient")
-_TRANSFERS = (
-    "exchange",
-    "all_gather",
-    "gather_to_first",
-    "scatter_from_first",
-    "broadcast",
-    "all_reduce_sum",
-)
-_AXES_FIRST = ("all_gather", "gather_to_first", "scatter_from_first", "all_reduce_sum")
 
 
 @dataclass(frozen=True)
@@ -143,6 +134,9 @@ class _Noted:
     num_bytes: int = 0
     meeting: str = ""
 
+    def finish(self) -> None:
+        self.end = now_ns()
+
 
 def now_ns() -> int:
     """Of a clock that all processes of a host share."""
@@ -150,19 +144,24 @@ def now_ns() -> int:
 
 
 class _Recorder:
-    """Notes what this rank does in a wrap.
+    """Notes what this rank does in a FlexModel.
 
     Args:
-        channels: All that the wrap talks through, by name.
+        channels: All that its hooks talk through, by name.
     """
 
     def __init__(self, core: HookCore, channels: dict[str, Channel]) -> None:
-        self._core, self._channels = core, channels
         self._noted: deque[_Noted] = deque(maxlen=_REMEMBERED)
         self.num_noted = 0
         self._meetings: Counter[str] = Counter()
         self._sites: dict[str, str] = {}  # of the last header, by channel
         self._names = {r.site: r.name for r in core.table.registrations}
+        self._observed: list[tuple[list[Any], Callable[..., Any]]] = [
+            (core.caller.observers, self._begin_hook)
+        ]
+        for key, channel in channels.items():
+            begin = functools.partial(self._begin_transfer, channel, key)
+            self._observed.append((channel.observers, begin))
 
     @property
     def spans(self) -> list[_Noted]:
@@ -170,99 +169,45 @@ class _Recorder:
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
-        """While in it, stand in front of what is timed. Local."""
-        with contextlib.ExitStack() as stack:
-
-            def put(owner: Any, name: str, make: Callable[..., Any], *args: Any) -> None:
-                if name in vars(owner):
-                    raise RuntimeError("flex.timeline(): one is being recorded already")
-                setattr(owner, name, make(getattr(owner, name), *args))
-                stack.callback(delattr, owner, name)
-
-            caller = self._core.caller
-            for name in _HOOKS:
-                put(caller, name, self._hook)
-            put(caller, "_run_function", self._edit)
-            put(self._core, "_cover", self._through_python)
-            for key, channel in self._channels.items():
-                put(channel, "agree", self._header, channel, key)
-                for name in _TRANSFERS:
-                    put(channel, name, self._transfer, channel, key, name)
+        """Observe what is timed, while in it. Local."""
+        if any(observers for observers, _ in self._observed):
+            raise RuntimeError("flex.timeline(): one is being recorded already")
+        for observers, begin in self._observed:
+            observers.append(begin)
+        try:
             yield
+        finally:
+            for observers, begin in self._observed:
+                observers.remove(begin)
 
-    def _through_python(self, cover: Callable[..., Any]) -> Callable[..., Any]:
-        """The compiled dispatcher doesn't serve hooks by itself, unseen."""
-
-        def covered(run: Any) -> None:
-            cover(run)
-            self._core.table.dispatcher.in_run = False
-
-        return covered
-
-    @contextlib.contextmanager
-    def _span(self, kind: str, what: str, site: str) -> Iterator[_Noted]:
-        noted = _Noted(kind, what, site, now_ns())
+    def _begin(self, noted: _Noted) -> Callable[[], None]:
         self._noted.append(noted)
         self.num_noted += 1
-        try:
-            yield noted
-        finally:
-            noted.end = now_ns()
+        return noted.finish
 
-    def _hook(self, act: Callable[..., Any]) -> Callable[..., Any]:
-        def hook(call: Any, tensor: Any) -> Any:
-            registration = call.registration
-            with self._span("hook", registration.describe(), registration.name):
-                return act(call, tensor)
+    def _begin_hook(self, kind: str, call: Call) -> Callable[[], None]:
+        return self._begin(_Noted(kind, call.describe(), call.registration.name, now_ns()))
 
-        return hook
+    def _begin_transfer(
+        self, channel: Channel, key: str, name: str, axes: tuple[Axis, ...], num_bytes: int
+    ) -> Callable[[], None]:
+        kind, what = "transfer", f"{name.replace('_', ' ')}, after {channel.where}"
+        if name == "exchange_bytes":
+            kind, what = "header", channel.where
+            self._sites[key] = self._names.get(channel.meter.site, "")
+        site = self._sites.get(key, "")
+        meeting = self._meeting(channel, key, axes)
+        return self._begin(_Noted(kind, what, site, now_ns(), 0, num_bytes, meeting))
 
-    def _edit(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def edit(several: Any, *args: Any) -> Any:
-            registration = several[-1].call.registration
-            with self._span("edit", registration.describe(), registration.name):
-                return run(several, *args)
-
-        return edit
-
-    def _header(self, agree: Callable[..., Any], channel: Channel, key: str) -> Callable[..., Any]:
-        def agreed(header: Any, where: str) -> Any:
-            site = self._sites[key] = self._names.get(header.site, "")
-            with self._span("header", where, site) as noted:
-                self._meet(noted, channel, key, GRID)
-                return agree(header, where)
-
-        return agreed
-
-    def _transfer(
-        self, move: Callable[..., Any], channel: Channel, key: str, name: str
-    ) -> Callable[..., Any]:
-        def moved(*args: Any) -> Any:
-            axes = args[0] if name in _AXES_FIRST else GRID
-            before = _num_bytes(channel)
-            what = f"{name.replace('_', ' ')}, after {channel.where}"
-            with self._span("transfer", what, self._sites.get(key, "")) as noted:
-                self._meet(noted, channel, key, axes)
-                try:
-                    return move(*args)
-                finally:
-                    noted.num_bytes = _num_bytes(channel) - before
-
-        return moved
-
-    def _meet(self, noted: _Noted, channel: Channel, key: str, axes: Any) -> None:
+    def _meeting(self, channel: Channel, key: str, axes: tuple[Axis, ...]) -> str:
         """All ranks of a group meet equally often, so the number tells which meeting it is."""
         members = channel.mesh.members(axes)
         if len(members) == 1:
-            return
+            return ""
         ranks = ",".join(str(channel.mesh.grid[place]) for place in members)
         group = f"{key} {ranks}"
         self._meetings[group] += 1
-        noted.meeting = f"{group} {self._meetings[group]}"
-
-
-def _num_bytes(channel: Channel) -> int:
-    return sum(spent.num_bytes for spent in channel.meter.spent.values())
+        return f"{group} {self._meetings[group]}"
 
 
 @contextlib.contextmanager

@@ -325,8 +325,9 @@ class Channel(Connections):
         """The full tensor ``num_copies`` times over, of which the last ``num_read`` are expected to
         be read only: numbers of each rank's own.
         """
-        self._count(axes, costs.of_all_gather(plan))
-        return self.call("all_gather", axes, plain(shard), plan, num_copies, num_read)
+        moved = self._count(axes, costs.of_all_gather(plan))
+        args = plain(shard), plan, num_copies, num_read
+        return self.call("all_gather", axes, *args, num_bytes=moved)
 
     def gather_to_first(
         self, axes: tuple[Axis, ...], tensors: list[Gathered]
@@ -337,35 +338,38 @@ class Channel(Connections):
         name = to.name if host_gather is None else host_gather.name
         self.num_payloads += 1
         self.meter.payload(0, name)
+        num_bytes = 0
         for tensor in tensors:
             tensor.shard = plain(tensor.shard)
             moved = costs.of_gather_to_first(tensor.plan, tensor.ranks, to.group.rank)
             self.meter.part_of_payload(tensor.site, moved, name)
-        return self.call("gather_to_first", axes, tensors)
+            num_bytes += moved
+        return self.call("gather_to_first", axes, tensors, num_bytes=num_bytes)
 
     def scatter_from_first(
         self, axes: tuple[Axis, ...], full: Tensor | None, like: Tensor, plan: GatherPlan
     ) -> Tensor:
         """This rank's shard of the first rank's ``full``."""
         rank, size = self.transport(axes).group.rank, self.transport(axes).group.size
-        self._count(axes, costs.of_gather_to_first(plan, range(size), rank))
+        moved = self._count(axes, costs.of_gather_to_first(plan, range(size), rank))
         full = None if full is None else plain(full)
-        return self.call("scatter_from_first", axes, full, like, plan)
+        return self.call("scatter_from_first", axes, full, like, plan, num_bytes=moved)
 
     def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
         """The tensor of rank 0 of the grid on every rank."""
-        self._count(GRID, costs.of_broadcast(like.nbytes))
+        moved = self._count(GRID, costs.of_broadcast(like.nbytes))
         tensor = None if tensor is None else plain(tensor)
-        return self.call("broadcast", GRID, tensor, like)
+        return self.call("broadcast", GRID, tensor, like, num_bytes=moved)
 
     def all_reduce_sum(self, axes: tuple[Axis, ...], tensor: Tensor) -> Tensor:
         """The sum over the ranks along ``axes``, on every rank."""
-        self._count(axes, costs.of_all_reduce(tensor.nbytes))
-        return self.call(transport.all_reduce_sum, axes, plain(tensor))
+        moved = self._count(axes, costs.of_all_reduce(tensor.nbytes))
+        return self.call(transport.all_reduce_sum, axes, plain(tensor), num_bytes=moved)
 
-    def _count(self, axes: tuple[Axis, ...], num_bytes: int) -> None:
+    def _count(self, axes: tuple[Axis, ...], num_bytes: int) -> int:
         self.num_payloads += 1
         self.meter.payload(num_bytes, self.transport(axes).name)
+        return num_bytes
 
 
 def _can_go_on(headers: list[Header]) -> bool:

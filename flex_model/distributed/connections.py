@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,10 @@ class Connections:
         mesh: The ranks.
         timeout_s: Deadline of one wait, in seconds.
         device: Where this rank's model is: decides what moves tensors of GPUs.
+
+    Attributes:
+        observers: Each is called with the name of a transfer, its axes and the bytes that this rank
+            moves in it, when it begins; what it returns is called when the transfer ends.
     """
 
     def __init__(self, mesh: Mesh, timeout_s: float, device: torch.device | None = None) -> None:
@@ -54,6 +58,7 @@ class Connections:
         self.sequence = 0  # of the last exchange
         self.where = "nothing yet"
         self.steps = FlightRecorder()
+        self.observers: list[Callable[[str, tuple[Axis, ...], int], Callable[[], None]]] = []
         self.edit_of = ""  # the hook whose editing function runs: nothing may be transferred in it
         self._groups: dict[tuple[Axis, ...], process_groups.PrivateGroup] = {}
         self._transports: dict[tuple[Axis, ...], tuple[Transport, str]] = {}
@@ -220,9 +225,18 @@ class Connections:
             f"{type(error).__name__}: {error}."
         )
 
-    def call(self, transfer: str | Callable[..., Any], axes: tuple[Axis, ...], *args: Any) -> Any:
+    def call(
+        self,
+        transfer: str | Callable[..., Any],
+        axes: tuple[Axis, ...],
+        *args: Any,
+        num_bytes: int = 0,
+    ) -> Any:
         """What a method of the transport, by its name, or a function of the transport returns; if
         it fails in any way, nobody is left waiting for it.
+
+        Args:
+            num_bytes: That this rank moves, for observers.
         """
         self._check_process()
         self.check_no_edit()
@@ -239,6 +253,10 @@ class Connections:
                 to.group.told = told
                 here.set_position(self.where)
                 here.set_timeout(self.timeout_s)
+        ends: Sequence[Callable[[], None]] = ()
+        if self.observers:
+            name = transfer if isinstance(transfer, str) else transfer.__name__
+            ends = [begin(name, axes, num_bytes) for begin in self.observers]
         try:
             if isinstance(transfer, str):
                 return getattr(to, transfer)(*args)
@@ -250,6 +268,9 @@ class Connections:
         except BaseException as error:  # Ctrl-C, for one: the others must not wait for this rank
             self.give_up(self._leaving(error))
             raise
+        finally:
+            for end in ends:
+                end()
 
     @contextlib.contextmanager
     def in_edit(self, hook: str) -> Iterator[None]:

@@ -53,10 +53,15 @@ class Spent:
 
 
 class Meter:
-    """Counts what a channel's transfers cost, by the site of the last header before them."""
+    """Counts what a channel's transfers cost, by the site of the last header before them.
+
+    Attributes:
+        site: What follows is counted for it.
+    """
 
     def __init__(self) -> None:
         self.spent: dict[int, Spent] = {}
+        self.site = 0
         self._current = Spent()
 
     def clear(self) -> None:
@@ -70,6 +75,7 @@ class Meter:
 
     def turn_to(self, site: int) -> None:
         """What follows is of ``site``."""
+        self.site = site
         self._current = self.of(site)
 
     def payload(self, num_bytes: int, transport: str) -> None:

@@ -22,11 +22,12 @@ from flex_model.hooks.edit_path import (
     EditPath,
     Functions,
     LocalPath,
+    Observer,
     OnRank0Path,
     ReplicatedPath,
 )
 from flex_model.hooks.hook_layouts import HookLayouts
-from flex_model.hooks.save_context import SentToAll
+from flex_model.hooks.save_ctx import SentToAll
 from flex_model.hooks.tracking import Tracking
 from flex_model.hooks.user_function import UserFunction
 from flex_model.integrations import dtensor
@@ -41,6 +42,10 @@ class HookCaller:
     Args:
         checks_edits: See `ReplicatedPath`.
         sent_to_all: Sends the ``save_ctx`` of functions that rank 0 runs, where that is chosen.
+
+    Attributes:
+        observers: Each is called with ``"hook"`` or ``"edit"`` and the call when a hook, or its
+            editing function alone, begins; what it returns is called when that ends.
     """
 
     def __init__(
@@ -60,7 +65,8 @@ class HookCaller:
         self._records = records
         self.layouts = HookLayouts(channel, tracking)
         function = UserFunction(save_ctx, modules)
-        functions = Functions(channel, function)
+        self.observers: list[Observer] = []
+        functions = Functions(channel, function, self.observers)
         self.edits_on_all = edit_on == "all"
         self._path: EditPath
         if channel.is_local:
@@ -75,18 +81,23 @@ class HookCaller:
         # What this rank's gradients are divided by to be those of the mean loss.
         self.gradient_scale = channel.mesh.dp_size
 
-    # The three kinds of values.
+    # The two kinds of values.
 
     def activation(self, call: Call, leaf: Tensor) -> list[tuple[int, Tensor]]:
         """A forward or forward-pre hook on one tensor; what the model goes on with in the place of
         tensors of its site, by ``unpack_idx``.
         """
-        call.registration.check_movable(leaf)
-        if call.registration.edits:
-            return self._edit(call, leaf)
-        if call.records:
-            self._collect(call, leaf)
-        return []
+        ends = [begin("hook", call) for begin in self.observers] if self.observers else ()
+        try:
+            call.registration.check_movable(leaf)
+            if call.registration.edits:
+                return self._edit(call, leaf)
+            if call.records:
+                self._collect(call, leaf)
+            return []
+        finally:
+            for end in ends:
+                end()
 
     def summed(self, grad: Tensor) -> Tensor:
         """A gradient with its partial sums done. It goes on so on every rank, also on one whose
@@ -95,31 +106,26 @@ class HookCaller:
         return dtensor.without_partial(grad) if dtensor.is_dtensor(grad) else grad
 
     def gradient(self, call: Call, grad: Tensor) -> Tensor:
-        """A backward hook on one ``summed`` gradient. Its values are those of the mean loss, over
-        data-parallel ranks and micro-batches.
+        """A hook on one ``summed`` gradient. An activation's values are those of the mean loss,
+        over data-parallel ranks and micro-batches; a parameter's are averaged over dp, and the
+        average goes on.
         """
-        call.registration.check_movable(grad)
-        scale = self.gradient_scale
-        given = grad / scale if scale > 1 else grad
-        if not call.registration.edits:
-            self._collect(call, given)
+        ends = [begin("hook", call) for begin in self.observers] if self.observers else ()
+        try:
+            call.registration.check_movable(grad)
+            scale = self.gradient_scale
+            if call.registration.kind == "tensor":
+                grad, scale = self._mean_over_dp(call, grad), 1
+            given = grad / scale if scale > 1 else grad
+            if not call.registration.edits:
+                self._collect(call, given)
+                return grad
+            for _, edited in self._edit(call, given):  # one at most
+                return edited * scale if scale > 1 else edited
             return grad
-        edited = self._edit_one(call, given)
-        if edited is None:
-            return grad
-        return edited * scale if scale > 1 else edited
-
-    def parameter_gradient(self, call: Call, grad: Tensor) -> Tensor:
-        """A hook on a parameter's ``summed`` gradient: averaged over dp, in full; the average goes
-        on.
-        """
-        call.registration.check_movable(grad)
-        grad = self._mean_over_dp(call, grad)
-        if not call.registration.edits:
-            self._collect(call, grad)
-            return grad
-        edited = self._edit_one(call, grad)
-        return grad if edited is None else edited
+        finally:
+            for end in ends:
+                end()
 
     def _mean_over_dp(self, call: Call, grad: Tensor) -> Tensor:
         mesh = self._channel.mesh
@@ -187,10 +193,6 @@ class HookCaller:
                 placed = resolve.counted_as_proofs_do(layout, self._channel.mesh)
             self._tracking.note(one.call.evidence, edited, one.original, placed)
         return edited
-
-    def _edit_one(self, call: Call, leaf: Any) -> Tensor | None:
-        """As ``_edit``, of a hook that is about one tensor; None if that did not change."""
-        return next((edited for _, edited in self._edit(call, leaf)), None)
 
     def _parameters(self, call: Call, leaf: Tensor) -> dict[str, Tensor]:
         """The full parameters that the function named, as they are now."""

@@ -43,7 +43,7 @@ from flex_model.hooks.function import HookFunction
 from flex_model.hooks.graphs import Graphs, is_in_checkpoint
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.remembered_runs import RememberedRuns, backward_task
-from flex_model.hooks.save_context import SentToAll
+from flex_model.hooks.save_ctx import SentToAll
 from flex_model.hooks.step import Step
 from flex_model.hooks.table import EVERYTHING, Choice, HookTable, describe_choice
 from flex_model.hooks.tracking import Follow, Tracking
@@ -298,7 +298,8 @@ class HookCore:
             context_parallel.check_run()
         self.table.clear_records(new)
         run.covered |= new
-        self.table.dispatcher.in_run = True
+        # Observers see what Python runs, not what the dispatcher does by itself in a run.
+        self.table.dispatcher.in_run = not self.caller.observers
         if not self.channel.is_local:
             active, choice = self._active_digest, describe_choice(self.table.choices[0])
             self.channel.publish_run(active, choice, self._mode)
@@ -790,7 +791,7 @@ class HookCore:
                 evidence = Evidence(key=self.tracking.num_followed)
                 call = Call(registration, None, run, evidence=evidence)
                 with follow.paused():  # FSDP2 has its hooks run by a node of the model
-                    grad = self.caller.parameter_gradient(call, self.caller.summed(grad))
+                    grad = self.caller.gradient(call, self.caller.summed(grad))
             except Exception as error:
                 self.hook_failed(registration, error)
         return grad

@@ -22,7 +22,7 @@ from flex_model.distributed.plain import is_renamed, plain
 from flex_model.hooks.call_check import check_call, replicated_axes
 from flex_model.hooks.context import Call, seed_of_state
 from flex_model.hooks.hook_layouts import HookLayouts
-from flex_model.hooks.save_context import SentToAll
+from flex_model.hooks.save_ctx import SentToAll
 from flex_model.hooks.user_function import UserFunction
 from flex_model.integrations import dtensor
 from flex_model.layouts import replicas
@@ -30,6 +30,7 @@ from flex_model.records.records import Records
 
 _CHANGED, _REQUIRES_GRAD = 1, 2  # what rank 0 reports of an edit, in Header.microbatch
 
+Observer = Callable[[str, Call], Callable[[], None]]  # see `HookCaller`
 Parameters = dict[str, Tensor]  # full ones that the editing function named
 Edits = list[Tensor | None]  # what each tensor of an edit became; None: it was not changed
 
@@ -100,8 +101,10 @@ class EditPath(Protocol):
 class Functions:
     """Runs editing functions, in which the model may not be run. Local."""
 
-    def __init__(self, channel: Channel, function: UserFunction) -> None:
-        self._channel, self._function = channel, function
+    def __init__(
+        self, channel: Channel, function: UserFunction, observers: Sequence[Observer]
+    ) -> None:
+        self._channel, self._function, self._observers = channel, function, observers
 
     def run(self, inputs: Sequence[EditInput], parameters: Parameters) -> Edits:
         """Run the function of these inputs; what it made of each."""
@@ -109,9 +112,12 @@ class Functions:
         fulls = [one.full for one in inputs]
         versions = [full._version for full in fulls]
         with self._channel.in_edit(call.describe()):
+            ends = [begin("edit", call) for begin in self._observers] if self._observers else ()
             try:
                 return self._function.run(call, fulls, leaf, parameters)
             finally:
+                for end in ends:
+                    end()
                 for one, full, version in zip(inputs, fulls, versions):
                     one.call.registration.note_writes(full._version != version)
 

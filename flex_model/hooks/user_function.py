@@ -13,7 +13,7 @@ from flex_model.distributed import values
 from flex_model.errors import HookError
 from flex_model.hooks.context import Call, RandomState, seed_of_call, throw_away
 from flex_model.hooks.function import name_of
-from flex_model.hooks.save_context import begin_call, end_call
+from flex_model.hooks.save_ctx import begin_call, end_call
 from flex_model.integrations import dtensor
 
 if TYPE_CHECKING:

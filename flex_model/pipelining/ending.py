@@ -18,7 +18,7 @@ from flex_model.distributed.tensor_dicts import (
     gather_to_first,
 )
 from flex_model.errors import HookError, HookMismatchError, agreed, is_agreed, see
-from flex_model.hooks import save_context
+from flex_model.hooks import save_ctx
 from flex_model.hooks.context import renew_seed
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.step import Step
@@ -62,9 +62,8 @@ class StepEnd:
         core, mesh = self._core, self._core.mesh
         is_leader = mesh.place == 0
         has_last = any(stage.is_last for stage in self._stages)
-        read = save_context.end_step(core.save_ctx)
-        names = save_context.written(core.save_ctx, before) if is_leader else []
-        written, sent = save_context.told(core.save_ctx, names)
+        names, read = save_ctx.end_step(core.save_ctx, before)
+        written, sent = save_ctx.encoded(core.save_ctx, names if is_leader else [])
         outputs: list[Tensor] = []
         structure = None
         if call.return_on == "all" and has_last and not self._step.failure:
@@ -111,43 +110,46 @@ class StepEnd:
 
     def _check_contexts(self, told: list[dict[str, Any]]) -> None:
         """ValueError, on every rank, for attributes of save_ctx that can't be merged, or that
-        another stage would have seen in the unsplit model.
+        another stage read in the same step.
         """
-        grid = len(self._core.mesh.grid)
         writers: dict[str, list[int]] = {}
         for rank, of_rank in enumerate(told):
             attributes = of_rank["written"][0]
             for name in attributes:
                 writers.setdefault(name, []).append(rank)
             if rank or self._context_on_all:
-                save_context.check_sendable(rank, attributes, "rank 0")
-        twice = [f"save_ctx.{n} by the ranks {r}" for n, r in writers.items() if len(r) > 1]
+                save_ctx.check_sendable(rank, attributes, "rank 0")
+        twice = [
+            f"save_ctx.{name} by {' and '.join(map(self._describe, ranks))}"
+            for name, ranks in writers.items()
+            if len(ranks) > 1
+        ]
         if twice:
             raise agreed(
                 ValueError(
-                    f"several stages wrote one attribute: {'; '.join(twice)}; a pipeline's stages "
-                    "have no save_ctx in common while a step runs: give each hook an attribute of "
-                    "its own, and put them together after the step"
+                    f"several stages wrote one attribute: {'; '.join(twice)}; the stages of a "
+                    "pipeline do not share save_ctx during a step: give each hook an attribute of "
+                    "its own, and combine them after the step"
                 )
             )
-        read = [
+        crossing = [
             f"save_ctx.{name} is written on rank {writers[name][0]} and read on rank {rank}"
             for rank, of_rank in enumerate(told)
             for name in of_rank["read"]
-            if name in writers and writers[name][0] // grid != rank // grid
+            if name in writers and self._place(writers[name][0]) != self._place(rank)
         ]
-        if read:
+        if crossing:
             raise agreed(
                 ValueError(
-                    f"in one step {'; '.join(read)}, another stage: a pipeline's stages have no "
-                    "save_ctx in common while a step runs; write it in one step and read it in the "
-                    f"next, with save_ctx_on='all' ({see('what-another-stage-wrote')})"
+                    f"in one step {'; '.join(crossing)}: the stages of a pipeline do not share "
+                    "save_ctx during a step; write it in one step and read it in the next, with "
+                    f"save_ctx_on='all' ({see('what-another-stage-wrote')})"
                 )
             )
 
-    def _merge_contexts(self, written: list[save_context.Told], sent: list[Tensor]) -> None:
-        """What each stage wrote goes to rank 0's save_ctx, or to those of all ranks; the others
-        note that they don't have it.
+    def _merge_contexts(self, written: list[save_ctx.Encoded], sent: list[Tensor]) -> None:
+        """Bring what each stage wrote to rank 0's save_ctx, or to those of all ranks; from those
+        of the others an older value is removed.
         """
         if self._world.is_local or not any(attributes for attributes, _, _ in written):
             return
@@ -165,17 +167,25 @@ class StepEnd:
                 continue
             if rank in received:
                 on = device if self._context_on_all else None
-                save_context.take(context, of_rank, received[rank], on)
+                save_ctx.set_received(context, of_rank, received[rank], on)
             else:
-                save_context.note_elsewhere(context, of_rank[0], rank)
+                save_ctx.set_elsewhere(context, of_rank[0], rank)
 
     def _has(self, writer: int) -> bool:
         """Whether what that rank's functions wrote was written here too."""
         mesh = self._core.mesh
-        grid = len(mesh.grid)
         if not self._core.caller.edits_on_all:
             return mesh.rank == writer
-        return mesh.rank // grid == writer // grid
+        return self._place(mesh.rank) == self._place(writer)
+
+    def _place(self, rank: int) -> int:
+        """Which of the pipeline's places a rank is at."""
+        return rank // len(self._core.mesh.grid)
+
+    def _describe(self, rank: int) -> str:
+        place = self._place(rank)
+        stages = [str(i) for i, other in enumerate(self._directory.places) if other == place]
+        return f"stage {', '.join(stages)} (rank {rank})"
 
     def raise_failure(self, told: list[Any]) -> None:
         step = self._step

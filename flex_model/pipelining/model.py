@@ -18,7 +18,7 @@ from flex_model.distributed.mesh import Mesh, group_ranks
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.registration import HookHandle
-from flex_model.hooks.save_context import StageContext
+from flex_model.hooks.save_ctx import StageContext
 from flex_model.hooks.step import Step
 from flex_model.hooks.table import EVERYTHING, Choice
 from flex_model.hooks.tracking import Follow

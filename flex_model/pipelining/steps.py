@@ -17,7 +17,7 @@ from flex_model.distributed.channel import Channel
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.tensor_dicts import describe, exchange_json, from_rank
 from flex_model.errors import HookError, agreed
-from flex_model.hooks import save_context
+from flex_model.hooks import save_ctx
 from flex_model.hooks.context import RunContext
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.step import Step
@@ -205,7 +205,6 @@ class Pipeline:
                 registration.expected_shape = chunks.part_of_shape(
                     function.expected_shape, dim, plan.rows
                 )
-        before = save_context.snapshot(core.save_ctx)
         run = core.begin(call.choice)
         run.seed = plan.seed
         divisor = plan.number if schedule.scale_grads else 1
@@ -214,7 +213,7 @@ class Pipeline:
         self._cut(call.until)
         losses: list[Tensor] = []
         output = None
-        save_context.begin_step(core.save_ctx, plan.number > 1)
+        before = save_ctx.begin_step(core.save_ctx)
         try:
             output = self.runner.run(
                 plan.arg_chunks,

@@ -6,7 +6,6 @@ from torch import nn
 import models
 from advice.row import Row
 from flex_model import distributed as fm_dist
-from flex_model.distributed import memory
 from flex_model.distributed.header import OK, Header
 from flex_model.distributed.plain import plain
 
@@ -87,11 +86,6 @@ ROWS = [
         "keeps its values is not known; hook a module",
         lambda: plain(Odd(X)),
         lambda: plain(Odd(X).elem),
-    ),
-    Row(
-        "see flex_model.distributed.plain",
-        lambda: memory.span(X.as_subclass(Renamed)),
-        lambda: memory.span(plain(X.as_subclass(Renamed))),
     ),
     Row(
         "is out of range for a tensor of shape {}; pass a dim",

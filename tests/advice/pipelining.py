@@ -372,7 +372,7 @@ TWO_RANKS = [
         lambda: (sometimes("often"), sometimes("rare", batch_mode="full")),
     ),
     Row(
-        "give each hook an attribute of its own, and put them together",
+        "give each hook an attribute of its own, and combine them",
         lambda: written_twice("found", "found"),
         lambda: written_twice("first", "second"),
     ),

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 import models
 from flex_model import FlexModel, HookError, HookFunction, sequential
-from flex_model.hooks import save_context
+from flex_model.hooks import save_ctx as contexts
 from flex_model.pipelining import current_microbatch
 from pipelines import alone_group, make_mlp, make_schedule
 
@@ -42,13 +42,35 @@ def patch(name):
 
 
 def test_a_value_is_new_wherever_it_is_in_memory():
-    context = Namespace(kept=torch.zeros(3), items=[torch.zeros(3)])
-    before = save_context.snapshot(context)
-    assert save_context.written(context, before) == []
+    context = contexts.StageContext()
+    context.kept, context.items, context.odd = torch.zeros(3), [torch.zeros(3)], object()
+    assert contexts.end_step(context, contexts.begin_step(context)) == ([], [])
     for _ in range(20):  # one may be where the first was
+        before = contexts.begin_step(context)
         context.kept = torch.zeros(3)
         context.items = [torch.zeros(3)]
-        assert save_context.written(context, before) == ["kept", "items"]
+        context.odd = object()
+        assert contexts.end_step(context, before) == (["kept", "items", "odd"], [])
+    plain = Namespace(odd=[object()])
+    before = contexts.snapshot(plain)
+    for _ in range(20):
+        plain.odd[0] = object()
+        assert contexts.written(plain, before) == ["odd"]
+
+
+def test_values_of_another_type_are_new_and_equal_ones_are_not():
+    for value, other in ((1, True), (1, 1.0), ([1], (1,)), ({"a": 1}, Namespace(a=1)), (0.0, -0.0)):
+        context = Namespace(kept=[value])
+        before = contexts.snapshot(context)
+        context.kept[0] = other
+        assert contexts.written(context, before) == ["kept"]
+    key = torch.zeros(2)
+    context = Namespace(number=float("nan"), tensor=torch.tensor(float("nan")), keys={key: 1})
+    before = contexts.snapshot(context)
+    context.number, context.tensor = float("nan"), torch.tensor(float("nan"))
+    assert contexts.written(context, before) == []
+    context.keys = {torch.ones(2): 1}
+    assert contexts.written(context, before) == ["keys"]
 
 
 def test_what_is_changed_in_place_was_written():
@@ -62,12 +84,12 @@ def test_what_is_changed_in_place_was_written():
         "items": lambda: context.items[0].append(2),
         "of_names": lambda: context.of_names["a"].add(3),
     }.items():
-        before = save_context.snapshot(context)
+        before = contexts.snapshot(context)
         change()
-        assert save_context.written(context, before) == [name]
-        before = save_context.snapshot(context)
+        assert contexts.written(context, before) == [name]
+        before = contexts.snapshot(context)
         delattr(context, name)
-        assert save_context.written(context, before) == [name]
+        assert contexts.written(context, before) == [name]
 
 
 def test_what_torch_does_not_count_as_a_change_was_written_too():
@@ -87,10 +109,10 @@ def test_what_torch_does_not_count_as_a_change_was_written_too():
         **kept, **others, freed=freed, empty=torch.zeros(0), list=list(kept.values())
     )
     for name, tensor in kept.items():
-        before = save_context.snapshot(context)
-        found = [save_context.written(context, before)]
+        before = contexts.snapshot(context)
+        found = [contexts.written(context, before)]
         tensor.data[(0,) * tensor.dim()].fill_(1)
-        found.append(save_context.written(context, before))
+        found.append(contexts.written(context, before))
         assert found == [[], [name, "list"]]
 
 
@@ -98,10 +120,10 @@ def test_what_is_changed_in_place_in_inference_mode_was_written():
     with torch.inference_mode():
         context = Namespace(sums=torch.zeros(3), of_names={"a": torch.zeros(3).conj()})
         for name, tensor in (("sums", context.sums), ("of_names", context.of_names["a"])):
-            before = save_context.snapshot(context)
-            assert save_context.written(context, before) == []
+            before = contexts.snapshot(context)
+            assert contexts.written(context, before) == []
             tensor.add_(1)
-            assert save_context.written(context, before) == [name]
+            assert contexts.written(context, before) == [name]
 
 
 @pytest.mark.ranks(2)
@@ -289,7 +311,7 @@ def test_an_older_value_is_not_taken_for_the_new_one():
             if dist.get_rank() == 0 or save_ctx_on == "all":
                 assert flex.save_ctx.calls == 4 * steps
             else:
-                with pytest.raises(HookError, match=r"save_ctx.calls was written on rank 0"):
+                with pytest.raises(AttributeError, match=r"save_ctx.calls was written on rank 0"):
                     flex.save_ctx.calls  # noqa: B018
         flex.restore()
 
@@ -362,14 +384,6 @@ def test_a_value_of_another_microbatch_is_not_taken_for_this_ones(kind):
     flex.restore()
 
 
-def keep_in_dict(save_ctx, full):
-    save_ctx.kept["last"] = full
-
-
-def keep_in_slot(save_ctx, full):
-    save_ctx.kept["slots"][0] = full
-
-
 def append(save_ctx, full):
     save_ctx.kept["stack"].append(full)
 
@@ -379,27 +393,24 @@ def keep_by_microbatch(save_ctx, full):
     save_ctx.kept["calls"] += 1
 
 
-CASES = {  # what a forward keeps, what its backward takes, and whether that is the same one
-    "dict": (keep_in_dict, lambda kept: kept["last"], False),
-    "slot": (keep_in_slot, lambda kept: kept["slots"][0], False),
-    "last of a list": (append, lambda kept: kept["stack"].pop(), False),
-    "first of a list": (append, lambda kept: kept["stack"].pop(0), True),
-    "popped": (keep_by_microbatch, lambda kept: kept["of"].pop(current_microbatch()), True),
-    "read": (keep_by_microbatch, lambda kept: kept["of"][current_microbatch()], True),
+CASES = {  # what a forward keeps, and what its backward takes
+    "first of a list": (append, lambda kept: kept["stack"].pop(0)),
+    "popped": (keep_by_microbatch, lambda kept: kept["of"].pop(current_microbatch())),
+    "read": (keep_by_microbatch, lambda kept: kept["of"][current_microbatch()]),
 }
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", [ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B])
 @pytest.mark.parametrize("case", CASES)
-def test_nor_is_one_inside_a_container(kind, case):
-    keep, take, is_right = CASES[case]
+def test_so_is_one_inside_a_container(kind, case):
+    keep, take = CASES[case]
 
     def script(flex):
         def use(module, grad, save_ctx, modules):
             return grad * take(save_ctx.kept).flip(-1)
 
-        flex.save_ctx.kept = {"slots": [None], "stack": [], "of": {}, "calls": 0}
+        flex.save_ctx.kept = {"stack": [], "of": {}, "calls": 0}
         for edit, register in (
             (lambda m, full, c, mods: keep(c, full.detach()), flex.register_forward_hook),
             (use, flex.register_full_backward_pre_hook),
@@ -415,17 +426,40 @@ def test_nor_is_one_inside_a_container(kind, case):
     alone.restore()
     flex = FlexModel(make_schedule(kind, make_mlp(), loss_fn=MSE))
     script(flex)
-    if is_right:
-        for steps in (1, 2):
-            flex(x, target=y)
-            found = flex.get_module_gradient("emb.weight")
-            assert_close(found, steps * expected, rtol=1e-5, atol=1e-6)
-    else:
-        with pytest.raises(
-            HookError, match=r"save_ctx.kept was written for micro-batch \d and read"
-        ):
-            flex(x, target=y)
+    for steps in (1, 2):
+        flex(x, target=y)
+        found = flex.get_module_gradient("emb.weight")
+        assert_close(found, steps * expected, rtol=1e-5, atol=1e-6)
     flex.restore()
+
+
+@pytest.mark.ranks(2)
+def test_an_old_value_of_what_another_stage_writes_in_the_step_is_an_error():
+    def read(module, full, save_ctx, modules):
+        return full + save_ctx.found
+
+    def write(module, full, save_ctx, modules):
+        save_ctx.found = float(full.mean())
+
+    x, _ = batch()
+    for reads, writes in (("layers.0", "layers.7"), ("layers.7", "layers.0")):
+        with FlexModel(make_schedule(ScheduleGPipe, make_mlp()), save_ctx_on="all") as flex:
+            flex.save_ctx.found = 0.5
+            flex.register_forward_hook(HookFunction(reads, editing_function=read))
+            flex.register_forward_hook(HookFunction(writes, editing_function=write))
+            match = r"in one step save_ctx.found is written on rank \d and read on rank \d: the st"
+            with torch.no_grad(), pytest.raises(ValueError, match=match):
+                flex(x)
+
+
+@pytest.mark.ranks(2)
+def test_a_plain_read_of_what_is_missing_names_it_on_every_rank():
+    x, y = batch()
+    with FlexModel(make_schedule(ScheduleGPipe, make_mlp(), loss_fn=MSE)) as flex:
+        flex.register_forward_hook(HookFunction("layers.0", editing_function=capture("first")))
+        flex.register_forward_hook(HookFunction("layers.7", editing_function=patch("first")))
+        with pytest.raises(HookError, match=r"rank 1: .*save_ctx.first is not set on this rank of"):
+            flex(x, target=y)
 
 
 @pytest.mark.ranks(4)

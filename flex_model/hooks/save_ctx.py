@@ -1,0 +1,285 @@
+"""``save_ctx`` across ranks: what editing functions wrote on one rank is sent to others when a run,
+or a step of a pipeline, ends.
+
+With ``edit_on="all"`` the ranks of a stage write the same, and nothing is sent. ``save_ctx_on``
+chooses the receivers of what only rank 0 wrote, or only one stage of a pipeline.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flex_model.distributed import values
+from flex_model.distributed.channel import Channel
+from flex_model.distributed.serialization import PLAIN, decode, encode
+from flex_model.distributed.tensor_dicts import Description, describe, exchange_json, from_rank
+from flex_model.errors import HookError, agreed, see
+from flex_model.hooks.step import current_microbatch
+
+#: Attributes of one rank: as JSON can hold them, the tensors in them, and which of those are on a
+#: GPU.
+Encoded = tuple[dict[str, Any], list[Description], list[bool]]
+
+_DELETED = {"deleted": True}  # in the place of a value
+
+
+# ---- Which attributes were written ---------------------------------------------------------------
+
+
+def snapshot(context: Namespace) -> dict[str, Any]:
+    """The state of each attribute, for ``written``."""
+    return {name: _state(value) for name, value in vars(context).items()}
+
+
+def written(context: Namespace, before: dict[str, Any]) -> list[str]:
+    """Attributes that were added, deleted or changed since the snapshot, also in place; of a
+    pipeline's step, those that were set to the same value, too.
+    """
+    assigned = (context._flex_set or ()) if isinstance(context, StageContext) else ()
+    after = snapshot(context)
+    changed = [n for n in after if n in assigned or n not in before or before[n] != after[n]]
+    return changed + [name for name in before if name not in after]
+
+
+def _state(value: Any) -> Any:
+    """Equal for equal values. An object that cannot be compared is equal to itself alone: its id
+    comes first, and the object after it keeps the id from being used again.
+    """
+    if isinstance(value, Tensor):
+        if _is_hashed(value):
+            once = [slice(None) if stride else slice(1) for stride in value.stride()]
+            content = values.fingerprint(value.detach()[tuple(once)]).tolist()
+            return value.dtype, value.shape, value.device, content
+        return id(value), value, None if value.is_inference() else value._version
+    if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+        return value.dtype, value.shape, value.tobytes()
+    if isinstance(value, Namespace):
+        return Namespace, _state(vars(value))
+    if isinstance(value, dict):
+        return type(value), [(_state(key), _state(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple, set)):
+        return type(value), [_state(item) for item in value]
+    return repr(value) if isinstance(value, PLAIN) else (id(value), value)
+
+
+def _is_hashed(tensor: Tensor) -> bool:
+    """Whether changes show in a hash, also those by ``.data`` and numpy. To hash a tensor of a GPU
+    would wait for it: there the tensor's version shows them, if it has one.
+    """
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout == torch.strided
+        and not (tensor.is_meta or tensor.is_quantized)
+        and not (tensor.is_cuda and not tensor.is_inference())
+        and (tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0)
+    )
+
+
+# ---- Sending them --------------------------------------------------------------------------------
+
+
+def encoded(context: Namespace, names: Sequence[str]) -> tuple[Encoded, list[Tensor]]:
+    """These attributes for other ranks, and their tensors on the CPU. Local."""
+    tensors: list[Tensor] = []
+    attributes: dict[str, Any] = {}
+    for name in names:
+        if name not in vars(context):
+            attributes[name] = _DELETED
+            continue
+        try:
+            attributes[name] = encode(vars(context)[name], tensors)
+        except TypeError as error:
+            attributes[name] = {"unknown": str(error)}
+    is_on_gpu = [tensor.device.type != "cpu" for tensor in tensors]
+    return (attributes, describe(tensors), is_on_gpu), [tensor.cpu() for tensor in tensors]
+
+
+def check_sendable(rank: int, attributes: dict[str, Any], to: str) -> None:
+    """ValueError, on every rank, for attributes that can't be sent."""
+    for name, value in attributes.items():
+        if isinstance(value, dict) and "unknown" in value:
+            raise agreed(
+                ValueError(
+                    f"save_ctx.{name} is {value['unknown']} on rank {rank}, and can't be sent to "
+                    f"{to}; keep tensors, numbers, text, and lists and dicts of them"
+                )
+            )
+
+
+def set_received(
+    context: Namespace,
+    received: Encoded,
+    tensors: Sequence[Tensor],
+    device: torch.device | None = None,
+) -> None:
+    """Set, or delete, what another rank wrote; with ``device``, what was on a GPU goes to it."""
+    attributes, _, is_on_gpu = received
+    if device is not None:
+        tensors = [t.to(device) if on_gpu else t for t, on_gpu in zip(tensors, is_on_gpu)]
+    for name, value in attributes.items():
+        if value == _DELETED:
+            vars(context).pop(name, None)
+        else:
+            setattr(context, name, decode(value, list(tensors)))
+
+
+class SentToAll:
+    """The ``save_ctx`` of functions that only rank 0 runs, sent to the others when a run, or the
+    backward of one, ends.
+    """
+
+    def __init__(self, channel: Channel, device: torch.device) -> None:
+        self._channel, self._device = channel, device
+        # By the id of a context, which stays alive with it.
+        self._before: dict[int, tuple[Namespace, dict[str, Any]]] = {}
+
+    def note(self, context: Namespace) -> None:
+        """Keep its state from before the first function that is called with it. Local."""
+        if id(context) not in self._before:
+            self._before[id(context)] = context, snapshot(context)
+
+    def send(self, context: Namespace) -> None:
+        """Send what was written since to all ranks. Collective.
+
+        Raises:
+            ValueError: something that can't be sent; on every rank.
+        """
+        before = self._before.pop(id(context), None)
+        names = [] if before is None else written(context, before[1])
+        local, tensors = encoded(context, names)
+        of_first = exchange_json(self._channel, local, "save_ctx at the end of a run")[0]
+        check_sendable(self._channel.mesh.rank_at(0), of_first[0], "the others")
+        received = from_rank(self._channel, 0, tensors, of_first[1])
+        if self._channel.mesh.place > 0:
+            set_received(context, of_first, received, self._device)
+
+    def forget(self) -> None:
+        """Drop the states: the run failed, and what it wrote stays where it is. Local."""
+        self._before.clear()
+
+
+# ---- Pipelines -----------------------------------------------------------------------------------
+
+
+class StageContext(Namespace):
+    """The ``save_ctx`` of one rank of a pipeline. During a step it has what was there when the step
+    began, and what the rank's own stages write, one micro-batch after the other.
+
+    Where that is another value than the unsplit model's, reading an attribute is an error:
+
+    - what another rank wrote in an earlier step, and was not sent here: HookError, which
+      ``hasattr`` or a default do not hide;
+    - what another rank writes in the same step, which is missing or old here: ``end_step`` returns
+      what was read, for an error on every rank;
+    - what another hook wrote for another micro-batch: ``end_call`` raises, unless the function has
+      then written it itself, such as a sum over micro-batches.
+
+    What is inside of containers is not watched.
+    """
+
+    __slots__ = ("_flex_call", "_flex_elsewhere", "_flex_other", "_flex_read", "_flex_set")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._flex_elsewhere: dict[str, int] = {}  # by attribute: the rank that has it
+        self._flex_read: set[str] = set()  # in the step, or in the last one, before it was set
+        # By attribute that was set in the step: the call that set it; None between steps.
+        self._flex_set: dict[str, Any] | None = None
+        self._flex_call: tuple[int, int | None] | None = None  # the hook, and the micro-batch
+        self._flex_other: dict[str, int | None] = {}  # read in the call: of which micro-batch it is
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith(("__", "_flex_")) and self._flex_set is not None:
+            call = self._flex_call
+            if name not in self._flex_set:
+                self._flex_read.add(name)
+            by = self._flex_set.get(name)
+            if by is not None and call is not None and by[0] != call[0] and by[1] != call[1]:
+                self._flex_other[name] = by[1]
+        return super().__getattribute__(name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(("__", "_flex_")):
+            raise AttributeError(name)
+        rank = self._flex_elsewhere.get(name)
+        if rank is not None:
+            raise (AttributeError if self._flex_set is None else HookError)(
+                f"save_ctx.{name} was written on rank {rank} of the pipeline and sent to rank 0 "
+                "only; make the model with FlexModel(schedule, save_ctx_on='all') to have it on "
+                f"every rank ({see('what-another-stage-wrote')})"
+            )
+        raise AttributeError(
+            f"save_ctx.{name} is not set on this rank of the pipeline; a stage sees what was there "
+            "before the step and what it writes itself. What another stage writes in one step, "
+            f"read in the next, with save_ctx_on='all' ({see('what-another-stage-wrote')})"
+        )
+
+    def __contains__(self, name: str) -> bool:
+        return hasattr(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_flex_"):
+            self._flex_elsewhere.pop(name, None)
+            self._flex_other.pop(name, None)
+            if self._flex_set is not None:
+                self._flex_set[name] = self._flex_call
+        super().__setattr__(name, value)
+
+
+# Functions, for a context's attributes are the user's.
+
+
+def begin_step(context: Namespace) -> dict[str, Any]:
+    """Begin to note what is read and written; the snapshot for ``end_step``."""
+    assert isinstance(context, StageContext)
+    context._flex_set, context._flex_call = {}, None
+    context._flex_read.clear()
+    return snapshot(context)
+
+
+def end_step(context: Namespace, before: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Attributes that were written in the step, and those that were read before."""
+    assert isinstance(context, StageContext)
+    names = written(context, before)
+    context._flex_set = context._flex_call = None
+    return names, sorted(context._flex_read)
+
+
+def begin_call(context: Namespace, hook: int) -> None:
+    """The editing function of a hook is called, for the micro-batch that is computed now."""
+    if isinstance(context, StageContext):
+        context._flex_call = hook, current_microbatch()
+        context._flex_other.clear()
+
+
+def end_call(context: Namespace) -> None:
+    """HookError where the function read what another hook wrote for another micro-batch, and did
+    not write it itself.
+    """
+    if not isinstance(context, StageContext) or context._flex_call is None:
+        return
+    (_, microbatch), context._flex_call = context._flex_call, None
+    for name, other in context._flex_other.items():
+        now = "the whole batch" if microbatch is None else f"micro-batch {microbatch}"
+        raise HookError(
+            f"save_ctx.{name} was written for micro-batch {other} and read for {now}: the "
+            "micro-batches of a step share save_ctx; keep a value for each, as "
+            f"save_ctx.{name}[current_microbatch()] in a dict made before the step, or use "
+            f"batch_mode='full' ({see('what-another-stage-wrote')})"
+        )
+
+
+def set_elsewhere(context: Namespace, attributes: dict[str, Any], rank: int) -> None:
+    """Remove what that rank wrote, or deleted, and that is not sent here: an older value must not
+    be taken for it.
+    """
+    assert isinstance(context, StageContext)
+    for name, value in attributes.items():
+        vars(context).pop(name, None)
+        if value != _DELETED:
+            context._flex_elsewhere[name] = rank
