@@ -26,10 +26,6 @@ class Odd(torch.Tensor):
         raise NotImplementedError
 
 
-class Renamed(torch.Tensor):
-    """A plain tensor by another name."""
-
-
 def state():
     return fm_dist.initialize_distributed_state(nn.Identity(), 1, 1, 1)
 
