@@ -52,12 +52,12 @@ PROGRAMS = """
 Random programs that are right on shards by construction are compared with the unsharded model
 (`make fuzz`, with `FUZZ="--json tests/fuzz/results.json"` to add to these counts). Each has up to
 three hooks. *Refused if followed*: the share of errors among the hooks of programs that can be
-followed. These have no numpy, no numbers read from tensors, no operation without a rule, no sum over
-groups that are not an axis of the mesh, and no message from one rank to another. *Without numbers*:
-the same share without the hooks that are refused for a plain number that may be a rank's own, such
-as `view(rows, length, -1, 2)` with one head per rank, which only a statement can determine; over the
-runs that counted them. `bare`: layers that state nothing. Every program that was ever wrong is fixed,
-and stays as a program that the tests run (tests/fuzz).
+followed. These have no numpy, no numbers read from tensors, no operation without a rule, no sum
+over groups that are not an axis of the mesh, and no message from one rank to another. *Without
+numbers*: the same share without the hooks that are refused for a plain number that may be a rank's
+own, such as `view(rows, length, -1, 2)` with one head per rank, which only a statement can
+determine; over the runs that counted them. `bare`: layers that state nothing. Every program that
+was ever wrong is fixed, and stays as a program that the tests run (tests/fuzz).
 """
 AMBIGUOUS = "followed ambiguous"
 COUNTS = ("programs", "right", "refused", "wrong", "crash", "hang", "invalid")
