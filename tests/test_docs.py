@@ -113,7 +113,8 @@ def test_the_first_script(tmp_path):
 
 # ---- Links ---------------------------------------------------------------------------------------
 
-LINKED = [*PAGES, *(ROOT / name for name in ("CHANGELOG.md", "benchmarks/results/README.md"))]
+OTHERS = ("CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/results/README.md")
+LINKED = [*PAGES, *(ROOT / name for name in OTHERS)]
 
 
 def without_code(text: str) -> str:

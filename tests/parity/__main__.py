@@ -29,34 +29,35 @@ INTRODUCTION = """\
 
 Written by `make parity` on {date}; Python {python}, {versions}; CPU, gloo.
 
-Each row is a model that a framework has sharded over so many ranks. Each column is a kind of hook.
-A cell counts hooks that were **right**, in four numbers: *read* (every module, or parameter, that
-has a float tensor), *elementwise* edit, *mixing* edit (a dense product along every dim, so along
-the sharded one too), *in-place* edit (the last index of every dim, which lives on the last rank).
-Right means: what the hook saw, the model's output after it and all parameter gradients equal those
-of the unsharded model with the same weights under torch's own hooks, in the same run, within
-1e-9 (float64) or 2e-5 (float32, or models that compute parts in it) of the largest value.
-No layout was stated, and no hook was given an `expected_shape`; `batch_dim` is stated where the
+Each row is a model that a framework has sharded over the given number of ranks. Each column is a
+kind of hook. A cell counts the hooks that were **right**, in four numbers: *read* (every module, or
+parameter, that has a float tensor), *elementwise* edit, *mixing* edit (a dense product along every
+dim, including the sharded one), *in-place* edit (the last index of every dim, which is on the last
+rank). A hook is right if the tensor that it received, the model's output after it and all parameter
+gradients equal those of the unsharded model with the same weights under torch's own hooks, in the
+same run, within 1e-9 (float64) or 2e-5 (float32, or models that compute parts in it) of the largest
+value. No layout was stated, and no hook had an `expected_shape`; `batch_dim` is stated where the
 activations have positions first, or all rows share an input that is as long as a rank's batch.
 Under `inference_mode` there are no gradients.
-Pipelines run their hooks with the whole batch, or in micro-batches: there the edits that mix rows
-are not made.
+Pipelines run their hooks with the whole batch, or in micro-batches; edits that mix rows are not
+run in micro-batches.
 
-`+2e`: two more are a clear error on every rank, listed below. `WRONG` would be a silent wrong
-number: there must be none, and the tests fail if there is one.
+`+2e`: two more hooks gave a clear error on every rank, listed below. `WRONG` would be a silent
+wrong number: there must be none, and the tests fail if there is one.
 """
 
 PROGRAMS = """
 ## Random programs
 
-Programs that are right on shards by construction, against the unsharded model (`make fuzz`, with
-`FUZZ="--json tests/fuzz/results.json"` to add to these counts). Each has up to three hooks. *Of
-these refused*: the share of errors among the hooks of programs that can be followed, which have no
-numpy, no numbers read from tensors, no operation without a rule, no sum over groups that are no
-axis of the mesh and no message from one rank to another. *But for numbers*: without those that are
-refused for a plain number that may be a rank's own, such as `view(rows, length, -1, 2)` with one
-head a rank, which only a statement tells; of the runs that counted them. `bare`: layers that state
-nothing. What was ever wrong is mended, and stays as a program that the tests run (tests/fuzz).
+Random programs that are right on shards by construction are compared with the unsharded model
+(`make fuzz`, with `FUZZ="--json tests/fuzz/results.json"` to add to these counts). Each has up to
+three hooks. *Refused if followed*: the share of errors among the hooks of programs that can be
+followed. These have no numpy, no numbers read from tensors, no operation without a rule, no sum
+over groups that are not an axis of the mesh, and no message from one rank to another. *Without
+numbers*: the same share without the hooks that are refused for a plain number that may be a rank's
+own, such as `view(rows, length, -1, 2)` with one head per rank, which only a statement can
+determine; over the runs that counted them. `bare`: layers that state nothing. Every program that
+was ever wrong is fixed, and stays as a program that the tests run (tests/fuzz).
 """
 AMBIGUOUS = "followed ambiguous"
 COUNTS = ("programs", "right", "refused", "wrong", "crash", "hang", "invalid")
@@ -115,18 +116,18 @@ def random_programs():
     """What `python tests/fuzz --json tests/fuzz/results.json` has counted, by mode and ranks."""
     path = HERE.parent / "fuzz" / "results.json"
     runs = json.loads(path.read_text()) if path.exists() else []
-    columns = ("mode", "ranks", *COUNTS, "of these refused", "but for numbers", "seeds")
+    columns = ("mode", "ranks", *COUNTS, "refused if followed", "without numbers", "seeds")
     lines = [PROGRAMS, f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     total, of_all = Counter(), Counter()
     for mode, ranks in sorted({(run["mode"], run["ranks"]) for run in runs}):
-        mine = [run for run in runs if (run["mode"], run["ranks"]) == (mode, ranks)]
-        count = sum((Counter(run["counts"]) for run in mine), Counter())
-        counted = [run["counts"] for run in mine if AMBIGUOUS in run["counts"]]
-        told = sum(map(Counter, counted), Counter())
-        total, of_all = total + count, of_all + told
-        seeds = ", ".join(f"{run['first']}-{run['last']} ({run['commit']})" for run in mine)
+        selected = [run for run in runs if (run["mode"], run["ranks"]) == (mode, ranks)]
+        count = sum((Counter(run["counts"]) for run in selected), Counter())
+        counted = [run["counts"] for run in selected if AMBIGUOUS in run["counts"]]
+        with_numbers = sum(map(Counter, counted), Counter())
+        total, of_all = total + count, of_all + with_numbers
+        seeds = ", ".join(f"{run['first']}-{run['last']} ({run['commit']})" for run in selected)
         numbers = " | ".join(str(count[name]) for name in COUNTS)
-        shares = f"{refused(count)} | {refused(told, told[AMBIGUOUS])}"
+        shares = f"{refused(count)} | {refused(with_numbers, with_numbers[AMBIGUOUS])}"
         lines.append(f"| {mode} | {ranks} | {numbers} | {shares} | {seeds} |")
     numbers = " | ".join(str(total[name]) for name in COUNTS)
     shares = f"{refused(total)} | {refused(of_all, of_all[AMBIGUOUS])}"
