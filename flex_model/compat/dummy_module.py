@@ -8,7 +8,7 @@ from torch import nn
 
 
 class DummyModule(nn.Module):
-    """Identity: returns what it is given. Put it where you want to hook.
+    """A module that returns its input. Put it where you want to hook.
 
     Example::
 

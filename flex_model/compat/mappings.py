@@ -45,7 +45,7 @@ def all_gather_tensor_parallel(tensor: Tensor, dim: int, fmps: ParallelState) ->
         ValueError: the ranks' tensors differ in size along other dims too; on every rank.
         HookMismatchError: the ranks differ in dtype, number of dims, ``dim`` or in what they call;
             on every rank.
-        HookError: a rank did not come in time; the message names it.
+        HookError: a rank did not call it within the timeout; the message names it.
     """
     return _all_gather(tensor, dim, fmps, "tp", "all_gather_tensor_parallel")
 
@@ -83,8 +83,8 @@ def broadcast_tensor_parallel(tensor: Tensor, fmps: ParallelState) -> Tensor:
 
     As in 0.1.0 the values are written into ``tensor``, which is returned; only where autograd
     records it, on any rank, a new tensor is returned and ``tensor`` stays. Then the first rank gets
-    the gradient of what it gave, and the others zero: all ranks use the values alike, so each has
-    the whole gradient.
+    the gradient, and the others zero: all ranks use the values alike, so each has the whole
+    gradient.
 
     Shapes:
         tensor: the same shape and dtype on every rank.
@@ -94,7 +94,7 @@ def broadcast_tensor_parallel(tensor: Tensor, fmps: ParallelState) -> Tensor:
     Raises:
         TypeError: not a dense tensor, no state.
         HookMismatchError: the ranks differ in shape or dtype, or in what they call; on every rank.
-        HookError: a rank did not come in time; the message names it.
+        HookError: a rank did not call it within the timeout; the message names it.
     """
     return _broadcast(tensor, fmps, "tp", "broadcast_tensor_parallel")
 
@@ -114,8 +114,8 @@ def _all_gather(tensor: Tensor, dim: int, fmps: ParallelState, axis: str, name: 
     channel = fmps.channel(axis)
     if channel.is_local:
         return tensor.clone()
-    agree = header_exchange(fmps, axis, f"{name} along dim {dim}")
-    shapes = [header.shape for header in agree(tensor)]
+    exchange_headers = header_exchange(fmps, axis, f"{name} along dim {dim}")
+    shapes = [header.shape for header in exchange_headers(tensor)]
     try:
         move = gather.Move.of(channel, _split_along(axis, dim), shapes, tensor.dtype)
     except ValueError as error:
@@ -123,7 +123,7 @@ def _all_gather(tensor: Tensor, dim: int, fmps: ParallelState, axis: str, name: 
             ValueError(f"{name} along dim {dim}: {error}; only that dim may differ")
         ) from None
     fmps.remember_sizes(axis, dim, [shape[dim] for shape in shapes])
-    return gather.gather(tensor, gather.Trip(move, agree))
+    return gather.gather(tensor, gather.Trip(move, exchange_headers))
 
 
 def _scatter(tensor: Tensor, dim: int, fmps: ParallelState, axis: str, name: str) -> Tensor:
@@ -138,8 +138,8 @@ def _scatter(tensor: Tensor, dim: int, fmps: ParallelState, axis: str, name: str
     shapes = [(*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]) for size in sizes]
     channel = fmps.channel(axis)
     move = gather.Move.of(channel, _split_along(axis, dim), shapes, tensor.dtype)
-    agree = header_exchange(fmps, axis, f"backward of {name} along dim {dim}")
-    return gather.scatter(tensor, gather.Trip(move, agree))
+    exchange_headers = header_exchange(fmps, axis, f"backward of {name} along dim {dim}")
+    return gather.scatter(tensor, gather.Trip(move, exchange_headers))
 
 
 def _broadcast(tensor: Tensor, fmps: ParallelState, axis: str, name: str) -> Tensor:
@@ -170,15 +170,15 @@ def _broadcast(tensor: Tensor, fmps: ParallelState, axis: str, name: str) -> Ten
 
 class _Broadcast(Function):
     @staticmethod
-    def forward(ctx, tensor, channel, axis, agree):
-        ctx.channel, ctx.axis, ctx.agree = channel, axis, agree
+    def forward(ctx, tensor, channel, axis, exchange_headers):
+        ctx.channel, ctx.axis, ctx.exchange_headers = channel, axis, exchange_headers
         received = channel.broadcast(tensor, tensor)
         return received.clone() if channel.mesh.rank == 0 else received
 
     @staticmethod
     def backward(ctx, grad):
         if ctx.axis == "dp":
-            ctx.agree(grad)
+            ctx.exchange_headers(grad)
             grad = ctx.channel.all_reduce_sum(("dp",), grad)
         return (grad if ctx.channel.mesh.rank == 0 else torch.zeros_like(grad)), None, None, None
 
@@ -193,14 +193,14 @@ def header_exchange(fmps: ParallelState, axis: str, what: str) -> Callable[..., 
     A graph that holds it keeps ``fmps`` alive, and so its connections.
     """
 
-    def agree(tensor: Tensor, flags: int = 0) -> list[Header]:
+    def exchange_headers(tensor: Tensor, flags: int = 0) -> list[Header]:
         shape = tuple(tensor.shape)
         header = Header(
             "forward", site=site_hash(what), dtype=tensor.dtype, shape=shape, flags=flags
         )
         return fmps.channel(axis).agree(header, f"{what} of a tensor of shape {shape}")
 
-    return agree
+    return exchange_headers
 
 
 def check_tensor(tensor: object, name: str) -> None:

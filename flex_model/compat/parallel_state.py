@@ -30,7 +30,7 @@ class ParallelState:
     by their global number.
     All getters are local, but for the four that return a process group: these make it when first
     asked, with all its members. The connections that the functions of ``flex_model.distributed``
-    use are other ones, of our own; they are made when first used and given back with the state.
+    use are private; they are made when first used and freed with the state.
 
     Args:
         mesh: The ranks and the sizes of the axes.
@@ -66,9 +66,7 @@ class ParallelState:
         """This process's global rank."""
         return self.mesh.ranks[self.mesh.rank]
 
-    def get_subset_world_size(self) -> int:
-        """How many ranks this state has."""
-        return self.mesh.num_ranks
+    get_subset_world_size = get_local_world_size
 
     def get_subset_process_group(self) -> dist.ProcessGroup | None:
         """The group of all ranks of this state. See ``get_tensor_parallel_group``."""
@@ -152,7 +150,7 @@ class ParallelState:
         return self._channels[axis]
 
     def remember_sizes(self, axis: str, dim: int, sizes: list[int]) -> None:
-        """Keep how much each rank gave to a gather, for the scatter that undoes it."""
+        """Keep the ranks' sizes of a gather, for the scatter that undoes it."""
         key = (axis, dim, sum(sizes))
         if sizes == chunk_sizes(sum(sizes), len(sizes)):
             self._sizes.pop(key, None)
@@ -165,7 +163,7 @@ class ParallelState:
 
 
 def check_state(fmps: object, name: str) -> None:
-    """TypeError for what is no state, on a function's behalf."""
+    """Raise a TypeError that names the function if ``fmps`` is not a state."""
     if not isinstance(fmps, ParallelState):
         raise TypeError(
             f"{name}: fmps must be a ParallelState, got {type(fmps).__name__}; "
@@ -249,21 +247,20 @@ def _torch_group(ranks: tuple[int, ...], timeout_s: float) -> dist.ProcessGroup:
 def _new_torch_group(ranks: tuple[int, ...], timeout_s: float) -> dist.ProcessGroup:
     """``new_group`` among the members alone: other ranks may belong to another model, or to none.
 
-    torch makes the name of such a group of its ranks and of how many groups this process has, and
-    ranks that come with different names wait for each other for ever. So the members tell each
-    other how many they have, and those who are behind make up for it with groups of their own
-    alone, for the moment.
+    torch derives the name of such a group from its ranks and from the number of groups that this
+    process has, and ranks that use different names never meet. So the members exchange their
+    numbers, and those with fewer groups make temporary ones of themselves alone.
     Source: https://github.com/pytorch/pytorch/pull/189073.
     """
-    mine = len(dist.distributed_c10d._world.pg_names)
+    num_groups = len(dist.distributed_c10d._world.pg_names)
     channel = Channel(Mesh(ranks, ranks.index(dist.get_rank()), tp_size=len(ranks)), timeout_s)
     try:
-        most = int(channel.exchange(torch.tensor([mine])).max())
+        most = int(channel.exchange(torch.tensor([num_groups])).max())
     finally:
         channel.close()
     alone = [
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        for _ in range(most - mine)
+        for _ in range(most - num_groups)
     ]
     group = dist.new_group(list(ranks), use_local_synchronization=True)
     for other in alone:

@@ -11,6 +11,7 @@ from torch import Tensor
 from flex_model.compat.mappings import check_tensor
 from flex_model.compat.parallel_state import ParallelState, check_state
 from flex_model.distributed.tensor_dicts import describe, exchange_json, gather_to_first
+from flex_model.distributed.transports.buffer_layout import as_bytes
 from flex_model.errors import HookError, agreed
 from flex_model.records.records import owned_copy
 
@@ -94,20 +95,15 @@ def _point_to_point(
     receive: list[tuple[Tensor, int]],
     send: list[tuple[Tensor, int]],
 ) -> None:
-    """As bytes, which every backend can send, whatever the dtype."""
+    """Send and receive bytes, which every backend can move, whatever the dtype."""
     operations, buffers = [], []
     for tensor, stage in receive:
         buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=_carrier(group, tensor))
         buffers.append((buffer, tensor))
-        data = buffer.reshape(-1).view(torch.uint8)
-        operations.append(dist.P2POp(dist.irecv, data, group=group, group_peer=stage))
+        operations.append(dist.P2POp(dist.irecv, as_bytes(buffer), group=group, group_peer=stage))
     for tensor, stage in send:
-        data = tensor.detach().resolve_conj().resolve_neg().to(_carrier(group, tensor)).contiguous()
-        operations.append(
-            dist.P2POp(
-                dist.isend, data.reshape(-1).view(torch.uint8), group=group, group_peer=stage
-            )
-        )
+        data = as_bytes(tensor.detach().to(_carrier(group, tensor)))
+        operations.append(dist.P2POp(dist.isend, data, group=group, group_peer=stage))
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
     for buffer, tensor in buffers:
@@ -140,8 +136,7 @@ def gather_pipeline_parallel_tensor_dicts(
 
     Returns:
         On stage 0 the tensors of all stages, in the order of the stages: copies, on the CPU.
-            Elsewhere ``{}``. Each
-        (tp, dp) place has its own pipeline, and so its own stage 0.
+            Elsewhere ``{}``. Each (tp, dp) place has its own pipeline, and so its own stage 0.
 
     Collective over the stages of the pipeline. Names, dtypes and shapes travel as JSON; nothing is
     unpickled.
@@ -149,8 +144,8 @@ def gather_pipeline_parallel_tensor_dicts(
     Raises:
         TypeError: no state.
         ValueError: two stages have a tensor of the same name; on every rank, naming both.
-        HookError: a stage gave something else than a dict of tensors (its own cause is a
-            TypeError), or did not come in time.
+        HookError: a stage passed something else than a dict of tensors (its own cause is a
+            TypeError), or did not call it within the timeout.
     """
     name = "gather_pipeline_parallel_tensor_dicts"
     check_state(fmps, name)
@@ -160,21 +155,18 @@ def gather_pipeline_parallel_tensor_dicts(
     except TypeError as error:
         if channel.is_local:
             raise HookError(str(error)) from error
-        channel.set_error(str(error), error)  # the other stages are told
-        tensors = []
-    if channel.is_local:
-        return {key: owned_copy(tensor) for key, tensor in tensor_dict.items()}
-    mine = list(zip(tensor_dict, describe(tensors))) if tensors else []
-    told = exchange_json(channel, mine, name)
-    _check_names([[key for key, _ in entries] for entries in told], name)
-    described = [[description for _, description in entries] for entries in told]
+        channel.set_error(str(error), error)  # the exchange below raises it on every stage
+        tensor_dict, tensors = {}, []
+    by_stage = exchange_json(channel, list(zip(tensor_dict, describe(tensors))), name)
+    _check_names([[key for key, _ in entries] for entries in by_stage], name)
+    described = [[description for _, description in entries] for entries in by_stage]
     received = gather_to_first(channel, tensors, described)
     if received is None:
         return {}
     received[0] = [owned_copy(tensor) for tensor in tensors]
     return {
         key: tensor
-        for entries, found in zip(told, received, strict=True)
+        for entries, found in zip(by_stage, received, strict=True)
         for (key, _), tensor in zip(entries, found, strict=True)
     }
 

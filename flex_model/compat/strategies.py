@@ -72,7 +72,7 @@ class ActivationTensorAllToAllRoutingStrategy(BaseRoutingStrategy):
     def initialize(
         cls, fmps: ParallelState, tensor: Tensor | None, expected_shape: Shape
     ) -> BaseRoutingStrategy:
-        """Route as each tensor needs it that comes; nothing is fixed by the first one. Local.
+        """Make a strategy that plans the transfer of each tensor anew. Local.
 
         Args:
             tensor: An example, for the check of ``expected_shape``'s number of dims; or None.

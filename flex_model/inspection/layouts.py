@@ -134,7 +134,7 @@ def _on_one_process(
     ]
     records: Any = records_by_name.get(name)
     if not records and core.session is not None:
-        records = core.session.spreads.get(name)
+        records = core.session.layouts.get(name)
     if not records:
         is_first = core.mesh.rank == 0
         return SiteLayout(*place, source=NOT_RUN if is_first else _RECORDS_TELL)

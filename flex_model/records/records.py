@@ -22,7 +22,7 @@ from flex_model.distributed.layout import Replicate, Shape, ShardLayout
 from flex_model.distributed.transports.transport import Gathered
 from flex_model.layouts import replicas, resolve
 from flex_model.records.snapshots import Snapshot, Snapshots
-from flex_model.records.store.spread import Part, Spread
+from flex_model.records.store.record_layout import RecordLayout, RecordShard
 
 if TYPE_CHECKING:
     from flex_model.hooks.context import Call
@@ -53,9 +53,9 @@ class Records:
     """The user's ``output_ptr`` and who writes to it.
 
     For a store it is a dict of what belongs to the batch under way, on every rank: with several
-    ranks a record is a ``Part``. In a pipeline it is the stages' own, on rank 0 of each; the keys
-    say for which stage and micro-batch a list is, and ``flex_model.pipelining`` makes the user's of
-    it.
+    ranks a record is a ``RecordShard``. In a pipeline it is the stages' own, on rank 0 of each; the
+    keys say for which stage and micro-batch a list is, and ``flex_model.pipelining`` makes the
+    user's of it.
 
     Attributes:
         keeps_parts: Whether records are for a store, each rank's own part.
@@ -293,11 +293,11 @@ class Records:
         self._snapshots.to_cpu([record.snapshot for record in kept])
         for record, move in zip(pending, moves):
             tensor = record.snapshot.tensor
-            spread = Spread.of(move, tensor.dtype)
-            self._fill(record, Part(spread, tensor if move.rank_0_gathers else None))
+            layout = RecordLayout.of(move, tensor.dtype)
+            self._fill(record, RecordShard(layout, tensor if move.rank_0_gathers else None))
 
     @staticmethod
-    def _fill(record: PendingRecord, full: Tensor | Part) -> None:
+    def _fill(record: PendingRecord, full: Tensor | RecordShard) -> None:
         if record.slot is not None:
             records, index = record.slot
             records[index] = full

@@ -240,7 +240,7 @@ class ActivationStore:
         calls = self._reader.index_of(batch).of_batch.get(batch, {}).get(name)
         if not calls:
             raise KeyError(f"batch {batch} of {self.folder} has no record {name!r}")
-        return calls[call][1].layout
+        return calls[call][1].description
 
     def inputs_hash(self, index: int) -> str | None:
         """Of what a sequential run gave to the model for a batch. IndexError as ``batch``."""

@@ -12,7 +12,7 @@ from flex_model.distributed.channel import Channel
 from flex_model.distributed.gather import Move
 from flex_model.distributed.layout import Replicate, Shard, ShardLayout
 from flex_model.distributed.tensor_dicts import DTYPE_OF_NAME
-from flex_model.records.store.spread import Part, Spread
+from flex_model.records.store.record_layout import RecordLayout, RecordShard
 
 
 def described(name: str, tensor: Tensor) -> list[Any]:
@@ -23,7 +23,7 @@ def described(name: str, tensor: Tensor) -> list[Any]:
 
 def parts_of(
     channel: Channel, notes: Mapping[str, Tensor], told: Sequence[Sequence[Any]]
-) -> dict[str, Part]:
+) -> dict[str, RecordShard]:
     """What this rank keeps of each. Data-parallel ranks have rows of one batch, as of a model's
     inputs, unless all have the same.
 
@@ -52,15 +52,15 @@ def parts_of(
                 "on the ranks of one data-parallel row"
             ) from None
         kept = memory.copy(tensor) if move.rank_0_gathers else None
-        found[name] = Part(Spread.of(move, tensor.dtype), kept)
+        found[name] = RecordShard(RecordLayout.of(move, tensor.dtype), kept)
     return found
 
 
-def parts_of_first(notes: Mapping[str, Tensor], dp_size: int) -> dict[str, Part]:
+def parts_of_first(notes: Mapping[str, Tensor], dp_size: int) -> dict[str, RecordShard]:
     """In a pipeline, those of rank 0. ValueError where it does not have the whole batch."""
     if dp_size != 1:
         raise ValueError(
             "annotate: in a pipeline with data-parallel ranks, rank 0 does not have the whole "
             "batch; annotate with what JSON can hold (tokens.tolist())"
         )
-    return {name: Part.whole(memory.copy(tensor)) for name, tensor in notes.items()}
+    return {name: RecordShard.whole(memory.copy(tensor)) for name, tensor in notes.items()}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flex_model.records.store.manifest import Index, annotation_key, record_key
-from flex_model.records.store.spread import Part, Spread
+from flex_model.records.store.record_layout import RecordLayout, RecordShard
 
 
 @dataclass(eq=False)
@@ -19,12 +19,12 @@ class Batch:
         notes, annotations: What it was annotated with: what JSON can hold, and tensors.
     """
 
-    records: dict[str, list[Part]]
+    records: dict[str, list[RecordShard]]
     inputs: str | None = None
     notes: dict[str, Any] = field(default_factory=dict)
-    annotations: dict[str, Part] = field(default_factory=dict)
+    annotations: dict[str, RecordShard] = field(default_factory=dict)
 
-    def parts(self, number: int) -> Iterator[tuple[str, Part]]:
+    def parts(self, number: int) -> Iterator[tuple[str, RecordShard]]:
         """All, by their keys in the files."""
         for name, calls in self.records.items():
             for call, part in enumerate(calls):
@@ -33,20 +33,23 @@ class Batch:
             yield annotation_key(number, name), part
 
 
-def as_parts(records: Mapping[str, Sequence[Any]]) -> dict[str, list[Part]]:
+def as_parts(records: Mapping[str, Sequence[Any]]) -> dict[str, list[RecordShard]]:
     """Records by name, where a tensor is one that rank 0 has in full."""
     return {
-        name: [one if isinstance(one, Part) else Part.whole(one.contiguous()) for one in calls]
+        name: [
+            one if isinstance(one, RecordShard) else RecordShard.whole(one.contiguous())
+            for one in calls
+        ]
         for name, calls in records.items()
     }
 
 
 def index_of(group: Sequence[Batch], first: int, session: str) -> Index:
     """Of batches that follow one another, from the first on."""
-    spreads: dict[Spread, int] = {}
+    layouts: dict[RecordLayout, int] = {}
 
-    def number_of(part: Part) -> int:
-        return spreads.setdefault(part.spread, len(spreads))
+    def number_of(part: RecordShard) -> int:
+        return layouts.setdefault(part.layout, len(layouts))
 
     batches, records, annotations = [], [], []
     for number, batch in enumerate(group, first):
@@ -55,4 +58,4 @@ def index_of(group: Sequence[Batch], first: int, session: str) -> Index:
             records += [(number, name, call, number_of(p)) for call, p in enumerate(calls)]
         annotations += [(number, name, number_of(p)) for name, p in batch.annotations.items()]
     last = first + len(group) - 1
-    return Index(first, last, session, batches, list(spreads), records, annotations)
+    return Index(first, last, session, batches, list(layouts), records, annotations)

@@ -22,7 +22,7 @@ from typing import Any
 from flex_model import _C
 from flex_model.distributed.tensor_dicts import DTYPE_OF_NAME
 from flex_model.records.store.files import ASIDE, write_whole
-from flex_model.records.store.spread import Spread
+from flex_model.records.store.record_layout import RecordLayout
 
 MANIFEST = "manifest.json"
 MANIFEST_ASIDE = MANIFEST + ASIDE
@@ -136,26 +136,26 @@ class Index:
         session: That wrote it: eight digits.
         batches: For each: ``inputs`` (their hash, or None) and ``notes`` (annotations that are no
             tensors).
-        spreads: All that occur, each once.
-        records: ``(batch, name, call, index of its spread)``.
-        annotations: ``(batch, name, index of its spread)``: tensors.
+        layouts: All that occur, each once.
+        records: ``(batch, name, call, index in ``layouts``)``.
+        annotations: ``(batch, name, index in ``layouts``)``: tensors.
     """
 
     first: int
     last: int
     session: str
     batches: list[dict[str, Any]] = field(default_factory=list)
-    spreads: list[Spread] = field(default_factory=list)
+    layouts: list[RecordLayout] = field(default_factory=list)
     records: list[tuple[int, str, int, int]] = field(default_factory=list)
     annotations: list[tuple[int, str, int]] = field(default_factory=list)
 
     @cached_property
-    def of_batch(self) -> dict[int, dict[str, list[tuple[str, Spread]]]]:
-        """By batch and name: key in the files and spread, in the order of calls."""
-        found: dict[int, dict[str, list[tuple[str, Spread]]]] = {}
-        for batch, name, call, spread in self.records:
+    def of_batch(self) -> dict[int, dict[str, list[tuple[str, RecordLayout]]]]:
+        """By batch and name: key in the files and layout, in the order of calls."""
+        found: dict[int, dict[str, list[tuple[str, RecordLayout]]]] = {}
+        for batch, name, call, layout in self.records:
             calls = found.setdefault(batch, {}).setdefault(name, [])
-            calls.append((record_key(batch, name, call), self.spreads[spread]))
+            calls.append((record_key(batch, name, call), self.layouts[layout]))
         return found
 
     @property
@@ -165,19 +165,19 @@ class Index:
     @property
     def files(self) -> list[str]:
         """Names of those with its tensors."""
-        ranks = {rank for spread in self.spreads for rank, _ in spread.shards}
+        ranks = {rank for layout in self.layouts for rank, _ in layout.shards}
         return [shard_name(self.first, self.last, self.session, rank) for rank in sorted(ranks)]
 
     def to_json(self) -> bytes:
-        spreads = [
+        layouts = [
             {
-                "shape": spread.shape,
-                "dtype": str(spread.dtype),
-                "layout": spread.layout,
-                "shards": spread.shards,
-                "boxes": spread.boxes,
+                "shape": layout.shape,
+                "dtype": str(layout.dtype),
+                "layout": layout.description,
+                "shards": layout.shards,
+                "boxes": layout.boxes,
             }
-            for spread in self.spreads
+            for layout in self.layouts
         ]
         return signed(
             {
@@ -186,7 +186,7 @@ class Index:
                 "session": self.session,
                 "files": self.files,
                 "batches": self.batches,
-                "spreads": spreads,
+                "spreads": layouts,
                 "records": self.records,
                 "annotations": self.annotations,
             }
@@ -251,32 +251,32 @@ def _parsed(found: Any, first: int, last: int) -> Index:
     batches = found["batches"]
     if len(batches) != last - first + 1 or any({"inputs", "notes"} - b.keys() for b in batches):
         raise ValueError("batches are missing")
-    spreads = [_spread(fields) for fields in found["spreads"]]
+    layouts = [_record_layout(fields) for fields in found["spreads"]]
     if not re.fullmatch("[0-9a-f]{8}", found["session"], re.ASCII):
         raise ValueError(f"session {found['session']!r}")  # which could lead elsewhere
-    index = Index(first, last, found["session"], batches, spreads)
+    index = Index(first, last, found["session"], batches, layouts)
     num_calls: dict[tuple[int, str], int] = {}
-    for batch, name, call, spread in found["records"]:
-        _check_place(index, batch, name, spread)
+    for batch, name, call, layout in found["records"]:
+        _check_place(index, batch, name, layout)
         if call != num_calls.get((batch, name), 0):
             raise ValueError(f"calls of {name!r} in batch {batch} are missing")
         num_calls[batch, name] = call + 1
-        index.records.append((batch, name, call, spread))
-    for batch, name, spread in found["annotations"]:
-        _check_place(index, batch, name, spread)
-        index.annotations.append((batch, name, spread))
+        index.records.append((batch, name, call, layout))
+    for batch, name, layout in found["annotations"]:
+        _check_place(index, batch, name, layout)
+        index.annotations.append((batch, name, layout))
     return index
 
 
-def _check_place(index: Index, batch: Any, name: Any, spread: Any) -> None:
+def _check_place(index: Index, batch: Any, name: Any, layout: Any) -> None:
     is_there = _is_count(batch) and index.first <= batch <= index.last
-    if not (is_there and isinstance(name, str) and _is_count(spread)):
+    if not (is_there and isinstance(name, str) and _is_count(layout)):
         raise ValueError(f"a record {name!r} of batch {batch}")
-    if spread >= len(index.spreads):
-        raise ValueError(f"spread {spread} of {len(index.spreads)}")
+    if layout >= len(index.layouts):
+        raise ValueError(f"layout {layout} of {len(index.layouts)}")
 
 
-def _spread(fields: Any) -> Spread:
+def _record_layout(fields: Any) -> RecordLayout:
     dtype = DTYPE_OF_NAME[fields["dtype"]]
     shape = _sizes(fields["shape"])
     shards = tuple((rank, _sizes(sizes)) for rank, sizes in fields["shards"])
@@ -296,7 +296,7 @@ def _spread(fields: Any) -> Spread:
         _C.GatherPlan(list(shape), [list(sizes) for _, sizes in shards], boxes, dtype.itemsize)
     except (OverflowError, IndexError) as error:
         raise ValueError(str(error)) from None
-    return Spread(shape, dtype, str(fields["layout"]), shards, boxes)
+    return RecordLayout(shape, dtype, str(fields["layout"]), shards, boxes)
 
 
 def _sizes(values: Any) -> tuple[int, ...]:

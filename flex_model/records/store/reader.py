@@ -17,7 +17,7 @@ from flex_model.records.store.manifest import (
     index_name,
     shard_name,
 )
-from flex_model.records.store.spread import Spread
+from flex_model.records.store.record_layout import RecordLayout
 
 _OPEN_GROUPS = 2  # kept open: batches are mostly read in order
 
@@ -41,7 +41,7 @@ class Reader:
         """By name, in the order of calls; None: of all names."""
         index, files = self._group(batch)
         return {
-            name: [self._tensor(index, files, key, spread) for key, spread in calls]
+            name: [self._tensor(index, files, key, layout) for key, layout in calls]
             for name, calls in index.of_batch.get(batch, {}).items()
             if names is None or name in names
         }
@@ -54,10 +54,10 @@ class Reader:
     def annotations(self, batch: int) -> dict[str, Any]:
         index, files = self._group(batch)
         found = dict(index.batches[batch - index.first]["notes"])
-        for other, name, spread in index.annotations:
+        for other, name, layout in index.annotations:
             if other == batch:
                 key = annotation_key(batch, name)
-                found[name] = self._tensor(index, files, key, index.spreads[spread])
+                found[name] = self._tensor(index, files, key, index.layouts[layout])
         return found
 
     def _group(self, batch: int) -> tuple[Index, dict[int, Any]]:
@@ -70,17 +70,19 @@ class Reader:
         self._opened.move_to_end(place)
         return self._opened[place]
 
-    def _tensor(self, index: Index, files: dict[int, Any], key: str, spread: Spread) -> Tensor:
-        if spread.is_whole:
-            rank, shape = spread.shards[0]
+    def _tensor(
+        self, index: Index, files: dict[int, Any], key: str, layout: RecordLayout
+    ) -> Tensor:
+        if layout.is_whole:
+            rank, shape = layout.shards[0]
             # A file is mapped once: what the caller writes into its record is not for the next one.
-            return self._shard(index, files, key, rank, shape, spread.dtype).clone()
-        full = torch.empty(spread.shape, dtype=spread.dtype)
+            return self._shard(index, files, key, rank, shape, layout.dtype).clone()
+        full = torch.empty(layout.shape, dtype=layout.dtype)
         shards = [
-            self._shard(index, files, key, rank, shape, spread.dtype)
-            for rank, shape in spread.shards
+            self._shard(index, files, key, rank, shape, layout.dtype)
+            for rank, shape in layout.shards
         ]
-        for shard, start, shard_start, sizes in spread.boxes:
+        for shard, start, shard_start, sizes in layout.boxes:
             to = tuple(slice(a, a + n) for a, n in zip(start, sizes))
             source = tuple(slice(a, a + n) for a, n in zip(shard_start, sizes))
             full[to] = shards[shard][source]

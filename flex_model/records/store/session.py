@@ -30,7 +30,7 @@ from flex_model.records.store.batch import Batch, as_parts, index_of
 from flex_model.records.store.files import safetensors_of, write_whole
 from flex_model.records.store.manifest import Index, digest_of, index_name, shard_name
 from flex_model.records.store.opening import SEEN_S, opened
-from flex_model.records.store.spread import Part, Spread
+from flex_model.records.store.record_layout import RecordLayout, RecordShard
 from flex_model.records.store.writer import Writer
 
 _GRACE_S = 10.0  # that a rank whose run failed waits for the others, to keep what all have
@@ -48,7 +48,7 @@ class Session:
     Attributes:
         number: Of the run whose batch is open: others can't add to theirs.
         in_run: Whether a run goes on.
-        spreads: By name, those of the last batch.
+        layouts: By name, those of the last batch.
         is_sequential: Whether batches are handed over whole (``append``), by a sequential run.
         num_batches: With those that are not written yet.
 
@@ -80,7 +80,7 @@ class Session:
         self._is_closed = False
         self._open: Batch | None = None  # of a run that has ended; gradients may come
         self._num_backwards = 0  # of it, that go on
-        self.spreads: dict[str, list[Spread]] = {}
+        self.layouts: dict[str, list[RecordLayout]] = {}
         self._group: list[Batch] = []
         self._group_bytes, self._group_began = 0, 0.0  # of full tensors
         self._held_bytes = 0  # of this rank's parts of the group
@@ -186,15 +186,15 @@ class Session:
 
     def _add(self, batch: Batch) -> None:
         parts = [part for _, part in batch.parts(0)]
-        self.spreads = {name: [p.spread for p in calls] for name, calls in batch.records.items()}
+        self.layouts = {name: [p.layout for p in calls] for name, calls in batch.records.items()}
         if not self._group:
             self._group_began = time.monotonic()
         self._hold(parts)
         self._group.append(batch)
-        self._group_bytes += sum(part.spread.num_bytes for part in parts)
+        self._group_bytes += sum(part.layout.num_bytes for part in parts)
         self.num_batches += 1
 
-    def _hold(self, parts: Iterable[Part]) -> None:
+    def _hold(self, parts: Iterable[RecordShard]) -> None:
         """Wait until the writer has room for them."""
         held = sum(part.tensor.nbytes for part in parts if part.tensor is not None)
         self._writer.reserve(held)

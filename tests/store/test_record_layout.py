@@ -11,7 +11,7 @@ from flex_model.distributed.layout import Replicate, Shard, ShardLayout
 from flex_model.distributed.mesh import Mesh
 from flex_model.records.store.files import safetensors_of, write_whole
 from flex_model.records.store.manifest import Index, Manifest, digest_of, index_name, shard_name
-from flex_model.records.store.spread import Spread
+from flex_model.records.store.record_layout import RecordLayout
 
 pytest.importorskip("safetensors")
 R = Replicate()
@@ -48,21 +48,22 @@ def test_what_the_ranks_write_is_the_full_tensor(layout, writers, dp_size, tmp_p
         placement = getattr(layout, axis)
         if isinstance(placement, Shard):
             shape[placement.dim] //= placement.pieces or size
-    spreads, wrote = set(), []
+    layouts, wrote = set(), []
     for mesh in meshes(dp_size, tp_size):
         channel = SimpleNamespace(mesh=mesh, is_local=False)
         move = Move.of(channel, layout, [tuple(shape)] * 4, full.dtype)
-        spread = Spread.of(move, full.dtype)
+        record_layout = RecordLayout.of(move, full.dtype)
         if mesh.rank == 0:
-            spreads.add(spread)
+            layouts.add(record_layout)
         if move.rank_0_gathers:
             wrote.append(mesh.rank)
             shard = {"0/0/x": move.slice(full)}
             write_whole(tmp_path / shard_name(0, 0, "0123abcd", mesh.rank), safetensors_of(shard))
-    (spread,) = spreads
-    assert wrote == writers == [rank for rank, _ in spread.shards]
-    assert (spread.num_bytes, spread.is_whole) == (full.nbytes, writers == [0])
-    index = Index(0, 0, "0123abcd", [{"inputs": None, "notes": {}}], [spread], [(0, "x", 0, 0)])
+    (record_layout,) = layouts
+    assert wrote == writers == [rank for rank, _ in record_layout.shards]
+    assert (record_layout.num_bytes, record_layout.is_whole) == (full.nbytes, writers == [0])
+    batches = [{"inputs": None, "notes": {}}]
+    index = Index(0, 0, "0123abcd", batches, [record_layout], [(0, "x", 0, 0)])
     text = index.to_json()
     write_whole(tmp_path / index_name(0, 0), [text])
     Manifest("id", None, groups=((0, 0, digest_of(text)),)).write(tmp_path)
