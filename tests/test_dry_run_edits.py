@@ -186,7 +186,7 @@ BAD = {
     no_such_module_attribute: (ERROR, "unknown module", "nearest trainable modules: 'probe'"),
     asks_for_a_number: (NOT_CHECKED, "depends on values", "not checked from here on"),
     asks_for_item: (NOT_CHECKED, "depends on values", "not checked from here on"),
-    through_numpy: (NOT_CHECKED, "depends on values", r"numpy\(\) reads values"),
+    through_numpy: (NOT_CHECKED, "depends on values", r"numpy\(\) needs values"),
     asks_for_a_list: (NOT_CHECKED, "depends on values", "not checked from here on"),
     size_by_values: (NOT_CHECKED, "depends on values", "not checked from here on"),
 }

@@ -17,7 +17,7 @@ from flex_model.hooks.registration import Registration
 from flex_model.inspection import call_costs, text
 from flex_model.inspection.call_costs import CallCosts, Cost
 from flex_model.inspection.edits.calls import FakeInput
-from flex_model.inspection.edits.check_edits import EditCall, check_edits
+from flex_model.inspection.edits.check_edits import check_edits
 from flex_model.inspection.edits.findings import ERROR, NOT_CHECKED, WARNING, Finding
 from flex_model.inspection.on_shapes import Seen, exchange_seen, layout_from_shapes, on_shapes
 from flex_model.integrations import dtensor
@@ -251,9 +251,13 @@ def summary(
     return DryRun(ordered, *_totals(core, ordered), findings)
 
 
-def _edit_calls(calls: Sequence[tuple[Registration, Sequence[Seen], DryRunRow]]) -> list[EditCall]:
-    """The calls of hooks that edit, from their tensors in the order of the run."""
-    found: list[EditCall] = []
+def _edit_calls(
+    calls: Sequence[tuple[Registration, Sequence[Seen], DryRunRow]],
+) -> dict[Registration, list[FakeInput] | str]:
+    """Of each hook that edits, the tensors of its first call in which they are known, in the order
+    of the run; or why they are not known.
+    """
+    found: dict[Registration, list[FakeInput] | str] = {}
     inputs: dict[int, list[FakeInput | str]] = {}  # of several tensors, so far
     for registration, ranks, row in calls:
         several = inputs.setdefault(id(registration.given), [])
@@ -262,7 +266,8 @@ def _edit_calls(calls: Sequence[tuple[Registration, Sequence[Seen], DryRunRow]])
             del inputs[id(registration.given)]
             unknown = [one for one in several if isinstance(one, str)]
             known = [one for one in several if isinstance(one, FakeInput)]
-            found.append(EditCall(registration, None if unknown else known, "; ".join(unknown)))
+            if isinstance(found.get(registration, ""), str):
+                found[registration] = "; ".join(unknown) or known
     return found
 
 

@@ -24,7 +24,13 @@ from flex_model.hooks.core import HookCore
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.user_function import check_result, kind_of, results_of
 from flex_model.inspection.edits.findings import ERROR, NOT_CHECKED, Finding, Source
-from flex_model.inspection.edits.watch import FakeArguments, RefusedError, Sharded, Watch
+from flex_model.inspection.edits.watch import (
+    FakeArguments,
+    RefusedError,
+    Sharded,
+    Watch,
+    needs_values,
+)
 from flex_model.inspection.shapes_only import as_it_was, same_torch_random_state
 
 _VALUE_ERRORS = (
@@ -49,10 +55,6 @@ class FakeInput:
         with torch.inference_mode(False):
             tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
             return tensor.requires_grad_(self.requires_grad and torch.is_grad_enabled())
-
-
-class UnknownParameterError(KeyError):
-    """A full parameter was asked for that the HookFunction does not name."""
 
 
 class FakeCalls:
@@ -106,7 +108,11 @@ class FakeCalls:
         found: list[Finding] = []
         try:
             with self._fake_mode, torch.set_grad_enabled(is_activation and torch.is_grad_enabled()):
-                function.parameters = self._full_parameters(registration, inputs[-1].device)
+                function.parameters = _Parameters(
+                    (name, torch.empty(shape, dtype=dtype, device=inputs[-1].device))
+                    for name, (shape, dtype) in self._parameters.items()
+                    if name in function.parameter_names
+                )
                 found = self._call(registration, inputs, source, watch)
         except RefusedError:
             pass
@@ -116,10 +122,8 @@ class FakeCalls:
             channel.edit_of = outer
             function.parameters = {}
         found = list(dict.fromkeys([*watch.findings, *found]))
-        if any(finding.level != ERROR for finding in found):
-            self._unfinished = (
-                self._unfinished or f"{found[0].function} of the {registration.describe()}"
-            )
+        if not self._unfinished and any(finding.level != ERROR for finding in found):
+            self._unfinished = f"{found[0].function} of the {registration.describe()}"
         return found
 
     def _call(
@@ -171,26 +175,17 @@ class FakeCalls:
             return [source.finding(ERROR, "in place", message, watch.last_write)]
         return []
 
-    def _full_parameters(self, registration: Registration, device: torch.device) -> _Parameters:
-        names = registration.given.parameter_names
-        return _Parameters(
-            (name, torch.empty(shape, dtype=dtype, device=device))
-            for name, (shape, dtype) in self._parameters.items()
-            if name in names
-        )
-
     def _raised(self, error: BaseException, source: Source) -> Finding:
+        place = source.line_of(error)
         if isinstance(error, _VALUE_ERRORS):
-            message = (
-                f"{str(error)[:200]} needs values, and a dry run has shapes only: not checked from "
-                "here on"
-            )
-            return source.finding(NOT_CHECKED, "depends on values", message, source.line_of(error))
+            return source.finding(*needs_values(str(error)[:200]), place)
         text = f"{type(error).__name__}: {error}".replace("FakeTensor", "Tensor")
         level, problem, hint = ERROR, "raises", ""
-        if isinstance(error, UnknownParameterError):
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        raised_in = frame.f_locals.get("self")
+        if isinstance(raised_in, _Parameters):
             problem, text = "unknown parameter", str(error.args[0])
-        elif _raised_in(error) is self._core.modules:
+        elif raised_in is self._core.modules:
             problem = "unknown module"
             asked = getattr(error, "name", None) or str(error.args[0])
             hint = "; " + nearest(asked, self._core.modules, "trainable module")
@@ -205,24 +200,17 @@ class FakeCalls:
         elif self._unfinished:
             level = NOT_CHECKED
             hint = f"; this may come of {self._unfinished}, which was not checked to its end"
-        message = f"raises {text[:600]}{hint}"
-        return source.finding(level, problem, message, source.line_of(error))
+        return source.finding(level, problem, f"raises {text[:600]}{hint}", place)
 
 
 class _Parameters(dict[str, Tensor]):
     """The full parameters of a HookFunction."""
 
     def __missing__(self, name: object) -> Any:
-        raise UnknownParameterError(
+        raise KeyError(
             f"hook_function.parameters has no {name!r}; name it in HookFunction(parameters=...) "
             f"({nearest(str(name), self, 'parameter')})"
         )
-
-
-def _raised_in(error: BaseException) -> Any:
-    """The ``self`` of the method that raised an error, if it was one."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return frame.f_locals.get("self")
 
 
 @contextlib.contextmanager

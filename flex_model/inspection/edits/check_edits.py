@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -17,46 +17,31 @@ from flex_model.integrations import dtensor
 from flex_model.names import clean
 
 
-@dataclass(frozen=True)
-class EditCall:
-    """One call of a hook that edits.
-
-    Attributes:
-        registration: That of the last of its tensors.
-        inputs: The tensors that are passed to its function; None where they are not known.
-        why: Why they are not.
-    """
-
-    registration: Registration
-    inputs: Sequence[FakeInput] | None
-    why: str = ""
-
-
-def check_edits(core: HookCore, calls: Sequence[EditCall]) -> dict[int, list[Finding]]:
+def check_edits(
+    core: HookCore, calls: Mapping[Registration, Sequence[FakeInput] | str]
+) -> dict[int, list[Finding]]:
     """Call each hook's editing function once, and return the findings by the hook's registration
     index. Collective over the grid.
 
     Args:
-        calls: In the order of the forward. Of a hook's, the first one counts whose inputs are
-            known.
+        calls: In the order of the forward: the tensors that are passed to a hook's function, or why
+            they are not known.
     """
     registrations = [r for r in core.table.registrations if r.edits and r.calls_function]
     parameters, errors = _full_parameters(core, registrations)
     found: dict[int, list[Finding]] = {}
     if core.caller.edits_on_all or core.mesh.place == 0:
         with FakeCalls(core, _sharded_parameters(core), parameters) as fake_calls:
-            for registration in _in_order_of_run(registrations, calls):
-                own = [call for call in calls if call.registration is registration]
-                source = Source(registration)
+            for registration in _in_order_of_run(registrations, list(calls)):
+                inputs = calls.get(registration, "this forward, or its backward, does not call it")
                 unknown = [e for n, e in errors.items() if n in registration.given.parameter_names]
-                inputs = next((call.inputs for call in own if call.inputs is not None), None)
+                source = Source(registration)
                 if unknown:
                     of_hook = [source.finding(ERROR, "parameter", error) for error in unknown]
-                elif inputs is not None:
-                    of_hook = fake_calls.findings(registration, inputs)
+                elif isinstance(inputs, str):
+                    of_hook = [source.finding(NOT_CHECKED, "not called", f"not checked: {inputs}")]
                 else:
-                    why = own[0].why if own else "this forward, or its backward, does not call it"
-                    of_hook = [source.finding(NOT_CHECKED, "not called", f"not checked: {why}")]
+                    of_hook = fake_calls.findings(registration, inputs)
                 found[registration.index] = of_hook
     return _merged(core, registrations, found)
 
@@ -67,28 +52,29 @@ def _merged(
     found: Mapping[int, Sequence[Finding]],
 ) -> dict[int, list[Finding]]:
     """The findings of all ranks, each with its ranks. Collective."""
-    local = [[finding.to_json() for finding in found.get(r.index, ())] for r in registrations]
+    local = [
+        [(f.level, f.problem, f.message, f.file, f.line) for f in found.get(r.index, ())]
+        for r in registrations
+    ]
     per_rank = exchange_json(core.channel, local, "the findings of a dry run")
     merged: dict[int, list[Finding]] = {}
     for i, registration in enumerate(registrations):
-        ranks: dict[Finding, list[int]] = {}
+        source, ranks = Source(registration), dict[Finding, list[int]]()
         for rank, words in zip(core.mesh.grid, per_rank):
-            for finding in words[i]:
-                ranks.setdefault(Finding.from_json(finding), []).append(rank)
+            for level, problem, message, *place in words[i]:
+                finding = source.finding(level, problem, message, tuple(place))
+                ranks.setdefault(finding, []).append(rank)
         merged[registration.index] = [replace(f, ranks=tuple(at)) for f, at in ranks.items()]
     return merged
 
 
 def _in_order_of_run(
-    registrations: Sequence[Registration], calls: Sequence[EditCall]
+    registrations: Sequence[Registration], called: Sequence[Registration]
 ) -> list[Registration]:
-    """The hooks of the forward; then of the backward, from the end; then of parameters; then those
-    that are not called.
-    """
-    called = list(dict.fromkeys(call.registration for call in calls))
+    """The hooks of the forward; then of the backward, from the end; then all others."""
     forward = [r for r in called if r.kind in ("forward", "forward_pre")]
     backward = [r for r in called if r.is_backward]
-    return list(dict.fromkeys([*forward, *backward[::-1], *called, *registrations]))
+    return list(dict.fromkeys([*forward, *backward[::-1], *registrations]))
 
 
 def _full_parameters(

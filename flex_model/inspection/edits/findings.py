@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -20,6 +22,8 @@ from flex_model.hooks.registration import Registration, describe_hook
 #: The levels of a finding: a run would raise an error or compute something else than was meant; it
 #: may have been meant; a dry run can't decide it, as it has shapes only.
 ERROR, WARNING, NOT_CHECKED = "error", "warning", "not checked"
+
+Place = tuple[str, int]  # a file, and a line in it
 
 _CALLS_FILE = str(Path(__file__).with_name("calls.py"))
 
@@ -50,31 +54,12 @@ class Finding:
     line: int
     ranks: tuple[int, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """A dict that JSON can hold."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(words: dict[str, Any]) -> Finding:
-        """The finding of which ``to_json`` made this dict."""
-        index = words["unpack_idx"]
-        words = {**words, "unpack_idx": tuple(index) if isinstance(index, list) else index}
-        return Finding(**{**words, "ranks": tuple(words["ranks"])})
-
     def __str__(self) -> str:
         hook = describe_hook(self.name, self.kind, self.unpack_idx)
         return (
             f"{self.file}:{self.line}: {self.level}: {self.message} "
             f"[{self.problem}; {self.function} in the {hook}]"
         )
-
-
-@dataclass(frozen=True)
-class Place:
-    """A line of code."""
-
-    file: str
-    line: int
 
 
 class Source:
@@ -89,9 +74,9 @@ class Source:
         function: Any = registration.given.editing_function
         code = _code_of(function)
         self._name = name_of(function)
-        self.start = Place(code.co_filename, code.co_firstlineno) if code else Place("", 0)
-        is_ready_edit = self.start.file.startswith(_own_folder())
-        self._own_file = "" if is_ready_edit else self.start.file
+        self.start: Place = (code.co_filename, code.co_firstlineno) if code else ("", 0)
+        is_ready_edit = self.start[0].startswith(_own_folder())
+        self._own_file = "" if is_ready_edit else self.start[0]
 
     def finding(
         self, level: str, problem: str, message: str, place: Place | None = None
@@ -99,49 +84,33 @@ class Source:
         """A finding at a line; by default, where the editing function begins."""
         place, unpack_idx = place or self.start, self._registration.given.unpack_idx
         hook = (self._registration.name, self._registration.kind, unpack_idx)
-        return Finding(level, problem, message, *hook, self._name, place.file, place.line)
+        return Finding(level, problem, message, *hook, self._name, *place)
 
     def current_line(self) -> Place | None:
         """The line of the user's code that runs now, in the editing function or in its callees."""
-        frames = traceback.walk_stack(None)
-        return self._first(_inside_call((f.f_code.co_filename, line) for f, line in frames))
+        steps = ((f.f_code.co_filename, line) for f, line in traceback.walk_stack(None))
+        return self._first(itertools.takewhile(lambda step: step[0] != _CALLS_FILE, steps))
 
     def line_of(self, error: BaseException) -> Place:
         """The line of the user's code that raised an error; of a ready edit's, the line inside."""
-        frames = [(f.f_code.co_filename, n) for f, n in traceback.walk_tb(error.__traceback__)]
-        inside = [step for step in frames[::-1] if step[0] != _CALLS_FILE]
-        return self._first(inside) or (Place(*inside[0]) if inside else self.start)
+        steps = [(f.f_code.co_filename, n) for f, n in traceback.walk_tb(error.__traceback__)]
+        return self._first(steps[::-1]) or (
+            steps[-1] if steps[-1][0] != _CALLS_FILE else self.start
+        )
 
-    def _first(self, steps: Iterable[tuple[str, int]]) -> Place | None:
-        return next((Place(*step) for step in steps if self._is_users(step[0])), None)
-
-    def _is_users(self, file: str) -> bool:
-        return file == self._own_file or not is_of_library(file)
-
-
-def _inside_call(steps: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int]]:
-    """The frames, from the innermost one, up to that which calls the editing function."""
-    for step in steps:
-        if step[0] == _CALLS_FILE:
-            return
-        yield step
+    def _first(self, steps: Iterable[Place]) -> Place | None:
+        return next((s for s in steps if s[0] == self._own_file or not is_of_library(s[0])), None)
 
 
 def _code_of(function: Any) -> CodeType | None:
     """The code of a function, a method, a partial or a callable object."""
-    for _ in range(8):
-        if isinstance(function, nn.Module):
-            function = function.forward
-        found = getattr(function, "__code__", None)
-        if isinstance(found, CodeType):
-            return found
-        function = (
-            getattr(function, "__wrapped__", None)
-            or getattr(function, "__func__", None)
-            or (function.func if isinstance(function, functools.partial) else None)
-            or type(function).__call__
-        )
-    return None
+    function = inspect.unwrap(function)
+    if isinstance(function, functools.partial):
+        return _code_of(function.func)
+    if isinstance(function, nn.Module):
+        function = function.forward
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return code if isinstance(code, CodeType) else None
 
 
 def is_of_library(file: str) -> bool:

@@ -41,6 +41,12 @@ class RefusedError(Exception):
     """The editing function can't go on; a finding says why."""
 
 
+def needs_values(what: str) -> tuple[str, str, str]:
+    """The level, problem and message of a finding."""
+    message = f"{what} needs values, and a dry run has shapes only: not checked from here on"
+    return NOT_CHECKED, "depends on values", message
+
+
 class FakeArguments(TorchFunctionMode):
     """Puts fake tensors in the place of real ones before autograd sees those: whatever is written
     to them, and whatever gradients arrive, the real ones stay as they were.
@@ -125,12 +131,7 @@ class Watch(TorchDispatchMode):
         if func in _TO_NUMPY and tensor.requires_grad:
             with fake_tensor.unset_fake_temporarily():
                 torch.empty(0, requires_grad=True).numpy()
-        name = func.__name__.strip("_")
-        self._refuse(
-            NOT_CHECKED,
-            "depends on values",
-            f"{name}() reads values, and a dry run has shapes only: not checked from here on",
-        )
+        self._refuse(*needs_values(f"{func.__name__.strip('_')}()"))
 
     def _refuse_shard(self, name: str, is_fsdp: bool) -> NoReturn:
         what = "is a shard of FSDP's whenever its module does not run" if is_fsdp else "is a shard"
