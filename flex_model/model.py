@@ -750,12 +750,13 @@ class FlexModel(nn.Module):
             dry.raise_if_wrong()
 
         The model runs on shapes alone (torch's fake tensors): nothing is computed or recorded, no
-        random number is drawn, and the model is left as it was. Editing functions are called on
-        tensors of the full shape, without values; what is wrong with them is in ``findings``, with
-        file and line (docs/checks.md), and what they change is put back. Layouts are those that a
-        run proves; a row without one has the error that a run would raise. Costs are those of a
-        run whose layouts are remembered; one that is followed compares what the ranks ran, and
-        values, besides. Gradients are taken to be whole on ranks that share a tensor.
+        random number is drawn, and the model is left as it was. Each hook's editing function is
+        called once, on fake tensors of the full shape; errors in it are in ``findings``, with file
+        and line (docs/checks.md). It works on a copy of ``save_ctx``; what else it changes (a
+        counter, a list of its own) stays changed. Layouts are those that a run proves; a row
+        without one has the error that a run would raise. Costs are those of a run whose layouts
+        are remembered; one that is followed compares what the ranks ran, and values, besides.
+        Gradients are taken to be whole on ranks that share a tensor.
 
         Collective over the ranks of the model: inputs are compared by their hashes.
 
@@ -884,7 +885,7 @@ class FlexModel(nn.Module):
                 are compared too. It is given each rank's own output, and the reference's.
             edits: Both models are edited by the registered hooks: the tensors that hooks are given
                 are compared, the output, and with ``loss`` the gradients of trainable modules. What
-                functions keep is put back, as by ``dry_run``; hooks of parameters are left out.
+                functions keep is put back; hooks of parameters are left out.
             rtol: By default the two-thirds power of the dtype's ``eps``: 2e-5 for float32.
             reference_timeout: Seconds that the other ranks wait for the reference.
 

@@ -150,7 +150,7 @@ def resample(
                 "resample: the other rows of the batch are not in this micro-batch of a pipeline; "
                 "give source= as a tensor, or use batch_mode='full'"
             )
-        others = source.of(current_microbatch()) if isinstance(source, Capture) else source
+        others = source.of(current_microbatch(), full) if isinstance(source, Capture) else source
         if others is not None and others.dim() != full.dim():
             raise _wrong_source(others, full)
         num_rows = full.shape[dim] if microbatch is None else microbatch[1]

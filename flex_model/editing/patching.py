@@ -6,6 +6,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from flex_model.editing.edit import Edit, Scope, told
 from flex_model.editing.region import Region
@@ -35,7 +36,7 @@ class Capture(Edit):
 
     def __init__(self) -> None:
         super().__init__("capture()", self._keep)
-        self._kept: dict[int | None, Tensor] = {}
+        self._kept: dict[tuple[int | None, bool], Tensor] = {}  # by micro-batch and is-fake
         self._module: weakref.ref[nn.Module] | None = None
 
     def _keep(self, full: Tensor, scope: Scope) -> None:
@@ -44,22 +45,27 @@ class Capture(Edit):
                 raise ValueError(
                     "capture: this one has an activation of another module; make one for each"
                 )
-            self._module = weakref.ref(scope.module)
-        self._kept[current_microbatch()] = full.detach().clone()
+            if not isinstance(full, FakeTensor):
+                self._module = weakref.ref(scope.module)
+        self._kept[current_microbatch(), isinstance(full, FakeTensor)] = full.detach().clone()
 
-    def of(self, microbatch: int | None) -> Tensor:
-        """What was kept, of this micro-batch (None outside of a pipeline).
+    def of(self, microbatch: int | None, full: Tensor | None = None) -> Tensor:
+        """What was kept of this micro-batch (None outside of a pipeline), for ``full``. What was
+        kept in a dry run, without values, is for dry runs only.
 
         Raises:
-            RuntimeError: nothing was.
+            RuntimeError: nothing was kept.
         """
-        if microbatch not in self._kept:
+        found = self._kept.get((microbatch, False))
+        if isinstance(full, FakeTensor):
+            found = self._kept.get((microbatch, True), found)
+        if found is None:
             which = "" if microbatch is None else f" of micro-batch {microbatch}"
             raise RuntimeError(
                 f"patch: nothing{which} was captured; register the capture and run the model "
                 "first, in as many micro-batches"
             )
-        return self._kept[microbatch]
+        return found
 
     def clear(self) -> None:
         """Forget what was kept."""
@@ -92,7 +98,7 @@ def patch(source: Tensor | Capture, **where: Unpack[SelectionArguments]) -> Edit
 
     def apply(full: Tensor, scope: Scope) -> Tensor:
         if isinstance(source, Capture):
-            other = source.of(current_microbatch()).to(full.device, full.dtype)
+            other = source.of(current_microbatch(), full).to(full.device, full.dtype)
         elif source.dim() == full.dim():
             other = region.of_microbatch(source, full)
         else:

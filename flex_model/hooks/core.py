@@ -262,6 +262,7 @@ class HookCore:
         """Start an outermost run: choose hooks, agree on them where they are new, start their lists
         afresh.
         """
+        self.check_entry()
         self._look_for_compiled()
         self._has_new_hooks = False
         # A run without gradients leaves parameters to the graph of the run before it.

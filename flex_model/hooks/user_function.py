@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from flex_model.distributed import values
 from flex_model.errors import HookError
@@ -112,6 +113,11 @@ def _changed(
         result = full
         if kind_of(full) == expected:
             return full if full._version != version else None
+    if isinstance(result, FakeTensor):
+        raise TypeError(
+            f"{_what(registration)} a tensor without values, which it kept when flex.dry_run() "
+            "called it; delete what it keeps after a dry run, or keep it in save_ctx"
+        )
     check_result(registration, result, expected)
     assert isinstance(result, Tensor)
     return result

@@ -16,9 +16,9 @@ from flex_model.hooks.context import Call, RunContext
 from flex_model.hooks.registration import Registration
 from flex_model.inspection import call_costs, text
 from flex_model.inspection.call_costs import CallCosts, Cost
-from flex_model.inspection.edits.checks import EditCall, check_edits
+from flex_model.inspection.edits.calls import FakeInput
+from flex_model.inspection.edits.check_edits import check_edits
 from flex_model.inspection.edits.findings import ERROR, NOT_CHECKED, WARNING, Finding
-from flex_model.inspection.edits.rehearsal import Given
 from flex_model.inspection.on_shapes import Seen, exchange_seen, layout_from_shapes, on_shapes
 from flex_model.integrations import dtensor
 from flex_model.layouts import follow
@@ -251,30 +251,35 @@ def summary(
     return DryRun(ordered, *_totals(core, ordered), findings)
 
 
-def _edit_calls(calls: Sequence[tuple[Registration, Sequence[Seen], DryRunRow]]) -> list[EditCall]:
-    """Of hooks that edit, from their tensors in the order of the run."""
-    found: list[EditCall] = []
-    givens: dict[int, list[Given | str]] = {}  # of several tensors, so far
+def _edit_calls(
+    calls: Sequence[tuple[Registration, Sequence[Seen], DryRunRow]],
+) -> dict[Registration, list[FakeInput] | str]:
+    """Of each hook that edits, the tensors of its first call in which they are known, in the order
+    of the run; or why they are not known.
+    """
+    found: dict[Registration, list[FakeInput] | str] = {}
+    inputs: dict[int, list[FakeInput | str]] = {}  # of several tensors, so far
     for registration, ranks, row in calls:
-        several = givens.setdefault(id(registration.given), [])
-        several.append(_given(registration, ranks, row))
+        several = inputs.setdefault(id(registration.given), [])
+        several.append(_input(registration, ranks, row))
         if registration.calls_function:
-            del givens[id(registration.given)]
+            del inputs[id(registration.given)]
             unknown = [one for one in several if isinstance(one, str)]
-            known = [one for one in several if isinstance(one, Given)]
-            found.append(EditCall(registration, None if unknown else known, "; ".join(unknown)))
+            known = [one for one in several if isinstance(one, FakeInput)]
+            if isinstance(found.get(registration, ""), str):
+                found[registration] = "; ".join(unknown) or known
     return found
 
 
-def _given(registration: Registration, ranks: Sequence[Seen], row: DryRunRow) -> Given | str:
-    """What a function is given, or why that isn't known."""
+def _input(registration: Registration, ranks: Sequence[Seen], row: DryRunRow) -> FakeInput | str:
+    """The tensor that is passed to a function, or why it isn't known."""
     if row.full_shape is None or row.dtype is None:
         return row.source
     select, dtype = registration.select, row.dtype
     if select is not None:
         dtype = select.dtype_of(dtype)
     needs_gradient = any(one.needs_gradient for one in ranks)
-    return Given(row.full_shape, dtype, ranks[0].device, needs_gradient)
+    return FakeInput(row.full_shape, dtype, ranks[0].device, needs_gradient)
 
 
 def _empty_row(registration: Registration) -> DryRunRow:

@@ -26,8 +26,8 @@ from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.table import EVERYTHING
-from flex_model.inspection.edits.undo import put_back, same_random_state
 from flex_model.inspection.tree import named
+from flex_model.inspection.undo import put_back, same_random_state
 from flex_model.integrations import fsdp
 from flex_model.layouts.exchange import exchange_chunks
 from flex_model.names import find_module

@@ -1,15 +1,17 @@
-"""What a dry run finds wrong with editing functions, and at which line of theirs."""
+"""A finding of a dry run in an editing function, and the line of the user's code that it is at."""
 
 from __future__ import annotations
 
 import functools
-import sys
+import inspect
+import itertools
 import sysconfig
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
-from typing import Any, NoReturn
+from types import CodeType
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,22 +19,27 @@ from torch import nn
 from flex_model.hooks.function import name_of
 from flex_model.hooks.registration import Registration, describe_hook
 
-#: How bad a finding is: a run would raise it or compute something else than was meant; it may have
-#: been meant; shapes alone don't tell.
+#: The levels of a finding: a run would raise an error or compute something else than was meant; it
+#: may have been meant; a dry run can't decide it, as it has shapes only.
 ERROR, WARNING, NOT_CHECKED = "error", "warning", "not checked"
+
+Place = tuple[str, int]  # a file, and a line in it
+
+_CALLS_FILE = str(Path(__file__).with_name("calls.py"))
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a dry run found in an editing function, or could not look at.
+    """One problem that a dry run found in an editing function, or a part that it did not check.
 
     Attributes:
         level: ``"error"``, ``"warning"`` or ``"not checked"``.
-        problem: Which kind of thing, in a word or two; docs/checks.md lists them.
+        problem: The kind of problem, in a word or two; docs/checks.md lists them.
         message: What was expected, what was found, and what to do.
         name, kind, unpack_idx: The hook's, as in ``DryRunRow``.
         function: The editing function's name.
-        file, line: Of the user's code; where there is none of it, of what it called.
+        file, line: A line of the user's code. Of what a function raised, the innermost one in the
+            traceback; of what it returned, that of its last operation.
         ranks: Global ranks on which it was found.
     """
 
@@ -47,32 +54,6 @@ class Finding:
     line: int
     ranks: tuple[int, ...] = ()
 
-    @staticmethod
-    def of(
-        registration: Registration,
-        source: Source,
-        level: str,
-        problem: str,
-        message: str,
-        place: Place | None = None,
-    ) -> Finding:
-        """At a line; by default, where the editing function begins."""
-        place = place or source.place
-        unpack_idx = registration.given.unpack_idx
-        which = (registration.name, registration.kind, unpack_idx, source.name)
-        return Finding(level, problem, message, *which, place.file, place.line)
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON can hold it."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(words: dict[str, Any]) -> Finding:
-        """From what ``to_json`` gave."""
-        index = words["unpack_idx"]
-        words = {**words, "unpack_idx": tuple(index) if isinstance(index, list) else index}
-        return Finding(**{**words, "ranks": tuple(words["ranks"])})
-
     def __str__(self) -> str:
         hook = describe_hook(self.name, self.kind, self.unpack_idx)
         return (
@@ -81,105 +62,60 @@ class Finding:
         )
 
 
-@dataclass(frozen=True)
-class Place:
-    """A line of code."""
-
-    file: str
-    line: int
-
-
 class Source:
-    """Which code is the user's: the editing function's file, and all that no library has.
+    """The user's code of one editing function: its own file, and all files outside of libraries.
 
     Attributes:
-        place: Where the editing function begins.
+        start: Where the editing function begins.
     """
 
-    def __init__(self, function: Any) -> None:
-        self.name = name_of(function)
+    def __init__(self, registration: Registration) -> None:
+        self._registration = registration
+        function: Any = registration.given.editing_function
         code = _code_of(function)
-        self.place = Place(code.co_filename, code.co_firstlineno) if code else Place("", 0)
-        is_ready = code is not None and code.co_filename.startswith(_own_folder())
-        self._own = "" if is_ready else self.place.file
+        self._name = name_of(function)
+        self.start: Place = (code.co_filename, code.co_firstlineno) if code else ("", 0)
+        is_ready_edit = self.start[0].startswith(_own_folder())
+        self._own_file = "" if is_ready_edit else self.start[0]
 
-    def is_users(self, file: str) -> bool:
-        return file == self._own or not is_of_library(file)
+    def finding(
+        self, level: str, problem: str, message: str, place: Place | None = None
+    ) -> Finding:
+        """A finding at a line; by default, where the editing function begins."""
+        place, unpack_idx = place or self.start, self._registration.given.unpack_idx
+        hook = (self._registration.name, self._registration.kind, unpack_idx)
+        return Finding(level, problem, message, *hook, self._name, *place)
 
-    def here(self) -> Place:
-        """The line of the user's code that is being run."""
-        return self._innermost(_outwards(sys._getframe(1))) or self.place
+    def current_line(self) -> Place | None:
+        """The line of the user's code that runs now, in the editing function or in its callees."""
+        steps = ((f.f_code.co_filename, line) for f, line in traceback.walk_stack(None))
+        return self._first(itertools.takewhile(lambda step: step[0] != _CALLS_FILE, steps))
 
-    def of_error(self, error: BaseException) -> Place:
-        """The line of the user's code that raised; else the line that did."""
-        steps = list(_steps(error.__traceback__))
-        if not steps:
-            return self.place
-        return self._innermost(reversed(steps)) or Place(*steps[-1])
+    def line_of(self, error: BaseException) -> Place:
+        """The line of the user's code that raised an error; of a ready edit's, the line inside."""
+        steps = [(f.f_code.co_filename, n) for f, n in traceback.walk_tb(error.__traceback__)]
+        return self._first(steps[::-1]) or (
+            steps[-1] if steps[-1][0] != _CALLS_FILE else self.start
+        )
 
-    def _innermost(self, steps: Iterator[tuple[str, int]]) -> Place | None:
-        return next((Place(*step) for step in steps if self.is_users(step[0])), None)
-
-
-class Stopped(BaseException):
-    """The rehearsal can't go on; it was reported why. Not an Exception: functions catch those."""
-
-
-class Reports:
-    """Where what is found in one call of an editing function goes."""
-
-    def __init__(self, source: Source, report: Callable[[str, str, str, Place], None]) -> None:
-        self.source, self._report = source, report
-
-    def add(self, level: str, problem: str, message: str, place: Place | None = None) -> None:
-        """At a line; by default, at the one that is being run."""
-        self._report(level, problem, message, place or self.source.here())
-
-    def stop(self, level: str, problem: str, message: str) -> NoReturn:
-        self.add(level, problem, message)
-        raise Stopped
-
-
-def _outwards(frame: FrameType | None) -> Iterator[tuple[str, int]]:
-    """The calls under way; not those around the editing function."""
-    while frame is not None and frame.f_code.co_filename != _rehearsal_file():
-        yield frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back
-
-
-def _steps(traceback: TracebackType | None) -> Iterator[tuple[str, int]]:
-    while traceback is not None:
-        file = traceback.tb_frame.f_code.co_filename
-        if file != _rehearsal_file():
-            yield file, traceback.tb_lineno
-        traceback = traceback.tb_next
+    def _first(self, steps: Iterable[Place]) -> Place | None:
+        return next((s for s in steps if s[0] == self._own_file or not is_of_library(s[0])), None)
 
 
 def _code_of(function: Any) -> CodeType | None:
-    """Of a function, a method, a partial or an object that is called."""
-    for _ in range(8):
-        if isinstance(function, nn.Module):
-            function = function.forward
-        found = getattr(function, "__code__", None)
-        if isinstance(found, CodeType):
-            return found
-        function = (
-            getattr(function, "__wrapped__", None)
-            or getattr(function, "__func__", None)
-            or (function.func if isinstance(function, functools.partial) else None)
-            or type(function).__call__
-        )
-    return None
+    """The code of a function, a method, a partial or a callable object."""
+    function = inspect.unwrap(function)
+    if isinstance(function, functools.partial):
+        return _code_of(function.func)
+    if isinstance(function, nn.Module):
+        function = function.forward
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return code if isinstance(code, CodeType) else None
 
 
 def is_of_library(file: str) -> bool:
-    """Whether the code in it is not the user's."""
+    """Whether the code in a file is a library's, not the user's."""
     return file.startswith((*_libraries(), "<frozen", "<string>", "<eval_with_key"))
-
-
-@functools.cache
-def _rehearsal_file() -> str:
-    return str(Path(__file__).with_name("rehearsal.py"))
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Put back what an editing function changes while it is rehearsed: in ``save_ctx``, in what it
+"""Put back what editing functions change while ``verify`` runs them: in ``save_ctx``, in what it
 closes over and in the globals that it names, in modules, and in generators of random numbers.
 """
 

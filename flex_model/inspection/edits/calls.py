@@ -1,0 +1,240 @@
+"""One call of each editing function on fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import traceback
+import warnings
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flex_model.distributed.layout import Shape
+from flex_model.errors import HookError, nearest
+from flex_model.hooks.context import throw_away
+from flex_model.hooks.core import HookCore
+from flex_model.hooks.registration import Registration
+from flex_model.hooks.user_function import check_result, kind_of, results_of
+from flex_model.inspection.edits.findings import ERROR, NOT_CHECKED, Finding, Source
+from flex_model.inspection.edits.watch import (
+    FakeArguments,
+    RefusedError,
+    Sharded,
+    Watch,
+    needs_values,
+)
+from flex_model.inspection.shapes_only import as_it_was, same_torch_random_state
+
+_VALUE_ERRORS = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedOperatorException,
+    fake_tensor.UnsupportedFakeTensorException,
+)
+
+
+@dataclass(frozen=True)
+class FakeInput:
+    """The kind of a tensor that is passed to an editing function."""
+
+    shape: Shape
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    def make(self) -> Tensor:
+        """A tensor of this kind."""
+        with torch.inference_mode(False):
+            tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            return tensor.requires_grad_(self.requires_grad and torch.is_grad_enabled())
+
+
+class FakeCalls:
+    """Calls editing functions in the order of a run, with one throw-away copy of ``save_ctx``. Use
+    it as a context. Local.
+
+    Args:
+        sharded: As of ``FakeArguments``.
+        parameters: Shape and dtype of the full parameters that hooks name.
+    """
+
+    def __init__(
+        self,
+        core: HookCore,
+        sharded: Sharded,
+        parameters: Mapping[str, tuple[Shape, torch.dtype]],
+    ) -> None:
+        self._core, self._sharded, self._parameters = core, sharded, parameters
+        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._arguments = FakeArguments(self._fake_mode, sharded)
+        self._unfinished = ""  # the first function that was not checked to its end
+
+    def __enter__(self) -> FakeCalls:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(same_torch_random_state())
+            stack.enter_context(as_it_was(self._core.module))
+            stack.enter_context(as_it_was(self._core.modules))
+            stack.enter_context(_copied(self._core.save_ctx))
+            stack.enter_context(_torch_is_quiet())
+            if "torch._dynamo" in sys.modules:  # else nothing is compiled
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+        # What a function kept raises an error where it meets a real tensor later.
+        self._fake_mode.allow_non_fake_inputs = False
+
+    def findings(self, registration: Registration, inputs: Sequence[FakeInput]) -> list[Finding]:
+        """Call a hook's editing function.
+
+        Args:
+            registration: That of the last of its tensors.
+        """
+        function, channel = registration.given, self._core.channel
+        source = Source(registration)
+        watch = self._arguments.watch = Watch(source, self._sharded)
+        is_activation = registration.kind in ("forward", "forward_pre")
+        outer, channel.edit_of = channel.edit_of, registration.describe()
+        found: list[Finding] = []
+        try:
+            with self._fake_mode, torch.set_grad_enabled(is_activation and torch.is_grad_enabled()):
+                function.parameters = _Parameters(
+                    (name, torch.empty(shape, dtype=dtype, device=inputs[-1].device))
+                    for name, (shape, dtype) in self._parameters.items()
+                    if name in function.parameter_names
+                )
+                found = self._call(registration, inputs, source, watch)
+        except RefusedError:
+            pass
+        except (Exception, SystemExit) as error:
+            found = [self._raised(error, source)]
+        finally:
+            channel.edit_of = outer
+            function.parameters = {}
+        found = list(dict.fromkeys([*watch.findings, *found]))
+        if not self._unfinished and any(finding.level != ERROR for finding in found):
+            self._unfinished = f"{found[0].function} of the {registration.describe()}"
+        return found
+
+    def _call(
+        self,
+        registration: Registration,
+        inputs: Sequence[FakeInput],
+        source: Source,
+        watch: Watch,
+    ) -> list[Finding]:
+        starts = [one.make() for one in inputs]
+        fulls = [start.clone() if start.requires_grad else start for start in starts]
+        kinds = [kind_of(full) for full in fulls]
+        module = None if registration.module is None else registration.module()
+        function: Any = registration.given.editing_function
+        tensors = tuple(fulls) if registration.given.members else fulls[0]
+        with self._arguments, watch:
+            result = function(module, tensors, self._core.save_ctx, self._core.modules)
+        problem = "not a tensor"
+        results: list[Any] = []
+        try:
+            for one, full, kind in zip(results_of(registration, result), fulls, kinds):
+                results.append(full if one is None else one)
+                check_result(registration, results[-1], kind)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, ValueError):
+                names = zip(("shape", "dtype", "device"), kind_of(results[-1]), kind)
+                problem = next(name for name, got, expected in names if got != expected)
+            message = str(error).partition(": ")[2]
+            return [source.finding(ERROR, problem, message, watch.last_line)]
+        return self._in_backward(starts, results, source, watch)
+
+    def _in_backward(
+        self, starts: Sequence[Tensor], results: Sequence[Tensor], source: Source, watch: Watch
+    ) -> list[Finding]:
+        """Run the backward of an edit: it fails where what it needs was overwritten."""
+        outputs = [result for result in results if result.requires_grad]
+        leaves = [start for start in starts if start.requires_grad] + self._arguments.leaves()
+        if not outputs or not leaves:
+            return []
+        ones = [torch.empty_like(output) for output in outputs]
+        try:
+            torch.autograd.grad(outputs, leaves, ones, retain_graph=True, allow_unused=True)
+        except RuntimeError as error:
+            text = str(error).partition(": [")[0][:400]
+            if "inplace" not in text:
+                message = f"its backward raises RuntimeError: {text}"
+                return [source.finding(ERROR, "raises", message, watch.last_line)]
+            message = f"backward would raise: {text}; write to a clone()"
+            return [source.finding(ERROR, "in place", message, watch.last_write)]
+        return []
+
+    def _raised(self, error: BaseException, source: Source) -> Finding:
+        place = source.line_of(error)
+        if isinstance(error, _VALUE_ERRORS):
+            return source.finding(*needs_values(str(error)[:200]), place)
+        text = f"{type(error).__name__}: {error}".replace("FakeTensor", "Tensor")
+        level, problem, hint = ERROR, "raises", ""
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        raised_in = frame.f_locals.get("self")
+        if isinstance(raised_in, _Parameters):
+            problem, text = "unknown parameter", str(error.args[0])
+        elif raised_in is self._core.modules:
+            problem = "unknown module"
+            asked = getattr(error, "name", None) or str(error.args[0])
+            hint = "; " + nearest(asked, self._core.modules, "trainable module")
+        elif isinstance(error, HookError) and "inside an editing function" in text:
+            problem = "collective" if "a transfer among ranks" in text else "model inside"
+        elif isinstance(error, RuntimeError) and any(
+            words in text for words in ("inplace", "in-place", "a leaf Variable")
+        ):
+            problem = "in place"
+        elif isinstance(error, RuntimeError) and "different devices" in text:
+            problem = "device"
+        elif self._unfinished:
+            level = NOT_CHECKED
+            hint = f"; this may come of {self._unfinished}, which was not checked to its end"
+        return source.finding(level, problem, f"raises {text[:600]}{hint}", place)
+
+
+class _Parameters(dict[str, Tensor]):
+    """The full parameters of a HookFunction."""
+
+    def __missing__(self, name: object) -> Any:
+        raise KeyError(
+            f"hook_function.parameters has no {name!r}; name it in HookFunction(parameters=...) "
+            f"({nearest(str(name), self, 'parameter')})"
+        )
+
+
+@contextlib.contextmanager
+def _copied(save_ctx: Namespace) -> Iterator[None]:
+    """Inside, ``save_ctx`` holds copies of what it holds."""
+    kept = dict(vars(save_ctx))
+    vars(save_ctx).update(vars(throw_away(save_ctx)))
+    try:
+        yield
+    finally:
+        vars(save_ctx).clear()
+        vars(save_ctx).update(kept)
+
+
+@contextlib.contextmanager
+def _torch_is_quiet() -> Iterator[None]:
+    """Torch logs errors of shapes with a traceback of its own, besides raising them, and warns of
+    its own copies of fake tensors.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            yield
+    finally:
+        logger.disabled = before
