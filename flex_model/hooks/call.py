@@ -256,7 +256,7 @@ class HookCaller:
             layout = given.trip.move.layout
             placed: Pair = (layout.dp, layout.tp)
             if not dtensor.is_dtensor(given.original):  # whose layout is its own
-                placed = resolve.counted_as_proofs_do(layout, self._channel.mesh)
+                placed = resolve.placements_as_proven(layout, self._channel.mesh)
             self._tracking.note(given.call.evidence, edited, given.original, placed)
         return edited
 
@@ -604,7 +604,7 @@ class HookCaller:
                 placed[axis] = self._known(call, axis, proven[axis])
         found = ShardLayout(placed["dp"], placed["tp"], source=f"its tensor's: {layout.source}")
         site = call.registration.layout_site
-        return resolve.with_one_dim(
+        return resolve.order_axes(
             site, found, self._channel.mesh, are_both_stated=len(own) == len(AXES)
         )
 

@@ -49,7 +49,7 @@ def follow(model, mesh: Mesh, inputs, placements, statements=(), keywords=None):
                 with paused(follower):
                     plain = dtensor.to_local(tensor) if dtensor.is_dtensor(tensor) else tensor
                     shard = dtensor.wait(plain).detach().clone()
-                    met.append(Met(name, shard, follower.meet(tensor)))
+                    met.append(Met(name, shard, follower.joint_value(tensor)))
 
         return hook
 
