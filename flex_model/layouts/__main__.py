@@ -36,12 +36,12 @@ def operations() -> Iterator[str]:
         if namespace != "aten" or name.startswith("_") or name in seen:
             continue
         op = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
-        if op is not None and _counts(op):
+        if op is not None and _needs_rule(op):
             seen.add(name)
             yield name
 
 
-def _counts(op: torch._ops.OpOverload) -> bool:
+def _needs_rule(op: torch._ops.OpOverload) -> bool:
     schema = op._schema
     if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
         return False

@@ -1,4 +1,4 @@
-"""The alignment of several ranks' logs: which of their operations are one operation of the
+"""Aligns the logs of several ranks: finds which of their operations are one operation of the
 model.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 from flex_model.layouts.log import MARKERS, Entry
 
 
-def aligned(
+def align(
     logs: Sequence[Sequence[Entry]], skipped: Callable[[Entry], None] = lambda entry: None
 ) -> Iterator[tuple[Entry, ...]]:
     """Yield the entries of all ranks, one tuple for each that all of them have.

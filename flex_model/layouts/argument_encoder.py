@@ -1,4 +1,4 @@
-"""The encoding of an operation's arguments for the log: tensors as their values, numbers with the
+"""Encodes an operation's arguments for the log: tensors as their values, numbers with the
 expressions of the sizes that they were computed from.
 """
 

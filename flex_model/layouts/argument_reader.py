@@ -1,4 +1,4 @@
-"""The reading of one operation's arguments from the log entries of all ranks."""
+"""Reads the arguments of one operation from the log entries of all ranks."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class ArgumentReader:
         value = items[0][1]
         if any(item[1] != value for item in items):
             value = None
-            placement = pieces.together([item[1] for item in items], self._proofs.makers)
+            placement = pieces.combine([item[1] for item in items], self._proofs.makers)
         else:
             placement = None if value is None else self._proofs.placement(value)
         shapes = tuple(tuple(item[2]) for item in items)
@@ -165,7 +165,7 @@ class ArgumentReader:
                     self.shards_passed[len(sizes) - 1] = shard
             elif len(set(numbers)) == 1:
                 self._plain.append((name, len(sizes) - 1, numbers[0]))
-        for number, expression in zip(numbers, expressions) if meant else ():  # no dims
+        for number, expression in zip(numbers, expressions) if meant else ():  # not dims
             plain = {number} if expression is None else plain_numbers(expression)
             self.is_local |= any(map(self._numbers.is_local, plain))
         if is_size:

@@ -1,5 +1,5 @@
-"""The description of a forward's arguments for its key: all that the path of the forward may depend
-on, except for the values of tensors.
+"""Describes a forward's arguments for its key: all that the path of the forward may depend on,
+except for the values of tensors.
 
 Equal arguments have equal descriptions in every call, even functions that each call creates anew.
 Ranks may describe equal arguments differently.

@@ -243,8 +243,9 @@ def _functions_of(hook: Any) -> Iterator[Any]:
 
 
 class PendingResults:
-    """Results of an operation that autograd has not linked yet. It does so after the operation has
-    returned; results without a gradient exist for its backward alone, such as a norm's mean.
+    """Results of an operation that autograd has not linked yet: it does so after the operation has
+    returned. Results that then carry no gradient exist for its backward alone, such as a norm's
+    mean.
     """
 
     def __init__(self, log: Log) -> None:

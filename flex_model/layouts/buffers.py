@@ -1,4 +1,4 @@
-"""The contents of a model's buffers after its forwards: running statistics, counters, caches.
+"""Tracks what a model's buffers contain after its forwards: running statistics, counters, caches.
 
 A buffer holds its initial or loaded content until it is written to. The placement of what a
 followed forward wrote is proven by its operations; what was written at any other time is not known,

@@ -1,7 +1,7 @@
-"""The caller of an operation, or of the reading of a size: the model, torch, or what shards the
-model.
+"""Finds the caller of an operation, or of the reading of a size: the model, torch, or what shards
+the model.
 
-It is found by the modules of the frames on Python's stack.
+The modules of the frames on Python's stack identify it.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ _SHARDING = (
 
 
 def is_called_by_model(but_for: tuple[str, ...] = ()) -> bool:
-    """Whether the model calls, not what shards it (which handles its own tensors), nor these
-    modules of it. To be called by the function that is called.
+    """Whether the model called the function that calls this one directly. What shards the model
+    does not count, as it handles its own tensors, nor do the modules ``but_for``.
     """
-    return not _is_of(_outside(sys._getframe(2), _WRAPPERS), _SHARDING + but_for)
+    return not _is_in(_frame_outside(sys._getframe(2), _WRAPPERS), _SHARDING + but_for)
 
 
 def is_run_by_model() -> bool:
-    """Whether the model runs the operation that is recorded, not what shards it."""
-    return not _is_of(_outside(sys._getframe(1), _BETWEEN), _SHARDING)
+    """Whether the model runs the operation that is being recorded, not what shards the model."""
+    return not _is_in(_frame_outside(sys._getframe(1), _BETWEEN), _SHARDING)
 
 
 def is_called_by_torch() -> bool:
     """Whether a function of torch calls, which checks its arguments."""
-    return _is_of(_outside(sys._getframe(1), _BETWEEN), ("torch.",))
+    return _is_in(_frame_outside(sys._getframe(1), _BETWEEN), ("torch.",))
 
 
 def is_run_by_tp_plan() -> bool:
     """Whether Hugging Face's tensor parallelism runs an operation, by the model's plan."""
-    return _is_of(_outside(sys._getframe(1), ("flex_model.layouts.", "torch.")), _PLANS)
+    return _is_in(_frame_outside(sys._getframe(1), ("flex_model.layouts.", "torch.")), _PLANS)
 
 
-def _outside(frame: Any, modules: tuple[str, ...]) -> Any:
-    while frame.f_back is not None and _is_of(frame, modules):
+def _frame_outside(frame: Any, modules: tuple[str, ...]) -> Any:
+    while frame.f_back is not None and _is_in(frame, modules):
         frame = frame.f_back
     return frame
 
 
-def _is_of(frame: Any, modules: tuple[str, ...]) -> bool:
+def _is_in(frame: Any, modules: tuple[str, ...]) -> bool:
     return bool(frame.f_globals.get("__name__", "").startswith(modules))

@@ -1,4 +1,4 @@
-"""The placements of collectives' results."""
+"""Infers the placements of collectives' results."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def follow_collective(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
         proofs.shapes[value] = tuple(tuple(entry[6][i][4]) for entry in entries)
         of = f"{name}, {reduction}," if reduction else name
         proofs.note_step(value, f"{of} along {axes}", inputs)
-        place = source(base, len(reader.operands), i)
+        place = source_index(base, len(reader.operands), i)
         found = None
         if axes is not None and place < len(reader.operands):
             operand, read = reader.operands[place], reader.values[place]
@@ -64,10 +64,10 @@ def follow_collective(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
                 # By the layer's contract, which rules don't know, one rank looks up each row, and
                 # the others have 0 there; a plan states that experts' outputs are partial sums.
                 operand = replace(operand, placement=Partial())
-            found = placement(proofs, base, reduction, axes, operand, read)
+            found = infer_placement(proofs, base, reduction, axes, operand, read)
             if completes(proofs.reduced.get(read, ""), base, reduction, axes, proofs.axis):
                 found = REPLICATED
-            part = gathered(base, proofs.axis, axes, operand, outputs[0][0], i)
+            part = identify(base, proofs.axis, axes, operand, outputs[0][0], i)
             proofs.note_gathered(value, part)
         if not rules.fits(found, Operand(proofs.shapes[value], torch.float32)):
             found = None
@@ -81,7 +81,7 @@ def follow_collective(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
     follow_writes(proofs, outputs, [entry[7] for entry in entries], name)
 
 
-def source(base: str, num_operands: int, output: int) -> int:
+def source_index(base: str, num_operands: int, output: int) -> int:
     """Return the index of the operand from which an output is made."""
     if base in _ALL_GATHER_LISTS:
         return num_operands - 1
@@ -90,7 +90,7 @@ def source(base: str, num_operands: int, output: int) -> int:
     return output if base in _ALL_REDUCE | _BROADCAST else 0
 
 
-def placement(
+def infer_placement(
     proofs: AxisProofs, base: str, reduction: str, axes: tuple[str, ...], operand: Any, value: Any
 ) -> Placement | None:
     """Return the placement of a collective's result along the axis of ``proofs``.
@@ -138,8 +138,8 @@ def completes(reduced: str, base: str, reduction: str, axes: tuple[str, ...], ax
     return base in _ALL_REDUCE and axes == (axis,) and needed is not None and reduction == needed
 
 
-def gathered(base: str, axis: str, axes: Any, operand: Any, first: Any, i: int) -> Gathered | None:
-    """Describe an output of an all-gather along the axis alone; None if it is replicated.
+def identify(base: str, axis: str, axes: Any, operand: Any, first: Any, i: int) -> Gathered | None:
+    """Identify an output of an all-gather along the axis alone; None if it is replicated.
 
     Args:
         first: The value of the first output.

@@ -63,7 +63,7 @@ _REDUCTIONS = {dist.all_reduce, dist.reduce_scatter_tensor} if dist.is_available
 _OF_TENSORS = (vars(Tensor)["__torch_function__"].__func__, torch.nn.Parameter.__torch_function__)
 _WRITTEN_IN_PYTHON = {"torch.nn.functional", "torch.functional"}
 #: They run the nodes of the model's graph, and may call themselves there.
-RUN_NODES = {torch.autograd.backward, torch.autograd.grad, Tensor.backward}
+BACKWARD_CALLS = {torch.autograd.backward, torch.autograd.grad, Tensor.backward}
 _NOT_OVERRIDDEN = {
     name: lambda *_: False
     for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
@@ -98,7 +98,7 @@ def steps_of(func: Any, types: Iterable[Any]) -> Callable[..., Any] | None:
     """
     if not isinstance(func, FunctionType):
         return None  # F.max_pool1d is built elsewhere, of two functions that dispatch
-    if func.__globals__["__name__"] not in _WRITTEN_IN_PYTHON and func not in RUN_NODES:
+    if func.__globals__["__name__"] not in _WRITTEN_IN_PYTHON and func not in BACKWARD_CALLS:
         return None
     if _is_overridden(types):
         return None

@@ -1,4 +1,4 @@
-"""The encoding of placements in logs."""
+"""Encodes placements for logs."""
 
 from __future__ import annotations
 

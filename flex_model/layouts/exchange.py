@@ -1,4 +1,4 @@
-"""The exchange of logs between ranks."""
+"""Exchanges logs between ranks."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def makes_blank(name: str) -> bool:
     return name in _BLANKS or name == "empty_like"
 
 
-def placements(
+def infer(
     operation: Operation, split_sizes: Collection[int], shards: Mapping[int, Shard]
 ) -> list[Placement | None]:
     """Return the placements of a factory's outputs.

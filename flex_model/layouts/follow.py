@@ -1,4 +1,4 @@
-"""The following of one forward: its log on this rank, and what the logs of all ranks prove."""
+"""Follows one forward: logs it on this rank, and infers placements from the logs of all ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ UNKNOWN: Pair = (None, None)
 
 
 class Proofs:
-    """What is proven along both axes, from the logs of all ranks of the grid alone. Pure."""
+    """Infers placements along both axes, from the logs of all ranks of the grid alone. Pure."""
 
     def __init__(self, mesh: Mesh, trusts_conditions: bool = True) -> None:
         self._mesh = mesh
@@ -165,7 +165,7 @@ def _paused(others: tuple[Follower, ...]) -> Iterator[None]:
 
 
 class Follower:
-    """The follower of one forward. Local, except for ``sync``.
+    """Follows one forward: records it, and infers placements. Local, except for ``sync``.
 
     Args:
         kept: See `Recorder`.
@@ -210,7 +210,7 @@ class Follower:
             id(module): clean(self._root, name) for name, module in self._root.named_modules()
         }
         # The forward of the root has begun already, so no hook reports it.
-        self.recorder.run_module(layers.stated_last_sizes(self._root))
+        self.recorder.set_stated_sizes(layers.stated_last_sizes(self._root))
         self._handles = list(self._statement_hooks())
         # The root gets no hooks: removing them would change the hooks that torch iterates over
         # after an error.
@@ -256,14 +256,14 @@ class Follower:
         if name is not None and not self.recorder.is_paused:
             outside = self.recorder.stated_sizes
             self._open.append((id(module), self.log.enter(name), outside))
-            self.recorder.run_module(layers.stated_last_sizes(module) or outside)
+            self.recorder.set_stated_sizes(layers.stated_last_sizes(module) or outside)
             self._weights.enter(module, name)
 
     def _exit_module(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self.recorder.is_paused and any(key == id(module) for key, _, _ in self._open):
             while True:  # also modules inside that an exception ended
                 key, path, outside = self._open.pop()
-                self.recorder.run_module(outside)
+                self.recorder.set_stated_sizes(outside)
                 self.log.exit(path)
                 if key == id(module):
                     return

@@ -1,4 +1,4 @@
-"""The recorder of calls of torch's functions, for what the operations inside them don't show."""
+"""Records calls of torch's functions, for what the operations inside them don't show."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class FunctionRecorder(TorchFunctionMode):
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run the function; by its steps, where those show what the call alone does not."""
-        is_part = func in self._running and func not in composites.RUN_NODES
+        is_part = func in self._running and func not in composites.BACKWARD_CALLS
         steps = None if is_part else composites.steps_of(func, types)
         if steps is None:
             return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The placements of gradients along one axis, inferred from those of the forward's tensors.
+"""Infers the placements of gradients along one axis from those of the forward's tensors.
 
 The gradient of a split tensor is split alike, and that of a partial sum is replicated. That of a
 replicated tensor is replicated, or a partial sum: the operations that read the tensor decide which.
@@ -85,7 +85,7 @@ class _Node:
 
 
 class Gradients:
-    """The placements of gradients along the axis of ``proofs``."""
+    """Infers the placements of gradients along the axis of ``proofs``."""
 
     def __init__(self, proofs: AxisProofs) -> None:
         self._proofs = proofs
@@ -201,7 +201,7 @@ class Gradients:
         if isinstance(sources[0], int) and all(source == sources[0] for source in sources):
             self.note_made(sources[:1], [value])
         else:
-            self.invalidate(sources, "a tensor whose gradient a hook looks at")
+            self.invalidate(sources, "a tensor whose gradient a hook receives")
 
     def note_output(self, value: Value) -> None:
         self._outputs.add(value)
@@ -242,9 +242,11 @@ class Gradients:
         elif kind == "node":
             self._note_read_by_some(entry[3], f"{entry[2]}, which not all ranks ran")
         elif kind in ("placed", "stated"):
-            self.invalidate([entry[4] if kind == "placed" else entry[2]], "a hook of some ranks")
+            self.invalidate(
+                [entry[4] if kind == "placed" else entry[2]], "a hook that not all ranks ran"
+            )
         elif kind == "named":
-            self.invalidate([entry[3]], "a hook of some ranks")
+            self.invalidate([entry[3]], "a hook that not all ranks ran")
         elif kind == "hooked":
             self.invalidate([entry[1]], entry[2])
         elif kind == "backward":
@@ -342,9 +344,9 @@ class Gradients:
         if all(value == of_ranks[0] for value in of_ranks):
             placement = None if of_ranks[0] is None else self._proofs.placement(of_ranks[0])
         else:
-            placement = pieces.together(of_ranks, self._proofs.makers)
+            placement = pieces.combine(of_ranks, self._proofs.makers)
         if not self._is_of_loss(of_ranks, placement):
-            return _Wrong(f"{node.name}, of which the gradient is not made of the one that it got")
+            return _Wrong(f"{node.name}, whose gradient is not made of the one that it got")
         return placement or (_Wrong(node.name) if node.is_known else node.lost_at or node.name)
 
     def _is_of_loss(self, of_ranks: Sequence[Any], placement: Placement | None) -> bool:
@@ -446,7 +448,7 @@ class Gradients:
         if kind is None or kind == expected:
             return kind
         if expected is not None:
-            return "a gradient that is placed otherwise than its tensor"
+            return "a gradient that is not placed like its tensor"
         return (
             kind
             if is_free or isinstance(kind, (Replicate, Partial))

@@ -1,4 +1,4 @@
-"""Placements of tensors that outlive the forward that made them, such as caches."""
+"""Tracks the placements of tensors that outlive the forward that made them, such as caches."""
 
 from __future__ import annotations
 

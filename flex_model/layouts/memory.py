@@ -1,4 +1,4 @@
-"""The cache of earlier forwards' layouts, by a key that is known when a forward begins.
+"""Caches the layouts of earlier forwards, by a key that is known when a forward begins.
 
 The key holds shapes and dtypes of the inputs, the other arguments, torch's modes, training flags,
 adapters and the active hooks, of all ranks. A forward with a new key is followed; one with a cached
@@ -268,7 +268,7 @@ def _grown(layouts: ForwardLayouts) -> ForwardLayouts:
 
 
 class Conditions:
-    """The contents of a forward's key, other than its inputs."""
+    """Describes all that a forward's key contains, other than its inputs."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root

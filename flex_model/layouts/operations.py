@@ -1,6 +1,4 @@
-"""The inference of the placements of one operation's results, from its call on all ranks of an
-axis.
-"""
+"""Infers the placements of one operation's results from its call on all ranks of an axis."""
 
 from __future__ import annotations
 
@@ -96,7 +94,7 @@ def follow_operation(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
         with suppress(ArgumentsDifferError):
             found, parts = _infer(proofs, call, operation)
             is_ruled = call.has_known_numbers and not call.ambiguous and _has_parts(name, operation)
-    if operation is not None and None in found and _counts(operation):
+    if operation is not None and None in found and _has_local_count(operation):
         proofs.note_converted({len(entry[4]) for entry in entries})
     if operation is None or not _are_whole(operation):
         for entry in entries:
@@ -113,8 +111,8 @@ def follow_operation(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
     if carriers and name.startswith("aten::") and _passes_gradients(rule):
         made = [value for value, _, dtype, *_ in outputs if _has_gradient(dtype)]
         proofs.gradients.note_made([entry[7] for entry in entries], made)
-    if operation is not None and _counts_own_words(operation):
-        why = "embedding with scale_grad_by_freq, which counts a rank's own words"
+    if operation is not None and _scales_by_own_counts(operation):
+        why = "embedding with scale_grad_by_freq, which counts each rank's indices alone"
         proofs.gradients.note_changed(values[:1], why)
     follow_writes(proofs, outputs, [entry[6] for entry in entries], text)
 
@@ -180,12 +178,12 @@ def _note_facts(
             proofs.zero_slices[value] = (values[0], dim)
     if name in ("all", "any") and operation["self"].shard is not None:
         proofs.shard_conditions.add(value)
-    if pieces.takes_apart_or_joins(operation):
+    if pieces.splits_or_joins(operation):
         proofs.makers[value] = (operation, output, tuple(values))
     if call.has_known_numbers:
         _note_open(proofs, value, operation, values)
         if value not in proofs.placements:
-            split = positions.made(operation, values, proofs.positions)
+            split = positions.infer(operation, values, proofs.positions)
             if split is not None:
                 proofs.positions[value] = split
     if name == "empty_like":
@@ -217,7 +215,7 @@ def _infer(
     if len(made) == 1:
         found = _follow_reduced(proofs, made[0], operation, values, found)
     if call.has_known_numbers and found == [None]:
-        found = [positions.selected(operation, values, proofs.positions)]
+        found = [positions.infer_selected(operation, values, proofs.positions)]
     if found == [None]:
         found = _follow_range(proofs, made[0], operation, values)
     if call.has_known_numbers and call.written in proofs.templates and factories.is_draw(operation):
@@ -242,7 +240,7 @@ def _propagate(proofs: AxisProofs, call: _Call, operation: Operation) -> _Found:
         sizes = [size for sizes in operation.full_sizes.values() for size in sizes]
         if numbers.tainted_module is not None and (not sizes or None in sizes):
             return outputs
-        return factories.placements(operation, numbers.split_sizes, call.shards_passed)
+        return factories.infer(operation, numbers.split_sizes, call.shards_passed)
     return rules.propagate(operation)
 
 
@@ -265,7 +263,7 @@ def _follow_range(
     """Return the placement of integers that are consecutive on each rank, if nothing else is
     known.
     """
-    ranges = positions.ranges(operation, values, proofs.ranges)
+    ranges = positions.infer_ranges(operation, values, proofs.ranges)
     if ranges is not None and positions.follow_each_other(ranges):
         return [Shard(0)]
     if ranges is not None:
@@ -381,7 +379,7 @@ def _are_whole(operation: Operation) -> bool:
     return all(operand.placement == REPLICATED for operand in operation.operands)
 
 
-def _counts_own_words(operation: Operation) -> bool:
+def _scales_by_own_counts(operation: Operation) -> bool:
     """Whether its backward divides by the count of each index, which each rank counts in its own
     rows.
     """
@@ -392,7 +390,7 @@ def _counts_own_words(operation: Operation) -> bool:
     )
 
 
-def _counts(operation: Operation) -> bool:
+def _has_local_count(operation: Operation) -> bool:
     """Whether the number of its results depends on the length of a dim that is or may be split."""
     is_by_width = operation.name in ("split", "unsafe_split")
     if not (is_by_width or operation.name == "unbind") or not operation.operands:

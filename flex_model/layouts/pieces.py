@@ -20,7 +20,7 @@ from flex_model.layouts.propagation.slicing import (
 SPLITS = frozenset(RULES_OF_SPLITS) | {"slice", "narrow"}
 
 
-def takes_apart_or_joins(operation: Operation) -> bool:
+def splits_or_joins(operation: Operation) -> bool:
     """Whether it splits off pieces, or joins some, along the same dim on all ranks."""
     if operation.name not in SPLITS | {"cat"}:
         return False
@@ -32,7 +32,7 @@ def takes_apart_or_joins(operation: Operation) -> bool:
 Maker = tuple[Operation, int, tuple[Any, ...]]
 
 
-def together(values: Sequence[Any], makers: Mapping[Any, Maker]) -> Placement | None:
+def combine(values: Sequence[Any], makers: Mapping[Any, Maker]) -> Placement | None:
     """Return the placement of a tensor that has ``values[i]`` on rank ``i``; None if these are not
     pieces of one whole tensor that follow one another without gap or overlap.
     """

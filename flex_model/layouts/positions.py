@@ -30,7 +30,7 @@ _MOVES = {
 }  # fmt: skip
 
 
-def made(operation: Operation, values: Sequence[Any], known: Mapping[Any, Shard]) -> Shard | None:
+def infer(operation: Operation, values: Sequence[Any], known: Mapping[Any, Shard]) -> Shard | None:
     """Return the split of the result's positions, if it has any; ``known``: of other values."""
     if operation.name == "arange":
         counts = [shape[0] for shape in operation.outputs[0].shapes]
@@ -55,7 +55,7 @@ def _starts_and_steps(operation: Operation) -> list[list[Any]]:
     ]
 
 
-def ranges(
+def infer_ranges(
     operation: Operation, values: Sequence[Any], known: Mapping[Any, Ranges]
 ) -> Ranges | None:
     """Return the ranges of a result that has consecutive integers on each rank; ``known``: of other
@@ -90,7 +90,7 @@ def _is_long_beside(index: Operand, back: int) -> bool:
     return index.ndim >= back and any(shape[-back] != 1 for shape in index.shapes)
 
 
-def selected(
+def infer_selected(
     operation: Operation, values: Sequence[Any], known: Mapping[Any, Shard]
 ) -> Shard | None:
     """Return the split of a tensor that such positions select; None if they select none."""

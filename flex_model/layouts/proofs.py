@@ -13,7 +13,7 @@ from typing import Any
 
 from flex_model.distributed.layout import Placement, Shard
 from flex_model.layouts import collectives, pieces, positions
-from flex_model.layouts.alignment import aligned
+from flex_model.layouts.alignment import align
 from flex_model.layouts.collectives import follow_collective
 from flex_model.layouts.encoding import decode
 from flex_model.layouts.gradients import Gradients
@@ -46,7 +46,7 @@ class Step:
 
 
 class AxisProofs:
-    """What is proven along one axis. Pure: the same logs give the same proofs on every rank.
+    """Infers placements along one axis. Pure: the same logs give the same proofs on every rank.
 
     Attributes:
         axis: "dp" or "tp"; ``index``: 0 or 1.
@@ -194,7 +194,7 @@ class AxisProofs:
                 self._check_sizes(value, {source[3] for source in sources} - {None})
         logs = [chunk.entries for chunk in chunks]
         is_one = all(chunk is chunks[0] for chunk in chunks)
-        for entries in zip(*logs) if is_one else aligned(logs, self._skip):
+        for entries in zip(*logs) if is_one else align(logs, self._skip):
             self._follow_entry(entries)
         if any(logs):
             self.gradients.forget()
@@ -261,7 +261,7 @@ class AxisProofs:
             self._follow_statement(entries)
         elif kind == "invalidated":
             for entry in entries:
-                self.gradients.invalidate(entry[1], "memory that was written to unseen")
+                self.gradients.invalidate(entry[1], "memory that unrecorded code wrote to")
                 for value in entry[1]:
                     self.placements.pop(value, None)
                     self.open.pop(value, None)
@@ -379,15 +379,15 @@ class AxisProofs:
         if all(one == before for one in of_ranks):
             self.joint[value] = before
             return
-        self.steps[value] = Step("a tensor that is another one on other ranks")
-        together = pieces.together(of_ranks, self.makers)
-        if together is not None:
+        self.steps[value] = Step("a tensor that is not the same one on all ranks")
+        combined = pieces.combine(of_ranks, self.makers)
+        if combined is not None:
             self.shapes[value] = tuple(self.shapes[one][i] for i, one in enumerate(of_ranks))
             self.steps[value] = Step("each rank's piece", tuple(dict.fromkeys(of_ranks)))
-            self.set_placement(value, together)
+            self.set_placement(value, combined)
 
     def _follow_named(self, entries: tuple[Entry, ...]) -> None:
-        """Copy what is known of a value to the own value of a tensor that had it."""
+        """Copy what is known of a value to the new value of a tensor that had it."""
         value, values = entries[0][1:3]
         self.gradients.note_named([entry[3] for entry in entries], value)
         if isinstance(values, int) and self.gradients.is_scaled(values):

@@ -1,7 +1,7 @@
-"""The recorder of a followed forward: it logs which tensors each operation read, wrote and made,
-and which of them carry gradients.
+"""Records a followed forward: which tensors each operation read, wrote and made, and which of them
+carry gradients.
 
-It infers nothing; `proofs` does that from the logs of all ranks.
+Nothing is inferred here; `proofs` does that from the logs of all ranks.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ class Recorder(TorchDispatchMode):
         finally:
             self.sizes, self.reduction = before
 
-    def run_module(self, stated_sizes: frozenset[int]) -> None:
-        """Note that a module runs from now on which states these sizes of last dims."""
+    def set_stated_sizes(self, stated_sizes: frozenset[int]) -> None:
+        """Set the sizes of last dims that the running module states."""
         self.stated_sizes = stated_sizes
 
     def _note_conversion(self, number: Any, expression: Expression, name: str) -> None:
@@ -345,8 +345,8 @@ class Recorder(TorchDispatchMode):
         )
 
     def note_same(self, source: Tensor, result: Any) -> bool:
-        """Whether the result is a view of all of the source's memory, in the same shape; it then
-        gets the source's value.
+        """Whether the result is an alias of the source, with the same memory, shape and strides; it
+        then gets the source's value.
         """
         if dtensor.is_dtensor(source) or not isinstance(result, Tensor):
             return False

@@ -1,4 +1,4 @@
-"""The comparison of replicas: ranks' values can refute that a tensor is replicated."""
+"""Compares replicas: ranks' values can refute that a tensor is replicated."""
 
 from __future__ import annotations
 

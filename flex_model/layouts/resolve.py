@@ -1,5 +1,5 @@
-"""The resolution of a tensor's layout, from what is proven and stated. Values and sizes are no
-evidence for a layout: they can only refute it.
+"""Resolves a tensor's layout from what is proven and stated. Values and sizes are no evidence for a
+layout: they can only refute it.
 """
 
 from __future__ import annotations

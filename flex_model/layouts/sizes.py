@@ -97,7 +97,7 @@ COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "ge": operator.ge,
 }
 
-#: Conversions to numbers without an expression; ``math.sqrt`` uses that to float.
+#: Conversions to numbers without an expression (``math.sqrt`` converts to float).
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "__int__": int,
     "__float__": float,

@@ -1,4 +1,6 @@
-"""The user's statements of layouts: ``annotate_layout`` and ``HookFunction(placements=...)``."""
+"""Holds the user's statements of layouts: ``annotate_layout`` and
+``HookFunction(placements=...)``.
+"""
 
 from __future__ import annotations
 

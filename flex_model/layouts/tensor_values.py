@@ -1,4 +1,4 @@
-"""The value of each tensor, found by the tensor's object, or by its storage and its place there,
+"""Finds the value of each tensor, by the tensor's object, or by its storage and its place there,
 since autograd makes new objects for views. If several values share one place (a transpose of a
 tensor with one row), only the object identifies the value; without it all are returned.
 """
@@ -157,7 +157,7 @@ class TensorValues:
 
     @staticmethod
     def are_same(first: Tensor, second: Tensor) -> bool:
-        """Whether they show the same memory in the same shape."""
+        """Whether they have the same memory, shape and strides."""
         (storage, geometry), (other, other_geometry) = _place(first), _place(second)
         if storage is None or other is None or geometry != other_geometry:
             return False

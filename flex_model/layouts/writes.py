@@ -1,4 +1,4 @@
-"""The effect of writes on other values in the same memory."""
+"""Infers the effect of writes on other values in the same memory."""
 
 from __future__ import annotations
 

@@ -269,7 +269,7 @@ RULES = {
     "cross_entropy_loss": cross_entropy_loss,
 }
 
-# The sizes that are passed are those of a tensor of which each rank has its own part.
+# Their ``input_sizes`` and bounds are those of the rank's own part of a tensor.
 RULES_OF_SIZES = {
     "slice_backward": slice_backward,
     "select_backward": select_backward,
