@@ -107,7 +107,7 @@ def _form(entry: Entry) -> Any:
         return kind, entry[3] if kind == "number" else entry[1]
     if kind == "backward":
         return kind, entry[1], tuple(place for place, *_ in entry[2])
-    return entry[:2]  # placed: its value; lost: the values
+    return entry[:2]  # placed: its value; invalidated: the values
 
 
 def _made(outputs: Any) -> Any:

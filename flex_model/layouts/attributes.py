@@ -1,5 +1,5 @@
-"""Tensors that forwards keep as plain attributes of modules, such as a moving average or the last
-features: which attributes hold them, and their placements when a forward begins.
+"""Tracks tensors that forwards keep as plain attributes of modules, such as a moving average or the
+last features: which attributes hold them, and their placements when a forward begins.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Name = tuple[int, int]
 
 
 class Attributes:
-    """The attributes of one model that have ever held a tensor of a forward. Local."""
+    """Tracks the attributes of one model that have ever held a tensor of a forward. Local."""
 
     def __init__(self, root: nn.Module, constants: Constants, kept: KeptTensors) -> None:
         self._root, self._constants, self._kept = root, constants, kept

@@ -1,5 +1,5 @@
-"""Nodes of autograd's graph whose backward no rule infers from the forward: ``autograd.Function``s,
-custom operations, and all that is not one of ATen's own operations.
+"""Tracks nodes of autograd's graph whose backward no rule infers from the forward:
+``autograd.Function``s, custom operations, and all that is not one of ATen's own operations.
 
 Such a node is found at the first use of its outputs. Its backward is recorded when it runs,
 operation by operation, in the log of the forward that it belongs to.
@@ -32,7 +32,7 @@ _OF_MODULE = "BackwardHookFunctionBackward"  # where torch runs a module's backw
 
 
 class BackwardNodes:
-    """The nodes of one recorded forward.
+    """Tracks the nodes of one recorded forward.
 
     Attributes:
         linked: Values whose gradients are passed on by the operations that made them, as rules say,
@@ -243,9 +243,9 @@ def _functions_of(hook: Any) -> Iterator[Any]:
 
 
 class PendingResults:
-    """Results of an operation that autograd has not linked yet: it does so after the operation has
-    returned. Results that then carry no gradient exist for its backward alone, such as a norm's
-    mean.
+    """Holds results of an operation that autograd has not linked yet: it does so after the
+    operation has returned. Results that then carry no gradient exist for its backward alone, such
+    as a norm's mean.
     """
 
     def __init__(self, log: Log) -> None:

@@ -47,7 +47,7 @@ class State:
 
 
 class Buffers:
-    """The buffers of one model, by clean name. Local."""
+    """Tracks the buffers of one model, by clean name. Local."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root

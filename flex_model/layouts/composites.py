@@ -1,5 +1,5 @@
-"""Functions of torch that are followed as one operation, not through their component operations;
-and functions written in Python that are followed through their steps.
+"""Lists the functions of torch that are followed as one operation, not through their component
+operations; and those written in Python that are followed through their steps.
 
 The component operations lose what the call shows: a product of four-dimensional tensors flattens
 batch and heads into one dim and divides it again, ``reshape`` replaces -1 by a number,

@@ -1,4 +1,4 @@
-"""Tensors of which only the extent is not known.
+"""Handles tensors of which only the extent is not known.
 
 ``torch.zeros(batch, length)`` and ``mask.expand(batch, -1, -1, -1)`` may have been passed local
 sizes. Along such an *open* dim all elements are equal, and they are the same on all ranks. Used

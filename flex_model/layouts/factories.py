@@ -1,6 +1,6 @@
-"""Operations that make tensors from sizes alone.
+"""Infers the placements of tensors that are made from sizes alone.
 
-They are passed plain numbers, which may be the local sizes of split dims.
+The sizes are passed as plain numbers, which may be the local sizes of split dims.
 """
 
 from __future__ import annotations

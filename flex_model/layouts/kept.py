@@ -23,7 +23,9 @@ class _Kept:
 
 
 class KeptTensors:
-    """The tensors of earlier forwards, by memory, as long as they were not written to since."""
+    """Tracks the tensors of earlier forwards, by memory, as long as they were not written to
+    since.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, Any], _Kept] = {}

@@ -1,5 +1,5 @@
-"""Plain numbers that may differ from the unsharded program's: sizes of split dims, numbers made of
-them, and numbers read from tensors that are not the same on all ranks.
+"""Tracks plain numbers that may differ from the unsharded program's: sizes of split dims, numbers
+made of them, and numbers read from tensors that are not the same on all ranks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class LocalNumbers:
-    """The plain numbers of one followed forward that may be local to a rank, along one axis.
+    """Tracks the plain numbers of one followed forward that may be local to a rank, along one axis.
 
     Attributes:
         split_sizes: Local sizes of all split dims so far: a plain number equal to one of them may

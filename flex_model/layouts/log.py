@@ -60,7 +60,7 @@ MARKERS = ("enter", "exit", "sync")
 
 
 class Log:
-    """The log of one rank since the followed forward began. Local."""
+    """Logs what one rank runs since the followed forward began. Local."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []  # since the last comparison of the logs

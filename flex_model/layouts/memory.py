@@ -125,8 +125,8 @@ class _Growing:
 
 
 class LayoutMemory:
-    """The cache of one FlexModel's layouts, by key. All ranks change it alike, or clear it: keys
-    contain how often each rank has.
+    """Caches one FlexModel's layouts, by key. All ranks change it alike, or clear it: keys contain
+    how often each rank has.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The memory of tensors, and the overlap of tensors that share a storage."""
+"""Describes the memory of tensors, and how tensors that share a storage overlap."""
 
 from __future__ import annotations
 

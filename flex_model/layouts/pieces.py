@@ -1,5 +1,5 @@
-"""Pieces of a replicated tensor: ``x.chunk(tp, -1)[rank]`` makes every piece on every rank, and
-each rank continues with a different one. Together they are shards of ``x``.
+"""Recognizes pieces of a replicated tensor: ``x.chunk(tp, -1)[rank]`` makes every piece on every
+rank, and each rank continues with a different one. Together they are shards of ``x``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Positions along a split dim: ``torch.arange(rows)``, which each rank makes for its own rows.
+"""Tracks positions along a split dim: ``torch.arange(rows)``, which each rank makes for its own
+rows.
 
 The numbers differ from those of the unsharded program's rows, so the tensor is not a shard of its
 positions. As an index into a tensor that is split along a dim of these rows it selects the same

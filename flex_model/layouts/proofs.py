@@ -1,4 +1,4 @@
-"""Layouts proven from the operations that the ranks of one mesh axis ran.
+"""Proves layouts from the operations that the ranks of one mesh axis ran.
 
 A proof is about all ranks of the axis at once: it uses every rank's shapes and arguments. A result
 that no rule covers is not known, nor is anything made of it.

@@ -127,9 +127,10 @@ def order_axes(site: Site, layout: ShardLayout, mesh: Mesh, are_both_stated: boo
     heads; else the layout as it is.
 
     A proof counts the parts of its axis in the dim that one rank of the other axis holds, so the
-    axis with more parts is the inner one (concatenated tensors have the same parts each). A layout
-    counts them in the full dim. FSDP splits what a layer holds of a parameter: its tensor-parallel
-    shard. For shards without parts, a statement of both axes means that dp is the outer one.
+    axis with more parts is the inner one (in a concatenation each tensor has the same parts). A
+    layout counts them in the full dim. FSDP splits what a layer holds of a parameter: its
+    tensor-parallel shard. For shards without parts, a statement of both axes means that dp is the
+    outer one.
 
     Raises:
         ValueError: it is not known which axis is the outer one. The same on every rank.

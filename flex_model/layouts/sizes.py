@@ -1,5 +1,5 @@
-"""Sizes that carry the tensor and the dim that they are from, so that a proof can compute the
-number that the unsharded program passes instead.
+"""Defines sizes that carry the tensor and the dim that they are from, so that a proof can compute
+the number that the unsharded program passes instead.
 
 ``b, s, _ = h.shape; q.view(b, s, -1, 64)`` passes plain numbers to ``view``, and with one row a
 rank the local ``b`` is 1: the number does not show whether the unsharded program passes 1 or the

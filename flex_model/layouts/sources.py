@@ -1,4 +1,4 @@
-"""The known placements of tensors before a forward begins: weights, buffers and inputs."""
+"""Finds the known placements of tensors before a forward begins: weights, buffers and inputs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _version(tensor: Tensor) -> int:
 
 
 class Weights:
-    """Placements of a model's parameters and buffers, found at first use.
+    """Finds the placements of a model's parameters and buffers, at first use.
 
     Along dp they are the same on all ranks (DDP, FSDP). Along tp a DTensor states its placement,
     and layers and the user may state what they split; if any weights of a model are stated to be
@@ -333,7 +333,7 @@ def check_batch_dim(batch_dim: Any) -> BatchDim:
 
 
 class Inputs:
-    """The placements of a forward's inputs along dp, as ``batch_dim`` states them."""
+    """Finds the placements of a forward's inputs along dp, as ``batch_dim`` states them."""
 
     def __init__(self, batch_dim: BatchDim) -> None:
         self._batch_dim = batch_dim

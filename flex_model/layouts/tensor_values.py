@@ -50,7 +50,7 @@ class _Storage:
 
 
 class TensorValues:
-    """The values of all tensors of one followed forward. Local."""
+    """Finds the values of all tensors of one followed forward. Local."""
 
     def __init__(self) -> None:
         self._storages: dict[int, _Storage] = {}

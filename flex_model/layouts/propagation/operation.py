@@ -1,4 +1,4 @@
-"""One operation as all ranks of a mesh axis ran it: the input of a propagation rule."""
+"""Describes one operation as all ranks of a mesh axis ran it: the input of a propagation rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Split dims that consist of several parts, each of them split over the ranks."""
+"""Describes split dims that consist of several parts, each of them split over the ranks."""
 
 from __future__ import annotations
 
