@@ -36,8 +36,8 @@ from flex_model.hooks.tracking import Tracking
 from flex_model.hooks.user_function import UserFunction
 from flex_model.integrations import dtensor
 from flex_model.layouts import replicas, resolve
-from flex_model.layouts.encoding import encode
 from flex_model.layouts.follow import Pair
+from flex_model.layouts.placement_encoding import encode
 from flex_model.layouts.sources import AXES
 from flex_model.outputs import Records
 

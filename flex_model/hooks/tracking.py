@@ -20,12 +20,12 @@ from flex_model.hooks.registration import Registration
 from flex_model.integrations import compiled, dtensor
 from flex_model.layouts import follow
 from flex_model.layouts.attributes import Attributes
-from flex_model.layouts.buffers import Buffers
-from flex_model.layouts.encoding import encode
+from flex_model.layouts.cache import Conditions, ForwardLayouts, Key, LayoutCache, Place
 from flex_model.layouts.exchange import exchange_chunks
 from flex_model.layouts.follow import UNKNOWN, Follower, Pair
 from flex_model.layouts.kept import KeptTensors
-from flex_model.layouts.memory import Conditions, ForwardLayouts, Key, LayoutMemory, Place
+from flex_model.layouts.module_buffers import Buffers
+from flex_model.layouts.placement_encoding import encode
 from flex_model.layouts.sources import (
     AXES,
     BatchDim,
@@ -121,7 +121,7 @@ class Tracking:
         self._channel = channel
         self._inputs = Inputs(batch_dim)
         self._follow = follow
-        self._memory = LayoutMemory()
+        self._memory = LayoutCache()
         self._num_followed = 0
         self._conditions: Conditions | None = None
         self._constants = Constants(root)

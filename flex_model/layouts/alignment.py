@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from flex_model.layouts.log import MARKERS, Entry
+from flex_model.layouts.operation_log import MARKERS, Entry
 
 
 def align(

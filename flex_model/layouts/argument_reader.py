@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flex_model.distributed.layout import Shard
 from flex_model.layouts import pieces
-from flex_model.layouts.log import Entry, Value, dtype_of
+from flex_model.layouts.operation_log import Entry, Value, dtype_of
 from flex_model.layouts.propagation.operation import REPLICATED, Operand, full_size
 from flex_model.layouts.sizes import (
     divides_by,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flex_model.layouts import memory_map
-from flex_model.layouts.log import Log, Value
+from flex_model.layouts.operation_log import Log, Value
 
 if TYPE_CHECKING:
     from flex_model.layouts.recorder import Recorder

@@ -10,7 +10,7 @@ import torch
 
 from flex_model.distributed.layout import Partial, Placement, Replicate, Shard
 from flex_model.layouts.argument_reader import ArgumentReader
-from flex_model.layouts.log import Entry
+from flex_model.layouts.operation_log import Entry
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation
 from flex_model.layouts.writes import follow_writes

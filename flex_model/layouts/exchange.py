@@ -9,7 +9,7 @@ import torch
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.header import Header
 from flex_model.layouts.follow import Follower
-from flex_model.layouts.log import Chunk
+from flex_model.layouts.operation_log import Chunk
 
 
 def exchange_chunks(channel: Channel, follower: Follower) -> None:

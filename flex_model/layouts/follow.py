@@ -17,8 +17,8 @@ from flex_model.distributed.mesh import Mesh
 from flex_model.integrations import layers
 from flex_model.layouts import recorder
 from flex_model.layouts.backward_nodes import is_framework_hook
-from flex_model.layouts.encoding import encode
-from flex_model.layouts.log import Chunk, Log, Value
+from flex_model.layouts.operation_log import Chunk, Log, Value
+from flex_model.layouts.placement_encoding import encode
 from flex_model.layouts.proofs import AxisProofs
 from flex_model.layouts.recorder import Recorder
 from flex_model.layouts.sources import AXES, Weights, stated_by_dtensor

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from flex_model.layouts import memory_map
-from flex_model.layouts.encoding import encode
 from flex_model.layouts.follow import Follower, Pair
+from flex_model.layouts.placement_encoding import encode
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 from flex_model.distributed.layout import Partial, Placement, Shard
 from flex_model.layouts import collectives, constants, factories, pieces, positions
 from flex_model.layouts.argument_reader import ArgumentReader
-from flex_model.layouts.encoding import decode
-from flex_model.layouts.log import Entry, Value, dtype_of
+from flex_model.layouts.operation_log import Entry, Value, dtype_of
+from flex_model.layouts.placement_encoding import decode
 from flex_model.layouts.propagation import reductions, rules
 from flex_model.layouts.propagation.operation import (
     REPLICATED,

@@ -15,11 +15,11 @@ from flex_model.distributed.layout import Placement, Shard
 from flex_model.layouts import collectives, pieces, positions
 from flex_model.layouts.alignment import align
 from flex_model.layouts.collectives import follow_collective
-from flex_model.layouts.encoding import decode
-from flex_model.layouts.gradients import Gradients
+from flex_model.layouts.gradient_placements import Gradients
 from flex_model.layouts.local_numbers import LocalNumbers
-from flex_model.layouts.log import Chunk, Entry, Value
+from flex_model.layouts.operation_log import Chunk, Entry, Value
 from flex_model.layouts.operations import follow_operation
+from flex_model.layouts.placement_encoding import decode
 from flex_model.layouts.propagation.operation import REPLICATED, Shape, full_size
 from flex_model.layouts.sizes import (
     COMPARISONS,

@@ -22,7 +22,7 @@ from flex_model.layouts.argument_encoder import ArgumentEncoder, Encoded
 from flex_model.layouts.backward_nodes import BackwardNodes, PendingResults, is_framework_hook
 from flex_model.layouts.callers import is_called_by_torch, is_run_by_tp_plan
 from flex_model.layouts.function_recorder import FunctionRecorder
-from flex_model.layouts.log import Log, Value
+from flex_model.layouts.operation_log import Log, Value
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.sizes import (
     CallSizes,

@@ -14,8 +14,8 @@ from flex_model import _C
 from flex_model.distributed.layout import Placement, Replicate, Shard
 from flex_model.distributed.mesh import Mesh
 from flex_model.integrations import dtensor, fsdp, layers
-from flex_model.layouts.buffers import Buffers
-from flex_model.layouts.encoding import decode, encode
+from flex_model.layouts.module_buffers import Buffers
+from flex_model.layouts.placement_encoding import decode, encode
 from flex_model.layouts.statements import Statement, Statements, describe
 from flex_model.names import clean
 

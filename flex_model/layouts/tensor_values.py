@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from flex_model.layouts import memory_map
-from flex_model.layouts.log import Value, hash_of
 from flex_model.layouts.memory_map import Geometry
+from flex_model.layouts.operation_log import Value, hash_of
 
 # A tensor object, its storage, its place there, and its value at that time.
 _Known = tuple["weakref.ref[Tensor]", int, Geometry, Value]

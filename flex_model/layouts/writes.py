@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flex_model.distributed.layout import Partial, Placement, Replicate, Shard
 from flex_model.layouts import pieces
-from flex_model.layouts.log import Value
+from flex_model.layouts.operation_log import Value
 from flex_model.layouts.propagation.operation import REPLICATED
 
 if TYPE_CHECKING:

@@ -124,7 +124,7 @@ class _Growing:
     is_proven: bool = False
 
 
-class LayoutMemory:
+class LayoutCache:
     """Caches one FlexModel's layouts, by key. All ranks change it alike, or clear it: keys contain
     how often each rank has.
     """

@@ -20,7 +20,7 @@ from flex_model.distributed import values
 from flex_model.distributed.header import site_hash
 from flex_model.distributed.layout import Placement
 from flex_model.distributed.plain import kind_of
-from flex_model.layouts.encoding import encode
+from flex_model.layouts.placement_encoding import encode
 from flex_model.names import clean
 
 Pair = tuple[Placement | None, Placement | None]

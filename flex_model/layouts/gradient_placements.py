@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from flex_model.distributed.layout import Partial, Placement, Replicate, Shard
 from flex_model.layouts import pieces
 from flex_model.layouts.backward_nodes import RECOMPUTES
-from flex_model.layouts.log import Entry, Value
+from flex_model.layouts.operation_log import Entry, Value
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.propagation.operation import Operand, Operation
 
