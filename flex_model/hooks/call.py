@@ -190,7 +190,7 @@ class HookCaller:
             layout = one.trip.move.layout
             placed: Pair = (layout.dp, layout.tp)
             if not dtensor.is_dtensor(one.original):  # whose layout is its own
-                placed = resolve.counted_as_proofs_do(layout, self._channel.mesh)
+                placed = resolve.placements_as_proven(layout, self._channel.mesh)
             self._tracking.note(one.call.evidence, edited, one.original, placed)
         return edited
 

@@ -67,7 +67,7 @@ class RunContext:
         calls: By registration index: how often its editing function was called.
         random_calls: By registration index: fingerprint of the input -> call number, for calls that
             drew random numbers.
-        keys: Of its forwards (see ``layouts.memory``), for their recomputation.
+        keys: Of its forwards (see ``layouts.cache``), for their recomputation.
         outer_error: The exception that was being handled when a direct call began; another one at
             its end is its own.
         ran_model: Whether the wrapped module was called in it.

@@ -31,8 +31,8 @@ from flex_model.hooks.context import Call
 from flex_model.hooks.tracking import Tracking
 from flex_model.integrations import dtensor
 from flex_model.layouts import replicas, resolve
-from flex_model.layouts.encoding import encode
 from flex_model.layouts.follow import Pair
+from flex_model.layouts.placement_encoding import encode
 from flex_model.layouts.sources import AXES
 
 _REMEMBERED_MOVES = 128  # per hook: generation may bring a new shape with every step
@@ -201,7 +201,7 @@ class HookLayouts:
                 placed[axis] = self._known(call, axis, proven[axis])
         found = ShardLayout(placed["dp"], placed["tp"], source=f"its tensor's: {layout.source}")
         site = call.registration.layout_site
-        return resolve.with_one_dim(site, found, self._mesh, are_both_stated=len(own) == len(AXES))
+        return resolve.order_axes(site, found, self._mesh, are_both_stated=len(own) == len(AXES))
 
     def _check_replicas(self, call: Call, axis: str) -> None:
         """Ranks that share a parameter hold the same values. Collective.

@@ -19,13 +19,13 @@ from flex_model.hooks.registration import Registration
 from flex_model.integrations import compiled
 from flex_model.layouts import follow
 from flex_model.layouts.attributes import Attributes
-from flex_model.layouts.buffers import Buffers
-from flex_model.layouts.cache import Conditions, ForwardLayouts, LayoutMemory, Place
-from flex_model.layouts.encoding import encode
+from flex_model.layouts.cache import Conditions, ForwardLayouts, LayoutCache, Place
 from flex_model.layouts.exchange import exchange_chunks
 from flex_model.layouts.follow import UNKNOWN, Follower, Pair
 from flex_model.layouts.inputs import seed_inputs
 from flex_model.layouts.kept import KeptTensors
+from flex_model.layouts.module_buffers import Buffers
+from flex_model.layouts.placement_encoding import encode
 from flex_model.layouts.sources import (
     AXES,
     BatchDim,
@@ -58,7 +58,7 @@ class Tracking:
         self._channel = channel
         self._inputs = Inputs(batch_dim)
         self._follow = follow
-        self._memory = LayoutMemory()
+        self._memory = LayoutCache()
         self._num_followed = 0
         self._conditions: Conditions | None = None
         self._constants = Constants(root)
@@ -123,12 +123,12 @@ class Tracking:
         site = sites_hash(part, *sites)
         known = site_hash(site, self._buffers.digest)
         form, sizes = self._conditions.form(args, kwargs, known, self._attributes)
-        words = self._memory.words(form, sizes)
+        words = self._memory.key_numbers(form, sizes)
         header = Header("inputs", site=site, shape=words)
         headers = self._channel.agree(header, "the start of a forward")
         forward.key, forward.layouts = self._memory.begin([other.shape for other in headers])
         layouts = forward.layouts
-        if layouts is None or layouts.asks_for_gradients() or self._follow == "always":
+        if layouts is None or layouts.needs_gradients() or self._follow == "always":
             forward.layouts = None
             self._begin_to_follow(forward, args, kwargs)
         elif torch.is_grad_enabled():
@@ -175,9 +175,9 @@ class Tracking:
     def follower(self) -> Follower:
         """One that knows the model's weights. Local."""
         mesh, weights = self._channel.mesh, self._weights()
-        trusts_answers = self._follow != "always"
+        trusts_conditions = self._follow != "always"
         return Follower(
-            self._root, mesh, self.statements, weights, self._kept.source, trusts_answers
+            self._root, mesh, self.statements, weights, self._kept.source, trusts_conditions
         )
 
     def _weights(self) -> Weights:
@@ -216,15 +216,15 @@ class Tracking:
             return
         forward.is_over = True
         forward.follower.note_outputs(output)
-        left = [forward.follower.meet(one) for one in _tensors([forward.states, output])]
+        left = [forward.follower.joint_value(one) for one in _tensors([forward.states, output])]
         assert self._buffers is not None
         written = {
-            name: forward.follower.meet_written(buffer, is_same)
+            name: forward.follower.joint_buffer_value(buffer, is_same)
             for name, buffer, is_same in self._buffers.written(forward.follower.has_written)
         }
         self._attributes.scan()
         attributes = [  # constants until now
-            (tensor, forward.follower.meet(tensor))
+            (tensor, forward.follower.joint_value(tensor))
             for tensor in self._attributes.tensors().values()
             if forward.follower.has_written(tensor)
         ]
@@ -312,7 +312,7 @@ class Tracking:
             follower=forward.follower,
             graph=forward.follower,
             place=place,
-            value=forward.follower.meet(tensor),
+            value=forward.follower.joint_value(tensor),
             needs_gradient=torch.is_grad_enabled()
             and (registration.is_backward or registration.edits)
             and not self._states_gradient(tensor),
@@ -344,9 +344,9 @@ class Tracking:
         """
         pairs = {pair for key in keys for pair in self._memory.pairs(key, registration.site)}
         known = Evidence(next(iter(keys), None), pairs.pop()) if len(pairs) == 1 else Evidence()
-        graph = next((one for one in follow.recording() if one.is_of(self._root)), None)
+        graph = next((one for one in follow.recording() if one.follows(self._root)), None)
         if graph is not None:
-            known.graph, known.value = graph, graph.meet(tensor)
+            known.graph, known.value = graph, graph.joint_value(tensor)
         return known
 
     def prove(self, evidence: Evidence) -> Pair:
@@ -459,7 +459,7 @@ class Tracking:
         """Why a gradient's placement along ``axis`` is not known; empty where nothing tells."""
         proofs = None if evidence.graph is None else evidence.graph.proofs.along.get(axis)
         value = evidence.current
-        return "" if proofs is None else proofs.gradients.obstacle(proofs.meant(value))
+        return "" if proofs is None else proofs.gradients.obstacle(proofs.resolve_joint(value))
 
     @property
     def num_followed(self) -> int:

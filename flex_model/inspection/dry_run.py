@@ -180,7 +180,7 @@ def _looker(
         if registration.is_backward and not leaf.requires_grad:
             return
         with follow.paused(follower):
-            seen.append(_seen(core, registration, module, leaf, follower.meet(leaf)))
+            seen.append(_seen(core, registration, module, leaf, follower.joint_value(leaf)))
 
     return look
 

@@ -37,7 +37,7 @@ def observe(
             return
         with follow.paused(follower):
             leaf = tensors[0]
-            value = follower.meet(leaf)
+            value = follower.joint_value(leaf)
             plain, stated, known = dtensor.plain_and_stated(leaf, mesh, name)
             site = site_hash(name, kind)
             seen = Seen(site, tuple(plain.shape), plain.dtype, stated, known=known, value=value)

@@ -16,9 +16,9 @@ from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import HookError
 from flex_model.inspection.shapes_only import check_nothing_is_kept, fakes_alive, shapes_only
 from flex_model.layouts import resolve
-from flex_model.layouts.encoding import decode, encode
 from flex_model.layouts.exchange import exchange_chunks
 from flex_model.layouts.follow import UNKNOWN, Follower, Pair
+from flex_model.layouts.placement_encoding import decode, encode
 
 if TYPE_CHECKING:
     from flex_model.hooks.core import HookCore

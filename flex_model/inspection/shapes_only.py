@@ -49,7 +49,7 @@ def shapes_only(
         def faked(tensor: Tensor) -> Tensor:
             fake = fake_mode.from_tensor(tensor)
             if fake is not tensor:
-                follower.stands_for(fake, tensor)
+                follower.note_substitute(fake, tensor)
             return fake
 
         given = tree_map_only(Tensor, faked, arguments)

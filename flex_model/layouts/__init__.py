@@ -1,4 +1,6 @@
-"""Which part of the full tensor each rank holds: proofs by propagation, statements, and memory."""
+"""The placements of a model's tensors over the ranks, proven by propagation or stated by the
+user.
+"""
 
 from flex_model.layouts.propagation.rules import register_rule
 

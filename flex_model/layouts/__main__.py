@@ -1,9 +1,10 @@
-"""``python -m flex_model.layouts [operation ...]``: the ATen operations without a propagation rule.
+"""``python -m flex_model.layouts [operation ...]``: list the ATen operations that have no
+propagation rule.
 
-Of the operations named, or of all: those that take and make tensors, are no in-place or ``out=``
-form of another, not private, and not composed of others (those are followed through what they are
-composed of). One without a rule gives a tensor of which nothing is known, unless all its operands
-are replicated.
+Of the operations named, or of all: those that read and return tensors, are not private, not the
+in-place or ``out=`` form of another, and not composed of others (those are followed through their
+components). Without a rule, nothing is known of an operation's result, unless all its operands are
+replicated.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _GROUPS = (
 
 
 def operations() -> Iterator[str]:
-    """The names of the ATen operations that should have a rule."""
+    """Yield the names of the ATen operations that should have a rule."""
     seen = set()
     for qualified in torch._C._dispatch_get_all_op_names():
         namespace, _, rest = qualified.partition("::")
@@ -35,12 +36,12 @@ def operations() -> Iterator[str]:
         if namespace != "aten" or name.startswith("_") or name in seen:
             continue
         op = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
-        if op is not None and _counts(op):
+        if op is not None and _needs_rule(op):
             seen.add(name)
             yield name
 
 
-def _counts(op: torch._ops.OpOverload) -> bool:
+def _needs_rule(op: torch._ops.OpOverload) -> bool:
     schema = op._schema
     if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
         return False
@@ -53,7 +54,7 @@ def _counts(op: torch._ops.OpOverload) -> bool:
 
 
 def without_rule(names: Sequence[str] = ()) -> list[str]:
-    """Those of the operations, or of all, that have no rule."""
+    """Return the names of the given operations, or of all, that have no rule."""
     return sorted(name for name in names or operations() if not has_rule(name))
 
 
@@ -66,7 +67,7 @@ def _group(name: str) -> str:
 
 
 def main(names: Sequence[str]) -> int:
-    """Print them, by group. The exit status is 1 if an operation that was named has none."""
+    """Print them by group. The exit status is 1 if a named operation has no rule."""
     missing = without_rule(names)
     print(f"{len(missing)} ATen operations without a propagation rule")
     for group, _ in _GROUPS:

@@ -1,20 +1,23 @@
-"""Lines up the logs of several ranks: which of their operations are one operation of the model."""
+"""Aligns the logs of several ranks: finds which of their operations are one operation of the
+model.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from flex_model.layouts.log import MARKERS, Entry
+from flex_model.layouts.operation_log import MARKERS, Entry
 
 
-def aligned(
+def align(
     logs: Sequence[Sequence[Entry]], skipped: Callable[[Entry], None] = lambda entry: None
 ) -> Iterator[tuple[Entry, ...]]:
-    """The entries of all ranks, one tuple for each that all of them have.
+    """Yield the entries of all ranks, one tuple for each that all of them have.
 
     Where ranks ran different operations, those are left out, up to the next begin or end of a
-    module that all of them come to: what they made has no entry, and so is not known.
+    module that all of them reach. The results of the operations left out have no entry, so they are
+    not known.
 
     Args:
         skipped: Called with every entry, of any rank, that is left out.
@@ -45,7 +48,9 @@ def aligned(
 def _next_marker(
     logs: Sequence[Sequence[Entry]], places: list[int], open_modules: list[Any]
 ) -> list[int]:
-    """Where all ranks come to the same marker next, inside the innermost module if there is one."""
+    """Return each rank's index of the next marker that all have, inside the innermost open
+    module.
+    """
     ends = _next_end(logs, places, open_modules)
     found = [
         {entry: i for i, entry in reversed(list(enumerate(log[:end]))[place:]) if _marks(entry)}
@@ -64,7 +69,7 @@ def _marks(entry: Entry) -> bool:
 def _next_end(
     logs: Sequence[Sequence[Entry]], places: list[int], open_modules: list[Any]
 ) -> list[int]:
-    """Where the innermost open module ends that ends on all ranks."""
+    """Return each rank's index of the end of the innermost open module that ends on all ranks."""
     while open_modules:
         end = ("exit", open_modules.pop())
         found = [
@@ -83,7 +88,7 @@ def _are_alike(entries: Sequence[Entry]) -> bool:
 
 
 def _form(entry: Entry) -> Any:
-    """What must be the same on all ranks for two entries to be one operation: all but sizes and
+    """Return what must be equal on all ranks for two entries to be one operation: all but sizes and
     other numbers, and which tensors are read.
     """
     kind = entry[0]
@@ -96,13 +101,13 @@ def _form(entry: Entry) -> Any:
         _, name, reduction, axes, args, kwargs, outputs, _, by_plan = entry
         read = _tensors(args), _tensors(kwargs)
         return kind, name, reduction, axes, by_plan, *read, _made(outputs)
-    if kind in ("read", "asked"):
+    if kind in ("read", "condition"):
         return kind
     if kind in ("number", "compared"):
         return kind, entry[3] if kind == "number" else entry[1]
     if kind == "backward":
         return kind, entry[1], tuple(place for place, *_ in entry[2])
-    return entry[:2]  # placed: its value; lost: the values
+    return entry[:2]  # placed: its value; invalidated: the values
 
 
 def _made(outputs: Any) -> Any:
@@ -110,7 +115,7 @@ def _made(outputs: Any) -> Any:
 
 
 def _tensors(arguments: Any) -> Any:
-    """Where among arguments tensors are."""
+    """Return the positions, numbers of dims and dtypes of the tensors among arguments."""
     if not isinstance(arguments, tuple):
         return None
     if arguments and arguments[0] == "t":

@@ -1,5 +1,5 @@
-"""Encodes the arguments of an operation for the log: tensors by their values, numbers with the
-sizes that they were made of.
+"""Encodes an operation's arguments for the log: tensors as their values, numbers with the
+expressions of the sizes that they were computed from.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ArgumentEncoder:
     Args:
         value: Returns the value or values of a tensor.
         sizes: The numbers of the call that runs the operation.
-        stated_sizes: Of last dims, stated by the module that runs.
+        stated_sizes: The sizes of last dims that the running module states.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ArgumentEncoder:
         )
         is_constant = schema is not None and schema.name == "aten::lift_fresh"
         if self._sizes.has_any and not is_called and not self._sizes.is_subscript:
-            # What is called is made of this operation, and of these numbers.
+            # The called function is composed of this operation, which may use these numbers.
             keyword += (("numbers", ("l", *self._sizes.in_order(all_of_them=is_constant))),)
         elif is_constant:  # ``x[...] = number``
             number = memory_map.number_of(args[0])
@@ -78,8 +78,8 @@ class ArgumentEncoder:
         return positional, keyword, tuple(self._carriers)
 
     def _defaults(self, arguments: Any, passed: Any) -> tuple[Any, ...]:
-        """Arguments that were left out, since the numbers that were passed are the defaults, which
-        may be so on this rank only.
+        """Return arguments that were left out because the numbers passed equal the defaults, which
+        may hold on this rank only.
         """
         found = []
         for argument in arguments:
@@ -92,9 +92,9 @@ class ArgumentEncoder:
         return tuple(found)
 
     def _with_stated(self, value: Any, shape: tuple[int, ...], num_kept: int) -> Any:
-        """The encoded sizes of a view, behind ``num_kept`` dims that stay; where the last two make
-        heads of the last dim, ``(..., -1, size)``, ``(..., heads, size)`` or ``(..., heads, -1)``,
-        the last one with an expression if the module states it.
+        """Return the encoded sizes of a view, after ``num_kept`` dims that stay. Where the last two
+        divide the last dim into heads, ``(..., -1, size)``, ``(..., heads, size)`` or ``(...,
+        heads, -1)``, the last one gets an expression if the module states it.
         """
         if not isinstance(value, tuple) or value[:1] != ("l",) or len(value) < 3:
             return value
@@ -105,14 +105,16 @@ class ArgumentEncoder:
             return value
         is_new_dim = num_kept + len(value) - 1 == len(shape) + 1 > 3
         if heads != -1 and not (is_new_dim and heads * size == shape[-1]):
-            return value  # other dims are joined, or made
+            return value  # other dims are joined or added
         return (*value[:-1], ("n", size, ("number", size)))
 
     def _numbers_of(self, argument: Any, is_called: bool) -> str:
-        """What a number means that is passed for the argument, as far as the call tells."""
+        """Return the meaning of a number that is passed for the argument, as far as the call shows
+        it.
+        """
         meant = meaning(argument)
         if meant == "value":
-            return meant  # also of other operations inside of the call
+            return meant  # also for other operations inside the call
         if not self._sizes.name and is_run_by_model():  # by a script
             return "unseen" if meant and argument.name != "step" else ""
         if not is_called:
@@ -122,12 +124,12 @@ class ArgumentEncoder:
     def _encoded(
         self, value: Any, meaning: str = "", passed: Iterator[Expression | None] | None = None
     ) -> Any:
-        """As logs have it.
+        """Encode one argument for the log.
 
         Args:
             meaning: Of a number, see `sizes.meaning`.
-            passed: The expressions of this and the following numbers, where it is known by their
-                places which those are.
+            passed: The expressions of this and the following numbers, if they are known by
+                position.
         """
         if isinstance(value, Tensor):
             known = self._value(value)
@@ -160,6 +162,6 @@ class ArgumentEncoder:
 
 
 def _content(constant: Tensor) -> str:
-    """What stands for the elements of a tensor that was made of Python's numbers."""
+    """Return a hash of the elements of a tensor that was made of Python numbers."""
     data = memory_map.bytes_of(constant)
     return "" if data is None else blake2b(data, digest_size=8).hexdigest()

@@ -1,8 +1,8 @@
-"""What the key of a forward holds of its arguments: all that its path may depend on, but for the
-values of tensors.
+"""Describes a forward's arguments for its key: all that the path of the forward may depend on,
+except for the values of tensors.
 
-It is the same from call to call for arguments that are the same, such as functions that are made
-anew at each call. Ranks may have other texts for what is the same.
+Equal arguments have equal descriptions in every call, even functions that each call creates anew.
+Ranks may describe equal arguments differently.
 """
 
 from __future__ import annotations
@@ -27,23 +27,25 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _FUNCTIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 
 _counter = itertools.count()
-_codes: dict[types.CodeType, int] = {}  # equal for functions of the same text
+_codes: dict[types.CodeType, int] = {}  # equal for functions with the same source
 _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of modules, classes
 
 
 def describe(value: Any, parts: list[Any], sizes: list[int]) -> None:
-    """Texts that stand for a tree of arguments, and the sizes of its tensors apart."""
+    """Append texts that identify a tree of arguments to ``parts``, and the sizes of its tensors to
+    ``sizes``.
+    """
     _Description(parts, sizes).add(value)
 
 
 class _Description:
     def __init__(self, parts: list[Any], sizes: list[int]) -> None:
         self._parts, self._sizes = parts, sizes
-        self._within: list[int] = []  # objects that hold the one at hand
+        self._within: list[int] = []  # objects that contain the current one
         self._tensors: dict[int, int] = {}
 
     def add(self, value: Any) -> None:
-        """Append what stands for the value."""
+        """Append a description of the value."""
         if isinstance(value, Tensor):
             self._add_tensor(value)
         elif type(value) in _PLAIN:
@@ -80,9 +82,9 @@ class _Description:
             self._add_all("partial", value.func, value.args, value.keywords)
         else:
             self._parts.append(f"{type(value).__qualname__} {_number(type(value))}")
-            is_told = self._add_content(value)
-            is_told |= self._add_attributes(value)
-            if not is_told:
+            is_described = self._add_content(value)
+            is_described |= self._add_attributes(value)
+            if not is_described:
                 text = repr(value)  # such as a date
                 self._parts.append("" if " at 0x" in text else text)
 
@@ -99,7 +101,9 @@ class _Description:
         self._add_all(text, *kept, *cells)
 
     def _add_content(self, value: Any) -> bool:
-        """What a container or a value of a class of its own holds; whether it is one."""
+        """Add the content of a container or of a plain value, including subclasses; return whether
+        it is one.
+        """
         if isinstance(value, Mapping):
             self._add_all("", *(part for item in value.items() for part in item))
         elif isinstance(value, (list, tuple, deque)):
@@ -127,7 +131,7 @@ class _Description:
         return True
 
     def _add_attributes(self, value: Any) -> bool:
-        """Those in its dict and slots; whether it has any."""
+        """Add the attributes in its dict and slots; return whether it has any."""
         if isinstance(value, enum.Enum):
             return True
         found = dict(getattr(value, "__dict__", {}))
@@ -145,7 +149,7 @@ class _Description:
 
 
 def _number(value: Any) -> int:
-    """Of a module or class, as long as it lives."""
+    """Return a number that identifies a module or class as long as it exists."""
     number = _numbers.get(value)
     if number is None:
         number = _numbers[value] = next(_counter)

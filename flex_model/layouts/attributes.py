@@ -1,5 +1,5 @@
-"""Tensors that forwards keep as plain attributes of modules, such as a moving average or the last
-features: which there are, and how they are placed when a forward begins.
+"""Tracks tensors that forwards keep as plain attributes of modules, such as a moving average or the
+last features: which attributes hold them, and their placements when a forward begins.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from flex_model.layouts.kept import KeptTensors
 from flex_model.layouts.sources import Constants
 
 _MAX_DEPTH = 3
-_OF_TORCH = frozenset(vars(nn.Module()))  # parameters, buffers and such
+_OF_TORCH = frozenset(vars(nn.Module()))  # such as parameters and buffers
 Name = tuple[int, int]
 
 
 class Attributes:
-    """Those of one model that were ever seen to hold a tensor of a forward. Local."""
+    """Tracks the attributes of one model that have ever held a tensor of a forward. Local."""
 
     def __init__(self, root: nn.Module, constants: Constants, kept: KeptTensors) -> None:
         self._root, self._constants, self._kept = root, constants, kept
         self._seen: dict[tuple[int, str], weakref.ref[nn.Module]] = {}
 
     def scan(self) -> None:
-        """A followed forward is over."""
+        """Find such attributes after a followed forward."""
         self._seen = {key: module for key, module in self._seen.items() if module() is not None}
         for module in self._root.modules():
             for name, value in vars(module).items():
@@ -41,7 +41,7 @@ class Attributes:
             yield vars(reference()).get(name) if reference() is not None else None
 
     def tensors(self) -> dict[Name, Tensor]:
-        """By number of the attribute and of the tensor in it."""
+        """Return their tensors, by number of the attribute and of the tensor in it."""
         return {
             (i, j): tensor
             for i, value in enumerate(self._values())
@@ -49,7 +49,7 @@ class Attributes:
         }
 
     def describe(self) -> tuple[list[Any], list[int]]:
-        """What stands for all of them but for their sizes, and those sizes."""
+        """Return a description of all of them except for sizes, and the sizes."""
         parts: list[Any] = []
         sizes: list[int] = []
         for value in self._values():
@@ -64,7 +64,9 @@ class Attributes:
 
 
 def _tensors(value: Any, depth: int = _MAX_DEPTH) -> Iterator[Tensor]:
-    """All but parameters, of which DDP keeps a list: those are known by themselves."""
+    """Yield the tensors in a value, except for parameters, which DDP lists and which have entries
+    of their own.
+    """
     if isinstance(value, Tensor):
         if not isinstance(value, nn.Parameter):
             yield value

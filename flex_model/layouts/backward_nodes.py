@@ -1,7 +1,7 @@
-"""Nodes of autograd's graph whose backward no rule tells from the forward: ``autograd.Function``s,
-custom operations, and whatever else is not one of ATen's own operations.
+"""Tracks nodes of autograd's graph whose backward no rule infers from the forward:
+``autograd.Function``s, custom operations, and all that is not one of ATen's own operations.
 
-Such a node is met at the first use of what it made. Its backward is recorded when it runs,
+Such a node is found at the first use of its outputs. Its backward is recorded when it runs,
 operation by operation, in the log of the forward that it belongs to.
 """
 
@@ -16,53 +16,53 @@ import torch
 from torch import Tensor
 
 from flex_model.layouts import memory_map
-from flex_model.layouts.log import Log, Value
+from flex_model.layouts.operation_log import Log, Value
 
 if TYPE_CHECKING:
     from flex_model.layouts.recorder import Recorder
 
-# Its backward computes a part of the model once more, with a backward inside: what hands gradients
-# to its inputs are the operations of that.
+# Its backward recomputes a part of the model, with a nested backward: the operations of that pass
+# gradients to its inputs.
 RECOMPUTES = "CheckpointFunctionBackward"
-# Their hooks gather weights and reduce gradients of weights, or are hooks of ours: what they get is
-# what they hand on.
-_HANDING_ON = ("torch.distributed.", "fairscale.", "flex_model.")
-_EDGE = "_EdgeBackward"  # where hooks on gradients are: an identity
-_OF_MODULE = "BackwardHookFunctionBackward"  # likewise, where torch calls backward hooks of modules
+# Their hooks gather weights, reduce gradients of weights, or are FlexModel's: they return the
+# gradient that they receive.
+_FRAMEWORKS = ("torch.distributed.", "fairscale.", "flex_model.")
+_EDGE = "_EdgeBackward"  # the identity at which FlexModel's gradient hooks run
+_OF_MODULE = "BackwardHookFunctionBackward"  # where torch runs a module's backward hooks
 
 
 class BackwardNodes:
-    """Of one recorded forward.
+    """Tracks the nodes of one recorded forward.
 
     Attributes:
-        linked: Values whose gradients go on by the operations that made them, as rules have it, or
-            at which gradients end.
+        linked: Values whose gradients are passed on by the operations that made them, as rules say,
+            or at which gradients end.
     """
 
     def __init__(self, recorder: Recorder, has_module_hooks: bool) -> None:
         self._recorder, self._has_module_hooks = recorder, has_module_hooks
         self.linked: set[Value] = set()
-        self._values: dict[tuple[int, int], Value] = {}  # by node and output of it
-        self._unread: dict[tuple[int, int], Value] = {}  # likewise, of tensors that were not met
+        self._values: dict[tuple[int, int], Value] = {}  # by node and output
+        self._unread: dict[tuple[int, int], Value] = {}  # of tensors whose use is not recorded
         self._numbers: dict[int, Value] = {}  # by node
 
     def link(self, outputs: Sequence[Any], writes: Sequence[Any]) -> None:
-        """An operation of ATen's that carries gradients has made these."""
+        """Note that an ATen operation that carries gradients made these outputs."""
         self.linked.update(output[0] for output in outputs)
         for write in writes:
             self.linked.update(value for _, value, _ in write[1])
 
-    def meet(self, tensor: Tensor, value: Value | tuple[Value, ...]) -> Any:
-        """A tensor that requires a gradient is read, which is this output of its node; its value,
-        which is another one where a hook looks at its gradient, and one of its own where it may be
-        one of several.
+    def note_use(self, tensor: Tensor, value: Value | tuple[Value, ...]) -> Any:
+        """Note the use of a tensor that requires a gradient, as an output of its node; return its
+        value. That is a new one where a hook gets the tensor's gradient, or where the tensor may
+        have one of several values.
         """
         node = tensor.grad_fn
         if node is None:
             return value
         key = (_number_of(node), tensor.output_nr)
         if key not in self._values and node.name() in (_EDGE, _OF_MODULE):
-            # A module that returns its input has the edge on the tensor that goes in.
+            # If a module returns its input, the edge is on the tensor that goes into it.
             place = key[1] if node.name() == _OF_MODULE else 0
             source = self._source(*node.next_functions[place])
             value = self._named(tensor, value, source)
@@ -78,7 +78,7 @@ class BackwardNodes:
             return value
         self.linked.add(value)
         if self._recorder.is_received(value) and not _is_function(node):
-            return value  # a collective has written to what the node had made
+            return value  # a collective wrote to the node's output
         if tensor.numel() == 0:
             return value
         self._add(node, key[1], value)
@@ -97,8 +97,8 @@ class BackwardNodes:
         self._recorder.log.add("node", number, node.name(), inputs, place, value)
 
     def _named(self, tensor: Tensor, values: Any, source: Any) -> Value:
-        """A value of its own for a tensor that has one of these; ``source``: whose gradient is its
-        gradient, None where its node says that.
+        """Give a tensor that has one of these values a value of its own; ``source``: the value that
+        has the same gradient, None where the tensor's node shows it.
         """
         value = self._recorder.log.new_value()
         self._recorder.log.add("named", value, values, source)
@@ -106,9 +106,9 @@ class BackwardNodes:
         return value
 
     def _source(self, node: Any, output: int) -> Any:
-        """The value that an edge leads to; of one that was not met: one of its own where a
-        ``Function`` has made it, which another one has read; else those that are met behind it,
-        with a None among them.
+        """Return the value to which an edge leads. If no use of it is recorded, return a new value
+        for the output of a ``Function``, which another ``Function`` has read; else the recorded
+        values behind it, with a None among them.
         """
         if node is None:
             return ()
@@ -147,14 +147,14 @@ class BackwardNodes:
             if recorder.pauses:
                 return
             paths.append(recorder.log.enter(node_name))
-            given = []
+            received = []
             for place, gradient in enumerate(gradients):
                 if isinstance(gradient, Tensor):
                     value = recorder.log.new_value()
                     recorder.values.note(gradient, value)
                     shape, stated = memory_map.shape_of(gradient), recorder.stated(gradient)
-                    given.append((place, value, shape, stated))
-            recorder.log.add("backward", number, tuple(given))
+                    received.append((place, value, shape, stated))
+            recorder.log.add("backward", number, tuple(received))
             recorder.__enter__()
 
         def end(made: Any, gradients: Any) -> None:
@@ -176,35 +176,37 @@ class BackwardNodes:
 
     # Hooks of the model's own on gradients.
 
-    def watched(self, tensor: Tensor, hook: Any) -> Any:
-        """A hook that the model puts on a tensor's gradient, which may change that unseen, until it
-        has run and left it as it was. (Those that torch calls once a gradient was accumulated come
-        after what FlexModel's hooks see.)
+    def wrap_hook(self, tensor: Tensor, hook: Any) -> Any:
+        """Wrap a hook that the model registers on a tensor's gradient: it may change the gradient
+        unrecorded, unless it has run and left it unchanged. (Hooks that torch calls after a
+        gradient was accumulated run after those of FlexModel.)
         """
-        value = None if hands_on(hook) else self._recorder.value(tensor)
+        value = None if is_framework_hook(hook) else self._recorder.value(tensor)
         if value is None:
             return hook
         number = self.note_hook(value)
 
         @functools.wraps(hook)
-        def watching(grad: Tensor) -> Any:
+        def wrapped(grad: Tensor) -> Any:
             version = grad._version
             made = hook(grad)
             if (made is None or made is grad) and grad._version == version:
-                self._recorder.log.add("looked", number)
-            else:  # also where it has only looked in a backward before
+                self._recorder.log.add("unchanged", number)
+            else:  # also where an earlier backward left it unchanged
                 self.note_hook(value, number)
             return made
 
-        return watching
+        return wrapped
 
     def note_module_hook(self, value: Any) -> None:
-        """Torch calls hooks on a module's gradients before it passes this value its gradient."""
+        """Note that torch runs a module's backward hooks before it passes this value its
+        gradient.
+        """
         if self._has_module_hooks:
             self.note_hook(value)
 
     def note_hook(self, value: Any, number: Value | None = None) -> Value:
-        """A hook may change the gradient of a value; its number."""
+        """Note that a hook may change the gradient of a value; return the hook's number."""
         number = self._recorder.log.new_value() if number is None else number
         self._recorder.log.add("hooked", value, "a hook of the model's own on gradients", number)
         return number
@@ -218,14 +220,16 @@ def _number_of(node: Any) -> int:
     return node._sequence_nr()
 
 
-def hands_on(hook: Any) -> bool:
+def is_framework_hook(hook: Any) -> bool:
     """Whether a hook on a tensor's gradient is a framework's, or FlexModel's own."""
     modules = [getattr(function, "__module__", None) or "" for function in _functions_of(hook)]
-    return bool(modules) and all(f"{name}.".startswith(_HANDING_ON) for name in modules)
+    return bool(modules) and all(f"{name}.".startswith(_FRAMEWORKS) for name in modules)
 
 
 def _functions_of(hook: Any) -> Iterator[Any]:
-    """What a hook calls, as far as that is known: torch puts functions of its own around."""
+    """Yield the functions that a hook calls, as far as they are known: torch wraps hooks in its
+    own.
+    """
     hook = getattr(hook, "__func__", hook)
     if isinstance(hook, functools.partial):
         yield from _functions_of(hook.func)
@@ -238,10 +242,10 @@ def _functions_of(hook: Any) -> Iterator[Any]:
         yield hook
 
 
-class Unsettled:
-    """Results of an operation of which it is not known yet whether they carry gradients: autograd
-    says so once the operation is over. Those that don't are there for its backward, such as a
-    norm's mean.
+class PendingResults:
+    """Holds results of an operation that autograd has not linked yet: it does so after the
+    operation has returned. Results that then carry no gradient exist for its backward alone, such
+    as a norm's mean.
     """
 
     def __init__(self, log: Log) -> None:
@@ -249,17 +253,17 @@ class Unsettled:
         self._pending: list[tuple[weakref.ref[Tensor], Value]] = []
 
     def note(self, schema: Any, tensors: Sequence[Tensor], values: Sequence[Value]) -> None:
-        """An operation of ATen's has made several."""
+        """Note the results of an ATen operation that returns several."""
         is_view = any(made.alias_info is not None for made in schema.returns)
         if len(tensors) > 1 and not is_view:
             self._pending += [(weakref.ref(one), value) for one, value in zip(tensors, values)]
 
-    def settle(self) -> None:
-        """The operation is over."""
+    def flush(self) -> None:
+        """Log those that carry no gradient, now that the operation has returned."""
         if not self._pending:
             return
         found = [(reference(), value) for reference, value in self._pending]
         self._pending = []
-        idle = tuple(value for one, value in found if one is not None and not one.requires_grad)
-        if idle:
-            self._log.add("idle", idle)
+        detached = tuple(value for one, value in found if one is not None and not one.requires_grad)
+        if detached:
+            self._log.add("detached", detached)

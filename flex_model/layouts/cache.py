@@ -1,12 +1,12 @@
-"""Layouts of earlier forwards, under a key of what was known when each began.
+"""Caches the layouts of earlier forwards, by a key that is known when a forward begins.
 
 The key holds shapes and dtypes of the inputs, the other arguments, torch's modes, training flags,
-adapters and the active hooks, of all ranks. A forward with a new key is followed; one whose key is
-remembered runs as the remembered one did, unless its control flow depends on values.
+adapters and the active hooks, of all ranks. A forward with a new key is followed; one with a cached
+key runs as the cached one did, unless its control flow depends on values.
 
 In decoding, lengths grow by one from call to call. After two followed calls that differ in such
-lengths alone, and whose layouts are the same, the next ones are predicted: each tensor's sizes must
-be those that grow as they did between the two.
+lengths alone and have the same layouts, the next ones are predicted: each tensor's sizes must grow
+as they did between the two.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from flex_model.layouts.attributes import Attributes
 from flex_model.layouts.follow import Follower, Pair
 from flex_model.layouts.sizes import COMPARISONS
 
-_MOST = 256
-_MOST_ASKED = 4
+_MAX_ENTRIES = 256
+_MAX_RETRIES = 4
 
 
 class Place(NamedTuple):
-    """One call of a hook: its site, and how often it was called before in its forward."""
+    """One call of a hook: its site, and the number of its earlier calls in the forward."""
 
     site: int
     number: int
@@ -40,21 +40,22 @@ class Place(NamedTuple):
 
 @dataclass
 class ForwardLayouts:
-    """What a followed forward showed of each hook's tensor.
+    """The layouts of the hooks' tensors in a followed forward.
 
     Attributes:
         shapes: Local shapes on this rank.
-        state: Of tensors that the forward left in its arguments' objects or returned.
-        buffers: By name, of the model's buffers that the forward wrote to or made.
-        attributes: Of tensors that the forward left in plain attributes of modules.
-        gradients: Placements of the gradients of the tensors that have one.
-        graph: Follows the backward of the forward that was followed; ``values`` stand for the
-            tensors in it. Kept as long as a gradient is not known.
-        comparisons: Of sizes that the forward compared: by what, and the numbers on this rank.
-        growth: By how much the shapes grow from call to call, where the forward is a predicted one;
-            ``comparison_growth``: likewise, the numbers that are compared.
-        num_asked: How often it was followed once more to see its backward.
-        mixed: Where ranks mixed parts of what a DTensor was then made of; empty if nowhere.
+        state: Placements of tensors that the forward left in objects among its arguments, or
+            returned.
+        buffers: By name, placements of the model's buffers that the forward wrote to or made.
+        attributes: Placements of tensors that the forward left in plain attributes of modules.
+        gradients: Placements of the gradients of tensors that have one.
+        graph: The follower of the forward, which follows its backward; ``values``: the tensors'
+            values in it. Kept as long as a gradient is not known.
+        comparisons: The comparisons of sizes in the forward: operator and numbers on this rank.
+        growth: The growth of the shapes from call to call, for a predicted forward;
+            ``comparison_growth``: that of the compared numbers.
+        num_retries: How often it was followed again to follow its backward.
+        mixed: Where ranks mixed parts of a tensor of which a DTensor was made; empty for nowhere.
     """
 
     pairs: dict[Place, Pair] = field(default_factory=dict)
@@ -68,30 +69,30 @@ class ForwardLayouts:
     comparisons: list[tuple[str, Any, Any]] = field(default_factory=list)
     growth: dict[Place, Shape] | None = None
     comparison_growth: list[tuple[Any, Any]] = field(default_factory=list)
-    num_asked: int = 0
+    num_retries: int = 0
     mixed: str = ""
 
-    def asks_for_gradients(self) -> bool:
-        """Whether the forward is to be followed once more, since only its backward can tell how
-        gradients are placed, and none has come so far.
+    def needs_gradients(self) -> bool:
+        """Whether to follow the forward again, since only its backward shows how gradients are
+        placed, and none has run yet.
         """
-        if self.num_asked >= _MOST_ASKED or not any(None in g for g in self.gradients.values()):
+        if self.num_retries >= _MAX_RETRIES or not any(None in g for g in self.gradients.values()):
             return False
-        self.num_asked += 1
+        self.num_retries += 1
         return True
 
-    def decides_otherwise(self) -> bool:
-        """Whether a comparison of sizes has another answer in the next predicted forward."""
+    def changes_branch(self) -> bool:
+        """Whether a comparison of sizes has another result in the next predicted forward."""
         return any(
             COMPARISONS[by](left + more, right + by_right) != COMPARISONS[by](left, right)
             for (by, left, right), (more, by_right) in zip(self.comparisons, self.comparison_growth)
         )
 
     def check(self, place: Place, shape: Shape, describe: Callable[[], str]) -> Pair:
-        """The placements of the tensor at this place, in a forward that is not followed.
+        """Return the placements of the tensor at this place, in a forward that is not followed.
 
         Args:
-            describe: Returns what the hook is called in messages.
+            describe: Returns the hook's description for messages.
 
         Raises:
             HookError: no tensor of this shape was there in the forward that was.
@@ -110,12 +111,12 @@ class ForwardLayouts:
 
 @dataclass
 class _Growing:
-    """Calls whose inputs' lengths grow by one from each to the next.
+    """Calls whose input lengths grow by one from each to the next.
 
     Attributes:
-        step: Stands for which sizes grow, on all ranks; 0 for none.
-        layouts: Of the last call.
-        is_proven: Whether two followed calls have shown the same layouts.
+        step: A hash of the sizes that grow, on all ranks; 0 for none.
+        layouts: Those of the last call.
+        is_proven: Whether two followed calls have had the same layouts.
     """
 
     step: int = 0
@@ -123,30 +124,30 @@ class _Growing:
     is_proven: bool = False
 
 
-class LayoutMemory:
-    """Layouts by key, of one FlexModel. All ranks change it alike, or forget what they have: keys
-    tell how often each rank has.
+class LayoutCache:
+    """Caches one FlexModel's layouts, by key. All ranks change it alike, or clear it: keys contain
+    how often each rank has.
     """
 
     def __init__(self) -> None:
         self._num_cleared = 0
         self._forwards: dict[int, ForwardLayouts] = {}
         self._growing: dict[int, _Growing] = {}
-        self._sizes: dict[int, tuple[int, ...]] = {}  # on this rank, of the last call of a form
-        self._form_keys: dict[int, int] = {}  # by form on this rank: that of all ranks
-        self._form = 0  # of the forward that begins
+        self._sizes: dict[int, tuple[int, ...]] = {}  # on this rank, in the last call of a form
+        self._form_keys: dict[int, int] = {}  # by this rank's form: the form of all ranks
+        self._form = 0  # of the beginning forward
 
     def clear(self) -> None:
-        """Nothing is remembered. Local."""
+        """Remove all cached layouts. Local."""
         self._num_cleared += 1
         for table in (self._forwards, self._growing, self._sizes, self._form_keys):
             table.clear()
 
-    def words(self, form: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """What this rank contributes to the key of a forward: six numbers of 31 bits.
+    def key_numbers(self, form: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Return this rank's part of the key of a forward: six numbers of 31 bits.
 
         Args:
-            form: Stands for all but the sizes.
+            form: A hash of all but the sizes.
         """
         form = site_hash(form, self._num_cleared)
         self._form = form
@@ -157,16 +158,16 @@ class LayoutMemory:
         grows = len(sizes) == len(before) and set(by) == {0, 1}
         growing = self._growing.get(self._form_keys.get(form, 0))
         if growing is not None and growing.is_proven and growing.layouts is not None:
-            grows = grows and not growing.layouts.decides_otherwise()
+            grows = grows and not growing.layouts.changes_branch()
         step = site_hash(by) if grows else 0
         words = (form, site_hash(form, sizes), step)
         return tuple(half for word in words for half in (word & 0x7FFFFFFF, word >> 32))
 
     def begin(self, table: Sequence[tuple[int, ...]]) -> tuple[Key, ForwardLayouts | None]:
-        """The key that a forward has on all ranks, and its layouts, if they are known.
+        """Return the key of a forward on all ranks, and its layouts, if they are known.
 
         Args:
-            table: ``words`` of all ranks.
+            table: The ``key_numbers`` of all ranks.
         """
         forms, sizes, steps = zip(*((words[:2], words[2:4], words[4:]) for words in table))
         key = Key(site_hash(*sizes), site_hash(*forms))
@@ -187,19 +188,19 @@ class LayoutMemory:
         return key, known
 
     def pairs(self, key: int | None, site: int) -> list[Pair]:
-        """The placements of all calls of a hook in the forwards of a key."""
+        """Return the placements of all calls of a hook in the forwards of a key."""
         layouts = None if key is None else self._forwards.get(key)
         if layouts is None:
             return []
         return [pair for place, pair in layouts.pairs.items() if place.site == site]
 
     def mixed(self, key: int | None) -> str:
-        """See `ForwardLayouts`; empty for a forward that is not remembered."""
+        """Return `ForwardLayouts.mixed`; empty for a forward that is not cached."""
         layouts = None if key is None else self._forwards.get(key)
         return "" if layouts is None else layouts.mixed
 
     def note_gradient(self, key: int | None, place: Place, gradient: Pair) -> None:
-        """What the backward of a followed forward has shown."""
+        """Note a gradient's placements after the backward of a followed forward."""
         layouts = None if key is None else self._forwards.get(key)
         if layouts is not None and place in layouts.gradients:
             layouts.gradients[place] = gradient
@@ -207,11 +208,11 @@ class LayoutMemory:
                 layouts.graph = None
 
     def remember(self, key: Key, layouts: ForwardLayouts) -> None:
-        """A followed forward is over."""
+        """Cache the layouts of a followed forward."""
         _make_room(self._forwards)
         before = self._forwards.get(key.forward)
         if before is not None:
-            layouts.num_asked = before.num_asked
+            layouts.num_retries = before.num_retries
         self._forwards[key.forward] = layouts
         growing = self._growing[key.form]
         last, growing.layouts = growing.layouts, layouts
@@ -225,19 +226,21 @@ class LayoutMemory:
 
 @dataclass(frozen=True)
 class Key:
-    """Stands for what was known on all ranks when a forward began; ``form`` for all but sizes."""
+    """A hash of what was known on all ranks when a forward began; ``form``: of all but the
+    sizes.
+    """
 
     forward: int
     form: int
 
 
 def _make_room(table: dict[int, Any]) -> None:
-    while len(table) >= _MOST:
+    while len(table) >= _MAX_ENTRIES:
         del table[next(iter(table))]
 
 
 def _growth(before: ForwardLayouts, after: ForwardLayouts) -> dict[Place, Shape] | None:
-    """By how much each shape has grown; None where layouts or numbers of dims differ."""
+    """Return the growth of each shape; None where layouts or numbers of dims differ."""
     if before.pairs != after.pairs or before.gradients != after.gradients:
         return None
     if before.buffers != after.buffers or before.attributes != after.attributes:
@@ -265,17 +268,17 @@ def _grown(layouts: ForwardLayouts) -> ForwardLayouts:
 
 
 class Conditions:
-    """All but the inputs that the key of a forward holds."""
+    """Describes all that a forward's key contains, other than its inputs."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        self._objects: list[Any] = []  # what the model is made of
-        self._generation = 0  # how often that has changed
-        self._training = 0  # stands for the training flags
+        self._objects: list[Any] = []  # the modules, their forwards and their hooks
+        self._generation = 0  # how often they have changed
+        self._training = 0  # a hash of the training flags
         self._adapted: list[nn.Module] = []
 
-    def _look(self) -> None:
-        """Notice what was changed about the modules since the forward before."""
+    def _refresh(self) -> None:
+        """Detect changes of the modules since the forward before."""
         objects, self._training = _C.walk_modules(self._root, self._objects)
         if objects is not self._objects:
             self._generation += 1
@@ -285,10 +288,10 @@ class Conditions:
     def form(
         self, args: Any, kwargs: Mapping[str, Any], active: int, attributes: Attributes
     ) -> tuple[int, tuple[int, ...]]:
-        """What stands for the arguments and the tensors in attributes but for the sizes of their
-        tensors, and those sizes.
+        """Return a hash of the arguments and of the tensors in attributes, except for the sizes of
+        their tensors, and those sizes.
         """
-        self._look()
+        self._refresh()
         sizes: list[int] = []
         parts: list[Any] = [active, self._generation]
         describe((args, dict(kwargs)), parts, sizes)

@@ -1,6 +1,7 @@
-"""Whose code runs an operation or reads a size: the model's, torch's, or what shards the model.
+"""Finds the caller of an operation, or of the reading of a size: the model, torch, or what shards
+the model.
 
-The modules of the frames on Python's stack show it.
+The modules of the frames on Python's stack identify it.
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-# Their functions are called by what asks.
-_PASSING_ON = ("flex_model.layouts.sizes", "torch._tensor", "torch.storage")
-#: A mask is each row's own, on all paths there.
+# Their frames lie between the caller and the recorded function.
+_WRAPPERS = ("flex_model.layouts.sizes", "torch._tensor", "torch.storage")
+#: Whatever branch their comparisons take, each row of a mask depends on its own tokens alone.
 MASKS = ("transformers.masking_utils",)
 _PLANS = ("transformers.distributed.", "transformers.integrations.tensor_parallel")
 _BETWEEN = ("flex_model.layouts.", "torch._dynamo.", "torch._compile", "torch._ops")
@@ -24,33 +25,33 @@ _SHARDING = (
 )
 
 
-def is_asked_by_model(but_for: tuple[str, ...] = ()) -> bool:
-    """Whether the model asks, and not what shards it, which looks after its own tensors, nor these
-    modules of it. To be called by what is asked.
+def is_called_by_model(but_for: tuple[str, ...] = ()) -> bool:
+    """Whether the model called the function that calls this one directly. What shards the model
+    does not count, as it handles its own tensors, nor do the modules ``but_for``.
     """
-    return not _is_of(_outside(sys._getframe(2), _PASSING_ON), _SHARDING + but_for)
+    return not _is_in(_frame_outside(sys._getframe(2), _WRAPPERS), _SHARDING + but_for)
 
 
 def is_run_by_model() -> bool:
-    """Likewise, of an operation that is recorded."""
-    return not _is_of(_outside(sys._getframe(1), _BETWEEN), _SHARDING)
+    """Whether the model runs the operation that is being recorded, not what shards the model."""
+    return not _is_in(_frame_outside(sys._getframe(1), _BETWEEN), _SHARDING)
 
 
-def is_asked_by_torch() -> bool:
-    """Whether a function of torch asks, which checks what it is given."""
-    return _is_of(_outside(sys._getframe(1), _BETWEEN), ("torch.",))
+def is_called_by_torch() -> bool:
+    """Whether a function of torch calls, which checks its arguments."""
+    return _is_in(_frame_outside(sys._getframe(1), _BETWEEN), ("torch.",))
 
 
-def is_of_a_plan() -> bool:
+def is_run_by_tp_plan() -> bool:
     """Whether Hugging Face's tensor parallelism runs an operation, by the model's plan."""
-    return _is_of(_outside(sys._getframe(1), ("flex_model.layouts.", "torch.")), _PLANS)
+    return _is_in(_frame_outside(sys._getframe(1), ("flex_model.layouts.", "torch.")), _PLANS)
 
 
-def _outside(frame: Any, modules: tuple[str, ...]) -> Any:
-    while frame.f_back is not None and _is_of(frame, modules):
+def _frame_outside(frame: Any, modules: tuple[str, ...]) -> Any:
+    while frame.f_back is not None and _is_in(frame, modules):
         frame = frame.f_back
     return frame
 
 
-def _is_of(frame: Any, modules: tuple[str, ...]) -> bool:
+def _is_in(frame: Any, modules: tuple[str, ...]) -> bool:
     return bool(frame.f_globals.get("__name__", "").startswith(modules))

@@ -1,4 +1,4 @@
-"""What ranks hold after a collective."""
+"""Infers the placements of collectives' results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from flex_model.distributed.layout import Partial, Placement, Replicate, Shard
 from flex_model.layouts.argument_reader import ArgumentReader
-from flex_model.layouts.log import Entry
+from flex_model.layouts.operation_log import Entry
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation
 from flex_model.layouts.writes import follow_writes
@@ -25,24 +25,24 @@ _ALL_REDUCE = {
 _BROADCAST = {"broadcast_", "broadcast"}
 _ALL_GATHER = {"_allgather_base_", "all_gather_into_tensor", "all_gather_into_tensor_out"}
 _ALL_GATHER_LISTS = {"allgather_", "allgather_coalesced_"}
-#: Operations whose results tell how a reduce-scatter cuts what it sums.
-CUTS = {"cat", "split", "split_with_sizes", "chunk", "tensor_split"}
+#: Operations by which functional collectives prepare the input of a reduce-scatter.
+_SPLITS_OR_CAT = {"cat", "split", "split_with_sizes", "chunk", "tensor_split"}
 _REDUCE_SCATTER = {"_reduce_scatter_base_", "reduce_scatter_tensor", "reduce_scatter_tensor_out"}
 
 
-#: A part of what ranks gathered, by value: the gather, how its operand was split, and which rank's
-#: part it is; None: all of them, joined along the first dim.
+#: The result of an all-gather, by value: the gather, how its operand was split, and which rank's
+#: part it is; None: all parts, joined along the first dim.
 Gathered = tuple[Any, Shard, int | None]
 
-# Reductions of what all ranks have alike that give just that.
+# Reductions that leave a replicated tensor unchanged.
 _KEEP_REPLICAS = {"avg", "max", "min"}
-#: Operations that give a tensor of the same elements.
+#: Operations whose result has the same elements.
 SAME_ELEMENTS = {"clone", "contiguous", "alias", "detach", "_to_copy", "to"}
 _VIEWS = {"view", "_unsafe_view", "reshape"}
 
 
 def follow_collective(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
-    """Note how the results of a collective that all ranks called are placed."""
+    """Note the placements of the results of a collective that all ranks called."""
     _, name, reduction, axes, args, _, outputs, _, by_plan = entries[0]
     reader = ArgumentReader(proofs, len(entries))
     for i in range(len(args)):
@@ -54,35 +54,35 @@ def follow_collective(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
         proofs.shapes[value] = tuple(tuple(entry[6][i][4]) for entry in entries)
         of = f"{name}, {reduction}," if reduction else name
         proofs.note_step(value, f"{of} along {axes}", inputs)
-        place = source(base, len(reader.operands), i)
+        place = source_index(base, len(reader.operands), i)
         found = None
         if axes is not None and place < len(reader.operands):
             operand, read = reader.operands[place], reader.values[place]
             is_sum = reduction == "sum" and axes == (proofs.axis,)
-            is_of_layer = proofs.is_layer(proofs.module) or proofs.is_layer(proofs.left)
+            is_of_layer = proofs.is_layer(proofs.module) or proofs.is_layer(proofs.exited)
             if is_sum and (read in proofs.looked_up or (by_plan and is_of_layer)):
-                # By the layer's contract, which rules don't see: each row is looked up on one
-                # rank, and is 0 on the others; a plan says that experts' sums are parts of one.
+                # By the layer's contract, which rules don't know, one rank looks up each row, and
+                # the others have 0 there; a plan states that experts' outputs are partial sums.
                 operand = replace(operand, placement=Partial())
-            found = placement(proofs, base, reduction, axes, operand, read)
-            if ends(proofs.reduced.get(read, ""), base, reduction, axes, proofs.axis):
+            found = infer_placement(proofs, base, reduction, axes, operand, read)
+            if completes(proofs.reduced.get(read, ""), base, reduction, axes, proofs.axis):
                 found = REPLICATED
-            part = gathered(base, proofs.axis, axes, operand, outputs[0][0], i)
+            part = identify(base, proofs.axis, axes, operand, outputs[0][0], i)
             proofs.note_gathered(value, part)
         if not rules.fits(found, Operand(proofs.shapes[value], torch.float32)):
             found = None
         if any(map(proofs.gradients.is_scaled, inputs)):
             found = found if reduction in ("", "sum", "avg") else None
             proofs.gradients.note_scaled([value])
-        proofs.know(value, found)
+        proofs.set_placement(value, found)
         if found is None and any(one in proofs.mixed for one in inputs):
             proofs.mixed.add(value)
         proofs.received.add(value)
     follow_writes(proofs, outputs, [entry[7] for entry in entries], name)
 
 
-def source(base: str, num_operands: int, output: int) -> int:
-    """Which of the operands an output is made of."""
+def source_index(base: str, num_operands: int, output: int) -> int:
+    """Return the index of the operand from which an output is made."""
     if base in _ALL_GATHER_LISTS:
         return num_operands - 1
     if base in ("_allgather_base_", "_reduce_scatter_base_"):
@@ -90,22 +90,22 @@ def source(base: str, num_operands: int, output: int) -> int:
     return output if base in _ALL_REDUCE | _BROADCAST else 0
 
 
-def placement(
+def infer_placement(
     proofs: AxisProofs, base: str, reduction: str, axes: tuple[str, ...], operand: Any, value: Any
 ) -> Placement | None:
-    """How what is made of an operand is placed along the axis of ``proofs``.
+    """Return the placement of a collective's result along the axis of ``proofs``.
 
     Args:
         base: Name of the operation, without namespace.
-        reduction: Its operation, in lower case; "" where that is not known, or there is none.
-        axes: That the group runs along.
+        reduction: The reduction in lower case; "" where it is not known, or there is none.
+        axes: The axes along which the group runs.
     """
     if proofs.axis in axes:
-        return _along(proofs, base, reduction, operand.placement, value, len(axes) == 1)
-    return _beside(base, operand.placement, proofs, value)
+        return _along_group_axis(proofs, base, reduction, operand.placement, value, len(axes) == 1)
+    return _along_other_axis(base, operand.placement, proofs, value)
 
 
-def _along(
+def _along_group_axis(
     proofs: AxisProofs,
     base: str,
     reduction: str,
@@ -113,9 +113,10 @@ def _along(
     value: Any,
     alone: bool,
 ) -> Placement | None:
-    """Along the axis of the group. In the unsharded program it does nothing: so it gives the whole
-    tensor only where that is what it makes of the ranks' parts. All ranks have the same after it,
-    which says nothing: a sum of what each had in full is a multiple of it.
+    """Return the placement along the axis of the group. The unsharded program has no collective
+    there: so the result is the full tensor only if the collective makes that of the ranks' parts.
+    That all ranks have the same result proves nothing: a sum of replicated tensors is a multiple of
+    the full one.
     """
     is_sum = placement == Partial() and reduction == "sum"
     if base in _ALL_REDUCE:
@@ -126,19 +127,19 @@ def _along(
     if base in _ALL_GATHER:
         return Replicate() if alone and placement == Shard(0) else None
     if base in _REDUCE_SCATTER and alone and is_sum:
-        cut = _cut_dim(proofs, value)
-        return None if cut is None else Shard(cut)
+        split_dim = _split_dim(proofs, value)
+        return None if split_dim is None else Shard(split_dim)
     return None
 
 
-def ends(reduced: str, base: str, reduction: str, axes: tuple[str, ...], axis: str) -> bool:
-    """Whether it makes the whole of what each rank made of its shard alone."""
-    wanted = {"max": "max", "min": "min", "mean": "avg"}.get(reduced)
-    return base in _ALL_REDUCE and axes == (axis,) and wanted is not None and reduction == wanted
+def completes(reduced: str, base: str, reduction: str, axes: tuple[str, ...], axis: str) -> bool:
+    """Whether it reduces the ranks' reductions of their shards to that of the full tensor."""
+    needed = {"max": "max", "min": "min", "mean": "avg"}.get(reduced)
+    return base in _ALL_REDUCE and axes == (axis,) and needed is not None and reduction == needed
 
 
-def gathered(base: str, axis: str, axes: Any, operand: Any, first: Any, i: int) -> Gathered | None:
-    """What an output of a gather along the axis alone is, but what all ranks have whole.
+def identify(base: str, axis: str, axes: Any, operand: Any, first: Any, i: int) -> Gathered | None:
+    """Identify an output of an all-gather along the axis alone; None if it is replicated.
 
     Args:
         first: The value of the first output.
@@ -151,10 +152,10 @@ def gathered(base: str, axis: str, axes: Any, operand: Any, first: Any, i: int) 
     return (first, shard, None) if base in _ALL_GATHER and shard.dim else None
 
 
-def handed_on(
+def propagate_gathered(
     operation: Operation, values: Sequence[Any], known: Mapping[Any, Gathered], num_ranks: int
 ) -> list[Gathered | None]:
-    """Which of an operation's outputs are such parts."""
+    """Return which outputs of an operation are such parts."""
     nothing: list[Gathered | None] = [None] * len(operation.outputs)
     part = known.get(values[0]) if len(values) == 1 else None
     if part is None:
@@ -164,8 +165,8 @@ def handed_on(
         return [part]
     gather, shard, which = part
     sizes = {made.shapes for made in operation.outputs}
-    is_cut = operation.name in CUTS - {"cat"} and operation.get("dim", 0) == 0
-    if which is None and is_cut and len(operation.outputs) == num_ranks and len(sizes) == 1:
+    is_split = operation.name in _SPLITS_OR_CAT - {"cat"} and operation.get("dim", 0) == 0
+    if which is None and is_split and len(operation.outputs) == num_ranks and len(sizes) == 1:
         return [(gather, shard, i) for i in range(num_ranks)]
     return nothing
 
@@ -173,7 +174,9 @@ def handed_on(
 def joins_all(
     operation: Operation, values: Sequence[Any], known: Mapping[Any, Gathered], num_ranks: int
 ) -> bool:
-    """Whether it joins the parts of all ranks, in their order, along the dim that was split."""
+    """Whether the operation joins the parts of all ranks, in their order, along the dim that was
+    split.
+    """
     parts = [known.get(value) for value in values]
     if len(parts) == 1 and parts[0] is not None and operation.name in _VIEWS:
         return parts[0][2] is None and _is_join(operation, parts[0][1].dim, num_ranks)
@@ -186,8 +189,8 @@ def joins_all(
 
 
 def _is_join(operation: Operation, dim: int, num_ranks: int) -> bool:
-    """Whether a view of parts along the first dim has them along ``dim``: with one index of each
-    dim before it they lie in memory as they do there.
+    """Whether a view of parts along the first dim has them along ``dim``: if the dims before it
+    have size 1, both have the same memory layout.
     """
     for given, made in zip(operation.operands[0].shapes, operation.outputs[0].shapes):
         part = (given[0] // num_ranks, *given[1:])
@@ -197,10 +200,10 @@ def _is_join(operation: Operation, dim: int, num_ranks: int) -> bool:
     return True
 
 
-def _cut_dim(proofs: AxisProofs, value: Any) -> int | None:
-    """Along which dim a reduce-scatter cuts what it sums: the first, but for a tensor that was cut
-    along another dim into as many pieces, which were joined along the first, as functional
-    collectives do. None for other lists of parts.
+def _split_dim(proofs: AxisProofs, value: Any) -> int | None:
+    """Return the dim along which a reduce-scatter splits the sum: the first, unless, as in
+    functional collectives, a tensor was split along another dim into one piece per rank, and these
+    were joined along the first. None for other lists of parts.
     """
     made = proofs.makers.get(value)
     if made is None or made[0].name != "cat":
@@ -213,7 +216,7 @@ def _cut_dim(proofs: AxisProofs, value: Any) -> int | None:
         return None
     first = makers[0]
     assert first is not None
-    is_split = first[0].name in CUTS - {"cat"}
+    is_split = first[0].name in _SPLITS_OR_CAT - {"cat"}
     in_order = all(
         maker is not None and maker[0] is first[0] and maker[1] == i
         for i, maker in enumerate(makers)
@@ -225,23 +228,25 @@ def _cut_dim(proofs: AxisProofs, value: Any) -> int | None:
     return int(dim % first[0].operands[0].ndim)
 
 
-def _beside(
+def _along_other_axis(
     base: str, placement: Placement | None, proofs: AxisProofs, value: Any
 ) -> Placement | None:
-    """Along another axis, the ranks of each group do the same to their own parts."""
+    """Return the placement along another axis, where the ranks of each group do the same with their
+    parts.
+    """
     if placement is None or base in _ALL_REDUCE | _BROADCAST | _ALL_GATHER_LISTS:
         return placement
     if not isinstance(placement, Shard):
         return placement if base in _ALL_GATHER | _REDUCE_SCATTER else None
     if base in _ALL_GATHER:
-        # One part of the other group's ranks after another, each of them split as it was.
+        # The parts of the group's ranks follow one another, each split as it was.
         if placement.dim == 0:
             return replace(placement, parts=proofs.other_size) if placement.parts == 1 else None
         return placement
     if base in _REDUCE_SCATTER:
-        cut = _cut_dim(proofs, value)
+        split_dim = _split_dim(proofs, value)
         if placement.dim != 0:
-            return placement if cut is not None and cut != placement.dim else None
-        was_joined = cut not in (None, 0) and placement.parts == proofs.other_size
+            return placement if split_dim is not None and split_dim != placement.dim else None
+        was_joined = split_dim not in (None, 0) and placement.parts == proofs.other_size
         return replace(placement, parts=1) if was_joined else None
     return None

@@ -1,9 +1,9 @@
-"""Functions of torch that are followed as a whole, not by the operations that they are made of;
-and those written in Python that are not: their own steps are.
+"""Lists the functions of torch that are followed as one operation, not through their component
+operations; and those written in Python that are followed through their steps.
 
-The steps inside lose what the call says: a product of four-dimensional tensors flattens batch and
-heads into one dim and takes them apart again, ``reshape`` replaces -1 by a number,
-``repeat_interleave`` joins the copies with the dim that they are of.
+The component operations lose what the call shows: a product of four-dimensional tensors flattens
+batch and heads into one dim and divides it again, ``reshape`` replaces -1 by a number,
+``repeat_interleave`` joins the copies with the dim that they repeat.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
 _REDUCTIONS = {dist.all_reduce, dist.reduce_scatter_tensor} if dist.is_available() else set()
 
-# Of Tensor and Parameter: no override.
+# The methods of Tensor and Parameter, which are not overrides.
 _OF_TENSORS = (vars(Tensor)["__torch_function__"].__func__, torch.nn.Parameter.__torch_function__)
 _WRITTEN_IN_PYTHON = {"torch.nn.functional", "torch.functional"}
-#: They run nodes of the model's own, and in these perhaps themselves.
-RUN_NODES = {torch.autograd.backward, torch.autograd.grad, Tensor.backward}
+#: They run the nodes of the model's graph, and may call themselves there.
+BACKWARD_CALLS = {torch.autograd.backward, torch.autograd.grad, Tensor.backward}
 _NOT_OVERRIDDEN = {
     name: lambda *_: False
     for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
@@ -81,7 +81,9 @@ class Bound:
 
 
 def reduction_of(func: Any, kwargs: Mapping[str, Any]) -> str:
-    """What a call of torch.distributed reduces by, such as "sum"; "" of all other calls."""
+    """Return the reduction of a call of torch.distributed, such as "sum"; "" for all other
+    calls.
+    """
     if func not in _REDUCTIONS or "op" not in kwargs:
         return ""
     op = kwargs["op"]
@@ -89,34 +91,36 @@ def reduction_of(func: Any, kwargs: Mapping[str, Any]) -> str:
 
 
 def steps_of(func: Any, types: Iterable[Any]) -> Callable[..., Any] | None:
-    """A function of torch that is written in Python, such as ``F.multi_head_attention_forward``,
-    but for its question whether a mode is to be called in its place: what it reads and calls is
-    then seen by the mode. None for all other functions, and where a type of its arguments has a
-    ``__torch_function__`` of its own.
+    """Return a function of torch that is written in Python, such as
+    ``F.multi_head_attention_forward``, without its dispatch to ``__torch_function__``, so that the
+    mode sees the functions it calls. None for all other functions, and if a type of the arguments
+    has its own ``__torch_function__``.
     """
     if not isinstance(func, FunctionType):
-        return None  # F.max_pool1d is made elsewhere, of two functions that ask the question
-    if func.__globals__["__name__"] not in _WRITTEN_IN_PYTHON and func not in RUN_NODES:
+        return None  # F.max_pool1d is built elsewhere, of two functions that dispatch
+    if func.__globals__["__name__"] not in _WRITTEN_IN_PYTHON and func not in BACKWARD_CALLS:
         return None
     if _is_overridden(types):
         return None
     names = {**func.__globals__, **_NOT_OVERRIDDEN}
     steps = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     steps.__kwdefaults__ = func.__kwdefaults__
-    return partial(_attended, steps) if func is F.multi_head_attention_forward else steps
+    return partial(_with_literal_heads, steps) if func is F.multi_head_attention_forward else steps
 
 
 def _is_overridden(types: Iterable[Any]) -> bool:
-    """Whether a type of the arguments has a ``__torch_function__`` of its own."""
+    """Whether a type of the arguments has its own ``__torch_function__``."""
     overrides = (getattr(t.__torch_function__, "__func__", t.__torch_function__) for t in types)
     return any(override not in _OF_TENSORS for override in overrides)
 
 
-def _attended(
+def _with_literal_heads(
     steps: Any, query: Any, key: Any, value: Any, embed_dim_to_check: int, num_heads: int,
     *args: Any, **kwargs: Any,
 ) -> Any:  # fmt: skip
-    """The function takes whole heads only: it compares the features with their number."""
+    """Run the function with literal numbers of features and heads: it splits whole heads only, and
+    compares the two.
+    """
     numbers = literal(embed_dim_to_check), literal(num_heads)
     return steps(query, key, value, *numbers, *args, **kwargs)
 
@@ -124,7 +128,7 @@ def _attended(
 def bind(
     func: Any, types: Iterable[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Bound | None:
-    """The call as that of an ATen operation; None if it is followed by its steps."""
+    """Return the call as that of an ATen operation; None if it is followed through its steps."""
     operation = _FOLLOWED.get(func)
     if operation is None or _is_overridden(types):
         return None
@@ -151,7 +155,7 @@ def bind(
         if not isinstance(args[1], int):
             operation = _TENSOR_SPLIT.indices
     elif func in _RECURRENT and (len(args) != 9 or isinstance(args[2], Tensor)):
-        return None  # of packed sequences
+        return None  # packed sequences
     tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
     if any(tensor.layout != torch.strided for tensor in tensors):
         return None

@@ -1,9 +1,9 @@
-"""Tensors of which only the extent is not known.
+"""Handles tensors of which only the extent is not known.
 
-``torch.zeros(batch, length)`` and ``mask.expand(batch, -1, -1, -1)`` may have been given local
-sizes. Along such a dim, which is called *open*, all elements are the same, and they are so on all
-ranks. Used with a tensor that is split along a dim of just this size, it is the shard of a larger
-one; with one that is whole there, it is whole.
+``torch.zeros(batch, length)`` and ``mask.expand(batch, -1, -1, -1)`` may have been passed local
+sizes. Along such an *open* dim all elements are equal, and they are the same on all ranks. Used
+with a tensor that is split along a dim of this size, the tensor is the shard of a larger one; with
+a tensor that is whole there, it is whole.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KEEP_ALL = {
     "unflatten", "expand",
 }  # fmt: skip
 _BESIDE = {"where", "masked_fill", "copy", "index_copy", "complex"}
-_MOST_CHOICES = 64
+_MAX_CHOICES = 64
 _FILLS = {"zeros_like", "ones_like", "full_like", "fill", "zero"}
 
 
@@ -38,8 +38,8 @@ def open_dims(
     known: Mapping[Any, OpenDims],
     split_sizes: set[int],
 ) -> OpenDims | None:
-    """The open dims of the result; None where it is not the same on all ranks, or has dims of
-    unknown extent along which its elements differ.
+    """Return the open dims of the result; None if it differs between ranks, or its elements differ
+    along dims of unknown extent.
     """
     name, result = operation.name, operation.outputs[0]
     every = frozenset(range(result.ndim))
@@ -70,11 +70,11 @@ def open_dims(
 def _parallel(
     operation: Operation, operands: Sequence[Operand], of_each: Sequence[OpenDims]
 ) -> OpenDims | None:
-    """The result's open dims, if the operation treats every index of an open dim alike and apart:
-    then it would make shards along a dim of shards along that one.
+    """Return the result's open dims, if the operation treats each index of an open dim alike and
+    independently: it would then turn shards along that dim into shards along a dim of the result.
     """
     choices = [[None, *sorted(dims)] for dims in of_each]
-    if math.prod(map(len, choices)) > _MOST_CHOICES:
+    if math.prod(map(len, choices)) > _MAX_CHOICES:
         return None
     found: set[int] = set()
     covered: set[tuple[int, int]] = set()
@@ -89,13 +89,13 @@ def _parallel(
         if isinstance(made, Shard) and made.parts == 1:
             found.add(made.dim)
             covered |= {(i, dim) for i, dim in enumerate(choice) if dim is not None}
-    wanted = {
+    expected = {
         (i, dim)
         for i, dims in enumerate(of_each)
         for dim in dims
         if any(shape[dim] != 1 for shape in operands[i].shapes)
     }
-    if not wanted <= covered:
+    if not expected <= covered:
         every = all(len(dims) == operand.ndim for dims, operand in zip(of_each, operands))
         is_kept = every and operation.name in _KEEP_ALL
         return frozenset(range(operation.outputs[0].ndim)) if is_kept else None
@@ -103,8 +103,8 @@ def _parallel(
 
 
 def _expanded(operation: Operation, dims: OpenDims, split_sizes: set[int]) -> OpenDims | None:
-    """Dims of size 1 that are repeated as often as a split dim is long on a rank, or as the
-    unsharded program does otherwise.
+    """Return the open dims of an expanded tensor, with those of size 1 that are expanded to the
+    local size of a split dim, or otherwise than in the unsharded program.
     """
     operand, result = operation.operands[0], operation.outputs[0]
     offset = result.ndim - operand.ndim
@@ -134,7 +134,7 @@ def _same_numbers(operation: Operation) -> bool:
 def with_extents(
     operation: Operation, values: Sequence[Any], known: Mapping[Any, OpenDims]
 ) -> Operation:
-    """The operation, with operands of unknown extent placed as what they are used with shows."""
+    """Return the operation, with operands of unknown extent placed as the other operands show."""
     operands = operation.operands
     if operation.name in recurrent.LAYERS and len(operands) == len(values):
         return _with_states(operation, values, known)
@@ -158,8 +158,8 @@ def with_extents(
 def with_zeros_as_sums(
     operation: Operation, values: Sequence[Any], zeros: Container[Any]
 ) -> Operation:
-    """The operation, with operands all of whose elements are 0 on all ranks placed as partial sums,
-    which they are too: what an expert layer adds its partial sums to.
+    """Return the operation, with replicated operands of zeros placed as partial sums, which they
+    are, too: an expert layer adds its partial sums to such a tensor.
     """
     operands = operation.operands
     if len(operands) != len(values):
@@ -175,11 +175,11 @@ def with_zeros_as_sums(
 def _with_states(
     operation: Operation, values: Sequence[Any], known: Mapping[Any, OpenDims]
 ) -> Operation:
-    """A recurrent layer begins from states that its whole weights give the sizes of, and its input
-    the rows: ``torch.zeros(layers, rows, features)``.
+    """Place the initial states of a recurrent layer, ``torch.zeros(layers, rows, features)``: its
+    whole weights determine their sizes, except for the rows, which its input has.
     """
     if "input" not in operation.arguments[0]:
-        return operation  # of packed sequences
+        return operation  # packed sequences
     x, params = operation["input"], operation["params"]
     row_dim = 0 if operation["batch_first"] else 1
     if x.placement not in (REPLICATED, Shard(row_dim)) or x.ndim != 3:
@@ -198,8 +198,8 @@ def _with_states(
 
 
 def with_placements(operation: Operation, placed: Mapping[int, Placement | None]) -> Operation:
-    """The operation on operands that are placed like this, by their ``id``."""
-    replaced = {  # the same objects for all ranks
+    """Return the operation with these placements of operands, by their ``id``."""
+    replaced = {  # shared by all ranks
         id(operand): replace(operand, placement=placed[id(operand)])
         for operand in operation.operands
         if id(operand) in placed
@@ -217,7 +217,7 @@ def with_placements(operation: Operation, placed: Mapping[int, Placement | None]
 
 
 def _beside(tensor: Operand, dims: OpenDims, others: Sequence[Operand]) -> Placement | None:
-    """Its placement, if the others show the extent of every open dim."""
+    """Return its placement, if the other operands determine the extent of every open dim."""
     shards = [operand for operand in others if operand.shard is not None]
     if any(operand.placement not in (REPLICATED, operand.shard) for operand in others):
         return None
@@ -242,8 +242,8 @@ def _beside(tensor: Operand, dims: OpenDims, others: Sequence[Operand]) -> Place
 
 
 def _is_covered(tensor: Operand, dim: int, others: Sequence[Operand]) -> bool:
-    """Whether a size above 1 is one of another operand, which is whole there, too: a larger one
-    would not fit there.
+    """Whether a size above 1 is that of another operand, which is whole there, too: broadcasting
+    excludes a larger one.
     """
     sizes = {shape[dim] for shape in tensor.shapes}
     if sizes == {1}:

@@ -1,4 +1,4 @@
-"""The logs of all ranks, compared."""
+"""Exchanges logs between ranks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.header import Header
 from flex_model.layouts.follow import Follower
-from flex_model.layouts.log import Chunk
+from flex_model.layouts.operation_log import Chunk
 
 
 def exchange_chunks(channel: Channel, follower: Follower) -> None:
-    """``Follower.sync`` among the ranks of a channel. Collective.
+    """Run ``Follower.sync`` over the ranks of a channel. Collective.
 
-    Ranks that have run the same, as tensor-parallel ranks with even shards have, exchange a hash;
-    others exchange what they ran.
+    Ranks with the same log, such as tensor-parallel ranks with even shards, exchange a hash; others
+    exchange the entries.
     """
 
     def exchange(chunk: Chunk, digest: int) -> Sequence[Chunk]:

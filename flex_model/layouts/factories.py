@@ -1,6 +1,6 @@
-"""Tensors that are made of sizes alone.
+"""Infers the placements of tensors that are made from sizes alone.
 
-They get plain numbers, which may be the local sizes of split dims.
+The sizes are passed as plain numbers, which may be the local sizes of split dims.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SIZES = ("size", "n", "m", "row", "col", "steps", "end", "start", "step")
 
 
 def is_factory(operation: Operation) -> bool:
-    """Whether its result depends on no tensor's values."""
+    """Whether the result depends on no tensor's elements."""
     name = operation.name
     return name in _FILLS or name in _BLANKS or name == "lift_fresh" or not operation.operands
 
@@ -39,7 +39,7 @@ def makes_zeros(operation: Operation) -> bool:
 
 
 def is_draw(operation: Operation) -> bool:
-    """Whether it writes random numbers, or one number, over all of its only tensor."""
+    """Whether it overwrites all of its only tensor with random numbers, or with one number."""
     numbers = (operation.by_rank(name) for name in operation.arguments[0] if name != "self")
     return (
         operation.name in _OVERWRITES
@@ -49,17 +49,17 @@ def is_draw(operation: Operation) -> bool:
 
 
 def makes_blank(name: str) -> bool:
-    """Whether nothing is written to the result yet."""
+    """Whether the result is uninitialized."""
     return name in _BLANKS or name == "empty_like"
 
 
-def placements(
+def infer(
     operation: Operation, split_sizes: Collection[int], shards: Mapping[int, Shard]
 ) -> list[Placement | None]:
-    """Of a factory's outputs.
+    """Return the placements of a factory's outputs.
 
     Args:
-        shards: By dim of the result: how the tensor is split of which a size was passed for it.
+        shards: By dim of the result: how the tensor is split whose size was passed for the dim.
     """
     unknown: list[Placement | None] = [None] * len(operation.outputs)
     if operation.name == "lift_fresh":
@@ -89,7 +89,7 @@ def _of_sizes(
         return None
     columns = list(enumerate(zip(*by_rank)))
     split = [dim for dim, own in columns if _known(operation, "size", dim) not in (None, own[0])]
-    if split:  # a tensor is split along one dim: where its source shows which, the others are none
+    if split:  # only one dim is split: the one whose source shows it, if any
         split += [dim for dim, own in columns if dim not in split and differ(own)]
     else:
         split = [
@@ -120,8 +120,8 @@ def _known(operation: Operation, name: str, place: int) -> Any:
 def _is_full(
     number: Any, split_sizes: Collection[int], operation: Operation, name: str, place: int
 ) -> bool:
-    """Whether the unsharded program passes this number too: its source says so, or it can't be the
-    local size of a split dim.
+    """Whether the unsharded program passes this number, too: its expression shows it, or the number
+    can't be the local size of a split dim.
     """
     if place < len(operation.full_sizes.get(name, ())):
         return bool(_known(operation, name, place) == number)

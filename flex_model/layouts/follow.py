@@ -1,4 +1,4 @@
-"""One followed forward: its log on this rank, and what the logs of all ranks prove."""
+"""Follows one forward: logs it on this rank, and infers placements from the logs of all ranks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from flex_model.distributed.layout import Placement, Replicate, Shape, Shard
 from flex_model.distributed.mesh import Mesh
 from flex_model.integrations import layers
 from flex_model.layouts import recorder
-from flex_model.layouts.backward_nodes import hands_on
-from flex_model.layouts.encoding import encode
-from flex_model.layouts.log import Chunk, Log, Value
+from flex_model.layouts.backward_nodes import is_framework_hook
+from flex_model.layouts.operation_log import Chunk, Log, Value
+from flex_model.layouts.placement_encoding import encode
 from flex_model.layouts.proofs import AxisProofs
 from flex_model.layouts.recorder import Recorder
 from flex_model.layouts.sources import AXES, Weights, stated_by_dtensor
-from flex_model.layouts.statements import Statement, Statements, in_words
+from flex_model.layouts.statements import Statement, Statements, describe
 from flex_model.names import clean
 
 #: Placements along dp and tp; None where nothing is proven or stated.
@@ -31,66 +31,66 @@ UNKNOWN: Pair = (None, None)
 
 
 class Proofs:
-    """What is proven along both axes. Pure: from the logs of all ranks of the grid."""
+    """Infers placements along both axes, from the logs of all ranks of the grid alone. Pure."""
 
-    def __init__(self, mesh: Mesh, trusts_answers: bool = True) -> None:
+    def __init__(self, mesh: Mesh, trusts_conditions: bool = True) -> None:
         self._mesh = mesh
         sizes = (mesh.dp_size, mesh.tp_size)
         self.along = {
-            axis: AxisProofs(axis, size, other, trusts_answers)
+            axis: AxisProofs(axis, size, other, trusts_conditions)
             for axis, size, other in zip(AXES, sizes, reversed(sizes))
             if size > 1
         }
 
     def follow(self, chunks: Sequence[Chunk]) -> None:
-        """The next chunks of the logs of all ranks of the grid."""
+        """Infer from the next chunks of the logs of all ranks of the grid."""
         for axis, proofs in self.along.items():
             proofs.follow([chunks[place] for place in self._mesh.members((axis,))])
 
     def placements(self, value: Any) -> Pair:
-        """Of a value; an axis of one rank is always replicated."""
+        """Return the placements of a value; along an axis of one rank it is always replicated."""
         dp, tp = (
-            Replicate() if proofs is None else proofs.placement(proofs.meant(value))
+            Replicate() if proofs is None else proofs.placement(proofs.resolve_joint(value))
             for proofs in map(self.along.get, AXES)
         )
         return dp, tp
 
     def gradient_placements(self, value: Any, partly: bool = False) -> Pair:
-        """Of the gradient of a value, likewise; ``partly``: see `Gradients.placement`."""
+        """Return the placements of a value's gradient; ``partly``: see `Gradients.placement`."""
         dp, tp = (
             Replicate()
             if proofs is None
-            else proofs.gradients.placement(proofs.meant(value), partly)
+            else proofs.gradients.placement(proofs.resolve_joint(value), partly)
             for proofs in map(self.along.get, AXES)
         )
         return dp, tp
 
     def obstacle(self, value: Any, axis: str) -> str:
-        """The first operation on the way to a value at which its placement was lost; empty where
-        it is known, or nothing is known of it.
+        """Return the first operation on the way to a value at which its placement was lost; empty
+        where it is known, or nothing is known of it.
         """
         proofs = self.along.get(axis)
         if proofs is None:
             return ""
-        return proofs.lost_at(proofs.meant(value))
+        return proofs.lost_at(proofs.resolve_joint(value))
 
     def refuted_statement(self) -> str:
-        """What is wrong with a statement of the user's; empty if nothing is. The same on all ranks
-        of the grid, but for the sizes.
+        """Return why a statement of the user is wrong; empty if none is. The same on all ranks of
+        the grid, except for sizes.
         """
         for axis, proofs in self.along.items():
             for value, text, stated, proven in proofs.conflicts:
                 steps = "; ".join(self.why(value, axis)[-4:])
                 return (
-                    f"{text}: by the operations that made it the tensor is {in_words(proven)} "
-                    f"along {axis}, not {in_words(stated)} ({steps}); leave the statement out, or "
+                    f"{text}: by the operations that made it the tensor is {describe(proven)} "
+                    f"along {axis}, not {describe(stated)} ({steps}); leave the statement out, or "
                     "state the layout of the weight that it was made with"
                 )
             for value, text, sizes in proofs.stated_sizes:
                 if self._has_parts_of_both(value):
                     return (
-                        f"{text}: both axes split the dim of the parts, so that they are not told "
-                        "by their full sizes; state the tensor before its dims are joined"
+                        f"{text}: both axes split the dim of the parts, so their full sizes don't "
+                        "identify them; state the tensor before its dims are joined"
                     )
                 full = self._full_shape(value)
                 if full is not None and any(
@@ -100,14 +100,14 @@ class Proofs:
         return ""
 
     def _has_parts_of_both(self, value: Value) -> bool:
-        """Whether both axes split a dim, one of them in parts."""
+        """Whether both axes split one dim, and at least one of them in interleaved parts."""
         found = [proofs.placements.get(value) for proofs in self.along.values()]
         shards = [placement for placement in found if isinstance(placement, Shard)]
         is_one_dim = len({shard.dim for shard in shards}) == 1 and len(shards) > 1
         return is_one_dim and any(shard.is_interleaved for shard in shards)
 
     def _full_shape(self, value: Value) -> Shape | None:
-        """The full shape of a value that is placed along all axes."""
+        """Return the full shape of a value; None unless it is placed along all axes."""
         full: list[int] = []
         for proofs in self.along.values():
             if value not in proofs.placements:
@@ -120,12 +120,12 @@ class Proofs:
         return tuple(full)
 
     def why(self, value: Any, axis: str) -> list[str]:
-        """The proof of a value's placement along an axis, operation by operation, from the first
-        one on.
+        """Return the proof of a value's placement along an axis: one line for each operation, in
+        order.
         """
         proofs = self.along.get(axis)
         if proofs is not None:
-            value = proofs.meant(value)
+            value = proofs.resolve_joint(value)
         if proofs is None or not isinstance(value, int):
             return []
         lines: list[str] = []
@@ -146,14 +146,14 @@ class Proofs:
 
 
 def recording() -> list[Follower]:
-    """Those that record now, of all FlexModels."""
-    found = (one.owner() for one in recorder.entered)
+    """Return the followers of all FlexModels that record now."""
+    found = (one.owner() for one in recorder.active_recorders)
     return [follower for follower in found if follower is not None]
 
 
 def paused(*others: Follower) -> AbstractContextManager[None]:
-    """What runs inside is no part of the model, for no FlexModel."""
-    return _paused(others) if others or recorder.entered else nullcontext()
+    """Exclude what runs inside from the logs of all FlexModels: it is not part of the model."""
+    return _paused(others) if others or recorder.active_recorders else nullcontext()
 
 
 @contextmanager
@@ -165,7 +165,7 @@ def _paused(others: tuple[Follower, ...]) -> Iterator[None]:
 
 
 class Follower:
-    """Follows one forward. Local, but for ``sync``.
+    """Follows one forward: records it, and infers placements. Local, except for ``sync``.
 
     Args:
         kept: See `Recorder`.
@@ -178,12 +178,12 @@ class Follower:
         statements: Statements,
         weights: Weights,
         kept: Callable[[Tensor], tuple[str, Any] | None] = lambda tensor: None,
-        trusts_answers: bool = True,
+        trusts_conditions: bool = True,
     ) -> None:
         self._root, self._mesh, self._statements = root, mesh, statements
         self._weights = weights
         self.log = Log()
-        self.proofs = Proofs(mesh, trusts_answers)
+        self.proofs = Proofs(mesh, trusts_conditions)
         self._axes_of_groups: dict[Any, tuple[str, ...] | None] = {}
         self.recorder = Recorder(
             self,
@@ -195,29 +195,31 @@ class Follower:
             any(map(_has_backward_hooks, root.modules())),
         )
         self._modules: dict[int, str] = {}
-        # Modules that run, with their paths in the log and the sizes stated outside of them.
+        # Running modules, with their paths in the log and the sizes stated by the modules around
+        # them.
         self._open: list[tuple[int, str, frozenset[int]]] = []
         self._handles: list[Any] = []
-        # Statements that have named a tensor, and those that a module was met without theirs.
+        # Statements that were applied to a tensor, and those whose index exceeded a module's
+        # tensors.
         self._applied: set[Statement] = set()
-        self._short: dict[Statement, str] = {}
+        self._missing: dict[Statement, str] = {}
 
     def __enter__(self) -> Follower:
         """Begin to record."""
         self._modules = {
             id(module): clean(self._root, name) for name, module in self._root.named_modules()
         }
-        # The model itself has begun before: no hook tells.
-        self.recorder.run_module(layers.stated_last_sizes(self._root))
+        # The forward of the root has begun already, so no hook reports it.
+        self.recorder.set_stated_sizes(layers.stated_last_sizes(self._root))
         self._handles = list(self._statement_hooks())
-        # Nor are hooks put on it: they would be taken off while torch goes through those that it
-        # calls after an error.
+        # The root gets no hooks: removing them would change the hooks that torch iterates over
+        # after an error.
         for module in self._root.modules():
             if module is self._root:
                 continue
             self._handles += [
-                module.register_forward_pre_hook(self._entered, prepend=True),
-                module.register_forward_hook(self._left, prepend=True, always_call=True),
+                module.register_forward_pre_hook(self._enter_module, prepend=True),
+                module.register_forward_hook(self._exit_module, prepend=True, always_call=True),
             ]
         self.recorder.__enter__()
         return self
@@ -229,12 +231,13 @@ class Follower:
         self._handles = []
 
     def refuted_statement(self, is_over: bool) -> str:
-        """What is wrong with a statement of the user's; empty if nothing is.
+        """Return why a statement of the user is wrong; empty if none is.
 
         Args:
-            is_over: Whether the forward is: then a statement must have named a tensor of a module.
+            is_over: Whether the forward has ended: each statement must then have been applied to a
+                tensor.
         """
-        for statement, text in self._short.items() if is_over else ():
+        for statement, text in self._missing.items() if is_over else ():
             if statement not in self._applied:
                 return (
                     f"{statement.describe()}: index={statement.index}, but {text}; count them "
@@ -242,25 +245,25 @@ class Follower:
                 )
         return self.proofs.refuted_statement()
 
-    def is_of(self, root: nn.Module) -> bool:
-        """Whether it follows this model."""
+    def follows(self, root: nn.Module) -> bool:
+        """Whether this is the model that it follows."""
         return root is self._root
 
     # Modules.
 
-    def _entered(self, module: nn.Module, args: Any) -> None:
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
         name = self._modules.get(id(module))
         if name is not None and not self.recorder.is_paused:
             outside = self.recorder.stated_sizes
             self._open.append((id(module), self.log.enter(name), outside))
-            self.recorder.run_module(layers.stated_last_sizes(module) or outside)
+            self.recorder.set_stated_sizes(layers.stated_last_sizes(module) or outside)
             self._weights.enter(module, name)
 
-    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _exit_module(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self.recorder.is_paused and any(key == id(module) for key, _, _ in self._open):
-            while True:  # those inside that an exception left
+            while True:  # also modules inside that an exception ended
                 key, path, outside = self._open.pop()
-                self.recorder.run_module(outside)
+                self.recorder.set_stated_sizes(outside)
                 self.log.exit(path)
                 if key == id(module):
                     return
@@ -292,7 +295,7 @@ class Follower:
                 return
             if statement.index >= len(tensors):
                 name = self._modules.get(id(module), "")
-                self._short.setdefault(statement, f"{name!r} has {len(tensors)} tensors there")
+                self._missing.setdefault(statement, f"{name!r} has {len(tensors)} tensors there")
             else:
                 self._applied.add(statement)
                 placements = (encode(statement.dp), encode(statement.tp))
@@ -304,89 +307,91 @@ class Follower:
     # What is known of tensors.
 
     def note_input(self, tensor: Tensor, name: str, placements: Pair) -> None:
-        """An input of the forward. Under the same name on all ranks."""
+        """Log an input of the forward, under the same name on all ranks."""
         dp, tp = placements
         self.recorder.add_source(tensor, name, (encode(dp), encode(tp)))
 
-    def stands_for(self, tensor: Tensor, other: Tensor) -> None:
-        """``tensor`` is used in the place of an input."""
+    def note_substitute(self, tensor: Tensor, other: Tensor) -> None:
+        """Note that ``tensor`` is used in place of the input ``other``."""
         value = self.recorder.value(other)
         if isinstance(value, int):
             self.recorder.values.note(tensor, value)
 
     def place_edited(self, tensor: Tensor, original: Tensor, placements: Pair) -> Any:
-        """What a hook put into the model in the place of ``original``, and its value. Of other
-        FlexModels, those with the same ranks know of it too; to the others it is not known.
+        """Log a tensor that a hook put in place of ``original``; return its value. FlexModels with
+        the same ranks log it with its placements, others as unknown.
         """
         for follower in dict.fromkeys([self, *recording()]):
             if follower._mesh == self._mesh:
                 dp, tp = placements
                 follower.recorder.place(tensor, (encode(dp), encode(tp)), original)
             else:
-                follower.recorder.lose(tensor)
+                follower.recorder.invalidate(tensor)
         return self.recorder.value(tensor)
 
     def value(self, tensor: Tensor) -> Any:
-        """What stands for the tensor as it is now on this rank, for ``placements`` after the next
+        """Return this rank's value of the tensor as it is now, for ``placements`` after the next
         ``sync``.
         """
         return self.recorder.value(tensor)
 
-    def meet(self, tensor: Tensor) -> Any:
-        """Likewise, of a tensor that ranks meet alike: ``placements`` are those that it has on all
-        ranks, none where it is not the same one on all.
+    def joint_value(self, tensor: Tensor) -> Any:
+        """Return a value for a tensor that every rank has here. It has the tensor's placements if
+        all ranks have the same tensor of the program, or each its piece of one; else none.
         """
         before, value = self.recorder.value(tensor), self.log.new_value()
-        self.log.add("met", value, before)
+        self.log.add("joint", value, before)
         return value
 
     def weight(self, tensor: Tensor, name: str) -> Value | None:
-        """What stands for a weight that the forward has used."""
+        """Return the value of a weight that the forward has used."""
         return self.recorder.values.weight(tensor, name)
 
     def has_written(self, buffer: Tensor) -> bool:
-        """Whether a write to the buffer was seen."""
+        """Whether a write to the buffer was recorded."""
         before = self.recorder.values.weight(buffer, "")
         return before is not None and self.recorder.value(buffer) != before
 
-    def meet_written(self, buffer: Tensor, is_same: bool) -> Any:
-        """Likewise, of a buffer of the model that was written to: nothing is known of it where the
-        write was not seen.
+    def joint_buffer_value(self, buffer: Tensor, is_same: bool) -> Any:
+        """Return ``joint_value`` of a buffer that was written to; nothing is known of it where the
+        write was not recorded.
 
         Args:
-            is_same: Whether it is the tensor that it was when the forward began.
+            is_same: Whether it is the same tensor object as when the forward began.
         """
         if is_same and not self.has_written(buffer):
             value = self.log.new_value()
-            self.log.add("met", value, None)
+            self.log.add("joint", value, None)
             return value
-        return self.meet(buffer)
+        return self.joint_value(buffer)
 
     def placements(self, value: Any) -> Pair:
-        """Where the tensor of this value is, as far as ``sync`` has compared the logs."""
+        """Return the placements of a value, as far as ``sync`` has compared the logs."""
         return self.proofs.placements(value)
 
     def note_outputs(self, output: Any) -> None:
-        """The forward returns these, where gradients begin."""
+        """Log the tensors that the forward returns, where gradients begin."""
         for tensor in _tensors(output):
             value = self.recorder.value(tensor)
             if isinstance(value, int):
                 self.log.add("output", value)
-                if _has_backward_hooks(self._root):  # they come behind
+                if _has_backward_hooks(self._root):  # torch adds the root's hooks later
                     self.recorder.nodes.note_module_hook(value)
 
     def gradient_placements(self, value: Any, partly: bool = False) -> Pair:
-        """Of the gradient of the tensor of this value, likewise."""
+        """Return the placements of a value's gradient, as far as ``sync`` has compared the logs."""
         return self.proofs.gradient_placements(value, partly)
 
     @property
     def mixed_in_dtensor(self) -> str:
-        """Where ranks mixed parts of what a DTensor was then made of; empty if nowhere."""
+        """The operation at which ranks mixed parts of a tensor of which a DTensor was made; empty
+        for none.
+        """
         found = (proofs.mixed_in_dtensor for proofs in self.proofs.along.values())
         return next(filter(None, found), "")
 
     def obstacles(self, value: Any) -> dict[str, str]:
-        """By axis that is not known: where that began."""
+        """Return, for each axis whose placement is not known, where it was lost."""
         pair = self.placements(value)
         return {
             axis: self.proofs.obstacle(value, axis)
@@ -397,18 +402,20 @@ class Follower:
     # Among ranks.
 
     def sync(self, exchange: Callable[[Chunk, int], Sequence[Chunk]]) -> None:
-        """Compare what the ranks have run since the last time, and conclude what that proves.
+        """Compare the ranks' logs since the last comparison, and infer placements from them.
 
         Args:
-            exchange: Gives the chunks of all ranks of the grid for this rank's chunk and the digest
-                of its whole log. Collective.
+            exchange: Returns the chunks of all ranks of the grid, from this rank's chunk and the
+                digest of its whole log. Collective.
         """
-        self.recorder.settle()
+        self.recorder.flush()
         digest = self.log.digest
         self.proofs.follow(exchange(self.log.take(), digest))
 
     def _axes_of(self, args: Any, kwargs: Any) -> tuple[str, ...] | None:
-        """The axes that a collective's group runs along; None if it is no group of ours."""
+        """Return the axes along which a collective's group runs; None for a group that is
+        no axis.
+        """
         for leaf in tree_iter((args, kwargs)):
             if isinstance(leaf, (str, torch.ScriptObject)):
                 group = group_of(leaf)
@@ -428,9 +435,9 @@ class Follower:
 
 
 def _has_backward_hooks(module: nn.Module) -> bool:
-    """Whether hooks on its gradients are there that are no framework's."""
+    """Whether the module has backward hooks other than those of a framework."""
     hooks = (*module._backward_pre_hooks.values(), *module._backward_hooks.values())
-    return not all(map(hands_on, hooks))
+    return not all(map(is_framework_hook, hooks))
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -438,7 +445,9 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def group_of(value: Any) -> Any:
-    """The process group of an operation's argument, a name or an object; None of all else."""
+    """Return the process group of an operation's argument, a name or an object; None for
+    all else.
+    """
     if isinstance(value, str):
         try:
             return dist.distributed_c10d._resolve_process_group(value)  # type: ignore[arg-type]

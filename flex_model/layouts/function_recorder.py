@@ -1,4 +1,4 @@
-"""Records calls of torch's functions, where they show what the operations below them don't."""
+"""Records calls of torch's functions, for what the operations inside them don't show."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from flex_model.integrations import dtensor
 from flex_model.layouts import composites, memory_map
-from flex_model.layouts.callers import is_asked_by_model, is_run_by_model
+from flex_model.layouts.callers import is_called_by_model, is_run_by_model
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.sizes import (
     CallSizes,
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from flex_model.layouts.recorder import Recorder
 
 _SIZES = {"__get__", "size", "numel", "nelement"}
-# And attributes such as ``nbytes``.
+# They are made of sizes, as attributes such as ``nbytes`` are.
 _MADE_OF_SIZES = {"stride", "storage_offset", "untyped_storage", "storage"}
 _COUNTS_BYTES = {Tensor.nbytes.__get__}  # type: ignore[attr-defined]
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _NUMBERS = {"item", "__int__", "__float__", "__index__", "__complex__"}
-_UNSEEN = {torch.broadcast_tensors}  # whose steps have sizes of tensors that nothing shows
-_QUESTIONS = {"__bool__", "is_nonzero", "equal", "allclose", "__contains__"}
-_ASKS = {"__len__", *_NUMBERS, *_QUESTIONS, *_MADE_OF_SIZES}
+_OPAQUE = {torch.broadcast_tensors}  # they read sizes that no call shows
+_CONDITIONS = {"__bool__", "is_nonzero", "equal", "allclose", "__contains__"}
+_INSPECTIONS = {"__len__", *_NUMBERS, *_CONDITIONS, *_MADE_OF_SIZES}
 _READS = {"numpy", "__array__", "__dlpack__", "tolist"}
-# Calls that take their sizes from another tensor, as those that are given them.
-_AS = {
+# Calls that take their sizes from another tensor, with the call that takes the sizes themselves.
+_LIKE_OTHER = {
     "view_as": (torch.Tensor.view, "view"),
     "reshape_as": (torch.Tensor.reshape, "reshape"),
     "expand_as": (torch.Tensor.expand, "expand"),
@@ -45,14 +45,14 @@ _AS = {
 
 
 class FunctionRecorder(TorchFunctionMode):
-    """What calls of torch's functions show and the operations below them don't: sizes that are read
-    from tensors, products of more than two dims before they are flattened, -1 in ``reshape``.
+    """A function mode that records what the operations inside a call don't show: sizes that are
+    read from tensors, products of more than two dims before they are flattened, -1 in ``reshape``.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
-        self._running: list[Any] = []  # by steps; parts of some ask once more whether they are to
+        self._running: list[Any] = []  # that run by steps: some dispatch to the mode again
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -60,7 +60,7 @@ class FunctionRecorder(TorchFunctionMode):
         if recorder.is_paused:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name in _ASKS and not is_asked_by_model():
+        if name in _INSPECTIONS and not is_called_by_model():
             return func(*args, **kwargs)
         if name == "__len__":
             length = func(*args, **kwargs)
@@ -68,10 +68,10 @@ class FunctionRecorder(TorchFunctionMode):
             return length
         if name in _NUMBERS and isinstance(args[0], Tensor):
             return self._read_number(func, args[0], args, kwargs)
-        if name in _QUESTIONS:
+        if name in _CONDITIONS:
             answer = func(*args, **kwargs)
             for tensor in filter(lambda one: isinstance(one, Tensor), args):
-                recorder.log.add("asked", recorder.one_value(tensor), answer)
+                recorder.log.add("condition", recorder.one_value(tensor), answer)
             return answer
         if name in _SIZES:
             return self._read(func, args, kwargs)
@@ -81,19 +81,19 @@ class FunctionRecorder(TorchFunctionMode):
         if name in _READS and isinstance(args[0], Tensor):
             recorder.log.add("read", recorder.value(args[0]))
             if name != "tolist":
-                recorder.lose(args[0])
+                recorder.invalidate(args[0])
             return func(*args, **kwargs)
-        if func in _UNSEEN:
+        if func in _OPAQUE:
             with recorder.paused():
                 result = func(*args, **kwargs)
             for made in result:
-                recorder.values.note(made, recorder.log.new_value())  # of which nothing is known
+                recorder.values.note(made, recorder.log.new_value())  # nothing is known of it
             return result
         if name == "register_hook" and isinstance(args[0], Tensor):
-            hook = recorder.nodes.watched(args[0], args[1] if len(args) > 1 else kwargs["hook"])
+            hook = recorder.nodes.wrap_hook(args[0], args[1] if len(args) > 1 else kwargs["hook"])
             return func(args[0], hook)
-        if name in _AS and len(args) == 2 and isinstance(args[1], Tensor):
-            func, name = _AS[name]
+        if name in _LIKE_OTHER and len(args) == 2 and isinstance(args[1], Tensor):
+            func, name = _LIKE_OTHER[name]
             args = args[0], self._read(torch.Tensor.size, args[1:], {})
         if name in ("__getitem__", "__setitem__") and len(args) > 1 and is_run_by_model():
             self._note_whole_slices(args[0], args[1])
@@ -107,21 +107,21 @@ class FunctionRecorder(TorchFunctionMode):
                 schema = bound.schema
                 name, overload = schema.name, schema.overload_name
                 recorder.add_operation(name, overload, encoded, (), {}, result, None)
-                recorder.meet(result)
+                recorder.record_results(result)
                 return result
             result = self._run(func, types, args, kwargs)
         if isinstance(result, Tensor):
-            recorder.values.know_object(result)
+            recorder.values.bind_result(result)
         elif isinstance(result, (tuple, list)):
             for item in result:
                 if isinstance(item, Tensor):
-                    recorder.values.know_object(item)
-        recorder.meet(result)
+                    recorder.values.bind_result(item)
+        recorder.record_results(result)
         return result
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Run the function, by its steps where those show what is lost in it."""
-        is_part = func in self._running and func not in composites.RUN_NODES
+        """Run the function; by its steps, where those show what the call alone does not."""
+        is_part = func in self._running and func not in composites.BACKWARD_CALLS
         steps = None if is_part else composites.steps_of(func, types)
         if steps is None:
             return func(*args, **kwargs)
@@ -133,8 +133,8 @@ class FunctionRecorder(TorchFunctionMode):
             self._running.pop()
 
     def _note_whole_slices(self, tensor: Any, index: Any) -> None:
-        """Slices that torch leaves out, since they take all of a dim: whether they do in the
-        unsharded program is for its sizes to tell.
+        """Log the comparisons by which torch omits slices that take all of a dim: the unsharded
+        program's sizes decide whether they do there.
         """
         value, shape = self._recorder.one_value(tensor), memory_map.shape_of(tensor)
         for dim, one in _slices_by_dim(index, len(shape)):
@@ -150,11 +150,11 @@ class FunctionRecorder(TorchFunctionMode):
                     self._recorder.log.add("compared", "eq", own, other, True, True)
 
     def _read_number(self, func: Any, tensor: Tensor, args: Any, kwargs: Any) -> Any:
-        """The tensor's only element, that remembers of which tensor."""
+        """Return the tensor's only element, tagged with the tensor's value."""
         recorder = self._recorder
         of, number = recorder.one_value(tensor), func(*args, **kwargs)
         if isinstance(number, bool):
-            recorder.log.add("asked", of, number)
+            recorder.log.add("condition", of, number)
         elif func is Tensor.item:
             return tagged(number, ("read", of, number))
         else:
@@ -162,7 +162,9 @@ class FunctionRecorder(TorchFunctionMode):
         return number
 
     def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A shape, or one size of it, that remembers of what it is; or another attribute."""
+        """Return a shape, or one size of it, tagged with the tensor's value and dims; or another
+        attribute as it is.
+        """
         recorder = self._recorder
         name = getattr(func, "__name__", "")
         with recorder.in_call(CallSizes(name), recorder.reduction):
@@ -196,7 +198,7 @@ class FunctionRecorder(TorchFunctionMode):
 
 
 def _slices_by_dim(index: Any, ndim: int) -> Iterator[tuple[int, slice]]:
-    """The slices of a subscript, with the dims of the tensor that they are of."""
+    """Yield the slices of a subscript, with the dims of the tensor that they index."""
     items = index if isinstance(index, tuple) else (index,)
     widths = [_num_dims(item) for item in items if item is not Ellipsis]
     dim = 0
@@ -210,7 +212,7 @@ def _slices_by_dim(index: Any, ndim: int) -> Iterator[tuple[int, slice]]:
 
 
 def _num_dims(item: Any) -> int:
-    """How many dims of a tensor an item of a subscript is for."""
+    """Return the number of tensor dims that an item of a subscript indexes."""
     if item is None or isinstance(item, bool):
         return 0
     is_mask = isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)

@@ -1,26 +1,25 @@
-"""How gradients are placed along one axis, from how the tensors of the forward are.
+"""Infers the placements of gradients along one axis from those of the forward's tensors.
 
-The gradient of a split tensor is split as it is, and that of a partial sum is the same on all
-ranks. That of a replicated tensor is the same on all ranks, or a part of a sum on each: which, the
-operations tell that read the tensor. An operation of each rank alone (one of ATen's) whose results
-are split, or partial sums, hands back a part of a sum, since each rank has the gradient of its own
-results alone; where its results are replicated it hands back what their gradients are, since a
-backward is linear. This holds whatever the operation computes: it is the chain rule over the ranks.
-No gradient is known where something that was made of the tensor, by whatever number of operations,
-is itself not known: ranks that compute other things than the unsharded program do so in the
-backward, too.
+The gradient of a split tensor is split alike, and that of a partial sum is replicated. That of a
+replicated tensor is replicated, or a partial sum: the operations that read the tensor decide which.
+An operation that each rank runs alone (one of ATen's) returns a partial sum if its results are
+split or partial sums, since each rank has the gradient of its own results only; if its results are
+replicated it returns a gradient that is placed as theirs, since a backward is linear. This is the
+chain rule over the ranks, so it holds whatever the operation computes. No gradient is known if
+anything made of the tensor, by any number of operations, is not known: if ranks compute something
+else than the unsharded program, they do so in the backward, too.
 
-The backward of an ``autograd.Function`` may talk to other ranks; its operations are followed as a
-forward's are, from the gradients that it got.
+The backward of an ``autograd.Function`` may communicate; its operations are followed as a forward's
+are, from the gradients that it receives.
 
-Where a tensor is read in both ways its gradient is a sum of both, and is not known. A statement of
-the user's, or what a hook puts in a tensor's place, takes the place of a tensor that is not known.
+If a tensor is read in both ways, its gradient is a sum of both, and not known. A statement of the
+user, or a tensor that a hook sets, replaces a tensor that is not known.
 
-At the outputs of the model gradients begin: along tp the ranks compute one loss of the same values,
-so that they are the same; along dp the loss is the mean over ranks, so that of a tensor which all
-data-parallel ranks share each has a part. A number that the model returns is such a loss. So along
-dp a rank has the gradient of its own loss, which is as many times that of the mean as there are
-ranks; and what a followed backward does with it must be linear.
+Gradients begin at the model's outputs. Along tp the ranks compute one loss of the same values, so
+these gradients are replicated. Along dp the loss is the mean over ranks, so each rank has a summand
+of the gradient of a tensor that all data-parallel ranks share. A number that the model returns is
+such a loss. So along dp a rank has the gradient of its own loss, which is that of the mean times
+the number of ranks; and what a followed backward computes of it must be linear.
 """
 
 from __future__ import annotations
@@ -32,33 +31,34 @@ from typing import TYPE_CHECKING, Any
 from flex_model.distributed.layout import Partial, Placement, Replicate, Shard
 from flex_model.layouts import pieces
 from flex_model.layouts.backward_nodes import RECOMPUTES
-from flex_model.layouts.log import Entry, Value
+from flex_model.layouts.operation_log import Entry, Value
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.propagation.operation import Operand, Operation
 
 if TYPE_CHECKING:
     from flex_model.layouts.proofs import AxisProofs
 
-Kind = Placement | str | None  # of a gradient; a text: why it is not known; None: there is none
+Kind = Placement | str | None  # of a gradient; a string: why it is not known; None: there is none
 
 _WHOLE, _PART = Replicate(), Partial()
 
 
 class _Wrong(str):
-    """Why a gradient is no part of the unsharded model's, or not yet known to be one, however its
-    tensor is placed. Other texts are about replicated tensors, whose gradients the ranks may hold
-    in several ways.
+    """Why a gradient is not a part of the unsharded model's, or not yet known to be one, whatever
+    the placement of its tensor. Other strings are about replicated tensors, whose gradients the
+    ranks may hold in several ways.
     """
 
 
 class _Mixed(_Wrong):
-    """Why a gradient is no part of the unsharded model's: ranks made something of parts alone where
-    the unsharded program needs all of them. Not even a DTensor's word says otherwise.
+    """Why a gradient is not a part of the unsharded model's: ranks computed something of parts
+    alone where the unsharded program needs all of them. Not even a placement that a DTensor states
+    makes it right.
     """
 
 
 def _worst(texts: Sequence[str]) -> str:
-    """The reason that counts of several; the same one on every rank. Empty for none."""
+    """Return the gravest of several reasons, the same one on every rank; empty for none."""
     for kind in (_Mixed, _Wrong):
         found = [text for text in texts if isinstance(text, kind)]
         if found:
@@ -68,176 +68,191 @@ def _worst(texts: Sequence[str]) -> str:
 
 @dataclass
 class _Node:
-    """A node of autograd's graph that no rule is about.
+    """A node of autograd's graph that no rule covers.
 
     Attributes:
-        outputs: The values that it made, by their places.
-        lost_at: Why it is not known how a gradient that it got is placed; empty where it is.
-        handed: By place among its inputs: how the gradient that it handed on is placed; None: it
-            handed on none.
+        outputs: Its values by output number.
+        lost_at: Why the placement of a gradient that it received is not known; empty if it is.
+        returned: The placement of the gradient that it returned for each input; None for no
+            gradient.
     """
 
     name: str
     outputs: dict[int, Value] = field(default_factory=dict)
     lost_at: str = ""
-    handed: list[Kind] | None = None
+    returned: list[Kind] | None = None
     is_known: bool = False
 
 
 class Gradients:
-    """Along the axis of ``proofs``."""
+    """Infers the placements of gradients along the axis of ``proofs``."""
 
     def __init__(self, proofs: AxisProofs) -> None:
         self._proofs = proofs
         self._begin: Placement = _PART if proofs.axis == "dp" else _WHOLE
-        self._made: dict[Value, list[Value]] = {}  # by value: what was made of it
-        self._nodes_of: dict[Value, list[tuple[_Node, int]]] = {}  # by value: that hand to it
-        self._unknown: dict[Value, str] = {}  # by value: what may hand to it
+        self._made: dict[Value, list[Value]] = {}  # by value: the values made of it
+        self._nodes_of: dict[Value, list[tuple[_Node, int]]] = {}  # that return gradients to it
+        self._unknown: dict[Value, str] = {}  # by value: what may pass gradients to it
         self._outputs: set[Value] = set()
-        self._idle: set[Value] = set()  # that carry no gradients
-        self._aliases: list[Value] = []  # what tensors have become whose memory others wrote to
-        self._unread: set[Value] | None = None  # those of them that nothing read any more
-        # By value: what was stated or put for it, or what is made of it once all is written.
+        self._detached: set[Value] = set()  # values without gradients
+        self._aliases: list[Value] = []  # values after a write through another view
+        self._unread: set[Value] | None = None  # aliases that nothing has read
+        # By value: the value that a statement or a hook replaced it by, or of the tensor once all
+        # of it is written.
         self._in_place_of: dict[Value, Value] = {}
         self._nodes: dict[Value, _Node] = {}
-        # What is computed once more in a backward ends where the gradients begin that it was given.
-        self._given: dict[Value, Kind] = {}  # by node that runs
+        # A part that a backward recomputes ends where the gradients that the node received begin.
+        self._received: dict[Value, Kind] = {}  # by running node
         self._ends: dict[Value, Kind] = {}
-        # By value: what of it some ranks alone have read. Of a shard each rank has its own gradient
-        # all the same, if what was made of it in the end is right, which a statement says.
-        self._apart: dict[Value, str] = {}
-        # By value and hook, that has not been seen to only look: what may change its gradient.
+        # By value: operations of some ranks alone that read it. Each rank still has its own
+        # gradient of a shard, if the final result of these operations is right, as a statement
+        # says.
+        self._read_by_some: dict[Value, str] = {}
+        # By value, and by hook that was not seen to leave the gradient unchanged: what may change
+        # it.
         self._changed: dict[Value, dict[Value | None, str]] = {}
         self._scaled: set[Value] = set()  # along dp: gradients of a rank's own loss
         self._found: dict[bool, dict[Value, Kind]] = {True: {}, False: {}}  # by ``partly``
 
     def forget(self) -> None:
-        """What was concluded so far: more is known now."""
+        """Drop what was inferred so far: more is known now."""
         self._unread = None
         for found in self._found.values():
             found.clear()
 
     def placement(self, value: Any, partly: bool = False) -> Placement | None:
-        """Of the gradient of a value; None where it is not known.
+        """Return the placement of a value's gradient; None where it is not known.
 
         Args:
-            partly: By those nodes that have run, though others may.
+            partly: Whether to infer from the nodes that have run, though others may run later.
         """
         values = value if isinstance(value, tuple) else (value,)
-        kinds = {self._settled(one, partly) for one in values}
+        kinds = {self._kind_or_expected(one, partly) for one in values}
         kind = kinds.pop()
         return None if kinds or isinstance(kind, str) else kind
 
-    def _settled(self, value: Any, partly: bool) -> Kind:
-        """Also of a value that no gradient comes to: that of one that would."""
+    def _kind_or_expected(self, value: Any, partly: bool) -> Kind:
+        """Return the kind of a value's gradient; for a value without one, the kind that it would
+        have.
+        """
         own = self._own(value)
         if own is None:
-            return None if self._is_met(value) else self._kind(value, partly)
+            return None if self._is_read(value) else self._kind(value, partly)
         kind = self._kind(value, partly)
         return self._expected(own) or self._begin if kind is None else kind
 
     def obstacle(self, value: Any) -> str:
-        """Why the gradient of a value is not known."""
+        """Return why the gradient of a value is not known."""
         kind = self._kind(value) if isinstance(value, int) else None
         return kind if isinstance(kind, str) else ""
 
     def _own(self, value: Any) -> Placement | None:
-        """How the value is placed, or what was stated or put in its place."""
+        """Return the placement of the value, or of the value that replaced it."""
         while value not in self._proofs.placements and value in self._in_place_of:
             value = self._in_place_of[value]
         if self._proofs.reduced.get(value) == "mean":
-            return _PART  # as far as gradients go, but for a factor that all ranks have
+            return _PART  # for gradients, up to a factor that all ranks share
         return self._proofs.placements.get(value)
 
     @staticmethod
     def _expected(own: Placement) -> Placement | None:
-        """Of the gradient of a tensor that is placed so; None: of a replicated one, it depends."""
+        """Return the placement of the gradient of a tensor with this placement; None for a
+        replicated one, which has no single answer.
+        """
         if isinstance(own, Replicate):
             return None
         return _WHOLE if isinstance(own, Partial) else own
 
-    # Following.
+    # Inference.
 
     def note_made(self, inputs: Sequence[Any], outputs: Sequence[Value]) -> None:
-        """An operation of each rank alone hands the gradients of its outputs to its inputs."""
+        """Note that an operation of each rank alone passes the gradients of its outputs to its
+        inputs.
+        """
         for value in _flat(inputs):
             self._made.setdefault(value, []).extend(outputs)
-        if self._given:
-            self._ends.update(dict.fromkeys(outputs, list(self._given.values())[-1]))
+        if self._received:
+            self._ends.update(dict.fromkeys(outputs, list(self._received.values())[-1]))
 
     def note_replaced(self, before: Sequence[Any], value: Value) -> None:
-        """The user states a tensor anew, or a hook puts another one in its place."""
+        """Note that a statement of the user or a hook replaced a tensor."""
         self.note_made(before, [value])
         if isinstance(before[0], int) and all(one == before[0] for one in before):
             self._in_place_of[before[0]] = value
 
     def note_filled(self, before: Value, value: Value) -> None:
-        """A part of what was blank is written: it is placed as it is when all of it is."""
+        """Note that a part of a blank tensor was written: it is placed as it will be once all of it
+        is.
+        """
         self._in_place_of[before] = value
 
     def note_alias(self, value: Value) -> None:
-        """What a tensor has become by a write through another one that shows its memory."""
+        """Note the value of a tensor after a write through another view of its memory."""
         self._aliases.append(value)
 
-    def note_idle(self, values: Sequence[Value]) -> None:
-        """An operation has made these for its backward alone: no loss depends on them."""
-        self._idle.update(values)
+    def note_detached(self, values: Sequence[Value]) -> None:
+        """Note values that an operation made for its backward alone: no loss depends on them."""
+        self._detached.update(values)
 
     def note_named(self, sources: Sequence[Any], value: Value) -> None:
-        """The gradient of a tensor is that of ``sources[0]``, where all ranks know whose."""
+        """Note that a value has the gradient of ``sources[0]``, if that is the same on all
+        ranks.
+        """
         if isinstance(sources[0], int) and all(source == sources[0] for source in sources):
             self.note_made(sources[:1], [value])
         else:
-            self.lose(sources, "a tensor whose gradient a hook looks at")
+            self.invalidate(sources, "a tensor whose gradient a hook receives")
 
     def note_output(self, value: Value) -> None:
         self._outputs.add(value)
 
-    def lose(self, values: Sequence[Any], why: str) -> None:
-        """What hands gradients to these values is not known."""
+    def invalidate(self, values: Sequence[Any], why: str) -> None:
+        """Note that the operations that pass gradients to these values are not known."""
         for value in _flat(values):
             self._unknown.setdefault(value, why)
 
     def note_changed(self, values: Sequence[Any], why: str, hook: Value | None = None) -> None:
-        """The gradient of these may become another one than rules have it.
+        """Note that the gradient of these values may differ from what rules infer.
 
         Args:
-            hook: The number of the model's hook that may change it; None: it is none.
+            hook: The number of the model's hook that may change it; None if it is not a hook.
         """
         self.forget()
         for value in _flat(values):
             self._changed.setdefault(value, {})[hook] = why
 
-    def note_look(self, hook: Value) -> None:
-        """A hook has left the gradient as it was."""
+    def note_unchanged(self, hook: Value) -> None:
+        """Note that a hook ran and left the gradient unchanged."""
         self.forget()
         for of_value in self._changed.values():
             of_value.pop(hook, None)
 
-    def _note_apart(self, values: Sequence[Any], why: str) -> None:
-        """Some ranks' operations hand gradients to these."""
+    def _note_read_by_some(self, values: Sequence[Any], why: str) -> None:
+        """Note that only some ranks' operations pass gradients to these values."""
         for value in _flat(values):
-            self._apart.setdefault(value, why)
+            self._read_by_some.setdefault(value, why)
 
     def skip(self, entry: Entry) -> None:
-        """Not all ranks have this entry."""
+        """Note an entry that not all ranks have."""
         kind = entry[0]
         if kind == "op":
-            self._note_apart(
+            self._note_read_by_some(
                 entry[7], f"{entry[1].removeprefix('aten::')}, which not all ranks ran"
             )
         elif kind == "node":
-            self._note_apart(entry[3], f"{entry[2]}, which not all ranks ran")
+            self._note_read_by_some(entry[3], f"{entry[2]}, which not all ranks ran")
         elif kind in ("placed", "stated"):
-            self.lose([entry[4] if kind == "placed" else entry[2]], "a hook of some ranks")
+            self.invalidate(
+                [entry[4] if kind == "placed" else entry[2]], "a hook that not all ranks ran"
+            )
         elif kind == "named":
-            self.lose([entry[3]], "a hook of some ranks")
+            self.invalidate([entry[3]], "a hook that not all ranks ran")
         elif kind == "hooked":
-            self.lose([entry[1]], entry[2])
+            self.invalidate([entry[1]], entry[2])
         elif kind == "backward":
-            self._given[entry[1]] = "a backward that not all ranks ran"
+            self._received[entry[1]] = "a backward that not all ranks ran"
         elif kind == "gradients":
-            self.note_handed(entry[1], [(None,)] * len(entry[2]), [None] * len(entry[2]))
+            self.note_returned(entry[1], [(None,)] * len(entry[2]), [None] * len(entry[2]))
 
     def note_node(self, entries: Sequence[Entry]) -> None:
         _, number, name, inputs, place, value = entries[0]
@@ -248,11 +263,13 @@ class Gradients:
                 if isinstance(source, int) and all(entry[3][i] == source for entry in entries):
                     self._nodes_of.setdefault(source, []).append((node, i))
                 else:
-                    self.lose([entry[3][i] for entry in entries], name)
+                    self.invalidate([entry[3][i] for entry in entries], name)
         node.outputs[place] = value
 
     def note_backward(self, number: Value, given: Sequence[Any]) -> dict[int, Placement | None]:
-        """A node runs: how the gradients of these places of it are placed."""
+        """Note that a node runs; return the placements of the gradients that it receives, by
+        output.
+        """
         self.forget()
         node = self._nodes.get(number)
         outputs = {} if node is None else node.outputs
@@ -261,22 +278,22 @@ class Gradients:
         }
         if node is not None:
             node.is_known = None not in found.values()
-            told = [self._kind(outputs[p]) if p in outputs else node.name for p in found]
-            node.lost_at = _worst([kind for kind in told if isinstance(kind, str)])
+            output_kinds = [self._kind(outputs[p]) if p in outputs else node.name for p in found]
+            node.lost_at = _worst([kind for kind in output_kinds if isinstance(kind, str)])
         kinds = set(found.values())
         alike = kinds.pop() if len(kinds) == 1 else None
         if node is None or node.name == RECOMPUTES:
             lost_at = "a backward" if node is None else node.lost_at or "a backward"
-            self._given[number] = alike or lost_at
+            self._received[number] = alike or lost_at
         return found
 
     def is_of_mixed(self, number: Value) -> bool:
-        """Whether a node that runs got gradients of what ranks made of parts alone."""
+        """Whether a running node received gradients of what ranks computed of parts alone."""
         node = self._nodes.get(number)
         return node is not None and isinstance(node.lost_at, _Mixed)
 
     def note_scaled(self, values: Iterable[Value]) -> None:
-        """A node runs with these gradients, or they are linear in such."""
+        """Note gradients that a node received, or values that are linear in such."""
         if self._proofs.axis == "dp":
             self._scaled.update(values)
 
@@ -290,7 +307,9 @@ class Gradients:
         outputs: Sequence[Value],
         found: Sequence[Placement | None],
     ) -> list[Placement | None]:
-        """``found``, without those of results that are not linear in gradients of a rank's loss."""
+        """Return ``found`` without the results that are not linear in gradients of a rank's own
+        loss.
+        """
         scaled = [value in self._scaled for value in values]
         if not any(scaled):
             return list(found)
@@ -298,23 +317,23 @@ class Gradients:
         self._scaled.update(value for value, kind in zip(outputs, kinds) if kind != _WHOLE)
         return [None if kind is None else placement for placement, kind in zip(found, kinds)]
 
-    def note_handed(
+    def note_returned(
         self,
         number: Value,
         by_place: Sequence[Sequence[Any]],
         stated: Sequence[Placement | None],
     ) -> None:
-        """A node has run, and handed these gradients to its inputs, on each rank; ``stated``: how
-        those that are DTensors are placed.
+        """Note the gradients that a node returned to its inputs, by rank; ``stated``: the
+        placements of those that are DTensors.
         """
-        self._given.pop(number, None)
+        self._received.pop(number, None)
         node = self._nodes.get(number)
         if node is not None:
-            node.handed = [
-                self._handed(node, of_ranks, told) for of_ranks, told in zip(by_place, stated)
+            node.returned = [
+                self._returned(node, of_ranks, own) for of_ranks, own in zip(by_place, stated)
             ]
 
-    def _handed(self, node: _Node, of_ranks: Sequence[Any], stated: Placement | None) -> Kind:
+    def _returned(self, node: _Node, of_ranks: Sequence[Any], stated: Placement | None) -> Kind:
         if node.name == RECOMPUTES or all(value == () for value in of_ranks):
             return None
         if isinstance(node.lost_at, _Mixed):
@@ -325,21 +344,21 @@ class Gradients:
         if all(value == of_ranks[0] for value in of_ranks):
             placement = None if of_ranks[0] is None else self._proofs.placement(of_ranks[0])
         else:
-            placement = pieces.together(of_ranks, self._proofs.makers)
+            placement = pieces.combine(of_ranks, self._proofs.makers)
         if not self._is_of_loss(of_ranks, placement):
-            return _Wrong(f"{node.name}, of which the gradient is not made of the one that it got")
+            return _Wrong(f"{node.name}, whose gradient is not made of the one that it got")
         return placement or (_Wrong(node.name) if node.is_known else node.lost_at or node.name)
 
     def _is_of_loss(self, of_ranks: Sequence[Any], placement: Placement | None) -> bool:
-        """Whether along dp what a node handed on is that of a rank's own loss, as what it got was:
-        so it is taken to be where each rank has a part.
+        """Whether along dp a gradient that a node returned is that of a rank's own loss, as the one
+        that it received was. Only then each rank's is a summand.
         """
         if self._proofs.axis != "dp" or placement in (None, _WHOLE):
             return True
         of_loss = self._scaled | self._proofs.zeros
         return all(value in of_loss for value in _flat(of_ranks))
 
-    # Concluding.
+    # Evaluation.
 
     def _kind(self, value: Value, partly: bool = False) -> Kind:
         known = self._found[partly]
@@ -356,16 +375,16 @@ class Gradients:
         return known[value]
 
     def _made_of(self, value: Value) -> list[Value]:
-        """What hands gradients to it."""
+        """Return the values that pass gradients to it."""
         if self._unread is None:
             self._unread = self._find_unread()
         found = self._made.get(value, ())
-        return [made for made in found if made not in self._idle and made not in self._unread]
+        return [made for made in found if made not in self._detached and made not in self._unread]
 
     def _find_unread(self) -> set[Value]:
-        """Such as what a buffer had received, once it has received something else."""
+        """Return the aliases that nothing reads, such as the former contents of a buffer."""
         unread: set[Value] = set()
-        for value in reversed(self._aliases):  # what is made of one comes after it
+        for value in reversed(self._aliases):  # values made of one come after it
             is_read = value in self._outputs or value in self._nodes_of
             if not is_read and unread.issuperset(self._made.get(value, ())):
                 unread.add(value)
@@ -375,14 +394,14 @@ class Gradients:
         if self._changed.get(value):
             return _Wrong(next(iter(self._changed[value].values())))
         own = self._own(value)
-        if own is None and not self._is_loss(value) and self._is_met(value):
+        if own is None and not self._is_loss(value) and self._is_read(value):
             text = self._text(value)
             if value in self._proofs.mixed:
                 return _Mixed(text)
             return text if value in self._proofs.of_layers else _Wrong(text)
         expected = None if own is None else self._expected(own)
         if expected is None:
-            for table in (self._unknown, self._apart):
+            for table in (self._unknown, self._read_by_some):
                 if value in table:
                     return table[value]
         kinds: set[Kind] = {expected or self._begin} if value in self._outputs else set()
@@ -392,16 +411,16 @@ class Gradients:
             kind = known[made]
             kinds.add(kind if isinstance(kind, str) else expected or (_PART if is_part else kind))
         for node, place in self._nodes_of.get(value, ()):
-            if node.handed is None and partly:
+            if node.returned is None and partly:
                 continue
-            if node.handed is None:
+            if node.returned is None:
                 return _Wrong(f"{node.name}, which has not run")
-            kinds.add(node.handed[place] if place < len(node.handed) else node.name)
-        is_free = not self._is_met(value)
-        return self._summed(kinds - {None}, expected, is_free) or self._ended(value, expected)
+            kinds.add(node.returned[place] if place < len(node.returned) else node.name)
+        is_free = not self._is_read(value)
+        return self._summed(kinds - {None}, expected, is_free) or self._end_kind(value, expected)
 
-    def _is_met(self, value: Any) -> bool:
-        """Whether an operation has read it: else a ``Function`` handed it on to another."""
+    def _is_read(self, value: Any) -> bool:
+        """Whether an operation has read it; else a ``Function`` passed it to another one."""
         return not isinstance(value, int) or value in self._proofs.shapes
 
     def _is_loss(self, value: Value) -> bool:
@@ -410,13 +429,15 @@ class Gradients:
         return self._proofs.axis == "dp" and value in self._outputs and not any(shapes)
 
     def _text(self, value: Value) -> str:
-        """Where the value's own placement was lost."""
+        """Return where the value's own placement was lost."""
         step = self._proofs.steps.get(value)
         return self._proofs.lost_at(value) or ("an operation" if step is None else step.text)
 
     @staticmethod
     def _summed(kinds: set[Kind], expected: Placement | None, is_free: bool = False) -> Kind:
-        """Of a sum of gradients that are placed so; ``is_free``: how the tensor is is not known."""
+        """Return the kind of a sum of gradients of these kinds; ``is_free``: whether the tensor's
+        own placement is not known.
+        """
         texts = [kind for kind in kinds if isinstance(kind, str)]
         if isinstance(_worst(texts), _Wrong) or (texts and expected is None):
             return _worst(texts)
@@ -427,22 +448,24 @@ class Gradients:
         if kind is None or kind == expected:
             return kind
         if expected is not None:
-            return "a gradient that is placed otherwise than its tensor"
+            return "a gradient that is not placed like its tensor"
         return (
             kind
             if is_free or isinstance(kind, (Replicate, Partial))
             else "a gradient that is split"
         )
 
-    def _ended(self, value: Value, expected: Placement | None) -> Kind:
-        """Of a value that nothing hands gradients to, but for the end of a recomputed part."""
+    def _end_kind(self, value: Value, expected: Placement | None) -> Kind:
+        """Return the kind for a value that nothing passes gradients to, except at the end of a
+        recomputed part.
+        """
         end = self._ends.get(value)
         return end if end is None else self._summed({end}, expected)
 
 
 def _linearity(operation: Operation, is_scaled: Sequence[bool]) -> list[Placement | None]:
-    """By result: a partial sum where it is linear in the operands that are, as one rank alone runs
-    the operation; replicated where it does not depend on them; None where neither is known.
+    """Return, for each result: a partial sum if it is linear in the scaled operands, as one rank
+    alone runs the operation; replicated if it does not depend on them; None if neither is known.
     """
     placed = {
         id(operand): Operand(operand.shapes[:1] * 2, operand.dtype, _PART if scaled else _WHOLE)
@@ -467,7 +490,7 @@ def _linearity(operation: Operation, is_scaled: Sequence[bool]) -> list[Placemen
 
 
 def _flat(values: Sequence[Any]) -> list[Value]:
-    """Single values of those that may be one of several, or none."""
+    """Return the single values among values, tuples of possible values, and None."""
     found: list[Value] = []
     for value in values:
         if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""Tensors that outlive the forward that made them, such as caches: how they are placed."""
+"""Tracks the placements of tensors that outlive the forward that made them, such as caches."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from flex_model.layouts import memory_map
-from flex_model.layouts.encoding import encode
 from flex_model.layouts.follow import Follower, Pair
+from flex_model.layouts.placement_encoding import encode
 
 
 @dataclass(frozen=True)
@@ -23,26 +23,30 @@ class _Kept:
 
 
 class KeptTensors:
-    """By memory: the tensors of earlier forwards, as long as nobody wrote to them since."""
+    """Tracks the tensors of earlier forwards, by memory, as long as they were not written to
+    since.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, Any], _Kept] = {}
         self._num_forwards = 0
 
     def note(self, follower: Follower, written: Iterable[tuple[Tensor, Any]]) -> None:
-        """A followed forward is over, and its ranks have been compared.
+        """Keep the tensors of a followed forward, after the ranks' logs were compared.
 
         Args:
-            written: Weights that the forward wrote to, with the values that they were met as.
+            written: Weights that the forward wrote to, with their joint values.
         """
         self._begin()
-        for tensor, value in (*follower.recorder.living(), *written):
+        for tensor, value in (*follower.recorder.live_tensors(), *written):
             pair = follower.placements(value)
             if pair != (None, None):
                 self._add(tensor, f"value {value}", pair)
 
     def note_state(self, tensors: Iterable[tuple[Tensor, Pair]]) -> None:
-        """A forward is over that was not followed, and did as the one that the pairs are of."""
+        """Keep the tensors of a forward that was not followed, but ran as the one that the pairs
+        are from.
+        """
         self._begin()
         for i, (tensor, pair) in enumerate(tensors):
             if pair != (None, None):
@@ -60,12 +64,14 @@ class KeptTensors:
             self._kept[_key(storage, tensor)] = kept
 
     def source(self, tensor: Tensor) -> tuple[str, Any] | None:
-        """Name and encoded placements of a tensor of an earlier forward; None for others."""
+        """Return the name and encoded placements of a tensor of an earlier forward; None for
+        others.
+        """
         kept = self._of(tensor)
         return None if kept is None else (kept.name, tuple(map(encode, kept.pair)))
 
     def pair(self, tensor: Tensor) -> Pair:
-        """The placements of a tensor of an earlier forward; not known of others."""
+        """Return the placements of a tensor of an earlier forward; unknown for others."""
         kept = self._of(tensor)
         return (None, None) if kept is None else kept.pair
 

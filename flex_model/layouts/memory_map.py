@@ -1,4 +1,4 @@
-"""Which memory a tensor shows, and how tensors that share a storage overlap."""
+"""Describes the memory of tensors, and how tensors that share a storage overlap."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from flex_model.integrations import dtensor
 
 Geometry = tuple[Any, ...]  # offset, shape, strides, dtype
 
-_MAX_BLANK = 1 << 22  # elements of an unwritten tensor that are watched one by one
+_MAX_BLANK = 1 << 22  # maximal number of elements of an unwritten tensor that are tracked
 
 
 def plain(tensor: Any) -> Tensor:
-    """The plain tensor inside a DTensor or an AsyncCollectiveTensor."""
+    """Return the plain tensor inside a DTensor or an AsyncCollectiveTensor."""
     if dtensor.is_dtensor(tensor):
         tensor = tensor._local_tensor
     return getattr(tensor, "elem", tensor)
 
 
 def storage_of(tensor: Tensor) -> Any:
-    """None for tensors that are not plain memory: sparse, nested ones, and wrappers of others."""
+    """Return the storage; None for tensors that are not plain memory: sparse, nested and wrapper
+    ones.
+    """
     if tensor.layout != torch.strided or tensor.is_nested:
         return None
     try:
@@ -38,18 +40,20 @@ def storage_of(tensor: Tensor) -> Any:
 
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
-    """Nested tensors have none that holds for all: the number of their dims is all that counts."""
+    """Return the shape; for a nested tensor, which has several, only the number of its dims is
+    kept.
+    """
     return (-1,) * tensor.dim() if tensor.is_nested else tuple(tensor.shape)
 
 
 def geometry(tensor: Tensor) -> Geometry:
-    """Where in its storage the tensor lies."""
+    """Return the tensor's position in its storage."""
     return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def overlap(first: Geometry, second: Geometry) -> bool:
-    """Whether they may share memory: their extents do, and they are no boxes of one tensor that
-    lie side by side, such as ``x[:, :1]`` and ``x[:, 1:]``.
+    """Whether they may share memory: their extents overlap, and they are not disjoint boxes of one
+    tensor, such as ``x[:, :1]`` and ``x[:, 1:]``.
     """
     (start, stop), (other_start, other_stop) = _extent(first), _extent(second)
     return start < other_stop and other_start < stop and not _side_by_side(first, second)
@@ -64,7 +68,7 @@ def _side_by_side(first: Geometry, second: Geometry) -> bool:
     if any(
         len(of) != sum(size != 1 for size in place[1]) for of, place in zip(sizes, (first, second))
     ):
-        return False  # two dims, or one of stride 0, step alike
+        return False  # two dims have one stride, or a stride is 0
     boxes = []
     for (offset, *_), of in zip((first, second), sizes):
         box = []
@@ -74,7 +78,7 @@ def _side_by_side(first: Geometry, second: Geometry) -> bool:
         inner = offset
         for (_, end), stride in zip(reversed(box), reversed(strides)):
             if inner >= stride:
-                return False  # another index steps to the same memory
+                return False  # another index is at the same memory
             inner += (end - 1) * stride
         boxes.append((box, offset))
     (box, rest), (other, other_rest) = boxes
@@ -97,8 +101,8 @@ def _extent(place: Geometry) -> tuple[int, int]:
 
 
 def same_dims(written: Geometry, other: Geometry) -> tuple[int | None, ...]:
-    """By dim of ``written``: the dim of ``other`` that steps through memory alike; None where none
-    or several do, or the steps are those of another dtype.
+    """Return, for each dim of ``written``, the dim of ``other`` with the same stride and size; None
+    if there is none or are several, or the dtypes differ.
     """
     if written[3] != other[3]:
         return (None,) * len(written[1])
@@ -115,8 +119,8 @@ def same_dims(written: Geometry, other: Geometry) -> tuple[int | None, ...]:
 
 @dataclass(frozen=True)
 class Blank:
-    """A flag for each element of a storage: whether nothing has been written to it; and the dtype
-    of the elements.
+    """Flags of a storage's elements: whether nothing was written to each; and the elements'
+    dtype.
     """
 
     flags: Tensor
@@ -124,9 +128,7 @@ class Blank:
 
 
 def all_blank(tensor: Tensor) -> Blank | None:
-    """A flag for each element of the tensor's storage; None for very large ones, which then stay
-    unknown.
-    """
+    """Return flags for a storage without writes; None for a very large one, which stays unknown."""
     count = tensor.untyped_storage().nbytes() // max(1, tensor.dtype.itemsize)
     if count > _MAX_BLANK:
         return None
@@ -137,7 +139,7 @@ def all_blank(tensor: Tensor) -> Blank | None:
 
 
 def is_blank(blank: Blank, place: Geometry) -> bool:
-    """Whether none of these elements is written."""
+    """Whether nothing was written to any of these elements."""
     offset, shape, strides, dtype = place
     if dtype != blank.dtype:
         return False
@@ -146,8 +148,8 @@ def is_blank(blank: Blank, place: Geometry) -> bool:
 
 
 def write(blank: Blank, place: Geometry) -> bool:
-    """These elements are written; whether all of them are now: not known of a view in another
-    dtype.
+    """Note a write to these elements; return whether all elements are written now, which is not
+    known for a view in another dtype.
     """
     offset, shape, strides, dtype = place
     if dtype != blank.dtype:
@@ -158,7 +160,7 @@ def write(blank: Blank, place: Geometry) -> bool:
         return not bool(blank.flags.any())
 
 
-# They give their tensor another shape, and its memory nothing.
+# They change their tensor's shape, not its memory.
 _VIEWS_IN_PLACE = {
     f"aten::{name}_" for name in ("squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze")
 }
@@ -171,14 +173,16 @@ _BATCH_NORMS = {
 
 
 def statistics_written_by(name: str, args: Sequence[Any]) -> list[Tensor]:
-    """The running statistics that a batch norm writes to in training, as its schema doesn't say."""
+    """Return the running statistics that a batch norm writes in training, which its schema
+    omits.
+    """
     if name not in _BATCH_NORMS or len(args) < 8 or not args[5]:
         return []
     return [one for one in args[3:5] if isinstance(one, Tensor)]
 
 
 def number_of(constant: Tensor) -> Any:
-    """The element of a tensor of one on the host; None of others."""
+    """Return the element of a tensor of one on the host; None for others."""
     letter = _LETTERS.get(constant.dtype)
     if letter is None or constant.device.type != "cpu" or constant.numel() != 1:
         return None
@@ -187,8 +191,8 @@ def number_of(constant: Tensor) -> Any:
 
 
 def bytes_of(constant: Tensor) -> bytes | None:
-    """The memory that a tensor shows, and of one that is not contiguous all of its storage; None of
-    what is no plain memory. Read without torch's operations, which modes may run on shapes alone.
+    """Return the memory of a tensor, and of a non-contiguous one all of its storage; None for what
+    is not plain memory. It is read without torch's operations, which modes may run on shapes alone.
     """
     is_plain = type(constant) is Tensor and storage_of(constant) is not None
     if not is_plain or constant.is_meta:
@@ -208,9 +212,9 @@ _SENDS = {"c10d::send", "c10d::barrier", "c10d::monitored_barrier_"}
 
 
 def written_by(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operation of this schema writes to."""
+    """Return the tensors that an operation of this schema writes to."""
     found: list[Tensor] = []
-    if schema is not None and schema.name.startswith("c10d::"):  # whose schemas don't say it
+    if schema is not None and schema.name.startswith("c10d::"):  # their schemas omit it
         is_written = schema.name not in _SENDS and bool(args)
         return [one for one in tree_iter(args[0] if is_written else ()) if isinstance(one, Tensor)]
     if schema is None or not schema.is_mutable or schema.name in _VIEWS_IN_PLACE:

@@ -1,4 +1,4 @@
-"""Infers how the results of one operation are placed, from its call on all ranks of an axis."""
+"""Infers the placements of one operation's results from its call on all ranks of an axis."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from flex_model.distributed.layout import Partial, Placement, Shard
 from flex_model.layouts import collectives, constants, factories, pieces, positions
 from flex_model.layouts.argument_reader import ArgumentReader
-from flex_model.layouts.encoding import decode
-from flex_model.layouts.log import Entry, Value, dtype_of
+from flex_model.layouts.operation_log import Entry, Value, dtype_of
+from flex_model.layouts.placement_encoding import decode
 from flex_model.layouts.propagation import reductions, rules
 from flex_model.layouts.propagation.operation import (
     REPLICATED,
@@ -27,7 +27,7 @@ from flex_model.layouts.writes import follow_writes
 if TYPE_CHECKING:
     from flex_model.layouts.proofs import AxisProofs
 
-# What layers do to the rows that they looked up, but that are other ranks'.
+# Operations by which layers mask the looked-up rows that belong to other ranks.
 _MASKS = {
     "masked_fill", "index_put", "_index_put_impl", "mul", "where", "clone", "_to_copy", "transpose",
     "split", "chunk", "cat", "view", "alias", "detach",
@@ -50,12 +50,12 @@ class _Call:
     Attributes:
         operation: As rules see it; None where torch has no operation of this name.
         values: The values that it reads, in order.
-        has_known_numbers: Whether its numbers are those that the unsharded program passes.
-        ambiguous: Plain numbers of which nothing tells whether the unsharded program has them, too.
-        sized_by: The values whose sizes it was passed.
-        sizes_passed: The sizes that a factory was passed, by place.
-        shards_passed: How the tensors are split of which it was passed the split dim's size, by
-            place.
+        has_known_numbers: Whether the unsharded program passes the same numbers.
+        ambiguous: Plain numbers that may differ from the unsharded program's.
+        sized_by: The values whose sizes were passed.
+        sizes_passed: The sizes that were passed to a factory, by position.
+        shards_passed: By position: how the tensor is split whose split dim has the size that was
+            passed.
     """
 
     name: str
@@ -70,21 +70,21 @@ class _Call:
 
     @property
     def written(self) -> Any:
-        """The value that its first output was before, of an operation in place."""
+        """The value of its first output before an in-place operation."""
         writes = self.entries[0][6]
         return writes[0][0] if writes else None
 
 
 def follow_operation(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
-    """Note how the results of an operation that all ranks ran are placed."""
+    """Note the placements of the results of an operation that all ranks ran."""
     _, name, _, _, outputs, _, _, carriers = entries[0]
     call = _read(proofs, name, entries)
     operation, values = call.operation, call.values
     found: _Found = [None] * len(outputs)
     parts: list[collectives.Gathered | None] = [None] * len(outputs)
-    is_ruled = False  # whether a rule says what becomes of ranks' parts
+    is_ruled = False  # whether a rule covers the ranks' parts
     if name == "aten::copy_" and call.written in proofs.received and values[1] is None:
-        # Gloo's own copy into the result of a collective, when that is waited for.
+        # Gloo's own copy into the result of a collective, when it is waited for.
         found = [proofs.placements.get(call.written)]
         if proofs.gradients.is_scaled(call.written):
             proofs.gradients.note_scaled([outputs[0][0]])
@@ -94,7 +94,7 @@ def follow_operation(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
         with suppress(ArgumentsDifferError):
             found, parts = _infer(proofs, call, operation)
             is_ruled = call.has_known_numbers and not call.ambiguous and _has_parts(name, operation)
-    if operation is not None and None in found and _counts(operation):
+    if operation is not None and None in found and _has_local_count(operation):
         proofs.note_converted({len(entry[4]) for entry in entries})
     if operation is None or not _are_whole(operation):
         for entry in entries:
@@ -111,8 +111,8 @@ def follow_operation(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
     if carriers and name.startswith("aten::") and _passes_gradients(rule):
         made = [value for value, _, dtype, *_ in outputs if _has_gradient(dtype)]
         proofs.gradients.note_made([entry[7] for entry in entries], made)
-    if operation is not None and _counts_own_words(operation):
-        why = "embedding with scale_grad_by_freq, which counts a rank's own words"
+    if operation is not None and _scales_by_own_counts(operation):
+        why = "embedding with scale_grad_by_freq, which counts each rank's indices alone"
         proofs.gradients.note_changed(values[:1], why)
     follow_writes(proofs, outputs, [entry[6] for entry in entries], text)
 
@@ -126,12 +126,12 @@ def _note_placement(
     text: str,
     is_ruled: bool,
 ) -> None:
-    """Note how a result is placed, or at what its placement was lost.
+    """Note the placement of a result, or where its placement was lost.
 
     Args:
-        found: What was inferred.
-        encoded: What a DTensor states of it, on both axes.
-        is_ruled: Whether a rule says what becomes of ranks' parts.
+        found: The inferred placement.
+        encoded: The placements that a DTensor states for it.
+        is_ruled: Whether a rule covers the ranks' parts.
     """
     inputs = tuple(v for v in call.values if isinstance(v, int))
     proofs.note_step(value, text, inputs or call.sized_by)
@@ -143,9 +143,9 @@ def _note_placement(
     if of_mixed and stated is not None:
         proofs.note_mixed_in_dtensor(of_mixed[0])
         stated = None
-    proofs.know(value, found if stated is None else stated)
+    proofs.set_placement(value, found if stated is None else stated)
     is_lost = value not in proofs.placements and value not in proofs.reduced
-    if is_lost and (is_of_mixed or (is_ruled and not proofs.is_astray)):
+    if is_lost and (is_of_mixed or (is_ruled and not proofs.may_have_diverged)):
         proofs.mixed.add(value)
     if value not in proofs.placements and _is_lost_by_numbers(call):
         number = f"{text} of {call.ambiguous[0]}, which may be a rank's own number"
@@ -153,9 +153,7 @@ def _note_placement(
 
 
 def _is_lost_by_numbers(call: _Call) -> bool:
-    """Whether all is known of an operation but what the unsharded program passes for one of its
-    numbers.
-    """
+    """Whether the only unknown of an operation is a number that the unsharded program passes."""
     operation = call.operation
     if operation is None or not call.ambiguous:
         return False
@@ -166,7 +164,7 @@ def _is_lost_by_numbers(call: _Call) -> bool:
 def _note_facts(
     proofs: AxisProofs, call: _Call, operation: Operation, value: Value, output: int
 ) -> None:
-    """Note what else is known of a result, beside its placement or in place of it."""
+    """Note other facts about a result, in addition to its placement or instead of it."""
     values, name = call.values, operation.name
     if factories.is_fill(name):
         proofs.sizes_passed[value] = call.sizes_passed
@@ -177,21 +175,21 @@ def _note_facts(
     elif values and values[0] in proofs.zeros:
         dim = pieces.own_slice(operation)
         if dim is not None:
-            proofs.places[value] = (values[0], dim)
+            proofs.zero_slices[value] = (values[0], dim)
     if name in ("all", "any") and operation["self"].shard is not None:
-        proofs.asks_of_parts.add(value)
-    if pieces.takes_apart_or_joins(operation):
+        proofs.shard_conditions.add(value)
+    if pieces.splits_or_joins(operation):
         proofs.makers[value] = (operation, output, tuple(values))
     if call.has_known_numbers:
         _note_open(proofs, value, operation, values)
         if value not in proofs.placements:
-            split = positions.made(operation, values, proofs.positions)
+            split = positions.infer(operation, values, proofs.positions)
             if split is not None:
                 proofs.positions[value] = split
     if name == "empty_like":
         proofs.templates[value] = operation.operands[0].placement
     if _is_blank(proofs, operation, values, value):
-        proofs.blank[value] = None  # however large it is, all of it may be written
+        proofs.blank[value] = None  # whatever its size, all of it may be written
 
 
 # ---- How results are placed ----------------------------------------------------------------------
@@ -200,10 +198,10 @@ def _note_facts(
 def _infer(
     proofs: AxisProofs, call: _Call, operation: Operation
 ) -> tuple[_Found, list[collectives.Gathered | None]]:
-    """How an operation's outputs are placed, and which are parts that were gathered.
+    """Infer the placements of an operation's outputs, and which are parts of an all-gather.
 
     Raises:
-        ArgumentsDifferError: an argument that tells is not the same on all ranks.
+        ArgumentsDifferError: an argument that the result depends on is not the same on all ranks.
     """
     values, num_ranks = call.values, proofs.num_ranks
     made = [output[0] for output in call.entries[0][4]]
@@ -217,39 +215,39 @@ def _infer(
     if len(made) == 1:
         found = _follow_reduced(proofs, made[0], operation, values, found)
     if call.has_known_numbers and found == [None]:
-        found = [positions.selected(operation, values, proofs.positions)]
+        found = [positions.infer_selected(operation, values, proofs.positions)]
     if found == [None]:
         found = _follow_range(proofs, made[0], operation, values)
     if call.has_known_numbers and call.written in proofs.templates and factories.is_draw(operation):
         found = [proofs.templates[call.written]]
     found = proofs.gradients.linear(operation, values, made, found)
     found = [p if rules.fits(p, one) else None for p, one in zip(found, operation.outputs)]
-    return found, collectives.handed_on(operation, values, proofs.gathered, num_ranks)
+    return found, collectives.propagate_gathered(operation, values, proofs.gathered, num_ranks)
 
 
 def _propagate(proofs: AxisProofs, call: _Call, operation: Operation) -> _Found:
     outputs: _Found = [None] * len(operation.outputs)
     numbers = proofs.numbers
-    if not call.has_known_numbers or proofs.is_astray:
+    if not call.has_known_numbers or proofs.may_have_diverged:
         return outputs
     if not call.name.startswith("aten::") and not rules.has_rule(operation.name):
         return outputs
     if factories.makes_blank(operation.name):
-        return outputs  # until all of it is written
+        return outputs  # unknown until all of it is written
     if operation.name in ("stack", "cat") and numbers.may_be_counted(len(operation.operands)):
         return outputs
     if factories.is_factory(operation):
         sizes = [size for sizes in operation.full_sizes.values() for size in sizes]
-        if numbers.suspect is not None and (not sizes or None in sizes):
+        if numbers.tainted_module is not None and (not sizes or None in sizes):
             return outputs
-        return factories.placements(operation, numbers.split_sizes, call.shards_passed)
+        return factories.infer(operation, numbers.split_sizes, call.shards_passed)
     return rules.propagate(operation)
 
 
 def _follow_reduced(
     proofs: AxisProofs, value: Value, operation: Operation, values: Sequence[Any], found: _Found
 ) -> _Found:
-    """``found``, of what ranks make of such reductions of their shards."""
+    """Return ``found``, updated for reductions that ranks computed of their shards."""
     kind = reductions.of_shards(operation)
     before = proofs.reduced.get(values[0]) if len(values) == 1 else None
     if kind or (before and operation.name in collectives.SAME_ELEMENTS):
@@ -262,8 +260,10 @@ def _follow_reduced(
 def _follow_range(
     proofs: AxisProofs, value: Value, operation: Operation, values: Sequence[Any]
 ) -> _Found:
-    """Of numbers that count on by one on each rank, and of which nothing else is known."""
-    ranges = positions.ranges(operation, values, proofs.ranges)
+    """Return the placement of integers that are consecutive on each rank, if nothing else is
+    known.
+    """
+    ranges = positions.infer_ranges(operation, values, proofs.ranges)
     if ranges is not None and positions.follow_each_other(ranges):
         return [Shard(0)]
     if ranges is not None:
@@ -275,8 +275,8 @@ def _follow_range(
 
 
 def _is_looked_up(proofs: AxisProofs, operation: Operation, values: Sequence[Any]) -> bool:
-    """Whether a layer has looked rows up in its shard of a table, or has set some of them to 0,
-    which other ranks have.
+    """Whether a layer has looked up rows in its shard of a table, or has set those to 0 that other
+    ranks have.
     """
     if operation.name == "embedding":
         return proofs.is_layer(proofs.module) and operation["weight"].placement == Shard(0)
@@ -286,8 +286,8 @@ def _is_looked_up(proofs: AxisProofs, operation: Operation, values: Sequence[Any
 def _is_blank(
     proofs: AxisProofs, operation: Operation, values: Sequence[Any], value: Value
 ) -> bool:
-    """Whether its layout is that of what will be written to it: it has no elements yet, or one
-    number in all of them and a size that is not known, or is a copy of such a tensor.
+    """Whether its layout depends on later writes to it: it is uninitialized, or is filled with one
+    number and has a size that is not known, or is a copy of such a tensor.
     """
     if factories.makes_blank(operation.name):
         return True
@@ -300,13 +300,13 @@ def _is_blank(
 def _note_open(
     proofs: AxisProofs, value: Value, operation: Operation, values: Sequence[Any]
 ) -> None:
-    """Note a result whose extent is all that isn't known, or was wrongly taken for known."""
+    """Note a result of which only the extent is not known, or was inferred wrongly."""
     placement = proofs.placements.get(value)
     if placement is None or (placement == REPLICATED and operation.name == "expand"):
         split_sizes = proofs.numbers.split_sizes
         dims = constants.open_dims(operation, values, proofs.open, split_sizes)
         if dims is not None:
-            proofs.know(value, None)
+            proofs.set_placement(value, None)
             proofs.open[value] = dims
 
 
@@ -314,7 +314,7 @@ def _note_open(
 
 
 def _read(proofs: AxisProofs, name: str, entries: tuple[Entry, ...]) -> _Call:
-    """The call, read from the entries of all ranks."""
+    """Read the call from the entries of all ranks."""
     overload = overload_of(name)
     if overload is None:
         return _Call(name, entries)
@@ -341,7 +341,7 @@ def _read(proofs: AxisProofs, name: str, entries: tuple[Entry, ...]) -> _Call:
         ambiguous += [n for n in outputs[0].shapes[0] if n in numbers.split_sizes]
         is_shown = all("numbers" in dict(entry[3]) for entry in entries)
         is_bool = bool(outputs) and outputs[0].dtype == torch.bool
-        is_local |= numbers.has_read or (is_bool and numbers.has_asked)
+        is_local |= numbers.has_read or (is_bool and numbers.has_condition)
         is_local |= numbers.has_converted and not is_shown
     return _Call(
         name,
@@ -362,14 +362,14 @@ def _has_gradient(dtype: str) -> bool:
 
 
 def _passes_gradients(rule: str) -> bool:
-    """Whether an operation with a floating result may pass gradients: not one that reads sizes
-    alone.
+    """Whether an operation with a floating-point result may pass gradients, which one that reads
+    only sizes does not.
     """
     return not (rule.endswith("_like") or rule.startswith("new_") or rule == "detach")
 
 
 def _has_parts(name: str, operation: Operation) -> bool:
-    """Whether it has a rule, and reads ranks' parts of tensors, of which all are known."""
+    """Whether it has a rule, and reads tensors of known placement of which ranks have parts."""
     placements = [operand.placement for operand in operation.operands]
     has_rule = name.startswith("aten::") and rules.has_rule(operation.name)
     return has_rule and None not in placements and any(one != REPLICATED for one in placements)
@@ -379,9 +379,9 @@ def _are_whole(operation: Operation) -> bool:
     return all(operand.placement == REPLICATED for operand in operation.operands)
 
 
-def _counts_own_words(operation: Operation) -> bool:
-    """Whether its backward divides by how often each word is met, which is another number in the
-    rows of all ranks.
+def _scales_by_own_counts(operation: Operation) -> bool:
+    """Whether its backward divides by the count of each index, which each rank counts in its own
+    rows.
     """
     return (
         operation.name == "embedding"
@@ -390,8 +390,8 @@ def _counts_own_words(operation: Operation) -> bool:
     )
 
 
-def _counts(operation: Operation) -> bool:
-    """Whether the number of its results is made of the length of a dim that is split, or may be."""
+def _has_local_count(operation: Operation) -> bool:
+    """Whether the number of its results depends on the length of a dim that is or may be split."""
     is_by_width = operation.name in ("split", "unsafe_split")
     if not (is_by_width or operation.name == "unbind") or not operation.operands:
         return False
@@ -402,7 +402,7 @@ def _counts(operation: Operation) -> bool:
 
 
 def rule_name(schema: Any) -> str:
-    """The operation's name as rules have it."""
+    """Return the name under which rules cover the operation."""
     namespace, _, name = schema.name.partition("::")
     if schema.is_mutable and name.endswith("_") and not name.endswith("__"):
         name = name[:-1]
@@ -411,7 +411,7 @@ def rule_name(schema: Any) -> str:
 
 @cache
 def overload_of(name: str) -> Any:
-    """The ``OpOverload`` of an entry's name; None if there is none."""
+    """Return the ``OpOverload`` of an entry's name; None if there is none."""
     namespace, _, rest = name.partition("::")
     base, _, overload = rest.partition(".")
     packet = getattr(getattr(torch.ops, namespace), base, None)

@@ -1,5 +1,5 @@
-"""Pieces of a tensor that all ranks have: ``x.chunk(tp, -1)[rank]`` makes every piece on every
-rank, and each rank goes on with another one. Together they are shards of ``x``.
+"""Recognizes pieces of a replicated tensor: ``x.chunk(tp, -1)[rank]`` makes every piece on every
+rank, and each rank continues with a different one. Together they are shards of ``x``.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from flex_model.layouts.propagation.slicing import (
 )
 
 #: Operations that make pieces.
-CUTS = frozenset(RULES_OF_SPLITS) | {"slice", "narrow"}
+SPLITS = frozenset(RULES_OF_SPLITS) | {"slice", "narrow"}
 
 
-def takes_apart_or_joins(operation: Operation) -> bool:
-    """Whether it makes pieces, or joins some, along the same dim on all ranks."""
-    if operation.name not in CUTS | {"cat"}:
+def splits_or_joins(operation: Operation) -> bool:
+    """Whether it splits off pieces, or joins some, along the same dim on all ranks."""
+    if operation.name not in SPLITS | {"cat"}:
         return False
     names = {"dim", "step"} & operation.arguments[0].keys()
     return not any(differ(operation.by_rank(name)) for name in names)
@@ -32,14 +32,14 @@ def takes_apart_or_joins(operation: Operation) -> bool:
 Maker = tuple[Operation, int, tuple[Any, ...]]
 
 
-def together(values: Sequence[Any], makers: Mapping[Any, Maker]) -> Placement | None:
-    """How a tensor is placed that has ``values[i]`` on rank ``i``; None where those are not pieces
-    of one whole tensor, one after the other without gap or overlap.
+def combine(values: Sequence[Any], makers: Mapping[Any, Maker]) -> Placement | None:
+    """Return the placement of a tensor that has ``values[i]`` on rank ``i``; None if these are not
+    pieces of one whole tensor that follow one another without gap or overlap.
     """
     made = [makers.get(value) for value in values]
     ranges, of = [], set()
     for maker in made:
-        if maker is None or maker[0].name not in CUTS:
+        if maker is None or maker[0].name not in SPLITS:
             return None
         operation, output, sources = maker
         operand = operation.operands[0]
@@ -55,7 +55,7 @@ def together(values: Sequence[Any], makers: Mapping[Any, Maker]) -> Placement | 
 
 
 def _range(operation: Operation, output: int, dim: int) -> tuple[int, int] | None:
-    """Which part of its operand an output is; None where ranks took other ones."""
+    """Return the range of an output in its operand; None if ranks took different ones."""
     size = operation.operands[0].shapes[0][dim]
     if operation.name in RULES_OF_SPLITS:
         sizes = [made.shapes[0][dim] for made in operation.outputs]
@@ -72,8 +72,8 @@ def _range(operation: Operation, output: int, dim: int) -> tuple[int, int] | Non
 
 
 def own_slice(operation: Operation) -> int | None:
-    """The dim along which each rank takes its own part of a tensor, one after the other without
-    gap or overlap; None for all other operations.
+    """Return the dim along which each rank slices its own part of a tensor, if these follow one
+    another without gap or overlap; None for all other operations.
     """
     if operation.name != "slice" or set(operation.by_rank("step")) != {1}:
         return None

@@ -1,9 +1,10 @@
-"""Positions along a split dim: ``torch.arange(rows)``, which each rank makes for its own rows.
+"""Tracks positions along a split dim: ``torch.arange(rows)``, which each rank makes for its own
+rows.
 
-The numbers are not those of the unsharded program's rows, so the tensor is no shard of its. As an
-index into a tensor that is split along a dim of just these rows it means the same rows, though. And
-``torch.arange(rows) + rank * rows`` is one, as the ranks' own consecutive slices of a whole tensor
-are.
+The numbers differ from those of the unsharded program's rows, so the tensor is not a shard of its
+positions. As an index into a tensor that is split along a dim of these rows it selects the same
+rows, though. ``torch.arange(rows) + rank * rows`` is a shard, like the ranks' own consecutive
+slices of a whole tensor.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from flex_model.layouts.constants import with_placements
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation
 
-#: By rank: the first number, and how many there are.
+#: By rank: the first number and the count.
 Ranges = tuple[tuple[int, int], ...]
 
-# Each element stays what it is, and as often as it is there.
+# Operations that keep the elements, and how often each occurs.
 _MOVES = {
     "view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "expand", "_to_copy", "to", "clone",
     "alias", "contiguous", "permute", "transpose", "unflatten", "flatten", "lift_fresh",
 }  # fmt: skip
 
 
-def made(operation: Operation, values: Sequence[Any], known: Mapping[Any, Shard]) -> Shard | None:
-    """How the result's positions are split, if it has such; ``known``: of other values."""
+def infer(operation: Operation, values: Sequence[Any], known: Mapping[Any, Shard]) -> Shard | None:
+    """Return the split of the result's positions, if it has any; ``known``: of other values."""
     if operation.name == "arange":
         counts = [shape[0] for shape in operation.outputs[0].shapes]
         full = operation.full_sizes.get("end", [None])
@@ -46,7 +47,7 @@ def made(operation: Operation, values: Sequence[Any], known: Mapping[Any, Shard]
 
 
 def _starts_and_steps(operation: Operation) -> list[list[Any]]:
-    """Of ``torch.arange``, by rank."""
+    """Return the starts and the steps of ``torch.arange``, by rank."""
     return [
         operation.by_rank(name)
         if name in operation.arguments[0]
@@ -55,10 +56,12 @@ def _starts_and_steps(operation: Operation) -> list[list[Any]]:
     ]
 
 
-def ranges(
+def infer_ranges(
     operation: Operation, values: Sequence[Any], known: Mapping[Any, Ranges]
 ) -> Ranges | None:
-    """The numbers in the result, which count on by one on each rank; ``known``: of other values."""
+    """Return the ranges of a result that has consecutive integers on each rank; ``known``: of other
+    values.
+    """
     made = operation.outputs[0].shapes if operation.outputs else ()
     if operation.name == "arange":
         starts, steps = _starts_and_steps(operation)
@@ -76,8 +79,8 @@ def ranges(
 
 
 def follow_each_other(found: Ranges) -> bool:
-    """Whether each rank goes on where the one before it ends. (Single numbers may just be the
-    ranks' own.)
+    """Whether each rank's range starts where that of the rank before it ends. (Single numbers may
+    be each rank's own by chance.)
     """
     pairs = itertools.pairwise(found)
     return found[0][1] > 1 and all(start + size == then for (start, size), (then, _) in pairs)
@@ -88,10 +91,10 @@ def _is_long_beside(index: Operand, back: int) -> bool:
     return index.ndim >= back and any(shape[-back] != 1 for shape in index.shapes)
 
 
-def selected(
+def infer_selected(
     operation: Operation, values: Sequence[Any], known: Mapping[Any, Shard]
 ) -> Shard | None:
-    """How what was selected by such positions is split; None if nothing was."""
+    """Return the split of a tensor that such positions select; None if they select none."""
     if operation.name == "index_select":
         self, index = operation.operands[:2]
         at: list[Any] = [None] * self.ndim
@@ -115,7 +118,7 @@ def selected(
     if any(other.placement != REPLICATED or other.dtype == torch.bool for other in others):
         return None
     if any(_is_long_beside(other, rows.ndim - split.dim) for other in others):
-        return None  # the rows are repeated, or are one row a rank
+        return None  # the rows are repeated, or there is one row per rank
     if operation.name == "index_select":
         return Shard(shard.dim)
     ndim = max(at[i].ndim for i in given)

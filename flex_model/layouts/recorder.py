@@ -1,7 +1,7 @@
-"""Records the operations of a forward: what tensors each read, wrote and made, and which of them
+"""Records a followed forward: which tensors each operation read, wrote and made, and which of them
 carry gradients.
 
-Nothing is concluded here; `proofs` does that from the logs of all ranks.
+Nothing is inferred here; `proofs` does that from the logs of all ranks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_iter
 from flex_model.integrations import dtensor
 from flex_model.layouts import memory_map
 from flex_model.layouts.argument_encoder import ArgumentEncoder, Encoded
-from flex_model.layouts.backward_nodes import BackwardNodes, Unsettled, hands_on
-from flex_model.layouts.callers import is_asked_by_torch, is_of_a_plan
+from flex_model.layouts.backward_nodes import BackwardNodes, PendingResults, is_framework_hook
+from flex_model.layouts.callers import is_called_by_torch, is_run_by_tp_plan
 from flex_model.layouts.function_recorder import FunctionRecorder
-from flex_model.layouts.log import Log, Value
+from flex_model.layouts.operation_log import Log, Value
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.sizes import (
     CallSizes,
@@ -39,31 +39,34 @@ Placements = tuple[Any, Any] | None  # encoded, along dp and tp
 Sizes = tuple[int | None, ...] | None
 
 COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
-_NOT_KNOWN = 0  # no value: a size of it has no known counterpart in the unsharded program
+_UNKNOWN = 0  # stands for no value: such a size has no known counterpart in the unsharded program
 _COPIES = {"aten::_to_copy", "aten::clone", "aten::to"}
 _SAME_MEMORY = {"aten::detach", "aten::alias", "aten::detach_"}
 
 
 def backward_task() -> int:
-    """Autograd's number of the backward that goes on in this thread; -1 for none."""
+    """Return autograd's number of the backward that runs in this thread; -1 for none."""
     return torch._C._current_graph_task_id()
 
 
-entered: list[Recorder] = []  # that record now, of all FlexModels
+active_recorders: list[Recorder] = []  # the recorders of all FlexModels that are entered
 
 
 class Recorder(TorchDispatchMode):
-    """Records while it is entered, but for what runs inside ``paused``. Local; no collective.
+    """A dispatch mode that records operations while it is entered, except inside ``paused``. Local.
 
     Args:
-        log: Where the entries go.
-        source: Of a tensor that no recorded operation made: its name, placements and the full sizes
-            that its layer states, if it is a weight or buffer of the model; else None.
-        kept: Name and placements of one that was kept from an earlier forward.
-        owner: What records by it.
-        axes_of: The axes that a collective's group runs along; None if it is none of ours.
-        stated: The encoded placements that a DTensor states; None for other tensors.
-        has_module_hooks: Whether modules have hooks of the model's own on their gradients.
+        log: The log to which entries are added.
+        source: Returns, for a tensor that no recorded operation made, its name, its placements and
+            the full sizes that its layer states, if it is a weight or buffer of the model; else
+            None.
+        kept: Returns the name and placements of a tensor that was kept from an earlier forward;
+            else None.
+        owner: The `Follower` that records with it.
+        axes_of: Returns the mesh axes along which a collective's group runs; None for a group that
+            runs along none of them.
+        stated: Returns the encoded placements that a DTensor states; None for other tensors.
+        has_module_hooks: Whether modules have backward hooks that belong to the model itself.
     """
 
     supports_higher_order_operators = True
@@ -85,22 +88,22 @@ class Recorder(TorchDispatchMode):
         self._functions = FunctionRecorder(self)
         self.values = TensorValues()
         self.pauses = 0
-        self._tasks: list[int] = []  # of autograd's, in which it was entered
-        self._received: set[Value] = set()  # what collectives wrote
+        self._tasks: list[int] = []  # autograd's numbers of the backwards in which it was entered
+        self._received: set[Value] = set()  # results of collectives
         self.nodes = BackwardNodes(self, has_module_hooks)
-        self._unsettled = Unsettled(log)
-        self.comparisons: list[tuple[str, Any, Any]] = []  # of sizes, as they are on this rank
+        self._pending_results = PendingResults(log)
+        self.comparisons: list[tuple[str, Any, Any]] = []  # of sizes, with this rank's numbers
         self.sizes = CallSizes()
-        self.reduction = ""  # of the call of torch.distributed that runs
-        self.stated_sizes: frozenset[int] = frozenset()  # by the module that runs
+        self.reduction = ""  # of the running call of torch.distributed
+        self.stated_sizes: frozenset[int] = frozenset()  # stated by the running module
 
     def __enter__(self) -> Recorder:
-        """Begin to record; nothing if it does already, as in a backward inside of another."""
+        """Begin to record; no effect if it records already, as in a nested backward."""
         self._tasks.append(backward_task())
         if len(self._tasks) == 1:
             super().__enter__()
             self._functions.__enter__()
-            entered.append(self)
+            active_recorders.append(self)
             on_conversion.append(self._note_conversion)
             on_comparison.append(self._note_comparison)
         return self
@@ -108,7 +111,7 @@ class Recorder(TorchDispatchMode):
     def __exit__(self, *exc_info: Any) -> None:
         self._tasks.pop()
         if not self._tasks:
-            entered.remove(self)
+            active_recorders.remove(self)
             on_conversion.remove(self._note_conversion)
             on_comparison.remove(self._note_comparison)
             self._functions.__exit__(*exc_info)
@@ -116,8 +119,8 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def _in_operation(self) -> Iterator[None]:
-        """The steps of an operation are seen as well: torch runs it with the mode switched off.
-        Without the mode for functions, to which torch would hand the operation once more.
+        """Record also the operations inside an operation, for which torch disables the mode. The
+        function mode stays disabled: torch would pass the operation to it a second time.
         """
         super().__enter__()
         try:
@@ -128,12 +131,14 @@ class Recorder(TorchDispatchMode):
 
     @property
     def is_paused(self) -> bool:
-        """So it is in a backward that begins inside: its nodes are followed one by one."""
+        """Whether nothing is recorded. True also in a nested backward: its nodes are followed one
+        by one.
+        """
         return self.pauses > 0 or (bool(self._tasks) and backward_task() != self._tasks[-1])
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What runs inside is no part of the model."""
+        """Exclude from the log what runs inside: it is not part of the model."""
         self.pauses += 1
         try:
             yield
@@ -142,7 +147,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def in_call(self, sizes: CallSizes, reduction: str) -> Iterator[None]:
-        """What runs inside is run by a call with these numbers, and of this reduction."""
+        """Attribute the operations inside to a call with these sizes and this reduction."""
         before = self.sizes, self.reduction
         self.sizes, self.reduction = sizes, reduction
         try:
@@ -150,8 +155,8 @@ class Recorder(TorchDispatchMode):
         finally:
             self.sizes, self.reduction = before
 
-    def run_module(self, stated_sizes: frozenset[int]) -> None:
-        """A module runs from now on that states these sizes of last dims."""
+    def set_stated_sizes(self, stated_sizes: frozenset[int]) -> None:
+        """Set the sizes of last dims that the running module states."""
         self.stated_sizes = stated_sizes
 
     def _note_conversion(self, number: Any, expression: Expression, name: str) -> None:
@@ -162,7 +167,7 @@ class Recorder(TorchDispatchMode):
         if self.is_paused:
             return
         expressions = operand_of(own), operand_of(other)
-        self.log.add("compared", by, *expressions, answer, is_asked_by_torch())
+        self.log.add("compared", by, *expressions, answer, is_called_by_torch())
         if not any(leaf[0] == "read" for leaf in leaves(expressions[0]) | leaves(expressions[1])):
             self.comparisons.append((by, plain(own), plain(other)))
 
@@ -170,20 +175,21 @@ class Recorder(TorchDispatchMode):
 
     @without_function_mode
     def value(self, tensor: Tensor) -> Value | tuple[Value, ...] | None:
-        """The value that the tensor has now; several where its object is not known and its place is
-        that of several. A source's entry is made for one that was not met before. None for tensors
-        that are no plain memory.
+        """Return the tensor's current value, and log an entry for a source that is seen for the
+        first time. It is a tuple where the object is not known and several values share its memory;
+        None for tensors that are not plain memory.
         """
-        with self.paused():  # what DTensors are asked for is computed by torch
+        with self.paused():  # torch computes the properties of DTensors that are read here
             value = self._value(tensor)
             if tensor.requires_grad and value is not None:
-                return self.nodes.meet(tensor, value)
+                return self.nodes.note_use(tensor, value)
             return value
 
     def _value(self, tensor: Tensor) -> Value | tuple[Value, ...] | None:
         if not self.values.is_memory(tensor):
             return None
-        # Weights first: FSDP fills their memory by operations that nothing can be concluded from.
+        # Weights come first: FSDP fills their memory by operations from which nothing can be
+        # inferred.
         value = self.values.of_weight(tensor)
         if value is not None:
             return value
@@ -202,25 +208,25 @@ class Recorder(TorchDispatchMode):
         return None if kept is None else self.add_source(tensor, *kept)
 
     def one_value(self, tensor: Tensor) -> Value:
-        """Its value; that of no tensor if it may have several, or none."""
+        """Return the tensor's value; 0 if it has none or may have several."""
         value = self.value(tensor)
-        return value if isinstance(value, int) else _NOT_KNOWN
+        return value if isinstance(value, int) else _UNKNOWN
 
     def is_received(self, value: Any) -> bool:
-        """Whether a collective has made it."""
+        """Whether a collective made the value."""
         return value in self._received
 
     @without_function_mode
     def add_source(
         self, tensor: Tensor, name: str, placements: Placements, sizes: Sizes = None
     ) -> Value:
-        """Log a weight, buffer or input, with what is known of it."""
+        """Log a weight, buffer or input with its known placements and sizes."""
         value = self.log.source(name, placements, tuple(memory_map.plain(tensor).shape), sizes)
         value = self.values.latest(value)
         self.nodes.linked.add(value)
         self.values.note(tensor, value)
-        for hook in (tensor._backward_hooks or {}).values():  # put on before the forward
-            if not hands_on(hook):
+        for hook in (tensor._backward_hooks or {}).values():  # registered before the forward
+            if not is_framework_hook(hook):
                 self.nodes.note_hook(value)
         return value
 
@@ -228,8 +234,8 @@ class Recorder(TorchDispatchMode):
     def place(
         self, tensor: Tensor, placements: Placements, original: Tensor | None = None
     ) -> Value:
-        """Log what a hook put into the model in the place of ``original``, or a DTensor that nobody
-        saw being made.
+        """Log a tensor that a hook put in place of ``original``, or a DTensor that was made
+        unrecorded.
         """
         before = None if original is None else self.value(original)
         value = self.log.new_value()
@@ -239,19 +245,19 @@ class Recorder(TorchDispatchMode):
         return value
 
     def _link(self, value: Value) -> None:
-        """The gradient of a value that was made here is passed on by what made it: not so in the
-        forward of an ``autograd.Function``, where no gradients are.
+        """Note that the operation that made this value passes its gradient on. This does not hold
+        in the forward of an ``autograd.Function``, which runs without gradients.
         """
         if torch.is_grad_enabled():
             self.nodes.linked.add(value)
 
     @without_function_mode
     def state(self, tensor: Tensor, placements: Placements, text: str, sizes: Any) -> None:
-        """Log how the user states that a tensor is placed, along the axes that are not None.
+        """Log the user's statement of a tensor's placement, along the axes that are not None.
 
         Args:
             text: The statement, for messages.
-            sizes: Of the full tensor, with None for those that are not stated; None for nothing.
+            sizes: Of the full tensor, with None for those that are not stated; None if none is.
         """
         before, value = self.value(tensor), self.log.new_value()
         shape = tuple(memory_map.plain(tensor).shape)
@@ -261,28 +267,30 @@ class Recorder(TorchDispatchMode):
             self.values.replace(tensor, before, value)
         self.values.note(tensor, value)
 
-    def meet(self, result: Any) -> None:
-        """A call has returned tensors with these nodes."""
+    def record_results(self, result: Any) -> None:
+        """Record the autograd nodes of the tensors that a call returned."""
         for leaf in tree_iter(result):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 self.value(leaf)
 
-    def living(self) -> Iterator[tuple[Tensor, Value]]:
-        """The tensors that are still there, with the values that they have, without weights."""
-        for tensor in self.values.living():
+    def live_tensors(self) -> Iterator[tuple[Tensor, Value]]:
+        """Yield the tensors that still exist, without weights, with their current values."""
+        for tensor in self.values.live_tensors():
             value = self.value(tensor)
             if isinstance(value, int):
                 yield tensor, value
 
     @without_function_mode
-    def lose(self, tensor: Tensor) -> None:
-        """Its memory may be written to unseen from now on."""
-        lost = self.values.lose(tensor)
+    def invalidate(self, tensor: Tensor) -> None:
+        """Invalidate what is known of a tensor whose memory may be written to unrecorded from now
+        on.
+        """
+        lost = self.values.invalidate(tensor)
         if lost is None:
             return
         for _, value in lost:
             self._link(value)
-        self.log.add("lost", tuple(old for old, _ in lost))
+        self.log.add("invalidated", tuple(old for old, _ in lost))
 
     # Operations.
 
@@ -291,10 +299,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.is_paused:
             return func(*args, **kwargs)
-        self.settle()
-        if not isinstance(
-            func, torch._ops.OpOverload
-        ):  # flex_attention and other higher-order ones
+        self.flush()
+        if not isinstance(func, torch._ops.OpOverload):  # such as flex_attention
             result = func(*args, **kwargs)
             self.record(f"higher_order::{func}", args, kwargs, result, None)
             return result
@@ -319,7 +325,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _note_masks(self, ids: Tensor, result: Any) -> None:
-        """A mask that was made of the ids, where nobody saw it."""
+        """Log the masks that DTensor made of the ids, which were not recorded."""
         ge = torch.ops.aten.ge.Scalar._schema
         for mask in dtensor.masks_of(result):
             encoded = self.encode(ge, (ids, 0), {})
@@ -327,8 +333,8 @@ class Recorder(TorchDispatchMode):
 
     @staticmethod
     def _is_composite(func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether it is made of other operations, as it arrives under ``inference_mode``, and has
-        no rule of its own.
+        """Whether the operation is composed of others, as it arrives under ``inference_mode``, and
+        has no rule of its own.
         """
         if rules.has_rule(func._schema.name.removeprefix("aten::")):
             return False
@@ -339,8 +345,8 @@ class Recorder(TorchDispatchMode):
         )
 
     def note_same(self, source: Tensor, result: Any) -> bool:
-        """Whether the result is the source's memory in the same form; its value is then that
-        one's.
+        """Whether the result is an alias of the source, with the same memory, shape and strides; it
+        then gets the source's value.
         """
         if dtensor.is_dtensor(source) or not isinstance(result, Tensor):
             return False
@@ -348,17 +354,17 @@ class Recorder(TorchDispatchMode):
             return False
         value = self.value(source)
         if isinstance(value, int):
-            self.values.remember(result, value)
+            self.values.bind(result, value)
         return True
 
     def encode(self, schema: Any, args: Any, kwargs: Any) -> Encoded:
-        """The arguments of an operation as logs have them; see `ArgumentEncoder`."""
+        """Encode the arguments of an operation for the log; see `ArgumentEncoder`."""
         return ArgumentEncoder(self.value, self.sizes, self.stated_sizes).encode(
             schema, args, kwargs
         )
 
     def record(self, name: str, args: Any, kwargs: Any, result: Any, schema: Any) -> None:
-        """An operation that has run; one of a schema's form where it has one."""
+        """Record an operation that has run; ``schema``: its schema, if it has one."""
         encoded = self.encode(schema, args, kwargs)
         self.add_operation(name, "", encoded, args, kwargs, result, schema)
 
@@ -391,14 +397,16 @@ class Recorder(TorchDispatchMode):
             self.nodes.link(outputs, writes)
         self.log.add("op", full_name, *arguments, outputs, numbers, writes, carriers)
         if carriers and schema is not None:
-            self._unsettled.note(schema, tensors, [output[0] for output in outputs])
+            self._pending_results.note(schema, tensors, [output[0] for output in outputs])
 
-    def settle(self) -> None:
-        """The operation before is over: what it has made for its backward alone."""
-        self._unsettled.settle()
+    def flush(self) -> None:
+        """Log which results of the operation before were made for its backward alone."""
+        self._pending_results.flush()
 
     def _note_statistics(self, name: str, encoded: tuple[Any, ...], args: Sequence[Any]) -> None:
-        """What a batch norm wrote beside its result, as the operation does that returns it."""
+        """Log the statistics that a batch norm updated, as results of its functional form, which
+        returns them.
+        """
         statistics = memory_map.statistics_written_by(name, args)
         if len(statistics) < 2:
             return
@@ -433,15 +441,15 @@ class Recorder(TorchDispatchMode):
         return tuple(outputs), tuple(writes)
 
     def _write(self, tensor: Tensor, value: Value) -> tuple[Any, ...]:
-        """Values were written to the tensor: what that does to others that show its memory.
+        """Record a write to the tensor's memory, and its effect on other values in that memory.
 
         Returns:
-            The value written over; for each value that overlaps it: old and new value, and by dim
-            of the written tensor the dim that it is there; whether all of the storage is written.
+            The overwritten value; for each value that overlaps it: old and new value, and for each
+            dim of the written tensor its dim there; whether all of the storage is written now.
         """
         before = self.value(tensor)
         if not isinstance(before, int) or not self.values.is_memory(tensor):
-            self.lose(tensor)
+            self.invalidate(tensor)
             self.values.note(tensor, value)
             return None, (), False
         return self.values.write(tensor, before, value)
@@ -450,25 +458,27 @@ class Recorder(TorchDispatchMode):
         name = func._schema.name
         axes = self._axes_of(args, kwargs)
         encoded = self.encode(func._schema, args, kwargs)
-        given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         result = func(*args, **kwargs)
         written = memory_map.written_by(func._schema, args, kwargs)
         made = written or [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
         if name.endswith(("::wait_tensor", "::_wrap_tensor_autograd")):
             for tensor in made:
-                value = self.value(given[0])
+                value = self.value(inputs[0])
                 if isinstance(value, int):
                     self.values.note(tensor, value)
             return result
         outputs, writes = self._outputs(made, bool(written), name)
         self._received.update(output[0] for output in outputs)
         reduction = self._reduction(func._schema, args)
-        by_plan = is_of_a_plan()
+        by_plan = is_run_by_tp_plan()
         self.log.add("collective", name, reduction, axes, *encoded[:2], outputs, writes, by_plan)
         return result
 
     def _reduction(self, schema: Any, args: Any) -> str:
-        """By name; "" where it is not known. c10d's objects don't tell, their callers do."""
+        """Return the reduction by name; "" where it is not known. For c10d, whose objects don't
+        show it, it is read from the caller's arguments.
+        """
         for argument, value in zip(schema.arguments, args):
             if argument.name == "reduce_op":
                 return value.lower() if isinstance(value, str) else self.reduction

@@ -1,4 +1,4 @@
-"""What ranks should hold alike, compared: values refute that a tensor is replicated."""
+"""Compares replicas: ranks' values can refute that a tensor is replicated."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from flex_model.distributed.header import MAX_HASHED_DIMS, Header
 from flex_model.distributed.layout import Shard, ShardLayout
 from flex_model.distributed.mesh import Mesh
 from flex_model.errors import agreed
-from flex_model.layouts.resolve import AXIS_WORDS, Site
+from flex_model.layouts.resolve import AXIS_NAMES, Site
 
 
 def are_compared(tensor: Tensor) -> bool:
-    """Whether the tensor's hash goes with its header: not that of a GPU, which the host would wait
-    for, nor one of no elements or of more dims than leave room for it.
+    """Whether a hash of the tensor is sent with its header: not for a tensor on a GPU, for which
+    the host would wait, nor for one without elements or with too many dims to leave room in the
+    header.
     """
     return tensor.device.type == "cpu" and tensor.numel() > 0 and tensor.dim() <= MAX_HASHED_DIMS
 
 
 def hash_of(tensor: Tensor) -> int:
-    """63 bits that stand for the values."""
+    """Return a 63-bit hash of the values."""
     with torch.no_grad():
         return int(values.fingerprint(tensor)[0]) & (2**63 - 1)
 
 
 def differ(mesh: Mesh, headers: Sequence[Header], axis: str) -> bool:
-    """Whether ranks that differ along ``axis`` only, anywhere in the grid, have other hashes."""
+    """Whether hashes differ between ranks that differ along ``axis`` only, anywhere in the grid."""
     return any(
         header.hash != headers[mesh.members((axis,), place)[0]].hash
         for place, header in enumerate(headers)
@@ -38,15 +39,15 @@ def differ(mesh: Mesh, headers: Sequence[Header], axis: str) -> bool:
 
 
 def reconciled(channel: Channel, site: Site, tensor: Tensor, axes: Sequence[str]) -> Tensor:
-    """The first rank's values on all ranks along ``axes``, where they differ by no more than sums
-    in another order do; in the graph of this rank's. Collective over the grid.
+    """Return the first rank's values on all ranks along ``axes``, if they differ by no more than
+    sums in another order do; in the autograd graph of this rank's tensor. Collective over the grid.
 
     Raises:
         ValueError: they differ by more. On every rank.
     """
     first, is_close = compared(channel, tensor.detach(), axes)
     if not is_close:
-        words = " and ".join(AXIS_WORDS[axis] for axis in axes)
+        words = " and ".join(AXIS_NAMES[axis] for axis in axes)
         raise agreed(
             ValueError(
                 f"{site.name}: the {words} ranks hold different values of shape "
@@ -59,8 +60,8 @@ def reconciled(channel: Channel, site: Site, tensor: Tensor, axes: Sequence[str]
 
 
 def compared(channel: Channel, tensor: Tensor, axes: Sequence[str]) -> tuple[Tensor, bool]:
-    """The first rank's values along ``axes``, and whether those of all ranks of the grid are as
-    close as sums in another order are. Collective over the grid.
+    """Return the first rank's values along ``axes``, and whether those of all ranks of the grid are
+    as close as sums in another order are. Collective over the grid.
     """
     is_close = True
     for axis in axes:

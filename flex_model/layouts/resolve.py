@@ -1,5 +1,5 @@
-"""Which layout a tensor has, from what is proven and stated of it. Nothing is concluded from values
-or from sizes: those can only refute.
+"""Resolves a tensor's layout from what is proven and stated. Values and sizes are no evidence for a
+layout: they can only refute it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.values import Fingerprints
 from flex_model.errors import LayoutMismatchError
 from flex_model.layouts.follow import AXES, UNKNOWN, Pair
-from flex_model.layouts.statements import in_words, text_of
+from flex_model.layouts.statements import describe, text_of
 
 ExpectedShape = tuple[int | None, ...] | None
 
 PROVEN = "the operations that made it"
 STATED = "its statement"
 
-AXIS_WORDS = {"dp": "data-parallel", "tp": "tensor-parallel"}
+AXIS_NAMES = {"dp": "data-parallel", "tp": "tensor-parallel"}
 
 
 Share = tuple[Shard, Shape]
@@ -35,12 +35,12 @@ Share = tuple[Shard, Shape]
 
 @dataclass(frozen=True)
 class ParameterSources:
-    """What is stated of a parameter, and so of its gradient.
+    """What is stated about a parameter, and so about its gradient.
 
     Attributes:
         placements: Along dp and tp.
-        share: How its layer's stated sizes, which follow, split it along tp, if the ranks' shares
-            make up these sizes.
+        share: The shard along tp that its layer's sizes imply, and these sizes; used if the ranks'
+            shares make up the sizes.
         sizes: Of the full parameter, as the user states them.
     """
 
@@ -51,14 +51,14 @@ class ParameterSources:
 
 @dataclass(frozen=True)
 class Site:
-    """Where a tensor is, for messages.
+    """The place of a tensor in the model, for messages.
 
     Attributes:
-        name: As ``forward hook on 'layers.0'``.
-        module: The module's or parameter's own name, for the line that states its layout.
-        kind: As of ``annotate_layout``; empty where that can't be used.
-        index: Which of the module's tensors.
-        parameter: Of a parameter, or its gradient: what is stated of that.
+        name: Such as ``forward hook on 'layers.0'``.
+        module: The clean name of the module or parameter, for the call that states its layout.
+        kind: The ``kind`` for ``annotate_layout``; empty if that can't be used.
+        index: The number of the tensor among the module's.
+        parameter: For a parameter or its gradient: what is stated about it.
     """
 
     name: str
@@ -78,15 +78,16 @@ def resolve(
     known: ShardLayout | None = None,
     obstacles: Mapping[str, str] | None = None,
 ) -> ShardLayout:
-    """The layout of a tensor whose local shapes are ``shapes`` (all ranks of the grid, tp fastest).
+    """Return the layout of a tensor whose local shapes are ``shapes`` (all ranks of the grid, tp
+    fastest).
 
     Args:
-        proven: Placements along dp and tp that were proven, on all ranks alike.
-        stated: By axis, what the user states of this site.
-        known: The whole layout, where a DTensor states it.
+        proven: The proven placements along dp and tp, the same on all ranks.
+        stated: By axis, the placements that the user states for this site.
+        known: The whole layout, if a DTensor states it.
 
     Raises:
-        ValueError: the sources contradict each other, or one axis is not known. The same on every
+        ValueError: the sources contradict each other, or an axis is not known. The same on every
             rank.
     """
     if expected_shape is not None and len(expected_shape) != len(shapes[0]):
@@ -107,7 +108,7 @@ def resolve(
             raise ValueError(refusal(site, shapes, mesh, unknown, expected_shape, obstacles or {}))
         dp, tp = (placed[axis] or Replicate() for axis in AXES)
         layout = ShardLayout(dp, tp, source=STATED if stated else PROVEN)
-        layout = with_one_dim(site, layout, mesh, are_both_stated=len(stated) == len(AXES))
+        layout = order_axes(site, layout, mesh, are_both_stated=len(stated) == len(AXES))
     full_shape = _full_shape(site, layout, shapes, mesh)
     for what, sizes in (
         (f"expected_shape {expected_shape} contradicts", expected_shape),
@@ -121,14 +122,15 @@ def resolve(
     return layout
 
 
-def with_one_dim(site: Site, layout: ShardLayout, mesh: Mesh, are_both_stated: bool) -> ShardLayout:
-    """The layout whose placements are these, where both axes split one dim, such as rows and heads
-    that were joined; else the layout as it is.
+def order_axes(site: Site, layout: ShardLayout, mesh: Mesh, are_both_stated: bool) -> ShardLayout:
+    """Return the layout with the order of the axes, if both split one dim, such as joined rows and
+    heads; else the layout as it is.
 
-    A proof counts the parts of its axis in what one rank of the other axis holds, so the axis with
-    more of them is the inner one (what is concatenated has the same parts in each tensor). A layout
-    counts them in the full dim. FSDP splits what a layer holds of a parameter: its tensor-parallel
-    shard. Of whole shards, a statement of both says that dp is the outer one.
+    A proof counts the parts of its axis in the dim that one rank of the other axis holds, so the
+    axis with more parts is the inner one (in a concatenation each tensor has the same parts). A
+    layout counts them in the full dim. FSDP splits what a layer holds of a parameter: its
+    tensor-parallel shard. For shards without parts, a statement of both axes means that dp is the
+    outer one.
 
     Raises:
         ValueError: it is not known which axis is the outer one. The same on every rank.
@@ -159,9 +161,9 @@ def _is_split_by_both(layout: ShardLayout, mesh: Mesh) -> bool:
     return layout.splits_one_dim and min(mesh.dp_size, mesh.tp_size) > 1
 
 
-def counted_as_proofs_do(layout: ShardLayout, mesh: Mesh) -> Pair:
-    """The placements from which `with_one_dim` made the layout of an activation: parts are counted
-    in what one rank of the other axis holds.
+def placements_as_proven(layout: ShardLayout, mesh: Mesh) -> Pair:
+    """Return the placements from which `order_axes` made an activation's layout: parts are counted
+    in the dim that one rank of the other axis holds.
     """
     dp, tp = layout.dp, layout.tp
     if not _is_split_by_both(layout, mesh):
@@ -177,7 +179,7 @@ def counted_as_proofs_do(layout: ShardLayout, mesh: Mesh) -> Pair:
 def _of_share(
     shard: Shard, sizes: Shape, dp: Placement | None, shapes: Sequence[Shape], mesh: Mesh
 ) -> Shard | None:
-    """The share's placement, if the ranks' shares make up the sizes."""
+    """Return the share's placement, if the ranks' shares make up the sizes."""
     layout = ShardLayout(dp or Replicate(), shard)
     try:
         return shard if layout.full_shape(shapes, mesh.dp_size, mesh.tp_size) == sizes else None
@@ -192,8 +194,8 @@ def _size(mesh: Mesh, axis: str) -> int:
 def _check_statement(site: Site, axis: str, stated: Placement, proven: Placement | None) -> None:
     if proven is not None and proven != stated:
         raise ValueError(
-            f"{site.name}: it is stated to be {in_words(stated)} along {axis}, but by {PROVEN} it "
-            f"is {in_words(proven)}; leave the statement out, or state the layout of the weight "
+            f"{site.name}: it is stated to be {describe(stated)} along {axis}, but by {PROVEN} it "
+            f"is {describe(proven)}; leave the statement out, or state the layout of the weight "
             "that it was made with (flex.layouts(why=True) has the proof)"
         )
 
@@ -223,7 +225,7 @@ def refusal(
     expected_shape: ExpectedShape,
     obstacles: Mapping[str, str],
 ) -> str:
-    """What to say of a tensor of which an axis is not known, with the line that settles it."""
+    """Return the message for a tensor with unknown axes, with the call that states its layout."""
     parts, of_inputs = [], ""
     for axis in unknown:
         candidates = _candidates(shapes, mesh, axis)
@@ -236,7 +238,7 @@ def refusal(
                 f"re.compile('^$'), kind='forward_pre', {axis}=Shard(...)), index= of which"
             )
         parts.append(
-            f"how the tensor is placed over the {AXIS_WORDS[axis]} ranks is not known{lost}; "
+            f"how the tensor is placed over the {AXIS_NAMES[axis]} ranks is not known{lost}; "
             f"it may be {listed}"
         )
     lines = _lines(site, shapes, mesh, unknown, expected_shape)
@@ -255,7 +257,7 @@ def refusal(
 
 
 def _uneven(shapes: Sequence[Shape], mesh: Mesh, unknown: Sequence[str]) -> str:
-    """What to do about data-parallel ranks whose rows have other lengths."""
+    """Return the advice for data-parallel ranks whose rows have different lengths."""
     line = [shapes[place] for place in mesh.members(("dp",), 0)]
     if "dp" not in unknown or len({shape[1:] for shape in line}) == 1:
         return ""
@@ -297,7 +299,9 @@ def _fits(full: Shape, expected_shape: ExpectedShape) -> bool:
 def _candidates(
     shapes: Sequence[Shape], mesh: Mesh, axis: str
 ) -> list[tuple[str, Placement, Shape]]:
-    """The placements along an axis that the local shapes allow, with the full shape of each."""
+    """Return the placements along an axis that the local shapes allow, with the full shape
+    of each.
+    """
     line = [shapes[place] for place in mesh.members((axis,), 0)]
     placements: list[Placement] = [Replicate(), *map(Shard, range(len(line[0]))), Partial()]
     found = []
@@ -308,18 +312,20 @@ def _candidates(
             full = ShardLayout(tp=placement).full_shape(line, 1, len(line))
         except ValueError:
             continue
-        found.append((f"{in_words(placement)}, in full {full}", placement, full))
+        found.append((f"{describe(placement)}, in full {full}", placement, full))
     return found
 
 
 def unique(shapes: Sequence[Shape]) -> str:
-    """Local shapes, for messages."""
+    """Format local shapes for messages."""
     found = list(dict.fromkeys(map(tuple, shapes)))
     return str(found[0]) if len(found) == 1 else f"{list(map(tuple, shapes))} by rank"
 
 
 def check_expected_shape(expected_shape: Any) -> ExpectedShape:
-    """``expected_shape`` as a tuple. TypeError or ValueError if it is not one of ints and None."""
+    """Return ``expected_shape`` as a tuple. TypeError or ValueError if it is not one of ints and
+    None.
+    """
     if expected_shape is None:
         return None
     try:
@@ -344,8 +350,8 @@ def check_expected_shape(expected_shape: Any) -> ExpectedShape:
 
 
 def differing_axes(layout: ShardLayout, prints: Fingerprints) -> list[str]:
-    """The axes along which ranks that should hold the same do not, by hashes of their values.
-    Equal values prove nothing, so those of shards and partial sums are not looked at.
+    """Return the axes along which replicas differ, by hashes of their values. Equal values prove
+    nothing, so shards and partial sums are not compared.
     """
     return [
         axis

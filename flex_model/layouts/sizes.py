@@ -1,9 +1,9 @@
-"""Sizes that remember of which tensor's dim they are, so that a proof knows what the unsharded
-program passes in their place.
+"""Defines sizes that carry the tensor and the dim that they are from, so that a proof can compute
+the number that the unsharded program passes instead.
 
 ``b, s, _ = h.shape; q.view(b, s, -1, 64)`` passes plain numbers to ``view``, and with one row a
-rank the local ``b`` is 1: nothing in the number tells whether the unsharded program passes 1 or the
-whole batch. In a followed forward ``h.shape`` gives these numbers instead.
+rank the local ``b`` is 1: the number does not show whether the unsharded program passes 1 or the
+whole batch. In a followed forward ``h.shape`` has these numbers instead.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from flex_model.layouts.callers import MASKS, is_asked_by_model
+from flex_model.layouts.callers import MASKS, is_called_by_model
 
 # ("dim", value id or 0, dim), ("number", n), or an operation's name and its operands' expressions;
-# ("same", ...) of several that are meant to be one number; ("literal", n) of one that can't be a
-# rank's own; ("read", value id or 0, n) of one that was read from a tensor.
+# ("same", ...): expressions of one number, of which any may be the right one; ("literal", n): a
+# number that can't be a rank's own; ("read", value id or 0, n): a number read from a tensor.
 Expression = tuple[Any, ...]
 
-#: Arguments of ATen operations that are sizes, or positions along a dim. (Their schemas say so, in
-#: types that Python does not show.)
+#: Arguments of ATen operations that are sizes, or positions along a dim. (Their schemas have types
+#: for these, which Python does not show.)
 SIZE_ARGUMENTS = frozenset(
     {
         "size", "shape", "sizes", "length", "start", "end", "step", "steps", "repeats", "n", "m",
@@ -48,7 +48,7 @@ _OF_INTEGERS = {"lshift", "rshift", "and", "or", "xor"}
 
 
 class _Tagged:
-    """What `Size` and `SizeRatio` share: the expression, and arithmetic that keeps it."""
+    """The common part of `Size` and `SizeRatio`: the expression, and arithmetic that keeps it."""
 
     expression: Expression
 
@@ -74,15 +74,18 @@ class _Tagged:
         return other // self, other % self
 
     def __hash__(self) -> int:
-        """What is found by it in a dict may be found there by another number elsewhere."""
+        """Return the hash, and note a conversion: the unsharded program may use another number as a
+        key.
+        """
         _note(plain(self), self.expression, "__int__")
         return hash(plain(self))
 
 
-#: Called with a number that a size is converted to, its expression, and the conversion's name.
+#: Called with the plain number to which a size is converted, its expression, and the conversion's
+#: name.
 on_conversion: list[Callable[[Any, Expression, str], None]] = []
 
-#: Called with what two numbers were compared by, the numbers, and the answer.
+#: Called with the name of a comparison, both numbers, and the result.
 on_comparison: list[Callable[[str, Any, Any, bool], None]] = []
 
 COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
@@ -94,7 +97,7 @@ COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "ge": operator.ge,
 }
 
-#: Into numbers of which nothing shows any more that they are sizes; ``math.sqrt`` asks for a float.
+#: Conversions to numbers without an expression (``math.sqrt`` converts to float).
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "__int__": int,
     "__float__": float,
@@ -107,11 +110,10 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 
 
 class Size(_Tagged, int):
-    """An int that knows its expression in sizes and elements of tensors. It pickles as the int that
-    it is.
+    """An int with its expression in sizes and elements of tensors. It pickles as a plain int.
 
-    What C code makes of it unasked is a plain number: ``1.0 / size``, ``range(size)``,
-    ``math.log(size)``.
+    C code turns it into a plain number without a call of these methods: ``1.0 / size``,
+    ``range(size)``, ``math.log(size)``.
     """
 
     def __new__(cls, value: int, expression: Expression) -> Size:
@@ -130,7 +132,7 @@ class Size(_Tagged, int):
 
 
 class SizeRatio(_Tagged, float):
-    """A float made of sizes, such as ``1 / h.shape[0]``."""
+    """A float computed from sizes, such as ``1 / h.shape[0]``."""
 
     def __new__(cls, value: float, expression: Expression) -> SizeRatio:
         ratio = float.__new__(cls, value)
@@ -148,12 +150,12 @@ class SizeRatio(_Tagged, float):
 
 
 def expression_of(value: Any) -> Expression | None:
-    """The expression of a tagged number; None of all else."""
+    """Return the expression of a tagged number; None for all else."""
     return value.expression if isinstance(value, _Tagged) else None
 
 
 def operand_of(value: Any) -> Expression:
-    """The expression of a number, tagged or not."""
+    """Return the expression of a number, tagged or not."""
     return value.expression if isinstance(value, _Tagged) else ("number", value)
 
 
@@ -164,7 +166,7 @@ def _method(name: str, reflected: bool) -> Callable[[Any, Any], Any]:
         if modulus:
             return pow(int(self), other, *modulus)
         if not isinstance(other, (int, float)):
-            if isinstance(other, (list, tuple, str)):  # as often as the size says
+            if isinstance(other, (list, tuple, str)):  # a sequence repeated by the size
                 _note(plain(self), self.expression, "__int__")
             return NotImplemented
         if name in _OF_INTEGERS and isinstance(other, float):
@@ -179,7 +181,7 @@ def _method(name: str, reflected: bool) -> Callable[[Any, Any], Any]:
 
 
 def _note(number: Any, expression: Expression, conversion: str) -> None:
-    if is_asked_by_model():
+    if is_called_by_model():
         for note in on_conversion:
             note(number, expression, conversion)
 
@@ -202,7 +204,7 @@ def _comparison(name: str) -> Any:
         if not isinstance(other, (int, float)):
             return NotImplemented
         answer = compare(plain(self), plain(other))
-        if on_comparison and is_asked_by_model(but_for=MASKS):
+        if on_comparison and is_called_by_model(but_for=MASKS):
             for note in on_comparison:
                 note(name, self, other, answer)
         return answer
@@ -226,20 +228,20 @@ _LEAVES = ("dim", "number", "literal", "read")
 
 
 def literal(number: int) -> Size:
-    """A number that the unsharded program has as well, whatever size it is equal to."""
+    """Tag a number that the unsharded program has, too, whichever size equals it."""
     return Size(number, ("literal", number))
 
 
 def tagged(number: Any, expression: Expression) -> Any:
-    """The number with its expression; a bool has none."""
+    """Return the number with its expression; a bool has none."""
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         return number
     return Size(number, expression) if isinstance(number, int) else SizeRatio(number, expression)
 
 
 def evaluate(expression: Expression, leaf: Callable[[Expression], Any]) -> Any:
-    """The number that the expression has in the unsharded program, where ``leaf`` gives those of
-    sizes and of what was read; None where one of them is not known.
+    """Return the expression's number in the unsharded program, with ``leaf`` for sizes and numbers
+    read from tensors; None if one of them is not known.
     """
     kind = expression[0]
     if kind in ("number", "literal"):
@@ -258,7 +260,7 @@ def evaluate(expression: Expression, leaf: Callable[[Expression], Any]) -> Any:
 
 
 def divides_by(expression: Expression, number: int) -> bool:
-    """Whether a size is divided by this plain number somewhere in the expression."""
+    """Whether the expression divides a size by this plain number."""
     if expression[0] in _LEAVES:
         return False
     is_division = expression[0] in ("floordiv", "truediv", "mod")
@@ -268,8 +270,8 @@ def divides_by(expression: Expression, number: int) -> bool:
 
 
 def factors(expression: Expression) -> set[int]:
-    """The plain numbers that sizes are multiplied by, each and all of them together; empty where
-    there are none.
+    """Return the plain numbers that sizes are multiplied by, and their product; empty if there are
+    none.
     """
     found: set[int] = set()
     product = 1
@@ -285,7 +287,7 @@ def factors(expression: Expression) -> set[int]:
 
 
 def _leaves(expression: Expression) -> Iterator[Expression]:
-    """What it is made of, in order."""
+    """Yield the leaves of the expression, in order."""
     if expression[0] in _LEAVES:
         yield expression
         return
@@ -294,12 +296,12 @@ def _leaves(expression: Expression) -> Iterator[Expression]:
 
 
 def plain_numbers(expression: Expression) -> set[Any]:
-    """The numbers in it of which nothing tells what they are of."""
+    """Return the numbers in it whose source is not known."""
     return {leaf[1] for leaf in _leaves(expression) if leaf[0] == "number"}
 
 
 def leaves(expression: Expression) -> set[Expression]:
-    """The sizes in it, and the numbers that were read from tensors."""
+    """Return the sizes in it, and the numbers that were read from tensors."""
     return {leaf for leaf in _leaves(expression) if leaf[0] in ("dim", "read")}
 
 
@@ -309,8 +311,8 @@ def is_of_no_value(expression: Expression) -> bool:
 
 
 def meaning(argument: Any) -> str:
-    """What a number means that an ATen operation is passed for the argument of its schema: a
-    "size"; a "value" that the result's elements are made with; a "count"; or "", a dim.
+    """Return the meaning of a number that is passed for an argument of an ATen operation: a "size";
+    a "value" from which the result's elements are computed; a "count"; or "", a dim.
     """
     if argument.name in SIZE_ARGUMENTS:
         return "size"
@@ -325,8 +327,8 @@ def meaning(argument: Any) -> str:
 class CallSizes:
     """The numbers among the arguments of a call of torch, with their expressions.
 
-    They are those of the operation that the call is by name: others inside of it may have the same
-    numbers for other reasons.
+    They belong to the operation of the call's name: others inside the call may have equal numbers
+    for other reasons.
     """
 
     def __init__(self, name: str = "", args: Any = (), kwargs: Any = None) -> None:
@@ -349,18 +351,20 @@ class CallSizes:
 
     @property
     def is_subscript(self) -> bool:
-        """Whether an index was called: its slices and places have numbers of it, one by one."""
+        """Whether the call is a subscript: its numbers go to several slices and selects, one by
+        one.
+        """
         return self.name in _SUBSCRIPTS
 
     def are_of(self, operation: str) -> bool:
-        """Whether the operation is what was called, so that its numbers are these."""
+        """Whether the operation is the one that was called, so that its numbers are these."""
         name = _plain_name(operation)
         is_called = name == self.name or (self.is_subscript and name in _OF_SUBSCRIPTS)
         return self.has_any and is_called
 
     def by_place(self, arguments: Sequence[Any]) -> list[Expression | None] | None:
-        """The expressions of an operation's numbers, in their order, if the call was passed these
-        numbers in this order; else None. (The numbers of a subscript are of several operations.)
+        """Return the expressions of an operation's numbers, in order, if the call was passed these
+        numbers in this order; else None. (The numbers of a subscript go to several operations.)
         """
         if self.is_subscript or not self._are_positional:
             return None
@@ -370,29 +374,29 @@ class CallSizes:
         return [expression for _, expression in self._in_order]
 
     def of_list(self, numbers: Sequence[Any]) -> list[Any] | None:
-        """The numbers of a list as logs have them, if the call was passed just this list."""
-        length, wanted = len(numbers), [plain(number) for number in numbers]
+        """Encode the numbers of a list for the log, if the call was passed exactly this list."""
+        length, expected = len(numbers), [plain(number) for number in numbers]
         windows = (self._in_order[i : i + length] for i in range(len(self._in_order) - length + 1))
-        found = [passed for passed in windows if _are_same([n for n, _ in passed], wanted)]
+        found = [passed for passed in windows if _are_same([n for n, _ in passed], expected)]
         if not found:
             return None
         return [
             encoded(number, _common([passed[place] for passed in found]))
-            for place, number in enumerate(wanted)
+            for place, number in enumerate(expected)
         ]
 
     def encoded(self, number: Any) -> Any:
-        """The number with its expression: that of all that may be meant by it."""
+        """Encode the number with its expression: that of all numbers of the call that equal it."""
         number = plain(number)
         passed = [one for one in self._in_order if one[0] == number]
         alike = [one for one in passed if isinstance(one[0], float) == isinstance(number, float)]
         if not alike and isinstance(number, float):
-            alike = passed  # an int, where a float is wanted
+            alike = passed  # an int, where a float is expected
         return encoded(number, _common(alike))
 
     def encoded_value(self, number: Any) -> Any:
-        """Likewise of one that the result's elements are made with. One that the call was not
-        passed is torch's own; where nothing was called it is not known whose (TorchScript).
+        """Encode a number from which the result's elements are computed. One that the call was not
+        passed is torch's own; without a call (TorchScript) its source is not known.
         """
         number = plain(number)
         if not self.name:
@@ -403,7 +407,7 @@ class CallSizes:
         return self.encoded(number)
 
     def in_order(self, all_of_them: bool) -> tuple[Any, ...]:
-        """As logs have them; or only those that have an expression."""
+        """Encode the numbers for the log; or only those that have an expression."""
         return tuple(
             encoded(number, expression)
             for number, expression in self._in_order
@@ -411,14 +415,14 @@ class CallSizes:
         )
 
 
-def _are_same(numbers: Sequence[Any], wanted: Sequence[Any]) -> bool:
-    return len(numbers) == len(wanted) and all(
-        n == m and type(n) is type(m) for n, m in zip(numbers, wanted)
+def _are_same(numbers: Sequence[Any], expected: Sequence[Any]) -> bool:
+    return len(numbers) == len(expected) and all(
+        n == m and type(n) is type(m) for n, m in zip(numbers, expected)
     )
 
 
 def _common(passed: Sequence[tuple[Any, Expression | None]]) -> Expression | None:
-    """The expression of a number that each of these may be; None if all are plain."""
+    """Return the expression of a number that may be any of these; None if all are plain."""
     if all(expression is None for _, expression in passed):
         return None
     meant: Expression | None = None
@@ -433,7 +437,7 @@ _OF_SUBSCRIPTS = {"slice", "select"}
 
 
 def _plain_name(name: str) -> str:
-    """``__radd__``, ``add_`` and ``aten::add`` are one operation."""
+    """Return the common name of ``__radd__``, ``add_`` and ``aten::add``: one operation."""
     name = name.rpartition("::")[2]
     if name.startswith("__"):
         name = name.strip("_")
@@ -448,10 +452,10 @@ _ARITHMETIC = {"add", "sub", "mul", "truediv", "floordiv", "pow", "mod"}
 
 
 def plain(number: Any) -> Any:
-    """The number without its expression, for logs."""
+    """Return the number without its expression, for logs."""
     return int.__int__(number) if isinstance(number, int) else float.__float__(number)
 
 
 def encoded(number: Any, expression: Expression | None = None) -> Any:
-    """A number as logs have it."""
+    """Encode a number for the log."""
     return plain(number) if expression is None else ("n", plain(number), expression)

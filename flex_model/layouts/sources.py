@@ -1,4 +1,4 @@
-"""What is known of tensors before a forward begins: weights, buffers and inputs."""
+"""Finds the known placements of tensors before a forward begins: weights, buffers and inputs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from flex_model import _C
 from flex_model.distributed.layout import Placement, Replicate, Shard
 from flex_model.distributed.mesh import Mesh
 from flex_model.integrations import dtensor, fsdp, layers
-from flex_model.layouts.buffers import Buffers
-from flex_model.layouts.encoding import decode, encode
-from flex_model.layouts.statements import Statement, Statements, in_words
+from flex_model.layouts.module_buffers import Buffers
+from flex_model.layouts.placement_encoding import decode, encode
+from flex_model.layouts.statements import Statement, Statements, describe
 from flex_model.names import clean
 
 AXES = ("dp", "tp")
@@ -24,14 +24,14 @@ Placements = tuple[Any, Any]  # encoded, along dp and tp
 Sizes = tuple[int | None, ...] | None
 
 
-# A tensor; the weight's name, its module, its name there, and the weight itself: of a DTensor's
-# shard the DTensor.
+# A tensor; the weight's name, its module, its name in the module, and the weight itself: for a
+# DTensor's shard the DTensor.
 _Weight = tuple["weakref.ref[Tensor]", str, nn.Module, str, "weakref.ref[Tensor]"]
 
 
 class Constants:
-    """Tensors that modules had as plain attributes before the first forward, such as the
-    frequencies of a rotary embedding: buffers in all but name, as long as nobody writes to them.
+    """Tensors that were plain attributes of modules before the first forward, such as the
+    frequencies of a rotary embedding: they are treated as buffers until they are written to.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -52,11 +52,11 @@ def _version(tensor: Tensor) -> int:
 
 
 class Weights:
-    """Placements of a model's parameters and buffers, found when one is first used.
+    """Finds the placements of a model's parameters and buffers, at first use.
 
-    Along dp they are the same on all ranks (DDP, FSDP). Along tp a DTensor states its placement, a
-    layer may state what it splits, and the user may; in a model some of whose weights are stated to
-    be split, the others are the same on all ranks; in other models nothing is known of them.
+    Along dp they are the same on all ranks (DDP, FSDP). Along tp a DTensor states its placement,
+    and layers and the user may state what they split; if any weights of a model are stated to be
+    split, its other weights are the same on all ranks; else nothing is known of them.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class Weights:
         self._scan()
 
     def _scan(self) -> None:
-        """Which tensors are weights now: FSDP exchanges them between forwards."""
+        """Find the tensors that are weights now: FSDP replaces them between forwards."""
         self._found = {}
         for name, module in self._root.named_modules():
             self.enter(module, clean(self._root, name))
 
     def enter(self, module: nn.Module, name: str) -> None:
-        """The module's own weights, as they are now."""
+        """Register the module's own weights, as they are now."""
         prefix = f"{name}." if name else ""
         tables: list[Mapping[str, Any]] = [module._parameters, module._buffers, vars(module)]
         for table in tables:
@@ -102,12 +102,12 @@ class Weights:
         return found if found is not None and found[0]() is tensor else None
 
     def _is_weight(self, tensor: Tensor) -> bool:
-        """Of a plain attribute: FSDP1's views of a flattened parameter are such."""
+        """Whether a plain attribute is a weight: FSDP1's views of a flattened parameter are."""
         return self._has_fsdp1 or (self._constants is not None and tensor in self._constants)
 
     def source(self, tensor: Tensor) -> tuple[str, Placements, Sizes] | None:
-        """Name and placements of a weight, and the full sizes that its layer states where those
-        tell the placement; None for tensors that are none.
+        """Return the name and the placements of a weight, and the full sizes that its layer states
+        if those imply the placement; None for other tensors.
         """
         found = self._weight(tensor)
         if found is None and isinstance(tensor, nn.Parameter):
@@ -120,21 +120,23 @@ class Weights:
         if weight is None:
             return None
         if self._buffers is not None and leaf in module._buffers:
-            left = self._buffers.state(name, weight)
-            if left is None:
-                return None  # what made it tells
-            if left.pair is not None:
-                return self._left(name, module, weight, left.pair)
+            state = self._buffers.state(name, weight)
+            if state is None:
+                return None  # its placement follows from what made it
+            if state.pair is not None:
+                return self._written_buffer(name, module, weight, state.pair)
         known = self._known.get((name, id(weight)))
         if known is None or known[0]() is not weight:
             found_here = self._placements(name, module, leaf, weight)
             self._known[name, id(weight)] = known = weakref.ref(weight), *found_here
         return name, *known[1:]
 
-    def _left(
+    def _written_buffer(
         self, name: str, module: nn.Module, buffer: Tensor, pair: Any
     ) -> tuple[str, Placements, Sizes]:
-        """A buffer that was written to: what is proven of that, and what is stated of the rest."""
+        """Return the source of a buffer that was written to: its proven placements, completed by
+        statements.
+        """
         statement = self._statements.of_parameter(name, module)
         stated = (None, None) if statement is None else (statement.dp, statement.tp)
         own = stated_by_dtensor(buffer, self._mesh) or (None, None)
@@ -161,7 +163,7 @@ class Weights:
         return (dp or encode(Replicate()), tp), sizes
 
     def _stated_by_model(self, module: nn.Module, leaf: str, tensor: Tensor) -> Placements:
-        """What a DTensor or the layer states."""
+        """Return the placements that a DTensor or the layer states."""
         dp, tp = stated_by_dtensor(tensor, self._mesh) or (None, None)
         if self._mesh.tp_size > 1 and not self._states_along_tp(tensor, leaf):
             layout = layers.parameter_layout(module, leaf, tensor, self._mesh)
@@ -169,7 +171,7 @@ class Weights:
         return dp, tp
 
     def _states_along_tp(self, tensor: Tensor, leaf: str) -> bool:
-        """Whether the tensor itself says how it is split, though maybe not in our terms."""
+        """Whether the tensor itself states a placement along tp, even if it is none of ours."""
         if not dtensor.is_dtensor(tensor):
             return False
         try:
@@ -178,25 +180,27 @@ class Weights:
             return True
 
     def refuted(self, statement: Statement) -> str:
-        """What the model says against a statement about parameters; empty if nothing."""
+        """Return how the model contradicts a statement about parameters; empty if it does not."""
         for name, module in self._root.named_modules():
             for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
                 full = clean(self._root, f"{name}.{leaf}" if name else leaf)
                 if tensor is None or not statement.matches(full, module):
                     continue
                 own = self._stated_by_model(module, leaf, tensor)
-                for axis, stated, told in zip(AXES, (statement.dp, statement.tp), own):
-                    if stated is not None and told is not None and encode(stated) != told:
+                for axis, stated, known in zip(AXES, (statement.dp, statement.tp), own):
+                    if stated is not None and known is not None and encode(stated) != known:
                         return (
-                            f"{statement.describe()}: {full} is {in_words(stated)} along {axis} by "
+                            f"{statement.describe()}: {full} is {describe(stated)} along {axis} by "
                             f"this statement, but its layer states that it is "
-                            f"{in_words(decode(told))}; leave the statement out"  # type: ignore[arg-type]
+                            f"{describe(decode(known))}; leave the statement out"  # type: ignore[arg-type]
                         )
         return ""
 
 
 def stated_by_dtensor(tensor: Any, mesh: Mesh) -> Placements | None:
-    """What a DTensor states, along the axes that its mesh has; None for other tensors."""
+    """Return the placements that a DTensor states, along the axes of its mesh; None for other
+    tensors.
+    """
     if not dtensor.is_dtensor(tensor):
         return None
     try:
@@ -214,9 +218,8 @@ def stated_by_dtensor(tensor: Any, mesh: Mesh) -> Placements | None:
 
 
 def named_inputs(root: nn.Module, args: Any, kwargs: Any) -> list[tuple[str, Tensor, bool]]:
-    """Every tensor in a forward's arguments, with the name of its argument, and whether it is kept
-    in an object of the user's, such as a cache, rather than passed. First those that hooks see, in
-    their order.
+    """Return every tensor in a forward's arguments, with the name of its argument, and whether an
+    object of the user, such as a cache, holds it. First those that hooks see, in their order.
     """
     names = list(_argument_names(root, len(args)))
     found, inside = [], []
@@ -232,7 +235,9 @@ def named_inputs(root: nn.Module, args: Any, kwargs: Any) -> list[tuple[str, Ten
 
 
 def _passed(value: Any) -> Iterator[Tensor]:
-    """Tensors in containers that only hold what they are given."""
+    """Yield the tensors in lists, tuples, mappings and dataclasses, which only hold what was
+    passed.
+    """
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -247,8 +252,8 @@ def _passed(value: Any) -> Iterator[Tensor]:
 
 
 def leaves(value: Any, depth: int = 6) -> Iterator[Any]:
-    """Tensors and plain values in any object, such as a cache: what its attributes and their items
-    hold, down to a few levels.
+    """Yield the tensors and plain values in any object, such as a cache, from its attributes and
+    their items, to a limited depth.
     """
     if isinstance(value, (Tensor, int, float, str, bytes, type(None))):
         yield value
@@ -265,7 +270,9 @@ def leaves(value: Any, depth: int = 6) -> Iterator[Any]:
 
 
 def states_of(args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
-    """Arguments that are objects of the user's, such as caches, which a forward may change."""
+    """Return the arguments that are objects of the user, such as caches, which a forward may
+    change.
+    """
     return [value for value in (*args, *kwargs.values()) if not _is_plain(value)]
 
 
@@ -288,7 +295,7 @@ def _argument_names(root: nn.Module, count: int) -> Iterable[str]:
 
 
 def _unwrapped(root: nn.Module) -> nn.Module:
-    """The module that the user wrote, inside DDP, FSDP1 or what ``torch.compile`` makes."""
+    """Return the module that the user wrote, inside DDP, FSDP1 or a compiled module."""
     while True:
         name = next(
             (name for name in root._modules if not clean(root, name)),
@@ -304,14 +311,16 @@ BatchDim = int | Mapping[str, int | None]
 
 
 def batch_dim_of(batch_dim: BatchDim, name: str) -> int | None:
-    """The dim of an argument that holds rows of the batch; None for none."""
+    """Return the dim of an argument that holds rows of the batch; None for none."""
     if isinstance(batch_dim, int):
         return batch_dim
     return batch_dim.get(name, 0)
 
 
 def check_batch_dim(batch_dim: Any) -> BatchDim:
-    """TypeError for what is neither an int nor a dict of ints and None by argument name."""
+    """Return ``batch_dim``. TypeError if it is neither an int nor a dict of ints and None by
+    argument name.
+    """
     values = batch_dim.values() if isinstance(batch_dim, Mapping) else [batch_dim]
     for value in values:
         is_dim = isinstance(value, int) and not isinstance(value, bool) and value >= 0
@@ -324,7 +333,7 @@ def check_batch_dim(batch_dim: Any) -> BatchDim:
 
 
 class Inputs:
-    """Placements of a forward's inputs along dp, as ``batch_dim`` states them."""
+    """Finds the placements of a forward's inputs along dp, as ``batch_dim`` states them."""
 
     def __init__(self, batch_dim: BatchDim) -> None:
         self._batch_dim = batch_dim
@@ -336,15 +345,15 @@ class Inputs:
         is_equal: list[bool],
         is_stated: list[bool],
     ) -> list[Placement | None]:
-        """Of each tensor.
+        """Return the placement of each tensor.
 
         Args:
-            shapes: By tensor, of all data-parallel ranks of a line.
+            shapes: By tensor, on all data-parallel ranks of a line.
             is_equal: By tensor: whether these ranks hold the same values.
-            is_stated: By tensor: whether the user states how it is placed.
+            is_stated: By tensor: whether the user states its placement.
 
         Raises:
-            ValueError: whether a tensor holds rows can't be known; with the line that says it.
+            ValueError: it is not known whether a tensor holds rows; with the call that states it.
         """
         found: list[Placement | None] = []
         rows: list[int] | None = None

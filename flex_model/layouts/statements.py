@@ -1,4 +1,6 @@
-"""What users state of layouts: ``annotate_layout`` and ``HookFunction(placements=...)``."""
+"""Holds the user's statements of layouts: ``annotate_layout`` and
+``HookFunction(placements=...)``.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,15 @@ Sizes = tuple[int | None, ...] | None
 
 @dataclass(frozen=True)
 class Statement:
-    """How some tensors are placed, as the user states it.
+    """The placement of some tensors, as the user states it.
 
     Attributes:
-        pattern: Which modules (or parameters): a part of the name, a compiled regular expression,
-            or a module type (of which all parameters are meant).
-        index: Which of the module's tensors, counted as ``HookFunction.unpack_idx``.
+        pattern: The modules or parameters: a part of the name, a compiled regular expression, or a
+            module type (for all its parameters).
+        index: The number of the tensor among the module's, counted as ``HookFunction.unpack_idx``.
         dp, tp: Placements; None leaves that axis to the proof.
-        sizes: Of the full tensor, as ``expected_shape``, maybe of its first dims only; None for
-            nothing to check.
+        sizes: Of the full tensor, as ``expected_shape``, or of its first dims only; None for no
+            check.
     """
 
     pattern: Pattern
@@ -41,7 +43,7 @@ class Statement:
     sizes: Sizes = None
 
     def matches(self, name: str, module: nn.Module) -> bool:
-        """Whether it is about the module, or parameter of the module, of this (clean) name."""
+        """Whether the statement applies to the module, or its parameter, of this (clean) name."""
         if isinstance(self.pattern, str):
             return self.pattern in name
         if isinstance(self.pattern, re.Pattern):
@@ -49,7 +51,7 @@ class Statement:
         return isinstance(module, self.pattern)
 
     def describe(self) -> str:
-        """For messages: the call that made it."""
+        """Return the call that made the statement, for messages."""
         pattern = self.pattern.pattern if isinstance(self.pattern, re.Pattern) else self.pattern
         if isinstance(pattern, type):
             pattern = pattern.__name__
@@ -71,7 +73,9 @@ def statement_of(
     sizes: Sequence[int | None] | None,
     part_sizes: Sequence[int] | None,
 ) -> Statement:
-    """Checked arguments of ``annotate_layout``. TypeError or ValueError for wrong ones."""
+    """Return the statement of a call of ``annotate_layout``. TypeError or ValueError for wrong
+    arguments.
+    """
     is_type = isinstance(pattern, type) and issubclass(pattern, nn.Module)
     if not is_type and not isinstance(pattern, (str, re.Pattern)):
         raise TypeError(
@@ -97,8 +101,8 @@ def statement_of(
 
 
 def _with_sum(sizes: Sizes, dim: int, total: int) -> Sizes:
-    """The sizes that are stated, with that of the dim of which the parts are; not of all dims where
-    only that is.
+    """Return the stated sizes with that of the dim that has the parts; only up to this dim if no
+    others are stated.
     """
     if sizes is None:
         return (*[None] * dim, total)
@@ -127,8 +131,8 @@ def _with_parts(placement: Placement | None, part_sizes: Sequence[int]) -> layou
 
 
 def placement_of(value: Any, axis: str) -> Placement | None:
-    """Our placement for one of ``torch.distributed.tensor`` (or of our own). TypeError for others;
-    ValueError for a sum that is none.
+    """Return our placement for one of ``torch.distributed.tensor`` (or of our own). TypeError for
+    others; ValueError for a negative dim.
     """
     if value is None or isinstance(value, (layouts.Replicate, layouts.Shard, layouts.Partial)):
         return value
@@ -152,7 +156,7 @@ def placement_of(value: Any, axis: str) -> Placement | None:
 
 
 def placements_of(given: Any) -> dict[str, Placement]:
-    """Checked ``HookFunction(placements=...)``: by axis, those that are stated."""
+    """Return the checked ``HookFunction(placements=...)``: by axis, those that are stated."""
     if given is None:
         return {}
     if not isinstance(given, Mapping) or set(given) - {"dp", "tp"}:
@@ -165,14 +169,14 @@ def placements_of(given: Any) -> dict[str, Placement]:
 
 
 def text_of(placement: Placement) -> str:
-    """The placement as users write it."""
+    """Return the placement as users write it."""
     if isinstance(placement, layouts.Shard):
         return f"Shard({placement.dim})"
     return "Replicate()" if isinstance(placement, layouts.Replicate) else "Partial()"
 
 
-def in_words(placement: Placement) -> str:
-    """The placement, for messages."""
+def describe(placement: Placement) -> str:
+    """Describe the placement for messages."""
     if isinstance(placement, layouts.Shard):
         parts = f" in {placement.parts} interleaved parts" if placement.parts > 1 else ""
         return f"split along dim {placement.dim}{parts}"
@@ -180,7 +184,7 @@ def in_words(placement: Placement) -> str:
 
 
 class Statements:
-    """All that the user of one FlexModel has stated with ``annotate_layout``."""
+    """All statements that the user of one FlexModel made with ``annotate_layout``."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
@@ -193,11 +197,11 @@ class Statements:
         return len(self._statements)
 
     def add(self, statement: Statement) -> None:
-        """One more."""
+        """Add a statement."""
         self._statements.append(statement)
 
     def names(self, statement: Statement) -> list[str]:
-        """The modules or parameters that it is about, by their clean names."""
+        """Return the clean names of the modules or parameters to which the statement applies."""
         found = []
         for name, module in self._root.named_modules():
             if statement.kind == "parameter":
@@ -211,11 +215,11 @@ class Statements:
         return found
 
     def of_parameter(self, name: str, module: nn.Module) -> Statement | None:
-        """The last one about the parameter of this clean name."""
+        """Return the last statement that applies to the parameter of this clean name."""
         return self._last("parameter", name, module)
 
     def of_modules(self) -> list[tuple[str, nn.Module, Statement]]:
-        """Every module whose tensors are stated, with the statement."""
+        """Return every module with a statement about its tensors, with the statement."""
         return [
             (clean(self._root, name), module, statement)
             for name, module in self._root.named_modules()
@@ -224,7 +228,7 @@ class Statements:
         ]
 
     def of_inputs(self) -> dict[int, Statement]:
-        """Those about inputs of the wrapped model, by index."""
+        """Return the statements about inputs of the wrapped model, by index."""
         return {
             s.index: s
             for s in self._statements
@@ -237,5 +241,5 @@ class Statements:
 
     @property
     def digest(self) -> str:
-        """What ranks must have stated alike."""
+        """A text of all statements, which ranks must have in common."""
         return "; ".join(map(str, self._statements))

@@ -1,6 +1,6 @@
-"""Which value each tensor has: known by the tensor's object, and beside that by its storage and its
-place in it, since autograd makes new objects for views. Where several values share one place (a
-transpose of a tensor with one row), the object tells which is meant; without it all are named.
+"""Finds the value of each tensor, by the tensor's object, or by its storage and its place there,
+since autograd makes new objects for views. If several values share one place (a transpose of a
+tensor with one row), only the object identifies the value; without it all are returned.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from flex_model.layouts import memory_map
-from flex_model.layouts.log import Value, hash_of
 from flex_model.layouts.memory_map import Geometry
+from flex_model.layouts.operation_log import Value, hash_of
 
-# A tensor object: itself, its storage, its place in that, and the value that it had.
+# A tensor object, its storage, its place there, and its value at that time.
 _Known = tuple["weakref.ref[Tensor]", int, Geometry, Value]
 
 
 def without_function_mode(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a method without torch's function modes: the model has not asked what it asks of tensors,
+    """Run a method without torch's function modes: the model does not call what the method calls,
     so sizes are plain numbers in it.
     """
 
@@ -38,10 +38,10 @@ def without_function_mode(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass
 class _Storage:
-    """What is known of one storage: its values by their place, and what of it is not written yet.
+    """One storage: its values by their place, and the parts of it without writes.
 
     Attributes:
-        blank: For ``torch.empty``: which of its elements nothing has been written to.
+        blank: For ``torch.empty``: the elements to which nothing was written.
     """
 
     reference: StorageWeakRef
@@ -50,33 +50,33 @@ class _Storage:
 
 
 class TensorValues:
-    """The values of all tensors that one followed forward has met. Local."""
+    """Finds the values of all tensors of one followed forward. Local."""
 
     def __init__(self) -> None:
         self._storages: dict[int, _Storage] = {}
         self._objects: dict[int, _Known] = {}
         self._weights: dict[int, _Known] = {}
-        self._by_name: dict[str, Value] = {}  # likewise
+        self._by_name: dict[str, Value] = {}  # weights
         self._replaced: dict[Value, Value] = {}
 
     def latest(self, value: Value) -> Value:
-        """The value that was written in its place last; itself where none was."""
+        """Return the value that last replaced this one by a write; the value itself if none did."""
         while value in self._replaced:
             value = self._replaced[value]
         return value
 
     @staticmethod
     def is_memory(tensor: Tensor) -> bool:
-        """Whether the tensor has memory of its own that can be followed."""
+        """Whether the tensor has plain memory, which can be followed."""
         return memory_map.storage_of(memory_map.plain(tensor)) is not None
 
     def of_weight(self, tensor: Tensor) -> Value | None:
-        """The value of a weight that was met, as this object and in this memory."""
+        """Return the value of a weight that was used as this object and in this memory."""
         return self._of_object(self._weights, tensor)
 
     def of(self, tensor: Tensor) -> Value | tuple[Value, ...] | None:
-        """The value of a tensor; several where its object is not known and its place is that of
-        several.
+        """Return the value of a tensor; a tuple if its object is not known and several values share
+        its place.
         """
         value = self._of_object(self._objects, tensor)
         if value is not None:
@@ -96,8 +96,8 @@ class TensorValues:
         return None
 
     def weight(self, tensor: Tensor, name: str) -> Value | None:
-        """The value of a weight that was met: as this object, or in a form that a framework makes
-        of it for the forward.
+        """Return the value of a weight that was used: as this object, or in a form that a framework
+        makes of it for the forward.
         """
         known = self._weights.get(id(tensor))
         if known is not None and known[0]() is tensor:
@@ -105,30 +105,30 @@ class TensorValues:
         return self._by_name.get(name)
 
     def note_weight(self, tensor: Tensor, name: str, value: Value) -> None:
-        """A weight of this clean name was met."""
+        """Note the value of a weight of this clean name at its first use."""
         storage, geometry = _place(tensor)
         self._by_name[name] = value
         self._weights[id(tensor)] = (weakref.ref(tensor), storage._cdata, geometry, value)
 
     @without_function_mode
     def note(self, tensor: Tensor, value: Value) -> None:
-        """The tensor has this value from now on, and so has its object."""
+        """Set the value of the tensor's place and of its object."""
         storage, geometry = _place(tensor)
         if storage is None:
             return
         values = self._entry(storage).values.setdefault(geometry, [])
         if value not in values:
             values.append(value)
-        self.remember(tensor, value)
+        self.bind(tensor, value)
 
-    def remember(self, tensor: Tensor, value: Value) -> None:
-        """The tensor's object has this value, which its place has already."""
+    def bind(self, tensor: Tensor, value: Value) -> None:
+        """Set the value of the tensor's object, which its place already has."""
         storage, geometry = _place(tensor)
         self._objects[id(tensor)] = (weakref.ref(tensor), storage._cdata, geometry, value)
 
     @without_function_mode
-    def know_object(self, tensor: Tensor) -> None:
-        """A call has returned this object: of several values at its place it has the newest."""
+    def bind_result(self, tensor: Tensor) -> None:
+        """Note an object that a call returned: it has the newest of the values at its place."""
         storage, geometry = _place(tensor)
         entry = None if storage is None else self._storages.get(storage._cdata)
         if entry is None:
@@ -138,18 +138,18 @@ class TensorValues:
         is_known = known is not None and known[0]() is tensor and known[1:3] == place
         values = entry.values.get(geometry)
         if values and not is_known:
-            self.remember(tensor, values[-1])
+            self.bind(tensor, values[-1])
 
     def replace(self, tensor: Tensor, before: Value, value: Value) -> None:
-        """A value of the tensor's memory is another one from now on."""
+        """Replace a value of the tensor's memory."""
         storage, geometry = _place(tensor)
         if storage is not None:
             self._replaced[before] = value
             values = self._entry(storage).values.setdefault(geometry, [])
             values[:] = [value if old == before else old for old in values]
 
-    def living(self) -> Iterator[Tensor]:
-        """The tensors that are still there, without weights."""
+    def live_tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors that still exist, without weights."""
         for reference, _, _, _ in list(self._objects.values()):
             tensor = reference()
             if tensor is not None and self._weights.get(id(tensor)) is None:
@@ -157,15 +157,15 @@ class TensorValues:
 
     @staticmethod
     def are_same(first: Tensor, second: Tensor) -> bool:
-        """Whether they show the same memory in the same form."""
+        """Whether they have the same memory, shape and strides."""
         (storage, geometry), (other, other_geometry) = _place(first), _place(second)
         if storage is None or other is None or geometry != other_geometry:
             return False
         return bool(storage._cdata == other._cdata)
 
-    def lose(self, tensor: Tensor) -> list[tuple[Value, Value]] | None:
-        """Forget what the tensor's memory holds: old and new values; None where nothing is known of
-        it.
+    def invalidate(self, tensor: Tensor) -> list[tuple[Value, Value]] | None:
+        """Replace all values in the tensor's memory by unknown ones; return old and new values;
+        None if nothing is known of it.
         """
         storage = memory_map.storage_of(memory_map.plain(tensor))
         entry = None if storage is None else self._storages.get(storage._cdata)
@@ -178,10 +178,10 @@ class TensorValues:
                 lost.append((value, values[i]))
         return lost
 
-    # Memory that is written to.
+    # Writes.
 
     def is_blank(self, tensor: Tensor) -> bool:
-        """Whether nothing has been written to any of its elements."""
+        """Whether nothing was written to any of its elements."""
         storage, geometry = _place(tensor)
         entry = None if storage is None else self._storages.get(storage._cdata)
         if entry is None or entry.blank is None:
@@ -189,18 +189,18 @@ class TensorValues:
         return memory_map.is_blank(entry.blank, geometry)
 
     def note_blank(self, tensor: Tensor) -> None:
-        """Nothing has been written to the tensor's memory."""
+        """Note that nothing was written to the tensor's memory."""
         plain = memory_map.plain(tensor)
         storage = memory_map.storage_of(plain)
         if storage is not None:
             self._entry(storage).blank = memory_map.all_blank(plain)
 
     def write(self, tensor: Tensor, before: Value, value: Value) -> tuple[Any, ...]:
-        """A value was written over the one before, to the tensor's memory.
+        """Note that the value ``before`` in the tensor's memory was overwritten by another.
 
         Returns:
-            The value before; for each value that overlaps it: old and new value, and by dim of the
-            written tensor the dim that it is there; whether all of the storage is written.
+            The overwritten value; for each value that overlaps it: old and new value, and for each
+            dim of the written tensor its dim there; whether all of the storage is written now.
         """
         storage, geometry = _place(tensor)
         entry = self._entry(storage)
@@ -217,7 +217,7 @@ class TensorValues:
         values = entry.values.setdefault(geometry, [])
         self._replaced[before] = value
         entry.values[geometry] = [value if old == before else old for old in values] or [value]
-        self.remember(tensor, value)
+        self.bind(tensor, value)
         is_complete = False
         if entry.blank is not None:
             is_complete = memory_map.write(entry.blank, geometry)
@@ -241,7 +241,7 @@ class TensorValues:
 
 
 def _place(tensor: Tensor) -> tuple[Any, Geometry]:
-    """The storage, and where in it the tensor lies; nothing for one that is no plain memory."""
+    """Return the storage, and the tensor's place in it; None for one that is not plain memory."""
     plain = memory_map.plain(tensor)
     storage = memory_map.storage_of(plain)
     return (None, ()) if storage is None else (storage, memory_map.geometry(plain))

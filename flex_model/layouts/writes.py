@@ -1,4 +1,4 @@
-"""Follows writes to memory that other values show, too."""
+"""Infers the effect of writes on other values in the same memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flex_model.distributed.layout import Partial, Placement, Replicate, Shard
 from flex_model.layouts import pieces
-from flex_model.layouts.log import Value
+from flex_model.layouts.operation_log import Value
 from flex_model.layouts.propagation.operation import REPLICATED
 
 if TYPE_CHECKING:
@@ -17,13 +17,12 @@ if TYPE_CHECKING:
 def follow_writes(
     proofs: AxisProofs, outputs: Sequence[Any], writes: Sequence[Any], text: str
 ) -> None:
-    """Note what becomes of the values that show memory which an operation has written to.
+    """Note the placements of values whose memory an operation has written to.
 
     Args:
-        writes: By rank, of each output that was written: the value before, the values of other
-            tensors that show its memory (old, new, dims of the old one), and whether all blank
-            memory is written now.
-        text: The operation.
+        writes: By rank, for each written output: the value before, the other values in its memory
+            (old, new, dims of the old one), and whether all blank memory is written now.
+        text: The name of the operation.
     """
     for i, output in enumerate(outputs):
         if i >= len(writes[0]):
@@ -46,14 +45,14 @@ def _follow_write(proofs: AxisProofs, written: Value, writes: Sequence[Any], tex
         gradients.note_alias(value)
         if old in proofs.mixed or written in proofs.mixed:
             proofs.mixed.add(value)
-        place = proofs.places.get(before)
+        place = proofs.zero_slices.get(before)
         of_old = proofs.placements.get(old)
         if same and place is not None and place[0] == old and new == Shard(place[1]):
-            proofs.know(value, Partial())  # a shard in its place, and zeros beside it
+            proofs.set_placement(value, Partial())  # a shard at its place, and zeros elsewhere
         elif same and new is not None and new == was:
             is_own = isinstance(new, Shard) and of_old == REPLICATED
-            if of_old is not None and not is_own:  # else each rank wrote to its part of the whole
-                proofs.know(value, of_old)
+            if of_old is not None and not is_own:  # else each rank wrote its own part
+                proofs.set_placement(value, of_old)
         elif same and old in proofs.blank:
             dims = _dims_of_piece(proofs, before, old) or dims
             gradients.note_filled(before, written)
@@ -61,21 +60,21 @@ def _follow_write(proofs: AxisProofs, written: Value, writes: Sequence[Any], tex
         elif same and old in proofs.open and isinstance(new, Shard):
             moved = _moved(new, dims)
             if moved is not None and moved.dim in proofs.open[old]:
-                proofs.know(value, moved)
+                proofs.set_placement(value, moved)
         if gradients.is_scaled(old) or gradients.is_scaled(written):
             if gradients.is_scaled(old) != gradients.is_scaled(written):
-                proofs.know(value, None)  # numbers beside gradients
+                proofs.set_placement(value, None)  # numbers and gradients mixed
             gradients.note_scaled([value])
 
 
 def _dims_of_piece(proofs: AxisProofs, piece: Value, whole: Value) -> tuple[int | None, ...] | None:
-    """By dim of a slice: the same dim of what it was cut out of, if it has all of that; which
-    memory alone does not tell of dims of size 1. None if it is no slice of it.
+    """Return, for each dim of a slice, the same dim of the sliced tensor, if the slice has all of
+    it, which memory alone does not show for dims of size 1. None if it is not a slice of it.
     """
     shapes = proofs.shapes.get(piece, ()), proofs.shapes.get(whole, ())
     while piece != whole:
         maker = proofs.makers.get(piece)
-        if maker is None or maker[0].name not in pieces.CUTS or maker[2][0] is None:
+        if maker is None or maker[0].name not in pieces.SPLITS or maker[2][0] is None:
             return None
         piece = maker[2][0]
     sizes = zip(*(zip(*of_ranks) for of_ranks in shapes))
@@ -90,7 +89,7 @@ def _fill(
     dims: Sequence[int | None] | None,
     is_complete: bool,
 ) -> None:
-    """A part of what was blank is written: all parts must be placed alike."""
+    """Note a write to a part of a blank tensor: all parts must be placed alike."""
     proofs.gradients.note_filled(old, value)
     so_far = proofs.blank[old]
     moved = new if dims is None or not isinstance(new, Shard) else _moved(new, dims)
@@ -99,13 +98,13 @@ def _fill(
     else:
         proofs.blank[value] = moved
     if dims is None:
-        return  # the written tensor itself: its own rule says what it is
+        return  # the written tensor: its own rule places it
     if is_complete and isinstance(proofs.blank[value], (Shard, Replicate)):
-        proofs.know(value, proofs.blank.pop(value))  # type: ignore[arg-type]
+        proofs.set_placement(value, proofs.blank.pop(value))  # type: ignore[arg-type]
 
 
 def _moved(shard: Shard, dims: Sequence[int | None]) -> Shard | None:
-    """The same split of another tensor, whose dims are ``dims``."""
+    """Return the same split of another tensor, whose dims are ``dims``."""
     dim = dims[shard.dim] if shard.dim < len(dims) else None
     if dim is None:
         return None

@@ -20,7 +20,7 @@ from flex_model.layouts.statements import Statements
 
 
 @dataclass
-class Met:
+class HookedTensor:
     """One tensor that a module was given or returned, as this rank has it."""
 
     name: str
@@ -41,19 +41,19 @@ def follow(model, mesh: Mesh, inputs, placements, statements=(), keywords=None):
     follower = Follower(model, mesh, stated, Weights(model, mesh, stated, Constants(model)))
     for i, (tensor, pair) in enumerate(zip(inputs, placements)):
         follower.note_input(tensor, str(i), pair)
-    met: list[Met] = []
+    hooked: list[HookedTensor] = []
 
-    def look(name):
+    def record(name):
         def hook(module, args, output):
             for tensor in _C.flatten(output)[0]:
                 with paused(follower):
                     plain = dtensor.to_local(tensor) if dtensor.is_dtensor(tensor) else tensor
                     shard = dtensor.wait(plain).detach().clone()
-                    met.append(Met(name, shard, follower.meet(tensor)))
+                    hooked.append(HookedTensor(name, shard, follower.joint_value(tensor)))
 
         return hook
 
-    handles = [module.register_forward_hook(look(name)) for name, module in model.named_modules()]
+    handles = [module.register_forward_hook(record(name)) for name, module in model.named_modules()]
     try:
         with follower:
             output = model(*inputs, **(keywords or {}))
@@ -65,31 +65,33 @@ def follow(model, mesh: Mesh, inputs, placements, statements=(), keywords=None):
         if len(mesh.grid) > 1:
             exchange_chunks(channel, follower)
         found = {}
-        for one in met:
+        for one in hooked:
             found.setdefault(one.name, []).append(gathered(channel, follower, one))
     finally:
         channel.close()
     return found, follower, output
 
 
-def gathered(channel: Channel, follower: Follower, met: Met) -> torch.Tensor | None:
+def gathered(channel: Channel, follower: Follower, hooked: HookedTensor) -> torch.Tensor | None:
     """The full tensor by its proven layout; None where none is proven. Collective."""
-    dp, tp = follower.placements(met.value)
-    words = torch.tensor([dp is None or tp is None, met.shard.dim(), *met.shard.shape])
-    table = channel.exchange(words).tolist()
-    assert len({row[0] for row in table}) == 1, f"{met.name}: ranks have proven other things"
+    dp, tp = follower.placements(hooked.value)
+    numbers = torch.tensor([dp is None or tp is None, hooked.shard.dim(), *hooked.shard.shape])
+    table = channel.exchange(numbers).tolist()
+    assert len({row[0] for row in table}) == 1, (
+        f"{hooked.name}: ranks have proven different placements"
+    )
     if dp is None or tp is None:
         return None
     shapes: list[Shape] = [tuple(row[2:]) for row in table]
-    move = Move.of(channel, ShardLayout(dp, tp), shapes, met.shard.dtype)
-    return move.all_gather(met.shard.contiguous())
+    move = Move.of(channel, ShardLayout(dp, tp), shapes, hooked.shard.dtype)
+    return move.all_gather(hooked.shard.contiguous())
 
 
 def unsharded(model, inputs, keywords=None):
     """The tensors that the modules of an unsharded model return, by module name."""
     found: dict[str, list[torch.Tensor]] = {}
 
-    def look(name):
+    def record(name):
         def hook(module, args, output):
             found.setdefault(name, []).extend(
                 tensor.detach().clone() for tensor in _C.flatten(output)[0]
@@ -97,7 +99,7 @@ def unsharded(model, inputs, keywords=None):
 
         return hook
 
-    handles = [module.register_forward_hook(look(name)) for name, module in model.named_modules()]
+    handles = [module.register_forward_hook(record(name)) for name, module in model.named_modules()]
     model(*inputs, **(keywords or {}))
     for handle in handles:
         handle.remove()

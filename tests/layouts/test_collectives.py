@@ -217,7 +217,7 @@ def mixed(module, full, save_ctx, modules):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["sum", "mean, by the number of ranks"])
 def test_edits_of_what_was_summed_and_their_gradients(name):
-    """The gradients of the weight are parts of a sum: each rank hands on that of its shard."""
+    """The gradients of the weight are parts of a sum: each rank returns that of its shard."""
     scale = 1 if name == "sum" else 2
     part, whole = {"sum": (torch.sum, torch.sum), "mean": (torch.mean,) * 2}[name.split(",")[0]]
     group = models.mesh(1, 2)["tp"].get_group()

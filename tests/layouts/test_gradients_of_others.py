@@ -359,7 +359,7 @@ class Squash(nn.Module):
 @pytest.mark.parametrize("mixing", [OverRows, batch_norm])
 @pytest.mark.parametrize("site", ["0", "0.weight"])
 def test_gradients_before_what_mixes_rows(kind, mixing, site):
-    """Silently wrong before: a node between them handed on what it got as if that were right."""
+    """Silently wrong before: a node between them returned what it got as if that were right."""
     with pytest.raises(ValueError, match=rf"'{site}'.*not known"):
         run_alone_and_sharded(lambda: linears(Squash(kind), mixing()), [site])
 
@@ -584,8 +584,8 @@ class CopiesOrNot(nn.Module):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("lengths", [(), (3, 5, 7, 9)])
 def test_a_weight_whose_gradient_other_forwards_hold_otherwise(lengths):
-    """Silently wrong before, twice the gradient: the four forwards that were followed last told of
-    a backward of another one.
+    """Silently wrong before, twice the gradient: of the forwards that were followed, only the last
+    four were searched for the backward of another one.
     """
     with flex_of(CopiesOrNot(), records := {}, "tp", True) as flex:
         flex.register_hook(HookFunction("norm.weight"))

@@ -1,4 +1,4 @@
-"""`_C.walk_modules`: what tells a forward that the model is made of other things than before."""
+"""`_C.walk_modules`: how a forward detects that the model was changed."""
 
 import gc
 import types

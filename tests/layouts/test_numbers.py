@@ -143,7 +143,7 @@ COUNTS = {
     "a factor of one": lambda m, x: torch.add(x, x, alpha=x.shape[0] - 1),
     "a slope of one": lambda m, x: F.elu(x, alpha=x.shape[0] - 1),
     "the main diagonal": lambda m, x: m.linear.weight.tril(x.shape[0] - 2),
-    # An int where a float is wanted.
+    # An int where a float is expected.
     "a bound": lambda m, x: F.huber_loss(x, x * 3, reduction="none", delta=x.shape[0]),
     "a scale": lambda m, x: F.interpolate(x, scale_factor=x.shape[0]),
     "no number": lambda m, x: (x * torch.nan).nan_to_num(nan=x.shape[0]),
@@ -224,7 +224,7 @@ def test_keywords_in_another_order():
 
 @pytest.mark.ranks(2)
 def test_what_sizes_of_a_tensor_that_is_not_known_may_choose_is_not_known():
-    """The path was taken for that of the unsharded program, whatever was asked."""
+    """The path was taken for that of the unsharded program, whatever the condition was."""
 
     def choose(smallest):
         def made(m, x):
@@ -267,7 +267,7 @@ def test_what_the_full_sizes_choose_alike_is_known(name):
 
 
 class Counts(nn.Module):
-    """Makes a plain number of its rows, of which it tells nobody."""
+    """Makes a plain number of its rows, which nothing records."""
 
     def forward(self, x):
         return x[:, : int(x.shape[0]) and 3]

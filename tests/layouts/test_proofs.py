@@ -474,7 +474,7 @@ def test_a_size_is_known_by_its_place_among_the_numbers_of_a_call():
 
 
 class Padded(nn.Module):
-    """A gather of parts that may be uneven: the ranks tell each other their sizes."""
+    """A gather of parts that may be uneven: the ranks exchange their sizes."""
 
     def __init__(self, parts):
         super().__init__()

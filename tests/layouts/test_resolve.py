@@ -9,7 +9,7 @@ from flex_model.distributed.layout import Partial, Replicate, Shard, ShardLayout
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.values import Fingerprints
 from flex_model.errors import LayoutMismatchError
-from flex_model.layouts.encoding import decode, encode
+from flex_model.layouts.placement_encoding import decode, encode
 from flex_model.layouts.resolve import Site, differing_axes, resolve
 
 TP2 = Mesh((0, 1), 0, tp_size=2)

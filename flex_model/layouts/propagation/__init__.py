@@ -1,4 +1,4 @@
-"""Propagation of placements through operations, one mesh axis at a time."""
+"""Propagates placements through operations, one mesh axis at a time."""
 
 from flex_model.layouts.propagation.rules import has_rule, propagate, register_rule, table
 

@@ -1,8 +1,8 @@
-"""Scaled dot product attention in all its forms, and the fast path of ``nn.Transformer``.
+"""Rules for all forms of scaled dot product attention, and for the fast path of ``nn.Transformer``.
 
 Rows, heads and queries are parallel (queries not under a causal mask, which counts them from the
-first one); keys and values are summed over by the softmax. With fewer key-value heads than query
-heads, both are split in one ratio.
+first one); the softmax sums over keys and values. With fewer key-value heads than query heads, both
+are split in the same ratio.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flex_model.layouts.propagation.labels import (
     Output,
     Placements,
     Term,
-    asked_for,
+    by_mask,
     resolve,
     words,
 )
@@ -32,7 +32,7 @@ def _labels(ndim: int, query: Label, last: Label) -> Labels:
 
 
 def _as_heads_of(query: Operand, other: Operand) -> Operand:
-    """Keys or values as if each head were repeated for its queries: a split stays one."""
+    """Return keys or values as if each head were repeated for its queries: a split stays one."""
     if query.ndim < 3 or other.ndim != query.ndim:
         return other
     of_query = [shape[_HEADS] for shape in query.shapes]
@@ -82,7 +82,7 @@ class _Parts:
 
 
 def attention(operation: Operation) -> Placements:
-    """The first output is the values', weighted; the second is by query."""
+    """Weight the values: the first output; the second has one entry for each query."""
     parts = _Parts(operation)
     given = Term((parts.value,), parts.scores)
     inputs = (*parts.scores, parts.value)
@@ -93,7 +93,7 @@ def attention(operation: Operation) -> Placements:
         if index == 0 and operation.name.startswith("_scaled_dot_product_attention_math"):
             labels = _labels(other.ndim, parts.row, None)  # the weights
         elif index == 0 and other.ndim == made.ndim - 1:
-            labels = _labels(made.ndim, parts.row, None)[:-1]  # their logarithms' sums
+            labels = _labels(made.ndim, parts.row, None)[:-1]  # the logsumexp of the scores
         else:
             outputs.append(None)  # state of the kernel
             continue
@@ -102,7 +102,7 @@ def attention(operation: Operation) -> Placements:
 
 
 def attention_backward(operation: Operation) -> Placements:
-    """Linear in the output's gradient. What the kernel kept of its own state is not looked at."""
+    """Compute gradients, linear in the output's. The kernel's saved state is ignored."""
     parts = _Parts(operation, None)
     name = "grad_out" if "grad_out" in operation.arguments[0] else "grad_out_"
     grad, out, sums = operation[name], operation["out"], operation["logsumexp"]
@@ -123,19 +123,23 @@ def attention_backward(operation: Operation) -> Placements:
     for i in parts.mask:
         outputs.append(Output(_but_broadcast(i.labels, i.operand), terms=terms))
     if "grad_input_mask" in operation.arguments[0]:
-        return resolve(_with_all_heads(operation), asked_for(operation, outputs))
+        return resolve(_with_all_heads(operation), by_mask(operation, outputs))
     return resolve(_with_all_heads(operation), outputs[:3])
 
 
 def _but_broadcast(labels: Labels, operand: Operand) -> Labels:
-    """The gradient of what is broadcast is a sum along that dim."""
+    """Return the labels of the gradient: for a broadcast operand it is a sum along the broadcast
+    dim.
+    """
     if operand.placement != REPLICATED:
         return labels
     return tuple(None if size == 1 else x for x, size in zip(labels, operand.shapes[0]))
 
 
 def _with_all_heads(operation: Operation) -> Operation:
-    """As if the gradients of keys and values had the heads of the queries, as labels say."""
+    """Return the operation as if the gradients of keys and values had the heads of the queries, as
+    labels require.
+    """
     query = operation["query"]
     return replace(
         operation,
@@ -147,7 +151,7 @@ def _with_all_heads(operation: Operation) -> Operation:
 
 
 def encoder_layer(operation: Operation) -> Placements:
-    """The fused layer of ``nn.TransformerEncoder``: rows are parallel."""
+    """Run the fused layer of ``nn.TransformerEncoder``: rows are parallel."""
     outputs = []
     inputs = []
     for name, value in operation.arguments[0].items():

@@ -1,4 +1,6 @@
-"""Backward operations that are not beside their forward: linear in the gradient that they get."""
+"""Rules for backward operations, except those that are next to their forward: they are linear in
+the gradient that they receive.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from flex_model.layouts.propagation.slicing import Range, follow_to_end, slice_r
 
 
 def along_dim(operation: Operation) -> Placements:
-    """All operands have the dims of the output; linear in the first."""
+    """Compute along a dim of operands that all have the output's dims; linear in the first."""
     (made,) = operation.outputs
     labels = all_but(made.ndim, operation["dim"])
     first, *others = (Input(operand, labels) for operand in operation.operands)
@@ -35,7 +37,9 @@ def along_dim(operation: Operation) -> Placements:
 
 
 def value_selecting(operation: Operation) -> Placements:
-    """Of ``max``, ``min``, ``median`` and the like along a dim: to where the values were."""
+    """Return the gradient to the selected elements, for ``max``, ``min``, ``median`` and the like
+    along a dim.
+    """
     grad, indices = operation["grad"], operation["indices"]
     (made,) = operation.outputs
     labels = all_but(made.ndim, operation["dim"])
@@ -48,7 +52,7 @@ def value_selecting(operation: Operation) -> Placements:
 
 
 def _has_known_sizes(operation: Operation, labels: Labels) -> bool:
-    """Whether the sizes that the gradient doesn't have, too, are those of the full tensor."""
+    """Whether the sizes that the gradient does not have are those of the full tensor."""
     stated = operation.full_sizes.get("input_sizes")
     made = operation.outputs[0].shapes[0]
     return stated is None or all(
@@ -57,7 +61,9 @@ def _has_known_sizes(operation: Operation, labels: Labels) -> bool:
 
 
 def slice_backward(operation: Operation) -> Placements:
-    """Of slices of all ranks that make a whole, the gradients are the summands of one."""
+    """Put the gradient into zeros: if all ranks' slices make up the whole, the results are summands
+    of its gradient.
+    """
     operand = operand_of(operation)
     (made,) = operation.outputs
     dim = operation["dim"] % made.ndim
@@ -73,8 +79,8 @@ def slice_backward(operation: Operation) -> Placements:
 
 
 def _of_own_slices(shard: Shard, ranges: list[Range], sizes: Sequence[int]) -> Placement | None:
-    """The gradient is split along the dim of the slice: the slice was all of the rank's tensor,
-    some of its parts, or the rank's own part of a replicated tensor.
+    """Return the placement if the gradient is split along the sliced dim: the slice was all of the
+    rank's tensor, some of its parts, or the rank's own part of a replicated tensor.
     """
     if all(r == (0, size) for r, size in zip(ranges, sizes)):
         return shard
@@ -123,7 +129,7 @@ def diagonal_backward(operation: Operation) -> Placements:
 
 
 def embedding_backward(operation: Operation) -> Placements:
-    """Rows of the gradient, summed up where their indices are the same."""
+    """Sum the gradient's rows that have the same index."""
     grad = operation.get("grad_output", operation.get("grad"))
     indices = operation["indices"]
     labels: Labels = tuple(range(indices.ndim))
@@ -139,7 +145,7 @@ _NONE, _MEAN, _SUM = range(3)
 
 
 def elementwise_loss(operation: Operation) -> Placements:
-    """Element by element, then left so, summed up, or averaged, which needs all elements."""
+    """Compute a loss by element; its mean needs all elements."""
     ndim = max(operand.ndim for operand in operation.operands)
     reduction = operation["reduction"]
     labels: Labels = (None,) * ndim if reduction == _MEAN else tuple(range(ndim))
@@ -153,7 +159,7 @@ def elementwise_loss(operation: Operation) -> Placements:
 
 
 def elementwise_loss_backward(operation: Operation) -> Placements:
-    """The gradient of a mean is divided by the number of elements: of all of them."""
+    """Compute gradients by element: that of a mean is divided by the number of all elements."""
     (made,) = operation.outputs
     is_mean = operation["reduction"] == _MEAN
     labels: Labels = (None,) * made.ndim if is_mean else tuple(range(made.ndim))
@@ -165,7 +171,7 @@ def elementwise_loss_backward(operation: Operation) -> Placements:
 
 
 def _of_classes(scores: Operand) -> tuple[Labels, Labels]:
-    """Labels of scores and of targets: classes are dim 1, or the only one."""
+    """Return the labels of scores and of targets: classes are dim 1, or the only dim."""
     if scores.ndim == 1:
         return (None,), ()
     labels = all_but(scores.ndim, 1)
@@ -173,7 +179,7 @@ def _of_classes(scores: Operand) -> tuple[Labels, Labels]:
 
 
 def nll_loss(operation: Operation) -> Placements:
-    """The loss, and the weight of all targets together."""
+    """Return the loss, and the total weight of all targets."""
     scores, target, weight = (operation[name] for name in ("self", "target", "weight"))
     reduction = operation["reduction"]
     of_scores, of_target = _of_classes(scores)
@@ -190,7 +196,7 @@ def nll_loss(operation: Operation) -> Placements:
 
 
 def nll_loss_backward(operation: Operation) -> Placements:
-    """Of a mean it is divided by the weight of all targets."""
+    """Compute the gradient: that of a mean is divided by the weight of all targets."""
     grad, scores, target = (operation[name] for name in ("grad_output", "self", "target"))
     weight, reduction = operation["weight"], operation["reduction"]
     of_scores, of_target = _of_classes(scores)
@@ -204,7 +210,7 @@ def nll_loss_backward(operation: Operation) -> Placements:
 
 
 def cross_entropy_loss(operation: Operation) -> Placements:
-    """Of classes, or of the probability of each, which have the shape of the scores."""
+    """Compute the loss for classes, or for probabilities, which have the shape of the scores."""
     scores, target, weight = (operation[name] for name in ("self", "target", "weight"))
     reduction = operation["reduction"]
     of_scores, of_classes = _of_classes(scores)
@@ -222,7 +228,7 @@ def cross_entropy_loss(operation: Operation) -> Placements:
 
 
 def prelu_backward(operation: Operation) -> Placements:
-    """Both gradients have an element for each of the input's."""
+    """Compute both gradients for each element of the input."""
     grad, x, weight = (operation[name] for name in ("grad_output", "self", "weight"))
     labels: tuple[Label, ...] = tuple(range(x.ndim))
     given = (Input(x, labels), Input(weight, labels[x.ndim - weight.ndim :], broadcasts=True))
@@ -263,7 +269,7 @@ RULES = {
     "cross_entropy_loss": cross_entropy_loss,
 }
 
-# The sizes of the gradient are those of a tensor that each rank has its own part of.
+# Their ``input_sizes`` and bounds are those of the rank's own part of a tensor.
 RULES_OF_SIZES = {
     "slice_backward": slice_backward,
     "select_backward": select_backward,

@@ -1,4 +1,4 @@
-"""Products of tensors that are summed over dims."""
+"""Rules for products of tensors that are summed over dims."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flex_model.layouts.propagation.operation import Operation
 
 
 def matmul(operation: Operation) -> Placements:
-    """Vectors and matrices, the dims in front of them broadcast."""
+    """Multiply vectors and matrices; the dims in front of them are broadcast."""
     a, b = operation["self"], operation["other"]
     made = operation.outputs[0]
     rows: tuple[Label, ...] = ("i",) if a.ndim > 1 else ()
@@ -46,7 +46,9 @@ def _sums_over_one(x: Input, y: Input, label: Label) -> bool:
 
 
 def einsum(operation: Operation) -> Placements:
-    """Dims of size 1 are broadcast. A label twice in one operand is its diagonal: whole."""
+    """Contract by an equation. Dims of size 1 are broadcast; a label that an operand has twice is
+    its diagonal, which must be whole.
+    """
     equation = operation["equation"].replace(" ", "")
     before, arrow, after = equation.partition("->")
     terms = before.split(",")
@@ -79,7 +81,7 @@ def _einsum_labels(term: str, ndim: int) -> tuple[tuple[Label, ...], int]:
 
 
 def grouped_mm(operation: Operation) -> Placements:
-    """Rows or columns in groups, whose ends ``offs`` says; groups must be whole."""
+    """Multiply groups of rows or columns, which end at ``offs`` and must be whole."""
     a, b = operation["self"], operation["mat2"]
     offsets, bias = operation.get("offs"), operation.get("bias")
     if bias is not None:
@@ -99,7 +101,9 @@ def grouped_mm(operation: Operation) -> Placements:
 
 
 def _added(text: str, product: str) -> Callable[[Operation], Placements]:
-    """The rule of a product that is added to ``self``, which is not read where ``beta`` is 0."""
+    """Return the rule of a product that is added to ``self``, which is not read if ``beta``
+    is 0.
+    """
     rule, alone = form(text), form(product)
 
     def either(operation: Operation) -> Placements:

@@ -1,4 +1,4 @@
-"""Reading and writing at indices that are tensors."""
+"""Rules for reads and writes at indices that are tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from flex_model.layouts.propagation.views import full_sizes_of
 
 
 def embedding(operation: Operation) -> Placements:
-    """A row of ``weight`` for each index: any index may be met, so all rows must be there."""
+    """Look up a row of ``weight`` for each index: any index may occur, so all rows must be
+    there.
+    """
     weight, indices = operation["weight"], operation["indices"]
     labels: Labels = tuple(range(indices.ndim))
     of_weight = Input(weight, (None, "features"))
@@ -30,10 +32,10 @@ def embedding(operation: Operation) -> Placements:
 
 
 def _indexed(self: Operand, indices: list[Operand | None]) -> tuple[Labels, list[Input], Labels]:
-    """Labels of ``self``, of the indices, and of ``self[indices]``.
+    """Return the labels of ``self``, of the indices, and of ``self[indices]``.
 
-    The indexed dims become those of the indices, broadcast: where the first of them was, if they
-    are neighbours, else in front. A mask indexes as many dims as it has, and gives one.
+    The indexed dims are replaced by those of the indices, broadcast: at the first indexed dim if
+    all are adjacent, else in front. A mask indexes as many dims as it has, and is replaced by one.
     """
     whole: set[int] = set()
     inputs: list[Input] = []
@@ -58,7 +60,7 @@ def _indexed(self: Operand, indices: list[Operand | None]) -> tuple[Labels, list
         inputs.append(Input(index, labels, broadcasts=True))
     has_mask = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
     of_self: Labels = tuple(None if d in whole else d for d in range(self.ndim))
-    # A mask's one dim is as long as it has ones, which only all of them together say.
+    # The length of a mask's one dim is its count of ones, which only all of them determine.
     of_index: list[Label] = [None if has_mask else ("index", i) for i in range(width)]
     rest: list[Label] = [label for label in of_self if label is not None]
     adjacent = all(a[1] == b[0] for a, b in itertools.pairwise(dims_of_indices))
@@ -69,7 +71,7 @@ def _indexed(self: Operand, indices: list[Operand | None]) -> tuple[Labels, list
 
 
 def index(operation: Operation) -> Placements:
-    """``self[i, j, :, ...]``"""
+    """Read ``self[i, j, :, ...]``."""
     self = operation["self"]
     of_self, inputs, after = _indexed(self, list(operation["indices"]))
     terms = (Term((Input(self, of_self),), tuple(inputs)),)
@@ -77,14 +79,14 @@ def index(operation: Operation) -> Placements:
 
 
 def index_put(operation: Operation) -> Placements:
-    """``self[i, j, :, ...] = values``, or added to it."""
+    """Write ``self[i, j, :, ...] = values``, or add to it."""
     self, values = operation["self"], operation["values"]
     if all(set(shape) <= {1} for shape in values.shapes):
         found = _where_mask(operation, self, values)
         if found is not None:
             return found
     of_self, inputs, after = _indexed(self, list(operation["indices"]))
-    # What one index writes another may write again: all must be on every rank.
+    # Two indices may write to the same place: all must be on every rank.
     inputs = [Input(i.operand, (None,) * i.operand.ndim) for i in inputs]
     of_values = tuple(None if isinstance(label, tuple) else label for label in after)
     of_values = of_values[len(of_values) - values.ndim :]
@@ -96,7 +98,7 @@ def index_put(operation: Operation) -> Placements:
 
 
 def _where_mask(operation: Operation, self: Operand, value: Operand) -> Placements | None:
-    """``self[mask] = value`` with one value and nothing but a mask: by element of the mask."""
+    """Resolve ``self[mask] = value`` with one value and no other index: by element of the mask."""
     masks = [(i, m) for i, m in enumerate(operation["indices"]) if m is not None]
     if len(masks) != 1 or masks[0][1].dtype is not torch.bool:
         return None
@@ -113,7 +115,7 @@ def _along(operation: Operation, index_name: str = "index") -> tuple[Operand, in
 
 
 def index_select(operation: Operation) -> Placements:
-    """Whole slices along ``dim``; the indices may be split."""
+    """Select whole slices along ``dim``; the indices may be split."""
     self, dim, indices = _along(operation)
     labels = all_but(self.ndim, dim)
     after = tuple("index" if d == dim else d for d in range(self.ndim))
@@ -122,8 +124,8 @@ def index_select(operation: Operation) -> Placements:
 
 
 def gather(operation: Operation) -> Placements:
-    """An element for each index, at the same place along the other dims, where both have the same
-    size: a shorter index would mean the first rank's elements only.
+    """Read an element for each index, at the same place along the other dims, which must have the
+    same sizes: a shorter index would read the first rank's elements only.
     """
     self, dim, indices = _along(operation)
     of_self = Input(self, all_but(self.ndim, dim))
@@ -133,7 +135,7 @@ def gather(operation: Operation) -> Placements:
 
 
 def take_along_dim(operation: Operation) -> Placements:
-    """As ``gather``, but the other dims are broadcast."""
+    """Read as ``gather``, but with the other dims broadcast."""
     self, indices = operation["self"], operation["indices"]
     if operation["dim"] is None:
         terms = (Term((Input(self, (None,) * self.ndim),), (Input(indices, ("index",)),)),)
@@ -146,7 +148,7 @@ def take_along_dim(operation: Operation) -> Placements:
 
 
 def scatter(operation: Operation, adds: bool = False) -> Placements:
-    """Elements are written at the same place along the other dims."""
+    """Write elements at the same place along the other dims."""
     self, dim, indices = _along(operation)
     labels = all_but(self.ndim, dim)
     given = [Input(indices, labels)]
@@ -163,8 +165,8 @@ def scatter(operation: Operation, adds: bool = False) -> Placements:
 
 
 def index_write(operation: Operation) -> Placements:
-    """``index_add``, ``index_copy``, ``index_reduce`` and ``index_fill``: whole slices along
-    ``dim``.
+    """Write whole slices along ``dim``: ``index_add``, ``index_copy``, ``index_reduce``,
+    ``index_fill``.
     """
     self, dim, indices = _along(operation)
     labels = all_but(self.ndim, dim)
@@ -182,7 +184,7 @@ def index_write(operation: Operation) -> Placements:
 
 
 def take(operation: Operation) -> Placements:
-    """Of the flattened tensor."""
+    """Read from the flattened tensor."""
     self, indices = operation["self"], operation["index"]
     labels = tuple(range(indices.ndim))
     terms = (Term((Input(self, (None,) * self.ndim),), (Input(indices, labels),)),)
@@ -190,7 +192,7 @@ def take(operation: Operation) -> Placements:
 
 
 def one_hot(operation: Operation) -> Placements:
-    """With as many classes as the largest index has, all indices must be there."""
+    """Encode indices: if the largest index determines the number of classes, all must be there."""
     operand = operation["self"]
     known = operation["num_classes"] >= 0 and None not in full_sizes_of(operation, "num_classes")
     labels: Labels = tuple(range(operand.ndim)) if known else (None,) * operand.ndim
@@ -198,7 +200,7 @@ def one_hot(operation: Operation) -> Placements:
 
 
 def slice_scatter(operation: Operation) -> Placements:
-    """``self`` with ``src`` in place of a slice or of one index along ``dim``."""
+    """Return ``self`` with ``src`` in place of a slice or of one index along ``dim``."""
     self, source = operation["self"], operation["src"]
     labels = all_but(self.ndim, operation["dim"])
     of_source = labels

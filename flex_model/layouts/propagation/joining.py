@@ -1,4 +1,4 @@
-"""Joining tensors along a dim or a new one."""
+"""Rules for joining tensors along a dim or along a new one."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from flex_model.layouts.propagation.parts import part_widths, shard_of_parts
 
 
 def cat(operation: Operation) -> Placements:
-    """Along a split dim each tensor's parts stay parts, if all are split alike."""
+    """Concatenate: along a split dim each tensor's parts stay parts, if all are split alike."""
     operands = list(operation["tensors"])
     made = operation.outputs[0]
     parts = {o.shard.parts for o in operands if o.shard is not None}
-    if len(parts) > 1:  # equal parts may be split otherwise than parts of stated sizes are
+    if len(parts) > 1:  # equal parts may be split otherwise than parts of stated sizes
         return [None]
     if made.ndim > 1:
-        # Empty vectors are left out, whatever the others' dims.
+        # Empty vectors are ignored, whatever the other tensors' dims.
         operands = [o for o in operands if any(shape != (0,) for shape in o.shapes)]
     dim = operation["dim"] % made.ndim
     if all(o.shard is not None and o.shard.dim == dim for o in operands):
@@ -40,7 +40,7 @@ def _joined(operands: list[Operand], labels: tuple[Label, ...]) -> Output:
 
 
 def _along_split_dim(operands: list[Operand]) -> Placement | None:
-    """The parts of all, one after the other."""
+    """Return the placement of the parts of all tensors, in order."""
     shards = [operand.shard for operand in operands]
     first, widths = shards[0], [part_widths(operand) for operand in operands]
     split = {(s.dim, s.pieces, s.stride) for s in shards if s is not None}
@@ -51,7 +51,7 @@ def _along_split_dim(operands: list[Operand]) -> Placement | None:
 
 
 def stack(operation: Operation) -> Placements:
-    """A new dim."""
+    """Join along a new dim, which is whole."""
     operands = list(operation["tensors"])
     made = operation.outputs[0]
     dim = operation["dim"] % made.ndim

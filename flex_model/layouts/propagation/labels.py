@@ -59,12 +59,12 @@ class Term:
 
 @dataclass(frozen=True, eq=False)
 class Output:
-    """The labels of an output's dims, and the operands that it depends on.
+    """The labels of an output's dims, and the operands from which it is computed.
 
     Attributes:
-        terms: What it is a sum of; empty if it is no sum of products.
-        inputs: What it depends on, if it has no terms.
-        scale: How many times as long as the operands' an output dim is, by label.
+        terms: The products of which it is the sum; empty if it is no sum of products.
+        inputs: The operands that it depends on, if it has no terms.
+        scale: By label, the ratio of an output dim's length to the operands'.
     """
 
     labels: Labels
@@ -78,7 +78,7 @@ class Output:
 
 
 def resolve(operation: Operation, outputs: Sequence[Output | None]) -> Placements:
-    """The placements of the operation's outputs; None for an output that is None."""
+    """Return the placements of the operation's outputs; None for an output that is None."""
     if len(outputs) != len(operation.outputs):
         return [None] * len(operation.outputs)
     return [
@@ -112,7 +112,7 @@ def _placement(output: Output, made: Operand) -> Placement | None:
         if partial or output.labels.count(label) > 1:
             return None
         if scale != 1 and getattr(shard, "part_sizes", None) is not None:
-            return None  # which are sizes of the operand
+            return None  # part_sizes are sizes of the operand
         if sizes_along(made, dim) != tuple(size * scale for size in sizes):
             return None
         return replace(shard, dim=dim)
@@ -135,8 +135,8 @@ def _is_split_alike(i: Input, label: Hashable, shard: Shard, sizes: tuple[int, .
 
 
 def _is_sum(terms: Sequence[Term], partial: set[Input], split: set[Input]) -> bool:
-    """Whether every term is a partial sum: of products with one partial sum, or of products that
-    are summed over the split dim.
+    """Whether every term is a partial sum: a product with one partial sum, or one that is summed
+    over the split dim.
     """
     for term in terms:
         sums = [i for i in term.inputs if i in partial]
@@ -149,7 +149,7 @@ def _is_sum(terms: Sequence[Term], partial: set[Input], split: set[Input]) -> bo
 
 
 def keeps_sums(source: torch.dtype, result: torch.dtype) -> bool:
-    """Whether a cast of partial sums gives partial sums of the cast."""
+    """Whether a cast of partial sums results in partial sums of the cast."""
     if source is torch.bool or result is torch.bool:
         return False
     is_integer = not (result.is_floating_point or result.is_complex)
@@ -157,15 +157,15 @@ def keeps_sums(source: torch.dtype, result: torch.dtype) -> bool:
 
 
 def sizes_along(operand: Operand, dim: int) -> tuple[int, ...]:
-    """The local sizes along ``dim``, by rank."""
+    """Return the local sizes along ``dim``, by rank."""
     return tuple(shape[dim] for shape in operand.shapes)
 
 
-# ---- Helpers of rules that are functions ---------------------------------------------------------
+# ---- For rules that are functions ----------------------------------------------------------------
 
 
 def as_dims(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """Dims counted from the start; None and an empty list are all dims."""
+    """Return dims counted from the start; None and an empty list are all dims."""
     if isinstance(dims, int):
         dims = [dims]
     if not dims:
@@ -174,36 +174,36 @@ def as_dims(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
 
 
 def all_but(ndim: int, dims: int | Sequence[int]) -> Labels:
-    """A label for each dim but these, which must be whole."""
+    """Return a label for each dim except these, which must be whole."""
     whole = {dims % max(ndim, 1)} if isinstance(dims, int) else {d % max(ndim, 1) for d in dims}
     return tuple(None if dim in whole else dim for dim in range(ndim))
 
 
 def leading(ndim: int, count: int) -> Labels:
-    """A label for each of the first ``count`` dims, the others must be whole."""
+    """Return a label for each of the first ``count`` dims; the others must be whole."""
     return tuple(dim if dim < count else None for dim in range(ndim))
 
 
 def linear_in(*inputs: Input) -> tuple[Term, ...]:
-    """The one product of all inputs."""
+    """Return the one product of all inputs."""
     return (Term(inputs),)
 
 
 def unary(operation: Operation, before: Labels, *after: Labels, linear: bool = False) -> Placements:
-    """An operation on ``self`` or ``input`` alone."""
+    """Resolve an operation on ``self`` or ``input`` alone."""
     x = Input(operand_of(operation), before)
     terms = linear_in(x) if linear else ()
     return resolve(operation, [Output(labels, (x,), terms) for labels in after])
 
 
 def operand_of(operation: Operation) -> Operand:
-    """The only tensor among the arguments."""
+    """Return the only tensor among the arguments."""
     (operand,) = operation.operands
     return operand
 
 
 def words(text: str) -> list[str]:
-    """A list of names."""
+    """Split a text into a list of names."""
     return text.split()
 
 
@@ -217,7 +217,7 @@ class _Form:
 
 
 def parse_terms(text: str) -> tuple[tuple[tuple[str, bool], ...], ...]:
-    """``a*!b + c`` as terms of (name, whether it is linear in it)."""
+    """Parse ``a*!b + c`` into terms of (name, whether it is linear in it)."""
     return tuple(
         tuple(
             (factor.strip().lstrip("!"), not factor.strip().startswith("!"))
@@ -253,7 +253,7 @@ def _labels(text: str, ndim: int) -> Labels:
 
 
 def form(text: str) -> Callable[[Operation], Placements]:
-    """The rule that a text form describes."""
+    """Return the rule that a text form describes."""
 
     def rule(operation: Operation) -> Placements:
         parsed = _parsed(text)
@@ -269,7 +269,7 @@ def form(text: str) -> Callable[[Operation], Placements]:
             inputs[name] = Input(operand, own, broadcasts)
         present = tuple(i for i in inputs.values() if i is not None)
         if any(o not in {id(i.operand) for i in present} for o in map(id, operation.operands)):
-            return [None] * len(operation.outputs)  # a tensor that the form does not name
+            return [None] * len(operation.outputs)  # an operand that the form does not name
         outputs = []
         for (labels, terms), made in zip(parsed.outputs, operation.outputs):
             found = () if terms is None else make_terms(terms, inputs)
@@ -284,7 +284,9 @@ def form(text: str) -> Callable[[Operation], Placements]:
 def make_terms(
     terms: Sequence[Sequence[tuple[str, bool]]], inputs: Mapping[str, Any]
 ) -> tuple[Term, ...]:
-    """Terms of inputs by name. One with an absent factor is absent, if it is linear in that."""
+    """Return terms of inputs by name. A term with an absent factor is omitted if it is linear in
+    that.
+    """
     made = []
     for factors in terms:
         if any(is_linear and inputs[name] is None for name, is_linear in factors):
@@ -299,8 +301,8 @@ def make_terms(
     return tuple(made)
 
 
-def asked_for(operation: Operation, outputs: Sequence[Output]) -> list[Output]:
-    """Those of a backward operation's outputs that its mask says are made."""
+def by_mask(operation: Operation, outputs: Sequence[Output]) -> list[Output]:
+    """Return those of a backward operation's outputs that its mask selects."""
     names = ("output_mask", "grad_input_mask")
     mask = next(operation[name] for name in names if name in operation.arguments[0])
     return [output for output, is_made in zip(outputs, mask) if is_made]

@@ -1,4 +1,4 @@
-"""Normalization over dims, with weights by channel or by element."""
+"""Rules for normalization over dims, with weights by channel or by element."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flex_model.layouts.propagation.labels import (
     Output,
     Placements,
     Term,
-    asked_for,
+    by_mask,
     leading,
     resolve,
 )
@@ -24,7 +24,7 @@ def _by_channel(operand: Operand | None) -> tuple[Input, ...]:
 
 
 def layer_norm(operation: Operation) -> Placements:
-    """Over the last dims; statistics for each index of the others."""
+    """Normalize over the last dims; statistics for each index of the others."""
     x = operation["input"]
     outer = x.ndim - len(operation["normalized_shape"])
     inputs = (
@@ -38,7 +38,7 @@ def layer_norm(operation: Operation) -> Placements:
 
 
 def layer_norm_backward(operation: Operation) -> Placements:
-    """The gradients of weight and bias are sums over the outer dims."""
+    """Compute gradients: those of weight and bias are sums over the outer dims."""
     grad, x = operation["grad_out"], operation["input"]
     outer = x.ndim - len(operation["normalized_shape"])
 
@@ -56,11 +56,11 @@ def layer_norm_backward(operation: Operation) -> Placements:
         Output(inner, terms=(Term((of_grad,), given),)),
         Output(inner, terms=(Term((of_grad,)),)),
     ]
-    return resolve(operation, asked_for(operation, outputs[: len(operation["output_mask"])]))
+    return resolve(operation, by_mask(operation, outputs[: len(operation["output_mask"])]))
 
 
 def group_norm(operation: Operation) -> Placements:
-    """Over groups of channels and all positions, which must be whole."""
+    """Normalize over groups of channels and all positions, which must be whole."""
     x = operation["input"]
     inputs = (
         Input(x, leading(x.ndim, 1)),
@@ -83,7 +83,7 @@ def group_norm_backward(operation: Operation) -> Placements:
         Output((None,), terms=(Term((grad,), given),)),
         Output((None,), terms=(Term((grad,)),)),
     ]
-    return resolve(operation, asked_for(operation, outputs))
+    return resolve(operation, by_mask(operation, outputs))
 
 
 _UPDATES = {"_batch_norm_with_update", "cudnn_batch_norm_backward"}
@@ -105,12 +105,14 @@ def _channels(ndim: int, per_row: bool, per_position: bool) -> Labels:
 
 
 def batch_norm(operation: Operation) -> Placements:
-    """Of each channel, by the statistics of the batch in training, else by the running ones."""
+    """Normalize each channel, by the statistics of the batch in training, else by the
+    running ones.
+    """
     x = operation["input"]
     trains = _trains(operation)
     labels = _channels(x.ndim, not trains, not trains)
     names = ["weight", "bias"]
-    if not trains or operation.name.endswith("_functional"):  # which returns the new ones
+    if not trains or operation.name.endswith("_functional"):  # returns the new statistics
         names += ["running_mean", "running_var"]
     inputs = (Input(x, labels), *(i for name in names for i in _by_channel(operation[name])))
     outputs: list[Output | None] = [Output(labels, inputs)]
@@ -121,7 +123,7 @@ def batch_norm(operation: Operation) -> Placements:
 
 
 def instance_norm(operation: Operation) -> Placements:
-    """Of each row and channel, over all positions."""
+    """Normalize each row and channel, over all positions."""
     x = operation["input"]
     own = operation["use_input_stats"]
     running = [operation[name] for name in ("running_mean", "running_var")]
@@ -149,7 +151,7 @@ def batch_norm_backward(operation: Operation) -> Placements:
         Output(("c",), terms=(Term((of_grad,)),)),
     ]
     if "output_mask" in operation.arguments[0]:
-        return resolve(operation, asked_for(operation, outputs))
+        return resolve(operation, by_mask(operation, outputs))
     return resolve(operation, outputs)
 
 
@@ -176,7 +178,7 @@ RULES = {
     "instance_norm": instance_norm,
 }
 
-# These get the number of rows, which is the rank's own.
+# These are passed the number of rows, which is the rank's own.
 RULES_OF_ROWS = {
     "native_group_norm": group_norm,
     "native_group_norm_backward": group_norm_backward,

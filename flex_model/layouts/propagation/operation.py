@@ -1,4 +1,4 @@
-"""One operation as all ranks of a mesh axis ran it: what a propagation rule gets."""
+"""Describes one operation as all ranks of a mesh axis ran it: the input of a propagation rule."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PARTIAL = Partial()
 
 
 class ArgumentsDifferError(Exception):
-    """Raised where a rule asks for the one value of an argument that differs between the ranks."""
+    """Raised when a rule reads one value of an argument that differs between the ranks."""
 
 
 def differ(values: Sequence[Any]) -> bool:
-    """Whether they are not all the same; NaN is the same as NaN."""
+    """Whether the values are not all equal; NaN equals NaN."""
     first = values[0]
     return any(other != first and (other == other or first == first) for other in values)
 
@@ -33,7 +33,7 @@ class Operand:
 
     Attributes:
         shapes: Local shapes, by rank.
-        placement: Along the axis; None where it is not known, and of an output.
+        placement: Along the axis; None if it is not known, and for outputs.
     """
 
     shapes: tuple[Shape, ...]
@@ -58,7 +58,7 @@ class Operand:
 
 
 def full_size(placement: Shard, shapes: tuple[Shape, ...]) -> int | None:
-    """The full size of the split dim; None where the shapes don't fit the placement."""
+    """Return the full size of the split dim; None if the shapes don't fit the placement."""
     try:
         return Operand(shapes, torch.float32, placement).full_shape[placement.dim]
     except ValueError:
@@ -70,15 +70,15 @@ class Operation:
     """One operation, run by each rank of the axis on its local tensors.
 
     Attributes:
-        name: Of the ATen operation without namespace and overload; of one in place without the
-            trailing underscore ("add" for ``aten::add_.Tensor``).
+        name: The name of the ATen operation without namespace and overload, for in-place operations
+            without the trailing underscore ("add" for ``aten::add_.Tensor``).
         overload: ``"Tensor"`` of ``aten::add_.Tensor``.
         arguments: By rank: every argument of the operation's schema by name, defaults included.
             Tensors are `Operand`s (lists of them where the schema has lists), the same objects for
             all ranks; all else is as it was passed.
-        outputs: The tensors made; of an operation in place, those that were written.
-        full_sizes: For arguments that are sizes: the size that the unsharded program passes, where
-            that is known; None in the list where only this rank's number is known.
+        outputs: The tensors made; for an in-place operation, the tensors written.
+        full_sizes: For arguments that are sizes: the size that the unsharded program passes, if it
+            is known; None in the list if only this rank's number is known.
         tags: Of the ATen operation.
     """
 
@@ -94,18 +94,20 @@ class Operation:
         return len(self.arguments)
 
     def __getitem__(self, name: str) -> Any:
-        """The argument's value. `ArgumentsDifferError` if it is not the same on all ranks."""
+        """Return the argument's value. `ArgumentsDifferError` if it is not the same on all
+        ranks.
+        """
         values = self.by_rank(name)
         if differ(values):
             raise ArgumentsDifferError(name)
         return values[0]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As ``operation[name]``; ``default`` where the schema has no such argument."""
+        """Return ``operation[name]``; ``default`` if the schema has no such argument."""
         return self[name] if name in self.arguments[0] else default
 
     def by_rank(self, name: str) -> list[Any]:
-        """The argument's values, by rank."""
+        """Return the argument's values, by rank."""
         return [arguments[name] for arguments in self.arguments]
 
     @cached_property

@@ -1,4 +1,4 @@
-"""A split dim that is made of several parts, each of them split over the ranks."""
+"""Describes split dims that consist of several parts, each of them split over the ranks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from flex_model.distributed.layout import Shard
 from flex_model.layouts.propagation.operation import Operand
 
-Widths = list[tuple[int, ...]]  # by rank: how much of each part it holds, in their order
+Widths = list[tuple[int, ...]]  # by rank: its width of each part, in their order
 
 
 def part_widths(operand: Operand) -> Widths | None:
-    """How much of each part of its split dim each rank holds. None where the sizes don't fit."""
+    """Return each rank's width of each part of its split dim. None if the sizes don't fit."""
     shard = operand.shard
     if shard is None:
         return None
@@ -34,7 +34,7 @@ def _stated_widths(shard: Any, held: list[int]) -> list[list[int]] | None:
 
 
 def by_piece(shard: Shard, of_ranks: Sequence[Any]) -> list[Any] | None:
-    """What the ranks hold, by piece. None where copies of a piece differ."""
+    """Return the ranks' items by piece. None if replicas of a piece differ."""
     found: dict[int, Any] = {}
     for rank, own in enumerate(of_ranks):
         if found.setdefault(shard.piece(rank), own) != own:
@@ -43,8 +43,8 @@ def by_piece(shard: Shard, of_ranks: Sequence[Any]) -> list[Any] | None:
 
 
 def shard_of_parts(like: Shard, widths: Widths) -> Shard | None:
-    """The placement of a dim of such parts, split over the ranks as ``like``. None where no
-    placement says so: parts of unequal sizes must be split evenly.
+    """Return the placement of a dim of such parts, split over the ranks as ``like``. None if there
+    is none: parts of unequal sizes must be split evenly.
     """
     count = len(widths[0])
     if count == 0:

@@ -1,4 +1,4 @@
-"""Operations that make each element of the elements at the same place."""
+"""Rules for operations that compute each element from the elements at the same index."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flex_model.layouts.propagation.labels import (
 )
 from flex_model.layouts.propagation.operation import PARTIAL, REPLICATED, Operand, Operation
 
-# What an output is linear in: partial sums pass there.
+# The operands in which an output is linear: partial sums propagate there.
 _LINEAR = {
     "add": "self + other",
     "sub": "self + other",
@@ -97,13 +97,13 @@ _ALIASES = {
     "negative": "neg",
 }
 
-# Tagged, but not of one result each element (lists, several results in one value, no tensor).
+# Tagged, but without one result for each element.
 _NOT_POINTWISE = {"equal", "max", "min"}
 
 
 @cache
 def names() -> frozenset[str]:
-    """The names of the pointwise operations of ATen."""
+    """Return the names of ATen's pointwise operations."""
     found = set(_LINEAR) | set(_UNTAGGED)
     for qualified in torch._C._dispatch_get_all_op_names():
         namespace, _, rest = qualified.partition("::")
@@ -117,7 +117,7 @@ def names() -> frozenset[str]:
 
 
 def pointwise(operation: Operation) -> Placements:
-    """Every output has an element for each element of the operands, broadcast."""
+    """Compute an element of every output for each element of the operands, broadcast."""
     (made, *more) = operation.outputs
     if any(other.shapes != made.shapes for other in more):
         return [None] * len(operation.outputs)
@@ -129,13 +129,13 @@ def pointwise(operation: Operation) -> Placements:
         elif isinstance(value, (list, tuple)) and any(isinstance(v, Operand) for v in value):
             return [None] * len(operation.outputs)
     if not _are_broadcast(operation.operands, made):
-        return [None] * len(operation.outputs)  # ``where`` with a condition only gives indices
+        return [None] * len(operation.outputs)  # ``where`` with only a condition returns indices
     output = Output(tuple(range(made.ndim)), tuple(inputs.values()), _terms(operation, inputs))
     return resolve(operation, [output, *[output] * len(more)])
 
 
 def _are_broadcast(operands: Sequence[Operand], made: Operand) -> bool:
-    """Whether the output has the shape that the operands are broadcast to."""
+    """Whether the output has the shape to which the operands are broadcast."""
     return all(
         torch.broadcast_shapes(*(operand.shapes[rank] for operand in operands)) == shape
         for rank, shape in enumerate(made.shapes)
@@ -154,7 +154,7 @@ def _terms(operation: Operation, inputs: dict[str, Input]) -> tuple[Term, ...]:
         ]
         present = tuple(i for i in linear if i is not None)
         if not present:
-            # A constant is no partial sum, but zero is.
+            # A constant is not a partial sum, but zero is.
             if any(operation.get(factor) != 0 for factor, is_linear in factors if is_linear):
                 return ()
             continue
@@ -163,7 +163,7 @@ def _terms(operation: Operation, inputs: dict[str, Input]) -> tuple[Term, ...]:
 
 
 def of_self(operation: Operation) -> Placements:
-    """Other operands say only which dtype or device is meant."""
+    """Convert ``self``: other operands only determine the dtype or device."""
     operand = operation["self"]
     made = operation.outputs[0]
     x = Input(operand, tuple(range(operand.ndim)))
@@ -171,7 +171,7 @@ def of_self(operation: Operation) -> Placements:
 
 
 def copy(operation: Operation) -> Placements:
-    """``copy_``: the values are the source's, the shape is that of the tensor written."""
+    """Copy (``copy_``): the values are the source's, the shape is that of the written tensor."""
     target, source = operation["self"], operation["src"]
     made = operation.outputs[0]
     labels = tuple(range(made.ndim - source.ndim, made.ndim))
@@ -186,7 +186,7 @@ def copy(operation: Operation) -> Placements:
 
 
 def like(operation: Operation) -> Placements:
-    """What is filled with one value, whatever the tensor held; or at random."""
+    """Fill with one value, whatever the tensor held; or at random."""
     operand = operation.operands[0]
     value = operation.get("value")
     if isinstance(value, Operand) and value.placement != REPLICATED:
@@ -199,9 +199,9 @@ def like(operation: Operation) -> Placements:
 
 
 def scaled(operation: Operation) -> Placements:
-    """Of a tensor that all ranks have each a share, by numbers that add up to 1: a sum is due.
+    """Multiply a replicated tensor by numbers that add up to 1 over the ranks: a partial sum.
 
-    Of rank 0 it is not 0, which it would be in the unsharded program as well: ``x * rank``.
+    Rank 0's is not 0, as it would be in the unsharded program, too: ``x * rank``.
     """
     numbers = operation.by_rank("other")
     if isinstance(numbers[0], Operand) or len(set(map(repr, numbers))) == 1:  # not 0.0 and -0.0
@@ -212,7 +212,7 @@ def scaled(operation: Operation) -> Placements:
 
 
 _FILLS = {"fill", "zero", "zeros_like", "ones_like", "full_like"}
-# Each rank draws for its own elements.
+# Each rank draws random numbers for its own elements.
 _RANDOM = words(
     "rand_like randn_like randint_like empty_like uniform normal random exponential cauchy "
     "log_normal geometric bernoulli"
@@ -220,7 +220,7 @@ _RANDOM = words(
 
 
 def dropout(operation: Operation) -> Placements:
-    """Each rank drops elements of its own shard; without training it is the identity."""
+    """Drop elements: each rank those of its own shard; without training it is the identity."""
     train = operation.get("train", operation.get("training"))
     operand = operation.operands[0]
     x = Input(operand, tuple(range(operand.ndim)))
@@ -231,14 +231,14 @@ def dropout(operation: Operation) -> Placements:
 
 
 def feature_dropout(operation: Operation) -> Placements:
-    """Drops whole channels: what is behind the channels must be on one rank."""
+    """Drop whole channels: the dims after the channels must be whole."""
     operand = operation.operands[0]
     labels = (0, 1, *[None] * (operand.ndim - 2))
     return resolve(operation, [Output(labels, (Input(operand, labels),))])
 
 
 def prelu(operation: Operation) -> Placements:
-    """``weight`` has one element, or one for each channel, dim 1."""
+    """Apply ``prelu``, whose ``weight`` has one element, or one for each channel, dim 1."""
     operand, weight = operation["self"], operation["weight"]
     if weight.shapes[0] == (1,) or weight.ndim == 0 or operand.ndim < 2:
         labels: tuple = (None,) * weight.ndim
@@ -250,7 +250,7 @@ def prelu(operation: Operation) -> Placements:
 
 RULES_OF_NUMBERS = {"mul": scaled}
 
-# Those with the tag, `names`, have the rule `pointwise`, too.
+# Operations with the tag, `names`, have the rule `pointwise`, too.
 RULES = {
     **dict.fromkeys((*_LINEAR, *_UNTAGGED), pointwise),
     **dict.fromkeys(_FILLS, like),

@@ -1,4 +1,4 @@
-"""Recurrent layers and cells: rows are parallel, all else must be whole."""
+"""Rules for recurrent layers and cells: rows are parallel, all else must be whole."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def _tensors(value: object) -> list[Operand]:
 
 
 def layer(operation: Operation) -> Placements:
-    """``lstm``, ``gru`` and ``rnn`` of padded rows; states are (layers, rows, features)."""
-    x = operation["input"]  # of packed sequences there is no such argument
+    """Run ``lstm``, ``gru`` or ``rnn`` on padded rows; states are (layers, rows, features)."""
+    x = operation["input"]  # packed sequences have no such argument
     dim = 0 if operation["batch_first"] else 1
     inputs = [Input(x, _at(x.ndim, dim))]
     inputs += [Input(state, _at(state.ndim, 1)) for state in _tensors(operation["hx"])]
@@ -44,7 +44,7 @@ def layer(operation: Operation) -> Placements:
 
 
 def cell(operation: Operation) -> Placements:
-    """One step: inputs and states are (rows, features)."""
+    """Run one step: inputs and states are (rows, features)."""
     inputs = []
     for name in operation.arguments[0]:
         for operand in _tensors(operation[name]):
@@ -59,8 +59,8 @@ _BY_ROW = {"input", "hx", "cx", "input_gates", "hidden_gates"}
 
 
 def mkldnn_layer(operation: Operation) -> Placements:
-    """One direction of one layer on the CPU: positions first, then rows. Its workspace is no part
-    of a tensor of all rows.
+    """Run one direction of one layer on the CPU: positions first, then rows. Its workspace is no
+    shard of a full tensor.
     """
     x = operation["input"]
     names = ("weight0", "weight1", "weight2", "weight3")
@@ -74,7 +74,9 @@ def mkldnn_layer(operation: Operation) -> Placements:
 
 
 def mkldnn_layer_backward(operation: Operation) -> Placements:
-    """Gradients of weights are sums over rows. The workspace is the forward's own."""
+    """Compute gradients: those of weights are sums over rows. The workspace is the forward's
+    own.
+    """
 
     def rows(name: str) -> tuple[Input, ...]:
         return tuple(Input(o, _at(o.ndim, -2)) for o in _tensors(operation[name]))
@@ -94,7 +96,7 @@ def mkldnn_layer_backward(operation: Operation) -> Placements:
 
 
 def cudnn_layer(operation: Operation) -> Placements:
-    """All layers on a GPU. The reserve is no part of a tensor of all rows."""
+    """Run all layers on a GPU. The reserve is no shard of a full tensor."""
     x, hx, cx = operation["input"], operation["hx"], operation["cx"]
     if operation["batch_sizes"]:
         return [None] * len(operation.outputs)

@@ -1,7 +1,7 @@
-"""Sums, means, extremes, scans and orders along dims.
+"""Rules for sums, means, extremes, scans and sorts along dims.
 
-Along a split dim only sums are known, as partial sums. Along others an output is split as the
-operand, its dim moved where those before it vanish.
+Along a split dim only sums are known, as partial sums. Along other dims an output is split as the
+operand, with its dim moved if dims before it are removed.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def _dims(operation: Operation) -> tuple[int, ...]:
 
 
 def _without(ndim: int, dims: tuple[int, ...], keepdim: bool) -> tuple[Label, ...]:
-    """Labels of the output of a reduction over ``dims``."""
+    """Return the labels of the output of a reduction over ``dims``."""
     return tuple(None if dim in dims else dim for dim in range(ndim) if keepdim or dim not in dims)
 
 
 def reduction(operation: Operation, sums: bool = False, linear: bool = False) -> Placements:
-    """Over ``dim``, or over all dims. ``sums``: partial over a split dim. ``linear``: of partial
-    sums.
+    """Reduce over ``dim``, or over all dims. ``sums``: partial over a split dim. ``linear``: of
+    partial sums.
     """
     operand = operand_of(operation)
     dims = _dims(operation)
@@ -54,8 +54,8 @@ _EXTREMES = {"amax": "max", "amin": "min", "max": "max", "min": "min"}
 
 
 def of_shards(operation: Operation) -> str:
-    """ "max", "min" or "mean" where each rank makes that of its shard, over the split dim, and all
-    ranks' results have the same weight in that of the full tensor; else "".
+    """Return "max", "min" or "mean" if each rank reduces its shard so, over the split dim, and all
+    ranks' results have the same weight in the reduction of the full tensor; else "".
     """
     if len(operation.operands) != 1 or len(operation.outputs) != 1:
         return ""
@@ -77,14 +77,14 @@ def divides(operation: Operation, number: int) -> bool:
 
 
 def extreme(operation: Operation) -> Placements:
-    """``max`` and ``min``: of two tensors, or along a dim."""
+    """Take ``max`` or ``min``: of two tensors, or along a dim."""
     if len(operation.operands) > 1:
         return pointwise(operation)
     return reduction(operation)
 
 
 def scan(operation: Operation, linear: bool = False) -> Placements:
-    """Along ``dim``, which every output keeps."""
+    """Scan along ``dim``, which every output keeps."""
     operand = operand_of(operation)
     dim = operation.get("dim")
     labels = all_but(operand.ndim, range(operand.ndim) if dim is None else dim)
@@ -92,14 +92,14 @@ def scan(operation: Operation, linear: bool = False) -> Placements:
 
 
 def topk(operation: Operation) -> Placements:
-    """The indices are positions along ``dim``."""
+    """Select along ``dim``, where the indices are positions."""
     operand = operand_of(operation)
     labels = all_but(operand.ndim, operation["dim"])
     return unary(operation, labels, labels, labels)
 
 
 def renorm(operation: Operation) -> Placements:
-    """Each slice along ``dim`` is divided by its own norm."""
+    """Divide each slice along ``dim`` by its own norm."""
     operand = operand_of(operation)
     kept = operation["dim"] % operand.ndim
     labels = tuple(dim if dim == kept else None for dim in range(operand.ndim))
@@ -107,7 +107,9 @@ def renorm(operation: Operation) -> Placements:
 
 
 def searchsorted(operation: Operation) -> Placements:
-    """Positions in a sorted row: the same row for all values, or a row for each of their rows."""
+    """Find positions in a sorted row: the same row for all values, or a row for each of
+    their rows.
+    """
     rows = operation["sorted_sequence"]
     values = operation["self"]
     sorter = operation["sorter"]
@@ -123,7 +125,7 @@ def searchsorted(operation: Operation) -> Placements:
 
 
 def histc(operation: Operation) -> Placements:
-    """Counts of elements in bins, whose ends are those of the data where both are 0."""
+    """Count elements in bins, whose ends are those of the data if both are 0."""
     operand = operand_of(operation)
     is_fixed = operation["min"] != operation["max"]
     x = Input(operand, tuple(range(operand.ndim)) if is_fixed else (None,) * operand.ndim)
@@ -131,7 +133,7 @@ def histc(operation: Operation) -> Placements:
 
 
 def isin(operation: Operation) -> Placements:
-    """Whether each element is one of some, which must be whole."""
+    """Test whether each element is among others, which must be whole."""
     elements = operation["elements"]
     inputs = [Input(elements, tuple(range(elements.ndim)))]
     among = operation.get("test_elements")
@@ -141,14 +143,14 @@ def isin(operation: Operation) -> Placements:
 
 
 def rot90(operation: Operation) -> Placements:
-    """The two dims are turned, so both must be whole."""
+    """Rotate two dims, so both must be whole."""
     operand = operand_of(operation)
     labels = all_but(operand.ndim, operation["dims"])
     return unary(operation, labels, labels, linear=True)
 
 
 def cross(operation: Operation) -> Placements:
-    """Of two tensors that are broadcast, with three elements along a dim."""
+    """Multiply two tensors that are broadcast, with three elements along a dim."""
     (made,) = operation.outputs
     labels = all_but(made.ndim, operation["dim"])
     a, b = (

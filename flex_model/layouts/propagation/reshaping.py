@@ -1,11 +1,11 @@
-"""Reading a tensor in another shape: which dim of the output is split, exactly.
+"""The exact placement of a reshaped tensor: which dim of the output is split.
 
-The data of a tensor that is split along ``dim`` consists of as many runs on every rank,
+The data of a tensor that is split along ``dim`` consists of the same number of runs on every rank,
 ``prod(shape[:dim]) * parts``; the full data is, run by run, those of all ranks in their order. So
-dim ``e`` of an output with ``q`` parts is a *valid reading* where ``prod(out[:e])`` runs of ``q``
-parts are that number, and the other dims agree on all ranks. Several readings may be valid: then
-the sizes that the unsharded program passes say which one it is, where they are known; else the
-dims that the split one is grouped with, and where that leaves two (dims of size 1), none.
+dim ``e`` of an output with ``q`` parts is a *valid reading* if ``prod(out[:e])`` runs of ``q``
+parts are that number, and the other dims agree on all ranks. If several readings are valid, the
+sizes that the unsharded program passes decide, if they are known; else the dims with which the
+split one is grouped; if two are left (dims of size 1), the placement is not known.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def reshaped(
     flexible: int | None = None,
     are_stated: bool = True,
 ) -> Placement | None:
-    """The placement of ``made``, which has the operand's elements in the same order.
+    """Return the placement of ``made``, which has the operand's elements in the same order.
 
     Args:
         sizes: Of the unsharded program's output, None where not known; empty if none is.
         flexible: The dim that was passed as -1.
-        are_stated: Whether a size that is not known may be another than the ranks pass.
+        are_stated: Whether a size that is not known may differ from the ranks'.
     """
     placement = operand.placement
     if placement is None or any(math.prod(s) != math.prod(m) for s, m in _pairs(operand, made)):
@@ -52,7 +52,7 @@ def reshaped(
         if _fits_sizes(reading, made, placement, known)
     ]
     if len(readings) > 1 and any(e == flexible for e, _ in readings):
-        return None  # what was passed as -1 is larger in the unsharded program, or a number is
+        return None  # the unsharded program's -1, or another number, is larger
     if is_same and _takes_all(placement.dim, known, flexible):
         return placement
     if any(0 in shape for shape in made.shapes) and not _differ(made):
@@ -78,7 +78,9 @@ def _differ(made: Operand) -> bool:
 def _of_whole(
     made: Operand, placement: Placement, known: list[int | None], stated: bool
 ) -> Placement | None:
-    """Of a tensor that no dim of is split: its elements give at most one size that isn't known."""
+    """Return the placement for a tensor that is not split: its elements determine at most one
+    unknown size.
+    """
     shape = made.shapes[0]
     if _differ(made) or (stated and sum(size is None for size in known) > 1):
         return None
@@ -88,12 +90,12 @@ def _of_whole(
 
 
 def _may_be_same(operand: Operand, known: list[int | None]) -> bool:
-    """Whether the shape may be kept: no known size contradicts it."""
+    """Whether the shape may be unchanged: no known size contradicts it."""
     return all(size is None or size == full for size, full in zip(known, operand.full_shape))
 
 
 def valid_readings(operand: Operand, made: Operand, placement: Shard) -> list[Reading]:
-    """Every dim of the output, with its parts, that may be split."""
+    """Return every dim of the output that may be split, with its parts."""
     found = []
     dim, parts = placement.dim, placement.parts
     for e in range(made.ndim):
@@ -119,8 +121,9 @@ def _fits_sizes(reading: Reading, made: Operand, placement: Shard, known: list[i
 def _of_unequal_parts(
     operand: Operand, made: Operand, placement: Shard, known: list[int | None]
 ) -> Placement | None:
-    """Parts of unequal sizes are known in a dim with as many runs before it, that is as long, or so
-    many times shorter or longer, as heads are than features.
+    """Return the placement of parts of unequal sizes. It is known for a dim with the same number of
+    runs before it, whose length is that of the split dim, or a multiple or fraction, as for heads
+    and features.
     """
     runs, widths = math.prod(operand.shapes[0][: placement.dim]), part_widths(operand)
     found = []
@@ -144,7 +147,7 @@ def _of_unequal_parts(
 
 
 def _scaled(widths: tuple[int, ...], before: int, after: int) -> tuple[int, ...] | None:
-    """Widths in a dim of ``after`` indices in place of ``before``."""
+    """Return the widths in a dim of ``after`` indices instead of ``before``."""
     if not before or any(width * after % before for width in widths):
         return None
     return tuple(width * after // before for width in widths)
@@ -159,9 +162,10 @@ def _by_groups(
     placement: Shard,
     readings: list[Reading],
 ) -> Reading | None:
-    """The reading in the smallest group of dims that the split dim is joined and divided in.
+    """Return the reading in the smallest group of dims in which the split dim is joined and
+    divided.
 
-    Where every rank holds the same sizes, so that the shapes of one tell.
+    Every rank has the same sizes here, so the shapes of one suffice.
     """
     before, after = operand.shapes[0], made.shapes[0]
     dim, size = placement.dim, before[placement.dim]
@@ -169,7 +173,7 @@ def _by_groups(
     ones_before = [i for i in _ones_at(before, start) if i != dim]
     ones_after = _ones_at(after, start)
     if size == 1:
-        # A dim of size 1 is found by counting, where none was added or left out beside it.
+        # A dim of size 1 is found by counting, if none was added or removed next to it.
         beside = _ones_at(before, start)
         if len(beside) != len(ones_after):
             return None
@@ -185,7 +189,7 @@ def _by_groups(
         return in_group[0] if in_group else None
     wide = [(e, q) for e, q in in_group if after[e] > 1]
     if len(wide) == 1 and placement.parts == 1 and len(ones_after) <= len(ones_before):
-        return wide[0]  # the dims of size 1 beside it are no new ones
+        return wide[0]  # the dims of size 1 next to it are not new
     if len(wide) == 1 and after[wide[0][0]] == size and wide[0][1] == placement.parts:
         ones = len([i for i in range(len(before)) if before[i] == 1])
         if len([i for i in range(len(after)) if after[i] == 1]) <= ones:
@@ -194,8 +198,8 @@ def _by_groups(
 
 
 def _takes_all(e: int, known: list[int | None], flexible: int | None) -> bool:
-    """Whether what the unsharded program has more of goes to dim ``e``: not where a number that is
-    not known is passed for that, and it may be the same there, with the rest left to the -1.
+    """Whether dim ``e`` has the unsharded program's larger size: not if an unknown number is passed
+    for it, which may be the same there, while the -1 stands for the larger size.
     """
     return flexible in (None, e) or known[e] is not None or known[flexible] is not None
 
@@ -203,10 +207,10 @@ def _takes_all(e: int, known: list[int | None], flexible: int | None) -> bool:
 def _is_settled(
     e: int, operand: Operand, made: Operand, placement: Shard, known: list[int | None]
 ) -> bool:
-    """Whether the unsharded program's dim ``e`` is the larger one, and no other is.
+    """Whether dim ``e`` is larger in the unsharded program, and no other dim is.
 
-    Its sizes say so, or those of the others; or the split dim is joined with whole dims, or is
-    divided. Of dims that are joined and divided anew, any may be the larger one, and the ranks'
+    Its own or the other dims' known sizes show it; or the split dim is joined with whole dims, or
+    is divided. If dims are joined and divided anew, any may be the larger one, and the ranks'
     results no shards.
     """
     others = [size for dim, size in enumerate(known) if dim != e]
@@ -221,7 +225,7 @@ def _is_settled(
 
 
 def _within(shape: Shape, low: int, high: int) -> list[int]:
-    """The dims that are made of the elements from ``low`` to ``high``."""
+    """Return the dims that consist of the elements from ``low`` to ``high``."""
     return [
         i
         for i in range(len(shape))
@@ -230,13 +234,13 @@ def _within(shape: Shape, low: int, high: int) -> list[int]:
 
 
 def _ones_at(shape: Shape, start: int) -> list[int]:
-    """The dims of size 1 in front of which are so many elements."""
+    """Return the dims of size 1 with this number of elements in front of them."""
     return [i for i, size in enumerate(shape) if size == 1 and math.prod(shape[:i]) == start]
 
 
 def _group(before: Shape, after: Shape, dim: int) -> tuple[int, int]:
-    """The numbers of elements in front of and up to the end of the dims that the dim is grouped
-    with.
+    """Return the numbers of elements before and up to the end of the dims with which the dim is
+    grouped.
     """
     start = math.prod(before[:dim])
     end = start * before[dim]

@@ -1,4 +1,7 @@
-"""The table of rules: which placements an operation's outputs have, from those of its operands."""
+"""The table of rules, which infer the placements of an operation's outputs from its operands'.
+
+The docstring of a rule describes the operation: what it computes, and so which dims may be split.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ RuleFunction = Callable[[Operation], "Placement | Sequence[Placement | None] | N
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule, and the arguments that it takes by rank: those may differ between ranks, and from
+    """A rule, and the arguments that it reads by rank: those may differ between ranks, and from
     those of the unsharded program.
     """
 
@@ -69,7 +72,7 @@ _rules: dict[str, Rule] = {
 }
 
 
-# A view's ``_copy`` form gives the same values.
+# A view's ``_copy`` form returns the same values.
 for _name in (*views.RULES, *views.RULES_OF_SIZES, *slicing.RULES, *slicing.RULES_OF_BOUNDS):
     if hasattr(torch.ops.aten, f"{_name}_copy"):
         _rules[f"{_name}_copy"] = _rules[_name]
@@ -81,18 +84,18 @@ _POINTWISE = Rule(pointwise.pointwise)
 
 
 def table() -> dict[str, Rule]:
-    """The rules by name: of ATen operations without namespace, of others ``"ns::name"``."""
+    """Return the rules by name: of ATen operations without namespace, of others ``"ns::name"``."""
     return dict.fromkeys(pointwise.names(), _POINTWISE) | _rules
 
 
 def has_rule(name: str) -> bool:
-    """Whether there is a rule for the operation, beyond that for replicated operands."""
+    """Whether there is a rule for the operation, other than the one for replicated operands."""
     return _rule(_key(name)) is not None
 
 
 def _rule(name: str, tags: Sequence[Any] = ()) -> Rule | None:
-    """The rule of an operation. That of pointwise ones is found by their tag, and only else by all
-    of their names, which take a while to find.
+    """Return the rule of an operation. Pointwise operations are found by their tag first, then by
+    all their names, which take a while to collect.
     """
     rule = _rules.get(name)
     if rule is None and "::" not in name:
@@ -104,7 +107,7 @@ def _rule(name: str, tags: Sequence[Any] = ()) -> Rule | None:
 def register_rule(
     op: Any, fn: RuleFunction, *, per_rank: Sequence[str] = (), replace: bool = False
 ) -> None:
-    """Add the rule of an operation: how its outputs are split where its operands are.
+    """Add the rule of an operation: how its outputs are split if its operands are.
 
     Example::
 
@@ -116,11 +119,11 @@ def register_rule(
 
     Args:
         op: An operation of ``torch.ops``, or its name, ``"namespace::name"``.
-        fn: Gets an `Operation`, returns the placement of its output, or of all outputs a list;
-            None is "not known". What it raises counts as not known.
+        fn: Receives an `Operation`, returns the placement of its output, or a list for all outputs;
+            None is "not known". An exception counts as not known.
         per_rank: Arguments that may differ between the ranks. If any other does, the rule is not
-            asked, and nothing is known.
-        replace: Whether to take the place of a rule that there is.
+            called, and nothing is known.
+        replace: Whether to replace an existing rule.
     """
     key = _key(op if isinstance(op, str) else _qualified(op))
     if has_rule(key) and not replace:
@@ -153,24 +156,25 @@ def _key(name: str) -> str:
 
 
 def propagate(operation: Operation) -> list[Placement | None]:
-    """The placements of the operation's outputs along the axis; None where they are not known.
+    """Return the placements of the operation's outputs along the axis; None where they are not
+    known.
 
-    A rule is exact: with operands as their placements say, each rank's output is its shard, its
-    summand or a copy of what the unsharded program computes, which passes the same arguments but
-    for sizes. It never raises.
+    A rule is exact: if the operands are as their placements state, each rank's output is its shard,
+    its summand or a copy of what the unsharded program computes, which passes the same arguments
+    except for sizes. It never raises.
     """
     try:
         found = _propagated(operation)
         shards = [o.shard for o in operation.operands if o.shard is not None]
         if not any(shard.part_sizes for shard in shards):
-            # How parts of unequal sizes are split is not known of what was joined.
+            # The split of joined parts of unequal sizes is not known.
             found = [None if getattr(one, "part_sizes", None) else one for one in found]
         if len(found) == len(operation.outputs):
             return [
                 placement if fits(placement, made) else None
                 for placement, made in zip(found, operation.outputs)
             ]
-    except Exception:  # a rule that can't read its arguments knows nothing
+    except Exception:  # a rule that can't read its arguments proves nothing
         pass
     return [None] * len(operation.outputs)
 
@@ -196,7 +200,7 @@ def _propagated(operation: Operation) -> list[Placement | None]:
 
 
 def _contradicts(operand: Operand) -> bool:
-    """Whether the ranks' shapes can't be what the placement says."""
+    """Whether the ranks' shapes don't fit the placement."""
     return operand.placement is not None and not fits(operand.placement, operand)
 
 
@@ -225,8 +229,8 @@ def replace_placement(operand: Operand, placement: Placement) -> Operand:
 
 
 def _varying(operation: Operation) -> set[str]:
-    """Arguments that differ between the ranks, or from the unsharded program's where those are
-    known, or may do so.
+    """Return the arguments that differ, or may differ, between the ranks or from the unsharded
+    program's.
     """
     first, *others = operation.arguments
     varying = {
@@ -246,7 +250,7 @@ def _are_stated(local: Any, sizes: Sequence[int | None]) -> bool:
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Whether two ranks passed the same. Devices and generators are each rank's own."""
+    """Whether two ranks passed the same. Devices and generators may differ."""
     if isinstance(a, torch.Generator) or isinstance(b, torch.Generator):
         return True
     if type(a) is not type(b):

@@ -1,4 +1,4 @@
-"""Slices along one dim: of one tensor by the ranks' own ranges, and of all parts at once."""
+"""Rules for slices along one dim: by each rank's own range, and into all parts at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Range = tuple[int, int]  # start and end, within one rank's local tensor
 
 
 def sliced(operand: Operand, dim: int, ranges: Sequence[Range]) -> Placement | None:
-    """The placement of a slice with step 1, by the ranks' ranges along ``dim``."""
+    """Return the placement of a slice with step 1, by the ranks' ranges along ``dim``."""
     placement = operand.placement
     if isinstance(placement, Shard) and placement.dim == dim:
         return _of_parts(operand, ranges)
@@ -35,7 +35,7 @@ def sliced(operand: Operand, dim: int, ranges: Sequence[Range]) -> Placement | N
 
 
 def _of_parts(operand: Operand, ranges: Sequence[Range]) -> Shard | None:
-    """Whole parts of several are the whole parts of the full tensor."""
+    """Return the placement of some whole parts, which are whole parts of the full tensor."""
     shard, widths = operand.shard, part_widths(operand)
     taken = _parts_of(widths, ranges)
     if shard is None or widths is None or taken is None:
@@ -47,7 +47,7 @@ def _of_parts(operand: Operand, ranges: Sequence[Range]) -> Shard | None:
 
 
 def _parts_of(widths: Widths | None, ranges: Sequence[Range]) -> tuple[int, int] | None:
-    """Which parts the ranges are, if those are the same on all ranks."""
+    """Return which parts the ranges are, if these are the same on all ranks."""
     taken = set()
     for own, (start, end) in zip(widths or (), ranges):
         bounds = list(itertools.accumulate(own, initial=0))
@@ -58,7 +58,7 @@ def _parts_of(widths: Widths | None, ranges: Sequence[Range]) -> tuple[int, int]
 
 
 def own_part(dim: int, ranges: Sequence[Range], size: int) -> Placement | None:
-    """Ranges that follow one another and together are the whole dim make a shard of it; several
+    """Return the shard that ranges make up, if they follow one another and cover the dim; several
     ranks may share one.
     """
     count = len(ranges)
@@ -80,7 +80,7 @@ def own_part(dim: int, ranges: Sequence[Range], size: int) -> Placement | None:
 
 
 def follow_to_end(ranges: Sequence[Range], size: int) -> bool:
-    """Whether the ranges, one after the other, are the whole dim."""
+    """Whether the ranges follow one another and cover the dim."""
     end = 0
     for start, stop in ranges:
         if start != end or stop < start:
@@ -98,7 +98,7 @@ def _clamped(index: int | None, size: int, default: int) -> int:
 def slice_ranges(
     starts: Sequence[int | None], ends: Sequence[int | None], sizes: Sequence[int]
 ) -> list[Range]:
-    """What Python's slices are, of so many indices."""
+    """Return the ranges of Python slices of this many indices."""
     ranges = []
     for start, end, size in zip(starts, ends, sizes):
         first = _clamped(start, size, 0)
@@ -107,7 +107,7 @@ def slice_ranges(
 
 
 def slice_(operation: Operation) -> Placements:
-    """``x[..., start:end:step, ...]`` along one dim."""
+    """Read ``x[..., start:end:step, ...]`` along one dim."""
     operand = operand_of(operation)
     dim, step = operation["dim"] % operand.ndim, operation["step"]
     starts, ends = operation.by_rank("start"), operation.by_rank("end")
@@ -130,8 +130,8 @@ def slice_(operation: Operation) -> Placements:
 def _along_split_dim(
     operation: Operation, operand: Operand, ranges: Sequence[Range], of_full: Range | None
 ) -> Placement | None:
-    """All that a dim has, where the bounds leave no doubt that the unsharded program takes all of
-    it, too; or whole parts, whose bounds are sizes.
+    """Return the placement of a slice of the split dim: all of it, if the bounds prove that the
+    unsharded program takes all of it, too; or whole parts, whose bounds are sizes.
     """
     shard = operand.shard
     assert shard is not None
@@ -148,7 +148,7 @@ def _along_split_dim(
 
 
 def _full_start(operand: Operand, part: int) -> int:
-    """Where a part begins in the full tensor."""
+    """Return where a part begins in the full tensor."""
     widths, shard = part_widths(operand), operand.shard
     assert widths is not None and shard is not None
     of_pieces = by_piece(shard, [sum(own[:part]) for own in widths])
@@ -164,7 +164,7 @@ _UNKNOWN = _Unknown()
 
 
 def _stated(operation: Operation, name: str, local: int | None) -> Any:
-    """What the unsharded program passes: what is stated, else the same."""
+    """Return the number that the unsharded program passes: the stated one, else the same."""
     stated = operation.full_sizes.get(name)
     if stated is None:
         return local
@@ -172,7 +172,7 @@ def _stated(operation: Operation, name: str, local: int | None) -> Any:
 
 
 def narrow(operation: Operation) -> Placements:
-    """``start`` and ``length`` along one dim."""
+    """Read from ``start`` for ``length`` along one dim."""
     operand = operand_of(operation)
     dim = operation["dim"] % operand.ndim
     sizes = sizes_along(operand, dim)
@@ -195,7 +195,7 @@ def narrow(operation: Operation) -> Placements:
 
 
 def select(operation: Operation) -> Placements:
-    """One index along a dim that vanishes: a split dim must be another one."""
+    """Read one index along a dim, which is removed: a split dim must be another one."""
     operand = operand_of(operation)
     labels = all_but(operand.ndim, operation["dim"])
     operation["index"]
@@ -210,10 +210,10 @@ def unbind(operation: Operation) -> Placements:
 
 
 def split(operation: Operation) -> Placements:
-    """Consecutive slices, of sizes that may be each rank's own.
+    """Return consecutive slices, whose sizes may be each rank's own.
 
-    Of a split dim the slices must be whole parts. All of them together are the whole dim, so that
-    their sizes can't be the unsharded program's.
+    Along a split dim the slices must be whole parts: as all slices together are the whole dim,
+    their local sizes can't be the unsharded program's.
     """
     operand = operand_of(operation)
     dim = operation["dim"] % operand.ndim
@@ -237,7 +237,9 @@ def replace_placement(operand: Operand, placement: Placement | None) -> Operand:
 
 
 def _full_split_sizes(operation: Operation, operand: Operand, dim: int) -> list[int] | None:
-    """The sizes of the unsharded program's slices; None where only the local ones say them."""
+    """Return the sizes of the unsharded program's slices; None if only the local ones determine
+    them.
+    """
     full, name = operand.full_shape[dim], operation.name
     if name.endswith("chunk"):
         width = -(-full // operation["chunks"])

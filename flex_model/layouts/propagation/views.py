@@ -1,4 +1,4 @@
-"""Operations that keep the elements and change the shape, or repeat them."""
+"""Rules for operations that keep the elements and change the shape, or repeat them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from flex_model.layouts.propagation.reshaping import Sizes, reshaped
 
 
 def full_sizes_of(operation: Operation, name: str) -> Sizes:
-    """The sizes that the unsharded program passes, or nothing where none of them is known."""
+    """Return the sizes that the unsharded program passes; empty if none of them is known."""
     sizes = operation.full_sizes.get(name)
     return () if sizes is None else tuple(sizes)
 
 
 def _flexible(operation: Operation, name: str) -> int | None:
-    """Which of the sizes was passed as -1."""
+    """Return the index of the size that was passed as -1."""
     found = {
         next((dim for dim, size in enumerate(sizes) if size == -1), None)
         for sizes in operation.by_rank(name)
@@ -44,7 +44,7 @@ def _flexible(operation: Operation, name: str) -> int | None:
 
 
 def _resolved(sizes: Sizes, numel: int) -> Sizes:
-    """Sizes without -1: what is left of the elements, or not known."""
+    """Return sizes without -1: the rest of the elements, or None."""
     if -1 not in sizes:
         return sizes
     rest = [size for size in sizes if size != -1]
@@ -55,7 +55,7 @@ def _resolved(sizes: Sizes, numel: int) -> Sizes:
 
 
 def view(operation: Operation) -> Placements:
-    """``view``, ``reshape`` and the like, to sizes that are given."""
+    """Reshape (``view``, ``reshape`` and the like) to given sizes."""
     operand, made = operation["self"], operation.outputs[0]
     if "dtype" in operation.arguments[0]:
         return _reinterpreted(operand, made)
@@ -65,7 +65,7 @@ def view(operation: Operation) -> Placements:
 
 
 def _reinterpreted(operand: Operand, made: Operand) -> Placements:
-    """``view(dtype)``: elements of another size change the last dim."""
+    """Return the placement of ``view(dtype)``: elements of another size change the last dim."""
     shard = operand.shard
     is_kept = operand.shapes == made.shapes or (shard and shard.dim != operand.ndim - 1)
     is_split_or_whole = shard or isinstance(operand.placement, Replicate)
@@ -73,7 +73,7 @@ def _reinterpreted(operand: Operand, made: Operand) -> Placements:
 
 
 def flatten(operation: Operation) -> Placements:
-    """The full output shape is that of the flattened full operand."""
+    """Join dims: the full output has the shape of the flattened full operand."""
     operand, made = operand_of(operation), operation.outputs[0]
     full = operand.full_shape
     if not full:
@@ -90,7 +90,7 @@ def ravel(operation: Operation) -> Placements:
 
 
 def unflatten(operation: Operation) -> Placements:
-    """One dim is divided; the others keep their sizes."""
+    """Divide one dim; the others keep their sizes."""
     operand, made = operand_of(operation), operation.outputs[0]
     dim, full = operation["dim"] % operand.ndim, operand.full_shape
     count = len(operation.arguments[0]["sizes"])
@@ -106,14 +106,16 @@ def unflatten(operation: Operation) -> Placements:
 
 
 def like_other(operation: Operation) -> Placements:
-    """``view_as`` and ``reshape_as``: the other tensor's placement says the full sizes."""
+    """Reshape (``view_as``, ``reshape_as``): the other tensor's placement determines the full
+    sizes.
+    """
     operand, other = operation["self"], operation["other"]
     known = other.placement is not None
     sizes = other.full_shape if known else (None,) * other.ndim
     return [reshaped(operand, operation.outputs[0], sizes)]
 
 
-# ---- Dims that move, come and go -----------------------------------------------------------------
+# ---- Dims that are moved, added and removed ------------------------------------------------------
 
 
 def permute(operation: Operation) -> Placements:
@@ -134,13 +136,13 @@ def transpose(operation: Operation) -> Placements:
 
 
 def reversed_dims(operation: Operation) -> Placements:
-    """``t`` of a matrix, ``numpy_T`` of any tensor."""
+    """Reverse the dims: ``t`` of a matrix, ``numpy_T`` of any tensor."""
     labels = tuple(range(operand_of(operation).ndim))
     return unary(operation, labels, labels[::-1], linear=True)
 
 
 def last_two(operation: Operation) -> Placements:
-    """``mT`` and ``mH``."""
+    """Transpose the last two dims: ``mT`` and ``mH``."""
     labels = tuple(range(operand_of(operation).ndim))
     return unary(operation, labels, (*labels[:-2], *labels[-2:][::-1]), linear=True)
 
@@ -167,7 +169,9 @@ def unsqueeze(operation: Operation) -> Placements:
 
 
 def squeeze(operation: Operation) -> Placements:
-    """Dims of size 1 vanish: a split one only on the ranks, so then nothing is known."""
+    """Remove dims of size 1: a split one has this size only on the ranks, so then nothing is
+    known.
+    """
     operand = operand_of(operation)
     dims = as_dims(operation.get("dim"), operand.ndim)
     if operation.get("dim") == []:
@@ -179,7 +183,7 @@ def squeeze(operation: Operation) -> Placements:
 
 
 def diagonal(operation: Operation) -> Placements:
-    """The two dims become one, the last."""
+    """Replace two dims by one, the last."""
     operand = operand_of(operation)
     labels = all_but(operand.ndim, (operation["dim1"], operation["dim2"]))
     after = (*(label for label in labels if label is not None), None)
@@ -187,7 +191,7 @@ def diagonal(operation: Operation) -> Placements:
 
 
 def diag_embed(operation: Operation) -> Placements:
-    """The last dim becomes two."""
+    """Replace the last dim by two."""
     operand, made = operand_of(operation), operation.outputs[0]
     new = {operation["dim1"] % made.ndim, operation["dim2"] % made.ndim}
     labels = all_but(operand.ndim, -1)
@@ -197,7 +201,7 @@ def diag_embed(operation: Operation) -> Placements:
 
 
 def unfold(operation: Operation) -> Placements:
-    """Windows along a dim, which must be whole, in a new last dim."""
+    """Read windows along a dim, which must be whole, into a new last dim."""
     operand = operand_of(operation)
     if not operand.ndim:
         return [None]
@@ -209,7 +213,7 @@ def unfold(operation: Operation) -> Placements:
 
 
 def expand(operation: Operation) -> Placements:
-    """New sizes for dims of size 1 and new dims in front."""
+    """Expand dims of size 1, and add dims in front."""
     operand, made = operation["self"], operation.outputs[0]
     return [_expanded(operand, made, full_sizes_of(operation, "size"))]
 
@@ -222,8 +226,8 @@ def expand_as(operation: Operation) -> Placements:
 
 
 def _expanded(operand: Operand, made: Operand, full: Sizes) -> Placement | None:
-    """Along an expanded dim all indices are equal, so whichever of them a rank has are its own: the
-    output is split there where the ranks' sizes make the full one.
+    """Return the placement: along an expanded dim all indices are equal, so any may be the rank's
+    own: the output is split there if the ranks' sizes add up to the full one.
     """
     front = made.ndim - operand.ndim
     shard = operand.shard
@@ -233,7 +237,7 @@ def _expanded(operand: Operand, made: Operand, full: Sizes) -> Placement | None:
         own = sizes_along(operand, dim - front) if dim >= front else None
         stated = full[dim] if full else -2
         if shard is not None and dim - front == shard.dim:
-            # A rank's one index that is expanded has no counterpart in the full tensor.
+            # An expanded split dim of one index has no counterpart in the full tensor.
             if own != sizes or stated not in (-2, -1, None, operand.full_shape[shard.dim]):
                 return None
         elif own == sizes and set(sizes) != {1}:
@@ -254,7 +258,7 @@ def _expanded(operand: Operand, made: Operand, full: Sizes) -> Placement | None:
 
 
 def repeat(operation: Operation) -> Placements:
-    """Copies along dims. Along a split dim each copy is a part, split as the operand."""
+    """Repeat along dims. Along a split dim each copy is a part, split as the operand."""
     operand = operation["self"]
     repeats: Sequence[int] = operation["repeats" if operation.name == "repeat" else "dims"]
     made = operation.outputs[0]
@@ -270,7 +274,7 @@ def repeat(operation: Operation) -> Placements:
 
 
 def repeat_interleave(operation: Operation) -> Placements:
-    """Each index along ``dim`` so many times; without ``dim`` of the flattened tensor."""
+    """Repeat each index along ``dim``; without ``dim``, of the flattened tensor."""
     if "self" not in operation.arguments[0]:
         return [None]
     operand, times, dim = operation["self"], operation["repeats"], operation["dim"]
@@ -297,14 +301,14 @@ def flip(operation: Operation) -> Placements:
 
 
 def roll(operation: Operation) -> Placements:
-    """Without dims of the flattened tensor."""
+    """Rotate the elements; without dims, of the flattened tensor."""
     operand = operand_of(operation)
     labels = all_but(operand.ndim, as_dims(operation["dims"], operand.ndim))
     return unary(operation, labels, labels, linear=True)
 
 
 def pad(operation: Operation) -> Placements:
-    """Dims that are padded must be whole."""
+    """Pad dims, which must be whole."""
     operand = operand_of(operation)
     widths = operation["pad"]
     padded = [operand.ndim - 1 - i // 2 for i, width in enumerate(widths) if width != 0]

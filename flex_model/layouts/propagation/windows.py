@@ -1,6 +1,6 @@
-"""Convolutions, pools, interpolation: rows and channels first, positions after them.
+"""Rules for convolutions, pools and interpolation: rows and channels first, then positions.
 
-Windows reach over the edges of shards, so positions must be whole.
+Windows extend over the edges of shards, so positions must be whole.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flex_model.layouts.propagation.labels import (
     Placements,
     Term,
     all_but,
-    asked_for,
+    by_mask,
     form,
     leading,
     resolve,
@@ -27,8 +27,8 @@ from flex_model.layouts.propagation.operation import Operand, Operation, Shape
 
 
 class _Convolution:
-    """The labels of a convolution: "n" rows, "c" and "o" channels in and out, or "g" groups of
-    both where the groups are split: shards of channels in and out then hold the same groups.
+    """The labels of a convolution: "n" rows, "c" and "o" channels in and out, or "g" groups of both
+    if the groups are split: shards of both channels then hold the same groups.
     """
 
     def __init__(self, operation: Operation):
@@ -53,14 +53,14 @@ class _Convolution:
             self.of_weight = ("c", "o") if self.is_transposed else ("o", "c")
 
     def _has_split_groups(self, operation: Operation) -> bool:
-        """Whether channels in and weight are split by groups. Without transposition, the weight's
-        dim 1 is the number of channels of a group, so the full tensors leave no other choice.
+        """Whether input channels and weight are split by groups. Without transposition, the
+        weight's dim 1 is the number of channels of a group, so no other reading is possible.
         """
         x, weight = self.x.shard, self.weight.shard
         if x is None or weight is None or (x.dim, weight.dim) != (self.channel, 0):
             return False
         if self.is_transposed:
-            raise ValueError("groups or a sum: the weight does not say")
+            raise ValueError("groups or a sum: the weight's shape fits both")
         self.inputs_per_group = self.weight.shapes[0][1]
         groups = [shape[x.dim] // self.inputs_per_group for shape in self.x.shapes]
         (self.outputs_per_group,) = {
@@ -84,7 +84,7 @@ class _Convolution:
         return Input(self.grouped(operand, self.channel, self.outputs_per_group), labels)
 
     def grouped(self, operand: Operand, dim: int, count: int) -> Operand:
-        """The operand with groups in place of channels."""
+        """Return the operand with groups in place of channels."""
         if not self.by_group:
             return operand
 
@@ -115,11 +115,13 @@ def convolution(operation: Operation) -> Placements:
 
 
 def convolution_backward(operation: Operation) -> Placements:
-    """Of the input a sum over channels out, of the weight and the bias sums over rows."""
+    """Compute gradients: the input's is a sum over output channels, those of weight and bias over
+    rows.
+    """
     grad = operation["grad_output"]
     c = _Convolution(operation)
     of_grad, x, weight = c.out(grad), c.input(), c.weights()
-    outputs = asked_for(
+    outputs = by_mask(
         operation,
         [
             Output(x.labels, terms=(Term((of_grad, weight), (x,)),)),
@@ -128,8 +130,8 @@ def convolution_backward(operation: Operation) -> Placements:
         ],
     )
     dims = [(c.channel, c.inputs_per_group), (0, c.outputs_per_group), (0, c.outputs_per_group)]
-    asked = [at for at, is_made in zip(dims, operation["output_mask"]) if is_made]
-    made = tuple(c.grouped(operand, *at) for operand, at in zip(operation.outputs, asked))
+    requested = [at for at, is_made in zip(dims, operation["output_mask"]) if is_made]
+    made = tuple(c.grouped(operand, *at) for operand, at in zip(operation.outputs, requested))
     return resolve(replace(operation, outputs=made), outputs)
 
 
@@ -137,7 +139,7 @@ def convolution_backward(operation: Operation) -> Placements:
 
 
 def over_positions(operation: Operation, linear: bool = False) -> Placements:
-    """Along the last one, two or three dims, as the name says, of every operand alike; linear in
+    """Compute along the last one, two or three dims, as in the name, of every operand; linear in
     the first.
     """
     count = next(n for n in (1, 2, 3) if f"{n}d" in operation.name)
@@ -151,7 +153,9 @@ def over_positions(operation: Operation, linear: bool = False) -> Placements:
 
 
 def linear_over_positions(operation: Operation) -> Placements:
-    """``input_size`` is of rows and channels, too; those are the gradient's."""
+    """Compute along positions; ``input_size`` has rows and channels, too, which are the
+    gradient's.
+    """
     stated = operation.full_sizes.get("input_size", ())
     local = operation.by_rank("input_size")[0] if stated else ()
     if list(stated)[2:] != list(local)[2:]:
@@ -160,7 +164,7 @@ def linear_over_positions(operation: Operation) -> Placements:
 
 
 def columns(operation: Operation) -> Placements:
-    """``im2col`` and ``col2im``: windows of each row."""
+    """Read windows of each row: ``im2col`` and ``col2im``."""
     (x,) = operation.operands
     (made,) = operation.outputs
     batched = 4 if operation.name == "im2col" else 3
@@ -176,7 +180,7 @@ def shuffle_channels(operation: Operation) -> Placements:
 
 
 def grid_sampler(operation: Operation) -> Placements:
-    """An output position for each of the grid's."""
+    """Sample an output position for each of the grid's."""
     x, grid = operation["input"], operation["grid"]
     positions = tuple(range(x.ndim - 2))
     of_x = Input(x, ("n", "c", *(None,) * len(positions)))
@@ -185,7 +189,9 @@ def grid_sampler(operation: Operation) -> Placements:
 
 
 def grid_sampler_backward(operation: Operation) -> Placements:
-    """Of the input a sum over the grid's positions, of the grid one over channels."""
+    """Compute gradients: the input's is a sum over the grid's positions, the grid's one over
+    channels.
+    """
     grad, x, grid = (operation[name] for name in ("grad_output", "input", "grid"))
     positions = tuple(range(x.ndim - 2))
     of_grad = Input(grad, ("n", "c", *positions))
@@ -193,11 +199,11 @@ def grid_sampler_backward(operation: Operation) -> Placements:
     of_grid = Input(grid, ("n", *positions, None))
     terms = (Term((of_grad,), (of_x, of_grid)),)
     outputs = [Output(of_x.labels, terms=terms), Output(of_grid.labels, terms=terms)]
-    return resolve(operation, asked_for(operation, outputs))
+    return resolve(operation, by_mask(operation, outputs))
 
 
 def affine_grid(operation: Operation) -> Placements:
-    """A grid for each row's matrix."""
+    """Make a grid for each row's matrix."""
     (theta,) = operation.operands
     (made,) = operation.outputs
     stated = operation.full_sizes.get("size", ())
@@ -211,7 +217,7 @@ def affine_grid(operation: Operation) -> Placements:
 
 
 def similarity(operation: Operation) -> Placements:
-    """Of two tensors that are broadcast, along a dim."""
+    """Compare two tensors that are broadcast, along a dim."""
     a, b = operation["x1"], operation["x2"]
     ndim = max(a.ndim, b.ndim)
     dim = operation.get("dim", -1) % ndim
@@ -223,7 +229,7 @@ def similarity(operation: Operation) -> Placements:
 
 
 def weight_norm(operation: Operation) -> Placements:
-    """Norms over all dims but one, which weights and norms have."""
+    """Normalize over all dims but one, which weights and norms have."""
     first = operation.operands[0]
     dim = operation["dim"] % first.ndim
     labels = tuple("w" if d == dim else None for d in range(first.ndim))

@@ -1,9 +1,9 @@
-"""What forwards left in a model's buffers: running statistics, counters, caches.
+"""Tracks what a model's buffers contain after its forwards: running statistics, counters, caches.
 
-A buffer holds what the model was made or loaded with until somebody writes to it. What a followed
-forward wrote is placed as its operations prove; what was written at any other time is not known,
+A buffer holds its initial or loaded content until it is written to. The placement of what a
+followed forward wrote is proven by its operations; what was written at any other time is not known,
 since nothing shows whether a forward or the user wrote it. Versions show that there was a write,
-and hashes that it changed nothing, as where DDP hands out rank 0's buffers.
+and hashes that it changed nothing, as when DDP broadcasts rank 0's buffers.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from flex_model.distributed import values
 from flex_model.distributed.header import site_hash
 from flex_model.distributed.layout import Placement
 from flex_model.distributed.plain import kind_of
-from flex_model.layouts.encoding import encode
+from flex_model.layouts.placement_encoding import encode
 from flex_model.names import clean
 
 Pair = tuple[Placement | None, Placement | None]
-Mark = tuple[int | None, ...]  # changes when a buffer is written to
+Mark = tuple[int | None, ...]  # changes with each write to a buffer
 UNKNOWN: Pair = (None, None)
 
 
 @dataclass(frozen=True)
 class State:
-    """A buffer as it was left.
+    """The state of a buffer after the last forward.
 
     Attributes:
-        pair: How it is placed; None for what the model was made or loaded with, which is placed as
-            the model's other weights.
+        pair: Its placements; None for initial or loaded content, which is placed as the model's
+            other weights.
     """
 
     tensor: weakref.ref[Tensor]
@@ -42,18 +42,18 @@ class State:
     pair: Pair | None
 
     def is_of(self, tensor: Tensor, mark: Mark) -> bool:
-        """Whether the tensor is this buffer, and nobody has written to it since."""
+        """Whether the tensor is this buffer, and was not written to since."""
         return self.tensor() is tensor and self.mark == mark
 
 
 class Buffers:
-    """The buffers of one model, by clean name. Local."""
+    """Tracks the buffers of one model, by clean name. Local."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         self._tables: list[tuple[str, Mapping[str, Tensor | None]]] = []
         self._states: dict[str, State] = {}
-        self._own: dict[str, int | None] = {}  # hashes of what the model was made or loaded with
+        self._own: dict[str, int | None] = {}  # hashes of initial or loaded content
         self._scan()
         for name, buffer, mark in self._named():
             self._note_own(name, buffer, mark)
@@ -81,7 +81,9 @@ class Buffers:
         self._own[name] = _hash(buffer)
 
     def note_loaded(self, module: nn.Module, missing: list[str]) -> None:
-        """The module's own buffers were loaded, but for those of these names."""
+        """Note that a state dict was loaded into the module's own buffers, except for the missing
+        names.
+        """
         loaded = {
             id(buffer)
             for leaf, buffer in module._buffers.items()
@@ -94,7 +96,7 @@ class Buffers:
                 self._note_own(name, buffer, mark)
 
     def observe(self) -> None:
-        """A forward of the model begins."""
+        """Detect writes since the last forward, as a forward of the model begins."""
         for name, buffer, mark in self._named():
             known = self._states.get(name)
             if known is not None and known.is_of(buffer, mark):
@@ -105,18 +107,18 @@ class Buffers:
             self._states[name] = State(weakref.ref(buffer), mark, pair)
 
     def state(self, name: str, tensor: Tensor) -> State | None:
-        """How the buffer was left that has this name and is this tensor; None for one that was made
-        since the forward began.
+        """Return the state of the buffer of this name, if it is this tensor; None for one that was
+        made since the forward began.
         """
         known = self._states.get(name)
         return known if known is not None and known.tensor() is tensor else None
 
     def written(self, is_seen: Callable[[Tensor], bool]) -> Iterator[tuple[str, Tensor, bool]]:
-        """Name, buffer and whether it is still the same tensor, of those that were written to or
-        made since the forward began.
+        """Yield the name, the buffer, and whether it is still the same tensor, for buffers that
+        were written to or made since the forward began.
 
         Args:
-            is_seen: Whether a write to the buffer was seen, even if it left no mark.
+            is_seen: Whether a write to the buffer was recorded, even if its version shows none.
         """
         self._scan()
         for name, buffer, mark in self._named():
@@ -125,21 +127,23 @@ class Buffers:
                 yield name, buffer, known is not None and known.tensor() is buffer
 
     def note(self, pairs: Mapping[str, Pair]) -> None:
-        """A forward is over that left these buffers so."""
+        """Note the placements of buffers after a forward."""
         for name, buffer, mark in self._named():
             if name in pairs:
                 self._states[name] = State(weakref.ref(buffer), mark, pairs[name])
 
     @property
     def digest(self) -> int:
-        """Stands for how all of them are placed."""
+        """A hash of the placements of all of them."""
         found = [(name, state.pair) for name, state in self._states.items() if state.pair]
         parts = [(name, *map(encode, pair)) for name, pair in sorted(found, key=lambda one: one[0])]
         return site_hash(*parts) if parts else 0
 
 
 class _Loaded:
-    """Called by torch when a module was loaded; copies of the module have one that does nothing."""
+    """A hook that torch calls after a module was loaded; in copies of the module it does
+    nothing.
+    """
 
     def __init__(self, buffers: Buffers | None = None) -> None:
         self._buffers = None if buffers is None else weakref.ref(buffers)
@@ -159,20 +163,22 @@ def _remove(handles: list[Any]) -> None:
 
 
 def _mark(table: Mapping[str, Tensor | None], leaf: str, buffer: Tensor) -> Mark:
-    """Kernels of batch norms write to their statistics without a new version, but the module counts
-    the batches.
+    """Return a mark that changes with each write. Kernels of batch norms write statistics without a
+    new version, but the module counts the batches.
     """
     counter = table.get("num_batches_tracked") if leaf.startswith("running_") else None
     return _version(buffer), None if counter is None else _version(counter)
 
 
 def _version(tensor: Tensor) -> int | None:
-    """Changes with every write; inference tensors have none, but for their values."""
+    """Return the version, which changes with every write; for inference tensors, which have none, a
+    hash of the values.
+    """
     return _hash(tensor) if tensor.is_inference() else tensor._version
 
 
 def _hash(tensor: Tensor) -> int | None:
-    """Stands for dtype, shape and values; None for what has none that can be read."""
+    """Return a hash of dtype, shape and values; None if the values can't be read."""
     if kind_of(tensor):
         return None
     with torch.no_grad():

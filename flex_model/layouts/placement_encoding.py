@@ -1,4 +1,4 @@
-"""Placements in the form in which logs have them."""
+"""Encodes placements for logs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flex_model.distributed.layout import Partial, Placement, Replicate, Shard
 
 
 def encode(placement: Placement | None) -> Any:
-    """A placement as a tuple of plain values; None stays None."""
+    """Encode a placement as a tuple of plain values; None stays None."""
     if placement is None:
         return None
     if isinstance(placement, Shard):
@@ -18,7 +18,7 @@ def encode(placement: Placement | None) -> Any:
 
 
 def decode(encoded: Any) -> Placement | None:
-    """The inverse of ``encode``."""
+    """Decode a placement: the inverse of ``encode``."""
     if encoded is None:
         return None
     kind, *fields = encoded

@@ -1,44 +1,44 @@
-"""The operations of one forward as one rank ran them, in a form that ranks can exchange.
+"""The log of one forward: the operations as one rank ran them, in a form that ranks can exchange.
 
-An entry is a tuple of plain values (numbers, texts, None, and tuples of such):
+An entry is a tuple of plain values (numbers, strings, None, and tuples of them):
 
 - ``("enter", path)``, ``("exit", path)``: a module's forward begins, ends; ``("sync", n)``: ranks
-  have compared their logs. These are *markers*: what follows one is counted from it.
-- ``("placed", value, placements, shape, before)``: what a hook put into the model in the place of
-  another value. Placements by axis (dp, tp), encoded; None for what is not known.
-- ``("stated", value, before, placements, shape, text, sizes)``: what the user states of a tensor,
-  which has another value from then on.
+  have compared their logs. These are *markers*: values are numbered from the last one.
+- ``("placed", value, placements, shape, before)``: a hook replaced the value ``before``.
+  Placements by axis (dp, tp), encoded; None for those that are not known.
+- ``("stated", value, before, placements, shape, text, sizes)``: the user states the placement of a
+  tensor, which has another value from then on.
 - ``("op", name, args, kwargs, outputs, numbers, writes, carriers)``: an operation; ``carriers``:
-  the values that it read and hands gradients to.
+  the values that it read and passes gradients to.
 - ``("collective", name, reduction, axes, args, kwargs, outputs, writes, by_plan)``: along ``axes``,
   which are None for a group that is no axis of the mesh; ``reduction``: "sum" and the like, ""
-  where there is none, or it is not known.
-- ``("lost", values)``: these values are not known from here on.
-- ``("read", value)``: its elements were read, as numbers or by something that is not torch.
-- ``("asked", value, answer)``: whether something is so of its elements.
-- ``("number", number, expression, conversion)``: a size was made a plain number.
+  where there is none or it is not known.
+- ``("invalidated", values)``: nothing is known of these values from here on.
+- ``("read", value)``: its elements were read, as numbers or by code outside torch.
+- ``("condition", value, answer)``: a condition on its elements was evaluated.
+- ``("number", number, expression, conversion)``: a size was converted to a plain number.
 - ``("compared", by, expression, other, answer)``: a size was compared with another number.
-- ``("met", value, before)``: a hook meets a tensor, of which ``value`` tells whether it is the same
-  one on all ranks.
+- ``("joint", value, before)``: every rank has a tensor here, such as that of a hook; ``value`` has
+  a placement only where all have the same tensor of the program, or each its piece of one.
 - ``("output", value)``: the forward returned it.
-- ``("idle", values)``: an operation made them for its backward alone: they carry no gradients.
+- ``("detached", values)``: an operation made them for its backward alone: they carry no gradients.
 - ``("hooked", value, text, number)``: the hook of this number may change its gradient;
-  ``("looked", number)``: that has run and has not.
-- ``("named", value, values, source)``: a tensor that has one of these values has one of its own
-  from here on: a hook looks at its gradient, which is that of ``source``, too; None where a node
-  tells where it goes.
+  ``("unchanged", number)``: the hook ran and did not change it.
+- ``("named", value, values, source)``: a tensor that had one of these values has one of its own
+  from here on, since a hook gets its gradient, which is also that of ``source``; None where a node
+  shows where the gradient goes.
 - ``("node", number, name, inputs, place, value)``: a node of autograd's graph that is not one of
-  ATen's operations, the values that it hands gradients to, and the value of its output ``place``.
+  ATen's operations, the values that it passes gradients to, and the value of its output ``place``.
 - ``("backward", number, gradients)``: such a node runs: ``(place, value, shape, placements)`` of
-  each gradient that it gets. ``("gradients", number, values, placements)``: what it has
-  handed on.
+  each gradient that it receives. ``("gradients", number, values, placements)``: the gradients that
+  it returned.
 
 Tensors are ``("t", value, shape, dtype)`` in arguments, and ``(value, shape, dtype, placements,
-local shape)`` among outputs, where DTensors state their placements, and have their full shape as
-shape. A *value* is a number that ranks give alike as long as they run the same operations: it
-counts from the last marker, whose name is part of it. Of a tensor that nothing is known of it is
-None. Weights and inputs are values by name, and have no entry: `Log.sources` says what is known of
-each that was met.
+local shape)`` among outputs, where DTensors have their stated placements and their full shape. A
+*value* is a number that is the same on all ranks as long as they run the same operations: it counts
+from the last marker, whose name is part of it. It is None for a tensor of which nothing is known.
+Weights and inputs are values by name, and have no entry: `Log.sources` holds what is known of each
+that was used.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ MARKERS = ("enter", "exit", "sync")
 
 
 class Log:
-    """What one rank has run since the followed forward began. Local."""
+    """Logs what one rank runs since the followed forward began. Local."""
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []  # since the ranks compared their logs last
-        self.sources: dict[Value, Entry] = {}  # likewise: (name, placements, shape, sizes)
-        self._met: set[Value] = set()
+        self.entries: list[Entry] = []  # since the last comparison of the logs
+        self.sources: dict[Value, Entry] = {}  # since then: (name, placements, shape, sizes)
+        self._seen: set[Value] = set()
         self.num_syncs = 0
         self._segment, self._index = 0, 0
-        self._calls: dict[str, int] = {}  # by module path: how often it was entered
+        self._calls: dict[str, int] = {}  # by module path: number of calls
         self._digest = hashlib.blake2b(digest_size=8)
 
     def add(self, *entry: Any) -> None:
@@ -86,18 +86,18 @@ class Log:
         shape: tuple[int, ...],
         sizes: tuple[int | None, ...] | None = None,
     ) -> Value:
-        """The value of a tensor that no operation made, and what is known of it; ``sizes``: the
-        full ones, where its layer states those.
+        """Return the value of a tensor that no operation made, and log what is known of it;
+        ``sizes``: the full ones, where its layer states them.
         """
         value = hash_of("source", name, placements)
-        if value not in self._met:
-            self._met.add(value)
+        if value not in self._seen:
+            self._seen.add(value)
             entry = self.sources[value] = (name, placements, shape, sizes)
             self._digest.update(repr(entry).encode())
         return value
 
     def enter(self, name: str) -> str:
-        """A module's forward begins; the path to give to ``exit``."""
+        """Log that a module's forward begins; return the path to pass to ``exit``."""
         number = self._calls[name] = self._calls.get(name, 0) + 1
         path = f"{name}/{number}"
         self._mark("enter", path)
@@ -113,40 +113,40 @@ class Log:
 
     @property
     def digest(self) -> int:
-        """63 bits that stand for all entries so far."""
+        """A 63-bit hash of all entries so far."""
         return int.from_bytes(self._digest.digest(), "little") >> 1
 
     def take(self) -> Chunk:
-        """What was added since the last ``take``: the ranks compare it now."""
+        """Return what was added since the last ``take``, for the ranks to compare now."""
         chunk = Chunk(self.entries, self.sources)
         self.entries, self.sources = [], {}
         self.num_syncs += 1
         self._mark("sync", self.num_syncs)
-        self.entries.clear()  # the marker is not news to anyone
+        self.entries.clear()  # every rank adds the marker itself
         return chunk
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a log."""
+    """A part of a log, as it is exchanged."""
 
     entries: list[Entry]
     sources: dict[Value, Entry]
 
     def pack(self) -> bytes:
-        """For an exchange between ranks."""
+        """Serialize the chunk for an exchange between ranks."""
         both = [self.entries, list(self.sources.items())]
         return json.dumps(both, separators=(",", ":")).encode()
 
     @staticmethod
     def unpack(packed: bytes) -> Chunk:
-        """The inverse of ``pack``."""
+        """Deserialize a chunk: the inverse of ``pack``."""
         entries, sources = _as_tuples(json.loads(packed))
         return Chunk(list(entries), dict(sources))
 
 
 def hash_of(*parts: object) -> Value:
-    """A value that stands for these parts, the same on all ranks."""
+    """Return a value derived from these parts, the same on all ranks."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -156,5 +156,5 @@ def _as_tuples(value: Any) -> Any:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of this name, as entries have it."""
+    """Return the dtype that entries store under this name."""
     return _DTYPES[name]
