@@ -408,17 +408,17 @@ ROWS = [
     # Selections.
     Row("give rows, positions, heads or units", lambda: Select(), lambda: select(rows=[0])),
     Row(
-        "a mask for each row is no part",
+        "no rectangular part",
         lambda: Select(positions=torch.ones(4, 3, dtype=torch.bool)),
         lambda: select(models.random(4, 3, 6), positions=[0, 1]),
     ),
     Row(
-        "not (rows, positions, ",
+        "expected a tensor (rows, positions, units), got the shape {}",
         lambda: select(positions=[0]),
         lambda: select(positions=[0], dims={"positions": 0}),
     ),
     Row(
-        "and the tensor's shape is {}; say where they are with dims=",
+        "which the tensor of shape {} does not have; give the dim with dims=",
         lambda: select(positions=[0], dims={"positions": 4}),
         lambda: select(positions=[0], dims={"positions": 0}),
     ),
@@ -428,7 +428,7 @@ ROWS = [
         lambda: select(rows=[0], positions=[0], dims={"positions": 1}),
     ),
     Row(
-        "hook what the heads wrote",
+        "hook the heads' output",
         lambda: select(models.random(4, 3, 6), heads=[0], num_heads=3),
         lambda: select(models.random(4, 3, 6), heads=[0], num_heads=4),
     ),
