@@ -178,7 +178,7 @@ def test_wrong_arguments(make, message):
         (lambda: editing.zero(positions=5), "5 is out of range, there are 5"),
         (lambda: editing.zero(rows=[0, -4]), "-4 is out of range"),
         (lambda: editing.zero(units=[True] * 3), "the mask has 3 entries for 8 units"),
-        (lambda: editing.zero(heads=0, num_heads=3), "equal parts"),
+        (lambda: editing.zero(heads=0, num_heads=3), "into 3 equal heads"),
         (lambda: editing.zero(heads=4, num_heads=4), "heads: 4 is out of range"),
         (lambda: editing.zero(positions=torch.ones(2, 5, dtype=torch.bool)), "3 rows of 5"),
         (lambda: editing.zero(positions=1, units=1, dims={"units": 1}), "are both dim 1"),

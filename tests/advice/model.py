@@ -389,7 +389,7 @@ ROWS = [
         lambda: checkpointed(False),
     ),
     Row(
-        "there is nothing to run to",
+        "so no module can be run to",
         lambda: until(None),
         lambda: (until(None, HookFunction("fc1")), until("fc1")),
     ),
@@ -434,12 +434,12 @@ ROWS = [
     ),
     # Looking.
     Row(
-        "verify: a run of this FlexModel goes on",
+        "verify: a run of this FlexModel is under way",
         lambda: in_the_run("verify", models.mlp(), BATCH),
         lambda: wrapped().verify(models.mlp(), BATCH),
     ),
     Row(
-        "{}: a run of this FlexModel goes on",
+        "{}: a run of this FlexModel is under way",
         lambda: in_the_run("dry_run", BATCH),
         lambda: wrapped().dry_run(BATCH),
     ),

@@ -19,7 +19,7 @@ ELSEWHERE = {
     "make no regular grid": "test_model_mesh: groups that different layers know",
     "context parallelism is not supported: hooks": "test_mesh_dims: a run in context parallelism",
     "make the mesh in ascending order": "test_model_mesh",
-    "which are no axis of this wrap": "test_model_mesh",
+    "which are no axis of this FlexModel": "test_model_mesh",
     "which can't be gathered while": "test_full_parameters: FSDP1 in its forward",
     "such as dp_replicate and dp_shard": "test_model_mesh: hybrid FSDP1",
     "use context_parallel_size=1": "test_model_mesh: Megatron",
@@ -71,7 +71,7 @@ ELSEWHERE = {
     "of the gradient, for a hook on it, with": "layouts/test_gradients: statements make it known",
     "one batch at a time, window=1": "sequential/test_engine: forward-mode, functional_call",
     "choose a target that holds that call": "sequential/test_engine: targets inside an operator",
-    "give every data-parallel rank its rows": "test_inspection",
+    "give every data-parallel rank its own rows": "test_inspection",
 }
 
 

@@ -354,7 +354,7 @@ def test_pipelines():
         for name in records:
             assert_close(records[name][0], outputs[name][:, [2, 0]])
         assert torch.distributed.get_rank() or set(records) == set(names)
-        wrong = pytest.raises((ValueError, HookError), match="micro-batches divide the batch")
+        wrong = pytest.raises((ValueError, HookError), match="split into micro-batches")
         with flex.register_forward_hook(row), wrong:
             flex(x)
     with FlexModel(schedule, records, batch_mode="full") as flex, torch.no_grad():
