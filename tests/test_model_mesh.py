@@ -418,7 +418,7 @@ def test_sizes_fill_in_what_the_model_does_not_say():
     model = DistributedDataParallel(by_hand, process_group=group)
     assert FlexModel(model, tensor_parallel_size=2).mesh.ranks == (0, 1, 2, 3)
     # DDP does not expose that its model is tensor parallel too
-    with pytest.raises(ValueError, match="not what the other ranks"):
+    with pytest.raises(ValueError, match="does not state the axes of the other ranks"):
         FlexModel(model)
     slow = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
     by_hand = models.tensor_parallel(models.mlp(), slow["tp"].get_group())

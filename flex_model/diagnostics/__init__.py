@@ -1,8 +1,8 @@
-"""What goes on, and whether all is well: a log that names ranks, the last steps before an error,
+"""Diagnostics: a log with ranks, a flight recorder of the last exchanges, a timeline, and
 ``python -m flex_model doctor``.
 """
 
 from flex_model.diagnostics.log import logger
-from flex_model.diagnostics.steps import Steps
+from flex_model.diagnostics.steps import FlightRecorder
 
-__all__ = ["Steps", "logger"]
+__all__ = ["FlightRecorder", "logger"]

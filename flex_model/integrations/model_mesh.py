@@ -99,8 +99,8 @@ class ModelGroups:
         if not is_agreed(() if found is None else found.ranks, (tp, dp, pp), timeout_s):
             raise ValueError(
                 f"FlexModel: the model is sharded as {self.describe()}, and these groups make no "
-                'regular grid; give the device_mesh= whose dims "dp" and "tp" they are, or, if no '
-                "mesh has them all, shard the model over the dims of one mesh"
+                'regular grid of ranks; give the device_mesh= whose dims "dp" and "tp" they are, '
+                "or, if no mesh has them all, shard the model over the dims of one mesh"
             ) from error
         assert found is not None  # is_agreed is False for an empty grid
         return found
