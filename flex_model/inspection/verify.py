@@ -119,7 +119,7 @@ def verify(
     timeout_s: float,
     edits: bool,
 ) -> VerifyReport:
-    """See ``FlexModel.verify``. Collective over the grid."""
+    """Run ``FlexModel.verify``. Collective over the mesh."""
     _check_arguments(loss, rtol=rtol, atol=atol, reference_timeout=timeout_s)
     if core.run is not None or core.in_backward():
         raise RuntimeError("verify: a run of this FlexModel is under way; call it before or after")

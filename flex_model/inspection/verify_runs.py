@@ -203,7 +203,7 @@ class _Core(HookCore):
 
 
 class _ReadOnlyCore(_Core):
-    """A core with read-only hooks, which goes on if a layout can't be resolved."""
+    """A core with read-only hooks, which continues if a layout can't be resolved."""
 
     def _deliver(self, run: RunContext, kind: str) -> None:
         if not self.channel.is_local:
