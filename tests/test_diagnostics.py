@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import models
 from flex_model import FlexModel, HookFunction
-from flex_model.diagnostics import FlightRecorder, log, logger
+from flex_model.diagnostics import Steps, log, logger
 from flex_model.errors import HookError, HookMismatchError
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +42,7 @@ def test_a_level_that_there_is_not(own_logger):
 
 
 def test_steps_are_counted_and_forgotten():
-    steps = FlightRecorder()
+    steps = Steps()
     assert str(steps) == "nothing"
     for name in ("a", "b", "b", "b", "a"):
         steps.add(name)

@@ -3,6 +3,6 @@
 """
 
 from flex_model.diagnostics.log import logger
-from flex_model.diagnostics.steps import FlightRecorder
+from flex_model.diagnostics.steps import Steps
 
-__all__ = ["FlightRecorder", "logger"]
+__all__ = ["Steps", "logger"]

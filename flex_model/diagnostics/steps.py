@@ -1,23 +1,23 @@
-"""A flight recorder: the last exchanges of a rank, shown in errors that concern several ranks."""
+"""The last steps of a rank, told with every error that is about several ranks."""
 
 from __future__ import annotations
 
 from collections import deque
 
-_CAPACITY = 12
+_REMEMBERED = 12
 
 
-class FlightRecorder:
-    """The last exchanges that a rank took part in, in order, with counts of repetitions.
+class Steps:
+    """The last exchanges that a rank took part in, in order; what is repeated is counted.
 
     Example::
 
-        recorder.add("forward hook on 'layers.0'")
-        str(recorder)   # "... forward hook on 'layers.0' (x2); end of the run, with 2 records"
+        steps.add("forward hook on 'layers.0'")
+        str(steps)   # "... forward hook on 'layers.0' (x2); end of the run, with 2 records"
     """
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[str, int]] = deque(maxlen=_CAPACITY)
+        self._steps: deque[tuple[str, int]] = deque(maxlen=_REMEMBERED)
 
     def add(self, where: str) -> None:
         steps = self._steps
@@ -28,5 +28,5 @@ class FlightRecorder:
 
     def __str__(self) -> str:
         listed = [where + (f" (x{count})" if count > 1 else "") for where, count in self._steps]
-        more = "... " if len(self._steps) == _CAPACITY else ""
+        more = "... " if len(self._steps) == _REMEMBERED else ""
         return more + ("; ".join(listed) or "nothing")

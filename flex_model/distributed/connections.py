@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from flex_model._C import WaitError
-from flex_model.diagnostics import FlightRecorder, logger
+from flex_model.diagnostics import Steps, logger
 from flex_model.distributed import groups
 from flex_model.distributed.mesh import Axis, Mesh
 from flex_model.distributed.polling import sleeps
@@ -53,7 +53,7 @@ class Connections:
         self.timeout_s = timeout_s
         self.sequence = 0  # of the last exchange
         self.where = "nothing yet"
-        self.steps = FlightRecorder()
+        self.steps = Steps()
         self.edit_of = ""  # the hook whose editing function runs: nothing may be transferred in it
         self._groups: dict[tuple[Axis, ...], groups.PrivateGroup] = {}
         self._transports: dict[tuple[Axis, ...], tuple[Transport, str]] = {}
