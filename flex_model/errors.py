@@ -14,7 +14,8 @@ class HookError(RuntimeError):
     """An editing function raised or returned something invalid, or a rank failed, while hooks were
     active.
 
-    Raised on every rank alike; on the rank where it began, ``__cause__`` is the original exception.
+    Raised on every rank; on the rank where the failure began, ``__cause__`` is the original
+    exception.
     """
 
 

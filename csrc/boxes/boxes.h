@@ -253,7 +253,7 @@ void copy_steps(Stores stores, const Box& box, int64_t begin, int64_t end, char*
 
 inline int64_t num_steps(const Box& box) { return box.levels.empty() ? 1 : box.levels[0].count; }
 
-// Whether two boxes step through the full tensor alike, so that their runs interleave there. Empty
+// Whether two boxes step through the full tensor in the same way, so their runs interleave. Empty
 // boxes do not: they may have any number of steps.
 inline bool interleave(const Box& a, const Box& b) {
   return num_bytes(a) > 0 && num_bytes(b) > 0 && !a.levels.empty() && !b.levels.empty() &&

@@ -160,7 +160,7 @@ def resample(
             others = full
             order = torch.randperm(num_rows, generator=generator)
             chosen = torch.empty_like(order)
-            chosen[order] = order.roll(-1)  # one cycle through all rows: none is its own
+            chosen[order] = order.roll(-1)  # one cycle, so no row gets its own
         else:
             chosen = torch.randint(others.shape[dim], (num_rows,), generator=generator)
         if microbatch is not None:

@@ -153,10 +153,10 @@ class ModelTree:
         def add(branch: Tree, name: str) -> None:
             for note in self._by_name[name].notes:
                 branch.add(Text(note, style="cyan"))
-            for alike in self.children(name, show_all):
-                summary = self._by_name[alike[0]].summary
-                line = Text.assemble((_label(alike), "bold"), "  ", summary)
-                add(branch.add(line), alike[0])
+            for group in self.children(name, show_all):
+                summary = self._by_name[group[0]].summary
+                line = Text.assemble((_label(group), "bold"), "  ", summary)
+                add(branch.add(line), group[0])
 
         tree = Tree(Text(self.title))
         add(tree, "")
@@ -166,11 +166,11 @@ class ModelTree:
         shown = self.children(name, show_all)
         for note in self._by_name[name].notes:
             yield f"{indent}{'|' if shown else ' '}   * {note}"
-        for i, alike in enumerate(shown):
+        for i, group in enumerate(shown):
             is_last = i + 1 == len(shown)
-            summary = self._by_name[alike[0]].summary
-            yield f"{indent}{'`-- ' if is_last else '|-- '}{_label(alike)}  {summary}"
-            yield from self._lines(alike[0], indent + ("    " if is_last else "|   "), show_all)
+            summary = self._by_name[group[0]].summary
+            yield f"{indent}{'`-- ' if is_last else '|-- '}{_label(group)}  {summary}"
+            yield from self._lines(group[0], indent + ("    " if is_last else "|   "), show_all)
 
     def children(self, name: str, show_all: bool = False) -> list[list[str]]:
         """Return the names of a module's children, with consecutive numbered children grouped if
@@ -195,7 +195,7 @@ class ModelTree:
         return (node.summary, node.notes, *below)
 
 
-def _label(alike: Sequence[str]) -> str:
+def _label(group: Sequence[str]) -> str:
     """Return ``mlp``, or ``0 to 31`` for a group."""
-    first, last = (name.rpartition(".")[2] for name in (alike[0], alike[-1]))
+    first, last = (name.rpartition(".")[2] for name in (group[0], group[-1]))
     return first if first == last else f"{first} to {last}"
