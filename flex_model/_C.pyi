@@ -1,4 +1,4 @@
-"""Types of the compiled module; what each does is told beside its code, in csrc/engine."""
+"""Types of the compiled module, whose members are documented in csrc/engine."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar

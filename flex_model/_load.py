@@ -1,8 +1,8 @@
-"""Loads the compiled parts of flex_model and tells what was built and loaded.
+"""Loads the compiled parts of flex_model and reports what was built and loaded.
 
-`_C` and `_ops` must load. `_cuda` is optional: it is loaded where torch has CUDA and the build made
-it, with a GPU or without. ``FLEX_MODEL_REQUIRE=cuda`` makes its absence an error; ``cpu``, the
-default, says that it may be absent.
+`_C` and `_ops` must load. `_cuda` is optional: it is loaded if torch has CUDA and it was built,
+with or without a GPU. ``FLEX_MODEL_REQUIRE=cuda`` makes its absence an error; with ``cpu``, the
+default, it may be absent.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 FOLDER = Path(__file__).parent
 REQUIRE = ("cpu", "cuda")
 
-_loaded: dict[str, str] = {}  # name -> "loaded", or why not
+_loaded: dict[str, str] = {}  # name -> "loaded", or the reason why not
 
 
 class BuildInfo(dict[str, Any]):
-    """What was built and what was loaded; prints as a table.
+    """The versions in use, and the binaries that were built and loaded; prints as a table.
 
     Keys:
         flex_model, python, torch, torch_cuda, gpu: The versions in use; whether there is a GPU.
@@ -43,7 +43,7 @@ class BuildInfo(dict[str, Any]):
 
 
 def build_info() -> BuildInfo:
-    """Versions in use, what was built, and what was loaded and why not. Local."""
+    """Return versions, the facts of the build, and which binaries were loaded or why not. Local."""
     built = built_facts()
     return BuildInfo(
         flex_model=built.get("flex_model", "unknown"),
@@ -57,7 +57,7 @@ def build_info() -> BuildInfo:
 
 
 def load() -> None:
-    """Load `_C`, `_ops` and `_cuda`; ImportError, of one line, if one that must load does not."""
+    """Load `_C`, `_ops` and `_cuda`; a one-line ImportError if a required one does not load."""
     require = os.environ.get("FLEX_MODEL_REQUIRE", "cpu")
     if require not in REQUIRE:
         raise ValueError(f"FLEX_MODEL_REQUIRE must be one of {', '.join(REQUIRE)}, got {require!r}")
@@ -74,7 +74,7 @@ def load() -> None:
 
 
 def built_facts() -> dict[str, Any]:
-    """What setup.py recorded."""
+    """Return the facts of the build that setup.py recorded."""
     try:
         return json.loads((FOLDER / "_build_config.json").read_text())
     except FileNotFoundError:
@@ -104,7 +104,7 @@ def _load_ops() -> None:
 
 
 def _load_cuda() -> str:
-    """``"loaded"``, or why not."""
+    """Return ``"loaded"``, or the reason why not."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} has no CUDA"
     path = _find("_cuda")
@@ -119,13 +119,13 @@ def _load_cuda() -> str:
 
 
 def _find(name: str) -> Path | None:
-    # Not a glob: a name of another Python or platform must not be taken.
+    # Not a glob, which could find a binary of another Python or platform.
     path = FOLDER / f"{name}.abi3.so"
     return path if path.exists() else None
 
 
 def explain(name: str, error: object) -> str:
-    """One line: which binary, against which torch it was built, what is missing, what to do."""
+    """Return one line: the binary, the torch it was built against, what is missing, what to do."""
     text = " ".join(str(error).split())
     symbol = re.search(r"undefined symbol: (\S+)", text)
     if symbol:

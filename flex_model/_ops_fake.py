@@ -20,7 +20,7 @@ def register() -> None:
         "fingerprint": _fingerprint,
     }
     # What they write is an argument, or no tensor.
-    fakes |= dict.fromkeys(["pull_", "push", "copy_to_host", "meet_peers"], _nothing)
+    fakes |= dict.fromkeys(["pull_", "push", "copy_to_host", "peer_barrier"], _nothing)
     for name, fake in fakes.items():
         torch.library.register_fake(f"flex_model::{name}", fake)
 

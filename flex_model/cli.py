@@ -16,7 +16,7 @@ from flex_model.sequential.command import add_harvest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand; the exit status."""
+    """Run a subcommand; return the exit status."""
     options = make_parser().parse_args(arguments)
     try:
         return int(options.run(options))
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Of all subcommands; ``options.run`` runs the one that was chosen."""
+    """Return the parser of all subcommands; ``options.run`` runs the chosen one."""
     parser = argparse.ArgumentParser(
         prog="python -m flex_model",
         description="flex_model's tools",
@@ -43,40 +43,40 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "demo",
-        help="an induction head is found and taken out, on 1 process and on ranks started here",
-        description="Finds the induction head of a small model made by hand and takes it out: on "
-        "one process, and on tensor-parallel ranks that it starts. Shows the picture of hooks and "
-        "their costs, and that all numbers are equal. Takes some seconds, and needs nothing but "
-        "this package. The exit status is 0 if they are equal.",
+        help="find and ablate an induction head, on 1 process and on several ranks",
+        description="Finds the induction head of a small hand-written model and ablates it: on "
+        "one process, and on tensor-parallel ranks that it starts. Shows the hooks with their "
+        "costs, and compares all numbers. Takes some seconds, and needs no other package. "
+        "The exit status is 0 if the numbers are equal.",
         epilog="example: python -m flex_model demo --html map.html",
     )
     parser.add_argument(
-        "--ranks", type=int, choices=(1, 2, 4), default=2, help="beside 1 process (default 2)"
+        "--ranks", type=int, choices=(1, 2, 4), default=2, help="besides 1 process (default 2)"
     )
-    parser.add_argument("--html", metavar="FILE", help="write the picture as a page, too")
+    parser.add_argument("--html", metavar="FILE", help="also write the model map as a page")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     parser.set_defaults(run=_demo)
 
 
 def _demo(options: argparse.Namespace) -> int:
     if options.html is not None:
-        open(options.html, "w").close()  # an error now, not in some rank
+        open(options.html, "w").close()  # fails here if it can't be written, not in a rank
     steps = progress([(1, None), (options.ranks, options.html)], "demo", is_shown=True)
     one, several = [demo.on_ranks(*step) for step in steps]
     comparison = demo.Comparison(one, several, options.ranks)
     print(json.dumps(comparison.json(), indent=2) if options.json else comparison)
     if options.html is not None:
-        print(f"the picture is in {options.html}", file=sys.stderr)
+        print(f"the model map is in {options.html}", file=sys.stderr)
     return 0 if comparison.is_equal else 1
 
 
 def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "inspect",
-        help="the modules of a model, where hooks can sit, and how their tensors are split",
-        description="Prints the modules of a model as a tree, with the full shape of what each "
-        "takes and gives, and its layout under the sharding given. One process, no weights and "
-        "no computing: the model is built on the meta device and run on shapes.",
+        help="print the modules of a model, with the layouts of their tensors",
+        description="Prints the modules of a model as a tree, with the full shapes of their inputs "
+        "and outputs, and the layouts for the given sharding. Runs in one process, without weights "
+        "or computation: the model is built on the meta device and run on shapes.",
         epilog="example: python -m flex_model inspect llama-8b/config.json --tp 4 --dp 2",
     )
     parser.add_argument(
@@ -95,7 +95,7 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="full shape of an input, for example 4,128:int64; once for each positional one "
         "(default, for Hugging Face models: 2 x dp rows of 8 tokens)",
     )
-    parser.add_argument("--all", action="store_true", help="show layers that are alike one by one")
+    parser.add_argument("--all", action="store_true", help="show equal layers one by one")
     parser.add_argument("--json", action="store_true", help="print all modules as JSON")
     parser.set_defaults(run=_inspect)
 
@@ -122,10 +122,10 @@ def _inspect(options: argparse.Namespace) -> int:
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="what is installed, built and loaded, and which transports work between two ranks",
-        description="Looks at this machine and this installation, and starts two processes for "
+        help="report what is installed, built and loaded, and which transports work here",
+        description="Inspects this machine and this installation, and starts two processes for "
         "each transport, which gather a tensor and compare it bit for bit. Takes half a minute. "
-        "The exit status is 0 if all that must work does.",
+        "The exit status is 0 if the required parts work.",
         epilog="example: python -m flex_model doctor --json > report.json",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")

@@ -1,10 +1,11 @@
-"""``python -m flex_model demo``: an induction head is found and taken out, on one process and on
-ranks that it starts itself, with the same numbers.
+"""``python -m flex_model demo``: finds and ablates an induction head, on one process and on ranks
+that it starts itself, with the same numbers.
 
-The model is made by hand, so nothing is trained or downloaded: two layers of attention over one-hot
-tokens and positions. A head of layer 0 finds the token before; one of layer 1, the induction head
-(Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021), finds where the token
-stood before, and copies what came after it. All other heads are small noise.
+The model is written by hand, so nothing is trained or downloaded: two layers of attention over
+one-hot tokens and positions. A previous-token head in layer 0 copies the token before; the
+induction head in layer 1 (Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021)
+finds the earlier occurrence of the current token and copies the token after it. All other heads are
+small noise.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ VOCABULARY, PERIOD, HEADS, HEAD_SIZE = 24, 16, 4, 32
 _LENGTH = 2 * PERIOD  # a random text, twice
 _PREVIOUS_HEAD, _INDUCTION_HEAD = 1, 2  # of layer 0, of layer 1
 _SHARPNESS, _NOISE = 60.0, 0.02
-_TOKEN, _POSITION = 0, VOCABULARY  # where a hidden state has what
+_TOKEN, _POSITION = 0, VOCABULARY  # the first unit of each part of a hidden state
 _BEFORE, _NEXT = VOCABULARY + _LENGTH, 2 * VOCABULARY + _LENGTH
 _WIDTH = 3 * VOCABULARY + _LENGTH
 _TOLERANCE = 1e-9  # float64, sums in another order
@@ -41,11 +42,11 @@ _TIMEOUT_S = 120.0
 
 
 class DemoError(RuntimeError):
-    """A rank failed, or says nothing."""
+    """A rank failed or sent no result."""
 
 
 class Layer(nn.Module):
-    """Causal attention, added to what it reads; ``pattern`` gives (batch, heads, query, key)."""
+    """Causal attention with a residual; ``pattern`` outputs (batch, heads, query, key)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +65,7 @@ class Layer(nn.Module):
 
 
 class CopyingModel(nn.Module):
-    """Says what came after the last token where that stood before."""
+    """A model that predicts the token after the last token's earlier occurrence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,14 +82,14 @@ class CopyingModel(nn.Module):
             _identity(self.positions.weight, 0, _POSITION, _LENGTH)
             _identity(self.head.weight, 0, _NEXT, VOCABULARY, 10.0)
             first, second = cast(list[Layer], list(self.layers))
-            start = _PREVIOUS_HEAD * HEAD_SIZE  # position i asks for key i, which i - 1 has
+            start = _PREVIOUS_HEAD * HEAD_SIZE  # query i matches the key of position i - 1
             _identity(first.q.weight, start, _POSITION, _LENGTH, _SHARPNESS)
             _identity(first.k.weight, start + 1, _POSITION, _LENGTH - 1)
             _copy(first, start, _TOKEN, _BEFORE)
-            start = _INDUCTION_HEAD * HEAD_SIZE  # a token asks for where it is the one before
+            start = _INDUCTION_HEAD * HEAD_SIZE  # a token matches positions that it precedes
             _identity(second.q.weight, start, _TOKEN, VOCABULARY, _SHARPNESS)
             _identity(second.k.weight, start, _BEFORE, VOCABULARY)
-            # Nothing stands before position 0, where the head of layer 0 finds the token itself.
+            # Position 0 has no previous token: there the head of layer 0 copies the token itself.
             second.q.weight[start + VOCABULARY, _TOKEN : _TOKEN + VOCABULARY] += _SHARPNESS
             second.k.weight[start + VOCABULARY, _POSITION] -= 1
             _copy(second, start, _TOKEN, _NEXT)
@@ -105,14 +106,14 @@ def _identity(weight: Tensor, row: int, column: int, size: int, scale: float = 1
 
 
 def _copy(layer: Layer, start: int, source: int, target: int) -> None:
-    """The head whose rows begin at ``start`` moves a token from one place to another."""
+    """Let the head whose rows begin at ``start`` copy a token from one part to another."""
     _identity(layer.v.weight, start, source, VOCABULARY)
     _identity(layer.o.weight, target, start, VOCABULARY)
 
 
 def sharded(model: CopyingModel, num_ranks: int) -> CopyingModel:
-    """Heads split over the ranks."""
-    # Over a second, which other commands do without.
+    """Shard the heads over the ranks."""
+    # Imported here, since it takes over a second that other commands don't need.
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
@@ -126,18 +127,19 @@ def sharded(model: CopyingModel, num_ranks: int) -> CopyingModel:
     return model
 
 
-# ---- What is done on any number of ranks ---------------------------------------------------------
+# ---- The experiment, on any number of ranks ------------------------------------------------------
 
 
 @dataclass
 class Findings:
-    """What the script found on one number of ranks.
+    """The results of the experiment on a number of ranks.
 
     Attributes:
-        scores: ``(layers, heads)``: how much a head attends to what came after the token before.
-        tensors: What must be the same on any number of ranks.
-        losses: Of the second half, by what was taken out.
-        picture: As ``flex.show()`` prints it.
+        best: The layer and head with the largest score.
+        scores: ``(layers, heads)``: the mean attention to the token after the earlier occurrence.
+        tensors: The tensors that must be the same on any number of ranks.
+        losses: The losses of the second half, by ablated head.
+        picture: The output of ``flex.show()``.
     """
 
     best: tuple[int, int]
@@ -148,7 +150,7 @@ class Findings:
 
 
 def explore(model: nn.Module, num_ranks: int, html: str | None = None) -> Findings:
-    """Find the induction head, and see what becomes of the loss without it. Collective."""
+    """Find the induction head, and compute the loss without it. Collective."""
     torch.manual_seed(0)
     half = torch.stack([torch.randperm(VOCABULARY)[:PERIOD] for _ in range(4)])
     tokens = torch.cat([half, half], 1)
@@ -186,24 +188,24 @@ def explore(model: nn.Module, num_ranks: int, html: str | None = None) -> Findin
 
 
 def _induction_scores(pattern: Tensor) -> Tensor:
-    """By head: the mean attention of the second half to what came after the token before."""
+    """Return each head's mean attention of the second half to the token after the earlier one."""
     return pattern.diagonal(1 - PERIOD, 2, 3)[..., 1:].mean((0, 2))
 
 
 def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Of what can be known: the second half, but for its first token."""
-    said, wanted = logits[:, PERIOD:-1], tokens[:, PERIOD + 1 :]
-    return functional.cross_entropy(said.flatten(0, 1), wanted.flatten())
+    """Return the loss of the predictable tokens: the second half without its first token."""
+    predicted, expected = logits[:, PERIOD:-1], tokens[:, PERIOD + 1 :]
+    return functional.cross_entropy(predicted.flatten(0, 1), expected.flatten())
 
 
 # ---- Ranks ---------------------------------------------------------------------------------------
 
 
 def on_ranks(num_ranks: int, html: str | None = None) -> Findings:
-    """What rank 0 found; the ranks are started here.
+    """Start the ranks, run the experiment, and return the findings of rank 0.
 
     Raises:
-        DemoError: a rank failed, or says nothing.
+        DemoError: a rank failed or sent no result.
     """
     if num_ranks == 1:
         return explore(CopyingModel().double(), 1, html)
@@ -217,20 +219,21 @@ def on_ranks(num_ranks: int, html: str | None = None) -> Findings:
         ranks[-1].start()
         there.close()
         pipes.append(here)
-    told: list[Any] = []
+    results: list[Any] = []
     try:
         for rank, pipe in enumerate(pipes):
             try:
-                told.append(pipe.recv() if pipe.poll(_TIMEOUT_S) else "says nothing")
+                no_result = f"sent no result in {_TIMEOUT_S:.0f} s"
+                results.append(pipe.recv() if pipe.poll(_TIMEOUT_S) else no_result)
             except EOFError:
-                told.append("ended without a word")
-            if isinstance(told[-1], str):
-                raise DemoError(f"rank {rank} {told[-1]}")
+                results.append("ended without a result")
+            if isinstance(results[-1], str):
+                raise DemoError(f"rank {rank} {results[-1]}")
     finally:
         for process in ranks:
             process.join(5)
             process.kill()
-    best, scores, tensors, losses, picture = told[0]
+    best, scores, tensors, losses, picture = results[0]
     values = {name: torch.tensor(value, dtype=torch.float64) for name, value in tensors.items()}
     return Findings(best, torch.tensor(scores, dtype=torch.float64), values, losses, picture)
 
@@ -244,12 +247,12 @@ def _rank(rank: int, num_ranks: int, port: int, pipe: Connection, html: str | No
             "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout
         )
         found = explore(sharded(CopyingModel().double(), num_ranks), num_ranks, html)
-        # Lists: a tensor would travel in memory that ends with this process.
+        # Lists, because a tensor would be sent in shared memory that ends with this process.
         tensors = {name: tensor.tolist() for name, tensor in found.tensors.items()}
         pipe.send((found.best, found.scores.tolist(), tensors, found.losses, found.picture))
     except BaseException as error:
         pipe.send(f"failed: {type(error).__name__}: {error}")
-    os._exit(0)  # gloo's threads abort an orderly exit now and then
+    os._exit(0)  # gloo's threads sometimes abort during a normal exit
 
 
 # ---- The command ---------------------------------------------------------------------------------
@@ -257,7 +260,7 @@ def _rank(rank: int, num_ranks: int, port: int, pipe: Connection, html: str | No
 
 @dataclass
 class Comparison:
-    """One process beside several ranks; prints as text."""
+    """The comparison of one process with several ranks; prints as text."""
 
     one: Findings
     several: Findings
@@ -265,7 +268,7 @@ class Comparison:
 
     @property
     def differences(self) -> dict[str, float]:
-        """The largest of each tensor."""
+        """The largest difference of each tensor."""
         return {
             name: float((tensor - self.several.tensors[name]).abs().max())
             for name, tensor in self.one.tensors.items()
@@ -273,12 +276,12 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether both found the same, up to sums in another order."""
+        """Whether both results are the same, up to the order of sums."""
         is_same_head = self.one.best == self.several.best
         return is_same_head and all(value <= _TOLERANCE for value in self.differences.values())
 
     def json(self) -> dict[str, Any]:
-        """Of plain values."""
+        """Return plain values for JSON."""
         return {
             "ranks": [1, self.num_ranks],
             "induction_head": self.several.best,

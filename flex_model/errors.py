@@ -1,7 +1,7 @@
-"""The errors of flex_model, and the wording that they share.
+"""The error classes of flex_model, and texts that several errors share.
 
-``HookError`` and its kind are about what happened while a model ran; wrong arguments stay
-``ValueError``, ``TypeError`` and ``IndexError``, raised where the argument was given.
+``HookError`` and its subclasses are raised for failures while a model runs; wrong arguments are
+``ValueError``, ``TypeError`` and ``IndexError``, raised by the call that got the argument.
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ class HookError(RuntimeError):
     """An editing function raised or returned something invalid, or a rank failed, while hooks were
     active.
 
-    Raised on every rank alike; on the rank where it began, ``__cause__`` is the original exception.
+    Raised on every rank; on the rank where the failure began, ``__cause__`` is the original
+    exception.
     """
 
 
 class UnpackIndexError(HookError, IndexError):
-    """Where a hook is there are fewer tensors than its ``unpack_idx`` counts to: a wrong argument,
-    found while the model ran.
+    """The site of a hook has too few tensors for its ``unpack_idx``: a wrong argument, found while
+    the model ran.
     """
 
 
 class HookMismatchError(HookError):
-    """Ranks disagree: other hooks, another order, other shapes or dtypes. The message names ranks,
-    site and values.
+    """Ranks disagree on the hooks, their order, shapes or dtypes. The message names ranks, site and
+    values.
     """
 
 
 class LayoutMismatchError(HookMismatchError, ValueError):
-    """The shapes that ranks hold are not those of one tensor's shards, as its layout says."""
+    """The local shapes of the ranks are not those of one tensor's shards under its layout."""
 
 
 class HookNotCalledWarning(UserWarning):
-    """A run ended, and the module of a forward or forward-pre hook was never run in it, nor in one
-    before. Once per hook, on every rank.
+    """The module of a forward or forward-pre hook was not called in a run, nor in one before. Once
+    per hook, on every rank.
     """
 
 
@@ -45,15 +46,13 @@ class TraceError(RuntimeError):
 
 
 def agreed(error):
-    """Mark an error that every rank raises at the same place: nobody needs to be told of it
-    again.
-    """
+    """Mark an error that every rank raises at the same place, so that it is not reported again."""
     error.is_agreed = True
     return error
 
 
 def is_agreed(error: BaseException | None) -> bool:
-    """Whether all ranks know of this error, or of one that it was raised from."""
+    """Whether all ranks raise this error, or one that caused it."""
     while error is not None:
         if getattr(error, "is_agreed", False):
             return True
@@ -62,12 +61,12 @@ def is_agreed(error: BaseException | None) -> bool:
 
 
 def see(section: str) -> str:
-    """Where a message is explained: a section of docs/errors.md."""
+    """Return a reference to the section of docs/errors.md that explains a message."""
     return f"see docs/errors.md#{section}"
 
 
 def nearest(name: str, names: Iterable[str], what: str = "name") -> str:
-    """A sentence that names the entries of ``names`` most like ``name``, or all of a short list."""
+    """Return a clause with the ``names`` most similar to ``name``, or all of a short list."""
     names = list(dict.fromkeys(names))
     if not names:
         return f"there is no {what} to choose from"
@@ -76,7 +75,7 @@ def nearest(name: str, names: Iterable[str], what: str = "name") -> str:
         last = name.rsplit(".", 1)[-1]
         close = [other for other in names if last and last in other][:3]
     if not close and len(names) > 8:
-        return f"none of the {len(names)} {what}s is like it; they begin with {_listed(names[:3])}"
+        return f"none of the {len(names)} {what}s is similar; the first are {_listed(names[:3])}"
     return f"nearest {what}s: {_listed(close or names)}"
 
 

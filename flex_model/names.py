@@ -1,4 +1,4 @@
-"""Names of modules and parameters: as they are, and clean of what wrappers put in between."""
+"""Names of modules and parameters: as in the model, or clean, without the parts of wrappers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WRAPPER_CLASSES = {"DistributedDataParallel", "DataParallel"}  # keep it under 
 
 
 def clean(module: nn.Module, name: str) -> str:
-    """``name`` (of a module or parameter under ``module``) without the names that wrappers put in.
+    """Return the name of a module or parameter of ``module`` without the parts of wrappers.
 
     ``module.layers.0`` under DDP is ``layers.0``; ``layers.0._fsdp_wrapped_module.fc`` is
     ``layers.0.fc``.
@@ -26,7 +26,7 @@ def clean(module: nn.Module, name: str) -> str:
         is_wrapper = part in _WRAPPED_CHILDREN or (
             part == "module" and type(module).__name__ in _WRAPPER_CLASSES
         )
-        child = getattr(module, "_modules", {}).get(part)  # not tested: it may have a length
+        child = getattr(module, "_modules", {}).get(part)  # a child may be falsy: it may have len()
         is_stage = child is not None and type(module).__name__ == "LocalStages"  # of a pipeline
         if not is_wrapper and not is_stage:
             parts.append(part)
@@ -35,21 +35,21 @@ def clean(module: nn.Module, name: str) -> str:
 
 
 def check_name(name: object, what: str) -> None:
-    """TypeError for what can't be a name."""
+    """Raise TypeError if the name is not a str."""
     if not isinstance(name, str):
         raise TypeError(f"the name of a {what} must be a str, got {type(name).__name__}")
 
 
 def module_names(root: nn.Module) -> list[str]:
-    """Names of all modules below ``root``, as they are."""
+    """Return the names of all modules below ``root``, not cleaned."""
     return [name for name, _ in root.named_modules(remove_duplicate=False) if name]
 
 
 def find_module(root: nn.Module, name: str) -> nn.Module:
-    """The module of this name, wrapped or clean; the outermost where both fit.
+    """Return the module of this name, wrapped or clean; the outermost if several match.
 
     Raises:
-        ValueError: there is none; the message has the nearest names.
+        ValueError: no module has the name; the message has the nearest names.
     """
     check_name(name, "module")
     try:
@@ -68,11 +68,11 @@ def find_module(root: nn.Module, name: str) -> nn.Module:
 
 
 def find_parameter(root: nn.Module, name: str) -> tuple[str, nn.Module, nn.Parameter]:
-    """A parameter by its name, wrapped or clean: the name as it is, the module that owns it, and
-    the parameter.
+    """Find a parameter by its name, wrapped or clean; return its full name, the module that owns it
+    and the parameter.
 
     Raises:
-        ValueError: there is none, or it is a buffer; the message has the nearest names.
+        ValueError: no parameter has the name, or it is a buffer; the message has the nearest names.
     """
     check_name(name, "parameter")
     with contextlib.suppress(AttributeError):
@@ -98,13 +98,14 @@ def find_parameter(root: nn.Module, name: str) -> tuple[str, nn.Module, nn.Param
 
 
 def shapes_by_name(expected_shapes: object, names: Mapping[str, str]) -> dict[str, Any]:
-    """What ``iterate_parameters`` was given, by clean name.
+    """Return the ``expected_shapes`` of ``iterate_parameters`` by clean name.
 
     Args:
-        names: Of the parameters: the clean name of each, by its name as it is.
+        names: The clean name of each parameter, by its full name.
 
     Raises:
-        TypeError, ValueError: no mapping; no such parameter, the message has the nearest names.
+        TypeError: not a mapping.
+        ValueError: no parameter has a name; the message has the nearest names.
     """
     if expected_shapes is None:
         return {}

@@ -1,4 +1,4 @@
-"""Module output <-> tensors: flatten, unflatten, find or replace one tensor, register a container.
+"""Pytrees of module outputs: flatten, unflatten, find or replace a tensor, register a container.
 
 Example::
 
@@ -8,7 +8,7 @@ Example::
     output = pytree.unflatten([leaf * 2 for leaf in leaves], spec)
 
     hidden = pytree.leaf_at(output, 0)  # tensors are counted depth first
-    output = pytree.replace_leaf(output, 0, hidden + 1)  # all else is the very same object
+    output = pytree.replace_leaf(output, 0, hidden + 1)  # everything else is the same object
 
 Leaves are tensors, with all subclasses of ``torch.Tensor``. Containers are
 
@@ -18,14 +18,14 @@ Leaves are tensors, with all subclasses of ``torch.Tensor``. Containers are
 - Hugging Face's model outputs, and caches (their public attributes, counters left out);
 - types registered with :func:`register`, then types registered with ``torch.utils._pytree``.
 
-A container is rebuilt with its own type, and what is not a child (other attributes, slots, the
-default factory) is carried over. Its ``__new__``, ``__init__``, ``__post_init__`` and setters do
-not run, unless the type is registered. A subclass of a registered type does not inherit the
-registration, as the unflatten function would return the base: it is taken by its structure.
-Everything else is a constant, kept by identity.
+A container is rebuilt with its own type, and everything that is not a child (other attributes,
+slots, the default factory) is carried over. Its ``__new__``, ``__init__``, ``__post_init__`` and
+setters do not run, unless the type is registered. A subclass of a registered type does not inherit
+the registration, since the unflatten function would return the base: it is flattened by its
+structure. Everything else is a constant, kept by identity.
 
-The walk sees a snapshot of each container: user code that changes one meanwhile does not change
-the walk. Types are remembered weakly; a registration holds until :func:`unregister`.
+The traversal works on a snapshot of each container, so user code that changes a container meanwhile
+does not affect it. Types are cached weakly; a registration lasts until :func:`unregister`.
 
 The order of lookup is in ``csrc/engine/pytree/registry.h``.
 """
@@ -61,9 +61,9 @@ def register(
     flatten: Callable[[Any], tuple[Iterable[Any], Any]],
     unflatten: Callable[[list[Any], Any], Any],
 ) -> None:
-    """Open instances of exactly this type with these functions.
+    """Flatten and unflatten instances of exactly this type with these functions.
 
-    Goes before everything else, a registration with ``torch.utils._pytree`` included.
+    Takes precedence over everything else, including registrations with ``torch.utils._pytree``.
 
     Example::
 
@@ -94,7 +94,7 @@ def register(
 
 
 def unregister(type: type) -> None:
-    """Forget what :func:`register` was given for a type. Specs made before still work.
+    """Remove the registration of a type. Specs made before still work.
 
     Example::
 
@@ -121,18 +121,18 @@ def _check_type(operation: str, type: type) -> None:
 
 
 def _describe(type: type) -> tuple[Any, bool] | None:
-    """Say which attributes of a type hold children, and if that goes before torch's registration.
+    """Return (attributes that hold children, whether this precedes torch's registration), or None.
 
-    The attributes are a tuple of names, or a function of the object that returns one; those that
-    an object lacks are skipped. The items of tuples, lists and dicts are children anyway. Libraries
-    are known by the names of their classes, so that none of them is imported.
+    The attributes are a tuple of names, or a function of the object that returns one; attributes
+    that an object lacks are skipped. Items of tuples, lists and dicts are always children. Classes
+    of libraries are recognized by name, so that no library is imported.
     """
     if type in (OrderedDict, defaultdict):
         return None, True
     bases = type.__mro__
     names = [base.__name__ for base in bases if _is_from(base, "transformers", "diffusers")]
     if "ModelOutput" in names or "BaseOutput" in names:
-        return None, True  # a dict whose attributes are in step; torch's would run __post_init__
+        return None, True  # a dict with synchronized attributes; torch's would run __post_init__
     if any(name.endswith(("Cache", "CacheLayer", "CacheLayerMixin")) for name in names):
         return _cache_attributes, True
     if any(isinstance(vars(base).get("__dataclass_fields__"), dict) for base in bases):
@@ -147,7 +147,7 @@ def _is_from(type: type, *packages: str) -> bool:
 
 
 def _cache_attributes(cache: Any) -> tuple[str, ...]:
-    """What a Hugging Face cache or one of its layers keeps, but for its counters of tokens."""
+    """Return the attributes of a Hugging Face cache or cache layer, except its token counters."""
     return tuple(
         name
         for name in vars(cache)

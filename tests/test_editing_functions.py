@@ -87,10 +87,10 @@ def test_regions():
 @pytest.mark.parametrize("shape", [(15, 8), (3, 2, 5, 4)])
 def test_dims_are_not_guessed(shape):
     for edit in (editing.zero(positions=1), editing.mean(over="positions")):
-        with pytest.raises(ValueError, match="say which dim is meant"):
+        with pytest.raises(ValueError, match="give the dim with dims="):
             call(edit, X.reshape(shape))
     if len(shape) == 4:
-        with pytest.raises(ValueError, match="say which dim is meant"):
+        with pytest.raises(ValueError, match="give the dim with dims="):
             call(editing.zero(heads=1, num_heads=2), X.reshape(shape))
     there = call(editing.zero(positions=1, dims={"positions": 1}), X.reshape(shape))
     assert_close(there.select(1, 1), torch.zeros_like(there.select(1, 1)))
@@ -113,12 +113,12 @@ def test_nothing_chosen_is_no_edit():
         (lambda: editing.zero(positions=1.5), "positions: expected an int, a slice"),
         (lambda: editing.zero(positions="first"), "'every' or 'last'"),
         (lambda: editing.zero(rows="last"), "rows: expected"),
-        (lambda: editing.zero(units=[True, 3]), "bools and numbers"),
+        (lambda: editing.zero(units=[True, 3]), "expected ints or bools"),
         (lambda: editing.zero(units=torch.ones(2, 2)), "units: expected"),
-        (lambda: editing.zero(dims={"position": 1}), "dims: expected dims by the names"),
+        (lambda: editing.zero(dims={"position": 1}), "dims: expected a mapping of"),
         (lambda: editing.zero(positions=torch.ones(3, 5, dtype=torch.bool), rows=1), "leave out"),
         (lambda: editing.clamp(), "min="),
-        (lambda: editing.clamp(3, 1), "above max"),
+        (lambda: editing.clamp(3, 1), "must not be above max"),
         (lambda: editing.mean(over="units"), "over must be"),
         (lambda: editing.noise(-1), "std"),
         (lambda: editing.scale("x"), "scale: factor must be a number, got 'x'"),
@@ -135,33 +135,36 @@ def test_nothing_chosen_is_no_edit():
         (lambda: editing.steer(3.0), "must be a Tensor or"),
         (lambda: editing.project_out(torch.zeros(8)), "is zero"),
         (lambda: editing.project_out(torch.ones(2, 8)), "depends on the others"),
-        (lambda: editing.project_out(VECTOR, units=3), "one of all units"),
+        (lambda: editing.project_out(VECTOR, units=3), "has a number for every unit"),
         (lambda: editing.patch([1.0]), "Tensor or a Capture"),
         (lambda: editing.splice("m", add=True, error=True), "add= is for adapters"),
         (lambda: editing.splice("m", heads=1, num_heads=2), "all units"),
         (lambda: editing.splice("m", latents=3.0), "splice: latents must be an Edit"),
         (lambda: editing.splice(nn.Linear(1, 1)), "register_trainable_module"),
-        (lambda: editing.logit_lens(None), "by their names"),
+        (lambda: editing.logit_lens(None), "weights are given by name"),
         (lambda: editing.logit_lens("w", eps="x"), "logit_lens: eps must be a number, got 'x'"),
         (lambda: editing.logit_lens("w", keep=3), "keep must be a function or None, got 3"),
         (lambda: editing.logit_lens("w", name=3), "logit_lens: name must be a str, got int"),
         (lambda: editing.tuned_lens(None, "w"), "translator must be a str, got NoneType"),
         (lambda: editing.logit_lens("w", kind="batch"), "kind must be"),
-        (lambda: editing.logit_lens(VECTOR), "by their names"),
+        (lambda: editing.logit_lens(VECTOR), "weights are given by name"),
         (lambda: editing.chain(), "at least one"),
         (lambda: editing.chain(3), "expected editing functions"),
         (lambda: editing.zero(dims=3), "dims: expected a mapping, as {'rows': 1}, got 3"),
         (lambda: editing.Site("a", "middle"), "side must be"),
         (lambda: editing.Site(3), "the name of a module must be a str, got int"),
         (lambda: editing.Site("a", "input", 3), "Site: where must be a mapping, got int"),
-        (lambda: patching(sites="fc1"), "must be Sites or names of modules, got 'fc1'; of one:"),
-        (lambda: patching(sites=None), "sites must be Sites or names of modules, got None"),
+        (lambda: patching(sites="fc1"), "must be a list of Sites or names of modules, got 'fc1'"),
+        (
+            lambda: patching(sites=None),
+            "sites must be a list of Sites or names of modules, got None",
+        ),
         (lambda: patching(metric="sum"), "metric must be a function of the output, got 'sum'"),
-        (lambda: patching(positions="last"), "of one: ['last']"),
+        (lambda: patching(positions="last"), "for one position give ['last']"),
         (lambda: patching(clean=3), "the inputs of a run must be a tensor"),
-        (lambda: path(receivers="fc2"), "receivers must be Sites or names of modules"),
-        (lambda: path(frozen=3), "frozen must be Sites or names of modules"),
-        (lambda: editing.zero().at("a", parameters=["b"]), "the edit's own"),
+        (lambda: path(receivers="fc2"), "receivers must be a list of Sites or names of modules"),
+        (lambda: path(frozen=3), "frozen must be a list of Sites or names of modules"),
+        (lambda: editing.zero().at("a", parameters=["b"]), "are set by the edit"),
     ],
 )
 def test_wrong_arguments(make, message):
@@ -175,23 +178,23 @@ def test_wrong_arguments(make, message):
         (lambda: editing.zero(positions=5), "5 is out of range, there are 5"),
         (lambda: editing.zero(rows=[0, -4]), "-4 is out of range"),
         (lambda: editing.zero(units=[True] * 3), "the mask has 3 entries for 8 units"),
-        (lambda: editing.zero(heads=0, num_heads=3), "equal parts"),
+        (lambda: editing.zero(heads=0, num_heads=3), "into 3 equal heads"),
         (lambda: editing.zero(heads=4, num_heads=4), "heads: 4 is out of range"),
         (lambda: editing.zero(positions=torch.ones(2, 5, dtype=torch.bool)), "3 rows of 5"),
         (lambda: editing.zero(positions=1, units=1, dims={"units": 1}), "are both dim 1"),
         (lambda: editing.zero(positions=1, dims={"positions": 3}), "positions are dim 3"),
-        (lambda: editing.steer(torch.ones(7)), "can't be spread"),
-        (lambda: editing.steer(torch.ones(2, 5, 8)), "can't be spread"),
+        (lambda: editing.steer(torch.ones(7)), "can't be broadcast"),
+        (lambda: editing.steer(torch.ones(2, 5, 8)), "can't be broadcast"),
         (lambda: editing.steer("nobody"), "no trainable module"),
-        (lambda: editing.steer("linear"), "2 parameters, not one"),
+        (lambda: editing.steer("linear"), "must have one parameter, got 2"),
         (lambda: editing.project_out(torch.ones(7)), "have 7 units"),
-        (lambda: editing.patch(WHOLE[:2]), "can't be spread"),
-        (lambda: editing.patch(WHOLE[0]), "batches of one size"),
+        (lambda: editing.patch(WHOLE[:2]), "can't be broadcast"),
+        (lambda: editing.patch(WHOLE[0]), "same batch size"),
         (lambda: editing.patch(editing.capture()), "nothing was captured"),
         (lambda: editing.resample(WHOLE[:, :4]), "number of rows only"),
         (lambda: editing.resample(WHOLE[0]), "number of rows only"),
         (lambda: editing.splice("nobody"), "no trainable module"),
-        (lambda: editing.splice("narrow"), "must make a tensor of shape (3, 5, 8)"),
+        (lambda: editing.splice("narrow"), "must return a tensor of shape (3, 5, 8)"),
         (lambda: editing.splice("linear", latents=editing.zero()), "encode and decode"),
         (lambda: editing.logit_lens("w"), "edit.at(module_name)"),
     ],
@@ -343,6 +346,6 @@ def test_rows_of_a_micro_batch():
         )
         with pytest.raises(IndexError, match="there are 6"):
             call(editing.zero(rows=6))
-        with pytest.raises(ValueError, match="a micro-batch has 3 rows"):
+        with pytest.raises(ValueError, match="the micro-batch has 3 rows"):
             call(editing.zero(rows=0), X.flatten(0, 1))
         assert_close(call(editing.zero(units=3), X.flatten(0, 1)), changed(units=3).flatten(0, 1))

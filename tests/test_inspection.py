@@ -366,7 +366,7 @@ def test_control_flow_on_values_is_an_error_that_names_layouts():
     flex = models.replicas(FlexModel(model, {}, tensor_parallel_size=2))
     flex.register_forward_hook(HookFunction("fc", editing_function=double))
     model.asks = dist.get_rank() == 1
-    with pytest.raises(HookError, match=r"rank 1: dry_run: .* real, and ask flex.layouts\(\)"):
+    with pytest.raises(HookError, match=r"rank 1: dry_run: .* values, and call flex.layouts\(\)"):
         flex.dry_run(models.random(4, 6))
     model.asks = False
     assert (model.kept, model.calls) == (None, 0)
@@ -469,7 +469,7 @@ def test_inspect_does_not_guess(capsys):
     given = ["--tp", "2", "--input", "4,6"]
     assert cli.main(["inspect", f"{__file__}:Silent", *given]) == 0
     out = capsys.readouterr().out
-    unknown = "float32 4 x 4 a rank, a run tells how it is split"
+    unknown = "float32 4 x 4 per rank, layout known after a run"
     assert f"inp  Linear  float32 4 x 6 [dp R, tp R] -> {unknown}" in out
     assert f"act  Tanh  {unknown}" in out
 
@@ -482,7 +482,7 @@ def test_inspect_of_a_hugging_face_config_needs_no_weights(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "0 to 1  LlamaDecoderLayer" in out
     assert "down_proj" in out and "[dp S(0), tp S(2)] -> " in out
-    assert "a run tells" not in out
+    assert "known after a run" not in out
 
 
 @pytest.mark.parametrize(
@@ -492,7 +492,7 @@ def test_inspect_of_a_hugging_face_config_needs_no_weights(tmp_path, capsys):
         (["nowhere.json"], "there is no nowhere.json"),
         (["models:nothing"], "has no function 'nothing'"),
         (["models:mlp", "--tp", "0"], "must be an int of at least 1"),
-        (["models:mlp", "--dp", "3", "--input", "4,6"], "sizes that divide by 3"),
+        (["models:mlp", "--dp", "3", "--input", "4,6"], "give multiples of 3"),
     ],
 )
 def test_what_inspect_refuses(arguments, message, capsys):

@@ -103,7 +103,7 @@ def test_a_shard_on_the_last_dim_is_one_level_of_runs():
         ),
         ([5], [[2], [2]], [(0, [0], [0], [2]), (1, [2], [0], [2])], "hold 4 of the 5 elements"),
         ([4], [[2], [2]], [(0, [0], [0], [2]), (1, [3], [0], [2])], "leaves its shard"),
-        ([2], [[2], [1]], [(0, [0], [0], [2])], "rank 1 has elements that go nowhere"),
+        ([2], [[2], [1]], [(0, [0], [0], [2])], "rank 1 has elements that are in no piece"),
         ([2], [[2]], [(1, [0], [0], [2])], "rank 1 is not one of 1 ranks"),
         ([2**40, 2**40], [[1, 1]], [], "more elements than 64 bits can count"),
         ([-1], [[1]], [], "negative size"),
@@ -120,7 +120,7 @@ def test_plan_refuses_buffers_of_another_size():
         plan.assemble([b"ab", b"abc"])
     with pytest.raises(ValueError, match="as many as ranks"):
         plan.assemble([b"ab"])
-    with pytest.raises(IndexError, match="no such rank"):
+    with pytest.raises(IndexError, match="has no such rank"):
         plan.split(b"abcd", 2)
 
 

@@ -269,7 +269,7 @@ def test_megatron_tells_its_groups():
         with pytest.raises(ValueError, match=r"contradict the model itself.*Megatron"):
             FlexModel(megatron_layer(), data_parallel_size=4)
         slow = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
-        with pytest.raises(ValueError, match=r"the device_mesh says.*sharded as tp .*Megatron"):
+        with pytest.raises(ValueError, match=r"the device_mesh gives.*sharded as tp .*Megatron"):
             FlexModel(megatron_layer(), device_mesh=slow)
     with megatron(pipeline_model_parallel_size=2, order="tp-cp-ep-pp-dp"):
         assert model_mesh.find(megatron_layer()).mesh(60.0).ranks == (0, 2, 1, 3)
@@ -325,7 +325,7 @@ def test_hybrid_fsdp1_is_one_axis():
     )
     assert lines(FlexModel(sharded)) == {"dp": (0, 1, 2, 3)}
     sharded._inter_node_pg = None  # private: it may not be there in another torch
-    message = "does not tell the group it replicates over; give device_mesh= .* dp_replicate"
+    message = "does not expose the group it replicates over; give device_mesh= .* dp_replicate"
     with pytest.raises(ValueError, match=message):
         FlexModel(sharded)
     named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
@@ -360,7 +360,7 @@ def test_groups_that_different_layers_know():
     flex = FlexModel(model)
     assert flex.mesh.ranks == (0, 2, 1, 3)
     assert (flex.dp_size, flex.tp_size) == (2, 2)
-    with pytest.raises(ValueError, match="the device_mesh says"):
+    with pytest.raises(ValueError, match="the device_mesh gives"):
         FlexModel(model, device_mesh=models.mesh(2, 2))
     # groups that cross: (0, 1) and (2, 3) against (0, 3) and (1, 2)
     model = models.mlp()
@@ -384,7 +384,7 @@ def test_groups_of_a_mesh_in_no_order():
         else:
             parallelize_module(layer, mesh[dim], ColwiseParallel())
     named = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=("dp", "tp"))
-    with pytest.raises(ValueError, match="give the device_mesh= of which they are the dims"):
+    with pytest.raises(ValueError, match='give the device_mesh= whose dims "dp" and "tp" they are'):
         FlexModel(model)
     # It was refused, too: DDP's group has its ranks in ascending order.
     found = FlexModel(model, device_mesh=named).mesh
@@ -417,13 +417,13 @@ def test_sizes_fill_in_what_the_model_does_not_say():
     by_hand = models.tensor_parallel(models.mlp(), models.mesh(2, 2)["tp"].get_group())
     model = DistributedDataParallel(by_hand, process_group=group)
     assert FlexModel(model, tensor_parallel_size=2).mesh.ranks == (0, 1, 2, 3)
-    # DDP does not tell that its model is tensor parallel too
-    with pytest.raises(ValueError, match="not what the other ranks"):
+    # DDP does not expose that its model is tensor parallel too
+    with pytest.raises(ValueError, match="does not state the axes of the other ranks"):
         FlexModel(model)
     slow = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
     by_hand = models.tensor_parallel(models.mlp(), slow["tp"].get_group())
     model = DistributedDataParallel(by_hand, process_group=slow["dp"].get_group())
-    with pytest.raises(ValueError, match=r"sizes and process_group say.*DistributedDataParallel"):
+    with pytest.raises(ValueError, match=r"sizes and process_group give.*DistributedDataParallel"):
         FlexModel(model, tensor_parallel_size=2)
     assert FlexModel(model, device_mesh=slow).mesh.ranks == (0, 2, 1, 3)
 

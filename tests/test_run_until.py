@@ -71,7 +71,7 @@ def test_which_sites():
     calls = count_calls(model)
     records = {}
     with FlexModel(model, records) as flex:
-        with pytest.raises(ValueError, match="nothing to run to"):
+        with pytest.raises(ValueError, match="no module can be run to"):
             flex.run_until(None, BATCH)
         with pytest.raises(ValueError, match="no module 'fc3'"):
             flex.run_until("fc3", BATCH)

@@ -1,6 +1,6 @@
-// Where the bytes of each rank's shard lie in the full tensor: strided boxes, and the copy that
-// follows them. Header-only and free of Python and torch: _C plans with it, _ops copies with it on
-// CPU, _cuda reads the same plan.
+// Strided boxes: where the bytes of each rank's shard are in the full tensor, and the copies that
+// follow them. Header-only, without Python or torch: _C plans with it, _ops copies with it on CPU,
+// _cuda reads the same plan.
 //
 //   shard  what one rank holds, contiguous
 //   full   the unsharded tensor, contiguous
@@ -38,7 +38,7 @@ struct Box {
   std::vector<Level> levels;
 };
 
-// Bytes that a copy along `box` moves; the largest int64 if that does not hold them.
+// Bytes that a copy along `box` moves; the largest int64 on overflow.
 inline int64_t num_bytes(const Box& box) {
   int64_t bytes = box.run_bytes;
   bool overflow = false;
@@ -145,8 +145,8 @@ struct Word {
   char bytes[kBytes];
 };
 
-// Runs one after the other. `Copy` moves one run; it is a type, so that the loop is compiled for
-// each kind of run.
+// Copies runs one after the other. `Copy` moves one run; it is a type, so that the loop is compiled
+// for each kind of run.
 template <typename Copy>
 void copy_runs(Copy copy, int64_t count, char* to, int64_t to_stride, const char* from,
                int64_t from_stride) {
@@ -184,14 +184,14 @@ struct CopyPastCache {
 
 constexpr int64_t kShortestStreamedRun = 256;
 
-// How runs are written. PastCache: those of kShortestStreamedRun bytes, to the other places too;
-// shorter ones as ThroughCache, to one.
+// How runs are written. PastCache streams runs of at least kShortestStreamedRun bytes, to the other
+// targets too; shorter ones are written as by ThroughCache, to one target.
 struct ThroughCache {};
 struct PastCache {
   Others others;
 };
 
-// The innermost level.
+// Copies the innermost level.
 template <typename Stores>
 void copy_level(Stores stores, int64_t bytes, int64_t count, char* to, int64_t to_stride,
                 const char* from, int64_t from_stride) {
@@ -216,8 +216,7 @@ void copy_level(Stores stores, int64_t bytes, int64_t count, char* to, int64_t t
   return run(CopyTwice<4>{bytes});
 }
 
-// The levels from `level` to the innermost, of which the first makes only its steps `begin` to
-// `end`.
+// Copies the levels from `level` to the innermost; of `level` only steps `begin` to `end`.
 template <bool kToFull, typename Stores>
 void copy_levels(Stores stores, const Level* level, const Level* innermost, int64_t begin,
                  int64_t end, int64_t run_bytes, char* full, char* shard) {
@@ -240,7 +239,7 @@ void copy_levels(Stores stores, const Level* level, const Level* innermost, int6
   }
 }
 
-// Steps `begin` to `end` of the outermost level of a box; a single run counts as one step.
+// Copies steps `begin` to `end` of a box's outermost level; a single run counts as one step.
 template <bool kToFull, typename Stores>
 void copy_steps(Stores stores, const Box& box, int64_t begin, int64_t end, char* full,
                 char* shard) {
@@ -254,16 +253,16 @@ void copy_steps(Stores stores, const Box& box, int64_t begin, int64_t end, char*
 
 inline int64_t num_steps(const Box& box) { return box.levels.empty() ? 1 : box.levels[0].count; }
 
-// Whether two boxes go through the full tensor in the same steps, so that their runs lie between
-// each other's. Empty ones do not: they may have any number of steps.
+// Whether two boxes step through the full tensor in the same way, so their runs interleave. Empty
+// boxes do not: they may have any number of steps.
 inline bool interleave(const Box& a, const Box& b) {
   return num_bytes(a) > 0 && num_bytes(b) > 0 && !a.levels.empty() && !b.levels.empty() &&
          a.levels[0].count == b.levels[0].count &&
          a.levels[0].full_stride == b.levels[0].full_stride;
 }
 
-// Box after box would walk over the full tensor once for each of them; boxes that interleave are
-// copied in turns instead, each time as much as stays in the first-level cache.
+// Copying box after box would traverse the full tensor once per box; boxes that interleave are
+// copied in turns instead, in portions that stay in the first-level cache.
 template <bool kToFull, typename Stores, typename Shard>
 void copy_in_turns(Stores stores, const std::vector<Box>& boxes, const std::vector<Shard*>& shards,
                    char* full) {
@@ -304,14 +303,14 @@ inline void assemble_box(const Box& box, const char* shard, char* full) {
                            const_cast<char*>(shard));
 }
 
-// Copies one box out of the full tensor into its rank's shard: the inverse of assemble_box.
+// Copies one box from the full tensor into its rank's shard: the inverse of assemble_box.
 inline void split_box(const Box& box, const char* full, char* shard) {
   detail::copy_steps<false>(detail::ThroughCache{}, box, 0, detail::num_steps(box),
                             const_cast<char*>(full), shard);
 }
 
-// The same for many boxes, faster than one by one. `shards[rank]` is a rank's shard; null leaves
-// its boxes out.
+// Copies many boxes, faster than one by one. `shards[rank]` is a rank's shard; null skips its
+// boxes.
 inline void assemble_boxes(const std::vector<Box>& boxes, const std::vector<const char*>& shards,
                            char* full) {
   detail::copy_boxes<true>(boxes, shards, full);
@@ -324,7 +323,7 @@ inline void split_boxes(const std::vector<Box>& boxes, const char* full,
 
 namespace detail {
 
-// `box` in parts of at most `max_bytes` each, in order: `visit(part)`.
+// Splits `box` into parts of at most `max_bytes` each and calls `visit(part)` for them in order.
 template <typename Visit>
 void for_each_part(const Box& box, int64_t max_bytes, const Visit& visit) {
   const int64_t bytes = num_bytes(box);
@@ -358,8 +357,8 @@ void for_each_part(const Box& box, int64_t max_bytes, const Visit& visit) {
 
 }  // namespace detail
 
-// Copies the boxes of `rank` out of its shard into several full tensors, which are read by others
-// or later: a part at a time into each, so that the shard is read from memory once.
+// Copies the boxes of `rank` from its shard into several full tensors, which other ranks read, or
+// this one later: a part at a time into each, so that the shard is read from memory once.
 inline void assemble_into_each(const std::vector<Box>& boxes, int64_t rank, const char* shard,
                                const std::vector<char*>& fulls) {
   if (fulls.empty()) return;

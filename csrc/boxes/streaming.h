@@ -1,5 +1,5 @@
-// Copies past the cache: for tensors larger than it, whose lines would be read in only to be
-// overwritten, and would push out what the model still needs.
+// Streaming copies, which bypass the cache: for tensors larger than the cache, whose lines would be
+// read only to be overwritten, and would evict data that the model still needs.
 #pragma once
 
 #include <cstdint>
@@ -11,14 +11,14 @@
 
 namespace flex_model {
 
-// From how many written bytes on it pays.
+// From this many written bytes on, streaming is faster.
 constexpr int64_t kStreamingBytes = int64_t{8} << 20;
-// Of shards: the model computes with them next, and reads what is in the cache yet.
+// For shards the limit is higher: the model reads them next, and finds them in the cache.
 constexpr int64_t kStreamingShardBytes = int64_t{32} << 20;
 
 namespace detail {
 
-// Where else the same bytes go: by their distances from the first place, all multiples of
+// Further targets of the same bytes: their distances from the first target, all multiples of
 // kStreamAlignment.
 struct Others {
   static constexpr int kMax = 3;
@@ -28,7 +28,7 @@ struct Others {
 
 constexpr int64_t kStreamAlignment = 64;
 
-// `bytes` bytes to `to` and to the others; they are read once.
+// Copies `bytes` bytes to `to` and to the others; they are read once.
 using StreamFunction = void (*)(char* to, const Others& others, const char* from, int64_t bytes);
 
 inline void copy_cached(char* to, const Others& others, const char* from, int64_t bytes) {
@@ -38,7 +38,7 @@ inline void copy_cached(char* to, const Others& others, const char* from, int64_
 
 #if defined(__x86_64__)
 
-// Whole cache lines to aligned places: four lines to each place before the next one.
+// Copies whole cache lines to aligned targets: four lines to each target before the next one.
 template <int kOthers>
 __attribute__((target("avx512f"))) void stream_avx512(char* to, const Others& others,
                                                       const char* from, int64_t bytes) {
@@ -78,8 +78,8 @@ __attribute__((target("avx2"))) void stream_avx2(char* to, const Others& others,
   }
 }
 
-// The whole cache lines by `kStreams[others.count]`; what is before and after them goes through the
-// cache.
+// Copies whole cache lines by `kStreams[others.count]`, and the bytes before and after them through
+// the cache.
 template <const StreamFunction* kStreams>
 void stream_aligned(char* to, const Others& others, const char* from, int64_t bytes) {
   const int64_t head = -reinterpret_cast<intptr_t>(to) & (kStreamAlignment - 1);
@@ -102,7 +102,7 @@ inline StreamFunction find_stream() {
   return copy_cached;
 }
 
-// Streamed stores are not ordered with others: before another process is told of them.
+// Streamed stores are not ordered with other stores: call this before signalling another process.
 inline void finish_streaming() { _mm_sfence(); }
 
 #else
@@ -112,7 +112,7 @@ inline void finish_streaming() {}
 
 #endif
 
-// Chosen for the processor that runs this, once.
+// The stream function for this processor, chosen once.
 inline const StreamFunction stream_to_each = find_stream();
 
 inline void stream(char* to, const char* from, int64_t bytes) {

@@ -49,6 +49,6 @@ extern "C" int flex_model_copy_large(const flex_model::LargeBatch* batch, flex_m
 }
 
 extern "C" const char* flex_model_cuda_error(int error) {
-  cudaGetLastError();  // or the next launch that asks for the last error would find this one
+  cudaGetLastError();  // clears the error, which the next launch would report otherwise
   return cudaGetErrorString(static_cast<cudaError_t>(error));
 }

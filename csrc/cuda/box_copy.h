@@ -1,11 +1,11 @@
-// A batch of strided copies as a kernel takes it, and the index maths of that kernel.
+// A batch of strided copies as the kernel's parameter, and the index maths of that kernel.
 //
-// Free of CUDA and torch: the same code runs in the kernel (box_copy.cu) and in a test on the CPU.
-// There are two ways to cut a run:
+// Without CUDA or torch: the same code runs in the kernel (box_copy.cu) and in a test on the CPU.
+// A run is cut in one of two ways:
 //
 //   chunks    of 1, 2, 4, 8 or 16 bytes that divide addresses, strides and the run: each is one
 //             load and one store
-//   windows   the aligned 16 bytes of the target that the run touches, brought by two aligned wide
+//   windows   the aligned 16 bytes of the target that the run touches, loaded by two aligned wide
 //             loads. A whole window is one wide store; the first and the last may be parts, stored
 //             in units of 1, 2 or 4 bytes. For runs whose two sides are aligned differently
 //
@@ -30,14 +30,14 @@ struct Cut {
   bool windows;
 };
 
-// Sixteen bytes in order, as a wide load brings them.
+// Sixteen bytes in order, as a wide load reads them.
 struct Words {
   uint32_t word[4];
 };
 
 // The bytes from `shift` (below 16) on of `low` followed by `high`.
 FLEX_MODEL_HOST_DEVICE Words shifted(const Words& low, const Words& high, uint32_t shift) {
-  // By selections, for an index that is not known to the compiler would spill the words.
+  // Uses selections: an index that the compiler can't resolve would spill the words.
   const bool by_two = shift & 8, by_one = shift & 4;
   const uint32_t a0 = by_two ? low.word[2] : low.word[0], a1 = by_two ? low.word[3] : low.word[1];
   const uint32_t a2 = by_two ? high.word[0] : low.word[2], a3 = by_two ? high.word[1] : low.word[3];
@@ -58,7 +58,7 @@ FLEX_MODEL_HOST_DEVICE Words shifted(const Words& low, const Words& high, uint32
 }
 
 // Part of a run: bytes [begin, end) of the 16 at `to`, which is a multiple of 16, from the same
-// bytes at `from`. `end` is not above `begin` where the run does not reach.
+// bytes at `from`. Empty (`end` <= `begin`) beyond the run.
 struct Window {
   const char* from;
   char* to;
@@ -67,8 +67,8 @@ struct Window {
 
   FLEX_MODEL_HOST_DEVICE bool is_whole() const { return begin == 0 && end == kWindowBytes; }
 
-  // The bytes are in the aligned 16 from `from - shift()` on and in the 16 after them. Only those
-  // are to be loaded that have some: then the load stays in the memory that the run lies in.
+  // The bytes are in the aligned 16 at `from - shift()` and in the 16 after them. Only an aligned
+  // 16 with some of them may be loaded: then the load stays inside the memory of the run.
   FLEX_MODEL_HOST_DEVICE int32_t shift() const {
     return static_cast<int32_t>(reinterpret_cast<uintptr_t>(from) % kWindowBytes);
   }
@@ -89,11 +89,11 @@ struct Copy {
   int64_t from_strides[kMaxLevels];
   int64_t to_strides[kMaxLevels];
   Divisor run;
-  Divisor counts[kMaxLevels - 1];  // of the outermost level, what is left is the index
+  Divisor counts[kMaxLevels - 1];  // the outermost level needs none: the rest is its index
   uint32_t num_pieces;
   int32_t num_levels;
 
-  // Where the run of piece `i` begins on both sides; returns the number of the piece in it.
+  // Computes where the run of piece `i` begins on both sides; returns the piece's index in the run.
   FLEX_MODEL_HOST_DEVICE uint32_t find_run(uint32_t i, const char** read, char** write) const {
     const char* source = from;
     char* target = to;
@@ -121,7 +121,7 @@ struct Copy {
     return in_run;
   }
 
-  // Where chunk `i` is read and written.
+  // Computes where chunk `i` is read and written.
   FLEX_MODEL_HOST_DEVICE void find_chunk(uint32_t i, int chunk_bytes, const char** read,
                                          char** write) const {
     const int64_t at = static_cast<int64_t>(find_run(i, read, write)) * chunk_bytes;
@@ -141,18 +141,18 @@ struct Copy {
   }
 };
 
-// The copies of one launch. Blocks take tiles of the copies in turns, so that the runs which lie
-// between each other in the full tensor are written at about the same time; the copies that have
-// more tiles than the smallest finish one after the other.
+// The copies of one launch. Blocks process tiles of the copies in turns, so that runs which
+// interleave in the full tensor are written at about the same time; copies with more tiles than the
+// smallest one finish one after the other.
 template <int kCapacity>
 struct CopyBatch {
   Copy copies[kCapacity];
-  uint32_t ends[kCapacity];  // of the blocks, after the turns, of each copy
+  uint32_t ends[kCapacity];  // by copy: the end of its blocks after the turns
   Divisor num_copies;
   uint32_t num_turns;
   uint32_t num_blocks;
 
-  // Fills in the rest, for copies[0] to copies[count - 1].
+  // Computes the other fields from copies[0] to copies[count - 1].
   void arrange(uint32_t count) {
     num_turns = ~uint32_t{0};
     for (uint32_t c = 0; c < count; ++c) {
@@ -167,7 +167,7 @@ struct CopyBatch {
 
   static uint32_t num_tiles(const Copy& copy) { return (copy.num_pieces + kTile - 1) / kTile; }
 
-  // Which copy block `block` makes, and which of its tiles.
+  // Returns the copy of block `block`, and sets its tile.
   FLEX_MODEL_HOST_DEVICE uint32_t find_tile(uint32_t block, uint32_t* tile) const {
     const uint32_t turn = num_copies.quotient(block);
     if (turn < num_turns) {
@@ -189,12 +189,12 @@ struct CopyBatch {
   }
 };
 
-// A batch is the kernel's parameter, which the launch copies: the small one for a tensor of a few
-// ranks, the large one for many tensors in one launch.
+// A batch is the kernel's parameter, which the launch copies: SmallBatch for a tensor of a few
+// ranks, LargeBatch for many tensors in one launch.
 using SmallBatch = CopyBatch<16>;
 using LargeBatch = CopyBatch<240>;
 
-static_assert(sizeof(SmallBatch) <= 4096, "as small as parameters always were");
-static_assert(sizeof(LargeBatch) <= 32764, "the most that a kernel's parameters may have");
+static_assert(sizeof(SmallBatch) <= 4096, "the limit of every CUDA version");
+static_assert(sizeof(LargeBatch) <= 32764, "the limit since CUDA 12.1");
 
 }  // namespace flex_model

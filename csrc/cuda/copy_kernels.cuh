@@ -1,11 +1,11 @@
-// Strided copies, several boxes in one launch: bytes move, so any dtype goes.
+// Strided copies, several boxes in one launch. Bytes are only moved, so any dtype works.
 //
-// A block makes one tile of one copy: kUnroll pieces per thread, a block's width apart, so that
+// A block copies one tile of one copy: kUnroll pieces per thread, a block's width apart, so that
 // neighbouring threads touch neighbouring bytes. All loads of a thread are in flight before its
-// first store. What is read and written is not needed again soon (streaming hints), but for the
-// bytes that two windows share.
+// first store. Data is not needed again soon (streaming hints), except for the bytes that two
+// windows share.
 //
-// Threads share nothing, so a test runs these very kernels on the CPU, thread after thread.
+// Threads share nothing, so a test runs the same kernels on the CPU, thread after thread.
 #pragma once
 
 #include "cuda/box_copy.h"
@@ -42,7 +42,7 @@ __device__ __forceinline__ Words as_words(const uint4& vector) {
   return {{vector.x, vector.y, vector.z, vector.w}};
 }
 
-// A window that its run does not fill.
+// Stores a window that its run does not fill.
 template <typename Unit>
 __device__ __forceinline__ void store_part(const Window& window, const Words& words) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// From the boxes of plans to batches of copies for the kernel. Host code, free of CUDA and torch.
+// Converts the boxes of plans to batches of copies for the kernel. Host code without CUDA or torch.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace flex_model {
 
-// Copies of one box, in bytes and between addresses of its own: `from` and `to` may be of different
+// The copy of one box, in bytes, with its own addresses: `from` and `to` may belong to different
 // ranks, tensors or devices.
 struct Transfer {
   const char* from;
@@ -51,14 +51,14 @@ inline int chunk_bytes_of(const Transfer& transfer) {
   return chunk;
 }
 
-// A window costs two wide loads: narrow chunks are better where they are not so narrow, and where
-// most windows of a run would be parts.
+// A window costs two wide loads, so chunks are better if they have 8 bytes or more, or if most
+// windows of a run would be parts.
 inline Cut cut_of(int chunk_bytes, int64_t run_bytes) {
   constexpr int64_t kMinRunBytes = 2 * kWindowBytes;
   return {chunk_bytes, chunk_bytes < 8 && run_bytes >= kMinRunBytes};
 }
 
-// Pieces that a run takes at most; of windows it depends on where the run begins.
+// The most pieces that a run takes; the number of windows depends on where the run begins.
 inline int64_t num_pieces_of(const Cut& cut, int64_t run_bytes) {
   return cut.windows ? (run_bytes + 2 * (kWindowBytes - 1)) / kWindowBytes : run_bytes / cut.unit;
 }
@@ -82,7 +82,7 @@ inline void append_copies(const Transfer& transfer, const Cut& cut, int64_t max_
     return;
   }
   const Transfer::Step outermost = transfer.steps.back();
-  // Pieces below the outermost level; a run that is too long is told by a number that is, too.
+  // Pieces below the outermost level; exact unless it exceeds max_pieces.
   int64_t inner = num_pieces_of(cut, transfer.run_bytes);
   for (size_t l = 0; l + 1 < transfer.steps.size() && inner <= max_pieces; ++l) {
     inner *= std::min<int64_t>(transfer.steps[l].count, std::numeric_limits<int32_t>::max());
@@ -117,7 +117,7 @@ inline void append_copies(const Transfer& transfer, const Cut& cut, int64_t max_
   }
 }
 
-// All copies of an op, in as few launches as their cuts allow.
+// The copies of an op, in as few launches as their cuts allow.
 class CopyPlan {
  public:
   void add(const Box& box, Direction direction, const char* from, char* to) {
@@ -174,7 +174,7 @@ class CopyPlan {
     return launch(batch, cut);
   }
 
-  // One cut that does for all, so that there is one launch.
+  // Replaces the cuts by one that suits all copies, so that there is one launch.
   void unite_cuts() {
     Cut united{16, true};
     for (size_t i = 0; i < cuts_.size(); ++i) {
@@ -187,7 +187,7 @@ class CopyPlan {
 
   int64_t num_bytes_ = 0;
   std::vector<Transfer> transfers_;
-  std::vector<Cut> cuts_;  // of each transfer
+  std::vector<Cut> cuts_;  // by transfer
 };
 
 }  // namespace flex_model

@@ -1,5 +1,5 @@
-// Copies of boxes on a CUDA device: what the ops need of a `Device` (ops/reorder.h,
-// ops/addresses.h), on the device of their input and its current stream.
+// The `Device` (ops/reorder.h, ops/addresses.h) of the CUDA ops: copies boxes on the device of
+// their input, on its current stream.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -63,7 +63,7 @@ class Cuda {
 
   void check_started(int error) const {
     check(error == 0, op_, ": CUDA device ", device_,
-          " did not start it: ", error ? flex_model_cuda_error(error) : "",
+          " failed to start the op: ", error ? flex_model_cuda_error(error) : "",
           "; if earlier work on the device failed, CUDA_LAUNCH_BLOCKING=1 finds it. If there is no "
           "kernel for this device, rebuild with TORCH_CUDA_ARCH_LIST set for it");
   }
@@ -87,7 +87,7 @@ class Cuda {
   const char* op_;
   int32_t device_;
   torch::stable::accelerator::DeviceGuard guard_;
-  void* stream_ = nullptr;  // null is also the default stream's handle: asking again is harmless
+  void* stream_ = nullptr;  // null: not looked up yet, or the default stream's handle
   CopyPlan copies_;
 };
 

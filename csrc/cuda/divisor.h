@@ -1,4 +1,4 @@
-// Division by a number that is known before the kernel starts, without dividing.
+// Division by a number that is known before the kernel starts, by multiplication.
 #pragma once
 
 #include <cstdint>

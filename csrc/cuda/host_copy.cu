@@ -1,4 +1,4 @@
-// Page-locked host memory, and copies of rows from a GPU to it by the copy engine.
+// Page-locks host memory, and copies rows from a GPU to it by the copy engine.
 #include <cuda_runtime.h>
 
 #include "cuda/launch.h"

@@ -1,9 +1,9 @@
-// How a shard gets from a GPU into a full tensor in page-locked host memory: by the copy engine, in
-// copies of rows with a pitch, or by a kernel that writes to the host. Host code, free of CUDA.
+// Copies of a shard from a GPU into a full tensor in page-locked host memory: by the copy engine,
+// in copies of rows with a pitch, or by a kernel that writes to the host. Host code without CUDA.
 //
-// The copy engine needs no multiprocessor, so a model computes on undisturbed; but it moves a row
-// at a time, which short rows make slow, and each copy is a call. So it gets boxes of long rows and
-// few copies, and a kernel of few blocks, which writes whole bus transactions, the rest.
+// The copy engine needs no multiprocessor, so it does not slow down the model; but it moves a row
+// at a time, which is slow for short rows, and each copy is a call. So it copies boxes of long rows
+// that need few copies, and a kernel of few blocks, which writes whole bus transactions, the rest.
 #pragma once
 
 #include <cstdint>
@@ -14,16 +14,15 @@
 
 namespace flex_model {
 
-constexpr int64_t kMaxPitch = (int64_t{1} << 31) - 1;  // of every CUDA device
-constexpr int64_t kMaxRowCopies = 64;                  // of one box
+constexpr int64_t kMaxPitch = (int64_t{1} << 31) - 1;  // the limit of every CUDA device
+constexpr int64_t kMaxRowCopies = 64;                  // per box
 constexpr int64_t kMinRowBytes = 512;                  // chosen, not measured
-constexpr uint32_t kHostBlocks = 32;  // 128 threads with 64 bytes each: 256 KB on their way
+constexpr uint32_t kHostBlocks = 32;  // 128 threads with 64 bytes each: 256 KB in flight
 
-// Appends the copies of rows that make `transfer`; false if it can't be made of at most
-// `max_copies`.
+// Appends the copies of rows that make up `transfer`; false if it needs more than `max_copies`.
 inline bool append_row_copies(const Transfer& transfer, int64_t max_copies,
                               std::vector<RowCopy>* copies) {
-  size_t inner = 0;  // steps that one copy makes
+  size_t inner = 0;  // steps of one copy
   RowCopy rows{transfer.from, transfer.to, transfer.run_bytes, 1, 0, 0};
   if (!transfer.steps.empty()) {
     const Transfer::Step& step = transfer.steps[0];
@@ -56,7 +55,7 @@ inline bool append_row_copies(const Transfer& transfer, int64_t max_copies,
   return true;
 }
 
-// Whether the copy engine is to make it.
+// Whether the copy engine should make the transfer.
 inline bool suits_copy_engine(const Transfer& transfer) {
   std::vector<RowCopy> copies;
   return (transfer.steps.empty() || transfer.run_bytes >= kMinRowBytes) &&

@@ -1,5 +1,5 @@
-// The ops on CUDA. What is checked and allocated is the CPU's (csrc/ops); fingerprint is CPU only,
-// as the schema says.
+// The ops on CUDA, with the checks and allocations of the CPU ops (csrc/ops). fingerprint is CPU
+// only (schema.cpp).
 #include <torch/csrc/stable/library.h>
 
 #include "cuda/device.h"
@@ -10,25 +10,25 @@
 namespace flex_model {
 namespace {
 
-void meet_peers(const Tensor& buffer, const Ints& pads, int64_t rank, int64_t number,
-                int64_t timeout_ms, int64_t failed) {
-  const char* op = "meet_peers";
+void peer_barrier(const Tensor& buffer, const Ints& pads, int64_t rank, int64_t number,
+                  int64_t timeout_ms, int64_t failed) {
+  const char* op = "peer_barrier";
   const int64_t num_ranks = static_cast<int64_t>(pads.size());
-  check(num_ranks <= kMaxPeers, op, ": at most ", kMaxPeers, " ranks can meet, got ", num_ranks);
+  check(num_ranks <= kMaxPeers, op, ": expected at most ", kMaxPeers, " ranks, got ", num_ranks);
   check(rank >= 0 && rank < num_ranks, op, ": rank must be in [0, ", num_ranks - 1, "], got ",
         rank);
   check(timeout_ms >= 0 && failed != 0, op, ": `timeout_ms` must not be negative, `failed` not 0");
-  Pads flags{};
-  flags.num_ranks = static_cast<int32_t>(num_ranks);
-  flags.rank = static_cast<int32_t>(rank);
+  SignalPads signal_pads{};
+  signal_pads.num_ranks = static_cast<int32_t>(num_ranks);
+  signal_pads.rank = static_cast<int32_t>(rank);
   for (int64_t r = 0; r < num_ranks; ++r) {
-    check(pads[r] != 0, op, ": the flags of rank ", r, " have no address");
-    flags.of_rank[r] = reinterpret_cast<uint32_t*>(pads[r]);
+    check(pads[r] != 0, op, ": the signal pad of rank ", r, " has no address");
+    signal_pads.of_rank[r] = reinterpret_cast<uint32_t*>(pads[r]);
   }
   Cuda device(op, buffer.get_device());
-  device.check_started(flex_model_meet_peers(&flags, static_cast<uint32_t>(number),
-                                             static_cast<uint64_t>(timeout_ms) * 1'000'000,
-                                             reinterpret_cast<void*>(failed), device.stream()));
+  device.check_started(flex_model_peer_barrier(&signal_pads, static_cast<uint32_t>(number),
+                                               static_cast<uint64_t>(timeout_ms) * 1'000'000,
+                                               reinterpret_cast<void*>(failed), device.stream()));
 }
 
 void page_lock(const Tensor& like, int64_t address, int64_t size) {
@@ -106,7 +106,7 @@ STABLE_TORCH_LIBRARY_IMPL(flex_model, CUDA, m) {
   m.impl("copy_to_host", TORCH_BOX(&copy_to_host<Cuda>));
   m.impl("page_lock", TORCH_BOX(&page_lock));
   m.impl("page_unlock", TORCH_BOX(&page_unlock));
-  m.impl("meet_peers", TORCH_BOX(&meet_peers));
+  m.impl("peer_barrier", TORCH_BOX(&peer_barrier));
   m.impl("ipc_buffer", TORCH_BOX(&ipc_buffer));
   m.impl("ipc_handle", TORCH_BOX(&ipc_handle));
   m.impl("ipc_open", TORCH_BOX(&ipc_open));

@@ -1,4 +1,4 @@
-// Ranks meet on their GPUs, and processes open each other's memory.
+// A barrier between the GPUs of one host, and memory that processes share by CUDA IPC.
 #include <cuda_runtime.h>
 
 #include <cstring>
@@ -24,14 +24,14 @@ __device__ __forceinline__ uint64_t now_ns() {
   return ns;
 }
 
-// One thread per peer. A peer that never comes must not hold the GPU for ever, and a trap would
-// destroy the user's CUDA context: after the deadline the thread notes the peer and ends, and the
-// host raises before anyone sees what was read too early.
-__global__ void meet_peers_kernel(const __grid_constant__ Pads pads, uint32_t number,
-                                  uint64_t timeout_ns, volatile int32_t* failed) {
+// One thread per peer. A peer that never arrives must not block the GPU indefinitely, and a trap
+// would destroy the user's CUDA context: after the deadline the thread records the peer and ends,
+// and the host raises before data that was read too early is used.
+__global__ void peer_barrier_kernel(const __grid_constant__ SignalPads pads, uint32_t number,
+                                    uint64_t timeout_ns, volatile int32_t* failed) {
   const int peer = threadIdx.x;
   if (peer >= pads.num_ranks || peer == pads.rank) return;
-  __threadfence_system();  // what this stream wrote before is seen before the flag is
+  __threadfence_system();  // earlier writes of this stream become visible before the signal
   store_release(pads.of_rank[peer] + pads.rank, number);
   const uint32_t* flag = pads.of_rank[pads.rank] + peer;
   const uint64_t start = now_ns();
@@ -48,15 +48,15 @@ __global__ void meet_peers_kernel(const __grid_constant__ Pads pads, uint32_t nu
 }  // namespace
 }  // namespace flex_model
 
-extern "C" int flex_model_meet_peers(const flex_model::Pads* pads, uint32_t number,
-                                     uint64_t timeout_ns, void* failed, void* stream) {
+extern "C" int flex_model_peer_barrier(const flex_model::SignalPads* pads, uint32_t number,
+                                       uint64_t timeout_ns, void* failed, void* stream) {
   const int threads = (pads->num_ranks + 31) / 32 * 32;
-  flex_model::meet_peers_kernel<<<1, threads, 0, static_cast<cudaStream_t>(stream)>>>(
+  flex_model::peer_barrier_kernel<<<1, threads, 0, static_cast<cudaStream_t>(stream)>>>(
       *pads, number, timeout_ns, static_cast<volatile int32_t*>(failed));
   return cudaGetLastError();
 }
 
-// Returns on failure what cudaMalloc or cudaMemset say, with nothing allocated.
+// On failure returns the error of cudaMalloc or cudaMemset, with nothing allocated.
 extern "C" int flex_model_ipc_malloc(int64_t size, void** memory) {
   if (const cudaError_t error = cudaMalloc(memory, size)) return error;
   cudaError_t error = cudaMemset(*memory, 0, size);
@@ -70,7 +70,7 @@ extern "C" void flex_model_ipc_free(void* memory) {
 }
 
 extern "C" int flex_model_ipc_handle(void* memory, void* handle) {
-  static_assert(sizeof(cudaIpcMemHandle_t) == flex_model::kIpcHandleBytes, "as launch.h says");
+  static_assert(sizeof(cudaIpcMemHandle_t) == flex_model::kIpcHandleBytes, "as in launch.h");
   cudaIpcMemHandle_t own;
   const cudaError_t error = cudaIpcGetMemHandle(&own, memory);
   if (error == cudaSuccess) std::memcpy(handle, &own, sizeof(own));

@@ -1,8 +1,8 @@
-// Flags by which the ranks of one host meet on their GPUs.
+// Signal pads: the flags of the barrier between the GPUs of one host.
 //
-// Each rank has as many uint32 as there are ranks, in memory that all can reach, zero at first.
-// Rank a says that it has come for the n-th time by writing n to word a of every rank's flags; n
-// only grows, so nothing is ever reset and a rank may be ahead by one.
+// A rank's pad has one uint32 per rank, in memory that all ranks can access, zero at first. Rank a
+// signals its n-th arrival by writing n to word a of every rank's pad; n only grows, so nothing is
+// ever reset and a rank may be ahead by one.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace flex_model {
 
 constexpr int kMaxPeers = 128;
 
-struct Pads {
+struct SignalPads {
   uint32_t* of_rank[kMaxPeers];
   int32_t num_ranks;
   int32_t rank;

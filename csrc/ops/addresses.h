@@ -1,5 +1,5 @@
-// pull_, push and copy_to_host (schema.cpp), on any device: see reorder.h for what a `Device` has.
-// Besides, it has
+// pull_, push and copy_to_host (schema.cpp), on any device. Besides the members in reorder.h, a
+// `Device` has
 //   to_host(boxes, shard, full, how)   assembles one rank's boxes in host memory, and starts it
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace flex_model {
 
-// The boxes of rank `first`, then those of the ranks after it, around.
+// Returns the boxes in rank order, beginning with rank `first` and wrapping around.
 inline std::vector<Box> rotated(const Boxes& plan, int64_t first) {
   std::vector<Box> boxes = plan.boxes;
   const auto middle = std::find_if(boxes.begin(), boxes.end(),

@@ -1,5 +1,5 @@
-// Checks that the CPU and the CUDA ops share. A message names the op, what was expected, what came
-// and what to do; `op` is the op's name.
+// Checks shared by the CPU and CUDA ops. A message has the op's name (`op`), the expected and
+// actual values, and the next step.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -19,7 +19,7 @@ using Ints = std::vector<int64_t>;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// STD_TORCH_CHECK without the C++ function, file and line: the reader of the message has Python.
+// STD_TORCH_CHECK without the C++ function, file and line, which don't help a Python user.
 template <typename... Args>
 void check(bool ok, const Args&... message) {
   if (ok) return;
@@ -67,7 +67,7 @@ inline Boxes decode_plan(const char* op, const Ints& plan) {
   }
 }
 
-// `tensor` is a full tensor or a shard that the plan says has `expected` bytes.
+// Checks that a full tensor or a shard has the bytes of the plan.
 inline void check_num_bytes(const char* op, const char* name, const Tensor& tensor,
                             int64_t expected) {
   check(num_bytes(tensor) == expected, op, ": `", name, "` must have ", expected,
@@ -75,7 +75,7 @@ inline void check_num_bytes(const char* op, const char* name, const Tensor& tens
         "; the plan must be made for the same sizes and element size");
 }
 
-// The plan of a full tensor that is given.
+// Decodes the plan of the input `full`, and checks that tensor.
 inline Boxes decode_plan_of(const char* op, const Tensor& full, const Ints& code) {
   check_contiguous(op, "full", full);
   Boxes plan = decode_plan(op, code);
@@ -83,13 +83,13 @@ inline Boxes decode_plan_of(const char* op, const Tensor& full, const Ints& code
   return plan;
 }
 
-// The boxes must fill the result, or it would hold memory that nobody wrote.
+// Checks that the boxes fill the result, which would have uninitialized memory otherwise.
 inline void check_filled(const char* op, const char* name, int64_t copied, int64_t expected) {
   check(copied == expected, op, ": the plan fills ", copied, " of the ", expected, " bytes of ",
         name, "; pass the `code` of a GatherPlan as it is");
 }
 
-// Bytes that the boxes of `rank` move; of all ranks if it is -1.
+// Returns the bytes that the boxes of `rank` move; of all ranks if it is -1.
 inline int64_t num_copied_bytes(const Boxes& plan, int64_t rank = -1) {
   int64_t bytes = 0;
   for (const Box& box : plan.boxes) {
@@ -100,7 +100,7 @@ inline int64_t num_copied_bytes(const Boxes& plan, int64_t rank = -1) {
   return bytes;
 }
 
-// Each shard that the plan reads or writes must lie inside a buffer of `total` bytes.
+// Checks that each shard which the plan reads or writes is inside a buffer of `total` bytes.
 inline void check_offsets(const char* op, const Boxes& plan, const Ints& offsets, int64_t total) {
   const size_t num_ranks = plan.shard_bytes.size();
   check(offsets.size() == num_ranks, op, ": `offsets` must have one entry for each of the plan's ",
@@ -125,7 +125,7 @@ inline void check_total(const char* op, int64_t total) {
   check(total >= 0, op, ": `total` must be a number of bytes, got ", total);
 }
 
-// For writes into the buffer: no two shards may share bytes.
+// Checks, for writes into the buffer, that no two shards share bytes.
 inline void check_disjoint(const char* op, const Boxes& plan, const Ints& offsets) {
   std::vector<std::pair<int64_t, int64_t>> shards;  // offset, rank
   for (size_t rank = 0; rank < offsets.size(); ++rank) {

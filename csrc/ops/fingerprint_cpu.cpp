@@ -2,8 +2,8 @@
 // schema.cpp.
 //
 // The hash folds 16 bytes by one 64 x 64 -> 128 bit product, as wyhash does, in four independent
-// chains so that the multiplier never waits. It depends on every bit and on the order; it is no
-// defence against an adversary, and it differs between machines of different byte order.
+// chains so that the multiplier never stalls. It depends on every bit and on the order. It is not
+// cryptographic, and it differs between machines of different byte order.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -49,12 +49,12 @@ uint64_t hash_bytes(const unsigned char* bytes, int64_t size) {
     absorb(tail);
   }
   uint64_t hash =
-      fold(static_cast<uint64_t>(size) ^ kKeys[0], kStarts[3]);  // zeros at the end count
+      fold(static_cast<uint64_t>(size) ^ kKeys[0], kStarts[3]);  // so that trailing zeros count
   for (int lane = 0; lane < 4; ++lane) hash = fold(hash ^ kStarts[lane], chain[lane] ^ kKeys[lane]);
   return fold(hash ^ kKeys[1], kStarts[2]);
 }
 
-// All elements are equal if each equals the next: the bytes, shifted by one element, are the same
+// All elements are equal if each equals the next: the bytes shifted by one element are equal to the
 // bytes.
 bool is_constant(const unsigned char* bytes, int64_t size, int64_t element_bytes) {
   return size <= element_bytes ||

@@ -1,12 +1,12 @@
-// pack_tensors and assemble_tensors (schema.cpp), on any device: see reorder.h for what a `Device`
-// has.
+// pack_tensors and assemble_tensors (schema.cpp), on any device; reorder.h has the members of a
+// `Device`.
 #pragma once
 
 #include "ops/reorder.h"
 
 namespace flex_model {
 
-// From a strided tensor (the full side) to the same elements in order (the shard side).
+// A box from a strided tensor (the full side) to the same elements in order (the shard side).
 inline Box box_of(const Tensor& tensor, int64_t offset) {
   const int64_t element = tensor.element_size();
   Box box{0, 0, offset, element, {}};
@@ -58,7 +58,7 @@ Tensor pack_tensors(const std::vector<Tensor>& tensors, const Ints& offsets, int
   return packed;
 }
 
-// Takes lists apart that have, for each tensor, a length and as many numbers.
+// Reads lists that have, for each tensor, a length and as many numbers.
 class Lists {
  public:
   Lists(const char* op, const char* name, const Ints& numbers)

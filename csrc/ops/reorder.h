@@ -1,11 +1,11 @@
-// assemble, split and pack (schema.cpp) but for the copies themselves: check, allocate, and let the
-// device copy.
+// assemble, split and pack (schema.cpp) except for the copies: they check, allocate, and call the
+// `Device`, which copies.
 //
-// `Device` is made before the result is allocated, so that it can choose where; it has
+// A `Device` is made before the result is allocated, so that it can choose where. It has
 //   Device(op, index)
 //   assemble(boxes, shards, full), split(boxes, full, shards)   as assemble_boxes and split_boxes
-//   of boxes.h; a null shard leaves its boxes out run()   starts what was asked for since, in as
-//   few launches as it takes
+//       of boxes.h; the boxes of a null shard are skipped
+//   run()   starts the copies added since the last call, in as few launches as possible
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -14,7 +14,7 @@
 
 namespace flex_model {
 
-// A tensor without memory is one that a subclass stands for.
+// Rejects tensors without memory: instances of tensor subclasses that wrap other tensors.
 inline void check_memory(const Tensor& tensor, const void* data) {
   check(data != nullptr || tensor.numel() == 0, "flex_model: a tensor of sizes ", sizes_of(tensor),
         " has no memory at its address; pass a plain one");
@@ -32,7 +32,7 @@ inline char* write_bytes(const Tensor& tensor) {
   return static_cast<char*>(data);
 }
 
-// Where the shard of each rank begins; null if it is absent.
+// Returns where the shard of each rank begins; null if it is absent.
 template <typename Byte>
 std::vector<Byte*> shards_in(Byte* buffer, const Ints& offsets) {
   std::vector<Byte*> shards;

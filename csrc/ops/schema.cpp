@@ -1,4 +1,4 @@
-// Every tensor op of flex_model, on one page. Bytes are only moved, so any dtype goes.
+// The schemas of all tensor ops of flex_model. Bytes are only moved, so any dtype works.
 //
 //   full      the unsharded tensor, contiguous
 //   gathered  1-D uint8: the shards of all ranks in one buffer, rank r's at byte offsets[r]; -1
@@ -6,68 +6,69 @@
 //   plan      a GatherPlan's `code`: which bytes of which shard go where (boxes/boxes.h)
 //   sizes     of the result
 //   address   of memory that no tensor of this process owns: a peer's, or shared by the ranks of a
-//             host. Bytes at it are not checked, so the caller must know them to be there
+//             host. It can't be checked, so the caller must ensure that the memory is valid
 //
-// Ops without addresses are functional: they allocate what they return, on the device of their
-// input. Inputs must be contiguous: an error says so, because a silent copy would cost as much as
-// the op itself. CPU kernels are beside this file, CUDA kernels in csrc/cuda, fake kernels in
+// Ops without addresses are functional: they allocate their results, on the device of their input.
+// Inputs that are not contiguous are an error, because a silent copy would cost as much as the op
+// itself. CPU kernels are in this folder, CUDA kernels in csrc/cuda, fake kernels in
 // flex_model/_ops_fake.py.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(flex_model, m) {
-  // The full tensor out of the shards of all ranks.
+  // Assembles the full tensor from the shards of all ranks.
   m.def(
       "assemble(Tensor gathered, int[] offsets, int[] plan, int[] sizes, ScalarType dtype) -> "
       "Tensor");
-  // One rank's shard out of the full tensor.
+  // Extracts one rank's shard from the full tensor.
   m.def("split(Tensor full, int[] plan, int rank, int[] sizes) -> Tensor");
-  // All ranks' shards in one buffer of `total` bytes, the inverse of assemble; what is no shard's
-  // is zero.
+  // Packs all ranks' shards into one buffer of `total` bytes, the inverse of assemble; bytes
+  // outside of shards are zero.
   m.def("pack(Tensor full, int[] plan, int[] offsets, int total) -> Tensor");
-  // Two int64 on the CPU: a 64-bit hash of the tensor's bytes in order, and 1 if all its elements
-  // have the same bits (or it has none) else 0. CPU only: the hash is made to be exchanged, so it
-  // is needed on the host at once, and tensors that are not there are copied first.
+  // Returns two int64: a 64-bit hash of the tensor's bytes in order, and 1 if all its elements have
+  // the same bits (or it has none) else 0. CPU only: the hash is exchanged by the host at once, so
+  // tensors on other devices are copied first.
   m.def("fingerprint(Tensor tensor) -> Tensor");
 
   // ---- several tensors in one buffer, for one collective ----
 
-  // The bytes of each tensor, in its own order, at its offset in one uint8 buffer of `total` bytes;
-  // the rest is zero. Tensors may be strided.
+  // Packs the bytes of each tensor, in its own order, at its offset into one uint8 buffer of
+  // `total` bytes; the rest is zero. Tensors may be strided.
   m.def("pack_tensors(Tensor[] tensors, int[] offsets, int total) -> Tensor");
-  // The full tensors out of one buffer with all their shards. By tensor, one after the other:
+  // Assembles full tensors from one buffer with all their shards. By tensor, one after the other:
   // `offsets` has those of its ranks, `plans` its plan's length and code, `sizes` its number of
   // dims and sizes, `like` a tensor of its dtype.
   m.def(
       "assemble_tensors(Tensor gathered, int[] offsets, int[] plans, int[] sizes, Tensor[] like) "
       "-> Tensor[]");
 
-  // ---- memory that others own ----
+  // ---- memory owned by other processes ----
 
   // Writes `full` from the shards at addresses[rank]; peers are read from rank `first` on, so that
-  // not all ranks ask the same one first.
+  // not all ranks read from the same peer first.
   m.def("pull_(Tensor(a!) full, int[] addresses, int[] plan, int first) -> ()");
-  // Writes each rank's shard of `full` to addresses[rank]; 0 leaves a rank out.
+  // Writes each rank's shard of `full` to addresses[rank]; a rank with address 0 is skipped.
   m.def("push(Tensor full, int[] addresses, int[] plan, int first) -> ()");
   // Writes one rank's shard into the full tensor at `address`, in host memory (page-locked, for a
   // shard on a GPU), on the current stream. `how`: "copy engine", "kernel" or "auto".
   m.def("copy_to_host(Tensor shard, int address, int[] plan, int rank, str how) -> ()");
 
-  // Page-locks host memory of this process, so that every GPU can write to it, and undoes it. CUDA
-  // only; `like` tells the device.
+  // Page-locks host memory of this process, so that every GPU can write to it, and unlocks it. CUDA
+  // only; `like` selects the device.
   m.def("page_lock(Tensor like, int address, int size) -> ()");
   m.def("page_unlock(Tensor like, int address) -> ()");
 
   // ---- peers of a CUDA device; CUDA only ----
 
-  // On the current stream: tells all ranks that this one has come for the `number`-th time, and
-  // waits until all have. pads[r] is the address of rank r's flags, one uint32 per rank, zero at
-  // first. After `timeout_ms` it gives up and writes 1 + a missing rank to the int32 at the host
-  // address `failed`. `buffer` tells the device.
+  // A barrier on the current stream: signals all ranks that this one arrived for the `number`-th
+  // time, and waits until all have. pads[r] is the address of rank r's signal pad, one uint32 per
+  // rank, zero at first. After `timeout_ms` it ends and writes 1 + a missing rank to the int32 at
+  // the host address `failed`. `buffer` selects the device.
   m.def(
-      "meet_peers(Tensor buffer, int[] pads, int rank, int number, int timeout_ms, int failed) -> "
-      "()");
-  // A zeroed uint8 buffer, on the device of `like`, that other processes can open; its handle
-  // (uint8 on the CPU); the address at which this process sees another's buffer; the end of that.
+      "peer_barrier(Tensor buffer, int[] pads, int rank, int number, int timeout_ms, int failed) "
+      "-> ()");
+  // Makes a zeroed uint8 buffer, on the device of `like`, that other processes can open; returns
+  // its handle (uint8 on the CPU); maps another process's buffer and returns its address here;
+  // unmaps it.
   m.def("ipc_buffer(Tensor like, int size) -> Tensor");
   m.def("ipc_handle(Tensor buffer) -> Tensor");
   m.def("ipc_open(Tensor like, int[] handle) -> int");

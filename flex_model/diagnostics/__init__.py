@@ -1,4 +1,4 @@
-"""What goes on, and whether all is well: a log that names ranks, the last steps before an error,
+"""Diagnostics: a log with ranks, a flight recorder of the last exchanges, a timeline, and
 ``python -m flex_model doctor``.
 """
 

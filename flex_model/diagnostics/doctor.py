@@ -1,5 +1,5 @@
-"""What is installed, built and loaded, which transports work here, and whether two ranks of this
-machine see one full tensor.
+"""The doctor: reports what is installed, built and loaded, and tries each transport between two
+ranks of this machine.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from flex_model.distributed.mesh import Mesh
 
 PACKAGES = ("transformers", "megatron-core", "fairscale", "accelerate", "deepspeed", "safetensors")
 _TRANSPORTS = ("shared_memory", "gloo", "nccl", "peer_memory")
-_START_S = 120  # a rank imports torch first
+_START_S = 120  # includes the import of torch in each rank
 _TIMEOUT_S = 30.0
 
 
 @dataclass
 class Trial:
-    """One transport between two ranks of this machine.
+    """The result of trying one transport between two ranks of this machine.
 
     Attributes:
-        works: Whether both ranks got the full tensor, bit for bit.
-        reason: Why it is used, or why it can't be.
-        header_us: Time of one exchange of 64 bytes, the least of many, in microseconds.
-        gather_ms: Time of a gather of 16 MiB to both ranks, the least of some, in milliseconds.
+        works: Whether both ranks gathered the full tensor, bit for bit.
+        reason: The reason why it is used, or can't be.
+        header_us: The time of one exchange of 64 bytes in microseconds, the least of many.
+        gather_ms: The time of a gather of 16 MiB to both ranks in milliseconds, the least of some.
     """
 
     transport: str
@@ -53,7 +53,7 @@ class Trial:
 
 @dataclass
 class Report:
-    """What ``doctor`` found; prints as text."""
+    """The report of ``doctor``; prints as text."""
 
     machine: dict[str, Any]
     build: dict[str, Any]
@@ -63,7 +63,7 @@ class Report:
 
     @property
     def is_well(self) -> bool:
-        """Whether all that must work does: the binaries are loaded, and gloo moves tensors."""
+        """Whether the required parts work: the binaries are loaded, and gloo moves tensors."""
         return any(trial.works and trial.transport == "gloo" for trial in self.trials)
 
     def json(self) -> str:
@@ -87,7 +87,7 @@ class Report:
 
 
 def examine(show_progress: bool = False) -> Report:
-    """Look at this machine, and try each transport with two processes. Takes some seconds."""
+    """Inspect this machine, and try each transport with two processes. Takes some seconds."""
     report = Report(
         machine={
             "system": f"{platform.system()} {platform.release()}",
@@ -133,11 +133,13 @@ def _try(transport: str) -> Trial:
     trials = []
     for rank, pipe in enumerate(pipes):
         try:
-            told = pipe.recv() if pipe.poll(_START_S) else "says nothing"
+            result = pipe.recv() if pipe.poll(_START_S) else f"sent no result in {_START_S} s"
         except EOFError:
-            told = f"ended with status {ranks[rank].exitcode}"
+            result = f"ended with status {ranks[rank].exitcode}"
         trials.append(
-            told if isinstance(told, Trial) else Trial(transport, False, f"rank {rank} {told}")
+            result
+            if isinstance(result, Trial)
+            else Trial(transport, False, f"rank {rank} {result}")
         )
     for process in ranks:
         process.join(5)
@@ -151,7 +153,7 @@ def _rank(rank: int, port: int, transport: str, pipe: Connection) -> None:
     except BaseException as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         pipe.send(Trial(transport, False, text[:300]))
-    os._exit(0)  # gloo's threads abort an orderly exit now and then
+    os._exit(0)  # gloo's threads sometimes abort during a normal exit
 
 
 def _trial(rank: int, port: int, transport: str) -> Trial:

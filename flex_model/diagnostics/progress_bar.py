@@ -1,4 +1,4 @@
-"""A progress bar for what takes time on the command line."""
+"""A progress bar for slow commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ T = TypeVar("T")
 
 
 def progress(items: Sequence[T], what: str, is_shown: bool) -> Iterable[T]:
-    """The items, with a bar on stderr where ``is_shown``, that is a terminal, and tqdm is there.
+    """Iterate over items, with a bar on stderr if ``is_shown``, stderr is a terminal and tqdm is
+    installed.
 
     Example::
 

@@ -1,9 +1,9 @@
-"""The log: silent by default, with the rank on every line.
+"""The log of flex_model: silent by default, with the rank on every line.
 
-``FLEX_MODEL_LOG`` is a level of ``logging`` (``debug``, ``info``, ``warning``), and after a colon,
-if one likes, a file, in which ``{rank}`` stands for the rank: ``info:/tmp/flex.{rank}.log``.
-Without a file it goes to stderr. It is the logger ``flex_model`` of Python's ``logging``, for those
-who would rather set it up themselves.
+``FLEX_MODEL_LOG`` is a level of ``logging`` (``debug``, ``info``, ``warning``), optionally followed
+by a colon and a file, in which ``{rank}`` is replaced by the rank: ``info:/tmp/flex.{rank}.log``.
+The default is stderr. The logger is ``flex_model`` of Python's ``logging``, which can also be
+configured directly.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _RankFormatter(logging.Formatter):
 
 
 class _File(logging.Handler):
-    """A file that is named when the first line is written: the rank is not known before."""
+    """A log file whose name is formatted at each line: the rank is not known at the start."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -44,12 +44,12 @@ class _File(logging.Handler):
 
 
 def set_up(setting: str) -> None:
-    """As ``FLEX_MODEL_LOG`` says. ValueError for a level that there is not."""
+    """Configure the logger as in ``FLEX_MODEL_LOG``; ValueError for an unknown level."""
     level, _, path = setting.partition(":")
     if level.lower() not in _LEVELS:
         raise ValueError(
-            f"FLEX_MODEL_LOG must begin with {', '.join(_LEVELS)}, and may go on with a colon and "
-            f"a file; got {setting!r}"
+            f"FLEX_MODEL_LOG must be one of {', '.join(_LEVELS)}, optionally with a colon and a "
+            f"file; got {setting!r}"
         )
     handler = _File(path) if path else logging.StreamHandler()
     handler.setFormatter(_RankFormatter())

@@ -1,4 +1,4 @@
-"""Ready editing functions: ablate, steer, project, patch, clamp, splice a module, read with a lens.
+"""Ready-made editing functions: ablation, steering, projection, patching, clamping, lenses.
 
 Example::
 
@@ -7,9 +7,9 @@ Example::
     edit = editing.zero(heads=3, num_heads=32) | editing.noise(0.1, positions="last")
     flex.register_forward_pre_hook(edit.at("model.layers.5.self_attn.o_proj"))
 
-Each factory gives an `Edit`, an editing function for any HookFunction. Where it acts is said by
-numbers of the unsharded model and of the whole batch (`SelectionArguments`). docs/editing.md shows
-all of them.
+Each factory returns an `Edit`, an editing function for any HookFunction. `SelectionArguments`
+choose the part that it edits, by indices of the unsharded model and of the whole batch.
+docs/editing.md has an example of each.
 """
 
 from flex_model.editing.ablation import clamp, mean, noise, resample, scale, zero

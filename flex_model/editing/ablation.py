@@ -1,5 +1,5 @@
-"""Edits that take information away, or change how much there is of it: zero, mean and resample
-ablation, noise, clamp, scale. On a gradient (backward hooks) they work alike.
+"""Edits that remove or scale information: zero, mean and resample ablation, noise, clamp, scale.
+They edit gradients (backward hooks) in the same way.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flex_model.editing.edit import Edit, Scope, check_number, check_seed, told
+from flex_model.editing.edit import Edit, Scope, check_number, check_seed, format_call
 from flex_model.editing.patching import Capture
 from flex_model.editing.region import Region
 from flex_model.hooks.step import current_microbatch
@@ -20,18 +20,20 @@ if TYPE_CHECKING:
 
 
 def zero(**where: Unpack[SelectionArguments]) -> Edit:
-    """Set to zero. In a backward hook: cut a gradient off.
+    """Set values to zero; in a backward hook, stop the gradient.
 
     Example::
 
         zero(heads=[0, 3], num_heads=32)
     """
     region = Region(**where)
-    return Edit(told("zero", where=region), lambda full, _: region.replace(full, torch.zeros_like))
+    return Edit(
+        format_call("zero", where=region), lambda full, _: region.replace(full, torch.zeros_like)
+    )
 
 
 def scale(factor: float, **where: Unpack[SelectionArguments]) -> Edit:
-    """Multiply by a number.
+    """Multiply values by a number.
 
     Example::
 
@@ -40,7 +42,7 @@ def scale(factor: float, **where: Unpack[SelectionArguments]) -> Edit:
     check_number(factor, "scale: factor")
     region = Region(**where)
     return Edit(
-        told("scale", factor, where=region),
+        format_call("scale", factor, where=region),
         lambda full, _: region.replace(full, lambda part: part * factor),
     )
 
@@ -50,7 +52,7 @@ def clamp(
     max: float | None = None,
     **where: Unpack[SelectionArguments],
 ) -> Edit:
-    """Keep between two numbers; ``clamp(5.0, 5.0, units=7)`` sets a unit to a value.
+    """Limit values to a range; ``clamp(5.0, 5.0, units=7)`` sets a unit to a value.
 
     Raises:
         ValueError: neither is given, or ``min`` is above ``max``.
@@ -61,10 +63,10 @@ def clamp(
         if bound is not None:
             check_number(bound, f"clamp: {name}")
     if min is not None and max is not None and min > max:
-        raise ValueError(f"clamp: min is {min}, above max, which is {max}")
+        raise ValueError(f"clamp: min must not be above max, got min={min} and max={max}")
     region = Region(**where)
     return Edit(
-        told("clamp", where=region, min=min, max=max),
+        format_call("clamp", where=region, min=min, max=max),
         lambda full, _: region.replace(full, lambda part: part.clamp(min, max)),
     )
 
@@ -74,7 +76,7 @@ def mean(
     over: tuple[str, ...] | str = ("rows", "positions"),
     **where: Unpack[SelectionArguments],
 ) -> Edit:
-    """Mean ablation: put a mean in the place of each value.
+    """Mean ablation: replace each value by a mean.
 
     Example::
 
@@ -83,13 +85,13 @@ def mean(
         mean(over="positions")                         # of each row
 
     Args:
-        mean: Spreads over ``(rows, positions, units)``: of shape ``(units,)``, ``(positions,
-            units)``, ... Without it, the call's own mean is taken, of all rows and positions.
-        over: Which dims that mean is taken over: "rows", "positions" or both.
+        mean: Broadcasts to ``(rows, positions, units)``: of shape ``(units,)``, ``(positions,
+            units)``, ... By default the mean of this call's rows and positions.
+        over: The dims of that default mean: "rows", "positions" or both.
 
     Raises:
-        ValueError: in the call: the mean over rows of a batch that comes in micro-batches, which
-            none of them knows; give ``mean=`` or use ``batch_mode="full"``.
+        ValueError: in the call: a mean over rows in a pipeline with micro-batches, where no
+            micro-batch has all rows; give ``mean=`` or use ``batch_mode="full"``.
     """
     region = Region(**where)
     names = (over,) if isinstance(over, str) else tuple(over)
@@ -103,16 +105,15 @@ def mean(
         else:
             if "rows" in names and region.rows_of_microbatch(full) is not None:
                 raise ValueError(
-                    "mean: the mean over rows is that of the whole batch, and this is a "
-                    "micro-batch of a pipeline; give mean=, over='positions', or use "
-                    "batch_mode='full'"
+                    "mean: a mean over rows needs the whole batch, and this is a micro-batch of a "
+                    "pipeline; give mean= or over='positions', or use batch_mode='full'"
                 )
             dims = [region.dim(name, full.shape) for name in names]
             value = full.mean(dims, keepdim=True)
         return region.replace(full, lambda part, mean: mean.clone(), value)
 
     shown = {"over": over} if given is None else {"mean": given}
-    return Edit(told("mean", where=region, **shown), apply)
+    return Edit(format_call("mean", where=region, **shown), apply)
 
 
 def resample(
@@ -121,22 +122,22 @@ def resample(
     seed: int | None = None,
     **where: Unpack[SelectionArguments],
 ) -> Edit:
-    """Resample ablation: put what another row has in the place of each row's values.
+    """Resample ablation: replace each row's values by those of another row.
 
     Example::
 
-        resample(positions="last")             # of other rows of this batch, never the row's own
-        resample(other_activations, seed=0)    # of a tensor (rows, positions, units)
+        resample(positions="last")             # from other rows of this batch, never its own
+        resample(other_activations, seed=0)    # from a tensor (rows, positions, units)
 
     Args:
-        source: Rows to draw from, with the activation's positions and units, on every rank that
-            runs edits; or the `Capture` of a run. Without it, the batch's own rows.
-        seed: Which rows, the same at every call. Without it, torch's generator decides, as in all
-            random edits, anew at each call.
+        source: The rows to draw from, with the activation's positions and units, on every rank that
+            runs edits; or the `Capture` of a run. By default the rows of the batch.
+        seed: Fixes the choice of rows, the same at every call. By default torch's generator
+            chooses at each call, as in all random edits.
 
     Raises:
-        ValueError: in the call, in a pipeline with micro-batches: without ``source`` (other rows
-            are in other micro-batches) or ``seed`` (each micro-batch would draw by itself).
+        ValueError: in the call, in a pipeline with micro-batches: without ``source`` (the other
+            rows are in other micro-batches) or ``seed`` (micro-batches would draw separately).
     """
     region = Region(**where)
     check_seed(seed, "resample")
@@ -159,7 +160,7 @@ def resample(
             others = full
             order = torch.randperm(num_rows, generator=generator)
             chosen = torch.empty_like(order)
-            chosen[order] = order.roll(-1)  # one cycle through all rows: none is its own
+            chosen[order] = order.roll(-1)  # one cycle, so no row gets its own
         else:
             chosen = torch.randint(others.shape[dim], (num_rows,), generator=generator)
         if microbatch is not None:
@@ -167,9 +168,9 @@ def resample(
         drawn = others.to(full.device, full.dtype).index_select(dim, chosen.to(full.device))
         if drawn.shape != full.shape:
             raise _wrong_source(others, full)
-        return region.replace(full, lambda part, other: other, drawn)  # drawn is nobody else's
+        return region.replace(full, lambda part, other: other, drawn)  # no copy: nothing shares it
 
-    return Edit(told("resample", where=region, source=source, seed=seed), apply)
+    return Edit(format_call("resample", where=region, source=source, seed=seed), apply)
 
 
 def noise(std: float, *, seed: int | None = None, **where: Unpack[SelectionArguments]) -> Edit:
@@ -180,14 +181,14 @@ def noise(std: float, *, seed: int | None = None, **where: Unpack[SelectionArgum
         noise(0.1, positions=[2, 3])
 
     Args:
-        std: Standard deviation; a gradient passes unchanged.
-        seed: Noise of this seed, the same at every call with its shape. Without it, torch's
-            generator draws, as in all random edits: the same numbers on every rank and on every
-            sharding, others at each call.
+        std: The standard deviation; gradients pass through unchanged.
+        seed: Fixes the noise, the same at every call of the same shape. By default torch's
+            generator draws at each call, as in all random edits, with the same numbers on every
+            rank and every sharding.
 
     Raises:
-        ValueError: in the call, without ``seed`` in a pipeline with micro-batches, of which each
-            would draw by itself.
+        ValueError: in the call, without ``seed`` in a pipeline with micro-batches, which would
+            draw separately.
     """
     region = Region(**where)
     check_seed(seed, "noise")
@@ -201,12 +202,12 @@ def noise(std: float, *, seed: int | None = None, **where: Unpack[SelectionArgum
         shape = list(full.shape)
         if microbatch is not None:
             shape[region.dim("rows", full.shape)] = microbatch[1]
-        # With a seed on the CPU, so that a GPU adds the same; else where the tensor is.
+        # A seed draws on the CPU, so that CPU and GPU add the same noise.
         device = torch.device("cpu") if generator is not None else full.device
         drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device=device) * std
         return region.replace(full, torch.add, region.of_microbatch(drawn, full))
 
-    return Edit(told("noise", std, where=region, seed=seed), apply)
+    return Edit(format_call("noise", std, where=region, seed=seed), apply)
 
 
 def _as_tensor(mean: Any) -> Tensor:
@@ -228,7 +229,7 @@ def _generator(seed: int | None, is_microbatch: bool, what: str) -> torch.Genera
         return torch.Generator().manual_seed(seed)
     if is_microbatch:
         raise ValueError(
-            f"{what}: each micro-batch of a pipeline would draw by itself, other numbers than the "
-            "unsplit run; give seed=, or use batch_mode='full'"
+            f"{what}: each micro-batch of a pipeline would draw separately, and the numbers would "
+            "differ from the unsplit run's; give seed=, or use batch_mode='full'"
         )
     return None

@@ -1,4 +1,4 @@
-"""Edits along directions of the units: add one, take it out, keep nothing else."""
+"""Edits along directions in activation space: add a direction, remove it, or keep nothing else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flex_model.editing.edit import Edit, Scope, check_number, told
+from flex_model.editing.edit import Edit, Scope, check_number, format_call
 from flex_model.editing.region import Region
 from flex_model.selection.selection import SelectionArguments
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def steer(vector: Tensor | str, strength: float = 1.0, **where: Unpack[SelectionArguments]) -> Edit:
-    """Add ``strength * vector``.
+    """Add ``strength * vector`` (a steering vector).
 
     Example::
 
@@ -24,7 +24,7 @@ def steer(vector: Tensor | str, strength: float = 1.0, **where: Unpack[Selection
         steer("refusal", positions=slice(4, None))   # a trainable module's only parameter
 
     Args:
-        vector: Spreads over ``(rows, positions, units)``: of shape ``(units,)``, ``(positions,
+        vector: Broadcasts to ``(rows, positions, units)``: of shape ``(units,)``, ``(positions,
             units)`` or more, the same on every rank. Or the name of a registered trainable module
             that has one parameter, which is then trained.
     """
@@ -40,18 +40,20 @@ def steer(vector: Tensor | str, strength: float = 1.0, **where: Unpack[Selection
         added = region.of_microbatch(added, full)
         return region.replace(full, lambda part, vector: part + strength * vector, added)
 
-    return Edit(told("steer", vector, strength, where=region), apply)
+    return Edit(format_call("steer", vector, strength, where=region), apply)
 
 
 def _parameter_of(scope: Scope, name: str) -> Tensor:
     parameters = list(scope.trainable(name, "steer").parameters())
     if len(parameters) != 1:
-        raise ValueError(f"steer: the module {name!r} has {len(parameters)} parameters, not one")
+        raise ValueError(
+            f"steer: the module {name!r} must have one parameter, got {len(parameters)}"
+        )
     return parameters[0]
 
 
 def project_out(directions: Tensor, **where: Unpack[SelectionArguments]) -> Edit:
-    """Take the part along some directions away: ``x - Q Q^T x``.
+    """Remove the component along some directions: ``x - Q Q^T x``.
 
     Example::
 
@@ -68,7 +70,7 @@ def project_out(directions: Tensor, **where: Unpack[SelectionArguments]) -> Edit
 
 
 def project_onto(directions: Tensor, **where: Unpack[SelectionArguments]) -> Edit:
-    """Keep the part along some directions only: ``Q Q^T x``. As `project_out`."""
+    """Keep only the component along some directions: ``Q Q^T x``. Arguments as `project_out`."""
     return _project("project_onto", directions, where, lambda part, along: along)
 
 
@@ -77,8 +79,8 @@ def _project(name, directions, where, keep) -> Edit:
         raise TypeError(f"{name}: expected directions (units,) or (directions, units)")
     if where.get("units") is not None or where.get("heads") is not None:
         raise ValueError(
-            f"{name}: a direction is one of all units; set those that don't count to zero in it, "
-            "instead of units= or heads="
+            f"{name}: a direction has a number for every unit; set it to zero in the units to "
+            "leave out, instead of units= or heads="
         )
     region = Region(**where)
     rows = torch.atleast_2d(directions.detach()).double()
@@ -91,8 +93,8 @@ def _project(name, directions, where, keep) -> Edit:
         if full.shape[dim] != basis.shape[0]:
             raise ValueError(
                 f"{name}: the directions have {basis.shape[0]} units, and dim {dim} of the "
-                f"activation {tuple(full.shape)} has {full.shape[dim]}; say where units are with "
-                "dims="
+                f"activation {tuple(full.shape)} has {full.shape[dim]}; give the dim of the units "
+                "with dims="
             )
         columns = basis.to(full.device, full.dtype)
 
@@ -103,4 +105,4 @@ def _project(name, directions, where, keep) -> Edit:
 
         return region.replace(full, change)
 
-    return Edit(told(name, directions, where=region), apply)
+    return Edit(format_call(name, directions, where=region), apply)

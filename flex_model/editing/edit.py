@@ -1,4 +1,4 @@
-"""Edit: an editing function that shows itself, composes with others, and can name weights."""
+"""Edit: an editing function that composes with others and names the full weights it needs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from flex_model.selection.selectors import is_int, show
 
 @dataclass(frozen=True)
 class Scope:
-    """What an edit is called with besides its tensor.
+    """The arguments of an edit besides its tensor.
 
     Attributes:
-        site: The hook's module name; None where the edit was not registered by ``at``.
-        parameters: Full weights that the edit named.
+        site: The hook's module name; None if the edit was not registered by ``at``.
+        parameters: The full weights that the edit named.
     """
 
     module: nn.Module | None
@@ -30,10 +30,10 @@ class Scope:
     parameters: Mapping[str, Tensor] = field(default_factory=dict)
 
     def trainable(self, name: str, what: str) -> nn.Module:
-        """The registered trainable module.
+        """Return the registered trainable module of this name.
 
         Raises:
-            KeyError: there is none of this name.
+            KeyError: no module is registered under it.
         """
         if name not in self.modules:
             raise KeyError(
@@ -51,14 +51,14 @@ class Edit:
         edit = editing.zero(heads=3, num_heads=32) | editing.scale(2.0, positions="last")
         flex.register_forward_pre_hook(edit.at("model.layers.5.self_attn.o_proj"))
 
-    It does what its tensor alone says, so every rank does the same; it calls no collective. The
-    tensor may be written in place. ``a | b`` does ``a``, then ``b``; ``b`` may be any editing
-    function.
+    The result depends on the tensor alone, so every rank computes the same; an edit calls no
+    collective. It may write the tensor in place. ``a | b`` applies ``a``, then ``b``; ``b`` may be
+    any editing function.
 
     Args:
-        text: What ``repr`` shows.
+        text: The ``repr``.
         apply: ``(full, scope) -> Tensor | None``.
-        parameters: Weights of the model that it needs in full.
+        parameters: Names of the model's weights that it needs in full.
     """
 
     def __init__(
@@ -86,18 +86,18 @@ class Edit:
         return self.apply(inputs, Scope(current_module, save_ctx, modules))
 
     def apply(self, full: Tensor, scope: Scope) -> Tensor:
-        """The edited tensor; ``full`` itself where nothing is to be changed. Local."""
+        """Return the edited tensor; ``full`` itself if nothing changes. Local."""
         edited = self._apply(full, scope)
         return full if edited is None else edited
 
     def at(self, module_name: str, **settings: Any) -> HookFunction:
-        """The HookFunction of this edit at a module, to be registered as any other.
+        """Return the HookFunction of this edit at a module, to be registered as any other.
 
         Args:
             settings: Further arguments of HookFunction.
         """
         if {"editing_function", "parameters"} & set(settings):
-            raise TypeError("at: editing_function and parameters are the edit's own")
+            raise TypeError("at: editing_function and parameters are set by the edit")
         hook = HookFunction(
             module_name, editing_function=self, parameters=self.parameters, **settings
         )
@@ -120,7 +120,7 @@ class Edit:
 
 
 class AtSite:
-    """An edit in its HookFunction, whose weights it is given."""
+    """The editing function of a HookFunction made by ``Edit.at``: it passes the hook's weights."""
 
     def __init__(self, edit: Edit, hook: HookFunction) -> None:
         self.edit, self._hook = edit, hook
@@ -141,7 +141,7 @@ class AtSite:
 
 
 def chain(*edits: Callable[..., Tensor | None]) -> Edit:
-    """Edits one after the other, each on what the one before made.
+    """Compose edits: each is applied to the result of the one before.
 
     Example::
 
@@ -174,8 +174,8 @@ def chain(*edits: Callable[..., Tensor | None]) -> Edit:
     return Edit(" | ".join(texts), apply, needed)
 
 
-def told(name: str, *values: object, **named: object) -> str:
-    """``name(value, key=value)``, for ``repr``; what is None is left out, a Region last."""
+def format_call(name: str, *values: object, **named: object) -> str:
+    """Return ``name(value, key=value)`` for ``repr``, without values that are None."""
     parts = [show(value) for value in values]
     for key, value in named.items():
         if key == "where":
@@ -186,7 +186,7 @@ def told(name: str, *values: object, **named: object) -> str:
 
 
 def check_number(value: object, what: str) -> None:
-    """TypeError for what is neither a number nor a tensor of one."""
+    """Raise TypeError unless the value is a number or a tensor of one element."""
     is_number = isinstance(value, Number) and not isinstance(value, bool)
     if not is_number and not (isinstance(value, Tensor) and value.numel() == 1):
         got = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
@@ -194,6 +194,6 @@ def check_number(value: object, what: str) -> None:
 
 
 def check_seed(seed: object, what: str) -> None:
-    """TypeError for what is neither a seed of torch's generators nor None."""
+    """Raise TypeError unless the value is an int or None."""
     if seed is not None and not is_int(seed):
         raise TypeError(f"{what}: seed must be an int or None, got {seed!r}")

@@ -1,8 +1,9 @@
 """Experiments of several runs: activation patching, path patching, attribution patching.
 
-They use a FlexModel as anyone can: register hooks, run, read records. Only their own hooks are
-active, besides those of ``groups=``; afterwards hooks and records are gone. All ranks call them
-alike, with the same inputs where there is no data parallelism, and get the same numbers.
+They use the public API of FlexModel: they register hooks, run the model and read records. Only
+their own hooks and those of ``groups=`` are active; afterwards their hooks and records are removed.
+Every rank calls them in the same way, with the same inputs unless the model is data parallel, and
+gets the same numbers.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from flex_model.selection.selectors import Selector
 
 @dataclass(frozen=True)
 class PatchingMap:
-    """What a metric becomes, by site and position.
+    """The metric of each patched run, by site and position.
 
     Attributes:
         values: ``(sites, positions)``, float64, on the CPU, the same on every rank.
         clean, corrupted: The metric without patches; None for attribution patching.
-        sites, positions: What the dims of ``values`` stand for.
+        sites, positions: The labels of the dims of ``values``.
     """
 
     values: Tensor
@@ -51,9 +52,11 @@ class PatchingMap:
 
     @property
     def recovered(self) -> Tensor:
-        """0 where a patch does nothing, 1 where it brings the clean metric back."""
+        """The metric scaled to 0 for the corrupted run and 1 for the clean run."""
         if self.clean is None or self.corrupted is None:
-            raise ValueError("attribution patching estimates changes of the metric: see values")
+            raise ValueError(
+                "recovered: attribution patching estimates changes of the metric; use values"
+            )
         return (self.values - self.corrupted) / (self.clean - self.corrupted)
 
 
@@ -69,8 +72,8 @@ def activation_patching(
     positions: Sequence[Selector] | None = None,
     groups: Iterable[str] = (),
 ) -> PatchingMap:
-    """Run the corrupted inputs with one activation of the clean run put in, for each site and
-    position (Meng et al. 2022, "causal tracing"; Zhang and Nanda 2024).
+    """Run the corrupted inputs with one activation patched in from the clean run, for each site
+    and position (Meng et al. 2022, "causal tracing"; Zhang and Nanda 2024).
 
     Example::
 
@@ -78,24 +81,25 @@ def activation_patching(
         found = activation_patching(flex, clean, corrupted, layers, logit_difference)
         found.recovered    # (layers, positions)
 
-    Takes ``2 + sites * positions`` forwards, without gradients. The clean activations of all sites
-    are kept on each rank that runs edits.
+    Runs ``2 + sites * positions`` forwards, without gradients. Each rank that runs edits keeps the
+    clean activations of all sites.
 
     Args:
-        clean, corrupted: A tensor, a sequence of positional or a mapping of keyword arguments; of
-            one shape. Under data parallelism each rank's own.
-        sites: Sites, or names of modules whose output is meant; each called once in a forward.
-        metric: From the full output of the whole batch, on the CPU, to a number. Called on rank 0.
-        output: Where that is found: the model's first tensor, by default. In a pipeline name the
-            last module ("lm_head").
-        positions: Those patched, one after the other; each may be a slice or "every". Default: all
-            of dim 1 of the first input, one by one.
-        groups: Of further hooks that are active in all runs.
+        clean, corrupted: A tensor, a sequence of positional or a mapping of keyword arguments, with
+            equal shapes. Under data parallelism each rank passes its own rows.
+        sites: Sites, or names of modules (their outputs); each must be called once in a forward.
+        metric: A function of the full output of the whole batch, on the CPU, that returns a number.
+            Called on rank 0.
+        output: The site of that output: by default the model's first tensor. In a pipeline name
+            the last module ("lm_head").
+        positions: The positions to patch, one after the other; each may be a slice or "every".
+            Default: each index of dim 1 of the first input.
+        groups: Groups of further hooks that are active in all runs.
 
     Collective over the ranks of the model.
 
     Raises:
-        ValueError: sites or inputs that don't fit.
+        ValueError: sites or inputs that don't match the model or each other.
         RuntimeError: called during a run.
         HookError: the metric failed, or an edit; on every rank.
     """
@@ -118,7 +122,7 @@ def activation_patching(
                 where: Any = {**site.where, "positions": position}
                 current[i] = patch(captures[i], **where)
                 values.append(runs.measure(corrupted, metric, "output", f"site {i}"))
-        first, second, *rest = runs.shared(values)
+        first, second, *rest = runs.broadcast(values)
     table = torch.tensor(rest, dtype=torch.float64).reshape(len(places), len(chosen))
     return PatchingMap(table, first, second, places, chosen)
 
@@ -140,8 +144,9 @@ def path_patching(
     output: Site | str = "",
     groups: Iterable[str] = (),
 ) -> tuple[float, float]:
-    """What changes where ``sender`` is as in the run of ``other``, and is heard by ``receivers``
-    only along paths that avoid ``frozen`` (Wang et al. 2023; Goldowsky-Dill et al. 2023).
+    """Measure the effect of patching ``sender`` from the run of ``other``, where the change reaches
+    ``receivers`` only along paths that avoid ``frozen`` (Wang et al. 2023; Goldowsky-Dill et al.
+    2023).
 
     Example::
 
@@ -149,40 +154,40 @@ def path_patching(
         head = Site(heads[2].module, "input", {"heads": 3, "num_heads": 8})
         before, after = path_patching(flex, x, y, head, ["model.norm"], heads, metric)
 
-    1. ``other`` is run: the sender's activation is kept. 2. ``inputs`` are run: those of ``frozen``
-    are kept. 3. ``inputs`` are run with the sender's put in and the frozen ones held: the
-    receivers' are kept. 4. ``inputs`` are run with the receivers' put in: the metric.
+    1. A run of ``other`` captures the sender. 2. A run of ``inputs`` captures the frozen sites.
+    3. A run of ``inputs`` with the sender patched and the frozen sites held captures the receivers.
+    4. A run of ``inputs`` with the receivers patched gives the metric.
 
     Args:
-        frozen: What stays as in the run of ``inputs``; may contain sender and receivers, which
-            are then held but for what they are patched with.
-        inputs, other, metric, output, groups: As of `activation_patching`.
+        frozen: The sites held at their values in the run of ``inputs``; sender and receivers may be
+            among them, and are then held except for their own patches.
+        inputs, other, metric, output, groups: As in `activation_patching`.
 
     Returns:
-        The metric of ``inputs`` as they are, and patched; the same on every rank.
+        The metric of ``inputs`` without and with the patch; the same on every rank.
 
     Collective over the ranks of the model. Raises: as `activation_patching`.
     """
     _positions(["every"], inputs, other)
     check_metric(metric)
     sender = as_site(sender)
-    heard, held = as_sites(receivers, "receivers"), as_sites(frozen, "frozen")
+    receiver_sites, held = as_sites(receivers, "receivers"), as_sites(frozen, "frozen")
     with Runs(flex, groups) as runs:
         runs.watch(as_site(output), "output")
         sent = runs.capture(sender, "sender")
-        received = [runs.capture(site, "held") for site in heard]  # before they are held
+        received = [runs.capture(site, "held") for site in receiver_sites]  # before they are held
         for site in held:
             kept = runs.capture(site, "frozen")
             runs.register(site, patch(kept, **site.where), "held")
         runs.register(sender, patch(sent, **sender.where), "held")
-        for site, kept in zip(heard, received):
+        for site, kept in zip(receiver_sites, received):
             runs.register(site, patch(kept, **site.where), "receivers")
         runs.run(other, "sender")
         before = runs.measure(inputs, metric, "output", "frozen")
         runs.check_metric()
         runs.run(inputs, "held")
         after = runs.measure(inputs, metric, "output", "receivers")
-        first, second = runs.shared([before, after])
+        first, second = runs.broadcast([before, after])
     return first, second
 
 
@@ -197,31 +202,32 @@ def attribution_patching(
     target: Tensor | None = None,
     groups: Iterable[str] = (),
 ) -> PatchingMap:
-    """The first-order estimate of activation patching: ``(clean - corrupted) * gradient`` of the
-    metric at the corrupted run, summed over rows and units (Nanda 2023, "attribution patching").
+    """Estimate activation patching to first order: ``(clean - corrupted) * gradient`` of the metric
+    at the corrupted run, summed over rows and units (Nanda 2023, "attribution patching").
 
     Example::
 
         change = attribution_patching(flex, clean, corrupted, layers, logit_difference).values
 
-    Two forwards and one backward for all sites and positions. Gradients that parameters have are
-    as before when it returns.
+    Runs two forwards and one backward for all sites and positions. The ``.grad`` of parameters is
+    restored when it returns.
 
     Args:
-        metric: From the full output of the whole batch, on the CPU, to a tensor of one number in
-            the graph; called on every rank. In a pipeline it must be None: the backward is that of
-            the schedule's ``loss_fn``, with ``target``, so give ``loss_fn`` the metric.
-        clean, corrupted, sites, output, groups: As of `activation_patching`.
+        metric: A function of the full output of the whole batch, on the CPU, that returns a
+            differentiable tensor of one element; called on every rank. In a pipeline it must be
+            None: the backward is that of the schedule's ``loss_fn``, with ``target``, so make the
+            metric the ``loss_fn``.
+        clean, corrupted, sites, output, groups: As in `activation_patching`.
 
     Returns:
         ``values``: the estimated change of the metric ``(sites, positions)``, for every position
-        (of ``where``, if it chooses some).
+        (of ``where``, if that selects positions).
 
     Collective over the ranks of the model.
 
     Raises:
-        ValueError: no gradient reaches a site: nothing before it requires one; a metric in a
-            pipeline, or none elsewhere; ``edit_on="rank0"``.
+        ValueError: no gradient reaches a site, because nothing before it requires one; a metric in
+            a pipeline, or no metric elsewhere; ``edit_on="rank0"``.
         HookError: the metric failed; on every rank.
     """
     places = as_sites(sites, "sites")
@@ -242,7 +248,7 @@ def attribution_patching(
             "the model with edit_on='all'"
         )
     loss: list[Tensor] = []
-    with Runs(flex, groups) as runs, runs.gradients_aside(), torch.enable_grad():
+    with Runs(flex, groups) as runs, runs.restored_gradients(), torch.enable_grad():
         for i, site in enumerate(places):
             runs.watch(site, f"{i}", "sites")
             runs.watch(site, f"{i}.grad", "gradients", is_gradient=True)
@@ -268,7 +274,7 @@ def attribution_patching(
                 for i, site in enumerate(places)
             ]
 
-        values = runs.on_first(estimate, ValueError)
+        values = runs.on_rank_0(estimate, ValueError)
     table = torch.tensor(values, dtype=torch.float64).reshape(len(places), -1)
     return PatchingMap(table, None, None, places, tuple(range(table.shape[1])))
 
@@ -282,7 +288,7 @@ _NO_GRADIENT = (
 def _first_order(
     site: Site, clean: Tensor | None, corrupted: Tensor | None, gradient: Tensor | None
 ) -> list[float]:
-    """By position."""
+    """Return the estimated change of the metric by position."""
     if clean is None or corrupted is None or gradient is None:
         raise ValueError(_NO_GRADIENT.format(f"{site.module!r}"))
     product = (clean - corrupted).double() * gradient.double()
@@ -294,7 +300,7 @@ def _first_order(
 def _positions(
     positions: Sequence[Selector] | None, clean: Inputs, corrupted: Inputs
 ) -> tuple[Selector, ...]:
-    """Those to patch; ValueError for inputs that don't match."""
+    """Return the positions to patch; ValueError if the inputs differ in shape."""
     shapes = [
         [tuple(leaf.shape) for leaf in pytree.flatten(as_arguments(inputs))[0]]
         for inputs in (clean, corrupted)
@@ -307,13 +313,13 @@ def _positions(
     if positions is not None:
         if isinstance(positions, str) or not isinstance(positions, Iterable):
             raise TypeError(
-                f"positions must be a list of those to patch one by one, got {positions!r}; of "
-                f"one: [{positions!r}]"
+                f"positions must be a list of positions to patch one by one, got {positions!r}; "
+                f"for one position give [{positions!r}]"
             )
         return tuple(positions)
     if not shapes[0] or len(shapes[0][0]) < 2:
         raise ValueError(
-            f"the first input has the shape {shapes[0][:1]}, and its dim 1 should be the positions;"
-            " give positions="
+            f"the first input must have positions at dim 1, got the shape {shapes[0][:1]}; give "
+            "positions="
         )
     return tuple(range(shapes[0][0][1]))

@@ -1,4 +1,4 @@
-"""Logit lens and tuned lens: what the model would say if it ended at a layer."""
+"""Logit lens and tuned lens: the next-token logits read from a layer's hidden states."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flex_model.editing.edit import Edit, Scope, check_number, told
+from flex_model.editing.edit import Edit, Scope, check_number, format_call
 from flex_model.editing.region import Region
 from flex_model.selection.selectors import Selector
 
@@ -20,10 +20,11 @@ Norm = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 
 
 class Lens(Edit):
-    """Reads logits off hidden states, and changes nothing. `logit_lens` and `tuned_lens` make it.
+    """An edit that computes logits from hidden states and changes nothing. `logit_lens` and
+    `tuned_lens` make one.
 
-    What it reads is in ``save_ctx`` where edits run, and in a pipeline on rank 0 when the step is
-    over; ``take`` gets it from there.
+    It keeps the logits in ``save_ctx`` where edits run; in a pipeline they are on rank 0 after the
+    step. ``take`` returns them.
     """
 
     def __init__(
@@ -41,9 +42,9 @@ class Lens(Edit):
 
     def _read(self, full: Tensor, scope: Scope) -> None:
         if scope.site is None:
-            raise RuntimeError(f"{self!r} is registered with lens.at(module_name)")
-        seen = full[self._region.index(full)]
-        logits = self._logits_of(seen.detach(), scope)
+            raise RuntimeError(f"{self!r} must be registered with lens.at(module_name)")
+        hidden = full[self._region.index(full)]
+        logits = self._logits_of(hidden.detach(), scope)
         microbatch = self._region.rows_of_microbatch(full)
         rows, in_all = ([], 0) if microbatch is None else microbatch
         entry = {
@@ -54,9 +55,9 @@ class Lens(Edit):
         vars(scope.save_ctx).setdefault(self._key + scope.site, []).append(entry)
 
     def take(self, flex: FlexModel) -> dict[str, list[Tensor]]:
-        """What was read since it was last taken: ``site -> [tensor, ...]`` in call order, each of
-        the whole batch, ``(rows, positions, vocabulary)``. Local, to be called on every rank; in a
-        pipeline rank 0 gets all, and the others nothing.
+        """Return and remove the logits since the last ``take``: ``site -> [tensor, ...]`` in call
+        order, each of the whole batch, ``(rows, positions, vocabulary)``. Local; call it on every
+        rank. In a pipeline rank 0 gets all of them, the other ranks an empty dict.
 
         Example::
 
@@ -70,7 +71,7 @@ class Lens(Edit):
         names = [name for name in context if name.startswith(self._key)]
         read = {name.removeprefix(self._key): context.pop(name) for name in names}
         if "schedule" in vars(flex) and flex._channel.mesh.place > 0:
-            return {}  # this rank has its own stage's only
+            return {}  # this rank has only the logits of its own stage
         return {site: _joined(entries) for site, entries in read.items()}
 
 
@@ -102,8 +103,8 @@ def logit_lens(
     keep: Callable[[Tensor], Tensor] | None = None,
     name: str = "logit_lens",
 ) -> Lens:
-    """The final norm and the unembedding, applied to a layer's output ``(rows, positions, units)``
-    (nostalgebraist 2020, "interpreting GPT: the logit lens").
+    """Make a lens that applies the final norm and the unembedding to a layer's output ``(rows,
+    positions, units)`` (nostalgebraist 2020, "interpreting GPT: the logit lens").
 
     Example::
 
@@ -111,19 +112,19 @@ def logit_lens(
         lens = logit_lens("lm_head.weight", norm="transformer.ln_f.weight",
                           norm_bias="transformer.ln_f.bias", kind="layer", eps=1e-5)
 
-    Register it with ``lens.at(layer)``, at as many layers as you like, and see ``Lens.take``.
+    Register it with ``lens.at(layer)``, at any number of layers; ``Lens.take`` returns the logits.
 
     Args:
-        unembed, bias: Names of the parameters ``(vocabulary, units)`` and ``(vocabulary,)``; full
-            ones are gathered before each call (in a pipeline: before each step, from whichever
-            stage has them).
-        norm, norm_bias: Of the final norm; None: it has none.
-        kind: "rms", "layer", "none", or a function of ``(hidden, weight, bias)``.
-        eps: Of the final norm, as the model's config says it.
-        positions: Which ones; as of all edits.
-        keep: What to keep of logits ``(rows, positions, vocabulary)``, row by row:
-            ``lambda logits: logits.topk(5).indices``.
-        name: Tells lenses apart that sit at one module.
+        unembed, bias: Names of the parameters ``(vocabulary, units)`` and ``(vocabulary,)``; they
+            are gathered in full before each call (in a pipeline: before each step, from the stage
+            that has them).
+        norm, norm_bias: Names of the final norm's parameters; None if it has none.
+        kind: The norm: "rms", "layer", "none", or a function of ``(hidden, weight, bias)``.
+        eps: The epsilon of the final norm, from the model's config.
+        positions: The positions to read, as in all edits.
+        keep: A function of the logits ``(rows, positions, vocabulary)``, row by row, whose result
+            is kept instead: ``lambda logits: logits.topk(5).indices``.
+        name: Distinguishes lenses at one module.
     """
     return _lens(
         "logit_lens", None, unembed, bias, norm, norm_bias, kind, eps, positions, keep, name
@@ -143,7 +144,7 @@ def tuned_lens(
     keep: Callable[[Tensor], Tensor] | None = None,
     name: str = "tuned_lens",
 ) -> Lens:
-    """A logit lens of ``hidden + translator(hidden)`` (Belrose et al. 2023, "Eliciting latent
+    """Make a logit lens of ``hidden + translator(hidden)`` (Belrose et al. 2023, "Eliciting latent
     predictions from transformers with the tuned lens").
 
     Example::
@@ -151,12 +152,12 @@ def tuned_lens(
         flex.register_trainable_module("lens_3", nn.Linear(units, units))
         lens = tuned_lens("lens_3", "lm_head.weight", norm="model.norm.weight", name="lens_3")
 
-    What ``take`` gives is in the translator's graph (not in a pipeline, where it is sent), so a
-    loss of it trains the translator: every rank has the same loss and the same gradient, not to be
-    summed. The model gets no gradient.
+    The logits that ``take`` returns are in the translator's graph (not in a pipeline, which sends
+    them), so a loss of them trains the translator. Every rank has the same loss and the same
+    gradient; don't sum gradients over ranks. The model gets no gradient.
 
     Args:
-        translator: A registered trainable module.
+        translator: The name of a registered trainable module.
     """
     return _lens(
         "tuned_lens", translator, unembed, bias, norm, norm_bias, kind, eps, positions, keep, name
@@ -171,7 +172,7 @@ def _lens(
     for given in (unembed, bias, norm, norm_bias):
         if not isinstance(given, str) and (given is not None or unembed is None):
             raise TypeError(
-                f"{what}: weights are given by their names, since a rank may hold shards only; "
+                f"{what}: weights are given by name, because a rank may hold only a shard; "
                 f"got {type(given).__name__}"
             )
     names = {"name": name} if what == "logit_lens" else {"name": name, "translator": translator}
@@ -192,7 +193,7 @@ def _lens(
         hidden = _normalized(hidden, kind, weight, shift, eps)
         return F.linear(hidden, scope.parameters[unembed], scope.parameters.get(bias))
 
-    text = told(what, translator, unembed, norm=norm, positions=positions)
+    text = format_call(what, translator, unembed, norm=norm, positions=positions)
     needed = [given for given in (unembed, bias, norm, norm_bias) if given is not None]
     return Lens(text, name, logits_of, needed, positions, keep)
 

@@ -1,4 +1,4 @@
-"""Keep an activation of one run, and put it into another."""
+"""Activation patching: capture an activation in one run and patch it into another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flex_model.editing.edit import Edit, Scope, told
+from flex_model.editing.edit import Edit, Scope, format_call
 from flex_model.editing.region import Region
 from flex_model.hooks.step import current_microbatch
 from flex_model.selection.selection import SelectionArguments
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Capture(Edit):
-    """Keeps what it is given, for `patch` and `resample`, and changes nothing.
+    """An edit that keeps the activation for `patch` and `resample`, and changes nothing.
 
     Example::
 
@@ -29,9 +29,9 @@ class Capture(Edit):
         flex.register_forward_hook(patch(kept, positions=5).at("model.layers.3"))
         flex(corrupted_tokens)
 
-    It is kept where edits run: on every rank (of the stage that has the module), on its device,
-    detached; micro-batches by their number. Of several calls the last one counts. One is for one
-    module. Records, which are on rank 0 only, can't be patched from on the other ranks.
+    The activation is kept where edits run: on every rank (of the stage that has the module), on its
+    device, detached, one for each micro-batch. A later call replaces it. Each module needs its own
+    Capture. (Records are on rank 0 only, so other ranks can't patch from them.)
     """
 
     def __init__(self) -> None:
@@ -43,18 +43,18 @@ class Capture(Edit):
         if scope.module is not None:
             if self._module is not None and self._module() is not scope.module:
                 raise ValueError(
-                    "capture: this one has an activation of another module; make one for each"
+                    "capture: this Capture has an activation of another module; make one per module"
                 )
             if not isinstance(full, FakeTensor):
                 self._module = weakref.ref(scope.module)
         self._kept[current_microbatch(), isinstance(full, FakeTensor)] = full.detach().clone()
 
     def of(self, microbatch: int | None, full: Tensor | None = None) -> Tensor:
-        """What was kept of this micro-batch (None outside of a pipeline), for ``full``. What was
-        kept in a dry run, without values, is for dry runs only.
+        """Return the captured activation of this micro-batch (None outside of a pipeline), for
+        ``full``. What was captured in a dry run, without values, is for dry runs only.
 
         Raises:
-            RuntimeError: nothing was kept.
+            RuntimeError: nothing was captured.
         """
         found = self._kept.get((microbatch, False))
         if isinstance(full, FakeTensor):
@@ -63,23 +63,23 @@ class Capture(Edit):
             which = "" if microbatch is None else f" of micro-batch {microbatch}"
             raise RuntimeError(
                 f"patch: nothing{which} was captured; register the capture and run the model "
-                "first, in as many micro-batches"
+                "first, with the same number of micro-batches"
             )
         return found
 
     def clear(self) -> None:
-        """Forget what was kept."""
+        """Drop the captured activations."""
         self._kept.clear()
         self._module = None
 
 
 def capture() -> Capture:
-    """See `Capture`."""
+    """Make a `Capture`."""
     return Capture()
 
 
 def patch(source: Tensor | Capture, **where: Unpack[SelectionArguments]) -> Edit:
-    """Put the values of another run in the place of these.
+    """Replace values by those of another run.
 
     Example::
 
@@ -106,8 +106,8 @@ def patch(source: Tensor | Capture, **where: Unpack[SelectionArguments]) -> Edit
         if other.shape != full.shape:
             raise ValueError(
                 f"patch: the source's shape is {tuple(other.shape)}, the activation's "
-                f"{tuple(full.shape)}; both must be of batches of one size"
+                f"{tuple(full.shape)}; both runs must have the same batch size"
             )
         return region.replace(full, lambda part, other: other.clone(), other)
 
-    return Edit(told("patch", source, where=region), apply)
+    return Edit(format_call("patch", source, where=region), apply)

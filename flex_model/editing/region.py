@@ -1,5 +1,5 @@
-"""Which part of a full activation an edit is about: rows, positions, heads or units, numbered as in
-the unsharded model and in the whole batch.
+"""The part of a full activation that an edit changes: rows, positions, heads or units, by indices
+of the unsharded model and the whole batch.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from flex_model.selection.selectors import as_slice
 
 
 class Region(Selection):
-    """The part of a tensor that an edit is about. ``replace`` and ``index`` are local."""
+    """The part of a tensor that an edit changes. ``replace`` and ``index`` are local."""
 
     def replace(self, full: Tensor, change: Callable[..., Tensor], *others: Tensor) -> Tensor:
-        """``full`` with ``change(part, *parts_of_others)`` in the place of its part.
+        """Return ``full`` with its part replaced by ``change(part, *parts_of_others)``.
 
         Args:
-            full: What an editing function was given; a part of it is written in place.
-            change: Keeps the shape of what it is given, which has all dims of ``full``.
-            others: Spread over ``full``; the whole batch's are cut by ``of_microbatch`` before.
+            full: The tensor of an editing function; its part is written in place.
+            change: A function of a tensor with all dims of ``full``; it must keep the shape.
+            others: Broadcast to ``full``; select a micro-batch's rows with ``of_microbatch`` first.
         """
         parts = [other.expand_as(full) for other in others]
         if self.is_whole:
@@ -36,20 +36,20 @@ class Region(Selection):
         if part.numel() == 0:
             return full
         if torch.is_grad_enabled():
-            part = part.clone()  # a view that the graph keeps may not be written over
+            part = part.clone()  # `full` is written below, and the graph may save a view of it
         changed = change(part, *(other[index] for other in parts))
         _check_kept(changed, full)
         full[index] = changed
         return full
 
     def index(self, full: Tensor) -> tuple[Any, ...]:
-        """For ``full[...]``: keeps the number and the order of its dims."""
+        """Return an index for ``full[...]`` that keeps the number and order of its dims."""
         rows = self.rows_of_microbatch(full) if "rows" in self.arguments else None
         chosen: list[Any] = [slice(None)] * full.dim()
         for dim, numbers in self.numbers(full.shape, rows).items():
             chosen[dim] = as_slice(numbers)
         listed = [dim for dim, item in enumerate(chosen) if not isinstance(item, slice)]
-        if len(listed) < 2:  # one list keeps its dim's place
+        if len(listed) < 2:  # one index tensor stays at its own dim
             for dim in listed:
                 chosen[dim] = torch.tensor(chosen[dim], dtype=torch.int64, device=full.device)
             return tuple(chosen)
@@ -63,10 +63,10 @@ class Region(Selection):
         )
 
     def rows_of_microbatch(self, full: Tensor) -> tuple[list[int], int] | None:
-        """Which rows of how many ``full`` has; None if it is of the whole batch.
+        """Return (the batch's rows that ``full`` has, their number in all); None for all rows.
 
         Raises:
-            ValueError: it has no row for each of the micro-batch's.
+            ValueError: the dim of rows has another size than the micro-batch.
         """
         found = current_rows()
         if found is None or len(found[0]) == found[1]:
@@ -74,20 +74,21 @@ class Region(Selection):
         dim = self.dim("rows", full.shape)
         if full.shape[dim] != len(found[0]):
             raise ValueError(
-                f"rows: a micro-batch has {len(found[0])} rows, and dim {dim} of "
-                f"{tuple(full.shape)} is not those; say where rows are with dims={{'rows': ...}}, "
-                "or use batch_mode='full'"
+                f"rows: the micro-batch has {len(found[0])} rows, but dim {dim} of "
+                f"{tuple(full.shape)} has another size; give the dim of the rows with "
+                "dims={'rows': ...}, or use batch_mode='full'"
             )
         return found
 
     def of_microbatch(self, whole: Tensor, full: Tensor) -> Tensor:
-        """What belongs to the rows of ``full``, on its device and in its dtype.
+        """Return the values of ``whole`` for the rows of ``full``, on its device and in its dtype.
 
         Args:
-            whole: Broadcasts to the tensor that ``full`` is the whole batch's, or a micro-batch's.
+            whole: Broadcasts to the activation of the whole batch.
 
         Raises:
-            TypeError, ValueError: it can't be held there; it doesn't.
+            TypeError: the dtype of ``full`` can't represent its values.
+            ValueError: its shape does not broadcast.
         """
         _check_kept(whole, full)
         whole = whole.to(full.device, full.dtype)
@@ -102,7 +103,7 @@ class Region(Selection):
             for ours, theirs in zip(reversed(whole.shape), reversed(shape), strict=False)
         ):
             raise ValueError(
-                f"a tensor of shape {tuple(whole.shape)} can't be spread over {tuple(shape)}, the "
+                f"a tensor of shape {tuple(whole.shape)} can't be broadcast to {tuple(shape)}, the "
                 "shape of the whole batch's activation; give one value, one per unit, or more dims"
             )
         if rows is None:
@@ -127,7 +128,7 @@ class Region(Selection):
         shape = [1] * full.dim()
         shape[rows], shape[positions] = full.shape[rows], full.shape[positions]
         mask = (mask if rows < positions else mask.T).reshape(shape).to(full.device)
-        if not self.is_of_dims:
+        if not self.has_indices:
             return mask
         inside = torch.zeros(full.shape, dtype=torch.bool, device=full.device)
         inside[self.index(full)] = True
@@ -135,6 +136,8 @@ class Region(Selection):
 
 
 def _check_kept(values: Tensor, full: Tensor) -> None:
-    """TypeError where ``full`` would hold integers of fractions, or the real part only."""
+    """Raise TypeError if writing ``values`` to ``full`` would truncate fractions or drop the
+    imaginary part.
+    """
     if not torch.can_cast(values.dtype, full.dtype):
         raise TypeError(f"an activation of {full.dtype} can't hold the edit's {values.dtype}")

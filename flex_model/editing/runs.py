@@ -1,4 +1,4 @@
-"""Runs of a FlexModel with hooks that are there for an experiment only."""
+"""Runs of a FlexModel with the temporary hooks of an experiment."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PREFIX = "flex_model.editing"
 
 @dataclass(frozen=True)
 class Site:
-    """A tensor of a module, and the part of it that is meant.
+    """An input or output tensor of a module, or a part of it.
 
     Example::
 
@@ -36,10 +36,10 @@ class Site:
         Site("model.layers.3.self_attn.o_proj", "input", {"heads": 2, "num_heads": 8})
 
     Args:
-        module: Its name in the unsharded model.
+        module: The module's name in the unsharded model.
         side: "output" or "input".
-        where: See `SelectionArguments`.
-        unpack_idx, expected_shape: As of HookFunction.
+        where: The selected part; see `SelectionArguments`.
+        unpack_idx, expected_shape: As in HookFunction.
     """
 
     module: str
@@ -68,7 +68,8 @@ def as_site(site: Site | str) -> Site:
 def as_sites(sites: Iterable[Site | str], what: str) -> tuple[Site, ...]:
     if isinstance(sites, (str, Site)) or not isinstance(sites, Iterable):
         raise TypeError(
-            f"{what} must be Sites or names of modules, got {sites!r}; of one: [{sites!r}]"
+            f"{what} must be a list of Sites or names of modules, got {sites!r}; for one site give "
+            f"[{sites!r}]"
         )
     return tuple(as_site(site) for site in sites)
 
@@ -92,23 +93,23 @@ def check_metric(metric: object) -> None:
 
 
 class Runs:
-    """Hooks in groups, that are there inside, and runs with some of them."""
+    """A context in which an experiment registers hooks in groups, and runs the model with some."""
 
     def __init__(self, flex: FlexModel, groups: Iterable[str]) -> None:
         if flex._core.run is not None or vars(flex).get("_choice") is not None:
             raise RuntimeError(
-                "an experiment makes runs of its own: call it outside of active(), forward passes "
-                "and editing functions; groups= names further hooks to use"
+                "an experiment runs the model itself; call it outside of active(), forward passes "
+                "and editing functions, and name further hooks with groups="
             )
         if isinstance(flex.output_ptr, ActivationStore):
             raise TypeError(
-                "an experiment reads its records as it goes, and those of this FlexModel go to the "
-                f"store {flex.output_ptr.folder}; wrap the model with a dict as output_ptr"
+                "an experiment reads its records after each run, and those of this FlexModel go to "
+                f"the store {flex.output_ptr.folder}; wrap the model with a dict as output_ptr"
             )
         self._records = flex.output_ptr
         self._flex, self._groups = flex, [groups] if isinstance(groups, str) else list(groups)
         self._stack = contextlib.ExitStack()
-        self._sites: dict[str, str] = {}  # by the record's name: the module
+        self._sites: dict[str, str] = {}  # record name -> module
         self._error: BaseException | None = None
 
     def __enter__(self) -> Runs:
@@ -146,7 +147,7 @@ class Runs:
         return kept
 
     def watch(self, site: Site, name: str, group: str = "", is_gradient: bool = False) -> None:
-        """Keep a record ``name``."""
+        """Register a read-only hook that records the site under ``name``."""
         kind = ""
         if is_gradient:
             kind = "full_backward_pre" if site.side == "output" else "full_backward"
@@ -158,9 +159,11 @@ class Runs:
         self._flex(*args, groups=chosen, **kwargs, **further)
 
     def measure(self, inputs: Inputs, metric: Metric, name: str, *groups: str) -> float:
-        """Run, and the metric of a record, on rank 0; a failure is told later, on all ranks."""
+        """Run, then return the metric of a record on rank 0, and 0 on other ranks. If the metric
+        fails, ``on_rank_0`` raises later, on all ranks.
+        """
         self.run(inputs, name, *groups)
-        if not self._is_first or self._error is not None:
+        if not self._is_rank_0 or self._error is not None:
             return 0.0
         try:
             record = self.record(name)
@@ -171,7 +174,7 @@ class Runs:
             return 0.0
 
     def record(self, name: str) -> Tensor | None:
-        """The last run's, where records are."""
+        """Return the record of the last run; None on ranks without records."""
         for full_name in self._sites:
             if full_name.startswith(f"{_PREFIX}:{name}:"):
                 records = self._records.get(full_name)
@@ -184,21 +187,21 @@ class Runs:
         return None
 
     @property
-    def _is_first(self) -> bool:
+    def _is_rank_0(self) -> bool:
         return self._flex._channel.mesh.place == 0
 
     def check_metric(self) -> None:
-        """HookError on every rank, if the metric failed. Collective."""
-        self.on_first(lambda: None)
+        """Raise HookError on every rank if the metric failed. Collective."""
+        self.on_rank_0(lambda: None)
 
-    def shared(self, values: list[float]) -> list[float]:
-        """Rank 0's. Collective."""
-        return self.on_first(lambda: values)
+    def broadcast(self, values: list[float]) -> list[float]:
+        """Return the values of rank 0. Collective."""
+        return self.on_rank_0(lambda: values)
 
-    def on_first(self, compute: Callable[[], Any], kind: type[Exception] = HookError) -> Any:
-        """What rank 0 computes, on every rank, or its failure. Collective."""
+    def on_rank_0(self, compute: Callable[[], Any], kind: type[Exception] = HookError) -> Any:
+        """Compute on rank 0; return the result, or raise its error, on every rank. Collective."""
         result = None
-        if self._is_first and self._error is None:
+        if self._is_rank_0 and self._error is None:
             try:
                 result = compute()
             except Exception as error:
@@ -206,16 +209,16 @@ class Runs:
         text = None
         if self._error is not None:
             text = str(self._error) if kind is not HookError else repr(self._error)
-        told = exchange_json(self._flex._channel, [text, result], "patching: the metric")
-        text, result = told[0]
+        per_rank = exchange_json(self._flex._channel, [text, result], "patching: the metric")
+        text, result = per_rank[0]
         if text is not None:
             what = f"the metric failed on rank 0: {text}" if kind is HookError else text
             raise agreed(kind(what)) from self._error
         return result
 
     @contextlib.contextmanager
-    def gradients_aside(self) -> Iterator[None]:
-        """Inside, parameters have no gradients; afterwards those of before."""
+    def restored_gradients(self) -> Iterator[None]:
+        """Set the parameters' gradients to None inside, and restore them afterwards."""
         flex = self._flex
         parameters = [*fsdp.kept_parameters(flex.module), *flex.trainable_modules.parameters()]
         before = [(parameter, parameter.grad) for parameter in parameters]

@@ -1,4 +1,4 @@
-"""Put a module of one's own into the model: a sparse autoencoder, a transcoder, an adapter."""
+"""Splice a module into the model: a sparse autoencoder, a transcoder, an adapter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flex_model.editing.edit import Edit, Scope, told
+from flex_model.editing.edit import Edit, Scope, format_call
 from flex_model.editing.region import Region
 from flex_model.selection.selection import SelectionArguments
 
@@ -23,7 +23,7 @@ def splice(
     latents: Edit | None = None,
     **where: Unpack[SelectionArguments],
 ) -> Edit:
-    """Put what a trainable module makes of the activation in its place.
+    """Replace the activation by a trainable module's output for it.
 
     Example::
 
@@ -35,25 +35,27 @@ def splice(
     Gradients reach the module's parameters, the same on every rank, and the model before it.
 
     Args:
-        name: As given to ``register_trainable_module``.
-        add: Add what it makes, as a low-rank adapter does.
-        error: Add what a reconstruction leaves out, ``x - module(x)`` from before ``latents``; a
-            constant to gradients. Without ``latents`` the values stay as they are, up to rounding.
+        name: The name passed to ``register_trainable_module``.
+        add: Add the output to the activation, as a low-rank adapter does.
+        error: Add the reconstruction error ``x - module(x)``, computed before ``latents`` and
+            detached. Without ``latents`` the values stay the same, up to rounding.
         latents: An edit between ``module.encode`` and ``module.decode``; ``units=`` are latents.
-        where: Rows and positions; the module is given these alone, with all dims.
+        where: Rows and positions; the module gets only these, with all dims kept.
 
     Raises:
         KeyError, TypeError, ValueError: in the call: no such module; it does not return a tensor
             of the activation's shape, or has no ``encode`` and ``decode``.
     """
     if not isinstance(name, str):
-        raise TypeError("splice: give the name of a module that register_trainable_module knows")
+        raise TypeError(
+            f"splice: name must be the str passed to register_trainable_module, got {name!r}"
+        )
     if latents is not None and not isinstance(latents, Edit):
         raise TypeError(f"splice: latents must be an Edit of flex_model.editing, got {latents!r}")
     if add and (error or latents is not None):
         raise ValueError("splice: add= is for adapters, error= and latents= for autoencoders")
     if where.get("units") is not None or where.get("heads") is not None:
-        raise ValueError("splice: a module takes all units; leave out units= and heads=")
+        raise ValueError("splice: a module gets all units; leave out units= and heads=")
     region = Region(**where)
 
     def apply(full: Tensor, scope: Scope) -> Tensor:
@@ -61,36 +63,34 @@ def splice(
 
         def change(part: Tensor) -> Tensor:
             parameter = next(module.parameters(), part)
-            given = part.to(parameter.dtype)
-            made = _reconstructed(module, given, latents, error, scope)
-            if not isinstance(made, Tensor) or made.shape != part.shape:
-                got = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+            output = _reconstruct(module, part.to(parameter.dtype), latents, error, scope)
+            if not isinstance(output, Tensor) or output.shape != part.shape:
+                got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
                 raise ValueError(
-                    f"splice: {name!r} must make a tensor of shape {tuple(part.shape)}, got {got}"
+                    f"splice: {name!r} must return a tensor of shape {tuple(part.shape)}, got {got}"
                 )
-            made = made.to(part.dtype)
-            return part + made if add else made
+            output = output.to(part.dtype)
+            return part + output if add else output
 
         return region.replace(full, change)
 
     options = {"add": add or None, "error": error or None, "latents": latents}
-    return Edit(told("splice", name, where=region, **options), apply)
+    return Edit(format_call("splice", name, where=region, **options), apply)
 
 
-def _reconstructed(
-    module: Any, given: Tensor, latents: Edit | None, error: bool, scope: Scope
+def _reconstruct(
+    module: Any, inputs: Tensor, latents: Edit | None, error: bool, scope: Scope
 ) -> Tensor:
     if latents is None:
-        made = module(given)
-        return made + (given - made).detach() if error else made
+        output = module(inputs)
+        return output + (inputs - output).detach() if error else output
     if not (hasattr(module, "encode") and hasattr(module, "decode")):
         raise TypeError(
-            f"splice: latents= needs a module with encode and decode, and {type(module).__name__} "
-            "has not both"
+            f"splice: latents= needs a module with encode and decode, got {type(module).__name__}"
         )
-    features = module.encode(given)
+    features = module.encode(inputs)
     with torch.no_grad():
-        missing = given - module.decode(features) if error else None
-    # A copy: the edit may write over what the graph keeps.
-    made = module.decode(latents.apply(features.clone(), scope))
-    return made if missing is None else made + missing
+        residual = inputs - module.decode(features) if error else None
+    # A copy: the edit may write in place, and the graph may have saved the features.
+    output = module.decode(latents.apply(features.clone(), scope))
+    return output if residual is None else output + residual

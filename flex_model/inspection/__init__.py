@@ -1,5 +1,5 @@
-"""See what hooks see, before and after running: layouts, a run on shapes alone, what a run cost, a
-comparison with the unsharded model.
+"""Inspection of hooked models: layouts, dry runs on shapes, costs of a run, verification against
+the unsharded model.
 """
 
 from flex_model.inspection import observed

@@ -1,4 +1,4 @@
-"""What the last run cost at each hook, counted while it ran, and why."""
+"""The cost of each hook in the last run, counted while it ran, and the reason for it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HookCost:
-    """One hook, or what all hooks share (``name`` is then ``"(all hooks)"``).
+    """The cost of one hook, or the cost shared by all hooks (named ``"(all hooks)"``).
 
     Attributes:
         name, kind, unpack_idx: As in ``SiteLayout``.
-        transport: What moved its tensors; empty if nothing was moved.
-        headers: Exchanges of 64 bytes, each among all ranks of the model.
-        collectives: That moved tensors of this hook alone.
-        bytes_moved: By this rank: what it sent of its own and received of others'.
-        why: Why it cost this.
+        transport: The transport of its tensors; empty if nothing was moved.
+        headers: The number of 64-byte exchanges, each among all ranks of the model.
+        collectives: The number of collectives that moved tensors of this hook alone.
+        bytes_moved: The bytes that this rank sent and received.
+        why: The reason for the cost.
     """
 
     name: str
@@ -41,8 +41,8 @@ class Explanation(list[HookCost]):
     """A list of ``HookCost`` that prints as a table.
 
     Attributes:
-        transports: The transport of each group of ranks in use, by the mesh axes that they are
-            along, and why it is this one.
+        transports: For each group of ranks in use, by its mesh axes: the transport and the reason
+            for choosing it.
     """
 
     def __init__(self, rows: Iterable[HookCost], transports: dict[str, tuple[str, str]]) -> None:
@@ -51,7 +51,7 @@ class Explanation(list[HookCost]):
 
     @property
     def bytes_moved(self) -> int:
-        """By this rank, for all hooks."""
+        """The bytes that this rank moved for all hooks."""
         return sum(row.bytes_moved for row in self)
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class Explanation(list[HookCost]):
 
 
 def explain(core: HookCore) -> Explanation:
-    """The table of a wrap's hooks. Local; bytes are this rank's."""
+    """Return the costs of all hooks. Local; bytes are this rank's."""
     channel = core.channel
     sites = {registration.site for registration in core.table.registrations}
     spent = channel.meter.spent
@@ -99,8 +99,8 @@ def explain(core: HookCore) -> Explanation:
                 sum(cost.headers for cost in shared),
                 sum(cost.payloads for cost in shared),
                 sum(cost.num_bytes for cost in shared),
-                "a header as a forward begins, one as the run ends, with all collected tensors; "
-                "more where hooks or inputs are new",
+                "one header when a forward begins, one when the run ends, with all records; more "
+                "for new hooks or inputs",
             )
         )
     return Explanation(rows, channel.transports())
@@ -121,8 +121,8 @@ def _row(registration: Registration, spent: Spent | None, core: HookCore) -> Hoo
 
 
 def _why(registration: Registration, spent: Spent, core: HookCore) -> str:
-    is_here = registration.kind in ("forward", "forward_pre") and registration.places
-    if is_here and core.num_runs and not registration.was_called(core.num_runs):
+    has_calls = registration.kind in ("forward", "forward_pre") and registration.places
+    if has_calls and core.num_runs and not registration.was_called(core.num_runs):
         return "not called in the last run"
     if core.channel.is_local:
         return "one rank: the tensor is whole"
@@ -134,12 +134,12 @@ def _why(registration: Registration, spent: Spent, core: HookCore) -> str:
         if registration.edits:
             return f"not called in the last run ({where})"
         if core.records.keeps_parts:
-            return f"only looked at: each rank stores its own part ({where})"
-        return f"only looked at: nothing to move from this rank ({where})"
+            return f"read-only: each rank stores its own shard ({where})"
+        return f"read-only: nothing to move from this rank ({where})"
     if not registration.edits and core.records.keeps_parts:
-        return f"only looked at: summed, then each rank stores its own part ({where})"
+        return f"read-only: summed, then each rank stores its own shard ({where})"
     if not registration.edits:
-        return f"only looked at: goes to rank 0 when the run ends ({where})"
+        return f"read-only: sent to rank 0 when the run ends ({where})"
     if not spent.payloads:
         return f"every rank has the whole tensor: only a header ({where})"
     place = "every rank" if core.caller.edits_on_all else "rank 0"

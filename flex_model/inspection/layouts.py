@@ -1,4 +1,4 @@
-"""The table of registered hooks and of the layouts that were found for them."""
+"""The table of registered hooks and their layouts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flex_model.hooks.core import HookCore
 
 NOT_RUN = "not run yet"
-_RECORDS_TELL = "its record tells, on rank 0"
+_ON_RANK_0 = "known from its record, on rank 0"
 _ONE_PROCESS = ShardLayout(source="one process")
 
 
@@ -26,19 +26,19 @@ class SiteLayout:
     """One registered hook and the layout of its tensor.
 
     Attributes:
-        name: The module's or parameter's, as it was given.
+        name: The module's or parameter's name, as the user gave it.
         kind: ``"forward"``, ``"forward_pre"``, ``"full_backward"``, ``"full_backward_pre"`` or
             ``"tensor"``.
-        unpack_idx: Which of the site's tensors.
-        full_shape: Of the tensor that the hook sees; None before it ran.
-        local_shapes: Of all ranks of the grid, in the order (dp, tp), tp fastest.
+        unpack_idx: The index of the tensor at the site.
+        full_shape: The shape of the tensor that the hook sees; None before it ran.
+        local_shapes: The local shapes of all ranks of the mesh, in the order (dp, tp), tp fastest.
         dtype: None before it ran.
         layout: None before it ran.
-        source: What the layout is known from, or why it is not.
-        proof: The operations that show how the tensor is placed, in their order, by axis; empty
-            unless it was asked for, and for a layout that a DTensor or the user states.
-        num_shapes: How many different shapes (and dtypes) there were; the others are those of the
-            last one that was new.
+        source: The evidence for the layout, or the reason why it is not known.
+        proof: The operations that prove the placements, in order, by axis; empty without
+            ``why=True``, and for a layout that a DTensor or the user states.
+        num_shapes: The number of different shapes (and dtypes) so far; the other attributes are
+            those of the newest one.
     """
 
     name: str
@@ -83,11 +83,11 @@ class Layouts(list[SiteLayout]):
 
 
 def layouts(core: HookCore, records: Mapping[str, list[Tensor]], why: bool = False) -> Layouts:
-    """The table of the hooks of a FlexModel, with the records that this rank has. Local, and the
-    same on every rank but for the stages of a pipeline: a rank knows its own.
+    """Return the layouts of a FlexModel's hooks, given this rank's records. Local, and the same on
+    every rank, except that a rank of a pipeline knows only its own stages.
 
     Args:
-        why: With the proofs of the forward that was followed last.
+        why: Whether to add the proofs of the last followed forward.
     """
     rows = [_layout_of(core, registration, records) for registration in core.table.registrations]
     if why:
@@ -102,7 +102,7 @@ def _layout_of(
     place = (registration.name, registration.kind, registration.hook_function.unpack_idx)
     if registration.moves:
         (_, shapes, dtype, *_), move = list(registration.moves.items())[-1]
-        seen = {(shapes, dtype) for _, shapes, dtype, *_ in registration.moves}
+        distinct = {(shapes, dtype) for _, shapes, dtype, *_ in registration.moves}
         return SiteLayout(
             *place,
             move.full_shape,
@@ -110,7 +110,7 @@ def _layout_of(
             dtype,
             move.layout,
             move.layout.source,
-            len(seen),
+            len(distinct),
         )
     if core.channel.is_local:
         return _on_one_process(core, registration, records, place)
@@ -123,7 +123,7 @@ def _on_one_process(
     records_by_name: Mapping[str, list[Tensor]],
     place: tuple[str, str, int],
 ) -> SiteLayout:
-    """Nothing is split there, so what a hook saw is known from its records."""
+    """Return the layout on one process, where nothing is sharded: the shapes are the records'."""
     name = registration.hook_function.record_name
     if not registration.hook_function.record:
         return SiteLayout(*place, layout=_ONE_PROCESS, source="one process, nothing recorded")
@@ -137,9 +137,9 @@ def _on_one_process(
         records = core.session.layouts.get(name)
     if not records:
         is_first = core.mesh.rank == 0
-        return SiteLayout(*place, source=NOT_RUN if is_first else _RECORDS_TELL)
+        return SiteLayout(*place, source=NOT_RUN if is_first else _ON_RANK_0)
     if len({r.hook_function.unpack_idx for r in sharing}) > 1:
         return SiteLayout(*place, layout=_ONE_PROCESS, source="one process, records of several")
-    seen = list(dict.fromkeys((tuple(record.shape), record.dtype) for record in records))
+    num_shapes = len({(tuple(record.shape), record.dtype) for record in records})
     shape, dtype = tuple(records[-1].shape), records[-1].dtype
-    return SiteLayout(*place, shape, (shape,), dtype, _ONE_PROCESS, _ONE_PROCESS.source, len(seen))
+    return SiteLayout(*place, shape, (shape,), dtype, _ONE_PROCESS, _ONE_PROCESS.source, num_shapes)

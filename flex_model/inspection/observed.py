@@ -1,4 +1,4 @@
-"""What every module of a model takes and gives, from a run on shapes alone."""
+"""Observes the input and output tensors of every module in a run on shapes alone."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Observed = tuple[str, str, Seen]
 def observe(
     root: nn.Module, mesh: Mesh, follower: Follower, run: Callable[[], Any]
 ) -> list[Observed]:
-    """What this rank sees while ``run`` runs the model, call by call."""
+    """Run the model; return the first input and output tensor of each module call on this rank."""
     found: list[Observed] = []
 
-    def look(name: str, kind: str, tree: Any) -> None:
+    def observe_tensor(name: str, kind: str, tree: Any) -> None:
         tensors, _ = _C.flatten(tree)
         if not tensors:
             return
@@ -44,10 +44,10 @@ def observe(
             found.append((name, kind, seen))
 
     def pre_hook(name: str) -> Callable[..., None]:
-        return lambda module, args, kwargs: look(name, "input", (args, kwargs))
+        return lambda module, args, kwargs: observe_tensor(name, "input", (args, kwargs))
 
     def hook(name: str) -> Callable[..., None]:
-        return lambda module, args, output: look(name, "output", output)
+        return lambda module, args, output: observe_tensor(name, "output", output)
 
     handles: list[Any] = []
     try:
@@ -61,24 +61,24 @@ def observe(
     return found
 
 
-def settle(
+def set_tensors(
     nodes: Mapping[str, Node],
     calls: Iterable[Sequence[Observed]],
     mesh: Mesh,
 ) -> None:
-    """Tell the nodes what their modules take and give at their first calls.
+    """Set the nodes' input and output tensors, from the first call of each module.
 
     Args:
-        calls: What all ranks observed, call by call.
+        calls: The observations of all ranks, call by call.
     """
-    for told in calls:
-        name, kind, _ = told[0]
+    for per_rank in calls:
+        name, kind, _ = per_rank[0]
         if name in nodes and getattr(nodes[name], kind) is None:
-            seen = [one for _, _, one in told]
-            setattr(nodes[name], kind, _settled(name, kind, seen, mesh))
+            seen = [one for _, _, one in per_rank]
+            setattr(nodes[name], kind, _full_tensor(name, kind, seen, mesh))
 
 
-def _settled(name: str, kind: str, ranks: Sequence[Seen], mesh: Mesh) -> TensorSeen:
+def _full_tensor(name: str, kind: str, ranks: Sequence[Seen], mesh: Mesh) -> TensorSeen:
     site = Site(name, name, "forward" if kind == "output" else "forward_pre")
     shapes = [one.shape for one in ranks]
     try:
@@ -90,14 +90,13 @@ def _settled(name: str, kind: str, ranks: Sequence[Seen], mesh: Mesh) -> TensorS
 
 
 def fill(core: HookCore, nodes: Mapping[str, Node], args: Any) -> None:
-    """Tell the nodes of a wrapped model what its modules take and give in a run with these inputs.
-    Collective over the grid.
+    """Set the input and output tensors of a wrapped model's nodes, from a run on the shapes of
+    these inputs. Collective over the mesh.
 
     Raises:
         HookError: the model can't be run on shapes.
         RuntimeError: called during a run.
     """
-
     follower = core.tracking.follower()
 
     def follow(given: Any) -> list[Observed]:
@@ -105,11 +104,11 @@ def fill(core: HookCore, nodes: Mapping[str, Node], args: Any) -> None:
         return observe(core.module, core.mesh, follower, lambda: core.module(*inputs))
 
     with core.channel.uncounted():
-        mine = on_shapes(core, follower, "show", args, {}, follow)
-        ranks = exchange_seen(core.channel, [seen.concluded(follower) for _, _, seen in mine])
+        local = on_shapes(core, follower, "show", args, {}, follow)
+        ranks = exchange_seen(core.channel, [seen.concluded(follower) for _, _, seen in local])
     calls = [
-        [(name, kind, seen) for seen in of_all] for (name, kind, _), of_all in zip(mine, ranks)
+        [(name, kind, seen) for seen in per_rank] for (name, kind, _), per_rank in zip(local, ranks)
     ]
-    settle(nodes, calls, core.mesh)
+    set_tensors(nodes, calls, core.mesh)
     for node in nodes.values():
         node.was_run = True

@@ -1,4 +1,4 @@
-"""What a model will look like on many ranks, from one process without weights."""
+"""Inspects a model sharded over many ranks, from one process and without weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flex_model.diagnostics.progress_bar import progress
 from flex_model.distributed.layout import Replicate, Shape, Shard
 from flex_model.distributed.mesh import Mesh, check_sizes, is_distributed
-from flex_model.inspection.observed import Observed, observe, settle
+from flex_model.inspection.observed import Observed, observe, set_tensors
 from flex_model.inspection.shapes_only import shapes_only
 from flex_model.inspection.tree import ModelTree, Node, is_called, named
 from flex_model.layouts.follow import Follower, Proofs
@@ -28,16 +28,16 @@ _TOKENS = 8
 
 
 class CannotInspectError(RuntimeError):
-    """The model can't be built or run without weights; the message tells why."""
+    """The model can't be built or run without weights; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class _Source:
-    """How to make the model on one rank, and its default inputs.
+    """A function that makes the model on one rank, and its default inputs.
 
     Attributes:
-        make: Called on every rank that is tried, inside a process group.
-        shards_rows: Whether ``make`` itself is about all ranks, dp too.
+        make: Called on each simulated rank, inside a process group, with the tp size.
+        is_for_all_ranks: Whether ``make`` shards over all ranks, dp included, not only over tp.
     """
 
     make: Callable[[int], nn.Module]
@@ -53,38 +53,39 @@ def inspect(
     *,
     show_progress: bool = False,
 ) -> ModelTree:
-    """The modules of ``model`` and what they take and give on ``tp`` x ``dp`` ranks. Local.
+    """Return the modules of ``model`` with their input and output tensors on ``tp`` x ``dp`` ranks.
+    Local.
 
     Example::
 
         inspect("checkpoints/llama", tp=4, dp=1).print()
 
-    The model is built once for every rank, in a process group that has the others in name only, and
-    runs on shapes. Weights that do not say how they are split are compared between the ranks.
+    The model is built once for every rank, in a ``fake`` process group, and runs on shapes.
+    Weights without placements of their own are compared between the ranks.
 
     Args:
         model: A Hugging Face folder or ``config.json``; or ``package.module:function`` or
-            ``file.py:function``, of a function without arguments that returns a module, which it
-            may have sharded over the ranks of ``torch.distributed``.
+            ``file.py:function``, naming a function without arguments that returns a module, which
+            it may have sharded over the ranks of ``torch.distributed``.
         inputs: Full sizes and dtype of each positional input; dim 0 is the batch.
-        show_progress: A bar on stderr that counts ranks.
+        show_progress: Whether to show a progress bar of ranks on stderr.
 
     Raises:
-        ValueError: sizes below 1, no such model or function, inputs that are missing or do not
-            divide by ``dp``.
+        ValueError: sizes below 1, no such model or function, missing inputs, or a batch that is
+            not a multiple of ``dp``.
         CannotInspectError: the model can't be built or run on shapes.
     """
     check_sizes(tp, 1, dp)
     if is_distributed():
-        raise ValueError("inspect makes process groups of its own; call it in a single process")
+        raise ValueError("inspect makes its own process groups; call it in a single process")
     source = _huggingface(model, dp) if _is_config(model) else _function(model)
     inputs = inputs or source.inputs
     if inputs is None:
-        raise ValueError("a function does not say what its module takes; give --input, as 4,128")
+        raise ValueError("the inputs of a function's module are not known; give --input, as 4,128")
     if any(not shape or shape[0] % dp for shape, _ in inputs):
         raise ValueError(
-            f"dim 0 of every input is the batch, of which {dp} data-parallel ranks have rows; "
-            f"give sizes that divide by {dp}"
+            f"dim 0 of every input is the batch, which is split over {dp} data-parallel ranks; "
+            f"give multiples of {dp}"
         )
     return _tree(source, tp, dp, inputs, show_progress)
 
@@ -142,7 +143,8 @@ def _function(model: str) -> _Source:
 
     def make(tp: int) -> nn.Module:
         with torch.random.fork_rng():
-            torch.manual_seed(0)  # so that weights differ where ranks hold different parts
+            # The same on every rank, so that weights differ only if ranks hold different shards.
+            torch.manual_seed(0)
             made = function()
         if not isinstance(made, nn.Module):
             raise ValueError(f"{model} returned a {type(made).__name__}, not a module")
@@ -152,8 +154,8 @@ def _function(model: str) -> _Source:
 
 
 @contextlib.contextmanager
-def _ranks_in_name(rank: int, world_size: int) -> Iterator[None]:
-    """A world whose other ranks do not exist: its collectives return at once."""
+def _fake_ranks(rank: int, world_size: int) -> Iterator[None]:
+    """Initialize a ``fake`` process group, whose collectives return at once without other ranks."""
     if world_size == 1:
         yield
         return
@@ -164,21 +166,21 @@ def _ranks_in_name(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-# ---- What each rank sees -------------------------------------------------------------------------
+# ---- The tensors of each rank --------------------------------------------------------------------
 
 
 def _tree(
     source: _Source, tp: int, dp: int, inputs: Sequence[Input], show_progress: bool
 ) -> ModelTree:
     ranks = tuple(range(dp * tp))
-    tried = ranks if source.is_for_all_ranks else ranks[:tp]  # data-parallel ranks are all alike
+    simulated = ranks if source.is_for_all_ranks else ranks[:tp]  # data-parallel ranks are equal
     calls: list[list[Observed]] = []
     nodes: list[Node] = []
     modules: dict[str, nn.Module] = {}
     followers: list[Follower] = []
-    for rank in progress(tried, "ranks", show_progress):
+    for rank in progress(simulated, "ranks", show_progress):
         mesh = Mesh(ranks, rank, 1, dp, tp)
-        with _ranks_in_name(rank, len(tried)):
+        with _fake_ranks(rank, len(simulated)):
             try:
                 module = source.make(tp)
                 observed, follower = _observe(module, mesh, inputs)
@@ -189,7 +191,7 @@ def _tree(
             except Exception as error:
                 raise CannotInspectError(
                     f"the model can't be built or run without values ({type(error).__name__}: "
-                    f"{str(error)[:600]}); run it for real, and ask flex.layouts()"
+                    f"{str(error)[:600]}); run it with values, and call flex.layouts()"
                 ) from error
             if rank == 0:
                 modules = named(module)
@@ -197,23 +199,24 @@ def _tree(
                     Node(name, type(part).__name__, has_forward=is_called(part))
                     for name, part in modules.items()
                 ]
-    chunks = [follower.log.take() for follower in followers] * (len(ranks) // len(tried))
+    num_copies = len(ranks) // len(simulated)
+    chunks = [follower.log.take() for follower in followers] * num_copies
     concluded = []
-    for place, observed in enumerate(calls * (len(ranks) // len(tried))):
-        follower = followers[place % len(followers)]
-        follower.proofs = Proofs(Mesh(ranks, place, 1, dp, tp))
+    for rank, observed in enumerate(calls * num_copies):
+        follower = followers[rank % len(followers)]
+        follower.proofs = Proofs(Mesh(ranks, rank, 1, dp, tp))
         follower.proofs.follow(chunks)
         concluded.append([(name, kind, seen.concluded(follower)) for name, kind, seen in observed])
     by_name = {node.name: node for node in nodes}
-    settle(by_name, zip(*concluded), Mesh(ranks, 0, 1, dp, tp))
+    set_tensors(by_name, zip(*concluded), Mesh(ranks, 0, 1, dp, tp))
     return ModelTree(nodes, f"{tp} tensor-parallel x {dp} data-parallel ranks")
 
 
 def _observe(
     root: nn.Module, mesh: Mesh, inputs: Sequence[Input]
 ) -> tuple[list[Observed], Follower]:
-    """Run one rank's model on shapes; the first tensor that every call takes and gives, and what
-    that rank ran.
+    """Run one rank's model on shapes; return the tensors that every call observed, and the follower
+    with the rank's operations.
     """
     statements = Statements(root)
     follower = Follower(root, mesh, statements, Weights(root, mesh, statements))

@@ -1,4 +1,4 @@
-"""Running the model on shapes alone, and what all ranks' runs together tell of a site."""
+"""Runs a wrapped model on shapes alone, and resolves layouts from the observations of all ranks."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def on_shapes(
     kwargs: Any,
     follow: Callable[[Any], list[T]],
 ) -> list[T]:
-    """What ``follow(inputs)`` returns, in which it runs the model on shapes alone, without hooks,
-    while ``follower`` follows. Collective over the grid.
+    """Call ``follow(inputs)``, which runs the model, on shapes alone and without hooks, while
+    ``follower`` records the operations; return its result. Collective over the mesh.
 
     Args:
-        name: What is done, for messages.
+        name: The operation, for messages.
 
     Raises:
-        HookError: it failed; with several ranks, told at their next exchange.
+        HookError: the run failed; with several ranks, raised at their next exchange.
         RuntimeError: called during a run.
     """
     if core.run is not None or core.in_backward():
-        raise RuntimeError(f"{name}: a run of this FlexModel goes on; call it before or after")
+        raise RuntimeError(f"{name}: a run of this FlexModel is under way; call it before or after")
     channel = core.channel
     found: list[T] = []
     with core.table.nothing_chosen():
@@ -60,7 +60,7 @@ def on_shapes(
         except Exception as error:
             message = (
                 f"{name}: the model can't be run on shapes alone ({type(error).__name__}: "
-                f"{str(error)[:600]}); run it for real, and ask flex.layouts()"
+                f"{str(error)[:600]}); run it with values, and call flex.layouts()"
             )
             if channel.is_local:
                 raise HookError(message) from error
@@ -72,13 +72,13 @@ def on_shapes(
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank saw at one call of a hook.
+    """One rank's tensor at one call of a hook.
 
     Attributes:
-        hook: The registration's index.
-        pair: Placements along dp and tp, as a DTensor states or the followed run proves them.
-        known: What a DTensor states, the same on every rank.
-        value: Of the followed run.
+        hook: The registration's index, or the site's hash.
+        pair: The placements along dp and tp that a DTensor states or the followed run proves.
+        known: The layout that a DTensor states, the same on every rank.
+        value: The follower's value for the tensor.
     """
 
     hook: int
@@ -91,28 +91,28 @@ class Seen:
     value: Any = field(default=None, compare=False)
 
     def concluded(self, follower: Follower) -> Seen:
-        """With what the run has proven."""
+        """Return a copy with the placements that the run proves."""
         proven = follower.placements(self.value)
         dp, tp = (a if a is not None else b for a, b in zip(self.pair, proven))
         return replace(self, pair=(dp, tp))
 
 
 def exchange_seen(channel: Channel, seen: list[Seen]) -> list[list[Seen]]:
-    """What all ranks of the grid saw, call by call. Collective.
+    """Return the observations of all ranks of the mesh, call by call. Collective.
 
     Raises:
         HookError: a rank could not run the model.
-        HookMismatchError: ranks came by different hooks.
+        HookMismatchError: ranks called different hooks.
     """
     if channel.is_local:
         return [[one] for one in seen]
     header = Header("end of the run", site=site_hash(*(one.hook for one in seen)))
-    channel.agree(header, f"the end of a run on shapes, which came by {len(seen)} sites")
+    channel.agree(header, f"the end of a run on shapes, which called {len(seen)} sites")
     if not seen:
         return []
-    mine = [_to_json(one) for one in seen]
-    told = exchange_json(channel, mine, "what a run on shapes saw")
-    return [[_from_json(rank[i], one) for rank in told] for i, one in enumerate(seen)]
+    local = [_to_json(one) for one in seen]
+    per_rank = exchange_json(channel, local, "the tensors of a run on shapes")
+    return [[_from_json(rank[i], one) for rank in per_rank] for i, one in enumerate(seen)]
 
 
 def _to_json(one: Seen) -> list[Any]:
@@ -120,11 +120,11 @@ def _to_json(one: Seen) -> list[Any]:
     return [one.hook, one.shape, DTYPES.index(one.dtype), pair, one.needs_gradient]
 
 
-def _from_json(words: list[Any], mine: Seen) -> Seen:
-    hook, shape, dtype, pair, needs_gradient = words
+def _from_json(fields: list[Any], local: Seen) -> Seen:
+    hook, shape, dtype, pair, needs_gradient = fields
     dp, tp = (decode(placement) for placement in pair)
     kind = DTYPES[dtype]
-    return Seen(hook, tuple(shape), kind, (dp, tp), needs_gradient, mine.known, mine.device)
+    return Seen(hook, tuple(shape), kind, (dp, tp), needs_gradient, local.known, local.device)
 
 
 def layout_from_shapes(
@@ -135,11 +135,11 @@ def layout_from_shapes(
     expected_shape: resolve.ExpectedShape = None,
     is_gradient: bool = False,
 ) -> ShardLayout:
-    """As a run will resolve it; gradients are taken to be whole where ranks share the tensor.
-    Local.
+    """Return the layout that a run will resolve. A gradient is assumed to be replicated along tp
+    unless its tensor is sharded. Local.
 
     Raises:
-        ValueError: the sources contradict each other, or an axis is not known.
+        ValueError: the sources contradict each other, or the placement along an axis is not known.
     """
     shapes = [one.shape for one in ranks]
     known = ShardLayout(source="one process") if len(mesh.grid) == 1 else ranks[0].known

@@ -1,4 +1,4 @@
-"""Run a model on the shapes of its inputs alone: no values, no transfers, the model as it was."""
+"""Runs a model on the shapes of its inputs: no values, no transfers, no lasting change."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def shapes_only(
     follower: Follower,
     arguments: Any,
 ) -> Iterator[Any]:
-    """Inside, the wrapped model runs on the fake tensors that this gives in place of the tensors in
-    ``arguments``, while ``follower`` follows. Afterwards its attributes, buffers and parameters are
-    the objects that they were, and random numbers go on as if nothing had run.
+    """Enter fake tensor mode and yield ``arguments`` with fake tensors, for a run of the model that
+    ``follower`` records. Afterwards the model's attributes, buffers and parameters are the same
+    objects as before, and the states of random generators are restored.
 
     Raises:
         ValueError: FSDP1, or FSDP2 with mixed precision.
@@ -60,7 +60,7 @@ def shapes_only(
 
 
 class _Done(dist.Work):
-    """A transfer that is over."""
+    """A completed ``Work``."""
 
     def is_completed(self) -> bool:
         return True
@@ -70,19 +70,19 @@ class _Done(dist.Work):
 
 
 class _NoTransfers(TorchDispatchMode):
-    """Collectives return tensors of the right shape at once. Functional ones have fake kernels of
-    their own; those in place are not run at all.
+    """A dispatch mode in which collectives return tensors of the right shape at once. Functional
+    collectives have fake kernels; in-place ones are skipped.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
-        self._done = _Done()  # torch keeps the C++ part alone, which waits for ever
+        self._done = _Done()  # kept: torch holds only the C++ part, whose wait() would never end
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, dtensor_class()) for kind in types):
-            return NotImplemented  # its own operations come here again, on plain tensors
+            return NotImplemented  # DTensor then dispatches here again, with plain tensors
         kwargs = kwargs or {}
         if func.namespace != "c10d":
             return func(*args, **kwargs)
@@ -94,14 +94,16 @@ class _NoTransfers(TorchDispatchMode):
 
 
 def dtensor_class() -> Any:
-    """For ``issubclass``; nothing where nobody imported it."""
+    """Return DTensor for ``issubclass``, or no class if it is not imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return () if module is None else module.DTensor
 
 
 @contextlib.contextmanager
 def as_it_was(root: nn.Module) -> Iterator[None]:
-    """Modules may keep tensors (caches, tables of positions) that would be fake ones."""
+    """Restore the attributes of all modules afterwards: they may have kept fake tensors (caches,
+    tables of positions).
+    """
     tables: list[dict[Any, Any]] = [
         table
         for module in root.modules()
@@ -126,7 +128,7 @@ def as_it_was(root: nn.Module) -> Iterator[None]:
 
 
 def _shared_buffers() -> list[dict[Any, Any]]:
-    """Memory that Megatron's layers share."""
+    """Return the buffers that Megatron's layers share."""
     state = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.is_initialized():
         return []
@@ -134,31 +136,31 @@ def _shared_buffers() -> list[dict[Any, Any]]:
 
 
 def fakes_alive() -> list[int]:
-    """Identities of the fake tensors that there are."""
+    """Return the ids of all existing fake tensors."""
     return [id(found) for found in gc.get_objects() if issubclass(type(found), FakeTensor)]
 
 
 def check_nothing_is_kept(before: Sequence[int]) -> None:
-    """To be called when a run on shapes is over, and nothing refers to its inputs and outputs.
+    """Check that no fake tensor outlives a run on shapes, once its inputs and outputs are deleted.
 
     Args:
-        before: The ``fakes_alive`` before it.
+        before: The result of ``fakes_alive`` before the run.
 
     Raises:
-        RuntimeError: something keeps fake tensors, which later forwards may take for real ones.
+        RuntimeError: something keeps fake tensors, which later forwards might use as real ones.
     """
     gc.collect()
     kept = set(fakes_alive()).difference(before)
     if kept:
         raise RuntimeError(
-            f"the model kept {len(kept)} tensors without values where flex_model can't take them "
-            "from it; make the model again before you run it"
+            f"the model kept {len(kept)} tensors without values where flex_model can't remove "
+            "them; make the model again before you run it"
         )
 
 
 def _clear_caches() -> None:
-    """Functions under ``functools.lru_cache`` (Megatron's rotary embedding) must not give later
-    forwards the fake tensors of this one: reading those would end the process.
+    """Clear every ``functools.lru_cache`` (Megatron's rotary embedding has one) that holds fake
+    tensors: a later forward that reads their memory would crash the process.
     """
     caches = [found for found in gc.get_objects() if type(found) is _LRU_CACHE]
     for cache in caches:
@@ -167,8 +169,8 @@ def _clear_caches() -> None:
 
 
 def _holds_fakes(cache: Any) -> bool:
-    """Looks at the results that it keeps, and into containers among them."""
-    level = gc.get_referents(cache)  # types, since isinstance asks objects for __class__
+    """Whether a cache's results, or containers among them, hold fake tensors."""
+    level = gc.get_referents(cache)  # type() below: isinstance would evaluate __class__ of users
     for _ in range(4):
         if any(issubclass(type(found), FakeTensor) for found in level):
             return True
@@ -183,14 +185,14 @@ def _holds_fakes(cache: Any) -> bool:
 
 @contextlib.contextmanager
 def same_torch_random_state() -> Iterator[None]:
-    """Afterwards torch's generators go on as before."""
+    """Restore the states of torch's generators afterwards."""
     has_cuda = torch.cuda.is_initialized()
     with torch.random.fork_rng([torch.cuda.current_device()] if has_cuda else []):
         yield
 
 
 def _keep_ddp_out(root: nn.Module, stack: contextlib.ExitStack) -> None:
-    """No buckets are made ready for a backward that does not come, no buffers are sent."""
+    """Stop DDP from preparing gradient buckets and broadcasting buffers."""
     for module in root.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             stack.enter_context(module.no_sync())
@@ -205,7 +207,7 @@ def _stand_in_for_fsdp2(
     mesh: Mesh,
     fake_mode: FakeTensorMode,
 ) -> None:
-    """Take FSDP's hooks off and put fake parameters in place of those that they would gather."""
+    """Remove FSDP2's hooks and replace the parameters that they would gather by fake ones."""
     if any(fsdp.is_fsdp1(module) for module in root.modules()):
         raise ValueError("FSDP1 gathers its flattened parameters in ways that need their values")
     stand_ins: dict[int, tuple[Any, nn.Parameter]] = {}
@@ -230,7 +232,7 @@ def _stand_in_for_fsdp2(
 def _without_fsdp_hooks(table: dict[int, Any]) -> None:
     for key, hook in list(table.items()):
         while not hasattr(hook, "__self__") and hasattr(hook, "__wrapped__"):
-            hook = hook.__wrapped__  # where several modules share it
+            hook = hook.__wrapped__  # a hook that several modules share is wrapped
         owner = getattr(hook, "__self__", None)
         if not type(owner).__module__.startswith("torch.distributed.fsdp"):
             continue
@@ -242,7 +244,7 @@ def _without_fsdp_hooks(table: dict[int, Any]) -> None:
 
 
 def _gathered(parameter: Any, mesh: Mesh, fake_mode: FakeTensorMode) -> nn.Parameter | None:
-    """What FSDP2 would gather for the forward: whole along dp, as it was along tp."""
+    """Return the parameter that FSDP2 would gather: full along dp, unchanged along tp."""
     device_mesh = parameter.device_mesh
     axes = dtensor.axes_of(device_mesh, mesh, "a parameter")
     kept = [i for i, axis in enumerate(axes) if axis == "tp"]

@@ -1,4 +1,4 @@
-"""Plain-text tables."""
+"""Formats tables, shapes and sizes as plain text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flex_model.distributed.layout import Shape
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell, two spaces apart."""
+    """Return a table whose columns are as wide as their widest cell, two spaces apart."""
     lines = [list(headers), *map(list, rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(headers))]
     texts = ["  ".join(cell.ljust(n) for cell, n in zip(line, widths)).rstrip() for line in lines]
@@ -17,20 +17,20 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def shape(value: Shape | None) -> str:
-    """``2 x 8 x 64``; a scalar's is ``()``."""
+    """Return ``2 x 8 x 64``, or ``()`` for a scalar."""
     if value is None:
         return "?"
     return " x ".join(map(str, value)) or "()"
 
 
 def shapes(values: Sequence[Shape]) -> str:
-    """One shape where all ranks hold the same, else one for each rank."""
+    """Return one shape if all ranks have the same, else one for each rank."""
     unique = list(dict.fromkeys(values))
     return shape(unique[0]) if len(unique) == 1 else " | ".join(map(shape, values))
 
 
 def size(num_bytes: int) -> str:
-    """``1.5 KiB``."""
+    """Return a size as ``1.5 KiB``."""
     if num_bytes < 1024:
         return f"{num_bytes} B"
     power = min((num_bytes.bit_length() - 1) // 10, 4)
@@ -38,5 +38,5 @@ def size(num_bytes: int) -> str:
 
 
 def site(name: str, unpack_idx: int) -> str:
-    """A module's name, the root's in words, and which tensor where it is not the first."""
+    """Return the name of a module (the root in words), and the tensor's index if it is not 0."""
     return (name or "(the model)") + (f", tensor {unpack_idx}" if unpack_idx else "")

@@ -1,4 +1,4 @@
-"""A model's modules as a tree, with what they take and give."""
+"""A model's modules as a tree, with their input and output tensors."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from flex_model.names import clean
 
 @dataclass(frozen=True)
 class TensorSeen:
-    """The first tensor that a module takes or gives, at its first call.
+    """The first tensor of a module's input or output, at its first call.
 
     Attributes:
-        full_shape, layout: None where a run on shapes does not prove how it is split.
-        local_shapes: Of all ranks, in the order (dp, tp), tp fastest.
+        full_shape, layout: None if a run on shapes does not prove the placements.
+        local_shapes: The local shapes of all ranks, in the order (dp, tp), tp fastest.
     """
 
     full_shape: Shape | None
@@ -35,13 +35,13 @@ class TensorSeen:
         dtype = str(self.dtype).removeprefix("torch.")
         if self.layout is None:
             local = text.shapes(self.local_shapes)
-            return f"{dtype} {local} a rank, a run tells how it is split"
+            return f"{dtype} {local} per rank, layout known after a run"
         if len(self.local_shapes) == 1:
             return f"{dtype} {text.shape(self.full_shape)}"
         return f"{dtype} {text.shape(self.full_shape)} [{self.layout}]"
 
     def json(self) -> dict[str, Any]:
-        """Of plain values."""
+        """Return plain values for JSON."""
         return {
             "full_shape": self.full_shape,
             "local_shapes": self.local_shapes,
@@ -52,14 +52,14 @@ class TensorSeen:
 
 @dataclass
 class Node:
-    """A module, by its name in the model.
+    """A module of the tree.
 
     Attributes:
-        kind: Its class.
-        has_forward: Whether a hook can sit here (not at a ``ModuleList``).
-        was_run: Whether the model was run, so that a module without tensors is one that was not
-            called.
-        notes: Lines that are shown below it.
+        name: The module's name in the model.
+        kind: The name of its class.
+        has_forward: Whether it can be hooked (a ``ModuleList`` can't).
+        was_run: Whether the model was run; a module without tensors was not called then.
+        notes: The lines that are shown below it.
     """
 
     name: str
@@ -71,8 +71,8 @@ class Node:
     notes: tuple[str, ...] = ()
 
     @property
-    def what(self) -> str:
-        """Its class and tensors, in a line."""
+    def summary(self) -> str:
+        """The class and tensors in a line."""
         if not self.has_forward or not self.was_run:
             return self.kind
         if self.output is None and self.input is None:
@@ -83,7 +83,7 @@ class Node:
 
 
 def named(root: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a model by their clean names; of a wrapper and what it wraps, the wrapper."""
+    """Return the modules of a model by clean name; a wrapper in place of the module inside it."""
     found: dict[str, nn.Module] = {}
     for name, module in root.named_modules():
         found.setdefault(clean(root, name), module)
@@ -91,24 +91,24 @@ def named(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether a hook can sit there."""
+    """Whether a module can be hooked: containers are not called."""
     return not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList))
 
 
 class ModelTree:
-    """All modules of a model, parents before their children. ``print`` or ``str`` it.
+    """The modules of a model, parents before their children. ``print`` or ``str`` it.
 
     Args:
-        ranks: On how many it is, in words.
+        ranks: The ranks of the model, in words.
 
     Attributes:
-        nodes: By ``named_modules``; the first is the model itself.
-        title: What it is, and on how many ranks.
+        nodes: The modules in the order of ``named_modules``; the first is the model itself.
+        title: The model's own line, with its ranks.
     """
 
     def __init__(self, nodes: Sequence[Node], ranks: str) -> None:
         self.nodes = list(nodes)
-        self.title = f"{self.nodes[0].what}   ({ranks})"
+        self.title = f"{self.nodes[0].summary}   ({ranks})"
         self._by_name = {node.name: node for node in self.nodes}
         self._children: dict[str, list[str]] = {node.name: [] for node in self.nodes}
         for node in self.nodes[1:]:
@@ -122,7 +122,7 @@ class ModelTree:
         return "\n".join([self.title, *self._lines("", "", show_all=False)])
 
     def json(self) -> dict[str, Any]:
-        """All modules, of plain values."""
+        """Return all modules as plain values for JSON."""
         return {
             "title": self.title,
             "modules": [
@@ -138,10 +138,10 @@ class ModelTree:
         }
 
     def print(self, show_all: bool = False) -> None:
-        """Print the tree; to a terminal with rich, where that is installed.
+        """Print the tree; on a terminal with rich, if that is installed.
 
         Args:
-            show_all: Numbered modules that are alike (``layers.0`` to ``layers.31``) one by one.
+            show_all: Print equal numbered modules (``layers.0`` to ``layers.31``) one by one.
         """
         if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
             print("\n".join([self.title, *self._lines("", "", show_all)]))
@@ -153,9 +153,10 @@ class ModelTree:
         def add(branch: Tree, name: str) -> None:
             for note in self._by_name[name].notes:
                 branch.add(Text(note, style="cyan"))
-            for alike in self.children(name, show_all):
-                line = Text.assemble((_label(alike), "bold"), "  ", self._by_name[alike[0]].what)
-                add(branch.add(line), alike[0])
+            for group in self.children(name, show_all):
+                summary = self._by_name[group[0]].summary
+                line = Text.assemble((_label(group), "bold"), "  ", summary)
+                add(branch.add(line), group[0])
 
         tree = Tree(Text(self.title))
         add(tree, "")
@@ -165,36 +166,36 @@ class ModelTree:
         shown = self.children(name, show_all)
         for note in self._by_name[name].notes:
             yield f"{indent}{'|' if shown else ' '}   * {note}"
-        for i, alike in enumerate(shown):
+        for i, group in enumerate(shown):
             is_last = i + 1 == len(shown)
-            what = self._by_name[alike[0]].what
-            yield f"{indent}{'`-- ' if is_last else '|-- '}{_label(alike)}  {what}"
-            yield from self._lines(alike[0], indent + ("    " if is_last else "|   "), show_all)
+            summary = self._by_name[group[0]].summary
+            yield f"{indent}{'`-- ' if is_last else '|-- '}{_label(group)}  {summary}"
+            yield from self._lines(group[0], indent + ("    " if is_last else "|   "), show_all)
 
     def children(self, name: str, show_all: bool = False) -> list[list[str]]:
-        """Names of the children of a module; numbered ones in a row that are alike, with all below
-        them, together.
+        """Return the names of a module's children, with consecutive numbered children grouped if
+        their subtrees are equal.
         """
         groups: list[list[str]] = []
-        before: tuple[object, ...] | None = None  # what the last one looks like
+        before: tuple[object, ...] | None = None  # the subtree of the child before
         for child in self._children[name]:
             is_numbered = not show_all and re.search(r"(^|\.)\d+$", child)
-            picture = self._picture(child) if is_numbered else None
-            if picture is not None and picture == before:
+            subtree = self._subtree(child) if is_numbered else None
+            if subtree is not None and subtree == before:
                 groups[-1].append(child)
             else:
                 groups.append([child])
-            before = picture
+            before = subtree
         return groups
 
-    def _picture(self, name: str) -> tuple[object, ...]:
-        """What a module and all below it look like, without its own name."""
+    def _subtree(self, name: str) -> tuple[object, ...]:
+        """Return the summaries and notes of a module and its descendants, without its own name."""
         node = self._by_name[name]
-        below = ((child.rpartition(".")[2], self._picture(child)) for child in self._children[name])
-        return (node.what, node.notes, *below)
+        below = ((child.rpartition(".")[2], self._subtree(child)) for child in self._children[name])
+        return (node.summary, node.notes, *below)
 
 
-def _label(alike: Sequence[str]) -> str:
-    """``mlp``, or ``0 to 31``."""
-    first, last = (name.rpartition(".")[2] for name in (alike[0], alike[-1]))
+def _label(group: Sequence[str]) -> str:
+    """Return ``mlp``, or ``0 to 31`` for a group."""
+    first, last = (name.rpartition(".")[2] for name in (group[0], group[-1]))
     return first if first == last else f"{first} to {last}"

@@ -1,4 +1,4 @@
-"""Compare a sharded model with the unsharded one, site by site."""
+"""Compares a sharded model with the unsharded one, site by site."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from flex_model.inspection.verify_runs import (
     full_inputs,
     run_reference,
     run_sharded,
+    sites_to_compare,
     sites_to_edit,
-    sites_to_look_at,
 )
 
-# What became of a site.
-EQUAL, DIFFERS, SHAPES, CALLS, NOT_IN_REFERENCE, NOT_REACHED, NOT_SETTLED = range(7)
+# The results of comparing a site.
+EQUAL, DIFFERS, SHAPES, CALLS, NOT_IN_REFERENCE, NOT_REACHED, NOT_RESOLVED = range(7)
 _WORDS = (
     "equal",
     "differs",
     "has another shape than in the reference",
-    "is called another number of times than in the reference",
+    "is called a different number of times than in the reference",
     "is not in the reference",
     "has no tensor in this run",
-    "its layout was not settled: hook it to see the error",
+    "its layout was not resolved: hook it to see the error",
 )
 
 
 @dataclass(frozen=True)
 class SiteDifference:
-    """One site of the sharded model beside the reference's.
+    """The comparison of one site with the reference.
 
     Attributes:
         name, kind, unpack_idx: As in ``SiteLayout``.
-        result: One of ``EQUAL``, ``DIFFERS`` and their kind in ``flex_model.inspection.verify``.
-        max_abs: Largest absolute difference over all calls.
+        result: ``EQUAL``, ``DIFFERS`` or another constant of ``flex_model.inspection.verify``.
+        max_abs: The largest absolute difference over all calls.
         max_relative: The same, divided by the reference's largest absolute value.
-        call: In which call it was largest, counted from 0.
+        call: The call with the largest difference, counted from 0.
     """
 
     name: str
@@ -60,7 +60,7 @@ class SiteDifference:
 
     @property
     def differs(self) -> bool:
-        """Whether both models have the site, with other values, shapes or numbers of calls."""
+        """Whether both models have the site, but with different values, shapes or call counts."""
         return self.result in (DIFFERS, SHAPES, CALLS)
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class SiteDifference:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """The sites in the order in which the reference finishes them. The same on every rank."""
+    """The compared sites, in the reference's order of execution. The same on every rank."""
 
     rows: tuple[SiteDifference, ...]
 
@@ -119,14 +119,14 @@ def verify(
     timeout_s: float,
     edits: bool,
 ) -> VerifyReport:
-    """See ``FlexModel.verify``. Collective over the grid."""
+    """Run ``FlexModel.verify``. Collective over the mesh."""
     _check_arguments(loss, rtol=rtol, atol=atol, reference_timeout=timeout_s)
     if core.run is not None or core.in_backward():
-        raise RuntimeError("verify: a run of this FlexModel goes on; call it before or after")
+        raise RuntimeError("verify: a run of this FlexModel is under way; call it before or after")
     channel, mesh = core.channel, core.mesh
-    choose = sites_to_edit if edits else sites_to_look_at
+    choose = sites_to_edit if edits else sites_to_compare
     sites = choose(core, with_loss=loss is not None)
-    given = full_inputs(core, args, kwargs)
+    inputs = full_inputs(core, args, kwargs)
 
     expected: Found = {}
     flags = torch.zeros(len(sites), 2, dtype=torch.int64)
@@ -134,8 +134,8 @@ def verify(
     try:
         if mesh.place == 0:
             try:
-                expected, is_there = run_reference(core, reference, sites, given, loss, edits)
-                flags = _flags(expected, is_there)
+                expected, has_site = run_reference(core, reference, sites, inputs, loss, edits)
+                flags = _flags(expected, has_site)
             except Exception as error:
                 channel.set_error(f"verify: the reference failed: {error}", error)
                 if channel.is_local:
@@ -146,12 +146,12 @@ def verify(
     finally:
         channel.timeout_s = before
 
-    wanted = [i for i in range(len(sites)) if flags[i, 0] == EQUAL]
-    found, unsettled = run_sharded(core, sites, wanted, (args, kwargs), loss, edits)
+    reached = [i for i in range(len(sites)) if flags[i, 0] == EQUAL]
+    found, unresolved = run_sharded(core, sites, reached, (args, kwargs), loss, edits)
     table = torch.zeros(len(sites), 4, dtype=torch.float64)
     if mesh.place == 0:
         for i, row in enumerate(table):
-            result = NOT_SETTLED if i in unsettled else int(flags[i, 0])
+            result = NOT_RESOLVED if i in unresolved else int(flags[i, 0])
             row[0] = result
             if result == EQUAL:
                 row[:] = _compare(found.get(str(i), []), expected[str(i)], rtol, atol)
@@ -164,7 +164,7 @@ def verify(
 
 
 def _check_arguments(loss: object, **numbers: object) -> None:
-    """On every rank: the reference and the comparison are on rank 0 alone."""
+    """Check the arguments on every rank, since only rank 0 uses them in the comparison."""
     if loss is not None and not callable(loss):
         raise TypeError(f"verify: loss must be a function of the output or None, got {loss!r}")
     for name, value in numbers.items():
@@ -174,13 +174,13 @@ def _check_arguments(loss: object, **numbers: object) -> None:
             raise ValueError(f"verify: {name} must be a number of at least 0, got {value!r}")
 
 
-def _flags(expected: Found, is_there: Sequence[bool]) -> Tensor:
-    """Of each site, what is known of it from the reference, and its place there."""
-    flags = torch.zeros(len(is_there), 2, dtype=torch.int64)
-    for i, is_site in enumerate(is_there):
+def _flags(expected: Found, has_site: Sequence[bool]) -> Tensor:
+    """Return a row (result so far, position in the reference's order) for each site."""
+    flags = torch.zeros(len(has_site), 2, dtype=torch.int64)
+    for i, is_site in enumerate(has_site):
         flags[i, 0] = NOT_REACHED if is_site else NOT_IN_REFERENCE
-    for place, key in enumerate(expected):
-        flags[int(key)] = torch.tensor([EQUAL, place])
+    for position, key in enumerate(expected):
+        flags[int(key)] = torch.tensor([EQUAL, position])
     return flags
 
 
@@ -194,7 +194,7 @@ def _difference(site: Site, row: Sequence[float]) -> SiteDifference:
 def _compare(
     found: Sequence[Tensor], expected: Sequence[Tensor], rtol: float | None, atol: float
 ) -> Tensor:
-    """Result, largest absolute and relative difference, and the call of the former."""
+    """Return (result, largest absolute difference, relative difference, call with the largest)."""
     row = torch.zeros(4, dtype=torch.float64)
     row[0] = EQUAL
     if len(found) != len(expected):

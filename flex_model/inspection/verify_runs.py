@@ -1,5 +1,5 @@
-"""The two runs that ``verify`` compares: of the unsharded model on rank 0 alone, of the sharded one
-on all ranks. They look, or they edit as the user's hooks do; nothing of them is left.
+"""The two runs that ``verify`` compares: the unsharded model on rank 0, and the sharded model on
+all ranks. Their hooks are read-only, or edit as the user's hooks do, and are removed afterwards.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 
 Loss = Callable[[Any], Tensor]
 Reference = nn.Module | Callable[[], nn.Module] | None
-Found = dict[str, list[Tensor]]  # by the sites' numbers
+Found = dict[str, list[Tensor]]  # by the index of the site
 
 
 @dataclass(frozen=True)
 class Site:
-    """What is compared; of kind ``"gradient"``: that of a trainable module's parameter.
+    """A compared tensor; of kind ``"gradient"``, the gradient of a trainable module's parameter.
 
     Attributes:
-        hook: The user's, which edits there; of several tensors, at the first one's site.
-        is_with_last: Whether it is about a further tensor of the hook of the site before.
+        hook: The user's hook that edits there; for a hook on several tensors, only at the first.
+        is_with_last: Whether this is a further tensor of the previous site's hook.
     """
 
     name: str
@@ -57,8 +57,8 @@ class Site:
     is_with_last: bool = False
 
 
-def sites_to_look_at(core: HookCore, with_loss: bool) -> list[Site]:
-    """Those of the registered hooks; without hooks, the outputs of all modules."""
+def sites_to_compare(core: HookCore, with_loss: bool) -> list[Site]:
+    """Return the sites of the registered hooks; without hooks, the outputs of all modules."""
     found: dict[tuple[str, str, int], Site] = {}
     registrations = [r for r in core.table.registrations if r.kind != "tensor"]
     for r in registrations:
@@ -78,8 +78,8 @@ def sites_to_look_at(core: HookCore, with_loss: bool) -> list[Site]:
 
 
 def sites_to_edit(core: HookCore, with_loss: bool) -> list[Site]:
-    """One for each registered hook, in its order; then the model's output, and with a loss the
-    gradients of trainable modules.
+    """Return the sites of the registered hooks in order, then the model's output and, with a loss,
+    the gradients of trainable modules.
     """
     found: list[Site] = []
     given = None
@@ -97,7 +97,7 @@ def sites_to_edit(core: HookCore, with_loss: bool) -> list[Site]:
 
 
 def full_inputs(core: HookCore, args: Any, kwargs: Any) -> Any:
-    """The inputs of the whole batch, on rank 0. Collective."""
+    """Return the inputs of the whole batch, on rank 0. Collective."""
     leaves, spec = tree_flatten((args, kwargs))
     channel = core.channel
     if channel.is_local:
@@ -115,10 +115,10 @@ def full_inputs(core: HookCore, args: Any, kwargs: Any) -> Any:
         if dp is None or tp is None:
             problem = "is not the same on all tensor-parallel ranks"
             if tp is not None:
-                problem = "is not known to be rows of one batch, or the same on all ranks"
+                problem = "is neither proven to be rows of one batch nor equal on all ranks"
             raise ValueError(
                 f"verify: input tensor of shape {tuple(leaf.shape)} {problem} (shapes by rank "
-                f"{shapes}); give every data-parallel rank its rows, whole, that differ from others"
+                f"{shapes}); give every data-parallel rank its own rows, unsharded along tp"
             )
         move = Move.of(channel, ShardLayout(dp), shapes, leaf.dtype)
         full = move.gather_to_first(leaf.detach())
@@ -128,8 +128,8 @@ def full_inputs(core: HookCore, args: Any, kwargs: Any) -> Any:
 
 
 def _twin(hook: HookFunction, number: int) -> HookFunction:
-    """One that does the same beside it, and records under this number and those after it. To the
-    function it is the user's own.
+    """Return a copy of a hook with the same edits, which records under this index and the following
+    ones. The editing function gets the user's hook.
     """
     twin = copy.copy(hook)
     twin.output_name, twin._registrations = str(number), ()
@@ -151,10 +151,11 @@ def _twin(hook: HookFunction, number: int) -> HookFunction:
 
 
 class _Core(HookCore):
-    """A core beside the user's, on the same model or on the reference.
+    """A second HookCore besides the user's, on the same model or on the reference.
 
     Attributes:
-        unsettled: Registrations whose layout an error told of; the same on every rank.
+        unresolved: Indices of registrations whose layout could not be resolved; the same on every
+            rank.
     """
 
     def __init__(
@@ -167,14 +168,14 @@ class _Core(HookCore):
         timeout_s: float,
     ) -> None:
         self.found: Found = {}
-        self.unsettled: set[int] = set()
+        self.unresolved: set[int] = set()
         super().__init__(module, mesh, self.found, save_ctx, modules, edit_on, "rank0", timeout_s)
 
     def warn_of_hooks_not_called(self, run: RunContext) -> None:
-        """Not of what is compared, which may be all modules; the report names them."""
+        """Don't warn: the hooks may be on all modules, and the report lists those not called."""
 
     def watch(self, site: Site, number: int) -> bool:
-        """Hook a site under its number; False if the model has no such module."""
+        """Hook a site, recorded under its index; False if the model has no such module."""
         if site.kind == "gradient":
             return True
         try:
@@ -193,7 +194,7 @@ class _Core(HookCore):
         return True
 
     def take_gradients(self, sites: Sequence[Site]) -> None:
-        """Of the trainable modules, after a run."""
+        """Record the gradients of the trainable modules after a run."""
         gradients = {name: parameter.grad for name, parameter in self.modules.named_parameters()}
         for i, site in enumerate(sites):
             gradient = gradients[site.name] if site.kind == "gradient" else None
@@ -201,36 +202,36 @@ class _Core(HookCore):
                 self.found[str(i)] = [gradient.cpu()]
 
 
-class _LookingCore(_Core):
-    """One whose hooks only look, and that goes on where a layout can't be settled."""
+class _ReadOnlyCore(_Core):
+    """A core with read-only hooks, which continues if a layout can't be resolved."""
 
     def _deliver(self, run: RunContext, kind: str) -> None:
         if not self.channel.is_local:
             self.records.join(run, kind, self._move)
 
     def hook_failed(self, registration: Registration, error: Exception, state: int = ERROR) -> None:
-        """A site without a tensor, or with one that can't be gathered, is left out."""
+        """Leave out a site without a tensor, or whose tensor can't be gathered."""
         if is_agreed(error):
             raise error
-        self.unsettled.add(registration.index)
+        self.unresolved.add(registration.index)
 
     def _move(self, call, shapes, dtype, known, shard) -> Move:
         try:
             return self.caller.layouts.lookup(call, shapes, dtype, known, shard)
         except ValueError:
-            self.unsettled.add(call.registration.index)
+            self.unresolved.add(call.registration.index)
             own = [tuple(shard.shape)] * len(shapes)
             return Move.of(self.channel, ShardLayout(), own, dtype)  # nothing is moved
 
 
-def _core_beside(
+def _second_core(
     user: HookCore, module: nn.Module, mesh: Mesh, timeout_s: float, edits: bool
 ) -> _Core:
-    """One that only looks, or one that edits as the user's does: with its ``save_ctx``, and with
+    """Return a read-only core, or one that edits as the user's does, with its ``save_ctx`` and
     copies of its trainable modules.
     """
     if not edits:
-        return _LookingCore(module, mesh, Namespace(), nn.ModuleDict(), "all", timeout_s)
+        return _ReadOnlyCore(module, mesh, Namespace(), nn.ModuleDict(), "all", timeout_s)
     modules = copy.deepcopy(user.modules)
     modules.zero_grad()
     edit_on = "all" if user.caller.edits_on_all else "rank0"
@@ -238,8 +239,8 @@ def _core_beside(
 
 
 @contextlib.contextmanager
-def _forgotten(core: HookCore, edits: bool) -> Iterator[None]:
-    """Afterwards what editing functions keep, and random numbers, are as if none had run."""
+def _restored_state(core: HookCore, edits: bool) -> Iterator[None]:
+    """Restore the state of editing functions and random generators afterwards."""
     if not edits:
         yield
         return
@@ -255,11 +256,13 @@ def run_reference(
     core: HookCore,
     reference: Reference,
     sites: Sequence[Site],
-    given: Any,
+    inputs: Any,
     loss: Loss | None,
     edits: bool,
 ) -> tuple[Found, list[bool]]:
-    """Run the unsharded model on this process alone; its tensors, and which sites it has."""
+    """Run the unsharded model on this process alone; return its tensors, and whether it has each
+    site.
+    """
     module: Any = reference
     if not isinstance(module, nn.Module) and callable(module):
         module = module()
@@ -271,48 +274,48 @@ def run_reference(
     if any(part is core.module for part in module.modules()):
         raise ValueError(
             "verify: the reference is the wrapped model itself; give an unsharded one with the "
-            "same weights, loaded or copied before that was sharded"
+            "same weights, loaded or copied before sharding"
         )
     parameter = next(module.parameters(), None)
-    with _forgotten(core, edits):
-        beside = _core_beside(core, module, Mesh(), 1.0, edits)
+    with _restored_state(core, edits):
+        second = _second_core(core, module, Mesh(), 1.0, edits)
         if parameter is not None:
-            beside.modules.to(parameter.device)
+            second.modules.to(parameter.device)
         try:
-            is_there = [beside.watch(site, i) for i, site in enumerate(sites)]
-            _run(beside, _detached(given, parameter), loss)
-            beside.take_gradients(sites)
+            has_site = [second.watch(site, i) for i, site in enumerate(sites)]
+            _run(second, _detached(inputs, parameter), loss)
+            second.take_gradients(sites)
         finally:
-            beside.close()
-    return beside.found, is_there
+            second.close()
+    return second.found, has_site
 
 
 def run_sharded(
     core: HookCore,
     sites: Sequence[Site],
-    wanted: Sequence[int],
-    given: Any,
+    reached: Sequence[int],
+    inputs: Any,
     loss: Loss | None,
     edits: bool,
 ) -> tuple[Found, set[int]]:
-    """Run the wrapped model without the user's own hooks; rank 0's full tensors, and the sites
-    whose layouts were not settled. Collective.
+    """Run the wrapped model without the user's hooks; return rank 0's full tensors, and the indices
+    of the sites whose layouts were not resolved. Collective.
     """
-    with core.table.nothing_chosen(), _forgotten(core, edits):
-        beside = _core_beside(core, core.module, core.mesh, core.channel.timeout_s, edits)
+    with core.table.nothing_chosen(), _restored_state(core, edits):
+        second = _second_core(core, core.module, core.mesh, core.channel.timeout_s, edits)
         try:
-            for i in wanted:
-                beside.watch(sites[i], i)
-            _run(beside, _detached(given, None), loss)
-            beside.take_gradients(sites)
+            for i in reached:
+                second.watch(sites[i], i)
+            _run(second, _detached(inputs, None), loss)
+            second.take_gradients(sites)
         finally:
-            beside.close()
-    return beside.found, {wanted[index] for index in beside.unsettled}
+            second.close()
+    return second.found, {reached[index] for index in second.unresolved}
 
 
-def _run(core: HookCore, given: Any, loss: Loss | None) -> None:
-    """A forward, and a backward if there is a loss, that leave no gradients behind."""
-    args, kwargs = given
+def _run(core: HookCore, inputs: Any, loss: Loss | None) -> None:
+    """Run a forward, and a backward if there is a loss; restore the parameters' gradients."""
+    args, kwargs = inputs
     with contextlib.nullcontext() if loss is not None else torch.no_grad():
         run = core.begin(EVERYTHING)
         try:
@@ -338,11 +341,11 @@ def _run(core: HookCore, given: Any, loss: Loss | None) -> None:
             parameter.grad = grad
 
 
-def _detached(given: Any, like: Tensor | None) -> Any:
-    """The inputs, on the device of ``like``, so that no gradients reach the caller's tensors."""
+def _detached(inputs: Any, like: Tensor | None) -> Any:
+    """Return the inputs on the device of ``like``, detached from the caller's tensors."""
 
     def detached(tensor: Tensor) -> Tensor:
         twin = tensor.detach() if like is None else tensor.detach().to(like.device)
         return twin.requires_grad_(tensor.requires_grad)
 
-    return tree_map_only(Tensor, detached, given)
+    return tree_map_only(Tensor, detached, inputs)

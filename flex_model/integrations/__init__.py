@@ -1,3 +1,3 @@
-"""What each framework's modules shard: read from their public attributes, without importing what is
-not there.
+"""Support for sharding frameworks: layouts and meshes are read from attributes of their modules,
+without importing a framework that is not in use.
 """

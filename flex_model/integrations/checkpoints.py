@@ -1,5 +1,5 @@
-"""Checkpoints of Hugging Face models whose files have other names or other tensors than the model:
-one tensor per expert for what the model keeps in one, names of older versions, a base model's.
+"""Reads checkpoints of Hugging Face models whose names or tensors differ from the model's: one
+tensor per expert instead of one for all, names of older versions, names of a base model.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ class _Source(Protocol):
 
 
 def for_model(model: nn.Module, source: _Source) -> _Source:
-    """``source`` by the names and tensors of the model; itself where it has these already, and for
-    models that transformers does not know. Local.
+    """Return a source with the model's names and tensors; ``source`` itself for models that are not
+    from transformers. Local.
     """
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return source
     try:
         return ConvertedWeights(model, source)
-    except ImportError:  # before transformers 5: names are as they are
+    except ImportError:  # before transformers 5, the names are the same
         return source
 
 
 class ConvertedWeights:
-    """As ``from_pretrained`` would load them: renamed, merged and split by transformers' own table
-    for the model.
+    """Weights as ``from_pretrained`` loads them: renamed, merged and split by transformers' own
+    conversion table for the model.
 
     Raises:
-        ImportError: a transformers without such tables.
+        ImportError: this version of transformers has no such tables.
     """
 
     def __init__(self, model: Any, source: _Source) -> None:
@@ -48,7 +48,7 @@ class ConvertedWeights:
         by_pattern = {pattern: e for e in converters for pattern in e.source_patterns}
         self._model, self._source = model, source
         self._renamed: dict[str, str] = {}
-        self._groups: dict[str, _Group] = {}  # by the names of all that it makes
+        self._groups: dict[str, _Group] = {}  # by the name of each tensor that it makes
         self._made: Mapping[str, Tensor] = {}
         known = model.state_dict()
         for name in sorted(source.names(), key=core_model_loading.dot_natural_key):
@@ -68,12 +68,12 @@ class ConvertedWeights:
                 self._groups[new_name.replace(first, target)] = group
 
     def names(self) -> Iterable[str]:
-        """Names in the model."""
+        """Return the names in the model."""
         return [*self._renamed, *self._groups]
 
     def read(self, name: str) -> Tensor:
-        """One tensor of the model. Of several that are made from the same ones in the files, the
-        others are kept until they or something else is read.
+        """Return one tensor of the model. If one conversion makes several tensors, the others are
+        kept until they are read, or another conversion runs.
         """
         if name in self._renamed:
             return self._source.read(self._renamed[name])
@@ -87,7 +87,7 @@ class ConvertedWeights:
 
 
 class _Group:
-    """Tensors in the files that become one or more of the model's."""
+    """A group of tensors in the files that are converted to one or more tensors of the model."""
 
     def __init__(self, name: str, converter: Any) -> None:
         self.parts: list[tuple[str, str]] = []  # pattern, name in the files

@@ -1,7 +1,7 @@
-"""torch.compile: compiled code must notice that hooks come and go.
+"""torch.compile: compiled code must be recompiled when hooks are added or removed.
 
-By default it does not look at the hooks of modules inside of what it compiled, so one that came
-after the first call would never run.
+By default it has no guards on the hooks of submodules, so a hook added after the first call would
+never run.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 def is_compiled(root: nn.Module) -> bool:
-    """Whether a call of the model, or of a part of it, runs compiled code: ``module.compile()``,
-    ``torch.compile(module)``, ``module.forward = torch.compile(module.forward)``.
+    """Whether a call of the model, or of one of its modules, runs compiled code:
+    ``module.compile()``, ``torch.compile(module)``, ``module.forward =
+    torch.compile(module.forward)``.
     """
-    if "torch._dynamo" not in sys.modules:  # nobody has compiled anything
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled
         return False
     return any(is_compiled_itself(module) for module in root.modules())
 
 
 def is_compiled_itself(module: nn.Module) -> bool:
-    """As ``is_compiled``, of this one module."""
+    """Whether a call of this module itself runs compiled code; see ``is_compiled``."""
     return (
         getattr(module, "_compiled_call_impl", None) is not None
         or type(module).__name__ == "OptimizedModule"
@@ -38,17 +39,17 @@ def is_compiled_itself(module: nn.Module) -> bool:
 
 
 def num_compiled() -> int:
-    """A number that changes when anything was compiled in this process, by whoever keeps it:
-    ``generate`` with a static cache keeps a compiled ``model._compiled_call`` beside the model's
-    own call, and so may any function of the user. Cheap.
+    """Return a number that changes whenever anything is compiled in this process, also code that
+    ``is_compiled`` can't find: ``generate`` with a static cache keeps a compiled
+    ``model._compiled_call``, and a user's function may do the same. Cheap.
     """
     dynamo: Any = sys.modules.get("torch._dynamo")
     return getattr(getattr(dynamo, "convert_frame", None), "FRAME_COUNTER", 0)  # no public way
 
 
 def nothing_compiled() -> AbstractContextManager[None]:
-    """Inside, all code runs as written. Code that the compiler meets under a dispatch mode it would
-    leave uncompiled from then on, or fail at, outside of the mode too.
+    """Return a context in which all code runs eagerly. Code that dynamo first traced under a
+    dispatch mode would stay uncompiled, or fail, after the mode as well.
     """
     # `flex_attention` imports the compiler when it is called.
     if not sys.modules.keys() & {"torch._dynamo", "torch.nn.attention.flex_attention"}:
@@ -57,9 +58,9 @@ def nothing_compiled() -> AbstractContextManager[None]:
 
 
 def outside_graphs(hook: _Hook) -> _Hook:
-    """Mark a hook: code that is compiled around it breaks its graph there, and nothing that the
-    hook calls is compiled. So does ``torch.compiler.disable``, which would import the compiler
-    for everybody and add half a microsecond to every call.
+    """Mark a hook so that compiled code breaks its graph there, and nothing that the hook calls is
+    compiled. ``torch.compiler.disable`` does the same, but would import the compiler in every
+    process and add half a microsecond to every call.
     """
     if not hasattr(eval_frame, "set_code_exec_strategy"):  # private; there in torch 2.11
         return torch.compiler.disable(hook)
@@ -72,8 +73,8 @@ def outside_graphs(hook: _Hook) -> _Hook:
 
 
 def see_hooks() -> None:
-    """From now on, compiled code is compiled anew where hooks have changed. Code compiled before
-    does not know: it is dropped, that of other models too.
+    """Make dynamo guard on hooks, so that code is recompiled when they change. Code compiled before
+    has no such guards, so all of it is dropped, that of other models too.
     """
     config = torch._dynamo.config
     if config.skip_nnmodule_hook_guards:

@@ -1,5 +1,5 @@
-"""torch's context parallelism, which splits the sequence over ranks: not supported, so refused by
-name. Where a mesh tells of it, ``distributed/mesh_dims.py`` does.
+"""Refuses torch's context parallelism, which splits the sequence over ranks: it is not supported.
+``distributed/mesh_dims.py`` refuses meshes with such a dim.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _REFUSAL = (
 
 
 def check_modules(root: nn.Module) -> None:
-    """ValueError where the attention of a model was made context parallel, as torchtitan does."""
+    """Raise ValueError if the attention of a model is context parallel, as torchtitan makes it."""
     for name, module in root.named_modules():
         for hook in module._forward_pre_hooks.values():
             style = getattr(getattr(hook, "func", None), "__self__", None)
@@ -32,8 +32,8 @@ def check_modules(root: nn.Module) -> None:
 
 
 def check_run() -> None:
-    """HookError inside ``torch.distributed.tensor.experimental.context_parallel(...)``: the same on
-    every rank.
+    """Raise HookError, the same on every rank, inside
+    ``torch.distributed.tensor.experimental.context_parallel(...)``.
     """
     attention: Any = sys.modules.get(
         "torch.distributed.tensor.experimental._context_parallel._attention"

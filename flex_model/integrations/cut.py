@@ -1,4 +1,4 @@
-"""Models whose forward was left in its middle: which can be, and what frameworks keep of it."""
+"""Early exit from a forward (``run_until``): which models allow it, and the clean-up after it."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from torch import nn
 from flex_model.integrations import compiled, fsdp, offload
 
 NO_HOOK = (
-    "run_until: no forward or forward-pre hook is active, and no module was named, so there is "
-    "nothing to run to; register a hook, choose its group, or give a module's name"
+    "run_until: no forward or forward-pre hook is active, and no module was named, so no module "
+    "can be run to; register a hook, choose its group, or give a module's name"
 )
 
 
 def not_reached(module_name: str | None) -> str:
     what = "a hooked module" if module_name is None else f"{module_name!r}"
     return (
-        f"run_until: the forward came to its end, and {what} was not called; give the name of a "
+        f"run_until: the forward ended, and {what} was not called; give the name of a "
         "module that this forward calls, or call flex(...)"
     )
 
 
 def check(root: nn.Module) -> None:
-    """ValueError for a model whose forward must come to its end."""
+    """Raise ValueError for a model whose forward must run to its end."""
     reason = ""
     if compiled.is_compiled(root):
-        reason = "it is compiled, and hooks inside of what was compiled are not called"
+        reason = "it is compiled, and hooks inside compiled code are not called"
     elif any(fsdp.is_fsdp1(module) for module in root.modules()):
         reason = "FullyShardedDataParallel (FSDP1) frees what it gathered after each forward"
     elif any(offload.is_zero_3(parameter) for parameter in root.parameters()):
@@ -38,15 +38,15 @@ def check(root: nn.Module) -> None:
 
 
 def clean_up(root: nn.Module) -> None:
-    """As after a forward that came to its end. Collective where weights were on their way."""
+    """Reset the model as after a full forward. Collective if weights were being gathered."""
     for module in root.modules():
         if fsdp.is_fsdp2(module):
             _end_forward(module)
 
 
 def _end_forward(module: Any) -> None:
-    """FSDP2: shard the weights again, those too that were being gathered ahead; the next forward
-    is one of the root again. Torch does so in hooks after the forward, which was left before them.
+    """Reshard the weights of FSDP2, those being prefetched too, and let the next forward begin at
+    the root. Torch does so in forward hooks, which the early exit skipped.
     """
     state = module._get_fsdp_state()
     state._training_state = type(state._training_state).IDLE

@@ -1,6 +1,4 @@
-"""DTensor and AsyncCollectiveTensor: how they are split, and their way to plain tensors and
-back.
-"""
+"""DTensor and AsyncCollectiveTensor: their layouts, and conversion to plain tensors and back."""
 
 from __future__ import annotations
 
@@ -26,15 +24,15 @@ from flex_model.distributed.mesh import Axis, Mesh
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether it is a DTensor. Does not import ``torch.distributed.tensor`` (over a second) where
-    nobody did.
+    """Whether a value is a DTensor. Does not import ``torch.distributed.tensor``, which takes over
+    a second.
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def unsplit_dims(tensor: Any) -> Collection[int]:
-    """The dims of which each rank of a DTensor's mesh has all; every dim of other tensors."""
+    """Return the dims that no placement of a DTensor shards; every dim of other tensors."""
     if not is_dtensor(tensor):
         return range(tensor.dim())
     split = {getattr(placement, "dim", None) for placement in tensor.placements}
@@ -42,9 +40,9 @@ def unsplit_dims(tensor: Any) -> Collection[int]:
 
 
 def wait(tensor: Tensor) -> Tensor:
-    """A plain tensor in place of an AsyncCollectiveTensor, in the graph; anything else as it is.
+    """Return a plain tensor for an AsyncCollectiveTensor, in the graph; other tensors unchanged.
 
-    Its own ``wait()`` would cut the graph, so a differentiable copy is taken.
+    Its own ``wait()`` would detach it from the graph, so this clones it.
     """
     module = sys.modules.get("torch.distributed._functional_collectives")
     if module is not None and isinstance(tensor, module.AsyncCollectiveTensor):
@@ -53,13 +51,14 @@ def wait(tensor: Tensor) -> Tensor:
 
 
 def axes_of(device_mesh: dist.DeviceMesh, mesh: Mesh, site: str) -> list[Axis | None]:
-    """Our axis, or part of one, for each dim of a DTensor's mesh; None for dims of one rank. Local.
+    """Return our axis, or part of an axis, for each dim of a DTensor's mesh; None for dims of size
+    1. Local.
 
     HSDP's two dims are the parts ``("dp", replicas, stride)`` and ``("dp", shards, 1)`` of dp.
 
     Raises:
-        ValueError: a dim runs over ranks that are no axis of this wrap, nor evenly spaced ranks of
-            one, or are not in ascending order.
+        ValueError: the ranks of a dim are neither an axis of this FlexModel nor evenly spaced ranks
+            of one, or are not in ascending order.
     """
     axes, why_not = _axes_of(device_mesh, mesh)
     if why_not:
@@ -67,7 +66,7 @@ def axes_of(device_mesh: dist.DeviceMesh, mesh: Mesh, site: str) -> list[Axis | 
     return axes
 
 
-@lru_cache(maxsize=256)  # the mesh is a tensor, which takes operations to read
+@lru_cache(maxsize=256)  # reading a mesh runs tensor operations
 def _axes_of(device_mesh: dist.DeviceMesh, mesh: Mesh) -> tuple[list[Axis | None], str]:
     here = device_mesh.get_coordinate()
     if here is None:
@@ -78,17 +77,17 @@ def _axes_of(device_mesh: dist.DeviceMesh, mesh: Mesh) -> tuple[list[Axis | None
             axes.append(None)
             continue
         line = tuple(slice(None) if i == dim else place for i, place in enumerate(here))
-        with unset_fake_temporarily():  # of values even in a dry run
+        with unset_fake_temporarily():  # a dry run needs the mesh's values too
             ranks = device_mesh.mesh[line].tolist()
         if ranks != sorted(ranks):
             return [], (
-                f"its DTensor's mesh has the ranks {ranks}, not in ascending order, where torch "
-                "itself does not agree on who has which shard; make the mesh in ascending order"
+                f"its DTensor's mesh has the ranks {ranks}, not in ascending order, and torch "
+                "then orders shards inconsistently; make the mesh in ascending order"
             )
         matching = [axis for name in ("dp", "tp") if (axis := _axis_over(ranks, name, mesh))]
         if not matching:
             return [], (
-                f"its DTensor lives on ranks {ranks}, which are no axis of this wrap "
+                f"its DTensor is on ranks {ranks}, which are no axis of this FlexModel "
                 f"({mesh.describe()} over ranks {list(mesh.ranks)}); give the sizes or the "
                 "device_mesh of the model"
             )
@@ -97,8 +96,8 @@ def _axes_of(device_mesh: dist.DeviceMesh, mesh: Mesh) -> tuple[list[Axis | None
 
 
 def _axis_over(ranks: list[int], name: str, mesh: Mesh) -> Axis | None:
-    """The axis ``name``, or the part of it, that has these global ranks in this order; None if they
-    are neither.
+    """Return the axis ``name``, or the part of it, with these global ranks in this order; None if
+    there is none.
     """
     line = [mesh.grid[place] for place in mesh.members((name,))]
     if ranks == line:
@@ -113,12 +112,12 @@ def _axis_over(ranks: list[int], name: str, mesh: Mesh) -> Axis | None:
 
 
 def layout(tensor: Any, mesh: Mesh, site: str, *, batch_on_dp: bool) -> ShardLayout:
-    """The layout of a DTensor; along dp, where its mesh does not reach, rows of the batch if
-    ``batch_on_dp``, which is for activations, not for parameters. Local.
+    """Return the layout of a DTensor. If its mesh has no dp dim and ``batch_on_dp`` (for
+    activations, not for parameters), the tensor holds rows of the batch along dp. Local.
 
     Raises:
-        ValueError: a placement that is not Shard, Replicate or a partial sum, or a mesh that is not
-            this wrap's.
+        ValueError: a placement that is not Shard, Replicate or a partial sum, or a mesh that does
+            not match this FlexModel's.
     """
     axes = axes_of(tensor.device_mesh, mesh, site)
     parts: dict[str, list[tuple[Axis, Any]]] = {"dp": [], "tp": []}
@@ -127,8 +126,8 @@ def layout(tensor: Any, mesh: Mesh, site: str, *, batch_on_dp: bool) -> ShardLay
             parts[_name(axis)].append((axis, placement))
     dp = _on_axis(parts["dp"], tensor, mesh, site, num_outer=mesh.tp_size if parts["tp"] else 1)
     tp = _on_axis(parts["tp"], tensor, mesh, site)
-    # FSDP2 splits what tensor parallelism has split. Its placements say so, except over fused
-    # projections: those of a parameter with Shard inside parts are FSDP2's as well.
+    # FSDP2 shards the shards of tensor parallelism, and its placements are _StridedShard then;
+    # over fused projections they are not, so a parameter with a strided tp placement counts too.
     tp_first = any(_is_strided(placement) for _, placement in parts["dp"]) or (
         not batch_on_dp and isinstance(tp, Shard) and tp.parts > 1
     )
@@ -149,8 +148,8 @@ def _is_strided(placement: Any) -> bool:
 def _on_axis(
     parts: list[tuple[Axis, Any]], tensor: Any, mesh: Mesh, site: str, num_outer: int = 1
 ) -> Placement:
-    """The placement on one axis, from those on its parts. ``num_outer`` shards of another axis may
-    have been split once more along it.
+    """Return the placement on one axis, from those on its parts. Along it, ``num_outer`` shards of
+    another axis may have been sharded further.
     """
     placed = [(axis, placement) for axis, placement in parts if not placement.is_replicate()]
     if not placed:
@@ -166,7 +165,7 @@ def _on_axis(
     if (
         len(placed) == 1
         and isinstance(axis, str)
-        and type(placement).__name__ == "Partial"  # no mask's or norm's, which say "sum" too
+        and type(placement).__name__ == "Partial"  # not masked or norm partials, also "sum"
         and placement.reduce_op == "sum"
     ):
         return Partial()
@@ -184,21 +183,21 @@ def _on_axis(
 
 
 def axis_names(tensor: Any, mesh: Mesh, site: str) -> set[str]:
-    """Our axes that the DTensor's mesh runs along, in whole or in part. Local."""
+    """Return our axes that the DTensor's mesh covers, in full or in part. Local."""
     axes = axes_of(tensor.device_mesh, mesh, site)
     return {_name(axis) for axis in axes if axis is not None}
 
 
 def reaches(tensor: Any, mesh: Mesh, site: str, axis: str) -> bool:
-    """Whether the DTensor's mesh runs along this axis, or a part of it."""
+    """Whether the DTensor's mesh covers this axis, or a part of it."""
     return axis in axis_names(tensor, mesh, site)
 
 
 def plain_and_stated(
     tensor: Any, mesh: Mesh, site: str
 ) -> tuple[Tensor, tuple[Placement | None, Placement | None], ShardLayout | None]:
-    """This rank's plain tensor, in the graph, and what a DTensor states: placements along dp and tp
-    where its mesh has the axis, and the layout if it has all. Local.
+    """Return this rank's plain tensor, in the graph; the placements along dp and tp that a DTensor
+    states (None for an axis that its mesh does not cover); its layout if both are stated. Local.
     """
     if not is_dtensor(tensor):
         return wait(tensor), (None, None), None
@@ -210,21 +209,21 @@ def plain_and_stated(
 
 
 def masks_of(tensor: Any) -> list[Tensor]:
-    """The masks that a DTensor keeps of a vocabulary that is split over ranks: which ids of an
-    embedding were not this rank's. Local.
+    """Return the masks that a DTensor keeps for a vocabulary-parallel embedding: the ids that were
+    not in this rank's shard. Local.
     """
     buffers: list[Any] = [getattr(one, "mask_buffer", None) for one in tensor.placements]
     return [buffer.data for buffer in buffers if getattr(buffer, "data", None) is not None]
 
 
 def to_local(tensor: Any) -> Tensor:
-    """This rank's part as a plain tensor, in the graph."""
+    """Return this rank's shard as a plain tensor, in the graph."""
     return wait(tensor.to_local())
 
 
 def like(shard: Tensor, tensor: Any) -> Tensor:
-    """``shard`` as a DTensor with the mesh, placements and shape of ``tensor``, in the graph.
-    Local.
+    """Return ``shard`` as a DTensor with the mesh, placements and shape of ``tensor``, in the
+    graph. Local.
     """
     stride, strides = 1, []
     for size in reversed(tensor.shape):
@@ -241,7 +240,7 @@ def like(shard: Tensor, tensor: Any) -> Tensor:
 
 
 def without_partial(tensor: Any) -> Any:
-    """The DTensor with its partial sums done. Collective over its mesh where there are any."""
+    """Return the DTensor with partial placements reduced. Collective over its mesh if any are."""
     if not any(placement.is_partial() for placement in tensor.placements):
         return tensor
     replicate = sys.modules["torch.distributed.tensor"].Replicate()

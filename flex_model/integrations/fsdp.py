@@ -1,4 +1,4 @@
-"""FSDP1, FSDP2 and DDP: who owns a parameter, and how to read it in full."""
+"""FSDP1 and FSDP2: the module that owns a parameter, and access to the full parameter."""
 
 from __future__ import annotations
 
@@ -23,30 +23,28 @@ def _fsdp2_class() -> Any:
 
 
 def is_fsdp1(module: nn.Module) -> bool:
-    """Whether it is a ``FullyShardedDataParallel`` (FSDP1) wrapper."""
+    """Whether a module is a ``FullyShardedDataParallel`` (FSDP1) wrapper."""
     cls = _fsdp1_class()
     return cls is not None and isinstance(module, cls)
 
 
 def is_fsdp2(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` (FSDP2) was applied to it."""
+    """Whether ``fully_shard`` (FSDP2) was applied to a module."""
     cls = _fsdp2_class()
     return cls is not None and isinstance(module, cls)
 
 
 def mesh_of_fsdp2(module: Any) -> Any:
-    """The mesh that ``fully_shard`` was given; None for a module without parameters of its own.
-    DTensors may have an equal mesh of another origin, which torch keeps in its caches. There is no
-    public way to ask for it.
+    """Return the mesh that was passed to ``fully_shard``; None for a module without own parameters.
+    DTensors may have an equal mesh with another root mesh, from torch's caches. Torch has no public
+    attribute for it.
     """
     group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
     return getattr(getattr(group, "mesh_info", None), "mesh", None)
 
 
 def wrapper_of_parameter(root: nn.Module, name: str) -> nn.Module | None:
-    """The FSDP1 wrapper that owns the parameter of this (clean or wrapped) name; None if there is
-    none.
-    """
+    """Return the FSDP1 wrapper that owns the parameter of this (clean or wrapped) name, or None."""
     if _fsdp1_class() is None or not any(is_fsdp1(module) for module in root.modules()):
         return None
     target = name.replace("_fsdp_wrapped_module.", "")
@@ -66,17 +64,17 @@ def wrapper_of_parameter(root: nn.Module, name: str) -> nn.Module | None:
 def summoned(
     root: nn.Module, wrapper: nn.Module, name: str, *, writeback: bool, with_grads: bool
 ) -> Iterator[None]:
-    """FSDP1's parameters of this wrapper in full, inside. Collective over its group.
+    """Gather the parameters of this FSDP1 wrapper in full, inside. Collective over its group.
 
     Args:
-        name: Of the parameter that is asked for, for messages.
+        name: The requested parameter, for messages.
 
     Raises:
-        ValueError: the wrapper is in its forward or backward, or its gradients can't be had.
+        ValueError: the wrapper is in its forward or backward, or has no gradients by parameter.
     """
     shown = names.clean(root, name)
     _check_idle(wrapper, shown)
-    # Of all wrappers the outermost must be the first that FSDP1 meets, or it can't be run any more.
+    # FSDP1 must initialize the outermost wrapper first, or the model can't run afterwards.
     next(module for module in _path(root, name) if is_fsdp1(module)).check_is_root()
     summon = _fsdp1_class().summon_full_params
     with contextlib.ExitStack() as stack:
@@ -94,15 +92,15 @@ def summoned(
 
 
 def in_use(root: nn.Module, wrapper: Any, name: str) -> tuple[nn.Module, Tensor] | None:
-    """The module that owns a parameter of FSDP1, and the parameter in full as its forward or
-    backward computes with it now; None where the unit does not run, or has given it up. Local.
+    """Return the module that owns a parameter of FSDP1, and the gathered parameter that the running
+    forward or backward uses; None if the unit does not run, or has freed it. Local.
     """
     if wrapper.training_state.name != "FORWARD_BACKWARD":
         return None
     module_name, _, leaf = name.replace("_fsdp_wrapped_module.", "").rpartition(".")
     module = names.find_module(root, module_name)
     value: Any = getattr(module, leaf, None)
-    # Views of the gathered parameters stand in for them; what is left of them is a Parameter.
+    # While gathered, the attribute is a view of the flat parameter; otherwise it is a Parameter.
     is_view = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
     if not is_view or not value.untyped_storage().size():
         return None
@@ -121,7 +119,7 @@ def _check_idle(wrapper: Any, name: str) -> None:
 
 
 def _path(root: nn.Module, name: str) -> Iterator[Any]:
-    """The modules from ``root`` down to the owner of a parameter; ``name`` is wrapped or clean."""
+    """Yield the modules from ``root`` down to the owner of a (clean or wrapped) parameter name."""
     target = name.replace("_fsdp_wrapped_module.", "")
     for module_name, module in root.named_modules():
         prefix = names.clean(root, module_name)
@@ -130,20 +128,20 @@ def _path(root: nn.Module, name: str) -> Iterator[Any]:
 
 
 def is_flat(name: str) -> bool:
-    """Whether a parameter of this name is several, flattened by FSDP1."""
+    """Whether this is the name of a flat parameter of FSDP1."""
     return name.rpartition(".")[2] == "_flat_param"
 
 
 def is_flattened(root: nn.Module, name: str) -> bool:
-    """Whether the parameter of this name belongs to an FSDP1 wrapper that shows its parameters only
-    while they are gathered (``use_orig_params=False``). Local.
+    """Whether the parameter of this name belongs to an FSDP1 wrapper that has its original
+    parameters only while they are gathered (``use_orig_params=False``). Local.
     """
     wrapper = wrapper_of_parameter(root, name)
     return wrapper is not None and any(is_flat(inner) for inner, _ in wrapper.named_parameters())
 
 
 def names_in_flat(root: nn.Module, name: str) -> list[str]:
-    """Names of the parameters that FSDP1 has flattened into one. Collective over its group."""
+    """Return the names of the parameters in FSDP1's flat parameter. Collective over its group."""
     wrapper_name = name.removesuffix("_flat_param").removesuffix("_fsdp_wrapped_module.")
     wrapper = root.get_submodule(wrapper_name.rstrip("."))
     with summoned(root, wrapper, name, writeback=False, with_grads=False):
@@ -152,22 +150,19 @@ def names_in_flat(root: nn.Module, name: str) -> list[str]:
 
 
 def sharded_parameter(root: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter as FSDP2 keeps it between forwards.
+    """Return the sharded parameter that FSDP2 keeps between forwards.
 
-    After a forward without backward the root stays unsharded, so its parameters are replaced for
-    the while.
+    After a forward without backward the root stays unsharded, with other parameters in its place.
     """
     owner = owner_fsdp2(root, name)
     if owner is None:
         return parameter
-    owner.reshard()  # nothing where it is sharded
+    owner.reshard()  # does nothing if it is sharded
     return names.find_parameter(root, name)[2]
 
 
 def owner_fsdp2(root: nn.Module, name: str) -> Any:
-    """The module with ``fully_shard`` that manages the parameter of this name; None if there is
-    none.
-    """
+    """Return the module with ``fully_shard`` that manages the parameter of this name, or None."""
     if _fsdp2_class() is None:
         return None
     full_name = names.find_parameter(root, name)[0]
@@ -181,7 +176,7 @@ def owner_fsdp2(root: nn.Module, name: str) -> Any:
 
 
 def kept_parameters(root: nn.Module) -> list[nn.Parameter]:
-    """Those whose ``.grad`` a backward leaves: under FSDP2 the sharded ones."""
+    """Return the parameters whose ``.grad`` a backward sets: under FSDP2 the sharded ones."""
     if not any(is_fsdp2(module) for module in root.modules()):
         return list(root.parameters())
     return [

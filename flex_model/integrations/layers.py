@@ -1,4 +1,4 @@
-"""Layers that shard by hand: how their plain parameters are split, from their public attributes."""
+"""Layouts of plain parameters in layers that shard themselves, read from public attributes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from flex_model.distributed.layout import Placement, Replicate, Shard, ShardLayo
 from flex_model.distributed.mesh import Mesh
 from flex_model.integrations.dtensor import axis_names, is_dtensor
 
-# Attributes in which layers state full sizes, for the dims of ``weight``. The first is that of
-# ``bias`` too, where there is one.
+# Attributes in which layers state the full sizes of the dims of ``weight``. The first one is the
+# size of ``bias`` too.
 _STATED_SIZES = (
     ("out_features", "in_features"),  # fairscale
     ("output_size", "input_size"),  # Megatron
@@ -23,14 +23,14 @@ _STATED_SIZES = (
 def parameter_layout(
     module: nn.Module, leaf_name: str, parameter: Tensor, mesh: Mesh
 ) -> ShardLayout | None:
-    """The layout of a plain parameter, where its layer states it; None where nothing is stated.
+    """Return the layout of a plain parameter along tp that its layer states; None without one.
 
     Megatron marks its parameters (``tensor_model_parallel``, ``partition_dim``,
-    ``partition_stride``: two for a gated ``linear_fc1``, whose shards have a piece of the gate and
-    one of the other half). Other layers are known by stating their full sizes beside a smaller
-    weight: fairscale's, and all that have ``out_features`` and ``in_features``, ``output_size`` and
-    ``input_size``, or ``num_embeddings`` and ``embedding_dim``. What such a layer does not split is
-    replicated. Says nothing about dp.
+    ``partition_stride``: two for a gated ``linear_fc1``, whose shards have a part of the gate and
+    one of the other half). Other layers state full sizes and have a smaller weight: fairscale's,
+    and all that have ``out_features`` and ``in_features``, ``output_size`` and ``input_size``, or
+    ``num_embeddings`` and ``embedding_dim``. A parameter that such a layer does not shard is
+    replicated.
 
     Local.
     """
@@ -44,7 +44,7 @@ def parameter_layout(
         parts: int = getattr(parameter, "partition_stride", 1)
         return ShardLayout(tp=Shard(dim % parameter.ndim, parts), source="its layer's marks")
     if _is_megatrons(module):
-        return None  # a parameter that lost its marks may have parts, which no size shows
+        return None  # without its marks, a partition_stride above 1 could not be seen from sizes
     split = _split_dim(module, weight, mesh)
     if split is None:
         return None
@@ -54,9 +54,9 @@ def parameter_layout(
 
 
 def gives_the_same_to_all(module: nn.Module) -> bool:
-    """Whether all tensor-parallel ranks have the module's results alike, by its framework's
-    contract: Megatron's rotary embeddings, of whose length a sequence-parallel rank multiplies its
-    own part by the number of ranks, which looks as any number does. Local.
+    """Whether the module's outputs are replicated along tp by its framework's contract: Megatron's
+    rotary embeddings. (A sequence-parallel rank computes their length from its local length times
+    the number of ranks, which propagation can't distinguish from other integers.) Local.
     """
     return _is_megatrons(module, "RotaryEmbedding")
 
@@ -67,7 +67,7 @@ def _is_megatrons(module: nn.Module, name: str = "") -> bool:
 
 
 def stated_sizes(module: nn.Module, leaf_name: str) -> tuple[int, ...] | None:
-    """The full sizes of a weight or bias, where its layer states them in attributes. Local."""
+    """Return the full sizes of a weight or bias that its layer states in attributes. Local."""
     for names in _STATED_SIZES if leaf_name in ("weight", "bias") else ():
         sizes: list[Any] = [getattr(module, name, None) for name in names]
         if all(isinstance(size, int) for size in sizes):
@@ -76,8 +76,8 @@ def stated_sizes(module: nn.Module, leaf_name: str) -> tuple[int, ...] | None:
 
 
 def dims_smaller_than_stated(module: nn.Module, leaf_name: str, parameter: Tensor) -> list[int]:
-    """The dims of a plain weight or bias that are smaller than its layer states: it is no replica
-    then, though it may be no even share either. Local.
+    """Return the dims of a plain weight or bias that are smaller than its layer states. If there
+    are any it is not replicated, but it need not be an even shard. Local.
     """
     sizes = stated_sizes(module, leaf_name)
     if sizes is None or is_dtensor(parameter) or parameter.ndim != len(sizes):
@@ -90,9 +90,9 @@ def dims_smaller_than_stated(module: nn.Module, leaf_name: str, parameter: Tenso
 def uneven_share(
     module: nn.Module, leaf_name: str, parameter: Tensor
 ) -> tuple[Shard, tuple[int, ...]] | None:
-    """How a weight or bias is split that is smaller than its layer states along one dim, whatever
-    its share is, such as whole heads, and the stated sizes, which the ranks' shares have to make
-    up. Local.
+    """Return the placement of a weight or bias that is smaller than its layer states along one dim,
+    also if its shard is uneven (whole heads), and the stated sizes, which the ranks' shards must
+    add up to. Local.
     """
     sizes = stated_sizes(module, leaf_name)
     dims = dims_smaller_than_stated(module, leaf_name, parameter)
@@ -102,7 +102,7 @@ def uneven_share(
 
 
 def _split_dim(module: nn.Module, weight: Any, mesh: Mesh) -> int | None:
-    """The dim along which ``weight`` is smaller than its layer states; None for no or several."""
+    """Return the only dim along which ``weight`` is smaller than its layer states, or None."""
     if not isinstance(weight, Tensor) or weight.ndim != 2 or _is_along_tp(weight, mesh):
         return None
     for names in _STATED_SIZES:
@@ -113,12 +113,12 @@ def _split_dim(module: nn.Module, weight: Any, mesh: Mesh) -> int | None:
         if len(smaller) != 1 or weight.shape[1 - smaller[0]] != stated[1 - smaller[0]]:
             continue
         share = stated[smaller[0]] / mesh.tp_size
-        if abs(weight.shape[smaller[0]] - share) < 1:  # evenly, or as evenly as it goes
+        if abs(weight.shape[smaller[0]] - share) < 1:  # even, or off by less than one element
             return smaller[0]
     return None
 
 
-# What attention modules name the size of one head, which tensor parallelism never splits.
+# Attributes of attention modules with the size of one head, which tensor parallelism never splits.
 _HEAD_SIZES = (
     "head_dim", "head_size", "attention_head_size", "key_value_proj_dim", "d_head", "d_kv",
     "hidden_size_per_attention_head", "dim_head", "dim_per_head", "qk_head_dim", "v_head_dim",
@@ -128,8 +128,8 @@ _KEY_AND_VALUE_SIZES = ("qk_nope_head_dim", "v_head_dim")
 
 
 def stated_last_sizes(module: nn.Module) -> frozenset[int]:
-    """Full sizes that the module's attributes state for the last dim of its views: those of heads,
-    and the number of experts of Megatron's routers. Local.
+    """Return full sizes that a module's attributes state for the last dim of its views: sizes of
+    heads, and the number of experts of Megatron's routers. Local.
     """
     found = [module.__dict__.get(name) for name in _HEAD_SIZES]
     joined: list[Any] = [module.__dict__.get(name) for name in _KEY_AND_VALUE_SIZES]
@@ -141,9 +141,9 @@ def stated_last_sizes(module: nn.Module) -> frozenset[int]:
 
 
 def states_tensor_parallelism(root: nn.Module, mesh: Mesh) -> bool:
-    """Whether the model's own parameters tell which of them tensor parallelism splits, so that
-    those that tell nothing are whole: some are DTensors, or of layers with a ``parameter_layout``
-    or with this rank's share of whole heads. Local.
+    """Whether some parameters state that tensor parallelism shards them, so that the others are
+    replicated: DTensors, parameters with a ``parameter_layout``, and this rank's share of whole
+    heads. Local.
     """
     if mesh.tp_size == 1:
         return False
@@ -161,8 +161,8 @@ def states_tensor_parallelism(root: nn.Module, mesh: Mesh) -> bool:
 
 
 def _is_share_of_units(own: int, full: int, mesh: Mesh) -> bool:
-    """Whether this is the tensor-parallel rank's share of a dim, if units of some size (heads) are
-    shared out as ``torch.chunk`` or ``torch.tensor_split`` do.
+    """Whether ``own`` is this tensor-parallel rank's share of a dim, if units of some size (heads)
+    are distributed as by ``torch.chunk`` or ``torch.tensor_split``.
     """
     place = mesh.coordinates["tp"]
     most_in_unit = math.gcd(own, full)

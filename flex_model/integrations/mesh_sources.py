@@ -1,4 +1,4 @@
-"""What the parts of a sharded model, and its framework's state, say of its ranks. All local."""
+"""The meshes that the parts of a sharded model, and its framework's state, provide. All local."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from flex_model.names import clean
 
 @dataclass(frozen=True)
 class Source:
-    """What one part of a model says of its ranks.
+    """A mesh, or a part of it, that one part of a model provides.
 
     Attributes:
-        name: What says so, for messages.
-        mesh: The ranks it knows of; an axis that it says nothing about has size 1.
-        is_exact: Whether the whole mesh was read, not only the groups through this rank.
+        name: The part of the model, for messages.
+        mesh: The mesh; an axis that is not known has size 1.
+        is_exact: Whether the whole mesh was read, not only the groups of this rank.
     """
 
     name: str
@@ -33,23 +33,23 @@ class Source:
 
 
 def find_all(root: nn.Module) -> tuple[list[Source], list[str], list[str]]:
-    """All that a model says of its ranks, in words the meshes that can't be read, and groups that
-    are there and not told.
+    """Return all meshes that a model provides, and in words: the meshes that can't be read, and the
+    groups that exist but are not accessible.
 
     Raises:
         ValueError: this rank is not one of the model's, or the model is context parallel.
     """
     context_parallel.check_modules(root)
     unknown: list[str] = []
-    untold: list[str] = []
+    hidden: list[str] = []
     sources = [
         *_dtensor_meshes(root, unknown),
         *_hugging_face_mesh(root),
-        *_wrapper_groups(root, untold),
+        *_wrapper_groups(root, hidden),
         *_megatron_groups(root),
         *_fairscale_groups(root),
     ]
-    return sources, unknown, untold
+    return sources, unknown, hidden
 
 
 def axes_of_dims(
@@ -59,14 +59,14 @@ def axes_of_dims(
     is_fsdp2: bool,
     replicates_first: bool,
 ) -> tuple[str, ...] | None:
-    """Our axis for each dim of a parameter's mesh; None where that can't be told. Pure.
+    """Return our axis for each dim of a parameter's mesh; None if it can't be inferred. Pure.
 
     Args:
-        names: Names of the dims; those of size 1 may have any.
-        is_fsdp2: Whether FSDP2 manages the parameter: it puts its dims before those of tensor
+        names: Names of the dims; dims of size 1 may have any name.
+        is_fsdp2: Whether FSDP2 manages the parameter: its dims come before those of tensor
             parallelism.
-        replicates_first: Whether the parameter is replicated along the first dim, as HSDP does and
-            plain FSDP2 never.
+        replicates_first: Whether the parameter is replicated along the first dim, as under HSDP,
+            and never under plain FSDP2.
     """
     counts = [size > 1 for size in sizes]
     known = [AXIS_OF_DIM.get(name.lower()) for name in names or ()]
@@ -79,18 +79,18 @@ def axes_of_dims(
         axes = ("dp",) * num_dp + ("tp",) * (len(sizes) - num_dp)
     else:
         axes = ("tp",) * len(sizes)
-    told = zip(known or [None] * len(sizes), axes, counts)
-    fits = all(name in (None, axis) or not big for name, axis, big in told)
+    dims = zip(known or [None] * len(sizes), axes, counts)
+    fits = all(name in (None, axis) or not big for name, axis, big in dims)
     num_tp = sum(axis == "tp" and big for axis, big in zip(axes, counts))
     return axes if fits and num_tp <= 1 else None
 
 
 def _dtensor_meshes(root: nn.Module, unknown: list[str]) -> Iterator[Source]:
-    """One source for each mesh of DTensor parameters; what can't be read goes to ``unknown``."""
-    managed: dict[int, Any] = {}  # by parameter: the mesh that FSDP2 was given
+    """Yield a source for each mesh of DTensor parameters; append unreadable ones to ``unknown``."""
+    managed: dict[int, Any] = {}  # by parameter: the mesh that was passed to FSDP2
     for module in root.modules():
         if fsdp.is_fsdp2(module):
-            # after a forward its parameters may still be whole; no collective, and nothing if not
+            # Its parameters may be unsharded after a forward. Not collective.
             module.reshard()  # type: ignore[operator]
             origin = fsdp.mesh_of_fsdp2(module)
             managed.update((id(parameter), origin) for parameter in module.parameters())
@@ -123,8 +123,8 @@ def _dtensor_meshes(root: nn.Module, unknown: list[str]) -> Iterator[Source]:
 
 
 def _hugging_face_mesh(root: nn.Module) -> Iterator[Source]:
-    """The mesh that ``from_pretrained(distributed_config=...)`` keeps on a model. The attribute is
-    private; where it is missing, the DTensor parameters tell.
+    """Yield the mesh that ``from_pretrained(distributed_config=...)`` keeps on a model. The
+    attribute is private; without it, the DTensor parameters provide the mesh.
     """
     for module in root.modules():
         mesh = vars(module).get("_device_mesh")
@@ -134,9 +134,9 @@ def _hugging_face_mesh(root: nn.Module) -> Iterator[Source]:
                 yield Source("Hugging Face's _device_mesh", Mesh.from_table(mesh.mesh, axes))
 
 
-def _wrapper_groups(root: nn.Module, untold: list[str]) -> Iterator[Source]:
-    """The groups of DDP and FSDP1; their whole mesh, where they were given a part of one. What
-    does not tell its groups goes to ``untold``.
+def _wrapper_groups(root: nn.Module, hidden: list[str]) -> Iterator[Source]:
+    """Yield the groups of DDP and FSDP1, and the root mesh of a mesh that was passed to them.
+    Append inaccessible groups to ``hidden``.
     """
     seen = set()
     for module in root.modules():
@@ -149,16 +149,16 @@ def _wrapper_groups(root: nn.Module, untold: list[str]) -> Iterator[Source]:
         if device_mesh is not None:
             names_of_dims(device_mesh)  # refuses context parallelism
         strategy = getattr(getattr(module, "sharding_strategy", None), "name", "")
-        # There is no public way to ask for the group that replicates.
+        # Torch has no public attribute for the replication group.
         if "HYBRID" in strategy and getattr(module, "_inter_node_pg", None) is None:
-            untold.append(f"FSDP1 with {strategy} does not tell the group it replicates over")
+            hidden.append(f"FSDP1 with {strategy} does not expose the group it replicates over")
             continue
         mesh, is_exact = _wrapper_mesh(module)
         if mesh.ranks not in seen:
             seen.add(mesh.ranks)
             yield Source(name, mesh, is_exact)
-        # They turn DTensors of a tensor-parallel mesh into plain tensors; the mesh that theirs was
-        # cut from still knows. There is no public way to ask it.
+        # They turn DTensors of a tensor-parallel mesh into plain tensors, but the root of their own
+        # mesh still has the tp dim. Torch has no public way to get the root.
         find_whole = getattr(device_mesh, "_get_root_mesh", None)
         whole = None if find_whole is None else find_whole()
         if whole is not None and whole != device_mesh and whole not in seen:
@@ -180,9 +180,7 @@ def _wrapper_mesh(module: Any) -> tuple[Mesh, bool]:
 
 
 def _megatron_groups(root: nn.Module) -> Iterator[Source]:
-    """Megatron-core's parallel state, if the layers were made with it, else the groups of the
-    layers.
-    """
+    """Yield Megatron-core's parallel state if its layers use it, else the groups of the layers."""
     layers = list(_layers(root, "megatron.core."))
     if not layers:
         return
@@ -191,7 +189,7 @@ def _megatron_groups(root: nn.Module) -> Iterator[Source]:
     state = sys.modules.get("megatron.core.parallel_state")
     if state is not None and state.model_parallel_is_initialized():
         tp = group_ranks(state.get_tensor_model_parallel_group())
-        if not of_layers or tp in of_layers:  # experts may have another one
+        if not of_layers or tp in of_layers:  # experts may have another group
             num_context = state.get_context_parallel_world_size()
             if num_context > 1:
                 raise ValueError(
@@ -211,7 +209,7 @@ def _megatron_groups(root: nn.Module) -> Iterator[Source]:
 
 
 def _fairscale_groups(root: nn.Module) -> Iterator[Source]:
-    """fairscale's model-parallel state; it counts ranks as (dp, pp, tp)."""
+    """Yield fairscale's model-parallel state; its rank order is (dp, pp, tp)."""
     state = sys.modules.get("fairscale.nn.model_parallel.initialize")
     if state is None or not state.model_parallel_is_initialized():
         return
@@ -229,14 +227,14 @@ def _from_lines(name: str, pp: tuple[int, ...], dp: tuple[int, ...], tp: tuple[i
 
 
 def _layers(root: nn.Module, package: str) -> Iterator[nn.Module]:
-    """Modules whose class, or a base of it, comes from ``package``."""
+    """Yield the modules whose class, or a base of it, is from ``package``."""
     for module in root.modules():
         if any(cls.__module__.startswith(package) for cls in type(module).__mro__):
             yield module
 
 
 def _known_axes(device_mesh: dist.DeviceMesh) -> tuple[str, ...] | None:
-    """Our axes of a mesh whose dims have names that we know; None for any other."""
+    """Return our axes for a mesh whose dims have known names; None for any other."""
     names = names_of_dims(device_mesh) or ("",) * device_mesh.ndim
     axes = tuple(
         "dp" if size == 1 else AXIS_OF_DIM.get(name.lower(), "")

@@ -1,4 +1,4 @@
-"""The mesh of a wrap: what the user gave, filled in from what the model was sharded over."""
+"""The mesh of a FlexModel: the user's arguments, completed from the meshes of a sharded model."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ from flex_model.integrations.mesh_sources import Source
 
 @dataclass(frozen=True)
 class ModelGroups:
-    """The groups that this rank is in, by what the model says.
+    """The groups of this rank, as the model's own meshes state them.
 
     Attributes:
-        lines: Global ranks of this rank's group along an axis, for axes of more than one rank.
-        names: What says so, by axis.
-        exact: Whole meshes that were read.
-        unknown: A mesh of the model that could not be read; empty if there is none.
-        untold: A group that it does not tell; likewise.
+        lines: The global ranks of this rank's group along each axis of more than one rank.
+        names: The part of the model that states it, by axis.
+        exact: The whole meshes that were read.
+        unknown: A mesh of the model that could not be read, in words; else empty.
+        hidden: A group of the model that is not accessible, in words; else empty.
     """
 
     lines: dict[str, tuple[int, ...]]
     names: dict[str, str]
     exact: tuple[Mesh, ...] = ()
     unknown: str = ""
-    untold: str = ""
+    hidden: str = ""
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Ranks along each axis; 1 where the model says nothing."""
+        """The number of ranks along each axis; 1 if it is not known."""
         return {axis: len(self.lines.get(axis, (0,))) for axis in AXES}
 
     def describe(self) -> str:
-        """``tp over ranks [0, 1] (fc1.weight), dp over ranks [0, 2] (...)``, for messages."""
+        """Return ``tp over ranks [0, 1] (fc1.weight), dp over ranks [0, 2] (...)``."""
         return ", ".join(
             f"{axis} over ranks {list(line)} ({self.names[axis]})"
             for axis, line in sorted(self.lines.items(), key=lambda item: -AXES.index(item[0]))
         )
 
     def check(self, mesh: Mesh, given: str) -> None:
-        """That ``mesh`` has the model's groups. Local.
+        """Check that ``mesh`` has the model's groups. Local.
 
         Args:
-            given: What the user gave, for the message.
+            given: The user's argument, for the message.
 
         Raises:
-            ValueError: it has others.
+            ValueError: it has other groups.
         """
         differ = [axis for axis, line in self.lines.items() if mesh.line(axis) != line]
-        # A group says who has rows of the batch, not in which order: torch sorts its ranks.
+        # A dp group defines which ranks have rows, not their order: torch sorts its ranks.
         if "dp" in differ and set(mesh.line("dp")) == set(self.lines["dp"]):
             differ.remove("dp")
         if differ:
@@ -71,12 +71,12 @@ class ModelGroups:
             )
 
     def mesh(self, timeout_s: float) -> Mesh:
-        """The whole mesh. Local where one source says it all or the framework counts consecutive
-        ranks through its axes; else collective over the groups of this rank.
+        """Return the whole mesh. Local if one source has it all; else collective over the groups of
+        this rank.
 
         Raises:
-            ValueError: the model's mesh can't be read, or its groups are no regular grid; on every
-                rank.
+            ValueError: the model's mesh can't be read, or its groups form no regular grid; on
+                every rank.
         """
         if not self.lines:
             raise ValueError(
@@ -98,36 +98,36 @@ class ModelGroups:
             found, error = None, irregular
         if not is_agreed(() if found is None else found.ranks, (tp, dp, pp), timeout_s):
             raise ValueError(
-                f"FlexModel: the model is sharded as {self.describe()}, and its ranks make no "
-                "regular grid of these groups; give the device_mesh= of which they are the dims "
-                '"dp" and "tp", or, where no mesh has them all, shard the model over the dims of '
-                "one mesh"
+                f"FlexModel: the model is sharded as {self.describe()}, and these groups make no "
+                'regular grid of ranks; give the device_mesh= whose dims "dp" and "tp" they are, '
+                "or, if no mesh has them all, shard the model over the dims of one mesh"
             ) from error
-        assert found is not None  # nobody agrees on an empty grid
+        assert found is not None  # is_agreed is False for an empty grid
         return found
 
 
 def find(root: nn.Module, stages: Sequence[Source] = ()) -> ModelGroups | None:
-    """What a sharded model says of its ranks; None where it says nothing.
+    """Return the groups that a sharded model states; None if it states none.
 
-    Read are the meshes of its DTensor parameters (torch's and Hugging Face's tensor parallelism,
-    FSDP2, HSDP), Hugging Face's ``_device_mesh``, the groups of DDP and FSDP1 wrappers, and, for
-    layers of Megatron-core or fairscale, the groups of their parallel state. Local.
+    The sources are the meshes of its DTensor parameters (torch's and Hugging Face's tensor
+    parallelism, FSDP2, HSDP), Hugging Face's ``_device_mesh``, the groups of DDP and FSDP1
+    wrappers, and, for layers of Megatron-core or fairscale, the groups of their parallel state.
+    Local.
 
     Args:
-        stages: What the stages of its pipeline say.
+        stages: The sources of its pipeline's stages.
 
     Raises:
-        ValueError: this rank is not one of the model's; two of these contradict each other; or
-            the model is context parallel.
+        ValueError: this rank is not one of the model's; two sources contradict each other; or the
+            model is context parallel.
     """
-    sources, unknown, untold = mesh_sources.find_all(root)
+    sources, unknown, hidden = mesh_sources.find_all(root)
     sources = [*sources, *stages]
     lines, names = merge(sources)
-    if not lines and not unknown and not untold:
+    if not lines and not unknown and not hidden:
         return None
     exact = tuple(source.mesh for source in sources if source.is_exact)
-    first = (found[0] if found else "" for found in (unknown, untold))
+    first = (found[0] if found else "" for found in (unknown, hidden))
     return ModelGroups(lines, names, exact, *first)
 
 
@@ -138,17 +138,17 @@ def choose(
     device_mesh: dist.DeviceMesh | None,
     timeout_s: float,
 ) -> Mesh:
-    """The mesh that the user gave, filled in from the model's own; they must not contradict.
+    """Return the mesh that the user gave, completed from the model's own groups.
 
     Args:
-        own: What the model says.
-        sizes: (tp, pp, dp); 1 is filled in from the model.
+        own: The model's own groups.
+        sizes: (tp, pp, dp); sizes of 1 are taken from the model.
 
     Local, or collective as ``ModelGroups.mesh`` is.
 
     Raises:
-        ValueError: sizes that do not multiply to the number of ranks, or what the user gave
-            contradicts the model's own groups or itself.
+        ValueError: the sizes do not multiply to the number of ranks, or the user's arguments
+            contradict the model's own groups or each other.
     """
     check_sizes(*sizes)
     ranks = group_ranks(process_group)
@@ -166,23 +166,23 @@ def choose(
                 f"{list(mesh.ranks)}; give one of them"
             )
         if own is not None:
-            own.check(mesh, "the device_mesh says")
+            own.check(mesh, "the device_mesh gives")
         return mesh
-    if own is not None and own.untold:
+    if own is not None and own.hidden:
         raise ValueError(
-            f"FlexModel: {own.untold}; give device_mesh= with dims named after "
+            f"FlexModel: {own.hidden}; give device_mesh= with dims named after "
             f"{sorted(AXIS_OF_DIM)}, such as dp_replicate and dp_shard"
         )
-    says_ranks = sizes != (1, 1, 1) or process_group is not None
-    if own is None or (says_ranks and not own.lines):
+    has_ranks = sizes != (1, 1, 1) or process_group is not None
+    if own is None or (has_ranks and not own.lines):
         return Mesh.from_sizes(*sizes, process_group)
-    if not says_ranks:
+    if not has_ranks:
         mesh = own.mesh(timeout_s)
         if mesh.tp_size == mesh.pp_size == 1 and mesh.num_ranks < len(ranks):
             raise ValueError(
-                f"FlexModel: the model says dp over ranks {list(mesh.ranks)}, but not what the "
-                f"other ranks of {list(ranks)} hold; give a process_group of its ranks if it is "
-                "not sharded otherwise, or tensor_parallel_size"
+                f"FlexModel: the model has a dp group of ranks {list(mesh.ranks)}, but it does not "
+                f"state the axes of the other ranks of {list(ranks)}; give a process_group of its "
+                "ranks if it is not sharded otherwise, or tensor_parallel_size"
             )
         return mesh
     return _fill_in(own, sizes, ranks, process_group, timeout_s)
@@ -207,7 +207,7 @@ def _fill_in(
         )
     if num_own < len(ranks):
         mesh = Mesh.from_sizes(filled["tp"], filled["pp"], filled["dp"], process_group)
-        own.check(mesh, "sizes and process_group say")
+        own.check(mesh, "sizes and process_group give")
         return mesh
     mesh = own.mesh(timeout_s)
     if set(mesh.ranks) != set(ranks):
@@ -219,7 +219,7 @@ def _fill_in(
 
 
 def pipeline_refusal(module: nn.Module, pp_size: int) -> str:
-    """Why stages without a schedule can't be wrapped, and what can be."""
+    """Return the error text for stages without a schedule: why, and what to wrap instead."""
     schedule = (
         "split the whole model with flex_model.pipelining.pipeline(...), or into stages by hand, "
         "and wrap the torch.distributed.pipelining schedule that runs them: FlexModel(schedule, "
@@ -233,7 +233,7 @@ def pipeline_refusal(module: nn.Module, pp_size: int) -> str:
             f"without distributed_config, {schedule}"
         )
     return (
-        f"pipeline_parallel_size is {pp_size}, but a module alone does not say when its stages "
+        f"pipeline_parallel_size is {pp_size}, but a module alone does not define when its stages "
         f"run; {schedule}; or shard the model without a pipeline"
     )
 
@@ -241,10 +241,10 @@ def pipeline_refusal(module: nn.Module, pp_size: int) -> str:
 def merge(
     sources: Sequence[Source],
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """This rank's group along each axis, by all sources together, and what says so. Pure.
+    """Return this rank's group along each axis from all sources, and the name of its source. Pure.
 
-    Along dp the largest counts: some layers are sharded over a part of the ranks that have their
-    own rows of the batch.
+    Along dp the largest group counts: some layers may be sharded over only a part of the ranks
+    that have their own rows of the batch.
 
     Raises:
         ValueError: two sources contradict each other.
@@ -269,10 +269,10 @@ def merge(
 
 
 def is_agreed(ranks: tuple[int, ...], lines: Sequence[tuple[int, ...]], timeout_s: float) -> bool:
-    """Whether all ranks arrived at the same grid. Collective over each of ``lines`` in turn.
+    """Whether all ranks computed the same grid. Collective over each of ``lines`` in turn.
 
-    First each rank hears what those in its groups arrived at, then whether they heard the same from
-    theirs: so along a grid all know of all, and the verdict is the same.
+    Each rank first compares its grid with those of its groups, then exchanges the verdicts along
+    each axis: in a grid these reach every rank, so all ranks get the same result.
     """
     me = dist.get_rank()
     channels = [
@@ -282,8 +282,8 @@ def is_agreed(ranks: tuple[int, ...], lines: Sequence[tuple[int, ...]], timeout_
     ]
     try:
         digest = int.from_bytes(hashlib.sha256(repr(ranks).encode()).digest()[:7], "big")
-        heard = [channel.exchange(torch.tensor([digest])) for channel in channels]
-        agreed = bool(ranks) and all(bool((row == digest).all()) for row in heard)
+        digests = [channel.exchange(torch.tensor([digest])) for channel in channels]
+        agreed = bool(ranks) and all(bool((row == digest).all()) for row in digests)
         for channel in channels:
             agreed = bool(channel.exchange(torch.tensor([int(agreed)])).all())
     finally:

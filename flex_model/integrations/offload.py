@@ -1,5 +1,5 @@
-"""Parameters that are kept elsewhere between forwards: by Hugging Face accelerate on CPU or disk,
-by DeepSpeed's ZeRO-3 in parts.
+"""Parameters that are not in the module between forwards: offloaded to CPU or disk by Hugging Face
+accelerate, or sharded by DeepSpeed's ZeRO-3.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from flex_model.names import clean
 
 
 def is_offloaded(root: nn.Module, full_name: str) -> bool:
-    """Whether accelerate keeps this parameter's weights, on CPU or disk. Local."""
+    """Whether accelerate keeps this parameter's weights on CPU or disk. Local."""
     return _place(root, full_name) is not None
 
 
 def read(root: nn.Module, full_name: str) -> Tensor:
-    """The weights of an offloaded parameter: the very tensor that is kept on the CPU, or a copy of
-    what is on disk. Local.
+    """Return the weights of an offloaded parameter: the tensor that is kept on the CPU itself, or a
+    copy of the one on disk. Local.
     """
     weights, key = _known_place(root, full_name)
     return weights[key]
 
 
 def write(root: nn.Module, full_name: str, value: Tensor) -> None:
-    """Keep ``value`` as the weights of an offloaded parameter, under all its names. Local.
+    """Set the weights of an offloaded parameter, under all its names. Local.
 
     Raises:
-        ValueError: they are read from a checkpoint's own files, or kept in a way that is not known.
+        ValueError: they are in a checkpoint's own files, or in an unknown kind of map.
     """
     for name in [full_name, *tied_names(root, full_name)]:
         place = _place(root, name)
@@ -68,8 +68,8 @@ def _write(full_name: str, weights: Any, key: str, value: Tensor) -> None:
 
 
 def tied_names(root: nn.Module, full_name: str) -> list[str]:
-    """Other names of this parameter, as Hugging Face models state them: offloading makes tied
-    parameters several. Local.
+    """Return other names of this parameter, as Hugging Face models state them: offloading separates
+    tied parameters. Local.
     """
     groups: dict[str, set[str]] = {}
     for prefix, module in root.named_modules():
@@ -88,7 +88,7 @@ def _known_place(root: nn.Module, full_name: str) -> tuple[Any, str]:
 
 
 def _place(root: nn.Module, full_name: str) -> tuple[Any, str] | None:
-    """The map that holds the weights, and the key in it; the innermost hook that has them."""
+    """Return the innermost hook's map that holds the weights, and the key in it."""
     parts = full_name.split(".")
     for depth in range(len(parts) - 1, -1, -1):
         hook = getattr(root.get_submodule(".".join(parts[:depth])), "_hf_hook", None)
@@ -101,7 +101,9 @@ def _place(root: nn.Module, full_name: str) -> tuple[Any, str] | None:
 
 
 def _has(weights: Any, key: str) -> bool:
-    """``key in weights`` as its keys are: a prefixed map iterates over those without the prefix."""
+    """Whether ``key in weights``, by the map's own keys: a prefixed map iterates over those without
+    the prefix.
+    """
     while hasattr(weights, "dataset") and hasattr(weights, "prefix"):
         weights, key = weights.dataset, weights.prefix + key
     return key in weights
@@ -117,7 +119,7 @@ def is_zero_3(parameter: Tensor) -> bool:
 
 @contextlib.contextmanager
 def gathered(parameter: Any, writeback: bool) -> Iterator[None]:
-    """A ZeRO-3 parameter in full, inside; what is written there is kept with ``writeback``.
+    """Gather a ZeRO-3 parameter in full, inside; ``writeback`` keeps what is written to it.
     Collective over its data-parallel ranks.
     """
     if not writeback and tuple(parameter.shape) == tuple(parameter.ds_shape):
@@ -130,7 +132,7 @@ def gathered(parameter: Any, writeback: bool) -> Iterator[None]:
 
 
 def zero_3_gradient(parameter: Any) -> Tensor | None:
-    """The full gradient of a ZeRO-3 parameter; None without one. Collective over its ranks."""
+    """Return the full gradient of a ZeRO-3 parameter, or None. Collective over its ranks."""
     deepspeed: Any = sys.modules["deepspeed"]
     gradient: Tensor | None = deepspeed.utils.safe_get_full_grad(parameter)
     return gradient

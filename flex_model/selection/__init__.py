@@ -1,6 +1,4 @@
-"""Which rows, positions, heads or units of a full tensor are meant: `Select`, of hooks, and the
-regions of ready edits.
-"""
+"""Selection of rows, positions, heads or units of a full tensor, for hooks (`Select`) and edits."""
 
 from flex_model.selection.select import Select
 

@@ -1,4 +1,4 @@
-"""Select: the part of a full tensor that a hook needs, so that only that is moved."""
+"""Select: the part of a full tensor that a hook needs, so that only this part is gathered."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ if TYPE_CHECKING:
 
 
 class Select:
-    """What a hook needs of its tensor, by indices of the *full* tensor; the rest is not moved.
+    """The part of its tensor that a hook needs, by indices of the *full* tensor; the rest is not
+    gathered.
 
     Example::
 
         last = HookFunction("model.layers.3", select=Select(positions="last"))
         head = HookFunction("model.layers.3.self_attn.o_proj", select=Select(heads=5, num_heads=12))
 
-    The function, and the record, get the selected part, in the order of the indices; dims are kept,
-    an int leaves one of size 1. What the function returns has the part's shape, and goes back to
-    where the part was; gradients too. Of a hook on a gradient, the gradient's part is meant.
+    The function and the record get the selected part, in the order of the indices. Dims are kept:
+    an int leaves a dim of size 1. The function returns a tensor of the part's shape, which replaces
+    the part; gradients follow. A hook on a gradient gets that part of the gradient.
 
     Args:
-        rows, positions, heads, num_heads, units, dims: As ready edits take them
-            (``flex_model.editing``): ints, slices, sequences of ints without repeats, or masks.
-        dtype: Floating dtype to move, hand over and record the part in; an edit comes back in the
-            tensor's own.
+        rows, positions, heads, num_heads, units, dims: As in `SelectionArguments`: ints, slices,
+            sequences of ints without repeats, or masks.
+        dtype: The floating dtype in which the part is moved, passed to the function and recorded;
+            an edit is cast back to the tensor's dtype.
 
-    With micro-batches, rows can only be selected in a step of one (``batch_mode="full"``).
+    In a pipeline, rows can only be selected with ``batch_mode="full"``.
 
     Raises:
-        TypeError, ValueError: arguments that say nothing. Where the hook runs: an IndexError for an
-            index that the tensor does not have, a ValueError for dims that it does not have.
+        TypeError, ValueError: invalid arguments. When the hook runs: an IndexError for an index out
+            of range, a ValueError for dims that the tensor does not have.
     """
 
     def __init__(
@@ -46,26 +47,30 @@ class Select:
         self.dtype = dtype
         self._selection = Selection(**arguments)
         if self._selection.mask_by_row is not None:
-            raise TypeError("Select: a mask for each row is no part of a tensor; give positions")
+            raise TypeError(
+                "Select: a mask with other positions in each row selects no rectangular part of a "
+                "tensor; give positions"
+            )
         if self._selection.is_whole and dtype is None:
             raise ValueError("Select: nothing is selected; give rows, positions, heads or units")
 
     def indices(self, shape: Shape, split_dim: int | None = None) -> dict[int, list[int]]:
-        """By dim, counted from the front: the indices selected of a tensor of this shape.
+        """Return the selected indices of each dim (counted from the front) of a tensor of this
+        shape.
 
         Args:
-            split_dim: Along which micro-batches divide the tensor, of which this is one.
+            split_dim: The dim along which the batch is split, if the tensor is a micro-batch's.
 
         Raises:
-            IndexError: an index that the tensor does not have.
-            ValueError: dims that it does not have, or an index that is given twice.
+            IndexError: an index is out of range.
+            ValueError: the tensor has no such dim, or an index is given twice.
         """
         found: dict[int, list[int]] = {}
         for dim, numbers in self._selection.numbers(shape).items():
             if split_dim is not None and dim == split_dim % len(shape):
                 raise ValueError(
-                    f"{self} selects of dim {dim}, along which micro-batches divide the batch; use "
-                    'batch_mode="full", or select in the editing function'
+                    f"{self} selects along dim {dim}, along which the batch is split into "
+                    'micro-batches; use batch_mode="full", or select in the editing function'
                 )
             found[dim] = list(numbers)
             if len(set(numbers)) < len(found[dim]):
@@ -73,11 +78,11 @@ class Select:
         return found
 
     def dtype_of(self, dtype: torch.dtype) -> torch.dtype:
-        """In which dtype a tensor of ``dtype`` is handed over."""
+        """Return the dtype in which a tensor of ``dtype`` is passed to the function."""
         if self.dtype is None:
             return dtype
         if not dtype.is_floating_point:
-            raise TypeError(f"{self}: the tensor is of {dtype}, which is no floating dtype")
+            raise TypeError(f"{self}: expected a tensor of a floating dtype, got {dtype}")
         return self.dtype
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""What a user says to choose rows, positions, heads or units, as numbers of a dim."""
+"""Selectors: the ints, slices, sequences and masks by which a user selects indices of a dim."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Selector = int | slice | Sequence[int] | Tensor | str | None
 
 @dataclass(frozen=True)
 class Mask:
-    """The numbers that a boolean mask chooses, and its length."""
+    """The indices that a boolean mask selects, and its length."""
 
     numbers: list[int]
     length: int
@@ -32,7 +32,7 @@ def is_int(value: object) -> bool:
 
 
 def parse(name: str, value: Any) -> Parsed:
-    """TypeError for what says nothing."""
+    """Parse a selector; TypeError if it is none of the accepted kinds."""
     if isinstance(value, slice):
         return value
     if name == "positions" and isinstance(value, str) and value == "last":
@@ -56,15 +56,15 @@ def parse(name: str, value: Any) -> Parsed:
     if num_bools == 0:
         return items
     if num_bools < len(items):
-        raise TypeError(f"{name}: bools and numbers in one list: {value!r}")
+        raise TypeError(f"{name}: expected ints or bools, got a list of both: {value!r}")
     return Mask([number for number, item in enumerate(items) if item], len(items))
 
 
 def numbers(name: str, chosen: Parsed, size: int, where: str) -> Sequence[int]:
-    """Those chosen of ``size``, none negative.
+    """Return the selected indices of a dim of ``size``, none negative.
 
     Raises:
-        IndexError: one is out of range, or a mask is of another length.
+        IndexError: an index is out of range, or a mask has another length.
     """
     if isinstance(chosen, slice):
         return range(*chosen.indices(size))
@@ -88,7 +88,7 @@ def numbers(name: str, chosen: Parsed, size: int, where: str) -> Sequence[int]:
 
 
 def as_slice(chosen: Sequence[int]) -> slice | Sequence[int]:
-    """A slice, if the numbers are consecutive: it needs no copy."""
+    """Return a slice if the indices are consecutive: indexing by it makes no copy."""
     if not chosen:
         return slice(0, 0)
     if isinstance(chosen, range) and chosen.step == 1:
@@ -100,7 +100,7 @@ def as_slice(chosen: Sequence[int]) -> slice | Sequence[int]:
 
 
 def show(value: object) -> str:
-    """In one line, for ``repr``."""
+    """Return a value in one line, for ``repr``."""
     if isinstance(value, Tensor):
         if value.numel() == 1:
             return f"{value.item():g}"

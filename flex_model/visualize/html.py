@@ -1,4 +1,4 @@
-"""The picture of a wrap as one page that needs nothing else: no network, no other file."""
+"""Writes a ModelMap as one self-contained HTML page: no network, no other file."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _DATA = "{{data}}"
 
 
 def write(picture: ModelMap, file: str | os.PathLike[str]) -> None:
-    """Write the page. Names and reprs, which are users' text, stay text: they travel as JSON in
-    which no tag can end, and the page makes text nodes of them.
+    """Write the page. Names and reprs are users' text and can't inject HTML: they are embedded as
+    JSON with ``<``, ``>`` and ``&`` escaped, and the page only puts them into text nodes.
     """
     page = resources.files("flex_model.visualize").joinpath("map.html").read_text("utf-8")
     data = json.dumps(_data(picture), separators=(",", ":"))
-    for character in "<>&":  # of JSON's strings only, as which they can be escaped
+    for character in "<>&":  # JSON has them in strings only, where they can be escaped
         data = data.replace(character, f"\\u{ord(character):04x}")
     Path(file).write_text(page.replace(_DATA, data), "utf-8")
 
@@ -34,7 +34,7 @@ def _data(picture: ModelMap) -> dict[str, Any]:
     return {
         "title": tree.title,
         "rank": picture.rank,
-        "transports": [[axes, *told] for axes, told in picture.transports.items()],
+        "transports": [[axes, *name_and_why] for axes, name_and_why in picture.transports.items()],
         "notes": [note for note in tree.nodes[0].notes if note.startswith("all hooks share")],
         "modules": [
             {
@@ -54,33 +54,33 @@ def _data(picture: ModelMap) -> dict[str, Any]:
 
 
 def _hook(mark: HookMark) -> list[list[str]]:
-    """Labels and texts, in the order in which they are shown."""
-    cost, seen = mark.cost, mark.layout
+    """Return labels and texts, in the order in which they are shown."""
+    cost, site = mark.cost, mark.layout
     rows = [
         ("kind", mark.kind + (f", parameter {mark.parameter}" if mark.parameter else "")),
-        ("edits", mark.edit or "no, it looks"),
+        ("edits", mark.edit or "no, read-only"),
         ("select", mark.select),
         ("groups", ", ".join(["all", *mark.groups])),
         ("record", mark.record),
-        ("tensor", mark.tensor + (f" (number {seen.unpack_idx})" if seen.unpack_idx else "")),
-        ("on each rank", text.shapes(seen.local_shapes) if seen.local_shapes else ""),
-        ("known from", seen.source),
+        ("tensor", mark.tensor + (f" (number {site.unpack_idx})" if site.unpack_idx else "")),
+        ("on each rank", text.shapes(site.local_shapes) if site.local_shapes else ""),
+        ("known from", site.source),
         ("last run", mark.spent),
         ("why", cost.why),
         ("stage", mark.where),
     ]
-    return [[label, told] for label, told in rows if told]
+    return [[label, shown] for label, shown in rows if shown]
 
 
 def _timeline(picture: ModelMap) -> dict[str, Any]:
-    """Spans as ``[kind, what, module, start, end, waited, bytes]``, texts by their numbers."""
+    """Return spans as ``[kind, what, module, start, end, waited, bytes]``, texts as indices."""
     timeline = picture.timeline
     assert timeline is not None
     module_of = {mark.layout.name: mark.module for mark in picture.hooks}
     texts: dict[str, int] = {}
 
-    def number(told: str) -> int:
-        return texts.setdefault(told, len(texts))
+    def number(shown: str) -> int:
+        return texts.setdefault(shown, len(texts))
 
     spans = [
         [

@@ -1,5 +1,5 @@
-"""What ``flex.show`` shows: the modules of a wrapped model, the hooks that sit there, what they
-cost, and when they ran.
+"""The model map of ``flex.show``: the modules of a wrapped model with their hooks, the hooks' costs
+and the timeline.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class HookMark:
     """One registered hook, as it is shown at its module.
 
     Attributes:
-        module: The module's name, clean of what wrappers put in between; the owner's for a hook on
-            a parameter's gradient.
+        module: The module's clean name (without wrappers); for a hook on a parameter's gradient,
+            the name of the module that owns the parameter.
         parameter: The parameter's own name for such a hook, else empty.
-        edit: The editing function in a line; empty for a hook that only looks.
-        select: The part of the tensor that it asks for, as it is written; empty for all of it.
-        groups: That it is in, besides "all".
+        edit: The editing function in a line; empty for a read-only hook.
+        select: The repr of the selected part of the tensor; empty for the whole tensor.
+        groups: The hook's groups besides "all".
         record: The key of its records.
-        layout, cost: As ``flex.layouts()`` and ``flex.explain()`` tell them on this rank.
-        where: In words, the stage of a pipeline that it is on; empty without one.
+        layout, cost: The rows of ``flex.layouts()`` and ``flex.explain()`` on this rank.
+        where: The pipeline stage of the hook, in words; empty without a pipeline.
     """
 
     module: str
@@ -56,17 +56,17 @@ class HookMark:
 
     @property
     def tensor(self) -> str:
-        """The full tensor that it sees, and how it is split."""
-        seen = self.layout
-        if seen.full_shape is None:
-            return "" if self.where else seen.source
-        dtype = str(seen.dtype).removeprefix("torch.")
-        is_split = seen.layout is not None and len(seen.local_shapes) > 1
-        return f"{dtype} {text.shape(seen.full_shape)}" + f" [{seen.layout}]" * is_split
+        """The full tensor that the hook sees, and its layout."""
+        site = self.layout
+        if site.full_shape is None:
+            return "" if self.where else site.source
+        dtype = str(site.dtype).removeprefix("torch.")
+        is_split = site.layout is not None and len(site.local_shapes) > 1
+        return f"{dtype} {text.shape(site.full_shape)}" + f" [{site.layout}]" * is_split
 
     @property
     def spent(self) -> str:
-        """What it cost this rank in the last run."""
+        """The hook's cost on this rank in the last run."""
         cost = self.cost
         if not cost.headers and not cost.bytes_moved:
             return "" if self.layout.source == NOT_RUN or self.where else "moved nothing"
@@ -78,7 +78,7 @@ class HookMark:
             what = f"gradient of {self.parameter}"
         parts = [
             what + (f", tensor {self.layout.unpack_idx}" if self.layout.unpack_idx else ""),
-            f"edits: {self.edit}" if self.edit else "looks",
+            f"edits: {self.edit}" if self.edit else "read-only",
             self.select,
             f"groups: {', '.join(self.groups)}" if self.groups else "",
             self.tensor,
@@ -89,7 +89,7 @@ class HookMark:
 
 
 def _counts(cost: HookCost) -> str:
-    """``2 headers, 1 collective, 1.5 KiB``."""
+    """Return ``2 headers, 1 collective, 1.5 KiB``."""
     counts = [
         f"{count} {name}{'s' * (count != 1)}"
         for count, name in ((cost.headers, "header"), (cost.collectives, "collective"))
@@ -100,13 +100,13 @@ def _counts(cost: HookCost) -> str:
 
 @dataclass
 class ModelMap:
-    """The picture of a wrap on this rank. ``print`` it, or write it as a page.
+    """The modules and hooks of a FlexModel on this rank. ``print`` it, or write it as a page.
 
     Attributes:
-        tree: The modules; the hooks are notes there.
-        hooks: In the order of registration.
-        transports: As of ``Explanation``.
-        timeline: The last that was recorded; None without one.
+        tree: The modules, with the hooks as notes.
+        hooks: The hooks, in the order of registration.
+        transports: As in ``Explanation``.
+        timeline: The last recorded timeline; None without one.
         rank: The global rank whose costs are shown.
     """
 
@@ -117,7 +117,7 @@ class ModelMap:
     rank: int
 
     def print(self, show_all: bool = False) -> None:
-        """Print it; to a terminal with rich, where that is installed."""
+        """Print the map; on a terminal with rich, if that is installed."""
         self.tree.print(show_all)
         if any(mark.spent for mark in self.hooks):
             print(f"costs are those of rank {self.rank} in the last run")
@@ -129,13 +129,13 @@ class ModelMap:
 
 @dataclass(frozen=True)
 class Modules:
-    """The modules of a wrapped model, and what belongs to which.
+    """The modules of a wrapped model, and functions that place hooks at them.
 
     Attributes:
-        nodes: By name, parents before their children, none of which is seen running.
-        owner_of: The name of a hook's module; of the owner for a parameter's hook.
-        stages: In words, by module, the stages of a pipeline that have it.
-        where_of: In words, the stage that a hook is on, where it isn't one of this rank's.
+        nodes: The modules by name, parents before their children, without observed tensors.
+        owner_of: Returns the name of a hook's module; for a parameter's hook, of its owner.
+        stages: The pipeline stages that have a module, in words, by module.
+        where_of: Returns the stage of a hook, in words, if it isn't on this rank.
     """
 
     nodes: dict[str, Node]
@@ -145,12 +145,12 @@ class Modules:
 
 
 def modules_of(core: HookCore) -> Modules:
-    """Those of a model that is whole on each rank, or split within modules. Local."""
+    """Return the modules of a model without a pipeline. Local."""
     nodes = {
         name: Node(name, type(module).__name__, is_called(module), was_run=False)
         for name, module in named(core.module).items()
     }
-    # Also of what a wrapper wraps.
+    # By id, so that both a wrapper and the module inside it are found.
     names = {id(module): clean(core.module, name) for name, module in core.module.named_modules()}
 
     def owner_of(registration: Registration) -> str:
@@ -167,17 +167,17 @@ def model_map(
     modules: Modules,
     timeline: Timeline | None,
 ) -> ModelMap:
-    """The picture of a wrap. Local."""
+    """Return the map of a FlexModel. Local."""
     registrations = core.table.registrations
-    told = explain.explain(core)
+    costs = explain.explain(core)
     hooks = [
         _mark(registration, modules, core, layout, cost)
-        for registration, layout, cost in zip(registrations, layouts.layouts(core, records), told)
+        for registration, layout, cost in zip(registrations, layouts.layouts(core, records), costs)
     ]
     notes: dict[str, list[str]] = {}
     for mark in hooks:
         notes.setdefault(mark.module, []).append(str(mark))
-    for row in told[len(hooks) :]:
+    for row in costs[len(hooks) :]:
         if row.headers or row.bytes_moved:
             notes.setdefault("", []).append(f"all hooks share: {_counts(row)}")
     shown = list(modules.nodes.values())
@@ -186,7 +186,7 @@ def model_map(
         node.notes = tuple(notes.get(node.name, ()))
     ranks = core.mesh.describe() if core.mesh.num_ranks > 1 else "1 process"
     rank = core.mesh.ranks[core.mesh.rank]
-    return ModelMap(ModelTree(shown, ranks), hooks, told.transports, timeline, rank)
+    return ModelMap(ModelTree(shown, ranks), hooks, costs.transports, timeline, rank)
 
 
 def _mark(
@@ -198,7 +198,7 @@ def _mark(
 ) -> HookMark:
     function = registration.hook_function
     module = modules.owner_of(registration)
-    while module not in modules.nodes:  # of one that has two names
+    while module not in modules.nodes:  # a module with two names is listed under one
         module = module.rpartition(".")[0]
     return HookMark(
         module,
@@ -215,7 +215,7 @@ def _mark(
 
 
 def describe_function(function: Any) -> str:
-    """An editing function in a line: what it says of itself, or its name and where it is written.
+    """Return an editing function in a line: its name and source line, or its own repr.
 
     Example::
 
@@ -229,7 +229,7 @@ def describe_function(function: Any) -> str:
     if type(function).__repr__ is object.__repr__:
         return name
     try:
-        told = re.sub(r" at 0x[0-9a-f]+", "", " ".join(repr(function).split()))
-    except Exception:  # a picture is shown of what can be shown
+        shown = re.sub(r" at 0x[0-9a-f]+", "", " ".join(repr(function).split()))
+    except Exception:  # a user's failing __repr__ must not fail flex.show
         return name
-    return told if len(told) <= _REPR_CHARACTERS else told[: _REPR_CHARACTERS - 3] + "..."
+    return shown if len(shown) <= _REPR_CHARACTERS else shown[: _REPR_CHARACTERS - 3] + "..."

@@ -1,4 +1,4 @@
-"""Plots of what hooks found: plain tensors in, matplotlib ``Axes`` out.
+"""Plots of hook results: the functions take plain tensors and return matplotlib ``Axes``.
 
 matplotlib is an extra: ``pip install flex_model[plots]``.
 """
@@ -20,7 +20,7 @@ _CELL_CHARACTERS = 10
 def plot_induction_scores(
     scores: Tensor, *, ax: Any = None, title: str = "Induction scores"
 ) -> Any:
-    """How much each head attends to what came after the same token before.
+    """Plot each head's attention to the token after the current token's earlier occurrence.
 
     Example::
 
@@ -28,13 +28,13 @@ def plot_induction_scores(
 
     Args:
         scores: ``(layers, heads)``, from 0 to 1.
-        ax: Axes to draw on (default: new ones).
+        ax: The axes to draw on (default: new axes).
 
     Returns:
         The ``matplotlib.axes.Axes``; the largest score is outlined.
 
     Raises:
-        ValueError: another number of dims, or values that aren't finite.
+        ValueError: a wrong number of dims, or values that aren't finite.
         ImportError: matplotlib isn't installed.
     """
     values = _checked("plot_induction_scores", "scores", scores, ("layers", "heads"))
@@ -57,7 +57,7 @@ def plot_patching(
     label: str = "effect",
     title: str = "Activation patching",
 ) -> Any:
-    """What patching each layer at each position does. Colours are symmetric around zero.
+    """Plot the effect of patching each layer at each position. Colours are symmetric around zero.
 
     Example::
 
@@ -65,13 +65,13 @@ def plot_patching(
 
     Args:
         effects: ``(layers, positions)``.
-        tokens: Of the positions, as labels.
+        tokens: The labels of the positions.
         layers: Names of the layers (default: their numbers).
-        ax: Axes to draw on (default: new ones).
-        label: What the numbers are, for the colour bar.
+        ax: The axes to draw on (default: new axes).
+        label: The label of the colour bar.
 
     Raises:
-        ValueError: another number of dims, labels or layers that do not match, or values that
+        ValueError: a wrong number of dims, labels or layers that do not match, or values that
             aren't finite.
         ImportError: matplotlib isn't installed.
     """
@@ -94,7 +94,7 @@ def plot_logit_lens(
     ax: Any = None,
     title: str = "Logit lens",
 ) -> Any:
-    """What each layer would say at each position: its top token, coloured by its probability.
+    """Plot each layer's top token at each position, coloured by its probability.
 
     Example::
 
@@ -104,13 +104,13 @@ def plot_logit_lens(
 
     Args:
         probabilities: ``(layers, positions)``, of the top tokens.
-        top_tokens: By layer and position.
-        tokens: The input's, as labels of the positions.
+        top_tokens: The top tokens by layer and position.
+        tokens: The input tokens, as labels of the positions.
         layers: Names of the layers (default: their numbers).
-        ax: Axes to draw on (default: new ones).
+        ax: The axes to draw on (default: new axes).
 
     Raises:
-        ValueError: another number of dims, texts that do not match, or values that aren't finite.
+        ValueError: a wrong number of dims, texts that do not match, or values that aren't finite.
         ImportError: matplotlib isn't installed.
     """
     where = "plot_logit_lens"
@@ -131,7 +131,7 @@ def plot_logit_lens(
     return ax
 
 
-# ---- What they share -----------------------------------------------------------------------------
+# ---- Shared by the plots -------------------------------------------------------------------------
 
 
 def _pyplot() -> Any:
@@ -139,7 +139,7 @@ def _pyplot() -> Any:
         return importlib.import_module("matplotlib.pyplot")
     except ImportError as error:
         raise ImportError(
-            "plots are drawn by matplotlib, which is not installed; pip install flex_model[plots]"
+            "plots need matplotlib, which is not installed; pip install flex_model[plots]"
         ) from error
 
 
@@ -152,7 +152,7 @@ def _checked(where: str, name: str, values: Tensor, dims: tuple[str, str]) -> Te
         layer, column = (~values.isfinite()).nonzero()[0].tolist()
         raise ValueError(
             f"{where}: {name}[{layer}, {column}] is {values[layer, column].item()}; give finite "
-            "numbers, or fill what is missing with 0"
+            "numbers, or fill missing values with 0"
         )
     return values
 
@@ -196,7 +196,7 @@ def _label_positions(ax: Any, count: int, tokens: Sequence[str] | None) -> None:
 
 
 def _visible(token: str) -> str:
-    """White space shown, no TeX (``$`` would begin a formula), not too long."""
+    """Return a token with visible white space, shortened, and ``$`` escaped (TeX begins there)."""
     shown = token.replace(" ", "\u2423").replace("\n", "\u21b5").replace("\t", "\u21e5")
     if len(shown) > _CELL_CHARACTERS:
         shown = shown[: _CELL_CHARACTERS - 1] + "\u2026"

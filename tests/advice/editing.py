@@ -126,12 +126,12 @@ def of_twice(site):
 ROWS = [
     Row("clamp: give min=, max= or both", editing.clamp, lambda: edited(editing.clamp(max=0.5))),
     Row(
-        "a direction is one of all units; set those that don't count to zero",
+        "a direction has a number for every unit; set it to zero in the units to",
         lambda: editing.project_out(VECTOR, units=slice(4)),
         lambda: edited(editing.project_out(VECTOR * (torch.arange(8) < 4))),
     ),
     Row(
-        "say where units are with dims=",
+        "give the dim of the units with dims=",
         lambda: edited(editing.project_out(models.random(5))),
         lambda: edited(editing.project_out(models.random(5), dims={"units": 1, "positions": 2})),
     ),
@@ -152,7 +152,7 @@ ROWS = [
         lambda: [editing.logit_lens("2.weight", keep=keep) for keep in (total, None)],
     ),
     Row(
-        "has an activation of another module; make one for each",
+        "has an activation of another module; make one per module",
         lambda: captures("one"),
         lambda: captures("each"),
     ),
@@ -167,7 +167,7 @@ ROWS = [
         lambda: [edited(editing.steer(t)) for t in (models.random(1), VECTOR, X)],
     ),
     Row(
-        "give the name of a module that register_trainable_module knows",
+        "name must be the str passed to register_trainable_module",
         lambda: at(editing.splice(nn.Linear(8, 8)).at),
         lambda: at(editing.splice("probe").at),
     ),
@@ -183,7 +183,7 @@ ROWS = [
     ),
     # Experiments.
     Row(
-        "changes of the metric: see values",
+        "changes of the metric; use values",
         lambda: attribution().recovered,
         lambda: attribution().values.sum(),
     ),
@@ -208,7 +208,7 @@ ROWS = [
         lambda: shorter(True),
     ),
     Row(
-        "and its dim 1 should be the positions; give positions=",
+        "the first input must have positions at dim 1, got the shape {}; give positions=",
         of_one_dim,
         lambda: of_one_dim(positions=["every"]),
     ),

@@ -158,12 +158,12 @@ ROWS = [
     Row("call it in a single process", of_one_rank, inspected),
     Row("give --input, as 4,128", lambda: inspected(shape=None), inspected),
     Row(
-        "give sizes that divide by",
+        "give multiples of",
         lambda: inspected(dp=3),
         lambda: inspected(dp=3, shape=(6, 6)),
     ),
     Row(
-        "run without values ({}: {}); run it for real, and ask",
+        "run without values ({}: {}); run it with values, and call",
         lambda: inspected("advice.inspection:asks_for_values"),
         run_for_real,
     ),
@@ -174,7 +174,7 @@ ROWS = [
     ),
     Row('example: register_rule("mylib::scale", rule)', lambda: rule(op=3), rule),
     Row(
-        "give finite numbers, or fill what is missing with 0",
+        "give finite numbers, or fill missing values with 0",
         lambda: plot(HOLES),
         lambda: plot(HOLES.nan_to_num()),
     ),

@@ -389,7 +389,7 @@ ROWS = [
         lambda: checkpointed(False),
     ),
     Row(
-        "there is nothing to run to",
+        "so no module can be run to",
         lambda: until(None),
         lambda: (until(None, HookFunction("fc1")), until("fc1")),
     ),
@@ -408,17 +408,17 @@ ROWS = [
     # Selections.
     Row("give rows, positions, heads or units", lambda: Select(), lambda: select(rows=[0])),
     Row(
-        "a mask for each row is no part",
+        "no rectangular part",
         lambda: Select(positions=torch.ones(4, 3, dtype=torch.bool)),
         lambda: select(models.random(4, 3, 6), positions=[0, 1]),
     ),
     Row(
-        "not (rows, positions, ",
+        "expected a tensor (rows, positions, units), got the shape {}",
         lambda: select(positions=[0]),
         lambda: select(positions=[0], dims={"positions": 0}),
     ),
     Row(
-        "and the tensor's shape is {}; say where they are with dims=",
+        "which the tensor of shape {} does not have; give the dim with dims=",
         lambda: select(positions=[0], dims={"positions": 4}),
         lambda: select(positions=[0], dims={"positions": 0}),
     ),
@@ -428,18 +428,18 @@ ROWS = [
         lambda: select(rows=[0], positions=[0], dims={"positions": 1}),
     ),
     Row(
-        "hook what the heads wrote",
+        "hook the heads' output",
         lambda: select(models.random(4, 3, 6), heads=[0], num_heads=3),
         lambda: select(models.random(4, 3, 6), heads=[0], num_heads=4),
     ),
     # Looking.
     Row(
-        "verify: a run of this FlexModel goes on",
+        "verify: a run of this FlexModel is under way",
         lambda: in_the_run("verify", models.mlp(), BATCH),
         lambda: wrapped().verify(models.mlp(), BATCH),
     ),
     Row(
-        "{}: a run of this FlexModel goes on",
+        "{}: a run of this FlexModel is under way",
         lambda: in_the_run("dry_run", BATCH),
         lambda: wrapped().dry_run(BATCH),
     ),

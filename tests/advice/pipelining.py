@@ -362,7 +362,7 @@ TWO_RANKS = [
         lambda: (turned(microbatch_dim={"layers.2.act.inner": 1}), turned(batch_mode="full")),
     ),
     Row(
-        "say where rows are with dims={'rows': ...}, or use",
+        "give the dim of the rows with dims={'rows': ...}, or use",
         edited_rows,
         lambda: (edited_rows(dims={"rows": 1, "units": 0}), edited_rows("full")),
     ),

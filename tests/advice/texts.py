@@ -19,7 +19,7 @@ ELSEWHERE = {
     "make no regular grid": "test_model_mesh: groups that different layers know",
     "context parallelism is not supported: hooks": "test_mesh_dims: a run in context parallelism",
     "make the mesh in ascending order": "test_model_mesh",
-    "which are no axis of this wrap": "test_model_mesh",
+    "which are no axis of this FlexModel": "test_model_mesh",
     "which can't be gathered while": "test_full_parameters: FSDP1 in its forward",
     "such as dp_replicate and dp_shard": "test_model_mesh: hybrid FSDP1",
     "use context_parallel_size=1": "test_model_mesh: Megatron",
@@ -50,7 +50,7 @@ ELSEWHERE = {
     "of the pipeline and sent to rank 0 only": "test_save_ctx",
     "was written for micro-batch": "test_save_ctx",
     "can't be sent to": "test_save_ctx",
-    "along which micro-batches divide": "test_pipelining_edges",
+    "along which the batch is split into": "test_pipelining_edges",
     "make the same optimizer steps": "test_trainable",
     "run on shapes alone": "test_inspection",
     "(before); restore() and wrap again": "store/test_stored_ranks: what ranks do not agree on",
@@ -60,7 +60,7 @@ ELSEWHERE = {
     "run the model in the parent, or start": "test_transports: a forked child",
     "run the model and its backward before": "test_graphs: a backward after restore() works",
     "begin backward at the model's output": "sequential/test_batches_of_hooks: all are remembered",
-    "give mean=, over='positions', or use": "test_editing: what needs the whole batch",
+    "give mean= or over='positions', or use": "test_editing: what needs the whole batch",
     "give source= as a tensor, or use": "test_editing: what needs the whole batch",
     "give seed=, or use batch_mode='full'": "test_editing: what needs the whole batch",
     "and take it from hook_function.parameters": "test_dry_run_edits: sharded weights",
@@ -71,7 +71,7 @@ ELSEWHERE = {
     "of the gradient, for a hook on it, with": "layouts/test_gradients: statements make it known",
     "one batch at a time, window=1": "sequential/test_engine: forward-mode, functional_call",
     "choose a target that holds that call": "sequential/test_engine: targets inside an operator",
-    "give every data-parallel rank its rows": "test_inspection",
+    "give every data-parallel rank its own rows": "test_inspection",
 }
 
 

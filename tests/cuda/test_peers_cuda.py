@@ -43,7 +43,7 @@ def test_a_meeting_that_a_peer_misses_ends():
     flags = torch.zeros(2, 2, dtype=torch.int32, device="cuda")
     failed = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     pads = [row.data_ptr() for row in flags]
-    torch.ops.flex_model.meet_peers(flags, pads, 0, 1, 200, failed.data_ptr())
+    torch.ops.flex_model.peer_barrier(flags, pads, 0, 1, 200, failed.data_ptr())
     torch.cuda.synchronize()
     assert failed.item() == 2
     assert flags.tolist() == [[0, 0], [1, 0]]
@@ -59,7 +59,7 @@ def test_a_meeting_of_two_streams():
     for number in range(1, 20):
         for rank, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                torch.ops.flex_model.meet_peers(
+                torch.ops.flex_model.peer_barrier(
                     flags, pads, rank, number, 20_000, failed.data_ptr()
                 )
     torch.cuda.synchronize()

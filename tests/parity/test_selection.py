@@ -284,9 +284,9 @@ def test_a_part_that_is_not_there_is_an_error():
             (Select(units=8), IndexError, "units: 8 is out of range, there are 8"),
             (Select(units=[True] * 3), IndexError, "the mask has 3 entries for 8 units"),
             (Select(units=0, dims={"units": 2}), ValueError, "units are dim 2"),
-            (Select(positions=0), ValueError, "say which dim is meant"),
+            (Select(positions=0), ValueError, "give the dim with dims={"),
             (Select(rows=0, units=0, dims={"rows": 1}), ValueError, "are both dim 1"),
-            (Select(heads=0, num_heads=3), ValueError, "3 heads can't have equal parts"),
+            (Select(heads=0, num_heads=3), ValueError, "can't be divided into 3 equal heads"),
             (Select(units=[1, -7]), ValueError, "given twice"),
         ]:
             hook = HookFunction("fc1", select=select)
@@ -317,9 +317,9 @@ def test_bad_arguments():
         ({"heads": 1, "num_heads": 2, "units": 3}, ValueError, "heads= or units="),
         ({"columns": 1}, TypeError, "unknown arguments"),
         ({"units": 1.5}, TypeError, "expected an int, a slice"),
-        ({"units": [True, 1]}, TypeError, "bools and numbers"),
+        ({"units": [True, 1]}, TypeError, "expected ints or bools"),
         ({"units": torch.ones(2, 2, dtype=torch.int64)}, TypeError, "expected an int, a slice"),
-        ({"positions": torch.ones(2, 2) > 0}, TypeError, "a mask for each row"),
+        ({"positions": torch.ones(2, 2) > 0}, TypeError, "no rectangular part"),
         ({"dtype": torch.int64}, TypeError, "floating"),
         ({"heads": 1, "num_heads": 0}, ValueError, "num_heads"),
     ]:
@@ -354,7 +354,7 @@ def test_pipelines():
         for name in records:
             assert_close(records[name][0], outputs[name][:, [2, 0]])
         assert torch.distributed.get_rank() or set(records) == set(names)
-        wrong = pytest.raises((ValueError, HookError), match="micro-batches divide the batch")
+        wrong = pytest.raises((ValueError, HookError), match="split into micro-batches")
         with flex.register_forward_hook(row), wrong:
             flex(x)
     with FlexModel(schedule, records, batch_mode="full") as flex, torch.no_grad():

@@ -113,7 +113,7 @@ def test_the_panel_tells_of_a_module_and_its_hooks(page, map_of_large):
     search(page, "layers.4.feed_forward feedforward")
     page.click("#tree .row .pick")
     told = page.evaluate("document.getElementById('panel').innerText")
-    for text in ("layers.4.feed_forward", "FeedForward", "all, mlps", "no, it looks"):
+    for text in ("layers.4.feed_forward", "FeedForward", "all, mlps", "no, read-only"):
         assert text in told
     assert 'flex.register_forward_hook(HookFunction("layers.4.feed_forward"))' in told
     search(page, "layers modulelist")

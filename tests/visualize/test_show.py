@@ -75,10 +75,10 @@ def test_before_a_run_there_are_modules_and_hooks(capsys):
         flex.show()
     shown = lines_of(capsys)
     assert shown[0] == "MLP   (1 process)"
-    assert shown[1] == "|   * forward-pre; looks; not run yet"
+    assert shown[1] == "|   * forward-pre; read-only; not run yet"
     edit = "* forward; edits: Shift( by=1); groups: probes; not run yet"
     assert shown[3:5] == ["|-- fc1  Linear", f"|       {edit}"]
-    assert shown[-2:] == ["`-- out  Linear", "        * gradient of weight; looks; not run yet"]
+    assert shown[-2:] == ["`-- out  Linear", "        * gradient of weight; read-only; not run yet"]
 
 
 def test_ready_edits_and_selections_show_themselves(capsys):
@@ -89,7 +89,7 @@ def test_ready_edits_and_selections_show_themselves(capsys):
         flex.show()
     shown = capsys.readouterr().out
     assert f"* forward; edits: {ready!r}; not run yet" in shown and "units" in repr(ready)
-    assert f"* forward; looks; {Select(units=[3])!r}; not run yet" in shown
+    assert f"* forward; read-only; {Select(units=[3])!r}; not run yet" in shown
 
 
 def test_a_rank_that_is_not_there_is_an_error():
@@ -121,7 +121,7 @@ def test_wrappers_are_seen_through(capsys):
         flex.register_forward_hook(HookFunction("fc1"))
         flex.show()
     shown = lines_of(capsys)
-    assert shown[3].startswith("|       * forward; looks") and "fc1" in shown[2]
+    assert shown[3].startswith("|       * forward; read-only") and "fc1" in shown[2]
 
 
 @pytest.mark.ranks(2)
@@ -143,7 +143,7 @@ def test_costs_are_those_of_explain_and_one_rank_prints(rank):
     act, fc1, shared = told
     assert "float64 4 x 8 [dp R, tp S(1)]; shared_memory, 1 header, 1 collective, 256 B" in shown
     assert (act.headers, act.collectives, act.bytes_moved) == (1, 1, 256)
-    assert f"* forward; looks; float64 4 x 8 [dp R, tp S(1)]; {fc1.transport}, 128 B" in shown
+    assert f"* forward; read-only; float64 4 x 8 [dp R, tp S(1)]; {fc1.transport}, 128 B" in shown
     assert fc1.bytes_moved == 128
     assert f"* all hooks share: {shared.headers} headers, 1 collective, 0 B\n" in shown
     assert (shared.collectives, shared.bytes_moved) == (1, 0)
@@ -205,7 +205,7 @@ def test_a_pipeline_shows_all_stages():
         assert lines[1].endswith("float32 8 x 16" + there)
     else:
         assert lines[0].endswith(there)
-        assert lines[1].endswith("its record tells, on rank 0; moved nothing")
+        assert lines[1].endswith("known from its record, on rank 0; moved nothing")
 
 
 def test_a_terminal_gets_the_same_by_rich(capsys, monkeypatch):

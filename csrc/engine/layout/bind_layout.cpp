@@ -52,7 +52,7 @@ py::bytes split(const GatherPlan& plan, const py::buffer& full, int64_t rank) {
   const py::buffer_info info = full.request();
   check_bytes("the full tensor", bytes_of(info).size, boxes.full_bytes);
   if (rank < 0 || rank >= static_cast<int64_t>(boxes.shard_bytes.size()))
-    throw py::index_error("GatherPlan: no such rank");
+    throw py::index_error("GatherPlan: the plan has no such rank");
   std::string shard(boxes.shard_bytes[rank], '\0');
   for (const Box& box : boxes.boxes) {
     if (box.rank == rank) split_box(box, bytes_of(info).data, shard.data());
@@ -80,13 +80,14 @@ void bind_layout(py::module_& m) {
           "Bytes of each rank's shard.")
       .def_property_readonly(
           "num_boxes", [](const GatherPlan& plan) { return plan.boxes().boxes.size(); },
-          "Strided copies it takes.")
+          "The number of strided copies.")
       .def_property_readonly(
           "code", [](const GatherPlan& plan) { return plan.boxes().encode(); },
-          "The plan as ops take it (int[]).")
-      .def("assemble", &assemble, "Bytes of the full tensor from buffers of all shards.",
-           py::arg("shards"))
-      .def("split", &split, "Bytes of one rank's shard from a buffer of the full tensor.",
+          "The encoded plan, an argument of the ops (int[]).")
+      .def("assemble", &assemble,
+           "Assemble the bytes of the full tensor from buffers of all shards.", py::arg("shards"))
+      .def("split", &split,
+           "Extract the bytes of one rank's shard from a buffer of the full tensor.",
            py::arg("full"), py::arg("rank"));
 }
 

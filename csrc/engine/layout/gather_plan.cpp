@@ -24,7 +24,7 @@ int64_t num_elements(const Sizes& sizes) {
   return product;
 }
 
-// FNV-1a, a word at a time.
+// FNV-1a hash, a word at a time.
 uint64_t hash_of(const std::vector<int64_t>& code) {
   uint64_t hash = 0xcbf29ce484222325;
   for (int64_t word : code) hash = (hash ^ static_cast<uint64_t>(word)) * 0x100000001b3;
@@ -163,7 +163,7 @@ void GatherPlan::check(const std::vector<Piece>& pieces) const {
   for (int64_t rank = 0; rank < num_ranks; ++rank) {
     if (covered[rank] != num_elements(shard_sizes_[rank])) {
       throw std::invalid_argument("gather plan: rank " + std::to_string(rank) +
-                                  " has elements that go nowhere");
+                                  " has elements that are in no piece");
     }
   }
 }

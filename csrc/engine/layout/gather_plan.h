@@ -1,11 +1,11 @@
-// Which bytes of which rank's shard make the full tensor: a pure function of sizes, without tensors
-// or ranks at work.
+// A plan of which bytes of each rank's shard make up the full tensor: a pure function of sizes,
+// without tensors or communication.
 //
 //   shard of rank r   contiguous, sizes `shard_sizes[r]`
 //   full              contiguous, sizes `full_sizes`
 //
 // A plan is exact: every byte of the full tensor comes from exactly one shard, and every byte of a
-// shard goes somewhere. So its inverse, from full to shards, is the scatter.
+// shard has a place in it. So its inverse, from full to shards, is the scatter.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +38,7 @@ class GatherPlan {
   const std::vector<Sizes>& shard_sizes() const { return shard_sizes_; }
   const Boxes& boxes() const { return boxes_; }
 
-  // Of all that the plan says: equal plans have equal ones.
+  // A hash of the whole plan: equal plans have equal hashes.
   uint64_t hash() const { return hash_; }
 
  private:

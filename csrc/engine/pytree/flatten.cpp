@@ -1,5 +1,5 @@
-// The walks down a tree: all leaves with a spec, one leaf, or the number of leaves. Each level is a
-// C++ call, so Path bounds the depth before the C stack does.
+// The traversals of a tree: all leaves with a spec, one leaf, or the number of leaves. Each level
+// is a C++ call, so Path limits the depth before the C stack overflows.
 #include "pytree/tree.h"
 #include "pytree/tree_spec.h"
 
@@ -38,7 +38,8 @@ struct Flattening {
   }
 };
 
-// Counts leaves until the one at `index`; `found` is it or, with a replacement, `object` rebuilt.
+// Counts leaves up to the one at `index`; `found` is that leaf or, with a replacement, the rebuilt
+// `object`.
 struct Search {
   const char* operation;
   Py_ssize_t index;

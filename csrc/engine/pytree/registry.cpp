@@ -20,7 +20,8 @@ struct Registry {
   PyObject* flatten_fn = PyUnicode_InternFromString("flatten_fn");
   PyObject* unflatten_fn = PyUnicode_InternFromString("unflatten_fn");
   PyTypeObject* defaultdict = import_type("defaultdict");
-  // What `class` statements give every class: a type without it has C state that we cannot copy.
+  // The deallocator that `class` statements set: a type without it has C state that can't be
+  // copied.
   destructor class_dealloc = import_type("UserDict")->tp_dealloc;
 
   static PyTypeObject* import_type(const char* name) {
@@ -34,7 +35,7 @@ Registry& registry() {
   return *registry;
 }
 
-// `address` is the dead type's, as an int: nothing here keeps a type alive.
+// `address` is the dead type's, as an int, so that nothing here keeps a type alive.
 PyObject* forget_type(PyObject* address, PyObject*) {
   const auto found = registry().types.find(static_cast<PyTypeObject*>(PyLong_AsVoidPtr(address)));
   if (found != registry().types.end()) {
@@ -58,8 +59,8 @@ bool is_struct_sequence(PyTypeObject* type) {
          PyDict_GetItemString(type->tp_dict, "n_unnamed_fields");
 }
 
-// Follows the chain of layouts down to a built-in type that we know how to make and fill. False if
-// there is a class with other C state on the way.
+// Follows the chain of base layouts to a built-in type that we can make and fill. False if a class
+// with other C state is in the chain.
 bool find_storage(PyTypeObject* type, ContainerType* entry) {
   if (is_struct_sequence(type)) return entry->storage = Storage::kStructSequence, true;
   for (; type->tp_dealloc == registry().class_dealloc; type = type->tp_base) {

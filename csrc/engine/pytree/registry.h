@@ -1,14 +1,14 @@
-// What each Python type is to the walk: a leaf, a container, or a constant that is never opened.
+// The kind of each Python type in a traversal: a leaf, a container, or a constant.
 //
 // A type is looked up in this order:
 //   1. exact tuple, list, dict and the common constants, without any table
 //   2. the leaf type and its subclasses
 //   3. types registered with flex_model.pytree.register: this exact type, subclasses do not inherit
-//   4. structural types that claim precedence over torch (Hugging Face's, OrderedDict, defaultdict)
-//   5. types in torch.utils._pytree's own table, asked every time, so it may change at any time
+//   4. structural types that take precedence over torch (Hugging Face's, OrderedDict, defaultdict)
+//   5. types in torch.utils._pytree's registry, looked up every time, since it may change
 //   6. other structural types: subclasses of tuple, list and dict, dataclasses, UserDicts
 //   7. everything else is a constant
-// 4, 6 and 7 are found once per type and kept until the type dies.
+// 4, 6 and 7 are looked up once per type and cached until the type dies.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -57,10 +57,10 @@ struct Classified {
 
 extern PyTypeObject* leaf_type;  // null until flex_model.pytree is imported
 
-// Imports it if need be: every walk begins here. False with a Python error.
+// Imports flex_model.pytree if need be; every traversal begins here. False with a Python error.
 bool is_ready();
 
-// The common types, without a table; false means: ask `classify`.
+// Classifies the common types without a table; if it returns false, call `classify`.
 inline bool classify_builtin(PyObject* object, Kind* kind) {
   PyTypeObject* type = Py_TYPE(object);
   if (type == leaf_type) return *kind = Kind::kLeaf, true;
@@ -75,11 +75,11 @@ inline bool classify_builtin(PyObject* object, Kind* kind) {
 // False with a Python error.
 bool classify(PyObject* object, Classified* result);
 
-// The entry of a type, made if need be; nullptr with a Python error.
+// Returns the entry of a type, made if need be; nullptr with a Python error.
 ContainerType* container_type(PyTypeObject* type);
 
 // flex_model.pytree calls these two, the leaf type last. `describe(type)` is None or (attributes or
-// None, whether it goes before torch's table); `torch_registry` maps a type to an object with
+// None, whether it precedes torch's registry); `torch_registry` maps a type to an object with
 // `flatten_fn` and `unflatten_fn`.
 void set_type_sources(py::function describe, py::dict torch_registry);
 void set_leaf_type(py::type type);

@@ -1,13 +1,12 @@
-// Containers that are known by their structure: subclasses of tuple, list and dict, named tuples,
-// dataclasses, UserDicts, Hugging Face's outputs and caches.
+// Containers that are flattened by their structure: subclasses of tuple, list and dict, named
+// tuples, dataclasses, UserDicts, Hugging Face's outputs and caches.
 //
 // Their children are the items in the built-in storage, then the attributes that `describe` named.
-// All other attributes are carried over as they are. No __new__, __init__, __post_init__,
-// __setattr__ or __setitem__ of the class runs: a copy is made of raw storage, as `copy.copy`
-// would.
+// All other attributes are carried over unchanged. No __new__, __init__, __post_init__, __setattr__
+// or __setitem__ of the class runs: the raw storage is copied, as by `copy.copy`.
 //
-// A string key of a dict whose attribute of the same name holds the same object stays in step with
-// it (ModelOutput, attribute dicts): replacing the item replaces the attribute.
+// If a dict has an attribute with the name of a string key and the same object (ModelOutput,
+// attribute dicts), the two stay synchronized: replacing the item replaces the attribute.
 #include "pytree/container.h"
 
 namespace flex_model {
@@ -90,18 +89,18 @@ bool in_step(PyObject* attributes, PyObject* key, PyObject* item) {
 bool open_attributes(PyObject* object, const ContainerType& type, PyObject* attributes,
                      const py::object& keys, const py::object& items, PyObject* names,
                      PyObject* children) {
-  py::object wanted = type.attributes;
-  if (!PyTuple_Check(wanted.ptr())) {
-    wanted = steal(PyObject_CallOneArg(wanted.ptr(), object));
-    if (!wanted) return false;
+  py::object requested = type.attributes;
+  if (!PyTuple_Check(requested.ptr())) {
+    requested = steal(PyObject_CallOneArg(requested.ptr(), object));
+    if (!requested) return false;
   }
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(wanted.ptr()); ++i) {
-    PyObject* name = PyTuple_GET_ITEM(wanted.ptr(), i);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(requested.ptr()); ++i) {
+    PyObject* name = PyTuple_GET_ITEM(requested.ptr(), i);
     PyObject* value = attributes == nullptr ? nullptr : PyDict_GetItemWithError(attributes, name);
     if (value == nullptr && PyErr_Occurred()) return false;
     if (value == nullptr) value = slot_value(object, type, name);
     if (value == nullptr) continue;
-    bool is_item = false;  // its item is a child already
+    bool is_item = false;  // whether its item is a child already
     for (Py_ssize_t k = 0; keys && attributes != nullptr && k < PyTuple_GET_SIZE(keys.ptr()); ++k) {
       PyObject* key = PyTuple_GET_ITEM(keys.ptr(), k);
       is_item |= PySequence_Fast_ITEMS(items.ptr())[k] == value && PyUnicode_Check(key) &&
@@ -114,7 +113,7 @@ bool open_attributes(PyObject* object, const ContainerType& type, PyObject* attr
   return true;
 }
 
-// The attributes of the object with a hole wherever a child goes; None if there are none.
+// Returns the attributes of the object with a hole in place of each child; None without attributes.
 py::object template_of(PyObject* object, PyObject* attributes, const py::object& keys,
                        const py::object& items, const py::object& names) {
   if (attributes == object) return borrow(marks().hole);  // self.__dict__ = self

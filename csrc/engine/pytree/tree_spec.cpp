@@ -45,8 +45,8 @@ void dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
-// 1, 0, or -1 with a Python error. Identity first: constants may be tensors' neighbours of any kind
-// (arrays, NaN). The type counts, so 1, 1.0 and True differ.
+// Whether two constants are equal: 1, 0, or -1 with a Python error. Compares identity first, since
+// constants may be any objects (arrays, NaN), and types, so that 1, 1.0 and True differ.
 int equal(PyObject* left, PyObject* right) {
   if (left == right) return 1;
   if (left == nullptr || right == nullptr || Py_TYPE(left) != Py_TYPE(right)) return 0;
@@ -68,7 +68,7 @@ PyObject* compare(PyObject* left, PyObject* right, int operation) {
   return PyBool_FromLong(same == (operation == Py_EQ));
 }
 
-// Appends repr(object), or says that it failed.
+// Appends repr(object); false with a Python error.
 bool append_repr(PyObject* object, std::string* text) {
   const py::object repr = steal(PyObject_Repr(object));
   const char* utf8 = repr ? PyUnicode_AsUTF8(repr.ptr()) : nullptr;
@@ -77,7 +77,7 @@ bool append_repr(PyObject* object, std::string* text) {
   return true;
 }
 
-// The children's texts with their keys or names in front, separated by commas.
+// Appends the children's texts with their keys or names in front, separated by commas.
 bool append_children(const Node& node, const std::string* children, std::string* text) {
   PyObject *keys = nullptr, *names = nullptr;
   if (node.kind == Kind::kDict) keys = node.structure.ptr();
@@ -156,7 +156,7 @@ PyObject* get_num_leaves(PyObject* self, void*) {
 }
 
 PyGetSetDef getters[] = {
-    {"num_leaves", get_num_leaves, nullptr, "How many leaves the tree has.", nullptr},
+    {"num_leaves", get_num_leaves, nullptr, "The number of leaves of the tree.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 template <typename Function>

@@ -1,7 +1,7 @@
 // TreeSpec: a tree without its leaves, immutable. Holds the constants and keys, never a leaf.
 //
-// The nodes are in postorder: children, left to right, come before their container. So a tree is
-// built again with a stack and no recursion, and a spec of any depth dies without recursion.
+// The nodes are in postorder: children, left to right, before their container. So a tree is rebuilt
+// with a stack and no recursion, and a spec of any depth is destroyed without recursion.
 #pragma once
 
 #include <vector>
@@ -13,7 +13,7 @@ namespace flex_model {
 struct Node {
   Kind kind = Kind::kConstant;
   Py_ssize_t size = 0;   // children
-  py::object type;       // of a structural or registered container
+  py::object type;       // the type of a structural or registered container
   py::object structure;  // see Opened; the object itself if it is a constant
   py::object state;
 };
@@ -23,13 +23,13 @@ struct TreeSpec {
   std::vector<Node> nodes;  // the last one is the root
 };
 
-// A new reference, or nullptr with a Python error.
+// Returns a new reference, or nullptr with a Python error.
 PyObject* make_tree_spec(std::vector<Node> nodes, Py_ssize_t num_leaves);
 
-// Borrowed; nullptr if it is not a TreeSpec.
+// Returns a borrowed pointer; nullptr if the object is not a TreeSpec.
 const TreeSpec* as_tree_spec(PyObject* object);
 
-// The Python type, borrowed, made at the first call; nullptr with a Python error.
+// Returns the Python type, borrowed, made at the first call; nullptr with a Python error.
 PyObject* tree_spec_type();
 
 }  // namespace flex_model

@@ -1,11 +1,11 @@
-// The way up: a spec and leaves make a tree. Postorder and a stack, so no recursion.
+// Builds a tree from a spec and leaves, in postorder with a stack, without recursion.
 #include "pytree/tree.h"
 #include "pytree/tree_spec.h"
 
 namespace flex_model {
 namespace {
 
-// Owns what is on it, so that an error on the way leaks nothing.
+// Owns its items, so that an error leaks nothing.
 struct Stack {
   std::vector<PyObject*> items;
 
@@ -40,7 +40,7 @@ PyObject* unflatten(PyObject* leaves, PyObject* spec_object) {
         Py_TYPE(spec_object)->tp_name);
     return nullptr;
   }
-  // A tuple: user code that runs in between cannot change it.
+  // A tuple, which user code that runs meanwhile can't change.
   const py::object given = steal(PySequence_Tuple(leaves));
   if (!given) return nullptr;
   if (PyTuple_GET_SIZE(given.ptr()) != spec->num_leaves) {

@@ -104,7 +104,7 @@ class _CudaBuffers:
     def meet(self) -> None:
         self._number += 1
         if self.meets_on_device:
-            torch.ops.flex_model.meet_peers(
+            torch.ops.flex_model.peer_barrier(
                 self._buffer,
                 self._flags,
                 self.group.rank,
