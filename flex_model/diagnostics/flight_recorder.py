@@ -1,14 +1,14 @@
-"""The flight recorder of a rank: its last steps, which end every error about several ranks."""
+"""The flight recorder of a rank: its last exchanges, shown in errors about several ranks."""
 
 from __future__ import annotations
 
 from collections import deque
 
-_REMEMBERED = 12
+_CAPACITY = 12
 
 
 class FlightRecorder:
-    """The last exchanges that a rank took part in, in order; what is repeated is counted.
+    """The last exchanges that a rank took part in, in order, with counts of repetitions.
 
     Example::
 
@@ -17,7 +17,7 @@ class FlightRecorder:
     """
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[str, int]] = deque(maxlen=_REMEMBERED)
+        self._steps: deque[tuple[str, int]] = deque(maxlen=_CAPACITY)
 
     def add(self, where: str) -> None:
         steps = self._steps
@@ -28,5 +28,5 @@ class FlightRecorder:
 
     def __str__(self) -> str:
         listed = [where + (f" (x{count})" if count > 1 else "") for where, count in self._steps]
-        more = "... " if len(self._steps) == _REMEMBERED else ""
+        more = "... " if len(self._steps) == _CAPACITY else ""
         return more + ("; ".join(listed) or "nothing")

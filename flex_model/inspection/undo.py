@@ -1,5 +1,5 @@
-"""Put back what editing functions change while ``verify`` runs them: in ``save_ctx``, in what it
-closes over and in the globals that it names, in modules, and in generators of random numbers.
+"""Restores the state that editing functions change while ``verify`` runs them: ``save_ctx``, their
+closures, the globals that they name, the attributes of their objects, and random generators.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _SCALARS = (type(None), bool, int, float, complex, str, bytes, type, types.Modul
 
 
 @contextlib.contextmanager
-def put_back(functions: Iterable[Any], save_ctx: Namespace) -> Iterator[None]:
-    """Inside, functions may change what they can reach. Afterwards containers and attributes hold
-    what they held; tensors are the caller's business.
+def restored_objects(functions: Iterable[Any], save_ctx: Namespace) -> Iterator[None]:
+    """Restore the containers and attributes reachable from functions and ``save_ctx`` afterwards;
+    tensors are not restored.
     """
     kept = dict(vars(save_ctx))
     copies = vars(throw_away(save_ctx))
@@ -48,7 +48,7 @@ def put_back(functions: Iterable[Any], save_ctx: Namespace) -> Iterator[None]:
 
 @contextlib.contextmanager
 def same_random_state() -> Iterator[None]:
-    """Afterwards all generators that one can name without making them go on as before."""
+    """Restore the states of the global random generators of Python, numpy and torch afterwards."""
     numpy_random = sys.modules.get("numpy.random")
     python_state = random.getstate()
     numpy_state = numpy_random.get_state() if numpy_random else None
@@ -62,7 +62,7 @@ def same_random_state() -> Iterator[None]:
 
 
 class _Undo:
-    """What was visited, as it was."""
+    """Snapshots of the visited objects, and the steps that restore them."""
 
     def __init__(self) -> None:
         self._seen: dict[int, Any] = {}
@@ -82,7 +82,7 @@ class _Undo:
             step()
 
     def _note(self, found: Any) -> list[Any]:
-        """Remember what it holds; what to visit next."""
+        """Take a snapshot of an object; return the objects to visit next."""
         if isinstance(found, types.FunctionType):
             return self._note_function(found)
         if isinstance(found, types.MethodType):
@@ -121,7 +121,7 @@ class _Undo:
         for cell in function.__closure__ or ():
             try:
                 value = cell.cell_contents
-            except ValueError:  # nothing in it yet
+            except ValueError:  # the cell is empty
                 continue
             found.append(value)
             self._steps.append(functools.partial(setattr, cell, "cell_contents", value))
@@ -165,8 +165,8 @@ class _Undo:
 
 
 def _is_users_class(kind: type) -> bool:
-    """Or a ready edit's, or a plain bag of attributes. What else there is (a log, a connection, the
-    model) has a life of its own.
+    """Whether a class is the user's, an edit's, or a namespace. Other objects (a log, a connection,
+    the model) are left alone.
     """
     module = kind.__module__
     if kind in (Namespace, types.SimpleNamespace) or module.startswith((_EDITING, "__main__")):
@@ -176,7 +176,7 @@ def _is_users_class(kind: type) -> bool:
 
 
 def _names_of(code: types.CodeType) -> set[str]:
-    """Global names that a function, or one defined inside it, uses."""
+    """Return the global names that a function, or one defined inside it, uses."""
     found = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -27,7 +27,7 @@ from flex_model.hooks.function import HookFunction
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.table import EVERYTHING
 from flex_model.inspection.tree import named
-from flex_model.inspection.undo import put_back, same_random_state
+from flex_model.inspection.undo import restored_objects, same_random_state
 from flex_model.integrations import fsdp
 from flex_model.layouts.exchange import exchange_chunks
 from flex_model.names import find_module
@@ -245,7 +245,7 @@ def _restored_state(core: HookCore, edits: bool) -> Iterator[None]:
         yield
         return
     functions = [r.given.editing_function for r in core.table.registrations]
-    with same_random_state(), put_back(functions, core.save_ctx):
+    with same_random_state(), restored_objects(functions, core.save_ctx):
         yield
 
 
