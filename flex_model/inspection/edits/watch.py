@@ -70,9 +70,6 @@ class FakeArguments(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.__format__ and isinstance(args[0], FakeTensor):
             return repr(args[0])  # for print, as of a tensor with values
-        if func is Tensor.__deepcopy__ and isinstance(args[0], FakeTensor) and args[0].is_leaf:
-            # Torch's copies the fake mode with its weak references, and frees those twice.
-            return args[0].detach().clone().requires_grad_(args[0].requires_grad)
         if func in _READS_VALUES:
             if not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
                 with fake_tensor.unset_fake_temporarily():
