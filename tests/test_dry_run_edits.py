@@ -245,7 +245,7 @@ def uses_a_module(module, full, save_ctx, modules):
 
 def uses_real_values(module, full, save_ctx, modules):
     if THRESHOLD.item() > 1 and float(THRESHOLD) > 1 and float(THRESHOLD.numpy()) > 1:
-        full[UNITS] = full[UNITS] * THRESHOLD
+        full[UNITS] = full[UNITS] * torch.tensor(2.0).item() * THRESHOLD
         return full
     return full.tolist()
 
@@ -307,6 +307,20 @@ def test_a_compiled_function_is_not_compiled_for_shapes():
 
     assert found_in(make_flex(), HookFunction("fc1", editing_function=edit)) == []
     assert not compiled
+
+
+def test_a_deep_copy_has_the_same_fake_mode():
+    """Torch's own copies the mode too, and later frees memory twice."""
+
+    def edit(module, full, save_ctx, modules):
+        leaf = full.detach().requires_grad_()
+        twin = copy.deepcopy({"leaf": leaf})["leaf"]
+        assert twin is not leaf and twin.requires_grad and twin.fake_mode is full.fake_mode
+        copy.deepcopy(full)  # here
+
+    flex = make_flex()
+    (finding,) = found_in(flex, HookFunction("fc1", editing_function=edit))
+    assert "Only Tensors created explicitly" in finding.message and finding.line == line_of(edit)
 
 
 def test_nothing_is_found_without_gradients():

@@ -23,6 +23,18 @@ from flex_model.layouts.follow import Follower
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
 
 
+class SharedFakeMode(FakeTensorMode):
+    """A fake mode that deep copies of its tensors share: torch would copy it with its weak
+    references, and free those twice.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedFakeMode:
+        return self
+
+
 @contextlib.contextmanager
 def shapes_only(
     root: nn.Module,
@@ -37,7 +49,7 @@ def shapes_only(
     Raises:
         ValueError: FSDP1, or FSDP2 with mixed precision.
     """
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake_mode = SharedFakeMode()
     with contextlib.ExitStack() as stack:
         stack.callback(_clear_caches)
         stack.enter_context(as_it_was(root))

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flex_model.distributed.layout import Shape
 from flex_model.errors import HookError, nearest
@@ -31,7 +30,7 @@ from flex_model.inspection.edits.watch import (
     Watch,
     needs_values,
 )
-from flex_model.inspection.shapes_only import as_it_was, same_torch_random_state
+from flex_model.inspection.shapes_only import SharedFakeMode, as_it_was, same_torch_random_state
 
 _VALUE_ERRORS = (
     fake_tensor.DataDependentOutputException,
@@ -73,7 +72,7 @@ class FakeCalls:
         parameters: Mapping[str, tuple[Shape, torch.dtype]],
     ) -> None:
         self._core, self._sharded, self._parameters = core, sharded, parameters
-        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake_mode = SharedFakeMode()
         self._arguments = FakeArguments(self._fake_mode, sharded)
         self._unfinished = ""  # the first function that was not checked to its end
 

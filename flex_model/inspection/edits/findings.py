@@ -75,8 +75,7 @@ class Source:
         code = _code_of(function)
         self._name = name_of(function)
         self.start: Place = (code.co_filename, code.co_firstlineno) if code else ("", 0)
-        is_ready_edit = self.start[0].startswith(_own_folder())
-        self._own_file = "" if is_ready_edit else self.start[0]
+        self._own_file = "" if self.start[0].startswith(_own_folder()) else self.start[0]
 
     def finding(
         self, level: str, problem: str, message: str, place: Place | None = None
@@ -94,9 +93,8 @@ class Source:
     def line_of(self, error: BaseException) -> Place:
         """The line of the user's code that raised an error; of a ready edit's, the line inside."""
         steps = [(f.f_code.co_filename, n) for f, n in traceback.walk_tb(error.__traceback__)]
-        return self._first(steps[::-1]) or (
-            steps[-1] if steps[-1][0] != _CALLS_FILE else self.start
-        )
+        inside = steps[-1] if steps[-1][0] != _CALLS_FILE else self.start
+        return self._first(steps[::-1]) or inside
 
     def _first(self, steps: Iterable[Place]) -> Place | None:
         return next((s for s in steps if s[0] == self._own_file or not is_of_library(s[0])), None)

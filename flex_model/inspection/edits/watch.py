@@ -4,6 +4,7 @@ the place of real ones, and refuse what a run would refuse or what needs values.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -25,14 +26,11 @@ from flex_model.inspection.edits.findings import (
 )
 from flex_model.inspection.shapes_only import dtensor_class
 
-_TO_NUMPY = (Tensor.numpy, Tensor.__array__)
-_READS_VALUES = {
-    getattr(Tensor, name)
-    for name in (
-        *("item", "tolist", "numpy", "__array__", "data_ptr", "__dlpack__", "__bool__", "__int__"),
-        *("__float__", "__index__", "__complex__", "equal", "allclose"),
-    )
-} | {torch.equal, torch.allclose}
+_TO_NUMPY: set[Any] = {Tensor.numpy, Tensor.__array__}
+_READS_MEMORY = {*_TO_NUMPY, Tensor.__dlpack__, Tensor.data_ptr}  # of fake tensors at address 0
+_READS_VALUES = {torch.equal, torch.allclose, Tensor.equal, Tensor.allclose, Tensor.item}
+_READS_VALUES |= {Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__}
+_READS_VALUES |= {Tensor.__index__, Tensor.__complex__, *_READS_MEMORY}
 
 Sharded = Mapping[int, tuple[str, bool]]
 
@@ -73,10 +71,13 @@ class FakeArguments(TorchFunctionMode):
         if func is Tensor.__format__ and isinstance(args[0], FakeTensor):
             return repr(args[0])  # for print, as of a tensor with values
         if func in _READS_VALUES:
-            if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
-                self.watch.refuse_to_read(func, args[0])
-            with fake_tensor.unset_fake_temporarily():
-                return func(*args, **kwargs)
+            if not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
+                with fake_tensor.unset_fake_temporarily():
+                    return func(*args, **kwargs)
+            with contextlib.suppress(fake_tensor.DataDependentOutputException):
+                if func not in _READS_MEMORY:
+                    return func(*args, **kwargs)  # of one number, which torch knows
+            self.watch.refuse_to_read(func, args[0])
         args, kwargs = tree_map_only(Tensor, self._faked, (args, kwargs))
         return func(*args, **kwargs)
 
