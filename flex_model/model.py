@@ -59,8 +59,8 @@ class FlexModel(nn.Module):
 
     Args:
         module: Any ``nn.Module``. It is not changed, and hooked only while a hook of an active
-            group is there. Or a schedule of ``torch.distributed.pipelining``: what is made then,
-            and its further arguments, is ``flex_model.pipelining.model.PipelinedFlexModel``.
+            group is there. Or a schedule of ``torch.distributed.pipelining``: then it makes a
+            ``flex_model.pipelining.pipelined_model.PipelinedFlexModel``, with that one's arguments.
         output_ptr: Dict that records are put into: ``name -> [tensor, ...]`` in call order, CPU
             copies of the full tensors as they were before the edit, on rank 0 (see
             ``output_ranks``). Complete when the forward (or backward) returns. Every run starts the
@@ -177,7 +177,9 @@ class FlexModel(nn.Module):
     def __new__(cls, module: Any = None, *args: Any, **kwargs: Any) -> FlexModel:
         schedules = sys.modules.get("torch.distributed.pipelining.schedules")
         if cls is FlexModel and schedules and isinstance(module, schedules._PipelineSchedule):
-            from flex_model.pipelining.model import PipelinedFlexModel  # needs this module
+            from flex_model.pipelining.pipelined_model import (
+                PipelinedFlexModel,  # needs this module
+            )
 
             return super().__new__(PipelinedFlexModel)
         return super().__new__(cls)

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import models
 from flex_model import DummyModule, FlexModel, HookFunction
-from flex_model.pipelining.model import PipelinedFlexModel
+from flex_model.pipelining.pipelined_model import PipelinedFlexModel
 
 BATCH = models.random(4, 6)
 

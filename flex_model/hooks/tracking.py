@@ -49,6 +49,7 @@ class Tracking:
     Attributes:
         forward: Exchanged with that of another batch where several are under way.
         statements: What the user states with ``annotate_layout``.
+        num_followed: How many forwards were followed so far.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Tracking:
         self._inputs = Inputs(batch_dim)
         self._follow = follow
         self._memory = LayoutCache()
-        self._num_followed = 0
+        self.num_followed = 0
         self._conditions: Conditions | None = None
         self._constants = Constants(root)
         self._buffers = None if channel.is_local else Buffers(root)
@@ -154,7 +155,7 @@ class Tracking:
         follower = self.follower()
         with follow.paused():  # another FlexModel may follow already
             self.seed(follower, args, kwargs)
-        self._num_followed += 1
+        self.num_followed += 1
         forward.follower, forward.is_over = follower, False
         with ExitStack() as stack:
             stack.enter_context(compiled.nothing_compiled())
@@ -306,7 +307,7 @@ class Tracking:
             return known
         key = forward.key.forward
         if self._follow == "always":
-            key = site_hash(key, self._num_followed)
+            key = site_hash(key, self.num_followed)
         evidence = Evidence(
             key,
             follower=forward.follower,
@@ -460,11 +461,6 @@ class Tracking:
         proofs = None if evidence.graph is None else evidence.graph.proofs.along.get(axis)
         value = evidence.current
         return "" if proofs is None else proofs.gradients.obstacle(proofs.resolve_joint(value))
-
-    @property
-    def num_followed(self) -> int:
-        """How many forwards were followed so far."""
-        return self._num_followed
 
     def _compare(self, follower: Follower, is_over: bool = False) -> None:
         """Compare what the ranks have run. Collective.

@@ -22,7 +22,7 @@ from flex_model.hooks import save_ctx
 from flex_model.hooks.context import renew_seed
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.step import Step
-from flex_model.pipelining import records
+from flex_model.pipelining import step_records
 from flex_model.pipelining.agreement import StepCall
 from flex_model.pipelining.gradients import Gradients
 from flex_model.pipelining.stages import Directory
@@ -49,7 +49,7 @@ class StepEnd:
     def finish(
         self,
         call: StepCall,
-        found: list[records.StageRecords],
+        found: list[step_records.StageRecords],
         before: dict[str, Any],
         gradients: Gradients,
         consumed: bool,
@@ -75,7 +75,7 @@ class StepEnd:
         mine = {
             "error": None if failure is None else _told_failure(failure, self._step, is_leader),
             "consumed": consumed,
-            "records": records.told(found),
+            "records": step_records.told(found),
             "written": written,
             "read": read,
             "gradients": gradients.told(),
@@ -88,7 +88,7 @@ class StepEnd:
         if failed or self._step.failure:
             return failed or [(mesh.rank, ["HookError", "a stage failed"])], None
         self._check_contexts(told)
-        records.deliver(
+        step_records.deliver(
             self._world, found, [r["records"] for r in told], self._on_all_ranks, output_ptr
         )
         self._merge_contexts([of_rank["written"] for of_rank in told], sent)

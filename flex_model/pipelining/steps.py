@@ -23,7 +23,7 @@ from flex_model.hooks.core import HookCore
 from flex_model.hooks.step import Step
 from flex_model.hooks.until import Until
 from flex_model.layouts.resolve import ExpectedShape
-from flex_model.pipelining import chunks, records, shapes
+from flex_model.pipelining import chunks, shapes, step_records
 from flex_model.pipelining.agreement import (
     Plan,
     StepCall,
@@ -323,11 +323,11 @@ class Pipeline:
 
     def _join_records(
         self, call: StepCall, plan: Plan, have_rows: dict[tuple[str, str], bool]
-    ) -> list[records.StageRecords]:
+    ) -> list[step_records.StageRecords]:
         if self._step.failure or not self.core.records.keeps_full:
             return []
         try:
-            return records.joined(
+            return step_records.joined(
                 self.core.records.output_ptr,
                 plan.number,
                 plan.rows,
