@@ -265,7 +265,7 @@ TWO_RANKS = [
         tensor_parallel,
     ),
     Row(
-        "give the same full tensor on every rank",
+        "pass the same full tensor on every rank",
         lambda: set_weight(dist.get_rank()),
         lambda: set_weight(1),
     ),
