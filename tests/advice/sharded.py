@@ -295,7 +295,7 @@ TWO_RANKS = [
         lambda: (mean_of_ranks(is_stated=True), mean_of_ranks({"dp": Replicate()})),
     ),
     Row(
-        "give that operation the whole tensor, or state the layout of what is made there",
+        "pass that operation the whole tensor, or state the layout of its result",
         lambda: mixed_features("not"),
         lambda: (mixed_features("whole"), mixed_features("stated")),
     ),
