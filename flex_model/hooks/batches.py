@@ -111,7 +111,9 @@ class BatchRuns:
 
     @contextlib.contextmanager
     def run(self, batch: BatchRun) -> Iterator[None]:
-        """A context inside which the batch runs. Use it once, after ``resume``."""
+        """A context inside which the batch runs. Use it once, after ``resume``. Collective where
+        hooks are active.
+        """
         run = self._core.begin(self._choice)
         run.save_ctx, run.seed = batch.save_ctx, batch.seed
         run.batch, run.turns = batch.index, self._turns

@@ -204,8 +204,6 @@ class HookCore:
             compiled.see_hooks()
         self._num_compiled = compiled.num_compiled()
 
-    # Runs.
-
     def _install_root(self) -> None:
         """Hook the begin and end of direct calls of the wrapped module, while a hook is active."""
         for handle in self._root_handles:

@@ -88,7 +88,7 @@ class EditInput:
 
 class EditPath(Protocol):
     """Gathers tensors to the ranks that run editing functions, and scatters the results. Collective
-    of a stage.
+    over the ranks of a stage.
     """
 
     def gather(self, call: Call, original: Any) -> EditInput:
@@ -179,9 +179,7 @@ class ReplicatedPath:
     def _gather(self, call: Call, part: Tensor, trip: Trip) -> Tensor:
         records = call.records and self._records.keeps_full
         trip.num_records = int(records and part.device.type == "cpu")
-        trip.is_read = (
-            call.registration.writes is False
-        )  # from earlier calls; None before the first
+        trip.is_read = call.registration.writes is False  # as in earlier calls; unknown at first
         full = _gathered(gather.gather, part, trip)
         if records:
             self._records.put(call.registration, trip.record, full)

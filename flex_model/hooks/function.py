@@ -46,7 +46,7 @@ class HookFunction:
             ``inputs`` is the full tensor, a plain ``torch.Tensor``, the same on every rank. It may
             be edited in place, returned, or replaced by a tensor of its shape, dtype and device;
             None means that only changes made in place count. They are detected by the tensor's
-            version counter: writes through ``.data`` or ``.numpy()`` are not.
+            version counter: writes through ``.data`` or ``.numpy()`` are not. The function
             runs as single-threaded code on every rank (or on rank 0, ``edit_on="rank0"``), with the
             same random state, and must call no collective. ``current_module`` is None for
             parameters' gradients; its weights may be shards: name those that are needed in

@@ -102,6 +102,7 @@ def current_microbatch() -> int | None:
 def current_rows() -> tuple[list[int], int] | None:
     """Return the rows of the whole batch that are being computed, in the order in which an editing
     function gets them, and the batch's number of rows; None outside of a pipeline.
+
     Under data parallelism a micro-batch has some rows of each rank's part of the batch.
     """
     if not _under_way or _under_way[-1].microbatch < 0:

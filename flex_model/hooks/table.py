@@ -43,8 +43,9 @@ class HookTable:
         serves_records: Whether the compiled dispatcher may run read-only hooks: with one rank,
             which keeps records.
         on_change: Called after the set of active hooks may have changed.
-        clean: The name of a module or parameter for messages.
+        on_removal: Called with hooks that are about to be removed.
         clean: Returns the name of a module or parameter for messages.
+
     Attributes:
         active: Indices of the active registrations.
         keeps_installed: Whether torch's hooks stay where they are when others are chosen.
