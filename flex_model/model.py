@@ -45,7 +45,7 @@ from flex_model.records.store.session import Session
 
 
 class FlexModel(nn.Module):
-    """Wrap a model, sharded or not, to see and edit its full activations, gradients and parameters.
+    """Wraps a model, sharded or not, to see and edit full activations, gradients and parameters.
 
     Example::
 
@@ -59,45 +59,45 @@ class FlexModel(nn.Module):
 
     Args:
         module: Any ``nn.Module``. It is not changed, and hooked only while a hook of an active
-            group is there. Or a schedule of ``torch.distributed.pipelining``: then it makes a
-            ``flex_model.pipelining.pipelined_model.PipelinedFlexModel``, with that one's arguments.
-        output_ptr: Dict that records are put into: ``name -> [tensor, ...]`` in call order, CPU
+            group is registered. Or a schedule of ``torch.distributed.pipelining``: that makes a
+            ``flex_model.pipelining.pipelined_model.PipelinedFlexModel``, with further arguments.
+        output_ptr: Dict that receives the records: ``name -> [tensor, ...]`` in call order, CPU
             copies of the full tensors as they were before the edit, on rank 0 (see
-            ``output_ranks``). Complete when the forward (or backward) returns. Every run starts the
-            lists of its hooks afresh. Or an ``ActivationStore``: they go to a folder, each rank's
-            part from that rank.
-        tensor_parallel_size, pipeline_parallel_size, data_parallel_size: They multiply to the
+            ``output_ranks``). Complete when the forward (or backward) returns. Every run empties
+            the lists of its hooks first. Or an ``ActivationStore``: a folder, into which each rank
+            writes its shards.
+        tensor_parallel_size, pipeline_parallel_size, data_parallel_size: Their product is the
             number of ranks, in the order (pp, dp, tp), tp fastest. Those left at 1 are taken from
             the model's own groups, where it has some (DTensor, DDP, FSDP, Megatron, fairscale),
             and so is then the order of the ranks.
-        process_group: The ranks that hold the model (default: the world, or the ranks that the
-            model says, if no size is given either).
-        device_mesh: A ``DeviceMesh`` with named dims, instead of sizes. Like them it is checked
-            against the model's own groups.
+        process_group: The ranks that hold the model (default: the world, or, if no size is set
+            either, the ranks of the model's own groups).
+        device_mesh: A ``DeviceMesh`` with named dims, instead of sizes. Both are checked against
+            the model's own groups.
         edit_on: ``"all"``: every rank runs the editing functions, on the same values with the same
             random state. ``"rank0"``: only rank 0 does, and its result is sent to the others;
             trainable modules then have gradients on rank 0 only (``sync_trainable_modules``).
-        output_ranks: ``"rank0"`` or ``"all"``: who keeps records.
-        save_ctx_on: Who has what only some ranks wrote into ``save_ctx`` (with
+        output_ranks: ``"rank0"`` or ``"all"``: the ranks that keep records.
+        save_ctx_on: The ranks that receive what only some ranks wrote into ``save_ctx`` (with
             ``edit_on="rank0"``, and in pipelines), when a run or backward is over: ``"rank0"``, or
             ``"all"``. With ``edit_on="all"`` all ranks of a stage write it themselves. All choices
             across ranks: docs/strategies.md.
         timeout: Seconds that one wait for other ranks may take before it is an error that names the
             missing rank.
-        batch_dim: The dim of the inputs that holds rows of the batch, of which data-parallel ranks
-            have different ones: of every tensor argument whose size there is that of the first
-            one. Or a dict of it by argument name, None for an argument that holds no rows, 0 for
-            those that are not named. An argument with equal values on all data-parallel ranks
-            whose shape does not show whether it holds rows is an error until it is named.
-        follow: Which forwards are followed, operation by operation, to prove how tensors are split:
-            ``"new"``: those whose inputs have other shapes, dtypes or modes than the ones before.
-            ``"always"``: every one, for models whose control flow depends on values. Layouts of
-            forwards with inputs like those of one before are remembered, until a run fails.
+        batch_dim: The dim of the inputs that holds rows of the batch, different ones on each
+            data-parallel rank. It applies to every tensor argument with the same size in that dim
+            as the first one. Or a dict of it by argument name: None for an argument without rows, 0
+            is the default. An argument with equal values on all data-parallel ranks whose shape
+            does not show whether it holds rows is an error until it is named.
+        follow: Which forwards are followed, operation by operation, to prove how tensors are
+            sharded: ``"new"``: those whose inputs have new shapes, dtypes or modes. ``"always"``:
+            every one, for models whose control flow depends on values. The layouts of a forward are
+            remembered for forwards with inputs of the same kind, until a run fails.
 
     Attributes:
         module: The wrapped model.
-        output_ptr: The very dict, or store, given.
-        save_ctx: A ``Namespace`` for editing functions to keep things in, from run to run; in a
+        output_ptr: The dict, or store, that was passed.
+        save_ctx: A ``Namespace`` in which editing functions keep values, from run to run; in a
             sequential run, the batch's own.
         shared_ctx: A ``Namespace`` that all batches of sequential runs share.
         trainable_modules: ``nn.ModuleDict`` of modules that editing functions can use and train.
@@ -110,7 +110,7 @@ class FlexModel(nn.Module):
 
     Collective over the ranks of the model: the constructor, running the model while hooks are
     active, everything about parameters, and registering, sending, saving and loading trainable
-    modules. All else is local, to be called alike on every rank.
+    modules. All else is local, but every rank must make the same calls.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class FlexModel(nn.Module):
     def _hold(
         self, core: HookCore, process_group: dist.ProcessGroup | None, close: Callable[[], None]
     ) -> None:
-        """``close``: what ``restore()`` and the end of this object call; it doesn't refer to it."""
+        """Keep the core; ``close`` ends it at ``restore()``, and must not refer to this object."""
         self.__dict__["module"] = core.module  # found before nn.Module's slower look-up
         self._modules["module"] = core.module
         self.trainable_modules = core.modules
@@ -184,17 +184,17 @@ class FlexModel(nn.Module):
             return super().__new__(PipelinedFlexModel)
         return super().__new__(cls)
 
-    # Otherwise help() and inspect.signature() tell of `(module, *args, **kwargs)`.
+    # Without it help() and inspect.signature() show `(module, *args, **kwargs)`.
     __new__.__signature__ = inspect.signature(__init__)  # type: ignore[attr-defined]
 
     @property
     def _session(self) -> Session | None:
-        """Of the store that records go to."""
+        """The session of the store that records go to, if any."""
         return self._core.session
 
     @property
     def _channel(self) -> Channel:
-        """To all ranks of the model."""
+        """The channel to all ranks of the model."""
         return self._core.channel
 
     @property
@@ -202,8 +202,8 @@ class FlexModel(nn.Module):
         return self.__dict__.get("_store") or self._core.records.output_ptr
 
     @property
-    def _records_at_hand(self) -> dict[str, list[Tensor]]:
-        """None of them where they go to a store."""
+    def _dict_records(self) -> dict[str, list[Tensor]]:
+        """The records in ``output_ptr``; empty if they go to a store."""
         records = self.output_ptr
         return records if isinstance(records, dict) else {}
 
@@ -226,12 +226,12 @@ class FlexModel(nn.Module):
 
     @functools.cached_property
     def fmps(self) -> ParallelState:
-        """This rank's place on the axes and its process groups, in release 0.1.0's words. Local."""
+        """This rank's coordinates and process groups, with release 0.1.0's names. Local."""
         return ParallelState(self.mesh, self.process_group, self._core.channel.timeout_s)
 
     @property
     def hook_functions(self) -> dict[str, HookFunction]:
-        """Registered hooks by module name; further ones of a module by ``name:kind``, then
+        """Registered hooks by module name; further hooks of a module are at ``name:kind``, then
         ``name:kind:number``.
         """
         functions: dict[str, HookFunction] = {}
@@ -285,9 +285,8 @@ class FlexModel(nn.Module):
             flex(tokens, groups="probe", complement=True) # all others
 
         The choice holds for this call and the backward of its graph; for parameters' gradients,
-        until the next call that has gradients on. Inside ``active()`` a call
-        without ``groups`` keeps that choice. Collective over the ranks of the model while hooks are
-        active.
+        until the next call with gradients enabled. Inside ``active()`` a call without ``groups``
+        keeps that choice. Collective over the ranks of the model while hooks are active.
 
         Raises:
             ValueError: an unknown group; the message has the nearest names.
@@ -316,8 +315,8 @@ class FlexModel(nn.Module):
     def active(
         self, groups: str | Iterable[str] = "all", complement: bool = False
     ) -> Iterator[FlexModel]:
-        """One run made of any calls inside: ``generate``, a trainer's step, several forwards; their
-        records append.
+        """A context in which all calls (``generate``, a trainer's step, several forwards) are one
+        run; their records append.
 
         Example::
 
@@ -349,7 +348,7 @@ class FlexModel(nn.Module):
         complement: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Run the forward as far as it is needed; what comes after is not computed.
+        """Run the forward only as far as it is needed; nothing after that is computed.
 
         Example::
 
@@ -358,18 +357,18 @@ class FlexModel(nn.Module):
             activations = flex.output_ptr["model.layers.5"][0]
 
         Args:
-            module_name: The forward ends when this module was called for the first time, and its
-                hooks with it; None: when the module of each active forward or forward-pre hook was.
+            module_name: The forward ends after the first call of this module and its hooks; None:
+                after the first calls of the modules of all active forward and forward-pre hooks.
             groups, complement: As of ``flex(...)``.
 
-        There is no output: what hooks see is in ``output_ptr`` and ``save_ctx``. Collective as
-        ``flex(...)``: every rank gives the same name. In a pipeline it is forward only, and stages
-        behind the last one that is needed compute nothing.
+        It returns nothing: records are in ``output_ptr``, other values in ``save_ctx``. Collective
+        as ``flex(...)``: every rank passes the same name. In a pipeline it is forward only, and
+        stages after the last one that is needed compute nothing.
 
         Raises:
             ValueError: an unknown name or group, no hook to wait for, or a model whose forward
-                can't be cut (FSDP1, DeepSpeed ZeRO-3, ``torch.compile``).
-            RuntimeError: the forward came to its end, and a module was not called.
+                can't be ended early (FSDP1, DeepSpeed ZeRO-3, ``torch.compile``).
+            RuntimeError: the forward ran to its end without calling one of the modules.
         """
         core = self._core
         self._check_open()
@@ -416,9 +415,7 @@ class FlexModel(nn.Module):
         return value
 
     def _as_run(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of the wrapped model, called through the wrapper, is one run, begun when it
-        first runs the model.
-        """
+        """Make a method of the wrapped model one run, begun when it first calls the model."""
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -432,12 +429,11 @@ class FlexModel(nn.Module):
     def register_forward_hook(  # type: ignore[override]
         self, hook_function: HookFunction, **settings: Any
     ) -> HookHandle:
-        """See or edit a module's output. Returns a handle with ``remove()``.
+        """Record or edit a module's output. Returns a handle with ``remove()``.
 
         Raises:
             ValueError: an unknown module (the message has the nearest names), a hook that is
-                registered already, or one whose records would go where those of another kind of
-                hook go.
+                registered already, or one with the same record name as another kind of hook.
         """
         if _is_of_torch(hook_function):
             return self._register_torch_hook("forward", hook_function, settings)
@@ -446,8 +442,8 @@ class FlexModel(nn.Module):
     def register_forward_pre_hook(  # type: ignore[override]
         self, hook_function: HookFunction, **settings: Any
     ) -> HookHandle:
-        """See or edit a module's input. ``unpack_idx`` counts positional, then keyword arguments.
-        As ``register_forward_hook``.
+        """Record or edit a module's input. ``unpack_idx`` counts positional, then keyword
+        arguments. As ``register_forward_hook``.
         """
         if _is_of_torch(hook_function):
             return self._register_torch_hook("forward_pre", hook_function, settings)
@@ -456,10 +452,10 @@ class FlexModel(nn.Module):
     def register_full_backward_hook(  # type: ignore[override]
         self, hook_function: HookFunction, **settings: Any
     ) -> HookHandle:
-        """See or edit the gradient of a module's input. As ``register_forward_hook``.
+        """Record or edit the gradient of a module's input. As ``register_forward_hook``.
 
-        Along data-parallel ranks the loss is the mean over ranks, which DDP and FSDP average to:
-        the values are those of that loss. Where ranks have different numbers of rows, weigh each
+        With data parallelism the loss is the mean over ranks, which DDP and FSDP average to: the
+        values are gradients of that loss. If ranks have different numbers of rows, weight each
         rank's loss by ``dp_size * rows / all_rows``, and everything equals the unsharded run.
         """
         if _is_of_torch(hook_function):
@@ -469,19 +465,19 @@ class FlexModel(nn.Module):
     def register_full_backward_pre_hook(  # type: ignore[override]
         self, hook_function: HookFunction, **settings: Any
     ) -> HookHandle:
-        """See or edit the gradient of a module's output. As ``register_full_backward_hook``."""
+        """Record or edit the gradient of a module's output. As ``register_full_backward_hook``."""
         if _is_of_torch(hook_function):
             return self._register_torch_hook("full_backward_pre", hook_function, settings)
         return self._register(hook_function, "full_backward_pre")
 
     def register_hook(self, hook_function: HookFunction) -> HookHandle:
-        """See or edit a parameter's gradient, in full and averaged over data-parallel ranks.
+        """Record or edit a parameter's gradient, in full and averaged over data-parallel ranks.
 
         ``module_name`` is the parameter's name; the editing function's ``current_module`` is None.
 
         Raises:
             ValueError: an unknown parameter, one that needs no gradient, or one whose full averaged
-                gradient can't be had.
+                gradient is not available.
         """
         return self._register(hook_function, "tensor")
 
@@ -536,8 +532,8 @@ class FlexModel(nn.Module):
         output_name: str | None = None,
         parameters: Iterable[str] = (),
     ) -> list[HookFunction]:
-        """Register one like HookFunction at every module that matches, all in group ``group_name``;
-        returns them.
+        """Register a similar HookFunction at every module that matches, all in group
+        ``group_name``; return them.
 
         Example::
 
@@ -616,27 +612,27 @@ class FlexModel(nn.Module):
         return found
 
     def _hookable_names(self, hook_type: str) -> list[str]:
-        """What a group's substring or regex is compared with."""
+        """Return the names that a group's substring or regex is matched against."""
         if hook_type == "tensor":
             return [name for name, _ in self.module.named_parameters()]
         return self.wrapped_module_names
 
     def _names_of_type(self, kind: type) -> tuple[list[str], list[str]]:
-        """The modules of a type; and the names of all types."""
+        """Return the names of the modules of a type, and of all types."""
         named = [(name, module) for name, module in self.module.named_modules() if name]
         found = [name for name, module in named if isinstance(module, kind)]
         return found, sorted({type(module).__name__ for _, module in named})
 
     def update_hook_groups(self, group_constructor: Members, group_name: str) -> list[HookFunction]:
-        """Put registered hooks into a group: a HookFunction, a list of them, or a substring or
-        regex of their names.
+        """Add registered hooks to a group: a HookFunction, a list of them, or a substring or regex
+        of their module names.
         """
         functions = self._core.table.groups.update(group_constructor, group_name)
         self._core.table.refresh()
         return functions
 
     def remove_hook_groups(self, group_constructor: Members, group_name: str) -> list[HookFunction]:
-        """Take hooks out of a group. As ``update_hook_groups``; nothing can leave "all"
+        """Remove hooks from a group. As ``update_hook_groups``; no hook can leave "all"
         (ValueError).
         """
         functions = self._core.table.groups.remove(group_constructor, group_name)
@@ -644,18 +640,18 @@ class FlexModel(nn.Module):
         return functions
 
     def get_hook_function_groups(self, hook_function: HookFunction) -> set[str]:
-        """Names of the groups that a registered hook is in."""
+        """Return the names of the groups that a registered hook is in."""
         return self._core.table.groups.of(hook_function)
 
     def get_group_hook_functions(self, group_name: str) -> list[HookFunction]:
-        """The hooks of a group, in the order of their registration."""
+        """Return the hooks of a group, in the order of their registration."""
         return self._core.table.groups.members(group_name)
 
-    # Seeing it.
+    # Inspection.
 
     def layouts(self, why: bool = False) -> Layouts:
-        """The registered hooks, with the full and local shapes, dtype and layout that their last
-        runs had, and the source of these. Prints as a table.
+        """Return the registered hooks, with the full and local shapes, dtype and layout of their
+        tensors in the last runs, and the source of these. Prints as a table.
 
         Example::
 
@@ -663,13 +659,13 @@ class FlexModel(nn.Module):
             print(flex.layouts(why=True))
 
         Args:
-            why: With the proof of each layout in the forward that was followed last: the operations
-                that lead to the tensor, each with how its result is placed.
+            why: Include the proof of each layout in the forward that was followed last: the
+                operations that lead to the tensor, each with the placement of its result.
 
-        Local, and the same on every rank; over a pipeline a rank knows its own stages, rank 0 those
+        Local, and the same on every rank; in a pipeline a rank has its own stages, rank 0 those
         of which it has records.
         """
-        return inspection.layouts.layouts(self._core, self._records_at_hand, why)
+        return inspection.layouts.layouts(self._core, self._dict_records, why)
 
     def annotate_layout(
         self,
@@ -683,7 +679,7 @@ class FlexModel(nn.Module):
         part_sizes: Sequence[int] | None = None,
     ) -> None:
         """State how tensors of modules, or parameters, are placed over the ranks, where that can't
-        be proven: a source for all that is made of them.
+        be proven. Proofs start from it.
 
         Example::
 
@@ -698,22 +694,22 @@ class FlexModel(nn.Module):
         Args:
             pattern: A part of a module's or parameter's name, a compiled regular expression, or a
                 module type (with ``kind="parameter"``: all parameters of such modules).
-            kind: ``"forward"``: a tensor that the modules return; ``"forward_pre"``: one that they
-                are given, of the model itself its inputs; ``"parameter"``: parameters and buffers.
+            kind: ``"forward"``: a module's output; ``"forward_pre"``: a module's input, for the
+                model itself its arguments; ``"parameter"``: parameters and buffers.
             index: Which tensor, counted as ``HookFunction(unpack_idx=...)``.
             tp, dp: ``Shard(dim)``, ``Replicate()`` or ``Partial()`` of
                 ``torch.distributed.tensor``; None leaves that axis to the proof.
-            sizes: Of the full tensor, None for those that are not checked.
+            sizes: Sizes of the full tensor, None for those that are not checked.
             part_sizes: Full sizes of the parts that are fused along the split dim (the q, k and v
                 of one projection): each part is split over the ranks, and a rank holds its shards
-                of all of them, one after the other.
+                of all parts, one after another.
 
         Raises:
             TypeError, ValueError: a wrong argument, a pattern that matches nothing, or a parameter
-                of which the model states otherwise. At the next run: a statement about activations
-                that contradicts a proof.
+                for which the model states another layout. At the next run: a statement about
+                activations that contradicts a proof.
 
-        Local, to be called alike on every rank, which the next run checks.
+        Local, but every rank must make the same call, which the next run checks.
         """
         statement = statement_of(pattern, kind, index, tp, dp, sizes, part_sizes)
         if not self._names_of_statement(statement):
@@ -725,11 +721,11 @@ class FlexModel(nn.Module):
         self._core.tracking.state(statement)
 
     def _names_of_statement(self, statement: Statement) -> list[str]:
-        """The modules or parameters that it is about."""
+        """Return the names of the modules or parameters that a statement matches."""
         return self._core.tracking.statements.names(statement)
 
     def explain(self) -> Explanation:
-        """What the last run, with the backward that followed it, cost at each hook: the transport,
+        """Return the cost of the last run, and of its backward, at each hook: the transport,
         headers, collectives, bytes moved by this rank, and why. Prints as a table.
 
         Example::
@@ -737,13 +733,13 @@ class FlexModel(nn.Module):
             flex(tokens)
             print(flex.explain())
 
-        Counted while it ran, in bytes; ``dry_run`` foretells the same numbers. Local.
+        Counted during the run, in bytes; ``dry_run`` predicts the same numbers. Local.
         """
         return inspection.explain.explain(self._core)
 
     def dry_run(self, *args: Any, **kwargs: Any) -> DryRun:
-        """What a run with these inputs would do at each hook: shapes, layout, ranks, bytes moved
-        and collectives, of all hooks in all groups. Prints as a table.
+        """Predict what a run with these inputs does at each hook: shapes, layout, ranks, bytes
+        moved and collectives, of all hooks in all groups. Prints as a table.
 
         Example::
 
@@ -751,20 +747,20 @@ class FlexModel(nn.Module):
             print(dry)
             dry.raise_if_wrong()
 
-        The model runs on shapes alone (torch's fake tensors): nothing is computed or recorded, no
-        random number is drawn, and the model is left as it was. Each hook's editing function is
+        The model runs on shapes only (torch's fake tensors): nothing is computed or recorded, no
+        random number is drawn, and the model is not changed. Each hook's editing function is
         called once, on fake tensors of the full shape; errors in it are in ``findings``, with file
-        and line (docs/checks.md). It works on a copy of ``save_ctx``; what else it changes (a
+        and line (docs/checks.md). It gets a copy of ``save_ctx``; other state that it changes (a
         counter, a list of its own) stays changed. Layouts are those that a run proves; a row
         without one has the error that a run would raise. Costs are those of a run whose layouts
-        are remembered; one that is followed compares what the ranks ran, and values, besides.
-        Gradients are taken to be whole on ranks that share a tensor.
+        are remembered; one that is followed also compares the ranks' operations, and values.
+        Gradients are assumed to be whole on ranks that share a tensor.
 
         Collective over the ranks of the model: inputs are compared by their hashes.
 
         Raises:
-            HookError: the model can't be run on shapes (its control flow asks for values; FSDP1;
-                FSDP2 with mixed precision). Run it for real, and see ``layouts``.
+            HookError: the model can't run on shapes (its control flow needs values; FSDP1; FSDP2
+                with mixed precision). Run it for real, and see ``layouts``.
             RuntimeError: called during a run.
         """
         self._check_open()
@@ -772,8 +768,8 @@ class FlexModel(nn.Module):
 
     @contextlib.contextmanager
     def timeline(self) -> Iterator[Timeline]:
-        """A context in which every hook, edit, header and transfer of every rank is timed. It gives
-        a list with the spans of each rank, filled when the context is left; ``show`` shows it.
+        """A context in which every hook, edit, header and transfer of every rank is timed. It
+        yields a list of the spans of each rank, filled when the context ends; ``show`` plots it.
 
         Example::
 
@@ -782,9 +778,9 @@ class FlexModel(nn.Module):
             print(timeline)                 # by rank: how many, bytes, time in edits and waiting
             flex.show(html="map.html")
 
-        Times are of the ranks' common clock where they are on one host; else clocks are set to
-        rank 0's by an exchange, and ``timeline.clock`` tells how well. What isn't timed costs
-        nothing. Collective over the ranks of the model, at its start and at its end.
+        Times are of the ranks' common clock where they are on one host; else clocks are aligned
+        with rank 0's by an exchange, whose error ``timeline.clock`` states. Code that isn't timed
+        has no overhead. Collective over the ranks of the model, at its start and at its end.
 
         Raises:
             RuntimeError: one is being recorded already.
@@ -795,7 +791,7 @@ class FlexModel(nn.Module):
             yield timeline
 
     def _channels(self) -> dict[str, Channel]:
-        """All that hooks talk through; the first is to all ranks."""
+        """The channels that hooks use; the first is to all ranks."""
         return {"ranks": self._core.channel}
 
     def show(
@@ -805,23 +801,23 @@ class FlexModel(nn.Module):
         show_all: bool = False,
         rank: int | None = 0,
     ) -> None:
-        """Print the modules as a tree, and at each the hooks that sit there: kind, edit, groups,
-        the full tensor and how it is split, and what it cost in the last run, as ``explain``
-        counts; then the last ``timeline``. With rich, where that is installed.
+        """Print the modules as a tree, and at each its hooks: kind, edit, groups, the full tensor
+        and its layout, and its cost in the last run, as ``explain`` counts it; then the last
+        ``timeline``. With rich, where that is installed.
 
         Example::
 
             flex.show()
-            flex.show(tokens)            # with what each module takes and gives
+            flex.show(tokens)            # with the input and output tensors of each module
             flex.show(html="map.html")   # a page of the same: find, fold, zoom into the timeline
 
         Args:
-            args: Inputs of a run, which is made on shapes alone, as by ``dry_run``: all modules
-                tell their tensors, hooked or not.
+            args: Inputs of a run on shapes only, as by ``dry_run``: all modules show their tensors,
+                hooked or not.
             html: Write a page that needs no other file and no network, instead of printing.
             show_all: Print numbered modules that are alike one by one.
-            rank: Of the wrap: which one prints or writes, what it knows; all others return at
-                once. None: every one that calls.
+            rank: Which rank of the model prints or writes what it has; all others return at once.
+                None: every rank that calls.
 
         Local without ``args``: call it on all ranks or on one, at any time. With them collective
         over the ranks of the model, before or after a run.
@@ -832,14 +828,14 @@ class FlexModel(nn.Module):
         """
         if rank is not None and rank not in range(self.mesh.num_ranks):
             raise ValueError(
-                f"show: rank must be one of the wrap's, 0 to {self.mesh.num_ranks - 1}, or None "
+                f"show: rank must be one of the model's, 0 to {self.mesh.num_ranks - 1}, or None "
                 f"for all, got {rank!r}"
             )
         modules = self._modules_to_show(args)
         if rank not in (None, self.mesh.rank):
             return
         picture = visualize.model_map.model_map(
-            self._core, self._records_at_hand, modules, self.__dict__.get("_timeline")
+            self._core, self._dict_records, modules, self.__dict__.get("_timeline")
         )
         if html is None:
             picture.print(show_all)
@@ -879,15 +875,15 @@ class FlexModel(nn.Module):
 
         Args:
             reference: The unsharded model, with the same weights and in the same mode (``eval()``,
-                or without dropout), or a function that makes it. Only rank 0's is used: give None
+                or without dropout), or a function that makes it. Only rank 0's is used: pass None
                 on the others.
             args, kwargs: This rank's inputs, as for a forward. Rank 0 gathers the rows of all
                 data-parallel ranks for the reference.
             loss: From the model's output to a scalar, the mean over rows: backward hooks' sites
-                are compared too. It is given each rank's own output, and the reference's.
-            edits: Both models are edited by the registered hooks: the tensors that hooks are given
-                are compared, the output, and with ``loss`` the gradients of trainable modules. What
-                functions keep is put back; hooks of parameters are left out.
+                are compared too. It gets each rank's own output, and the reference's.
+            edits: Both models are edited by the registered hooks: the tensors passed to hooks are
+                compared, the output, and with ``loss`` the gradients of trainable modules. State
+                that functions keep is restored; hooks of parameters are left out.
             rtol: By default the two-thirds power of the dtype's ``eps``: 2e-5 for float32.
             reference_timeout: Seconds that the other ranks wait for the reference.
 
@@ -912,11 +908,11 @@ class FlexModel(nn.Module):
     def get_module_parameter(
         self, parameter_name: str, expected_shape: Sequence[int | None] | None = None
     ) -> Tensor:
-        """The full parameter, detached, on the CPU, on every rank. Collective over the ranks of the
-        model.
+        """Return the full parameter, detached, on the CPU, on every rank. Collective over the ranks
+        of the model.
 
         Args:
-            expected_shape: Of the full parameter, to be checked; None for sizes that are not.
+            expected_shape: Shape to check the full parameter against; None for sizes that may vary.
 
         Raises:
             ValueError: an unknown name (the message has the nearest), a buffer, another full shape,
@@ -942,15 +938,15 @@ class FlexModel(nn.Module):
     def iterate_parameters(
         self, expected_shapes: Mapping[str, Sequence[int | None]] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """All full parameters, one at a time: ``(clean name, tensor)``, on the CPU, on every rank;
-        tied ones once, by their first name.
+        """Yield all full parameters, one at a time: ``(clean name, tensor)``, on the CPU, on every
+        rank; tied ones once, by their first name.
 
         Example::
 
             for name, full in flex.iterate_parameters():
                 norms[name] = full.norm()
 
-        Each is gathered when it is asked for, so no more than one is in memory (FSDP1: the
+        Each is gathered when it is requested, so no more than one is in memory (FSDP1: the
         parameters of its unit). Every step is collective, as ``get_module_parameter``: all ranks
         take the same number of steps.
 
@@ -966,8 +962,8 @@ class FlexModel(nn.Module):
     def get_module_gradient(
         self, parameter_name: str, expected_shape: Sequence[int | None] | None = None
     ) -> Tensor | None:
-        """The full ``.grad`` of a parameter (Megatron's ``main_grad``), on the CPU, on every rank;
-        None without one. Collective.
+        """Return the full ``.grad`` of a parameter (Megatron's ``main_grad``), on the CPU, on every
+        rank; None without one. Collective.
 
         Raises:
             ValueError: as ``get_module_parameter``; a gradient that the ranks have still to reduce;
@@ -977,13 +973,13 @@ class FlexModel(nn.Module):
         return self._core.parameters.gradient(parameter_name, expected_shape)
 
     def register_trainable_module(self, name: str, module: nn.Module) -> None:
-        """Make a module known to editing functions, as ``modules[name]``. Collective: rank 0's
-        values are sent to all.
+        """Register a module that editing functions use as ``modules[name]``. Collective: rank 0's
+        values are sent to all ranks.
 
         Raises:
             ValueError, TypeError: a name that ``nn.ModuleDict`` can't have; no module; with several
                 ranks, one of DTensors, or without values.
-            HookMismatchError: ranks give modules with different parameters.
+            HookMismatchError: the ranks' modules have different parameters.
         """
         if not isinstance(module, nn.Module):
             raise TypeError(
@@ -995,8 +991,8 @@ class FlexModel(nn.Module):
         self.trainable_modules[name] = module
 
     def sync_trainable_modules(self) -> None:
-        """Send rank 0's trainable modules to all ranks, after an optimizer's step that rank 0 alone
-        makes. Collective.
+        """Send rank 0's trainable modules to all ranks, after an optimizer step on rank 0 only.
+        Collective.
 
         Example::
 
@@ -1011,7 +1007,7 @@ class FlexModel(nn.Module):
         self, path: str | os.PathLike[str], optimizer: Any = None, extra: Any = None
     ) -> None:
         """Write the trainable modules and their optimizer to one safetensors file, without the
-        wrapped model. The file is there in whole, or what had its name before is.
+        wrapped model. The file is replaced in whole, or stays as it was.
 
         Example::
 
@@ -1021,8 +1017,8 @@ class FlexModel(nn.Module):
 
         Args:
             path: Rank 0 writes it; folders are made.
-            optimizer: Of trainable modules' parameters only. Given on all ranks, or on rank 0 if it
-                is there only (None elsewhere).
+            optimizer: One of trainable modules' parameters only. Passed on all ranks, or on rank 0
+                if only that has one (None elsewhere).
             extra: Tensors, numbers, text, and containers of them: a scheduler's ``state_dict()``,
                 ``torch.get_rng_state()``. Rank 0's is kept.
 
@@ -1044,8 +1040,8 @@ class FlexModel(nn.Module):
 
         Args:
             path: Rank 0 reads it and sends it to all.
-            optimizer: Made with the same groups of parameters. None: modules only. Ranks without
-                one are given none.
+            optimizer: Made with the same groups of parameters. None: modules only, on ranks without
+                an optimizer.
 
         Returns:
             The ``extra`` that was saved, on every rank.
@@ -1054,7 +1050,7 @@ class FlexModel(nn.Module):
 
         Raises:
             ValueError: other names, shapes or dtypes; no optimizer in the file; a file that is not
-                whole. Raised on every rank, and nothing has been changed.
+                whole. Raised on every rank, before anything is changed.
             OSError: rank 0 can't read it; on every rank.
         """
         self._check_open()
@@ -1069,21 +1065,21 @@ class FlexModel(nn.Module):
         return self
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The wrapped model's; those of trainable modules are
+        """Return the wrapped model's; those of trainable modules are
         ``trainable_modules.parameters()``.
         """
         return self.module.parameters(recurse)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The wrapped model's, with its names."""
+        """Return the wrapped model's, with its names."""
         return self.module.named_parameters(*args, **kwargs)
 
     def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
-        """The wrapped model's."""
+        """Return the wrapped model's."""
         return self.module.buffers(recurse)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The wrapped model's, with its names."""
+        """Return the wrapped model's, with its names."""
         return self.module.named_buffers(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -1105,17 +1101,17 @@ class FlexModel(nn.Module):
 
     @property
     def all_modules_names(self) -> list[str]:
-        """Both: the wrapped model's and the trainable modules'."""
+        """Names of all modules of the wrapped model and in ``trainable_modules``."""
         return self.wrapped_module_names + self.trainable_modules_names
 
     # The end.
 
     def restore(self) -> nn.Module:
-        """Take all hooks off and return the wrapped model as it was; frees what the wrapper made.
+        """Remove all hooks and return the wrapped model as it was; free process groups and files.
 
-        As often as one likes. The backward of a graph made before it still has its hooks, and
-        checkpointed parts are computed once more with their edits; with several ranks, what that
-        needs is freed after it, or with the graph. An editing function that refers to this
+        Repeated calls do nothing. The backward of a graph made before it still has its hooks, and
+        checkpointed parts are recomputed with their edits; with several ranks, the memory for that
+        is freed after it, or with the graph. An editing function that refers to this
         FlexModel keeps it alive until then.
         """
         self.__dict__.pop("fmps", None)  # with its connections
@@ -1131,7 +1127,7 @@ class FlexModel(nn.Module):
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         if self._session is not None:
-            self._session.leave(kind)
+            self._session.close_on_exit(kind)
         self.restore()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlexModel:
@@ -1151,8 +1147,8 @@ class FlexModel(nn.Module):
 
 
 def _is_of_torch(hook: object) -> bool:
-    """Whether it is a hook of torch's own tools (``CommDebugMode``), which they put on every module
-    that they meet, the wrapper included.
+    """Return whether it is a hook of torch's own tools (``CommDebugMode``), which they register at
+    every module, the FlexModel included.
     """
     return callable(hook) and str(getattr(hook, "__module__", "")).startswith("torch.")
 
@@ -1166,7 +1162,7 @@ def check_arguments(
     timeout: object,
     follow: object = "new",
 ) -> None:
-    """TypeError or ValueError for what a FlexModel can't be made of."""
+    """TypeError or ValueError for arguments that no FlexModel can be made with."""
     if isinstance(module, FlexModel):
         raise TypeError("the module is a FlexModel already; wrap its .module")
     if not isinstance(module, nn.Module):
@@ -1204,8 +1200,8 @@ def find_mesh(
     timeout_s: float,
     stages: Sequence[Source] = (),
 ) -> Mesh:
-    """The mesh that the user gave, or that the model (or its pipeline's stages) has; they must not
-    contradict each other.
+    """Return the mesh that the user set, or that of the model (or its pipeline's stages); they must
+    not contradict each other.
     """
     if sizes != (1, 1, 1):
         initialize_from_launcher()

@@ -204,7 +204,7 @@ def choose_no_group(flex, handles, run):
 @pytest.mark.parametrize("after", [restore, choose_no_group])
 @pytest.mark.parametrize("recompute", HOW)
 def test_backward_that_begins_inside_has_the_edits_of_its_forward(recompute, after, keeps_output):
-    """The part was computed once more without its edit: only the model's outputs were watched."""
+    """The part was recomputed without its edit: only the model's outputs were watched."""
     expected = gradients_from_inside(None, nothing)
     assert_close(gradients_from_inside(recompute, after, keeps_output), expected)
 

@@ -365,7 +365,7 @@ def test_unpack_idx_counts_tensors_depth_first():
         assert result["a"].b == 5
 
 
-def test_a_backward_hook_that_meets_none_passes_it_on():
+def test_a_backward_hook_is_not_called_without_a_gradient():
     """The input of the first layer needs no gradient."""
     flex, records = wrap()
     flex.register_full_backward_hook(HookFunction("inp", editing_function=plus_one))

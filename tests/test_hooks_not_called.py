@@ -1,5 +1,5 @@
 """A hook whose module was not run is seen: by a warning the first time, by a row of ``explain()``.
-Before, nothing told of it.
+Before, no warning was given.
 """
 
 import pytest
@@ -75,7 +75,7 @@ def test_a_conditional_module():
     flex = wrapped("often", "seldom")
     long = models.random(5, 6)
     flex(long)
-    flex(BATCH)  # it was called before: the row tells
+    flex(BATCH)  # it was called before: the row shows it
     assert why(flex)["seldom"] == "not called in the last run"
     flex(long)
     assert why(flex)["seldom"] != "not called in the last run"

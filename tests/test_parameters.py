@@ -22,7 +22,7 @@ BATCH = models.random(4, 6)
 
 
 def full_shape(parallelism, model, name):
-    """What the library must be told: the shape, where a rank holds a part as a plain tensor."""
+    """The shape that the user must pass, where a rank holds a shard as a plain tensor."""
     is_part = parallelism.by_hand and models.split_dim(model, name) is not None
     return tuple(model.get_parameter(name).shape) if is_part else None
 
@@ -250,7 +250,7 @@ def test_a_tied_parameter_has_one_value_under_all_its_names():
     assert names == [name for name, _ in model.named_parameters()]
 
 
-def test_a_buffer_is_no_parameter_and_the_message_says_so():
+def test_a_buffer_is_refused_as_a_parameter():
     flex = FlexModel(nn.Sequential(nn.BatchNorm1d(3)))
     for read in (flex.get_module_parameter, flex.get_module_gradient):
         with pytest.raises(ValueError, match=r"'0.running_mean' is a buffer.*get_buffer"):

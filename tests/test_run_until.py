@@ -105,7 +105,7 @@ def test_a_site_that_is_not_reached():
 
 
 @pytest.mark.ranks(2)
-def test_an_error_on_the_way_is_told():
+def test_an_error_before_the_end_is_raised():
     def fails(module, full, save_ctx, modules):
         if torch.distributed.get_rank() == 1:
             raise ValueError("no")

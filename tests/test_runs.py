@@ -15,7 +15,7 @@ BATCH = models.random(4, 6)
 
 
 class Checkpointed(nn.Module):
-    """A block of two sites that is computed once more in backward; ``None``: it is not."""
+    """A block of two sites that is recomputed in backward; ``None``: it is not."""
 
     def __init__(self, use_reentrant):
         super().__init__()
@@ -93,7 +93,7 @@ def test_a_recomputed_edit_leaves_save_ctx_as_it_is():
         assert flex.save_ctx.seen == {"calls": [1]}
 
 
-def test_random_numbers_that_cannot_be_told_apart_are_an_error():
+def test_random_numbers_of_ambiguous_calls_are_an_error():
     """Two calls with one input, each with its own noise: a recomputation can't know which."""
     flex = FlexModel(Checkpointed(False))
     noise = HookFunction("block.0", editing_function=lambda m, x, s, ms: x * torch.rand_like(x))

@@ -476,8 +476,8 @@ def test_all_ranks_of_all_stages_have_it(edit_on):
     flex(x[4 * place : 4 * place + 4])
     assert flex.save_ctx.layers_0_calls == flex.save_ctx.layers_7_calls == 4
     assert flex.save_ctx.layers_0.shape == flex.save_ctx.layers_7.shape == (2, 8)
-    told = [None] * 4
-    dist.all_gather_object(told, vars(flex.save_ctx))
-    for of_rank in told:
-        assert_close(of_rank, told[0], rtol=0, atol=0)
+    gathered = [None] * 4
+    dist.all_gather_object(gathered, vars(flex.save_ctx))
+    for of_rank in gathered:
+        assert_close(of_rank, gathered[0], rtol=0, atol=0)
     flex.restore()

@@ -1,7 +1,8 @@
-"""Backward passes that are left in the middle: by an error of the model's own, or by Ctrl-C.
+"""Detects backward passes that are aborted: by an error of the model's own, or by Ctrl-C.
 
-No code of ours is on the stack there. But autograd drops what was to be called at the end of the
-pass, and that is seen; so a rank can tell the others, who wait for it in a hook.
+No code of ours is on the stack then. But autograd drops the callbacks that it would have called at
+the end of the pass, and their deletion is detected, so a rank can report the failure to ranks that
+wait for it in a hook.
 """
 
 from __future__ import annotations
@@ -18,89 +19,89 @@ import torch
 from flex_model import _C
 from flex_model.distributed.channel import Channel
 
-_GRACE_S = 0.5  # for the others to come and hear of it; Ctrl-C has to leave within a second
+_GRACE_S = 0.5  # for the other ranks to receive the report; Ctrl-C must return within a second
 _FAILURE = "the model's own backward failed or was interrupted; see that rank's own traceback"
 
 
 class BackwardWatch:
-    """Of one wrap. Nothing is watched with one rank."""
+    """Reports the aborted backward passes of a FlexModel. With one rank it does nothing."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._tasks: set[int] = set()  # the passes that go on and are watched
-        self._is_owing = False  # a pass was left in a thread of autograd's, which can't tell of it
+        self._tasks: set[int] = set()  # the running passes that are watched
+        self._has_deferred = False  # a pass was aborted in autograd's thread, which can't report it
         self.is_closed = False
-        self.thread: int | None = None  # that runs the model
+        self.thread: int | None = None  # the one that runs the model
 
     def watch(self) -> None:
-        """The pass that goes on, if any; as often as one likes. Local."""
+        """Watch the running pass, if there is one; repeated calls do nothing. Local."""
         task = torch._C._current_graph_task_id()
         if task == -1 or task in self._tasks or self._channel.is_local:
             return
         self._tasks.add(task)
-        going_on = _Pass(self, task, self._channel.num_agreed)
-        _call_last(_C.watched(going_on.end, going_on.broken_off))
+        running = _Pass(self, task, self._channel.num_agreed)
+        _call_last(_C.watched(running.end, running.interrupted))
 
     def at_end(self, act: Callable[[], None], has_begun: Callable[[], bool]) -> None:
-        """Have autograd call ``act`` at the end of the pass that goes on, after what was queued
-        during it: DDP, whose reducer an error before its own end would leave unusable. Once it
-        ``has_begun``, it tells of its own troubles; of a Ctrl-C before that it can't.
+        """Have autograd call ``act`` at the end of the running pass, after the callbacks that were
+        queued during it: an error before the end of DDP's would leave its reducer unusable. Once
+        ``act`` ``has_begun``, it reports its own errors; a Ctrl-C before that is reported here.
         """
 
         def if_raised() -> None:
             if not has_begun():
-                self._tell()
+                self._report()
 
         _call_last(_C.watched(act, if_raised))
 
     def watch_from(self, output: Any) -> None:
-        """The passes that begin at an output of the model, from their first step on. Local."""
+        """Watch the passes that begin at an output of the model, from their first node. Local."""
         if self._channel.is_local or not torch.is_grad_enabled():
             return
-        hook = _C.watched(self.watch, self._tell)
+        hook = _C.watched(self.watch, self._report)
         for leaf in _C.flatten(output)[0]:
             if leaf.grad_fn is not None:
                 leaf.register_hook(hook)
 
-    def tell_what_is_owed(self) -> None:
-        """Of passes that were left in a thread of autograd's. Collective if there was one."""
-        if self._is_owing:
-            self._is_owing = False
-            self._tell()
+    def report_deferred(self) -> None:
+        """Report passes that were aborted in a thread of autograd. Collective if there was one."""
+        if self._has_deferred:
+            self._has_deferred = False
+            self._report()
 
     def ended(self, task: int) -> None:
         self._tasks.discard(task)
 
-    def left(self, task: int, num_agreed: int) -> None:
-        """A pass ends before its end. Unless all ranks know why, they hear of it now."""
+    def aborted(self, task: int, num_agreed: int) -> None:
+        """Handle a pass that ended early: report it, unless all ranks know the reason already."""
         self._tasks.discard(task)
         if num_agreed != self._channel.num_agreed or self.is_closed or sys.is_finalizing():
             return
         if threading.get_ident() in (self.thread, threading.main_thread().ident):
-            self._tell()
+            self._report()
         else:
-            self._is_owing = True
+            self._has_deferred = True
 
-    def _tell(self) -> None:
-        # A Ctrl-C, for one, is not raised: the error that ends the pass is.
+    def _report(self) -> None:
+        # A Ctrl-C here is suppressed: the error that ends the pass is raised anyway.
         with contextlib.suppress(BaseException):
             self._channel.tell_failure(_FAILURE, None, "end of the backward", _GRACE_S)
 
 
 def _call_last(end: Callable[..., None]) -> None:
-    """Have autograd call ``end`` after all that is queued during the pass. A Ctrl-C before that
-    drops ``end``, which is seen; no Python runs between the two, where one would not be.
+    """Have autograd call ``end`` after all callbacks queued during the pass. A Ctrl-C before that
+    drops ``end``, which is detected; no Python code, where a Ctrl-C would be missed, runs between.
     """
     queue = torch.autograd.Variable._execution_engine.queue_callback
     queue(functools.partial(queue, end))
 
 
 class _EndedPass:
-    """What becomes of a pass that ended well: without a ``__del__``, in which a Ctrl-C is lost."""
+    """The class of a pass that ended well: no ``__del__``, in which a Ctrl-C would be lost."""
 
 
 class _Pass:
-    """Lives as long as autograd's task of a backward pass."""
+    """An object that lives as long as autograd's task of a backward pass."""
 
     def __init__(self, watch: BackwardWatch, task: int, num_agreed: int) -> None:
         self._watch = watch
@@ -108,15 +109,15 @@ class _Pass:
         self._num_agreed = num_agreed
 
     def end(self) -> None:
-        """What autograd calls at the end of a pass that ends well."""
+        """Mark the pass as ended; autograd calls this at the end of a pass that succeeds."""
         self._watch.ended(self._task)
         self.__class__ = _EndedPass  # type: ignore[assignment]
 
-    def broken_off(self) -> None:
-        """A Ctrl-C came at the end: its traceback would keep this object alive."""
+    def interrupted(self) -> None:
+        """Handle a Ctrl-C at the end of the pass: its traceback would keep this object alive."""
         if type(self) is _Pass:
             self.end()
-            self._watch.left(self._task, self._num_agreed)
+            self._watch.aborted(self._task, self._num_agreed)
 
     def __del__(self) -> None:
-        self._watch.left(self._task, self._num_agreed)
+        self._watch.aborted(self._task, self._num_agreed)

@@ -1,8 +1,8 @@
-"""The runs of several batches that are under way at once, one of them going on at a time.
+"""The runs of several batches of a sequential run, of which one is computed at a time.
 
-A suspended batch keeps what belongs to its run: hooks that are being run, the numbers of its
-calls, the layouts that are followed, ``save_ctx``, and its records, which join those of the user
-in the order of the batches. Random edits draw what they draw in a plain loop over the batches.
+A suspended batch keeps the state of its run: the hook calls in progress, the numbers of its calls,
+the followed forward, ``save_ctx``, and its records, which are appended to the user's in the order
+of the batches. Random edits draw the same numbers as in a plain loop over the batches.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from flex_model.hooks.table import EVERYTHING, Choice
 
 @dataclass(eq=False)
 class BatchRun:
-    """What the hook core keeps of one batch while another one goes on.
+    """The state of one batch that the hook core replaces while it serves another one.
 
     Attributes:
-        save_ctx: The batch's own, for its editing functions.
+        save_ctx: The batch's own ``save_ctx``, passed to its editing functions.
         seed: None where no hook edits.
         records: By name, those that wait for the batches before this one.
     """
@@ -44,11 +44,11 @@ class BatchRun:
 
 
 class BatchRuns:
-    """Use it as a context; inside, every batch is ``made``, goes on any number of times between
-    ``resume`` and ``suspend``, ``run`` in between, and is ``delivered``.
+    """A context manager for the runs of a sequential run's batches. Inside, each batch is ``made``,
+    resumed and suspended any number of times, ``run`` in between, and ``delivered``.
 
     Attributes:
-        channel: The wrapper's, which knows whether an editing function is being run.
+        channel: The FlexModel's channel, which records whether an editing function is running.
     """
 
     def __init__(self, core: HookCore, choice: Choice) -> None:
@@ -61,15 +61,15 @@ class BatchRuns:
 
     def __enter__(self) -> BatchRuns:
         core = self._core
-        if core.run is not None or core.resting != EVERYTHING:
+        if core.run is not None or core.default_groups != EVERYTHING:
             raise RuntimeError(
                 "sequential.run: a run of this FlexModel is going on; call it outside of forward, "
                 "active() and other sequential runs"
             )
         if core.session is not None:
-            core.session.begins()
+            core.session.begin_run()
             core.session.in_run = False
-        core.resting = self._choice
+        core.default_groups = self._choice
         parameters = core.table.choices[1] if not torch.is_grad_enabled() else self._choice
         core.table.keeps_installed = True  # what batches that wait have chosen, others may not
         core.table.choose(EVERYTHING, parameters)
@@ -81,7 +81,7 @@ class BatchRuns:
 
     def __exit__(self, *exc_info: object) -> None:
         core = self._core
-        core.resting = EVERYTHING
+        core.default_groups = EVERYTHING
         core.table.keeps_installed = False
         core.table.choose(EVERYTHING, core.table.choices[1])
         core.table.refresh()
@@ -96,7 +96,7 @@ class BatchRuns:
         return BatchRun(index, save_ctx, seed, core.table.choices)
 
     def skip(self, num_batches: int) -> None:
-        """As if this many batches had been made."""
+        """Draw the seeds of this many batches, which are not run here."""
         for _ in range(num_batches):
             self._next_seed()
 
@@ -111,8 +111,8 @@ class BatchRuns:
 
     @contextlib.contextmanager
     def run(self, batch: BatchRun) -> Iterator[None]:
-        """The batch's run is what happens inside. Used once, while it goes on.
-        Collective where hooks are active.
+        """A context inside which the batch runs. Use it once, after ``resume``. Collective where
+        hooks are active.
         """
         run = self._core.begin(self._choice)
         run.save_ctx, run.seed = batch.save_ctx, batch.seed
@@ -125,11 +125,11 @@ class BatchRuns:
         before = torch.default_generator.get_state()
         self._core.end(run, None)
         if self._has_edits and not torch.equal(before, torch.default_generator.get_state()):
-            self._num_consumed += 1  # an edit drew, on whichever rank
-            torch.default_generator.set_state(before)  # not the model
+            self._num_consumed += 1  # an edit drew, on some rank
+            torch.default_generator.set_state(before)  # undo the renewed seed: not a model's draw
 
     def resume(self, batch: BatchRun) -> None:
-        """Have the core serve this batch, until it is suspended."""
+        """Make this batch the one that the core serves, until it is suspended."""
         core = self._core
         self._turns.begin(batch.index)
         core.run = batch.run
@@ -157,14 +157,14 @@ class BatchRuns:
         core.table.choose(self._choice, core.table.choices[1])
 
     def delivered(self, batch: BatchRun) -> None:
-        """Its records join the user's. Called in the order of the batches, when all is over."""
+        """Append its records to the user's. Called in the order of the batches, after all ran."""
         output_ptr = self._core.records.output_ptr
         for name, records in batch.records.items():
             output_ptr.setdefault(name, []).extend(records)
         batch.records = {}
 
     def _exchange_records(self, records: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
-        """Put a batch's lists in the place of those that are there, which are returned."""
+        """Replace the lists in ``output_ptr`` by a batch's; return those that were there."""
         output_ptr = self._core.records.output_ptr
         found = {}
         for registration in self._core.table.registrations:
@@ -177,7 +177,7 @@ class BatchRuns:
 
 @contextlib.contextmanager
 def _default_state(generator: torch.Generator) -> Iterator[None]:
-    """Inside, torch's CPU generator stands where ``generator`` does, and that follows it."""
+    """A context in which torch's CPU generator has ``generator``'s state, and advances it."""
     before = torch.default_generator.get_state()
     torch.default_generator.set_state(generator.get_state())
     try:

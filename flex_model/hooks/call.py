@@ -1,8 +1,8 @@
-"""One call of one hook: the full tensor is gathered, recorded, edited, and its shards go back.
+"""One call of one hook: gather the full tensor, record it, edit it, scatter the result.
 
-Two or more ranks: the call begins with an exchange of headers, so ranks that disagree find out
-before any payload. A hook without editing function keeps a copy of its shard for the end of the
-run, and nobody waits.
+With two or more ranks, the call begins with an exchange of headers, so ranks that disagree raise
+before any payload moves. A hook without editing function keeps a copy of its shard until the end
+of the run, and no rank waits.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class HookCaller:
 
     Args:
         checks_edits: See `ReplicatedPath`.
-        sent_to_all: Sends the ``save_ctx`` of functions that rank 0 runs, where that is chosen.
+        sent_to_all: Sends ``save_ctx`` from rank 0 to all ranks, where the user chose that.
 
     Attributes:
         observers: Each is called with ``"hook"`` or ``"edit"`` and the call when a hook, or its
-            editing function alone, begins; what it returns is called when that ends.
+            editing function, begins, and returns the function to call when that ends.
     """
 
     def __init__(
@@ -78,14 +78,12 @@ class HookCaller:
                 channel, records, self.layouts, functions, function, sent_to_all
             )
         self.full_parameter = full_parameter
-        # What this rank's gradients are divided by to be those of the mean loss.
+        # Dividing this rank's gradients by it gives those of the mean loss.
         self.gradient_scale = channel.mesh.dp_size
 
-    # The two kinds of values.
-
     def activation(self, call: Call, leaf: Tensor) -> list[tuple[int, Tensor]]:
-        """A forward or forward-pre hook on one tensor; what the model goes on with in the place of
-        tensors of its site, by ``unpack_idx``.
+        """Run a forward or forward-pre hook on one tensor; return the tensors that replace those
+        of its site, with their ``unpack_idx``.
         """
         ends = [begin("hook", call) for begin in self.observers] if self.observers else ()
         try:
@@ -100,15 +98,15 @@ class HookCaller:
                 end()
 
     def summed(self, grad: Tensor) -> Tensor:
-        """A gradient with its partial sums done. It goes on so on every rank, also on one whose
-        function fails: else that one alone would sum later, and wait for the others.
+        """Reduce the partial sums of a DTensor's gradient. Every rank continues with the result,
+        also one whose function fails: it alone would reduce later, and wait for the others.
         """
         return dtensor.without_partial(grad) if dtensor.is_dtensor(grad) else grad
 
     def gradient(self, call: Call, grad: Tensor) -> Tensor:
-        """A hook on one ``summed`` gradient. An activation's values are those of the mean loss,
-        over data-parallel ranks and micro-batches; a parameter's are averaged over dp, and the
-        average goes on.
+        """Run a hook on one ``summed`` gradient. An activation's gradient is passed as that of the
+        mean loss over data-parallel ranks and micro-batches; a parameter's is averaged over dp, and
+        the backward continues with the average.
         """
         ends = [begin("hook", call) for begin in self.observers] if self.observers else ()
         try:
@@ -116,11 +114,11 @@ class HookCaller:
             scale = self.gradient_scale
             if call.registration.kind == "tensor":
                 grad, scale = self._mean_over_dp(call, grad), 1
-            given = grad / scale if scale > 1 else grad
+            unscaled = grad / scale if scale > 1 else grad
             if not call.registration.edits:
-                self._collect(call, given)
+                self._collect(call, unscaled)
                 return grad
-            for _, edited in self._edit(call, given):  # one at most
+            for _, edited in self._edit(call, unscaled):  # one at most
                 return edited * scale if scale > 1 else edited
             return grad
         finally:
@@ -140,8 +138,6 @@ class HookCaller:
         mean = self._channel.all_reduce_sum(("dp",), plain) / mesh.dp_size
         return dtensor.like(mean, grad) if dtensor.is_dtensor(grad) else mean
 
-    # Recorded, not edited.
-
     def _collect(self, call: Call, leaf: Tensor) -> None:
         if self._channel.is_local:
             if dtensor.is_dtensor(leaf):
@@ -154,16 +150,14 @@ class HookCaller:
         call, shard, known = self.layouts.shard_of(call, leaf)
         self._records.later(call, plain(shard), known)
 
-    # Editing.
-
     def _edit(self, call: Call, leaf: Any) -> list[tuple[int, Tensor]]:
-        """Gather, record, edit, scatter: what the function changed, with its ``unpack_idx``.
+        """Gather, record, edit, scatter; return the changed tensors with their ``unpack_idx``.
 
-        Of tensors that are edited together, each but the last is gathered only.
+        Tensors that are edited together are only gathered until the last one.
         """
         joint, batch = call.registration.joint, call.run.batch
         if joint is not None and call.registration.is_first_of_joint:
-            joint.gathered[batch] = []  # what a call that failed left behind is gone, too
+            joint.gathered[batch] = []  # drops what a failed call left behind
         one = self._path.gather(call, leaf)
         if joint is None:
             several = [one]
@@ -174,7 +168,7 @@ class HookCaller:
                 return []
             del joint.gathered[batch]
             if len(several) < joint.size:
-                return []  # the hook of another of them failed, and reported it
+                return []  # the hook of another of these tensors failed, and reported it
         parameters = self._parameters(call, one.leaf)
         edits = self._path.edit(several, parameters)
         return [
@@ -184,17 +178,19 @@ class HookCaller:
         ]
 
     def _placed(self, one: EditInput, shard: Tensor) -> Tensor:
-        """Return what the model goes on with, placed as the tensor before, and so followed on."""
+        """Return the tensor that the model continues with, with the original's placements, and
+        register it with the follower.
+        """
         edited = one.like_original(shard)
         if one.trip is not None and one.call.registration.kind in ("forward", "forward_pre"):
             layout = one.trip.move.layout
             placed: Pair = (layout.dp, layout.tp)
-            if not dtensor.is_dtensor(one.original):  # whose layout is its own
+            if not dtensor.is_dtensor(one.original):  # a DTensor states its own layout
                 placed = resolve.placements_as_proven(layout, self._channel.mesh)
             self._tracking.note(one.call.evidence, edited, one.original, placed)
         return edited
 
     def _parameters(self, call: Call, leaf: Tensor) -> dict[str, Tensor]:
-        """The full parameters that the function named, as they are now."""
+        """Return the current full values of the parameters that the function named."""
         names = call.registration.hook_function.parameter_names
         return {name: self.full_parameter(name).to(leaf.device) for name in names}

@@ -1,4 +1,4 @@
-"""Checks that all ranks are at the same call of a hook, before any tensor travels."""
+"""Checks that all ranks are at the same call of a hook, before any payload moves."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from flex_model.layouts import replicas
 def check_call(
     channel: Channel, call: Call, tensor: Tensor, kind: str, axes: Sequence[str] = ()
 ) -> tuple[list[Shape], list[str]]:
-    """Exchange the header of a call. Collective.
+    """Exchange the header of a call and check that all ranks agree. Collective.
 
     Args:
         axes: Along which all ranks should hold the same values.
 
     Returns:
-        The local shapes of all ranks, and those of ``axes`` along which the values differ.
+        The local shapes of all ranks, and the axes of ``axes`` along which the values differ.
 
     Raises:
-        HookMismatchError: the ranks are at different calls. On every rank.
+        HookMismatchError: the ranks are at different calls; raised on every rank.
     """
     run, is_first = call.run, channel.mesh.place == 0
     header = Header(
@@ -45,11 +45,11 @@ def check_call(
 
 
 def replicated_axes(mesh: Mesh, call: Call, tensor: Tensor, known: ShardLayout | None) -> list[str]:
-    """The axes along which all ranks should hold this tensor's values, as far as this rank knows
-    before an exchange: in a followed forward its layout is compared when it is resolved.
+    """Return the axes along which all ranks should hold this tensor's values, as far as this rank
+    knows before an exchange: in a followed forward, they are compared when the layout is resolved.
 
     Args:
-        known: The layout that a DTensor states; its values are compared, too.
+        known: The layout that a DTensor states; its values are compared as well.
     """
     if call.registration.is_backward or call.is_replay or not replicas.are_compared(tensor):
         return []

@@ -1,4 +1,4 @@
-"""What belongs to one run of a model: one call, or everything inside one ``active()``."""
+"""The state of one run of a model: one call, or everything inside one ``active()``."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from flex_model.records.records import PendingRecord
 
 
-OPEN = 2**63  # the last node of a run that goes on
-# Where a state of torch's CPU generator has the first word of the twister (after its seed and its
-# counters; CPUGeneratorImplStateLegacy in ATen/CPUGeneratorImpl.cpp), and what is unused of that.
+OPEN = 2**63  # the last node of a run that has not ended
+# The offset of the first word of the twister in a state of torch's CPU generator (after its seed
+# and counters; CPUGeneratorImplStateLegacy in ATen/CPUGeneratorImpl.cpp), and its unused bits.
 _FIRST_WORD, _UNREAD_BITS = 24, 2**31 - 1
 
 
@@ -40,7 +40,7 @@ class Turns:
         self._batches: list[int | None] = []
 
     def begin(self, batch: int | None) -> None:
-        """The turn that went on is over."""
+        """End the current turn, and begin the turn of this batch."""
         number = next_sequence()
         if not self._ends or number != self._ends[-1]:
             self._ends.append(number)
@@ -54,37 +54,38 @@ class Turns:
 
 @dataclass(eq=False, slots=True)
 class RunContext:
-    """Made when a run begins; the graph of its forward holds it, so backward and recomputation find
-    it again.
+    """The state of one run. The graph of its forward holds it, so backward and recomputation find
+    it.
 
     Attributes:
         active: Indices of the registrations that it chose, of any kind.
-        covered: Those of all choices made in one outermost run, whose lists it has begun afresh.
-        direct_depth: For a run begun by a direct call of the wrapped module: how deep in such calls
-            it is.
+        hooks_seen: Indices of all registrations chosen during one outermost run, whose lists the
+            run has cleared.
+        direct_depth: For a run begun by a direct call of the wrapped module: the depth of such
+            calls inside each other.
         seed: Random seed of the run, rank 0's; None until an edit needs it.
         consumed: Whether an edit drew random numbers.
         calls: By registration index: how often its editing function was called.
         random_calls: By registration index: fingerprint of the input -> call number, for calls that
             drew random numbers.
-        keys: Of its forwards (see ``layouts.cache``), for their recomputation.
-        outer_error: The exception that was being handled when a direct call began; another one at
-            its end is its own.
+        keys: The keys of its forwards (see ``layouts.cache``), for their recomputation.
+        outer_error: The exception that was being handled when a direct call began; a different one
+            at the end is the call's own.
         ran_model: Whether the wrapped module was called in it.
-        is_recomputed: Whether it came by an edit, or a hook on gradients, in a part of the model
-            that a checkpoint may compute once more.
-        was_cut: Whether a forward of it was left early, by ``run_until``.
-        first_node, last_node: Numbers of autograd's nodes made during the run: from the first, to
-            before the last.
-        backward_task: The backward pass at whose end its records will be delivered; -1 if none goes
-            on.
+        is_recomputed: Whether an edit, or a hook on gradients, ran in a part of the model that a
+            checkpoint may recompute.
+        was_cut: Whether ``run_until`` ended one of its forwards early.
+        first_node, last_node: Sequence numbers of the autograd nodes made during the run: from
+            ``first_node`` to before ``last_node``.
+        backward_task: The backward pass at whose end its records will be delivered; -1 if none
+            runs.
         entry: Its number among the runs of a store.
-        save_ctx, batch, turns: Of a batch that is run beside others: its own, its number, and
-            whose turn it was when; None: the wrapper's.
+        save_ctx, batch, turns: For a batch of a sequential run: its own ``save_ctx``, its index,
+            and which batch made which nodes. None: the FlexModel's, no batch, one thread.
     """
 
     active: frozenset[int] = frozenset()
-    covered: set[int] = field(default_factory=set)
+    hooks_seen: set[int] = field(default_factory=set)
     direct_depth: int = 0
     seed: int | None = None
     consumed: bool = False
@@ -121,10 +122,10 @@ class Call:
 
     Attributes:
         module: None for a parameter's gradient.
-        is_replay: Whether the model is computed once more during backward (checkpointing).
-        number: Which call of this hook in one forward of the wrapped model; None in a replay, which
-            may come in another order.
-        evidence: What is known of how the tensor (of a backward hook: the activation) is placed.
+        is_replay: Whether it is a recomputation during backward (checkpointing).
+        number: Counts the calls of this hook in one forward of the wrapped model; None in a replay,
+            whose calls may come in another order.
+        evidence: The evidence of the tensor's placements (of a backward hook: the activation's).
         stated: Placements that a DTensor states, along the axes that its mesh has.
     """
 
@@ -146,13 +147,13 @@ class Call:
 
 
 def next_sequence() -> int:
-    """The number that autograd gives to the next node made in this thread."""
+    """Return the sequence number that autograd gives to the next node made in this thread."""
     return torch._C._autograd._get_sequence_nr()
 
 
 def seed_of_state() -> int:
-    """A seed from torch's CPU generator, without drawing from it: ``torch.manual_seed`` governs
-    it.
+    """Return a seed from the state of torch's CPU generator, without drawing from it, so that
+    ``torch.manual_seed`` determines it.
     """
     state = torch.default_generator.get_state()
     return int(torch.ops.flex_model.fingerprint(state)[0]) & (2**63 - 1)
@@ -164,8 +165,8 @@ def seed_of_call(run_seed: int, site: int, call: int) -> int:
 
 
 class RandomState:
-    """Torch's generators (CPU, and the CUDA device of a tensor), seeded for one edit and put back
-    after it.
+    """Seeds torch's generators (CPU, and the CUDA device of a tensor) for one edit, and restores
+    them after it.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -189,13 +190,13 @@ class RandomState:
 
 
 def renew_seed() -> None:
-    """Let the edits of the next run draw other numbers. The stream of torch's CPU generator stays
-    as it is: a model's dropout draws what it draws without hooks.
+    """Make the edits of the next run draw other numbers. The stream of torch's CPU generator does
+    not change: a model's dropout draws the same numbers as without hooks.
 
-    The seed of a run is a hash of the generator's state, and this counts up 31 bits of that which
-    the generator never reads: of the first word of its state, a Mersenne twister uses the highest
-    bit only (19937 = 624 * 32 - 31). So ``manual_seed`` begins anew here too, and a state that is
-    saved and set again gives the same numbers again.
+    The seed of a run is a hash of the generator's state, and this increments 31 bits of that state
+    which the generator never reads: of its first word, a Mersenne twister uses the highest bit only
+    (19937 = 624 * 32 - 31). So ``manual_seed`` resets the edits too, and a state that is saved and
+    restored gives the same numbers again.
 
     Source: Matsumoto and Nishimura 1998, section 2.1.
     """
@@ -207,13 +208,13 @@ def renew_seed() -> None:
 
 
 def advance_generator() -> None:
-    """Move torch's CPU generator on by one draw."""
+    """Advance torch's CPU generator by one draw."""
     torch.empty((), dtype=torch.int64).random_()
 
 
 def throw_away(save_ctx: Namespace) -> Namespace:
-    """A copy of ``save_ctx`` for a recomputed edit: it has run before, and what it adds to
-    tensors and containers must not be added twice. Other objects are the same ones.
+    """Copy ``save_ctx`` for a recomputed edit: the edit has run before, and what it adds to tensors
+    and containers must not be added twice. Other objects are shared, not copied.
     """
     return Namespace(**{name: _copied(value) for name, value in vars(save_ctx).items()})
 

@@ -1,7 +1,7 @@
-"""The hook core of one wrapped model: when a run begins and ends, and what happens in between.
+"""The hook core of one wrapped model: begins and ends its runs, and calls its hooks.
 
-It never refers to the FlexModel, so that dropping the last reference to that takes all hooks off
-the model.
+It never refers to the FlexModel, so that dropping the last reference to that removes all hooks
+from the model.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from flex_model.records.records import Records
 from flex_model.records.store.activation_store import ActivationStore
 from flex_model.records.store.session import Session
 
-# How torch's checkpointing leaves a recomputation that has gone far enough.
+# The exception by which torch's checkpointing ends a recomputation early.
 _STOPS_RECOMPUTATION = "_StopRecomputationError"
 
 
@@ -67,8 +67,8 @@ class _Deferred:
 
 
 class HookCore:
-    """See the module. ``module`` is the wrapped model; all else is shared with the FlexModel that
-    made it.
+    """The engine of one FlexModel: its runs, hooks, records and layouts. ``module`` is the wrapped
+    model; the other arguments are shared with the FlexModel that made it.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class HookCore:
             sent_to_all=self._sent_to_all,
         )
         self.save_ctx, self.modules = save_ctx, modules
-        # Must be alike on all ranks.
+        # These must be equal on all ranks.
         self._settings = (edit_on, output_ranks, mesh.describe(), save_ctx_on, batch_dim, follow)
         self.replicas = Replicas(self.channel, modules)
         self.run: RunContext | None = None
@@ -124,12 +124,12 @@ class HookCore:
         self._runs = RememberedRuns()
         self._agreed_hooks = site_hash()
         self._num_published, self._published = 0, site_hash()
-        self._active: int | None = None  # a digest of the active hooks, once it is asked for
+        self._active: int | None = None  # a digest of the active hooks, computed when needed
         self._num_compiled, self._has_new_hooks = 0, False
         self._root_handles: list[Any] = []
-        self.thread: int | None = None  # that runs the model now
-        self.resting: Choice = EVERYTHING  # what is chosen between runs
-        self._deferred: _Deferred | None = None  # a run that begins with the first module it runs
+        self.thread: int | None = None  # the one that runs the model now
+        self.default_groups: Choice = EVERYTHING  # the choice between runs
+        self._deferred: _Deferred | None = None  # a run that begins when a module first runs
         self.is_closed, self._had_store = False, False
         self.session: Session | None = None  # where records go to a store
         serves_records = self.channel.is_local and step is None
@@ -145,12 +145,12 @@ class HookCore:
         self.graphs = Graphs(self.table, self._runs, self._free)
 
     def open_store(self, store: ActivationStore, config: str | None) -> None:
-        """Records go there from now on. Collective."""
+        """Send records to the store from now on. Collective."""
         self.session = Session(store, self.channel, config, self.records.take)
         self.records.keeps_parts = not self.channel.is_local
 
     def close_store(self) -> None:
-        """Records go to ``output_ptr`` again. Local; what was not flushed is lost."""
+        """Send records to ``output_ptr`` again. Local; what was not flushed is lost."""
         self.records.keeps_parts = False
         if self.session is not None:
             session, self.session = self.session, None
@@ -159,7 +159,7 @@ class HookCore:
     def register(
         self, function: HookFunction, kind: str, targets: Sequence[Any], *args: Any, **kwargs: Any
     ) -> Sequence[Registration]:
-        """As ``HookTable.register``; the function gets to know ``save_ctx`` and ``modules``."""
+        """Register as ``HookTable.register`` does; set the function's ``save_ctx``, ``modules``."""
         if compiled.num_compiled() != self._num_compiled:
             self._look_for_compiled()
         registrations = self.table.register(function, kind, targets, *args, **kwargs)
@@ -178,11 +178,11 @@ class HookCore:
         self._install_root()
         if self.run is not None:
             self.run.active |= self.table.active
-            self._cover(self.run)
+            self._include(self.run)
 
     def _publish_hooks(self) -> None:
-        """Let the other ranks see which hooks are registered here, whether this rank runs the model
-        or not.
+        """Publish which hooks are registered here to the other ranks, whether or not this rank runs
+        the model.
         """
         sites = [registration.site for registration in self.table.registrations]
         if len(sites) == self._num_published or self.is_closed:
@@ -196,7 +196,7 @@ class HookCore:
         self.channel.publish_hooks(f"{digest:x}" if sites else "")
 
     def _look_for_compiled(self) -> None:
-        """Compiled code must see the hooks: that of the model, and what others made around it."""
+        """Make compiled code call the hooks: the model's own, and what others compiled around."""
         number = compiled.num_compiled()
         if number == self._num_compiled and not self._has_new_hooks:
             return
@@ -204,10 +204,8 @@ class HookCore:
             compiled.see_hooks()
         self._num_compiled = compiled.num_compiled()
 
-    # Runs.
-
     def _install_root(self) -> None:
-        """Brackets around a direct call of the wrapped module, while anything is active."""
+        """Hook the begin and end of direct calls of the wrapped module, while a hook is active."""
         for handle in self._root_handles:
             handle.remove()
         self._root_handles.clear()
@@ -251,16 +249,16 @@ class HookCore:
 
         begin.begins_runs_of = core  # type: ignore[attr-defined]
         begin, end = compiled.outside_graphs(begin), compiled.outside_graphs(end)
-        # `begin` before all other hooks of the root, `end` after them: a hook on the root itself is
-        # inside
+        # `begin` runs before all other hooks of the root, `end` after them: hooks on the root
+        # itself run inside
         self._root_handles = [
             self.module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
             self.module.register_forward_hook(end, always_call=True),
         ]
 
     def begin(self, choice: Choice, direct: bool = False) -> RunContext:
-        """Start an outermost run: choose hooks, agree on them where they are new, start their lists
-        afresh.
+        """Begin an outermost run: choose hooks, check them on all ranks where they are new, empty
+        their record lists.
         """
         self.check_entry()
         self._look_for_compiled()
@@ -272,7 +270,7 @@ class HookCore:
         run = RunContext(self.table.active, direct_depth=int(direct), first_node=next_sequence())
         self.thread = threading.get_ident()
         self.backward_watch.thread = self.thread
-        self.backward_watch.tell_what_is_owed()
+        self.backward_watch.report_deferred()
         self.channel.backwards.clear()
         self.channel.held = None
         self.tracking.reset()
@@ -282,24 +280,24 @@ class HookCore:
         self._runs.begin(run)
         try:
             if self.session is not None:
-                run.entry = self.session.begins()
-            self._cover(run)
+                run.entry = self.session.begin_run()
+            self._include(run)
         except BaseException:
             self._batch_failed()
             self._close_run(run)
             raise
         return run
 
-    def _cover(self, run: RunContext) -> None:
-        """Take newly chosen hooks into an outermost run: their lists start afresh, all agree."""
-        new = run.active - run.covered
+    def _include(self, run: RunContext) -> None:
+        """Include newly chosen hooks in an outermost run: empty their lists, check on all ranks."""
+        new = run.active - run.hooks_seen
         if not new:
             return
         if not self.channel.is_local:
             context_parallel.check_run()
         self.table.clear_records(new)
-        run.covered |= new
-        # Observers see what Python runs, not what the dispatcher does by itself in a run.
+        run.hooks_seen |= new
+        # Observers see only the hooks that Python runs, not those that the dispatcher runs.
         self.table.dispatcher.in_run = not self.caller.observers
         if not self.channel.is_local:
             active, choice = self._active_digest, describe_choice(self.table.choices[0])
@@ -312,7 +310,7 @@ class HookCore:
             self.session.check_hooks(self.described_hooks())
 
     def _note_forward(self) -> None:
-        """A forward begins with what is chosen now. Local."""
+        """Publish that a forward begins with the current choice. Local."""
         if self.channel.is_local or not self._num_published:
             return
         choice = describe_choice(self.table.choices[0])
@@ -321,7 +319,7 @@ class HookCore:
 
     @property
     def _mode(self) -> int:
-        """Of forwards that begin now, as ``Channel.note_forward`` compares it."""
+        """The mode of forwards that begin now, as ``Channel.note_forward`` compares it."""
         return 2 * self.module.training + torch.is_grad_enabled()
 
     @property
@@ -331,7 +329,7 @@ class HookCore:
         return self._active
 
     def described_hooks(self, only_active: bool = False) -> list[Any]:
-        """What records depend on, as JSON can hold it."""
+        """Describe what records depend on, as JSON."""
         return [
             {
                 "kind": r.kind,
@@ -365,15 +363,15 @@ class HookCore:
         self._agreed_hooks = digest
 
     def end(self, run: RunContext, error: BaseException | None) -> None:
-        """Finish an outermost run: deliver its records, tell and hear of errors. Collective where
-        hooks were active.
+        """Finish an outermost run: deliver its records, exchange errors. Collective where hooks
+        were active.
         """
         if self.run is not run:
             return
         try:
             if error is not None:
                 self._fail_run(run, error)
-            elif run.covered:
+            elif run.hooks_seen:
                 self._deliver(run, "end of the run")
                 self._batch_ended()
         except BaseException:
@@ -385,10 +383,10 @@ class HookCore:
             self.warn_of_hooks_not_called(run)
 
     def warn_of_hooks_not_called(self, run: RunContext) -> None:
-        """Once per hook: it may have the name of a module that the model never calls."""
+        """Warn once per hook: it may be registered at a module that the model never calls."""
         if not run.ran_model or run.was_cut or self.step is not None:
             return
-        chosen = [r for index, r in self._not_called_yet.items() if index in run.covered]
+        chosen = [r for index, r in self._not_called_yet.items() if index in run.hooks_seen]
         for registration in chosen:
             del self._not_called_yet[registration.index]
         missing = [r for r in chosen if r.places and not r.was_called(self.num_runs)]
@@ -397,9 +395,9 @@ class HookCore:
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
             warnings.warn(
                 f"{', '.join(names)}{more}: not called in this run, since the model did not call "
-                "the module; flex.explain() tells for each run. Hook a module that this forward "
-                "calls (a container, such as a ModuleList, is never called itself), or leave the "
-                "hook out of the run with groups=",
+                "the module; flex.explain() shows this for each run. Hook a module that this "
+                "forward calls (a container, such as a ModuleList, is never called itself), or "
+                "leave the hook out of the run with groups=",
                 HookNotCalledWarning,
                 stacklevel=3,
             )
@@ -410,16 +408,16 @@ class HookCore:
         return self.caller.edits_on_all or self.mesh.place == 0
 
     def _batch_ended(self) -> None:
-        """A store has all that the run recorded, but for gradients that may follow. Collective."""
+        """Pass all records of the run to the store; gradients may follow. Collective."""
         if self.session is not None and not self.session.is_sequential:
             gradients = ("full_backward", "full_backward_pre", "tensor")
-            self.session.run_ended(all(r.kind not in gradients for r in self.table.registrations))
+            self.session.end_run(all(r.kind not in gradients for r in self.table.registrations))
 
     def _batch_failed(self) -> None:
-        """Of a run that failed nothing is kept, nor what it showed of layouts."""
+        """Drop the records of a run that failed, and the layouts that it showed."""
         self.tracking.forget()
         if self.session is not None:
-            self.session.run_failed()
+            self.session.fail_run()
 
     def active_registrations(self) -> Iterator[Registration]:
         return (r for r in self.table.registrations if r.index in self.table.active)
@@ -435,7 +433,7 @@ class HookCore:
         if self.session is not None:
             self.session.in_run = False
         self.table.dispatcher.in_run = False
-        self.table.choose(self.resting, self.table.choices[1])
+        self.table.choose(self.default_groups, self.table.choices[1])
 
     def _fail_run(self, run: RunContext, error: BaseException) -> None:
         self._batch_failed()
@@ -443,12 +441,12 @@ class HookCore:
         self.table.forget_calls()
         if self._sent_to_all is not None:
             self._sent_to_all.forget()
-        if self.channel.is_local or not run.covered or is_agreed(error):
+        if self.channel.is_local or not run.hooks_seen or is_agreed(error):
             return
         if not isinstance(error, Exception):
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 self.channel.leave(error)
-            return  # a batch that a sequential run gives up, as on all ranks
+            return  # a batch that a sequential run aborts, as on all ranks
         self.channel.tell_failure(
             f"the model's own forward failed: {type(error).__name__}: {error}",
             error,
@@ -456,12 +454,12 @@ class HookCore:
         )
 
     def interrupted(self, error: BaseException) -> None:
-        """Tell the others of a Ctrl-C while this rank was at what they wait for. Local."""
+        """Report a Ctrl-C on this rank to the ranks that may wait for it. Local."""
         if self.num_active and isinstance(error, (KeyboardInterrupt, SystemExit)):
             self.channel.leave(error)
 
     def _deliver(self, run: RunContext, kind: str) -> None:
-        """Bring records to where they are kept; the next run draws other numbers if edits drew."""
+        """Deliver the records; renew the seed if an edit drew random numbers on any rank."""
         consumed = run.consumed
         if not self.channel.is_local:
             self.tracking.finish()
@@ -473,7 +471,7 @@ class HookCore:
             self._sent_to_all.send(self.save_ctx if run.save_ctx is None else run.save_ctx)
 
     def check_entry(self) -> None:
-        """HookError where the model may not be run now."""
+        """HookError where the model must not run now."""
         refusal = self._refusal()
         if refusal:
             raise HookError(refusal)
@@ -484,7 +482,7 @@ class HookCore:
             and self.thread not in (None, threading.get_ident())
             and not _in_backward()
         ):
-            or_wrap = ", or wrap it once per thread" if self.channel.is_local else ""
+            or_wrap = ", or make a FlexModel per thread" if self.channel.is_local else ""
             return (
                 "the model is called from a second thread while a run of this FlexModel goes on in "
                 f"another; run the model from one thread at a time{or_wrap} ({see('two-threads')})"
@@ -500,7 +498,7 @@ class HookCore:
 
     @contextlib.contextmanager
     def chosen(self, choice: Choice) -> Iterator[None]:
-        """Another choice of hooks inside a run that goes on; its own choice where none is made."""
+        """A context with another choice of hooks inside a run; the run's own, if none is made."""
         self.check_entry()
         before, parent = self.table.choices, self.run
         in_recomputation = parent is None or _in_backward()
@@ -510,7 +508,7 @@ class HookCore:
             yield
             return
         assert parent is not None
-        # A part of the run with a choice of its own, which recomputation will find by its nodes.
+        # A part of the run with its own choice; recomputation will find it by its nodes.
         part = replace(parent, active=frozenset(), direct_depth=0, first_node=next_sequence())
         self.run = part
         self._runs.add(part)
@@ -518,7 +516,7 @@ class HookCore:
             self.table.choose(choice, choice)
             self._note_forward()
             part.active = self.table.active
-            self._cover(part)
+            self._include(part)
             yield
         finally:
             part.last_node = next_sequence()
@@ -529,7 +527,7 @@ class HookCore:
 
     @contextlib.contextmanager
     def one_run_at_most(self) -> Iterator[None]:
-        """All that the model runs inside is one run, which begins with the first of it."""
+        """A context in which all calls of the model are one run, which begins with the first."""
         if self.run is not None or self._deferred is not None or _in_backward():
             yield
             return
@@ -548,23 +546,21 @@ class HookCore:
     def in_backward(self) -> bool:
         return _in_backward()
 
-    # What torch's hooks call.
-
     def _run_hook(self, registration: Registration, module: nn.Module, tree: Any) -> Any:
-        """A forward or forward-pre hook: the tree of tensors that the model goes on with."""
+        """Run a forward or forward-pre hook; return the tree that the model continues with."""
         if self._is_silent():
             return tree
         self.check_entry()
         if _in_backward():
             return self._replay(registration, module, tree)
         if self.table.is_put_back(registration):
-            return tree  # it is there for a backward that goes on in another thread
+            return tree  # it is installed for a backward that runs in another thread
         if self.run is None and self._deferred is not None:
             self._deferred.run = self.begin(EVERYTHING)
         run = self.run
         if run is None:  # a part of the model is called on its own
             if self.session is not None:
-                self.session.begins()
+                self.session.begin_run()
             run = self.run = self._lone_run()
             self.thread = threading.get_ident()
             self.records.output_ptr.pop(registration.hook_function.record_name, None)
@@ -602,8 +598,8 @@ class HookCore:
         return tree
 
     def _replay(self, registration: Registration, module: nn.Module, tree: Any) -> Any:
-        """The model is computed once more during backward (activation checkpointing): the edits
-        that its forward had, and no record.
+        """Run an edit again while the model is recomputed during backward (activation
+        checkpointing): those that its forward ran, without records.
         """
         if not registration.edits:
             return tree
@@ -613,11 +609,11 @@ class HookCore:
         try:
             if run is None:
                 raise HookError(
-                    f"{registration.describe()}: the model is computed once more in a backward "
-                    "that begins inside it, and "
-                    f"whose forward is not among the last {remembered_runs.MOST} runs, so its edit "
-                    "can't be repeated; begin backward at the model's output, run it sooner, or do "
-                    "without checkpointing"
+                    f"{registration.describe()}: the model is recomputed in backward, the backward "
+                    "began inside the model, and its forward is not among the last "
+                    f"{remembered_runs.MOST} runs, so its edit can't be repeated; "
+                    "begin backward at the model's output, run it sooner, or do without "
+                    "checkpointing"
                 )
             if registration.index not in run.active:
                 return tree
@@ -633,16 +629,16 @@ class HookCore:
                 raise
             if run is not None:
                 self._expect_end_of_backward(run)
-            # The graph is another one than on ranks that edit, so it can't be run to its end.
+            # The graph differs from those of ranks that edit, so it can't be run to its end.
             self.hook_failed(registration, error, FAILED)
             return tree
 
     def _run_of_backward(self) -> RunContext | None:
-        """The run whose graph is being computed; None if it is not remembered."""
+        """Return the run whose graph is being computed; None if it is not remembered."""
         return self._runs.of_backward(self.run is not None, self._lone_run)
 
-    def chosen_now(self, registrations: Sequence[Registration]) -> Sequence[Registration]:
-        """Of active hooks, those that a recomputed forward had too."""
+    def active_in_replay(self, registrations: Sequence[Registration]) -> Sequence[Registration]:
+        """Return the active hooks; in a recomputation, those that its forward had, too."""
         if self._is_silent():
             return ()
         if not _in_backward():
@@ -651,9 +647,9 @@ class HookCore:
         return [r for r in registrations if run is None or r.index in run.active]
 
     def hook_failed(self, registration: Registration, error: Exception, state: int = ERROR) -> None:
-        """An error of one hook. One rank: raise it. Several: go on as if unedited, all raise at the
-        next exchange; in a backward pass at its end, for FSDP2 and DDP leave one that is left in
-        its middle unfinished. In a step of a pipeline: when it is over.
+        """Handle an error of one hook. One rank: raise it. Several: continue without the edit, and
+        all raise at the next exchange; in a backward at its end, for an aborted backward leaves the
+        state of FSDP2 and DDP unfinished. In a step of a pipeline: when it is over.
         """
         self.tracking.forget()
         text = registration.failure(error)
@@ -674,8 +670,8 @@ class HookCore:
         self.channel.set_error(text, error, state)
 
     def _fail_in_step(self, step: Step, text: str, error: BaseException) -> None:
-        """The schedule goes on, without edits on all ranks of the stage, from the same exchange
-        on: what raised in the middle of it would leave other stages waiting.
+        """Keep an error until the step ends: the schedule continues, without edits on all ranks of
+        the stage from the same exchange on. Raising it now would leave other stages waiting.
         """
         if self.channel.is_local or is_agreed(error):
             step.is_silent = True
@@ -688,12 +684,10 @@ class HookCore:
     def _is_silent(self) -> bool:
         return self.step is not None and not self.step.calls_hooks()
 
-    # Backward.
-
     def backward_handler(
         self, registrations: Sequence[Registration], module: nn.Module, leaf: Tensor
     ):
-        """What an edge at the module calls with the gradient of ``leaf``."""
+        """Return the function that an edge at the module calls with the gradient of ``leaf``."""
         run = (
             self.run
             if self.run is not None
@@ -731,7 +725,7 @@ class HookCore:
                     with follow.paused():
                         grad = self.caller.summed(grad)
                         grad = self.caller.gradient(call, grad)
-                    self.backward_order.note(name, position, run.batch)
+                    self.backward_order.add(name, position, run.batch)
                 except Exception as error:
                     self.hook_failed(registration, error)
             return grad
@@ -745,8 +739,8 @@ class HookCore:
         return handler
 
     def note_activations(self, registrations: Sequence[Registration], tree: Any) -> None:
-        """A forward without gradients comes by hooks on gradients, which a recomputation of it may
-        call: how their activations are placed. Local.
+        """Collect evidence of the activations of gradient hooks in a forward without gradients,
+        whose recomputation may call those hooks. Local.
         """
         if self.run is not None and not _in_backward():
             self.run.is_recomputed = True
@@ -760,8 +754,8 @@ class HookCore:
                     self.tracking.evidence(registration, leaf, number)
 
     def _lone_run(self) -> RunContext:
-        """For a part of the model that is called on its own: the nodes since the last run are its
-        own too.
+        """Make a run for a part of the model that is called on its own; it includes the autograd
+        nodes made since the last run.
         """
         run = RunContext(
             self.table.active,
@@ -776,8 +770,8 @@ class HookCore:
     def run_parameter_hooks(
         self, registrations: Sequence[Registration], grad: Tensor | None
     ) -> Tensor | None:
-        """The hooks on a parameter's gradient; the gradient that goes on. Where the backward has
-        none they are not called; a rank that has one meets this one at the end of the backward.
+        """Run the hooks on a parameter's gradient; return the gradient that replaces it. Without a
+        gradient they are not called; ranks that have one find this one at the end of the backward.
         """
         run = self.run or self._runs.last or self._lone_run()
         self._expect_end_of_backward(run)
@@ -798,13 +792,13 @@ class HookCore:
         return grad
 
     def refuse_parameter_hooks(self, registration: Registration, error: Exception) -> None:
-        """An error of all ranks, instead of ``run_parameter_hooks``."""
+        """Fail with an error that all ranks raise, instead of ``run_parameter_hooks``."""
         self._expect_end_of_backward(self.run or self._runs.last or self._lone_run())
         self.hook_failed(registration, agreed(error))
 
     def _check_batch_open(self, run: RunContext) -> None:
-        """HookError where the records of a backward would be those of another batch's, or where
-        their store is closed.
+        """HookError where records of a backward would be added to another batch, or to a store
+        that is closed.
         """
         if self._had_store:
             raise HookError(
@@ -815,19 +809,19 @@ class HookCore:
             self.session.check_open(run.entry, None if self.run is None else self.run.entry)
 
     def _check_is_of_loss(self, registration: Registration) -> None:
-        """ValueError where the backward is a part of the model's forward."""
+        """ValueError where the backward runs inside the model's forward."""
         if self.tracking.forward.depth > 0 and self.channel.mesh.dp_size > 1:
             raise agreed(
                 ValueError(
                     f"{registration.describe()}: a backward that begins inside the model's forward "
-                    "(torch.autograd.grad, as of an energy) meets it; hooks under data parallelism "
-                    "take what a backward begins with for a loss of which the ranks have the mean; "
+                    "(torch.autograd.grad, as of an energy) reaches it; under data parallelism "
+                    "hooks assume that a backward begins at a loss that is averaged over ranks; "
                     "hook the forward's tensors, or run the backward outside of the forward"
                 )
             )
 
     def _expect_end_of_backward(self, run: RunContext) -> None:
-        """Deliver what this backward collects when it ends, once; in a pipeline, its step does."""
+        """Deliver this backward's records when it ends, once; in a pipeline, the step does."""
         if self.step is not None:
             return
         task = backward_task()
@@ -838,8 +832,8 @@ class HookCore:
             self.channel.backwards.add(task)
         session = self.session
         if session is not None:
-            session.backward_begins(run.entry)
-        self.backward_order.begins(task)
+            session.begin_backward(run.entry)
+        self.backward_order.begin(task)
         self.backward_watch.watch()
         core, has_begun = self, False
 
@@ -851,9 +845,9 @@ class HookCore:
                 core.channel.backwards.discard(task)
                 core._raise_held(run)
                 core._deliver(run, "end of the backward")
-                core.backward_order.ends()
+                core.backward_order.end()
                 if session is not None:
-                    session.backward_ends(run.entry)
+                    session.end_backward(run.entry)
             except BaseException as error:
                 core.tracking.forget()
                 core.interrupted(error)
@@ -862,17 +856,15 @@ class HookCore:
         self.backward_watch.at_end(end, lambda: has_begun)
 
     def _raise_held(self, run: RunContext) -> None:
-        """What failed on some rank in the backward that ends. Local: all ranks know of it."""
+        """Raise an error that was held during the backward. Local: all ranks hold one."""
         held, self.channel.held = self.channel.held, None
         if held is not None:
             self.records.forget(run)
             raise held
 
-    # The end.
-
     def close(self) -> None:
-        """Take every hook off; give back groups and lists as soon as no graph needs them. Local; as
-        often as one likes.
+        """Remove all hooks; free process groups and lists when no graph needs them. Local; repeated
+        calls do nothing.
         """
         if self.is_closed:
             return
@@ -884,14 +876,14 @@ class HookCore:
         self.graphs.leave(self)
 
     def _free(self) -> None:
-        """Give back what the backward of a graph may have needed. Local."""
+        """Free what the backward of a graph may have needed. Local."""
         self.backward_watch.is_closed = True
         self._runs.forget()
         self.channel.close()
 
 
 def _device_of(module: nn.Module) -> torch.device:
-    """Where a model is, by its first parameter or buffer."""
+    """Return the device of a model's first parameter or buffer."""
     first = next(itertools.chain(module.parameters(), module.buffers()), None)
     return torch.device("cpu") if first is None else first.device
 

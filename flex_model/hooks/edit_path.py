@@ -1,6 +1,6 @@
-"""The three ways of an edit: on one process, on every rank of a stage, on rank 0 alone.
+"""The three paths of an edit: on one process, on every rank of a stage, on rank 0 only.
 
-Each gathers what the editing function gets, runs it, and scatters what it returned, with gradients.
+Each gathers the editing function's inputs, runs it, and scatters its results, with gradients.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from flex_model.integrations import dtensor
 from flex_model.layouts import replicas
 from flex_model.records.records import Records
 
-_CHANGED, _REQUIRES_GRAD = 1, 2  # what rank 0 reports of an edit, in Header.microbatch
+_CHANGED, _REQUIRES_GRAD = 1, 2  # flags by which rank 0 describes an edit, in Header.microbatch
 
 Observer = Callable[[str, Call], Callable[[], None]]  # see `HookCaller`
-Parameters = dict[str, Tensor]  # full ones that the editing function named
-Edits = list[Tensor | None]  # what each tensor of an edit became; None: it was not changed
+Parameters = dict[str, Tensor]  # the full parameters that the editing function named
+Edits = list[Tensor | None]  # the result for each tensor of an edit; None: unchanged
 
 
 @dataclass(eq=False)
 class EditInput:
-    """One tensor that an editing function gets.
+    """One tensor that is passed to an editing function.
 
     Attributes:
-        original: As the model has it.
-        leaf: This rank's plain tensor of it, in the graph.
-        part: What the hook selected of that.
-        full: What the function gets; an empty tensor on ranks that don't run it.
-        trip: With several ranks: its way there and back.
+        original: The model's own tensor.
+        leaf: This rank's plain local tensor of it, in the graph.
+        part: The hook's selection of ``leaf``.
+        full: The tensor passed to the function; an empty one on ranks that don't run it.
+        trip: With several ranks: how it is gathered and scattered.
     """
 
     call: Call
@@ -57,27 +57,27 @@ class EditInput:
 
     @property
     def index(self) -> int:
-        """Which tensor of the module's input or output it is."""
+        """The index of the tensor in the module's input or output."""
         return int(self.call.registration.hook_function.unpack_idx)
 
     @property
     def is_whole(self) -> bool:
-        """Whether the hook selects nothing of it."""
+        """Whether the hook selects the whole tensor."""
         return self.pick is None
 
     @property
     def gathered_by(self) -> Trip:
-        """How it was gathered, with several ranks."""
+        """How the tensor was gathered, with several ranks."""
         assert self.trip is not None
         return self.trip
 
     def put_back(self, shard: Tensor) -> Tensor:
-        """What the hook selected and edited, in its place among what it did not."""
+        """Return the leaf with the edited selection in its place."""
         return shard if self.pick is None else self.pick.put(self.leaf, shard)
 
     def like_original(self, shard: Tensor) -> Tensor:
-        """What the model goes on with. Where its own tensor is contiguous, so is that: views of it
-        work, and a DTensor says so of its local part.
+        """Return the tensor that the model continues with. It is contiguous if the model's own is:
+        views of it work, and a DTensor states that of its local part.
         """
         if self.original.is_contiguous() or dtensor.is_dtensor(self.original):
             shard = shard.contiguous()
@@ -87,19 +87,19 @@ class EditInput:
 
 
 class EditPath(Protocol):
-    """Where editing functions run, and how tensors get there and back. Collective over the ranks
-    of a stage.
+    """Gathers tensors to the ranks that run editing functions, and scatters the results. Collective
+    over the ranks of a stage.
     """
 
     def gather(self, call: Call, original: Any) -> EditInput:
-        """Gather the full tensor, for the function and for the records."""
+        """Gather the full tensor, for the function and the records."""
 
     def edit(self, inputs: Sequence[EditInput], parameters: Parameters) -> Edits:
-        """Run the function; what the model goes on with on this rank, in place of each tensor."""
+        """Run the function; return this rank's replacement for each tensor."""
 
 
 class Functions:
-    """Runs editing functions, in which the model may not be run. Local."""
+    """Runs editing functions, during which the model must not run. Local."""
 
     def __init__(
         self, channel: Channel, function: UserFunction, observers: Sequence[Observer]
@@ -107,7 +107,7 @@ class Functions:
         self._channel, self._function, self._observers = channel, function, observers
 
     def run(self, inputs: Sequence[EditInput], parameters: Parameters) -> Edits:
-        """Run the function of these inputs; what it made of each."""
+        """Run the function on these inputs; return its result for each."""
         call, leaf = inputs[-1].call, inputs[-1].leaf
         fulls = [one.full for one in inputs]
         versions = [full._version for full in fulls]
@@ -123,13 +123,13 @@ class Functions:
 
 
 class LocalPath:
-    """One process: the tensor is full, and nothing travels."""
+    """The path on one process: the tensor is full already, and no data moves."""
 
     def __init__(self, records: Records, layouts: HookLayouts, functions: Functions) -> None:
         self._records, self._layouts, self._functions = records, layouts, functions
 
     def gather(self, call: Call, original: Any) -> EditInput:
-        """Copy the tensor for the function; record it."""
+        """Copy the tensor for the function, and record it."""
         call, leaf, _ = self._layouts.shard_of(call, original)
         leaf = plain(leaf) if is_renamed(leaf) else leaf
         pick = self._layouts.pick_of_full(call, leaf)
@@ -139,7 +139,7 @@ class LocalPath:
         return EditInput(call, original, leaf, part, _copied(part), pick)
 
     def edit(self, inputs: Sequence[EditInput], parameters: Parameters) -> Edits:
-        """Run the function here."""
+        """Run the function on this process."""
         run = inputs[-1].call.run
         if run.seed is None:
             run.seed = seed_of_state()
@@ -152,11 +152,11 @@ class LocalPath:
 
 
 class ReplicatedPath:
-    """Every rank gets the full tensor, runs the function, and keeps its shard of the result.
+    """The path on which every rank has the full tensor, runs the function and keeps its shard.
 
     Args:
-        checks_edits: Whether ranks compare at once whether each edit failed. In a pipeline they go
-            on with backward passes after it, whose graphs must be alike.
+        checks_edits: Whether ranks exchange after each edit whether it failed. In a pipeline they
+            run backward passes after it, whose graphs must be the same.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class ReplicatedPath:
     def _gather(self, call: Call, part: Tensor, trip: Trip) -> Tensor:
         records = call.records and self._records.keeps_full
         trip.num_records = int(records and part.device.type == "cpu")
-        trip.is_read = call.registration.writes is False  # as before: not known of its first call
+        trip.is_read = call.registration.writes is False  # as in earlier calls; unknown at first
         full = _gathered(gather.gather, part, trip)
         if records:
             self._records.put(call.registration, trip.record, full)
@@ -210,10 +210,10 @@ class ReplicatedPath:
 
 
 class OnRank0Path:
-    """Rank 0 alone gets the full tensor and runs the function; the others get their shards.
+    """The path on which rank 0 alone has the full tensor and runs the function; others get shards.
 
     Args:
-        sent_to_all: Sends ``save_ctx`` to all ranks, where that is chosen.
+        sent_to_all: Sends ``save_ctx`` to all ranks, where the user chose that.
     """
 
     def __init__(
@@ -246,14 +246,14 @@ class OnRank0Path:
         return gathered
 
     def edit(self, inputs: Sequence[EditInput], parameters: Parameters) -> Edits:
-        """Run the function on rank 0; all ranks take part in the scatter."""
+        """Run the function on rank 0, and scatter from there."""
         channel, call = self._channel, inputs[-1].call
         edits: Edits = [None] * len(inputs)
         if channel.mesh.place == 0:
             if self._sent_to_all is not None and not call.is_replay:
                 self._sent_to_all.note(self._function.context_of(call))
             try:
-                # Checkpointing would compute once more what is saved here, and only here.
+                # Checkpointing would recompute what is saved here, and on this rank only.
                 with torch.autograd.graph.saved_tensors_hooks(_saved, _unsaved):
                     edits = self._functions.run(inputs, parameters)
             except Exception as error:
@@ -276,7 +276,7 @@ class OnRank0Path:
     def _scatter(
         self, inputs: Sequence[EditInput], one: EditInput, edited: Tensor | None, flags: int
     ) -> Tensor | None:
-        """``flags``: rank 0's, as those of the first tensor in ``_flags_of``."""
+        """Scatter one edit; ``flags``: rank 0's, shifted so that this tensor's are the lowest."""
         if not flags & _CHANGED:
             return None
         in_graph = bool(flags & _REQUIRES_GRAD) and torch.is_grad_enabled()
@@ -295,7 +295,7 @@ def _gather_shards(
     original: Any,
     gather_in_graph: Callable[[Call, Tensor, Trip], Tensor],
 ) -> EditInput:
-    """Check the call with all ranks, find its layout, and gather."""
+    """Check the call on all ranks, look up its layout, and gather."""
     call, leaf, known = layouts.shard_of(call, original)
     leaf = plain(leaf)
     axes = replicated_axes(channel.mesh, call, leaf, known)
@@ -320,7 +320,7 @@ def _gather_shards(
 
 
 def _flags_of(edits: Edits) -> int:
-    """What rank 0 reports of its edits: two bits for each tensor."""
+    """Encode which edits changed a tensor, and which require grad: two bits for each tensor."""
     flags = 0
     for i, edited in enumerate(edits):
         if edited is not None:
@@ -330,7 +330,7 @@ def _flags_of(edits: Edits) -> int:
 
 
 def _saved(tensor: Tensor) -> tuple[Tensor, int]:
-    """As autograd saves a tensor where no hooks of its are set."""
+    """Save a tensor as autograd does where no saved-tensor hooks are set."""
     return tensor, tensor._version
 
 
@@ -346,8 +346,8 @@ def _unsaved(saved: tuple[Tensor, int]) -> Tensor:
 
 
 def _copied(leaf: Tensor) -> Tensor:
-    """A copy, in the graph, for the function to edit in place; never an inference tensor, so that
-    its version counts.
+    """Return a copy, in the graph, for the function to edit in place; never an inference tensor,
+    so that its version counter works.
     """
     if leaf.is_inference() or torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
@@ -360,8 +360,8 @@ def _gathered(
     part: Tensor,
     trip: Trip,
 ) -> Tensor:
-    """The full tensor by ``gather_in_graph``, and its record, in the dtype that the hook wants;
-    never an inference tensor, as in ``_copied``.
+    """Return the full tensor from ``gather_in_graph``, and set its record, in the dtype of the
+    hook; never an inference tensor, as in ``_copied``.
     """
     move = trip.move
     if move.is_whole and gather_in_graph is gather.gather and not part.requires_grad:

@@ -1,4 +1,4 @@
-"""What is known of the tensors that hooks meet in a forward."""
+"""The evidence of how the tensors of hooks are placed, collected during a forward."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from flex_model.layouts.follow import UNKNOWN, Follower, Pair
 
 @dataclass(eq=False)
 class Evidence:
-    """What is known of how one tensor of a hook is placed.
+    """The evidence of how one tensor of a hook is placed.
 
     Attributes:
-        key: Of its forward; None outside of forwards of the wrapped model.
-        pair: Placements along dp and tp; of a followed forward once the ranks have compared it.
-        gradient: Those of its gradient, where they are known without its backward.
-        obstacles: By axis that is not known: the operation at which that began.
-        follower: Of its forward, as long as that goes on.
-        graph: Of its forward, if that was followed: it follows the backward too.
-        value: What stands for the tensor in it; ``edited`` for what a hook put in its place.
-        is_passing: Whether a gradient was settled by a part of its backward.
+        key: The key of its forward; None outside of forwards of the wrapped model.
+        pair: Placements along dp and tp; for a followed forward, after the ranks compared it.
+        gradient: Placements of its gradient, where they are inferred without the backward.
+        obstacles: By axis without known placement: the operation where the proof fails.
+        follower: The follower of its forward, while that runs.
+        graph: The follower of its forward, if it was followed, which follows the backward too.
+        value: The follower's value for the tensor; ``edited``: that of a hook's replacement.
+        is_passing: Whether the gradient's placement was inferred from a part of its backward only.
     """
 
     key: int | None = None
@@ -41,13 +41,13 @@ class Evidence:
     obstacles: dict[str, str] = field(default_factory=dict)
 
     def move_to(self, edge: Tensor) -> None:
-        """The gradient that counts is that of this tensor, which goes on in its place. Local."""
+        """Infer the gradient of this tensor, which replaces the hooked one, from now on. Local."""
         if self.graph is not None:
             self.value = self.graph.value(edge)
 
     @property
     def current(self) -> Any:
-        """What stands for the tensor that the model goes on with."""
+        """The follower's value for the tensor that the model continues with."""
         return self.value if self.edited is None else self.edited
 
     @property
@@ -57,14 +57,14 @@ class Evidence:
 
 @dataclass(eq=False)
 class Forward:
-    """The forward of the wrapped model that goes on.
+    """The running forward of the wrapped model.
 
     Attributes:
-        depth: Of the wrapped module's calls inside itself.
-        states: Of its arguments those that are objects which it may change, such as caches.
+        depth: Depth of the wrapped module's calls inside itself.
+        states: Those of its arguments that are objects which it may change, such as caches.
         numbers: By registration index: how often the hook was called.
-        layouts: Of a forward that is not followed: those of the one that was.
-        seen: Of a followed one: what hooks met, for the layouts to remember.
+        layouts: Of a forward that is not followed: the layouts of the earlier one that was.
+        seen: Of a followed forward: the evidence of each hook call, to be cached as layouts.
         parameters: Hooks on gradients of parameters.
     """
 

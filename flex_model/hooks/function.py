@@ -1,4 +1,4 @@
-"""HookFunction: what the user wants to see or edit, at one module."""
+"""HookFunction: what to record or edit, and at which module."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from flex_model.selection import Select
 if TYPE_CHECKING:
     from flex_model.hooks.registration import Registration
 
-# Of one tensor; of several, with tuples of them in the tensor's place.
+# For one tensor; for several, tuples of tensors are passed and returned.
 EditingFunction = Callable[[nn.Module | None, Any, Namespace, nn.ModuleDict], Any]
 
-_MAX_TENSORS = 8  # rank 0 tells of an edit in 16 bits
+_MAX_TENSORS = 8  # rank 0 describes the results of an edit in 16 bits
 
 #: The kinds of hooks, named as in ``create_hook_group(hook_type=...)``.
 KINDS = ("forward", "forward_pre", "full_backward", "full_backward_pre", "tensor")
 
 
 class HookFunction:
-    """See, and if you like edit, one full tensor of a model that may run sharded.
+    """Records, and optionally edits, one full tensor of a model that may run sharded.
 
     Example::
 
@@ -36,44 +36,44 @@ class HookFunction:
         flex.register_forward_hook(HookFunction("model.layers.3.mlp", editing_function=halve))
 
     Args:
-        module_name: The module, as ``named_modules`` of the wrapped model says it, with or without
-            the names that DDP, FSDP and their like put in between; ``""`` is the model itself. A
+        module_name: The module's name in ``named_modules`` of the wrapped model, with or without
+            the names that DDP, FSDP and other wrappers insert; ``""`` is the model itself. A
             parameter's name for ``register_hook``.
         expected_shape: Shape of the full tensor, to be checked; None for sizes that are not. It
-            settles no layout: what is not proven is stated with ``placements`` or
-            ``FlexModel.annotate_layout``. Rows of the batch are those of all data-parallel ranks.
+            determines no layout: what is not proven is stated with ``placements`` or
+            ``FlexModel.annotate_layout``. The batch dim counts rows of all data-parallel ranks.
         editing_function: ``(current_module, inputs, save_ctx, modules) -> Tensor | None``.
             ``inputs`` is the full tensor, a plain ``torch.Tensor``, the same on every rank. It may
             be edited in place, returned, or replaced by a tensor of its shape, dtype and device;
-            None means "what was done in place, if anything". Changes are seen by the tensor's
-            version counter: writes through ``.data`` or ``.numpy()`` are not seen. The function
+            None means that only changes made in place count. They are detected by the tensor's
+            version counter: writes through ``.data`` or ``.numpy()`` are not. The function
             runs as single-threaded code on every rank (or on rank 0, ``edit_on="rank0"``), with the
             same random state, and must call no collective. ``current_module`` is None for
             parameters' gradients; its weights may be shards: name those that are needed in
             ``parameters``.
-        unpack_idx: Which tensor: they are counted depth first through tuples, lists, dicts, named
-            tuples, dataclasses, model outputs and registered types; for pre-hooks through the
+        unpack_idx: Which tensor. Tensors are counted depth first through tuples, lists, dicts,
+            named tuples, dataclasses, model outputs and registered types; for pre-hooks through the
             positional, then the keyword arguments; for backward hooks through the tensors of the
-            forward whose gradients are meant. Several, as ``(0, 2)``: the function gets a tuple of
+            forward whose gradients they get. Several, as ``(0, 2)``: the function gets a tuple of
             these tensors and returns one, with None for what it leaves as it is, or None; records
             are in ``output_ptr["name[0]"]`` and ``output_ptr["name[2]"]``; ``expected_shape`` is a
-            list of one shape for each. Gradients of several may be seen, and edited by one hook
+            list of one shape for each. Gradients of several may be recorded, and edited by one hook
             each.
         output_name: Key of the record in ``output_ptr`` (default: ``module_name``).
         select: The part of the tensor that is needed (``flex_model.Select``): only that is moved,
-            handed over and recorded, and an edit of it goes back to its place. Of several tensors:
-            one for all, or a list of one for each.
+            passed to the function and recorded, and an edit of it is put back in its place. Of
+            several tensors: one for all, or a list of one for each.
         placements: How the tensor is placed over the ranks, where that can't be proven: a dict by
             axis, such as ``{"tp": Shard(2)}``, of placements of ``torch.distributed.tensor``. As
-            ``FlexModel.annotate_layout``, for this hook's own tensor: of a hook on gradients, for
-            the gradient. Against a proof it is an error.
-        record: Whether tensors are recorded in ``output_ptr``. An edit alone is faster: a copy of
-            each tensor is neither made nor kept.
+            ``FlexModel.annotate_layout``, for this hook's own tensor: the gradient, for a hook on
+            gradients. One that contradicts a proof is an error.
+        record: Whether tensors are recorded in ``output_ptr``. Without it an edit is faster: no
+            copy of the tensor is made or kept.
         parameters: Names of parameters of the wrapped model that the function needs in full; they
             are in ``hook_function.parameters[name]`` while it runs, detached.
 
     Attributes:
-        save_ctx, modules: Those of the FlexModel it is registered with; None before.
+        save_ctx, modules: Those of the FlexModel that it is registered with; None before.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, a negative ``unpack_idx`` or size, or
@@ -189,46 +189,46 @@ class HookFunction:
         return f"HookFunction({', '.join(parts)})"
 
 
-def _check_indices(given: object, indices: tuple[object, ...]) -> None:
+def _check_indices(value: object, indices: tuple[object, ...]) -> None:
     if not indices or any(isinstance(i, bool) or not isinstance(i, int) for i in indices):
         raise TypeError(
-            f"HookFunction: unpack_idx must be an int, or several of them, got {given!r}"
+            f"HookFunction: unpack_idx must be an int, or several of them, got {value!r}"
         )
     if any(isinstance(i, int) and i < 0 for i in indices):
-        raise ValueError(f"HookFunction: unpack_idx counts from 0, got {given}")
+        raise ValueError(f"HookFunction: unpack_idx counts from 0, got {value}")
     if len(indices) > _MAX_TENSORS:
         raise ValueError(
             f"HookFunction: unpack_idx names {len(indices)} tensors, and one call can edit "
             f"{_MAX_TENSORS} at most; register several HookFunctions"
         )
     if len(set(indices)) < len(indices):
-        raise ValueError(f"HookFunction: unpack_idx names a tensor twice, {given}; name it once")
+        raise ValueError(f"HookFunction: unpack_idx names a tensor twice, {value}; name it once")
 
 
-def _names_of_parameters(given: object) -> tuple[str, ...]:
-    names = (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+def _names_of_parameters(value: object) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
     if not all(isinstance(name, str) for name in names):
         raise TypeError(
-            f"HookFunction: parameters must be names of parameters, got {given!r}; example: "
+            f"HookFunction: parameters must be names of parameters, got {value!r}; example: "
             '("lm_head.weight",)'
         )
     return names
 
 
-def _for_each(given: Any, several: bool, indices: tuple[object, ...], what: str) -> Sequence[Any]:
-    """What is given for each tensor, where it is a list for several."""
-    if not several or given is None:
-        return [given] * len(indices)
-    if not isinstance(given, Sequence) or len(given) != len(indices):
+def _for_each(value: Any, several: bool, indices: tuple[object, ...], what: str) -> Sequence[Any]:
+    """Return one value per tensor, from a list if there are several tensors, else repeated."""
+    if not several or value is None:
+        return [value] * len(indices)
+    if not isinstance(value, Sequence) or len(value) != len(indices):
         raise ValueError(
             f"HookFunction: {what} must have one entry for each tensor of unpack_idx={indices}, "
-            f"{len(indices)}, got {given!r}"
+            f"{len(indices)}, got {value!r}"
         )
-    return list(given)
+    return list(value)
 
 
 def name_of(editing_function: object) -> str:
-    """For messages: as it shows itself, or what it is."""
+    """Return a name for messages: the qualified name, a custom ``repr``, or the type's name."""
     name = getattr(editing_function, "__qualname__", None)
-    shows_itself = type(editing_function).__repr__ is not object.__repr__
-    return name or (repr(editing_function) if shows_itself else type(editing_function).__name__)
+    has_repr = type(editing_function).__repr__ is not object.__repr__
+    return name or (repr(editing_function) if has_repr else type(editing_function).__name__)

@@ -1,9 +1,9 @@
-"""The graphs that a wrap's runs made. The backward of a graph has the hooks of the forward that
-built it, whatever became of them since: removed, not chosen any more, or the wrapper is gone.
+"""The autograd graphs that a FlexModel's runs made. The backward of a graph calls the hooks of the
+forward that built it, even if they were removed or deselected since, or the FlexModel is gone.
 
-A graph says itself that its backward begins: nodes of the model's outputs, and the edges of
+A graph reports itself when its backward begins: nodes of the model's outputs, and the edges of
 backward hooks, hold its ``Graph``, which lives as long as they do. So do all nodes of a forward
-that may be computed once more (activation checkpointing): a backward may begin at any tensor of it.
+that may be recomputed (activation checkpointing): a backward may begin at any tensor of it.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 class Graph:
     """A part of the graph of one run.
 
-    It refers to the wrap weakly as long as the wrapper lives, and to hooks as long as they are
-    registered: what an editing function keeps may be a part of the graph itself, and no garbage
-    collector sees a cycle that goes through autograd's nodes.
+    It refers to the ``Graphs`` weakly while the FlexModel lives, and to hooks only if they were
+    removed: an editing function may keep a part of the graph itself, and no garbage collector sees
+    a cycle that goes through autograd's nodes.
 
     Attributes:
-        run: Whose graph it is.
+        run: The run that made it.
         removed: Its hooks that were removed since.
-        owner: The core, when the wrapper is gone.
-        is_used: Whether its backward has been, and its memory been given back.
-        outputs: Of a graph whose nodes all hold it: the outputs that no backward came to yet, by
-            number; a pass that began inside has not given back all of its memory.
-        entered: Those that the pass came to that goes on.
+        owner: The core, after the FlexModel is gone.
+        is_used: Whether its backward has run, and freed its memory.
+        outputs: Of a graph whose nodes all hold it: the numbers of the outputs that no backward has
+            reached yet; a pass that began inside the model has not freed all of its memory.
+        entered: The outputs that the running pass has reached.
     """
 
     __slots__ = (
@@ -56,21 +56,21 @@ class Graph:
         self._graphs = weakref.ref(graphs)
 
     def enter(self, *grads: object) -> None:
-        """A backward comes to this graph; as often as one likes. What autograd calls."""
+        """Report that a backward reaches this graph; autograd calls it, any number of times."""
         graphs = self._graphs()
         if graphs is not None:
             graphs.enter(self)
 
     def enter_at(self, output: int, *grads: object) -> None:
-        """As ``enter``, at an output."""
+        """Report that a backward reaches this graph at an output."""
         self.entered.add(output)
         self.enter()
 
     def passed(self, frees: bool) -> None:
-        """A backward pass that came to this graph ended well.
+        """Update the state after a backward pass that reached this graph and ended well.
 
         Args:
-            frees: Whether it gave the memory back.
+            frees: Whether the pass freed the memory of the graph.
         """
         if frees:
             self.outputs -= self.entered
@@ -85,10 +85,10 @@ class Graph:
 
 
 class Graphs:
-    """Of one wrap.
+    """The graphs of a FlexModel.
 
     Args:
-        on_end: Called, when the wrapper is gone, as soon as no graph needs anything of it. Local.
+        on_end: Called when the FlexModel is gone and no graph needs the core any more. Local.
     """
 
     def __init__(self, table: HookTable, runs: RememberedRuns, on_end: Callable[[], None]) -> None:
@@ -97,16 +97,16 @@ class Graphs:
         self._on_end = on_end
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self._served: weakref.WeakValueDictionary[int, _Served] = weakref.WeakValueDictionary()
-        self._is_left = False  # the wrapper is gone
+        self._is_left = False  # the FlexModel is gone
 
     def add(self, run: RunContext) -> Graph:
-        """One more, as long as somebody holds it."""
+        """Make a graph, which lives as long as an autograd node holds it."""
         graph = Graph(run, self)
         self._graphs.add(graph)
         return graph
 
     def watch(self, run: RunContext, output: Any) -> None:
-        """The backward passes that begin at an output, or come to it from behind it. Local."""
+        """Watch for backward passes that begin at an output, or reach it from behind. Local."""
         if not torch.is_grad_enabled():
             return
         nodes = [leaf.grad_fn for leaf in _C.flatten(output)[0] if leaf.grad_fn is not None]
@@ -121,14 +121,14 @@ class Graphs:
                 node.register_prehook(graph.enter)
 
     def keep(self, registrations: Sequence[Registration]) -> None:
-        """Hooks are about to be removed; graphs that were made with them hold them from now on."""
+        """Make graphs keep hooks of theirs that are about to be removed."""
         for graph in list(self._graphs):
             if not graph.is_used:
                 own = [r for r in registrations if r.index in graph.run.active]
                 graph.removed.extend(own)
 
     def leave(self, core: object) -> None:
-        """The wrapper is gone: its graphs hold the core from now on, which ends with them."""
+        """The FlexModel is gone: its unused graphs keep the core alive from now on."""
         self._is_left = True
         for graph in list(self._graphs):
             if not graph.is_used:
@@ -137,7 +137,7 @@ class Graphs:
         self.ended()
 
     def ended(self) -> None:
-        """Call ``on_end`` if nothing is served any more."""
+        """Call ``on_end`` if the FlexModel is gone and no graph needs the core."""
         if not self._is_left or self._served:
             return
         if _is_exiting or all(graph.is_used for graph in list(self._graphs)):
@@ -145,10 +145,8 @@ class Graphs:
             _left.discard(self)
             self._on_end()
 
-    # Backward.
-
     def enter(self, graph: Graph) -> None:
-        """A backward comes to a graph: its hooks that are gone are there until the pass ends."""
+        """Install the missing hooks of a graph that a backward reaches, until the pass ends."""
         task = backward_task()
         if task == -1:
             return
@@ -160,14 +158,14 @@ class Graphs:
             return
         served.graphs.append(graph)
         self._runs.serve(graph.run)
-        there = self._table.active.union(r.index for r in served.put_back)
-        missing = graph.run.active - there
+        present = self._table.active.union(r.index for r in served.put_back)
+        missing = graph.run.active - present
         if not missing:
             return
         known = {registration.index: registration for registration in self._table.registrations}
         known.update((registration.index, registration) for registration in graph.removed)
         found = [known[index] for index in sorted(missing & known.keys())]
-        # Of parameters, the hooks of the last run are chosen, until the wrapper is gone.
+        # For parameters, the hooks of the last run stay active while the FlexModel lives.
         acts = [
             r for r in found if (self._is_left if r.kind == "tensor" else r.edits or r.is_backward)
         ]
@@ -175,7 +173,7 @@ class Graphs:
         served.put_back += acts
 
     def left(self, served: _Served) -> None:
-        """A pass is over, or was left in its middle."""
+        """Remove what was installed for a pass that ended or was aborted."""
         del self._served[served.task]
         self._table.take_off(served.put_back)
         for graph in served.graphs:
@@ -184,11 +182,11 @@ class Graphs:
 
 
 class _Served:
-    """One backward pass, alive as long as autograd's task of it.
+    """One backward pass; it lives as long as autograd's task of the pass.
 
     Attributes:
-        graphs: That it came to.
-        put_back: Hooks that are there for it.
+        graphs: The graphs that it has reached.
+        put_back: The hooks that are installed for it.
     """
 
     def __init__(self, graphs: Graphs, task: int) -> None:
@@ -199,7 +197,7 @@ class _Served:
         self._frees = not torch._C._autograd._get_current_graph_task_keep_graph()
 
     def ended(self) -> None:
-        """The pass ended well: what it came to is used up, if its memory was not kept."""
+        """Mark the graphs of a pass that ended well as used, if their memory was freed."""
         for graph in self.graphs:
             graph.passed(self._frees)
 
@@ -208,15 +206,15 @@ class _Served:
 
 
 def is_in_checkpoint() -> bool:
-    """Whether what runs may be computed once more in backward, if its graph is built at all: a
-    checkpoint runs without one, or has what is saved for it made again.
+    """Return whether the running code may be recomputed in backward, if its graph is built at all:
+    a checkpoint runs it without a graph, or recomputes the tensors saved for it.
     """
     saved_by = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return not torch.is_grad_enabled() or saved_by is not None
 
 
 def _nodes_inside(run: RunContext, outputs: Sequence[Any]) -> Iterator[Any]:
-    """The nodes behind these that were made during the run."""
+    """Yield the nodes that lead to these outputs and were made during the run."""
     seen, pending = set(outputs), list(outputs)
     while pending:
         for node, _ in pending.pop().next_functions:
@@ -226,12 +224,12 @@ def _nodes_inside(run: RunContext, outputs: Sequence[Any]) -> Iterator[Any]:
                 yield node
 
 
-_left: weakref.WeakSet[Graphs] = weakref.WeakSet()  # whose wrappers are gone
+_left: weakref.WeakSet[Graphs] = weakref.WeakSet()  # those whose FlexModel is gone
 _is_exiting = False
 
 
 def _exit() -> None:
-    """No backward comes any more."""
+    """End all graphs: the interpreter exits, and no backward will run."""
     global _is_exiting
     _is_exiting = True
     for graphs in list(_left):

@@ -1,4 +1,4 @@
-"""Named sets of hooks. Every registered hook is in "all"."""
+"""Named groups of hooks. Every registered hook is in "all"."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Members = Sequence[HookFunction] | HookFunction | str | re.Pattern
 
 
 class HookGroups:
-    """Which hook is in which group. The dispatcher keeps the sets; here they have names.
+    """The names of groups and the hooks in them; the dispatcher keeps the sets by number.
 
-    A group that lost its last hook stays, empty: whoever chooses it chooses no hook.
+    A group that lost its last hook stays, empty: choosing it chooses no hook.
     """
 
     def __init__(self) -> None:
         self._ids: dict[str, int] = {ALL: 0}
         self._next_id = 1
-        # Of a function on several tensors of a site: one for each.
+        # A function on several tensors of a site has a registration for each.
         self._registrations: dict[HookFunction, Sequence[Registration]] = {}
 
     def __contains__(self, group: str) -> bool:
@@ -62,8 +62,8 @@ class HookGroups:
         return self._ids[group]
 
     def ids(self, groups: str | Iterable[str], strict: bool = True) -> list[int]:
-        """Numbers of groups. ValueError for an unknown one, with the nearest names; left out if not
-        ``strict``.
+        """Return the numbers of groups. An unknown one is a ValueError with the nearest names, or
+        left out if not ``strict``.
         """
         return [self._id(group) for group in as_names(groups) if strict or group in self._ids]
 
@@ -76,7 +76,7 @@ class HookGroups:
         return self._ids[group]
 
     def of(self, hook_function: HookFunction) -> set[str]:
-        """Names of a hook's groups. ValueError if it is not registered here."""
+        """Return the names of a hook's groups. ValueError if it is not registered here."""
         hook = self._hook(hook_function)
         return {group for group, number in self._ids.items() if hook.has(number)}
 
@@ -90,12 +90,12 @@ class HookGroups:
         return self._registrations[hook_function][0].hook
 
     def members(self, group: str) -> list[HookFunction]:
-        """The hooks of a group, in the order of their registration."""
+        """Return the hooks of a group, in the order of their registration."""
         number = self._id(group)
         return [function for function in self._registrations if self._hook(function).has(number)]
 
     def update(self, members: Members, group: str) -> list[HookFunction]:
-        """Put registered hooks into a group, new or not; returns them."""
+        """Add registered hooks to a group, new or not; return them."""
         check_name(group)
         functions = self._select(members)
         for function in functions:
@@ -103,7 +103,7 @@ class HookGroups:
         return functions
 
     def remove(self, members: Members, group: str) -> list[HookFunction]:
-        """Take hooks out of a group; returns those that were in it."""
+        """Remove hooks from a group; return those that were in it."""
         if group == ALL:
             raise ValueError(
                 'remove_hook_groups: every registered hook is in "all"; choose other groups for '
@@ -113,7 +113,7 @@ class HookGroups:
         number = self._id(group)
         functions = [f for f in self._select(members) if self._hook(f).has(number)]
         if not functions:
-            raise ValueError(f"remove_hook_groups: none of the hooks given is in group {group!r}")
+            raise ValueError(f"remove_hook_groups: none of these hooks is in group {group!r}")
         for function in functions:
             for registration in self._registrations[function]:
                 registration.hook.untag(number)
@@ -145,7 +145,7 @@ class HookGroups:
 
 
 def as_names(groups: str | Iterable[str]) -> list[str]:
-    """One name or several, as a list. TypeError for anything else."""
+    """Return one name or several as a list. TypeError for anything else."""
     if isinstance(groups, str):
         return [groups]
     if not isinstance(groups, Iterable):
@@ -165,7 +165,7 @@ def check_name(group: object) -> None:
 
 
 def matches(pattern: str | re.Pattern, name: str) -> bool:
-    """A substring, or a regex that is found somewhere in the name."""
+    """Return whether the name contains a substring, or a match of a regex."""
     return pattern in name if isinstance(pattern, str) else pattern.search(name) is not None
 
 

@@ -1,5 +1,5 @@
-"""Finds the layout of a hook's tensor: cached under what all ranks hold, else resolved from what is
-proven or stated.
+"""Finds the layout of a hook's tensor: from a cache keyed by what all ranks hold, or by resolving
+what is proven or stated.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _REMEMBERED_MOVES = 128  # per hook: generation may bring a new shape with every
 
 
 class HookLayouts:
-    """The layouts of hooks' tensors and of their gradients, of one FlexModel."""
+    """Finds the layouts of hooks' tensors and of their gradients, for one FlexModel."""
 
     def __init__(self, channel: Channel, tracking: Tracking) -> None:
         self._channel, self._mesh, self._tracking = channel, channel.mesh, tracking
 
     def shard_of(self, call: Call, leaf: Any) -> tuple[Call, Tensor, ShardLayout | None]:
-        """This rank's plain tensor, in the graph, and what a DTensor tells: the whole layout, or
-        along the axes that its mesh has.
+        """Return this rank's plain tensor, in the graph, and the layout that a DTensor states: the
+        whole one (the third value), or along the axes of its mesh (in the call).
         """
         leaf, stated, known = dtensor.plain_and_stated(leaf, self._mesh, call.describe())
         if stated != call.stated:
@@ -54,7 +54,7 @@ class HookLayouts:
         return call, leaf, known
 
     def pick_of_full(self, call: Call, leaf: Tensor) -> Pick | None:
-        """One rank: the tensor is full, and ``expected_shape`` must say so; what is selected."""
+        """With one rank: check the full tensor's ``expected_shape``; return its selection."""
         registration = call.registration
         if registration.expected_shape is None and registration.select is None:
             return None
@@ -68,9 +68,7 @@ class HookLayouts:
         known: ShardLayout | None,
         shard: Tensor,
     ) -> Move:
-        """The plan of the gather for what all ranks hold, cached; collective where the layout is
-        new.
-        """
+        """Return the gather's plan for these shapes, cached. Collective where the layout is new."""
         registration, forward = call.registration, call.evidence.key
         if known is not None and (registration.is_backward or registration.kind == "tensor"):
             self._check_mixed(call)
@@ -107,8 +105,8 @@ class HookLayouts:
         return move
 
     def _check_mixed(self, call: Call) -> None:
-        """ValueError where a DTensor's gradient is that of a loss that is not the unsharded
-        model's. The same on every rank.
+        """ValueError where a DTensor's gradient may differ from the unsharded model's. The same on
+        every rank.
         """
         of_parameter = call.registration.kind == "tensor"
         key = None if of_parameter else call.evidence.key
@@ -117,17 +115,17 @@ class HookLayouts:
             raise agreed(
                 ValueError(
                     f"{call.registration.layout_site.name}: the gradient is not known to be the "
-                    f"unsharded model's: at {where}, ranks made something of their parts alone "
-                    "where the unsharded program needs all of them, and a DTensor was made of it; "
-                    "give that operation the whole tensor, or state the layout of what is made "
-                    "there with annotate_layout"
+                    f"unsharded model's: at {where}, ranks combined only their parts where the "
+                    "unsharded program needs all of them, and a DTensor was made of the result; "
+                    "pass that operation the whole tensor, or state the layout of its result with "
+                    "annotate_layout"
                 )
             )
 
     def _layout(
         self, call: Call, shapes: Sequence[Shape], known: ShardLayout | None, shard: Tensor
     ) -> ShardLayout:
-        """How the tensor is placed, by what is proven or stated on all ranks. Collective."""
+        """Resolve the placements from what all ranks have proven or stated. Collective."""
         registration, mesh = call.registration, self._mesh
         site = registration.layout_site
         proven = call.evidence.placements
@@ -175,10 +173,10 @@ class HookLayouts:
         grad: Tensor,
         prints: values.Fingerprints,
     ) -> ShardLayout:
-        """How the gradient of a tensor of this layout is placed. Collective.
+        """Infer how the gradient of a tensor of this layout is placed. Collective.
 
         Args:
-            own: By axis, what a DTensor or the user says of the gradient itself.
+            own: By axis, the placements that a DTensor or the user states for the gradient itself.
         """
         is_parameter = call.registration.kind == "tensor"
         proven = dict(zip(AXES, self._proven_gradient(call)))
@@ -204,7 +202,7 @@ class HookLayouts:
         return resolve.order_axes(site, found, self._mesh, are_both_stated=len(own) == len(AXES))
 
     def _check_replicas(self, call: Call, axis: str) -> None:
-        """Ranks that share a parameter hold the same values. Collective.
+        """Check that ranks that share a parameter hold the same values. Collective.
 
         Raises:
             ValueError: they don't. On every rank.
@@ -231,11 +229,11 @@ class HookLayouts:
     def _of_replicas(
         self, call: Call, axis: str, proven: Placement | None, grad: Tensor | None, is_equal: bool
     ) -> Placement:
-        """How the ranks along ``axis`` that hold one tensor hold its gradient: each the whole, or
-        parts of a sum. Collective.
+        """Return how ranks along ``axis`` that hold one tensor hold its gradient: each in full, or
+        as partial sums. Collective.
 
         Raises:
-            ValueError: it is not known; a whole one is not the same on all ranks. On every rank.
+            ValueError: it is not known, or full gradients differ between ranks. On every rank.
         """
         placement = self._known(call, axis, proven)
         if placement == Replicate() and grad is not None and not is_equal:
@@ -243,7 +241,7 @@ class HookLayouts:
         return placement
 
     def _known(self, call: Call, axis: str, proven: Placement | None) -> Placement:
-        """A gradient's placement, which all ranks have proven alike, or none has.
+        """Return a gradient's placement, which all ranks have proven alike, or none has.
 
         Raises:
             ValueError: none has. On every rank.
@@ -254,7 +252,7 @@ class HookLayouts:
         raise agreed(
             ValueError(
                 f"{call.registration.layout_site.name}: how the ranks along {axis} hold the "
-                "gradient, each the whole, a shard or a part of a sum, is not known"
+                "gradient (Replicate, Shard or Partial) is not known"
                 f"{f' ({why})' if why else ''}; state the layout of what is made there with "
                 "annotate_layout, or that of the gradient, for a hook on it, with "
                 f'HookFunction(placements={{"{axis}": Replicate()}}), Partial() or Shard(dim)'
@@ -267,7 +265,7 @@ class HookLayouts:
         return self._tracking.gradient_obstacle(call.evidence, axis)
 
     def _check_mean(self, call: Call, proven: Placement | None) -> None:
-        """The ranks' mean along dp is a parameter's gradient if each has its part of the sum.
+        """Check that the mean along dp is a parameter's gradient: each rank has a partial sum.
 
         Raises:
             ValueError: that is not known, or not so. The same on every rank.
@@ -286,19 +284,19 @@ class HookLayouts:
         )
 
     def of_edit_gradient(self, call: Call, grad: Tensor | None, layout: ShardLayout) -> Placement:
-        """How the ranks along tp hold the gradient of what an edit is given and hands on, of which
-        the tensor is placed as ``layout`` says. That of a DTensor's local part comes placed as the
-        DTensor is. Collective.
+        """Return how the ranks along tp hold the gradient of an edit's input and output, whose
+        tensor has this ``layout``. The gradient of a DTensor's local part is placed as the DTensor
+        is. Collective.
 
         Raises:
             ValueError: it is not known along an axis. On every rank.
         """
-        asked = [axis for axis, own in zip(AXES, call.stated) if own is None]
-        proven = dict(zip(AXES, self._tracking.prove_gradient(call.evidence) if asked else ()))
-        for axis in asked:
+        inferred = [axis for axis, own in zip(AXES, call.stated) if own is None]
+        proven = dict(zip(AXES, self._tracking.prove_gradient(call.evidence) if inferred else ()))
+        for axis in inferred:
             if self._size(axis) > 1 and (axis == "dp" or not isinstance(layout.tp, Replicate)):
                 self._known(call, axis, proven[axis])
-        if "tp" not in asked or self._size("tp") == 1 or not isinstance(layout.tp, Replicate):
+        if "tp" not in inferred or self._size("tp") == 1 or not isinstance(layout.tp, Replicate):
             return Replicate()
         is_equal = True
         if grad is not None:
@@ -312,7 +310,7 @@ class HookLayouts:
         return mesh.dp_size if axis == "dp" else mesh.tp_size
 
     def _of_recomputed(self, call: Call, key: tuple[object, ...]) -> Move | None:
-        """What the forward that is computed once more used, whichever call of it this is."""
+        """Return the plan that the recomputed forward used, whichever of its calls this is."""
         registration = call.registration
         found = [
             move
@@ -322,9 +320,9 @@ class HookLayouts:
         if any(move.layout != found[0].layout for move in found):
             raise agreed(
                 HookError(
-                    f"{call.describe()}: the module was called with tensors that are split in "
-                    "different ways, and which of its calls is computed once more in backward is "
-                    "not known; do without checkpointing there, or hook another module"
+                    f"{call.describe()}: the module was called with tensors of different layouts, "
+                    "and which of its calls is recomputed in backward is not known; do without "
+                    "checkpointing there, or hook another module"
                 )
             )
         return found[0] if found else None
@@ -336,7 +334,7 @@ def _first_known(first: Pair, second: Pair) -> Pair:
 
 
 def _agreed(pair: Pair, table: Sequence[Sequence[int]]) -> Pair:
-    """What all ranks have proven alike; ``table``: hashes of their placements, by rank."""
+    """Return the placements that all ranks have proven alike; ``table``: their hashes by rank."""
     dp, tp = (
         placement if all(row[i] == table[0][i] for row in table) else None
         for i, placement in enumerate(pair)
@@ -345,7 +343,7 @@ def _agreed(pair: Pair, table: Sequence[Sequence[int]]) -> Pair:
 
 
 def _of_activation(stated: Mapping[str, Placement], proven: Pair) -> dict[str, Placement]:
-    """What a statement of a gradient says of its tensor: how that is split, and that it is not."""
+    """Return the placements of a tensor that follow from those stated for its gradient."""
     known = dict(zip(AXES, proven))
     return {
         axis: placement if isinstance(placement, Shard) else Replicate()

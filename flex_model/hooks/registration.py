@@ -1,6 +1,4 @@
-"""A HookFunction that is registered: at which site, in which groups, with which layouts found so
-far.
-"""
+"""A registered HookFunction: its site, its groups, and the layouts found so far."""
 
 from __future__ import annotations
 
@@ -27,11 +25,11 @@ if TYPE_CHECKING:
 @dataclass(eq=False)
 class Joint:
     """Several tensors of one site that one call edits. Their hooks are called one after another,
-    and each but the last only keeps what it gathered.
+    and all but the last only keep what they gathered.
 
     Attributes:
-        indices: Which tensors, in the order of their hooks.
-        gathered: By batch (see ``RunContext``): what the call gets, so far.
+        indices: The ``unpack_idx`` of each tensor, in the order of their hooks.
+        gathered: By batch (see ``RunContext``): the inputs of the call gathered so far.
     """
 
     indices: tuple[int, ...]
@@ -47,26 +45,28 @@ class Registration:
     """One HookFunction at one tensor of a site.
 
     Attributes:
-        given: What the user registered: the function itself, or one on several tensors of which
-            this is about one.
-        joint: Shared with the other tensors of its call; None where it edits just one.
+        given: The HookFunction that the user registered: the function itself, or the one on several
+            tensors that has it as a member.
+        joint: Shared with the other tensors of its call; None if the call edits just one.
         targets: The modules that stand for its site on this rank, or the parameter.
-        moment: When it meets the gradient of that.
-        index: Counts registrations of the wrap on this rank, removed ones included.
-        number: Among the hooks at one place: the same on every rank that has the same hooks now,
+        moment: When a parameter's hook gets the gradient.
+        index: Counts this rank's registrations with the FlexModel, removed ones included.
+        number: Counts the hooks at one place: the same on every rank that has the same hooks now,
             whatever it had before.
-        hook: The dispatcher's view of it (groups, activity).
-        clean_name: Of the module or parameter, without what wrappers put in: for messages.
-        site: Stands for it in headers: ranks that differ in any of it must not talk of one site.
+        hook: The dispatcher's object for it (groups, activity).
+        clean_name: Name of the module or parameter without wrappers' insertions, for messages.
+        site: The hash that identifies it in headers: ranks that differ in any part of it differ in
+            the hash.
         seed: Its part of the seeds of its calls: the same on any sharding.
-        moves: Plans by what all ranks hold: ``(call number, shapes, dtype, ...) -> Move``.
-        parameter: Of a hook on a parameter's gradient: what is stated of the parameter.
-        expected_shape: What the tensors handed to the hook must have: the function's, or in a
+        moves: Cached plans: ``(call number, shapes, dtype, ...) -> Move``.
+        parameter: Of a hook on a parameter's gradient: the placements stated for the parameter.
+        expected_shape: The required shape of tensors passed to the hook: the function's, or in a
             pipeline a micro-batch's part of it.
-        split_dim: In a pipeline: along which dim micro-batches divide the tensor; None: they don't.
-        places: Of the modules that it is at, on this rank.
-        writes: Whether the editing function has ever written to the full tensor that it was given;
-            None as long as it was not called.
+        split_dim: In a pipeline: the dim along which micro-batches split the tensor; None: they
+            don't.
+        places: The sites of its modules on this rank.
+        writes: Whether the editing function has ever written to its full tensor; None before its
+            first call.
     """
 
     hook_function: HookFunction
@@ -112,12 +112,12 @@ class Registration:
 
     @property
     def is_registered(self) -> bool:
-        """Whether it was not removed."""
+        """Whether it has not been removed."""
         return any(own is self for own in self.given._registrations)
 
     @property
     def living_targets(self) -> list[Any]:
-        """Those of its targets that are still there."""
+        """Those of its targets that still exist."""
         return [target for ref in self.targets if (target := ref()) is not None]
 
     @property
@@ -125,7 +125,7 @@ class Registration:
         return self.given.editing_function is not None
 
     def was_called(self, run: int) -> bool:
-        """Whether one of its modules was run in that run, and hooks there."""
+        """Whether one of its modules was called in that run, and its hooks there."""
         return any(place.last_run == run for place in self.places)
 
     @property
@@ -134,7 +134,7 @@ class Registration:
 
     @property
     def calls_function(self) -> bool:
-        """Whether the function is called where the hook is: of several tensors, at the last."""
+        """Whether its hook calls the function: of several tensors, the last one's does."""
         return self.joint is None or self.joint.indices[-1] == self.hook_function.unpack_idx
 
     @property
@@ -143,12 +143,12 @@ class Registration:
 
     @property
     def is_backward(self) -> bool:
-        """Whether it is about the gradient of an activation."""
+        """Whether it hooks the gradient of an activation."""
         return self.kind in ("full_backward", "full_backward_pre")
 
     @property
     def layout_site(self) -> Site:
-        """For messages about its tensor's layout."""
+        """The site as the layout resolver takes it."""
         kinds = {
             "forward": "forward",
             "full_backward_pre": "forward",
@@ -160,7 +160,7 @@ class Registration:
         return Site(self.describe(), self.name, kinds[self.kind], index, self.parameter)
 
     def leaf(self, tree: Any) -> Tensor:
-        """The tensor that the hook is about.
+        """Return the tensor that the hook is registered for.
 
         Raises:
             HookError: there is none.
@@ -184,41 +184,41 @@ class Registration:
         )
 
     def failure(self, error: BaseException) -> str:
-        """What to tell of an error that this hook's call ended in."""
+        """Return the message for an error of this hook's call."""
         text = str(error) if isinstance(error, HookError) else f"{type(error).__name__}: {error}"
         if self.describe() in text:
             return text
         return f"{self.describe()}: the editing function raised {text}"
 
     def note_writes(self, has_written: bool) -> None:
-        """The editing function was called, and has written to its tensor or not."""
+        """Record whether a call of the editing function wrote to its tensor."""
         self.writes = self.writes or has_written
 
     def check_movable(self, leaf: Tensor) -> None:
         """TypeError for tensors that are not plain strided ones."""
         kind = kind_of(leaf)
-        if kind and kind != "meta":  # which a dry run may be on
+        if kind and kind != "meta":  # a dry run may use meta tensors
             raise TypeError(
                 f"{self.describe()}: the tensor is {kind}, and only dense strided tensors can be "
                 "gathered; hook a module whose tensor is dense"
             )
 
     def describe(self) -> str:
-        """For messages: ``forward hook on 'layers.0.mlp'``."""
+        """Return the name for messages: ``forward hook on 'layers.0.mlp'``."""
         return describe_hook(self.clean_name, self.kind, self.hook_function.unpack_idx)
 
 
-@lru_cache(maxsize=1024)  # several times a call
+@lru_cache(maxsize=1024)  # called several times per hook call
 def describe_hook(name: str, kind: str, unpack_idx: int | tuple[int, ...]) -> str:
-    """As ``Registration.describe``."""
+    """Return the name of a hook for messages, as ``Registration.describe``."""
     kind = "parameter-gradient" if kind == "tensor" else kind.replace("_", "-")
     which = f", tensor {unpack_idx}" if unpack_idx else ""
     return f"{kind} hook on {name!r}{which}"
 
 
 class HookHandle:
-    """Returned by the ``register_*`` methods; ``remove()`` takes the hook off, as often as one
-    likes.
+    """Returned by the ``register_*`` methods; ``remove()`` removes the hook, repeated calls do
+    nothing.
 
     Also a context manager that removes the hook at its end.
     """
@@ -228,7 +228,7 @@ class HookHandle:
         self.hook_function = hook_function
 
     def remove(self) -> None:
-        """Take the hook off the model; it can be registered again. Local: call it on every rank."""
+        """Remove the hook; it can be registered again. Local: call it on every rank."""
         if self._remove is not None:
             remove, self._remove = self._remove, None
             remove()

@@ -1,5 +1,5 @@
-"""The runs of one wrap whose graphs may yet be run backward, and computed once more there
-(activation checkpointing).
+"""The runs of a FlexModel whose graphs may still run backward, and be recomputed there (activation
+checkpointing).
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ import torch
 
 from flex_model.hooks.context import OPEN, RunContext
 
-MOST = 64  # light ones: what they collected is gone from them
+MOST = 64  # they are small: their records are delivered and dropped
 
 
 class RememberedRuns:
-    """The last ``MOST`` runs, of which the number of an autograd node tells whose it is."""
+    """The last ``MOST`` runs; the sequence number of an autograd node identifies its run."""
 
     def __init__(self) -> None:
         self._runs: deque[RunContext] = deque(maxlen=MOST)
-        self._served: list[RunContext] = []  # those whose graphs a backward pass came to
-        self._replayed: tuple[int, RunContext] | None = None  # in which backward pass, and what
+        self._served: list[RunContext] = []  # those whose graphs a backward pass has reached
+        self._replayed: tuple[int, RunContext] | None = None  # backward pass, recomputed run
 
     def add(self, run: RunContext) -> None:
         self._runs.append(run)
 
     def begin(self, run: RunContext) -> None:
-        """As ``add``, of one that no backward pass is about."""
+        """Add a run that begins, outside of any backward pass."""
         self.add(run)
         self._replayed = None
 
     def serve(self, run: RunContext) -> None:
-        """A backward pass came to a graph of this run, however long that is ago."""
+        """Keep a run, however old, while a backward pass computes its graph."""
         self._served.append(run)
 
     def unserve(self, run: RunContext) -> None:
-        """That pass is over."""
+        """End ``serve``: the pass is over."""
         self._served.remove(run)
 
     def forget(self) -> None:
@@ -44,19 +44,19 @@ class RememberedRuns:
 
     @property
     def last(self) -> RunContext | None:
-        """The last one of this wrap; not that of a batch, of which there are several."""
+        """The last run of this FlexModel, except batches of sequential runs."""
         return next((run for run in reversed(self._runs) if run.save_ctx is None), None)
 
     @property
     def last_node(self) -> int:
-        """Of the runs that are over: the number after that of their last node."""
+        """The number after that of the last node of all runs that are over."""
         return max((run.last_node for run in self._runs if run.last_node < OPEN), default=0)
 
     def of_backward(self, is_in_run: bool, lone_run: Callable[[], RunContext]) -> RunContext | None:
-        """The run whose graph is being computed; None if it is not remembered.
+        """Return the run whose graph is being computed; None if it is not remembered.
 
         Args:
-            lone_run: Makes one for a part of the model that was called on its own.
+            lone_run: Makes a run for a part of the model that was called on its own.
         """
         node = torch._C._current_autograd_node()
         if node is None:
@@ -71,12 +71,12 @@ class RememberedRuns:
         if is_in_run or not self._runs or node._sequence_nr() < self.last_node:
             return None
         if self._replayed is not None and self._replayed[0] != backward_task():
-            return self._replayed[1]  # a checkpoint inside one that is being computed once more
+            return self._replayed[1]  # a checkpoint nested in one that is being recomputed
         return lone_run()
 
     def _note_replay(self, run: RunContext) -> None:
-        """A part of ``run`` is computed once more in the backward pass that goes on. Reentrant
-        checkpointing makes new nodes there, and runs a backward pass of theirs inside this one.
+        """Note that the running backward pass recomputes a part of ``run``. Reentrant checkpointing
+        makes new nodes there, and runs a nested backward pass on them.
         """
         task = backward_task()
         if self._replayed is None or self._replayed[0] != task:
@@ -90,5 +90,5 @@ class RememberedRuns:
 
 
 def backward_task() -> int:
-    """The number of the backward pass that goes on; -1 if there is none."""
+    """Return the number of the running backward pass; -1 if there is none."""
     return torch._C._current_graph_task_id()

@@ -1,5 +1,5 @@
-"""``save_ctx`` across ranks: what editing functions wrote on one rank is sent to others when a run,
-or a step of a pipeline, ends.
+"""Sends what editing functions wrote into ``save_ctx`` on one rank to others, when a run, or a step
+of a pipeline, ends.
 
 With ``edit_on="all"`` the ranks of a stage write the same, and nothing is sent. ``save_ctx_on``
 chooses the receivers of what only rank 0 wrote, or only one stage of a pipeline.
@@ -21,8 +21,7 @@ from flex_model.distributed.tensor_dicts import Description, describe, exchange_
 from flex_model.errors import HookError, agreed, see
 from flex_model.hooks.step import current_microbatch
 
-#: Attributes of one rank: as JSON can hold them, the tensors in them, and which of those are on a
-#: GPU.
+#: Attributes of one rank: as JSON, the tensors in them, and which of those are on a GPU.
 Encoded = tuple[dict[str, Any], list[Description], list[bool]]
 
 _DELETED = {"deleted": True}  # in the place of a value
@@ -32,13 +31,13 @@ _DELETED = {"deleted": True}  # in the place of a value
 
 
 def snapshot(context: Namespace) -> dict[str, Any]:
-    """The state of each attribute, for ``written``."""
+    """Return the state of each attribute, for ``written``."""
     return {name: _state(value) for name, value in vars(context).items()}
 
 
 def written(context: Namespace, before: dict[str, Any]) -> list[str]:
-    """Attributes that were added, deleted or changed since the snapshot, also in place; of a
-    pipeline's step, those that were set to the same value, too.
+    """Return the attributes that were added, deleted or changed since the snapshot, also in place;
+    after a pipeline's step, also those that were set to an equal value.
     """
     assigned = (context._flex_set or ()) if isinstance(context, StageContext) else ()
     after = snapshot(context)
@@ -47,8 +46,8 @@ def written(context: Namespace, before: dict[str, Any]) -> list[str]:
 
 
 def _state(value: Any) -> Any:
-    """Equal for equal values. An object that cannot be compared is equal to itself alone: its id
-    comes first, and the object after it keeps the id from being used again.
+    """Return a state that is equal for equal values. An object that cannot be compared is equal to
+    itself only: its id comes first, and the object after it keeps the id from being reused.
     """
     if isinstance(value, Tensor):
         if _is_hashed(value):
@@ -68,8 +67,8 @@ def _state(value: Any) -> Any:
 
 
 def _is_hashed(tensor: Tensor) -> bool:
-    """Whether changes show in a hash, also those by ``.data`` and numpy. To hash a tensor of a GPU
-    would wait for it: there the tensor's version shows them, if it has one.
+    """Return whether a hash detects changes, also those by ``.data`` and numpy. Hashing a tensor on
+    a GPU would synchronize: there the tensor's version detects them, if it has one.
     """
     return (
         type(tensor) in (Tensor, nn.Parameter)
@@ -84,7 +83,7 @@ def _is_hashed(tensor: Tensor) -> bool:
 
 
 def encoded(context: Namespace, names: Sequence[str]) -> tuple[Encoded, list[Tensor]]:
-    """These attributes for other ranks, and their tensors on the CPU. Local."""
+    """Encode these attributes for other ranks, with their tensors on the CPU. Local."""
     tensors: list[Tensor] = []
     attributes: dict[str, Any] = {}
     for name in names:
@@ -117,7 +116,7 @@ def set_received(
     tensors: Sequence[Tensor],
     device: torch.device | None = None,
 ) -> None:
-    """Set, or delete, what another rank wrote; with ``device``, what was on a GPU goes to it."""
+    """Set, or delete, another rank's attributes; ``device``: for tensors that were on a GPU."""
     attributes, _, is_on_gpu = received
     if device is not None:
         tensors = [t.to(device) if on_gpu else t for t, on_gpu in zip(tensors, is_on_gpu)]
@@ -129,8 +128,8 @@ def set_received(
 
 
 class SentToAll:
-    """The ``save_ctx`` of functions that only rank 0 runs, sent to the others when a run, or the
-    backward of one, ends.
+    """Sends the ``save_ctx`` of functions that only rank 0 runs to the other ranks, when a run or
+    its backward ends.
     """
 
     def __init__(self, channel: Channel, device: torch.device) -> None:
@@ -139,12 +138,12 @@ class SentToAll:
         self._before: dict[int, tuple[Namespace, dict[str, Any]]] = {}
 
     def note(self, context: Namespace) -> None:
-        """Keep its state from before the first function that is called with it. Local."""
+        """Take a snapshot before the first function that is called with this context. Local."""
         if id(context) not in self._before:
             self._before[id(context)] = context, snapshot(context)
 
     def send(self, context: Namespace) -> None:
-        """Send what was written since to all ranks. Collective.
+        """Send the attributes that were written since ``note`` to all ranks. Collective.
 
         Raises:
             ValueError: something that can't be sent; on every rank.
@@ -159,7 +158,7 @@ class SentToAll:
             set_received(context, of_first, received, self._device)
 
     def forget(self) -> None:
-        """Drop the states: the run failed, and what it wrote stays where it is. Local."""
+        """Drop the snapshots: the run failed, and its writes are not sent. Local."""
         self._before.clear()
 
 
@@ -167,19 +166,19 @@ class SentToAll:
 
 
 class StageContext(Namespace):
-    """The ``save_ctx`` of one rank of a pipeline. During a step it has what was there when the step
-    began, and what the rank's own stages write, one micro-batch after the other.
+    """The ``save_ctx`` of one rank of a pipeline. During a step it has the attributes that existed
+    when the step began, and those that the rank's own stages write, one micro-batch after another.
 
-    Where that is another value than the unsplit model's, reading an attribute is an error:
+    Reading an attribute is an error where its value differs from the unsplit model's:
 
-    - what another rank wrote in an earlier step, and was not sent here: HookError, which
-      ``hasattr`` or a default do not hide;
-    - what another rank writes in the same step, which is missing or old here: ``end_step`` returns
-      what was read, for an error on every rank;
-    - what another hook wrote for another micro-batch: ``end_call`` raises, unless the function has
-      then written it itself, such as a sum over micro-batches.
+    - one that another rank wrote in an earlier step, and did not send: HookError, which ``hasattr``
+      and defaults do not suppress;
+    - one that another rank writes in the same step, which is missing or old here: ``end_step``
+      returns the attributes that were read, for an error on every rank;
+    - one that another hook wrote for another micro-batch: ``end_call`` raises, unless the function
+      then wrote it itself, such as a sum over micro-batches.
 
-    What is inside of containers is not watched.
+    The contents of containers are not tracked.
     """
 
     __slots__ = ("_flex_call", "_flex_elsewhere", "_flex_other", "_flex_read", "_flex_set")
@@ -187,11 +186,11 @@ class StageContext(Namespace):
     def __init__(self) -> None:
         super().__init__()
         self._flex_elsewhere: dict[str, int] = {}  # by attribute: the rank that has it
-        self._flex_read: set[str] = set()  # in the step, or in the last one, before it was set
-        # By attribute that was set in the step: the call that set it; None between steps.
+        self._flex_read: set[str] = set()  # read in the current or last step, before being set
+        # By attribute set in the step: the call that set it; None between steps.
         self._flex_set: dict[str, Any] | None = None
         self._flex_call: tuple[int, int | None] | None = None  # the hook, and the micro-batch
-        self._flex_other: dict[str, int | None] = {}  # read in the call: of which micro-batch it is
+        self._flex_other: dict[str, int | None] = {}  # read in the call: the writer's micro-batch
 
     def __getattribute__(self, name: str) -> Any:
         if not name.startswith(("__", "_flex_")) and self._flex_set is not None:
@@ -231,11 +230,11 @@ class StageContext(Namespace):
         super().__setattr__(name, value)
 
 
-# Functions, for a context's attributes are the user's.
+# These are functions, since a context's attributes are the user's.
 
 
 def begin_step(context: Namespace) -> dict[str, Any]:
-    """Begin to note what is read and written; the snapshot for ``end_step``."""
+    """Begin to track reads and writes; return the snapshot for ``end_step``."""
     assert isinstance(context, StageContext)
     context._flex_set, context._flex_call = {}, None
     context._flex_read.clear()
@@ -243,7 +242,7 @@ def begin_step(context: Namespace) -> dict[str, Any]:
 
 
 def end_step(context: Namespace, before: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Attributes that were written in the step, and those that were read before."""
+    """Return the attributes that the step wrote, and those that it read before."""
     assert isinstance(context, StageContext)
     names = written(context, before)
     context._flex_set = context._flex_call = None
@@ -251,15 +250,15 @@ def end_step(context: Namespace, before: dict[str, Any]) -> tuple[list[str], lis
 
 
 def begin_call(context: Namespace, hook: int) -> None:
-    """The editing function of a hook is called, for the micro-batch that is computed now."""
+    """Begin a call of a hook's editing function, for the micro-batch being computed."""
     if isinstance(context, StageContext):
         context._flex_call = hook, current_microbatch()
         context._flex_other.clear()
 
 
 def end_call(context: Namespace) -> None:
-    """HookError where the function read what another hook wrote for another micro-batch, and did
-    not write it itself.
+    """HookError where the function read an attribute that another hook wrote for another
+    micro-batch, and did not write it itself.
     """
     if not isinstance(context, StageContext) or context._flex_call is None:
         return
@@ -275,8 +274,8 @@ def end_call(context: Namespace) -> None:
 
 
 def set_elsewhere(context: Namespace, attributes: dict[str, Any], rank: int) -> None:
-    """Remove what that rank wrote, or deleted, and that is not sent here: an older value must not
-    be taken for it.
+    """Remove the attributes that this rank wrote, or deleted, and did not send: an older value must
+    not be read in their place.
     """
     assert isinstance(context, StageContext)
     for name, value in attributes.items():

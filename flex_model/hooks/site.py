@@ -1,8 +1,8 @@
-"""The torch hooks of one module or parameter, put there only while one of our hooks is active.
+"""The torch hooks of one module or parameter, registered only while a hook of ours is active.
 
-Backward values are caught by an identity node of our own at the module's edge.
+Gradients are passed to hooks by an identity autograd node of our own at the module's edge.
 ``register_full_backward_hook`` would refuse modules whose input or output is changed in place, and
-fires at the wrong time under split backward passes.
+runs at the wrong time under split backward passes.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from flex_model.integrations import compiled
 if TYPE_CHECKING:
     from flex_model.hooks.registration import Registration
 
-_MAX_DEPTH = 64  # of calls of one module inside itself
+_MAX_DEPTH = 64  # of nested calls of one module
 
-# When the hooks of a parameter meet its gradient: computed in a backward, before it is accumulated;
-# accumulated (FSDP2: averaged and sharded by then); or asked for, at the end of a pipeline's step.
-Moment = Literal["computed", "accumulated", "asked"]
+# When a parameter's hooks get its gradient: computed in a backward, before it is accumulated;
+# accumulated (FSDP2: averaged and sharded by then); or on request, at the end of a pipeline's step.
+Moment = Literal["computed", "accumulated", "requested"]
 
 _Handler = Callable[[Tensor | None], Tensor | None]
 
 
 class _Edge(Function):
-    """Identity; its backward hands the gradient to ``handler`` and passes on what comes back.
+    """Identity; its backward passes the gradient to ``handler`` and returns the handler's result.
 
-    The result is no view for autograd, so a following in-place operation works as on the tensor
-    itself. Where the tensor lives on beside it (``passes_through``: a module that returns its
+    The result is not a view for autograd, so a subsequent in-place operation works as on the tensor
+    itself. Where the tensor remains in use beside it (``passes_through``: a module that returns its
     input), it stays a view, and such an operation raises.
     """
 
@@ -52,7 +52,7 @@ class _Edge(Function):
 
 
 def _put_edge(leaf: Tensor, handler: Any, passes_through: bool) -> Tensor:
-    """The tensor that goes on, whose gradient ``handler`` gets."""
+    """Return the tensor that replaces ``leaf``, whose gradient is passed to ``handler``."""
     edge = _Edge.apply(leaf, handler, passes_through)
     handler.at(edge)
     return edge
@@ -62,19 +62,19 @@ _numbers = itertools.count()
 
 
 def _put_in_order(hooks: Any, number: int) -> None:
-    """Put a hook that was just registered in front of those of FlexModels that came to the module
-    later: torch's hooks come and go, the order of edits stays.
+    """Move a hook that was just registered before those of FlexModels that hooked the module later:
+    torch's hooks come and go, the order of edits stays.
     """
     others = list(hooks)[:-1]
     for i, key in enumerate(others):
         if getattr(hooks[key], "place_among_wraps", -1) > number:
-            for behind in others[i:]:
-                hooks[behind] = hooks.pop(behind)
+            for later in others[i:]:
+                hooks[later] = hooks.pop(later)
             return
 
 
 class SiteOwner(Protocol):
-    """What sites call: HookCore.
+    """The methods that sites call: HookCore's.
 
     Attributes:
         num_runs: Outermost runs so far.
@@ -91,7 +91,7 @@ class SiteOwner(Protocol):
     def refuse_parameter_hooks(self, registration: Registration, error: Exception) -> None: ...
     def hook_failed(self, registration: Registration, error: Exception) -> None: ...
     def note_activations(self, registrations: Sequence[Registration], tree: Any) -> None: ...
-    def chosen_now(self, registrations: Sequence[Registration]) -> Sequence[Registration]: ...
+    def active_in_replay(self, registrations: Sequence[Registration]) -> Sequence[Registration]: ...
 
 
 class ModuleSite:
@@ -104,12 +104,12 @@ class ModuleSite:
         self._dispatcher = dispatcher
         self._module = weakref.ref(module)
         self._number = next(_numbers)
-        self.last_run = 0  # in which the module was called, as the owner counts them
+        self.last_run = 0  # the number of the last run in which the module was called
         self._handles: dict[str, Any] = {}
         self._installed: set[str] = set()  # kinds
         self._entered: list[
             list[tuple[Tensor, Tensor, int]]
-        ] = []  # per call under way: inputs with an edge
+        ] = []  # per call in progress: inputs with an edge
         self.sites: dict[str, _C.Site] = {}
 
     def site(self, kind: str) -> _C.Site:
@@ -122,31 +122,31 @@ class ModuleSite:
         return list(self.sites.values())
 
     def _is_ours(self, module: nn.Module) -> bool:
-        """Not so for a copy of the module: it was copied with its torch hooks."""
+        """Return False for a copy of the module, which was copied with its torch hooks."""
         return module is self._module()
 
     def install(self, keeps: bool) -> None:
-        """Put on or take off torch hooks, to fit what is active now.
+        """Register or remove torch hooks, to match the active hooks.
 
         Args:
-            keeps: Take none off: torch has listed them for calls that wait at the module's entry.
+            keeps: Remove none: torch has listed them for calls that wait at the module's entry.
         """
         module = self._module()
         if module is None:
             return
-        wanted: dict[str, Any] = {}
+        required: dict[str, Any] = {}
         kinds = {kind for kind, site in self.sites.items() if site.is_active}
         self._installed = kinds = kinds | self._installed if keeps else kinds
         inputs, outputs = "full_backward" in kinds, "full_backward_pre" in kinds
         if inputs or "forward_pre" in kinds:
-            wanted["pre+" if inputs else "pre"] = self._pre_hook(inputs)
+            required["pre+" if inputs else "pre"] = self._pre_hook(inputs)
         if inputs or outputs:
-            wanted[f"post+{inputs:d}{outputs:d}"] = self._edges_hook(inputs, outputs)
+            required[f"post+{inputs:d}{outputs:d}"] = self._edges_hook(inputs, outputs)
         elif "forward" in kinds:
-            wanted["post"] = self._forward_hook()
-        for name in [name for name in self._handles if name not in wanted]:
+            required["post"] = self._forward_hook()
+        for name in [name for name in self._handles if name not in required]:
             self._handles.pop(name).remove()
-        for name, hook in wanted.items():
+        for name, hook in required.items():
             if name in self._handles:
                 continue
             hook = compiled.outside_graphs(hook)
@@ -161,7 +161,7 @@ class ModuleSite:
                 _put_in_order(module._forward_hooks, self._number)
 
     def remove(self) -> None:
-        """Take everything off."""
+        """Remove all torch hooks."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
@@ -198,8 +198,8 @@ class ModuleSite:
         return hook_with_edges if with_edges else hook
 
     def _was_taken_off(self) -> None:
-        """torch does not tell a hook's arguments when that is taken off while a call waits between
-        torch's list of hooks and its turn in it.
+        """Handle a hook that torch calls without its arguments: it was removed while the call
+        waited between torch's list of hooks and its turn in it.
         """
         if self.sites["forward_pre"].is_active:
             raise HookError(
@@ -228,7 +228,7 @@ class ModuleSite:
     def _put_input_edges(self, module: nn.Module, tree: Any) -> Any:
         entered: list[tuple[Tensor, Tensor, int]] = []
         self._entered.append(entered)
-        if len(self._entered) > _MAX_DEPTH:  # calls that a recomputation broke off
+        if len(self._entered) > _MAX_DEPTH:  # calls that a recomputation aborted
             del self._entered[0]
         if not torch.is_grad_enabled():
             self._note_activations("full_backward", tree)
@@ -244,8 +244,8 @@ class ModuleSite:
         return tree
 
     def _follow_inputs(self) -> None:
-        """Where the module changed its input in place, the caller's tensor gets the history that
-        goes with its new values.
+        """Copy inputs that the module changed in place, with their autograd history, to the
+        caller's tensors.
         """
         for leaf, edge, version in self._entered.pop() if self._entered else ():
             if edge._version != version:
@@ -258,15 +258,15 @@ class ModuleSite:
         if not torch.is_grad_enabled():
             self._note_activations("full_backward_pre", output)
             return output
-        given = None
+        input_ids = None
         for index, registrations in self._by_tensor("full_backward_pre"):
             leaf = self._leaf(registrations[0], output)
             if leaf is None or not leaf.requires_grad:
                 continue
-            if given is None:
-                given = {id(tensor) for tensor in _C.flatten(inputs)[0]}
+            if input_ids is None:
+                input_ids = {id(tensor) for tensor in _C.flatten(inputs)[0]}
             handler = self._owner.backward_handler(registrations, module, leaf)
-            edge = _put_edge(leaf, handler, id(leaf) in given)
+            edge = _put_edge(leaf, handler, id(leaf) in input_ids)
             output = _C.replace_leaf(output, index, edge)
         return output
 
@@ -285,21 +285,21 @@ class ModuleSite:
             return None
 
     def _by_tensor(self, kind: str) -> list[tuple[int, list[Registration]]]:
-        """Active registrations by the tensor that they are about; the order of registration is kept
-        within one.
+        """Group active registrations by the ``unpack_idx`` of their tensor, each group in the order
+        of registration.
         """
         groups: dict[int, list[Registration]] = {}
-        for registration in self._owner.chosen_now(self.sites[kind].active):
+        for registration in self._owner.active_in_replay(self.sites[kind].active):
             groups.setdefault(registration.hook_function.unpack_idx, []).append(registration)
         return list(groups.items())
 
     def exchange_calls(self, calls: list[Any]) -> list[Any]:
-        """Put the calls under way of another batch in the place of those that are there."""
+        """Replace the calls in progress by those of another batch; return the former."""
         before, self._entered = self._entered, calls
         return before
 
     def forget_calls(self) -> None:
-        """Drop what calls that ended in an exception left behind."""
+        """Drop the state of calls that ended in an exception."""
         self._entered.clear()
 
 
@@ -325,9 +325,9 @@ class ParameterSite:
         return [self.site]
 
     def install(self, keeps: bool) -> None:
-        """Put on or take off the torch hook, to fit what is active now."""
+        """Register or remove the torch hook, to match the active hooks."""
         parameter = self.parameter()
-        if not self.site.is_active or parameter is None or self._moment == "asked":
+        if not self.site.is_active or parameter is None or self._moment == "requested":
             if self._handle is not None:
                 self._handle.remove()
                 self._handle = None
@@ -361,9 +361,9 @@ class ParameterSite:
             if last is not None and parameter.grad is last():
                 refusal = ValueError(
                     f"parameter-gradient hook on {site.active[0].name!r}: FSDP2 adds this "
-                    "backward's gradient to the one that was there, and the hook would edit their "
-                    "sum; set gradients to None before each backward "
-                    "(zero_grad(set_to_none=True)), or hook the module's gradients"
+                    "backward's gradient to an earlier one, and the hook would edit their sum; set "
+                    "gradients to None before each backward (zero_grad(set_to_none=True)), or hook "
+                    "the module's gradients"
                 )
                 owner.refuse_parameter_hooks(site.active[0], refusal)
                 return
@@ -373,7 +373,7 @@ class ParameterSite:
         return hook
 
     def remove(self) -> None:
-        """Take everything off."""
+        """Remove the torch hook and the site."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None

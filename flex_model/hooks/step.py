@@ -1,5 +1,5 @@
-"""A step of a pipeline's schedule, as the hook core sees it: which micro-batch of which stage is
-being computed, and what went wrong so far.
+"""The state of one step of a pipeline's schedule: the stage and micro-batch being computed, and the
+first failure.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ _under_way: list[Step] = []  # the innermost last
 
 @dataclass(eq=False)
 class Step:
-    """Of one wrap, from step to step.
+    """The state of a pipeline's step, reused by each step of a FlexModel.
 
     Attributes:
-        is_running: Whether a step goes on; hooked stages must not be run outside of one.
-        stage, microbatch: What is computed now; -1 between two of them.
-        is_silent: Whether no hook is called: shapes are found out, or a hook failed, and the step
-            is finished without edits so that no other stage waits for this one.
-        failure: What to tell the other ranks when the step is over, and why.
-        is_of_model: Whether it is the model's own.
-        rows: By data-parallel rank: its rows of each micro-batch.
+        is_running: Whether a step runs; hooked stages must not run outside of one.
+        stage, microbatch: Those being computed; -1 in between.
+        is_silent: Whether no hook is called: shapes are being inferred, or a hook failed, and the
+            step is finished without edits so that no other stage waits for this one.
+        failure: The message to report to the other ranks when the step is over, and its cause.
+        is_of_model: Whether the model itself failed.
+        rows: By data-parallel rank: its number of rows in each micro-batch.
     """
 
     is_running: bool = False
@@ -36,7 +36,7 @@ class Step:
     rows: Sequence[Sequence[int]] = ()
 
     def calls_hooks(self) -> bool:
-        """Whether a hook that is reached now is called.
+        """Return whether a hook that is reached now is called.
 
         Raises:
             HookError: the stage is run, but its schedule is not.
@@ -50,13 +50,13 @@ class Step:
         return not self.is_silent
 
     def fail(self, text: str, cause: BaseException) -> None:
-        """Remember a failure; the first one counts."""
+        """Keep a failure to report; the first one counts."""
         if self.failure is None:
             first, newline, rest = text.partition("\n")
             self.failure = f"{first} ({self.where}){newline}{rest}", cause
 
     def fail_in_model(self, cause: BaseException, what: str = "stage") -> None:
-        """Remember an error that no hook made."""
+        """Keep an error that no hook raised."""
         if isinstance(cause, HookError):
             self.fail(str(cause), cause)
         elif self.failure is None:
@@ -65,19 +65,19 @@ class Step:
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """The stage and micro-batch, for messages."""
         if self.stage < 0:
             return "at the end of the step"
         return f"micro-batch {self.microbatch} of stage {self.stage}"
 
     @property
     def section(self) -> tuple[int, int] | None:
-        """Which part of the records a hook writes to now."""
+        """The key of the part of the records that hooks append to now; None outside of steps."""
         return (self.stage, self.microbatch) if self.is_running else None
 
     @contextlib.contextmanager
     def at(self, stage: int, microbatch: int) -> Iterator[None]:
-        """Inside, this micro-batch of this stage is computed."""
+        """A context in which this micro-batch of this stage is computed."""
         before = self.stage, self.microbatch
         self.stage, self.microbatch = stage, microbatch
         _under_way.append(self)
@@ -89,7 +89,7 @@ class Step:
 
 
 def current_microbatch() -> int | None:
-    """Index of the micro-batch that a pipeline computes now, in this process; None outside of one.
+    """Index of the micro-batch that a pipeline computes now in this process; None outside of one.
 
     Example::
 
@@ -100,8 +100,8 @@ def current_microbatch() -> int | None:
 
 
 def current_rows() -> tuple[list[int], int] | None:
-    """The rows of the whole batch that are computed now, in the order in which an editing function
-    gets them, and how many the batch has; None outside of a pipeline.
+    """Return the rows of the whole batch that are being computed, in the order in which an editing
+    function gets them, and the batch's number of rows; None outside of a pipeline.
 
     Under data parallelism a micro-batch has some rows of each rank's part of the batch.
     """

@@ -1,4 +1,4 @@
-"""Which hooks a wrapped model has, and which are active: torch hooks come and go with that."""
+"""The registered hooks of a model; torch hooks are installed only where one of them is active."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOTHING: Choice = ((), False)
 
 
 def describe_choice(choice: Choice) -> str:
-    """For messages."""
+    """Describe a choice for messages."""
     groups, complement = choice
     return f"all groups but {list(groups)}" if complement else f"the groups {list(groups)}"
 
@@ -33,23 +33,23 @@ def describe_choice(choice: Choice) -> str:
 class HookTable:
     """Registered hooks by site.
 
-    A parameter's gradient comes after the run that chose hooks, so parameters keep the choice of
-    the last run, in a dispatcher of their own.
+    A parameter's gradient is computed after the run that chose hooks, so parameters keep the choice
+    of the last run, in a dispatcher of their own.
 
     Args:
-        owner: What sites call when torch calls them.
-        run_hook: ``(registration, module, tree) -> tree``: a forward or forward-pre hook that the
-            dispatcher does not serve itself.
-        serves_records: Whether the compiled dispatcher may serve hooks that only look: one rank,
+        owner: The object whose methods sites call when torch calls them.
+        run_hook: ``(registration, module, tree) -> tree``: runs a forward or forward-pre hook that
+            the dispatcher does not run itself.
+        serves_records: Whether the compiled dispatcher may run read-only hooks: with one rank,
             which keeps records.
         on_change: Called after the set of active hooks may have changed.
         on_removal: Called with hooks that are about to be removed.
-        clean: The name of a module or parameter for messages.
+        clean: Returns the name of a module or parameter for messages.
 
     Attributes:
         active: Indices of the active registrations.
         keeps_installed: Whether torch's hooks stay where they are when others are chosen.
-        acts_in_backward: Whether ranks meet in a backward with these.
+        acts_in_backward: Whether an active hook makes ranks communicate in backward.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class HookTable:
         self._choices = EVERYTHING, EVERYTHING  # for modules, for parameters
         self._next_index = 0
         self._is_closed = False
-        self._replays: Counter[int] = Counter()  # by index: passes that a hook was put back for
+        self._replays: Counter[int] = Counter()  # by index: passes that ``put_back`` serves
         self.acts_in_backward = False
         self.keeps_installed = False
 
     @property
     def registrations(self) -> list[Registration]:
-        """In the order of registration."""
+        """All registrations, in the order in which they were made."""
         return self.groups.registrations
 
     def register(
@@ -96,9 +96,9 @@ class HookTable:
         groups: Iterable[str] = (),
         moment: Moment = "computed",
     ) -> Sequence[Registration]:
-        """Put a hook at a module (at several that stand for it, or at none: it is on another rank),
-        or at a parameter for kind "tensor", whose gradient is met at this moment. One registration
-        for each of its tensors.
+        """Register a hook at a module (at several that stand for it, or at none if it is on another
+        rank), or for kind "tensor" at a parameter, whose gradient it gets at this moment. Returns
+        one registration for each of its tensors.
         """
         assert kind in KINDS
         if function._registrations:
@@ -154,7 +154,7 @@ class HookTable:
         return registration
 
     def _make_hook(self, registration: Registration) -> None:
-        """Make it known to the dispatcher, at the sites of its targets."""
+        """Make its dispatcher hook, at the sites of its targets."""
         function = registration.hook_function
         registration.hook = _C.Hook(
             registration,
@@ -168,7 +168,7 @@ class HookTable:
                 registration.places.append(self._modules[id(target)])
 
     def _site(self, registration: Registration, target: nn.Module | nn.Parameter) -> _C.Site:
-        """Where its hooks of this kind are; made where there were none."""
+        """Return the target's site for hooks of this kind; make it if there is none."""
         if isinstance(target, nn.Module):
             if id(target) not in self._modules:
                 self._modules[id(target)] = ModuleSite(self._owner, self.dispatcher, target)
@@ -188,7 +188,7 @@ class HookTable:
         return next(number for number in itertools.count() if number not in taken)
 
     def _is_served_by_dispatcher(self, registration: Registration) -> bool:
-        """One rank, nothing to edit, nothing to check."""
+        """Return whether one rank runs it, with nothing to edit or to check."""
         function = registration.hook_function
         return (
             self._serves_records
@@ -211,7 +211,7 @@ class HookTable:
                 )
 
     def unregister(self, registrations: Sequence[Registration]) -> None:
-        """Take a function off, given what ``register`` returned; nothing if it is off already."""
+        """Remove a function by what ``register`` returned; do nothing if it is removed already."""
         function = registrations[0].given
         if function._registrations is not registrations:
             return
@@ -239,11 +239,11 @@ class HookTable:
             del registration.hook
             registration.places.clear()
 
-    # For the backward of a graph that was made with other hooks than those that are active now.
+    # The backward of a graph may need hooks that are not active now.
 
     def put_back(self, registrations: Sequence[Registration]) -> None:
-        """Have hooks called that are not active, in the place that they had among those of their
-        site, until they are taken off as often as put back. They count as not active.
+        """Install inactive hooks, in their order among those of their site, until ``take_off`` was
+        called as often as ``put_back``. They do not count as active.
         """
         if registrations and self._is_closed and not self._replays:
             self.dispatcher = self._make_dispatcher()
@@ -268,7 +268,7 @@ class HookTable:
         self._install(new)
 
     def take_off(self, registrations: Sequence[Registration]) -> None:
-        """The end of ``put_back``."""
+        """End one ``put_back``."""
         self._replays.subtract(registration.index for registration in registrations)
         over = [
             registration for registration in registrations if not self._replays[registration.index]
@@ -282,7 +282,7 @@ class HookTable:
             self._close_dispatchers()
 
     def _install(self, registrations: Sequence[Registration]) -> None:
-        """Have torch's hooks at their sites fit what is active there."""
+        """Make torch's hooks at the registrations' sites match the active hooks there."""
         for registration in registrations:
             for target in registration.living_targets:
                 self._site(registration, target).refresh()
@@ -292,11 +292,11 @@ class HookTable:
                 places[id(target)].install(self.keeps_installed)
 
     def is_put_back(self, registration: Registration) -> bool:
-        """Whether it is there for the backward of a graph only."""
+        """Return whether a hook is installed only for the backward of a graph."""
         return registration.index in self._replays
 
     def chosen(self, choice: Choice) -> list[Registration]:
-        """The hooks that a choice makes active, at whichever rank they are."""
+        """Return the hooks that a choice makes active, on any rank."""
         groups, complement = choice
         return [
             registration
@@ -305,8 +305,8 @@ class HookTable:
         ]
 
     def parameters(self) -> list[tuple[nn.Parameter, Sequence[Registration]]]:
-        """Parameters of this rank with active hooks on their gradients, in the order of their
-        first registration.
+        """Return this rank's parameters with active hooks on their gradients, in the order of
+        their first registration.
         """
         places = self._parameters.values()
         found = [(place.parameter(), place.site.active) for place in places]
@@ -315,25 +315,25 @@ class HookTable:
         ]
 
     def choice(self, groups: str | Iterable[str], complement: bool) -> Choice:
-        """A choice of hooks. ValueError for an unknown group."""
+        """Return a choice of hooks. ValueError for an unknown group."""
         names = tuple(as_names(groups))
         self.groups.ids(names)
         return names, bool(complement)
 
     @property
     def choices(self) -> tuple[Choice, Choice]:
-        """What is chosen now, for modules and for parameters."""
+        """The current choices, for modules and for parameters."""
         return self._choices
 
     def choose(self, modules: Choice, parameters: Choice) -> None:
-        """Choose hooks; nothing if they are chosen already."""
+        """Choose hooks; do nothing if they are chosen already."""
         if self._choices != (modules, parameters):
             self._choices = modules, parameters
             self.refresh()
 
     @contextlib.contextmanager
     def nothing_chosen(self) -> Iterator[None]:
-        """Inside, no hook is active."""
+        """A context in which no hook is active."""
         before = self._choices
         self.choose(NOTHING, NOTHING)
         try:
@@ -342,7 +342,7 @@ class HookTable:
             self.choose(*before)
 
     def refresh(self) -> None:
-        """Install what the choice makes active now, and take off the rest."""
+        """Install the torch hooks that the choice needs, and remove the others."""
         for dispatcher, places, (groups, complement) in (
             (self.dispatcher, self._modules, self._choices[0]),
             (self.parameter_dispatcher, self._parameters, self._choices[1]),
@@ -368,7 +368,7 @@ class HookTable:
         return [site for place in places for site in place.all_sites]
 
     def clear_records(self, indices: frozenset[int]) -> None:
-        """Start the lists of these hooks afresh."""
+        """Empty the record lists of these hooks."""
         if indices == self.active:
             self.dispatcher.clear_records()
             self.parameter_dispatcher.clear_records()
@@ -378,7 +378,7 @@ class HookTable:
                 self._output_ptr.pop(registration.hook_function.record_name, None)
 
     def exchange_calls(self, calls: dict[int, Any]) -> dict[int, Any]:
-        """Put the calls under way of another batch in the place of those that are there."""
+        """Replace the calls in progress by those of another batch; return the former."""
         return {
             key: before
             for key, site in self._modules.items()
@@ -386,12 +386,12 @@ class HookTable:
         }
 
     def forget_calls(self) -> None:
-        """Drop what calls that ended in an exception left behind."""
+        """Drop the state of calls that ended in an exception."""
         for site in self._modules.values():
             site.forget_calls()
 
     def close(self) -> None:
-        """Take every hook off."""
+        """Remove all hooks."""
         self._is_closed = True
         for function in self.groups.members(ALL):
             self.unregister(function._registrations)

@@ -1,4 +1,4 @@
-"""Which forwards are followed, and what is known of the tensors that hooks meet in them."""
+"""Decides which forwards are followed, and collects evidence of the layouts of hooks' tensors."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ Follow = Literal["new", "always"]
 
 
 class Tracking:
-    """Of one FlexModel. ``begin`` and ``end`` bracket a forward of the wrapped module.
+    """The layout inference of one FlexModel. ``begin`` and ``end`` enclose each forward of the
+    wrapped module.
 
     Attributes:
-        forward: Exchanged with that of another batch where several are under way.
-        statements: What the user states with ``annotate_layout``.
+        forward: The running forward; swapped with another batch's in sequential runs.
+        statements: The layouts that the user states with ``annotate_layout``.
         num_followed: How many forwards were followed so far.
     """
 
@@ -68,16 +69,16 @@ class Tracking:
         self._attributes = Attributes(root, self._constants, self._kept)
         self.statements = Statements(root)
         self.forward = Forward()
-        self.last: Follower | None = None  # the forward that was followed last
-        self._last_values: dict[Place, Any] = {}  # and what hooks met in it
-        # Followed forwards whose backward may tell of parameters, the newest last.
+        self.last: Follower | None = None  # of the last forward that was followed
+        self._last_values: dict[Place, Any] = {}  # the values of hooks' tensors in it
+        # Followed forwards whose backward may show parameters' gradients, the newest last.
         self._graphs: deque[tuple[int, Follower]] = deque(maxlen=_MOST_GRAPHS)
-        # Of the last forwards with gradients that were not followed, whose backward it may be, too.
+        # The last forwards with gradients that were not followed: a backward may be theirs, too.
         self._repeated: deque[ForwardLayouts] = deque(maxlen=_MOST_GRAPHS)
         self._mixed: deque[str] = deque(maxlen=_MOST_GRAPHS)  # see `mixed`, of the last forwards
 
     def state(self, statement: Statement) -> None:
-        """The user states how tensors are placed; forwards are followed anew. Local.
+        """Add a statement of the user's; forwards are followed anew. Local.
 
         Raises:
             ValueError: the model states otherwise.
@@ -89,18 +90,18 @@ class Tracking:
         self.forget()
 
     def forget(self) -> None:
-        """Forwards are followed anew: something else is stated, or a run has failed. Local."""
+        """Follow forwards anew, after a new statement or a failed run. Local."""
         self._memory.clear()
         self._repeated.clear()
         self._mixed.clear()
         self._conditions = None
 
     def begin(self, args: Any, kwargs: Any, active: Iterable[Registration], part: int = 0) -> None:
-        """A forward of the wrapped module begins. Collective over the grid where hooks on its
+        """Begin a forward of the wrapped module. Collective over the grid where hooks on its
         activations are active.
 
         Args:
-            part: Which of the wrapped modules runs, where they are several stages of a pipeline.
+            part: Which of the wrapped modules runs, if they are several stages of a pipeline.
         """
         self.forward.depth += 1
         if self.forward.depth > 1:
@@ -124,8 +125,8 @@ class Tracking:
         site = sites_hash(part, *sites)
         known = site_hash(site, self._buffers.digest)
         form, sizes = self._conditions.form(args, kwargs, known, self._attributes)
-        words = self._memory.key_numbers(form, sizes)
-        header = Header("inputs", site=site, shape=words)
+        numbers = self._memory.key_numbers(form, sizes)
+        header = Header("inputs", site=site, shape=numbers)
         headers = self._channel.agree(header, "the start of a forward")
         forward.key, forward.layouts = self._memory.begin([other.shape for other in headers])
         layouts = forward.layouts
@@ -138,8 +139,8 @@ class Tracking:
                 self._repeated.append(layouts)
 
     def asks_for_parameter(self, registration: Registration, axis: str) -> bool:
-        """Whether the operations must tell how a parameter's gradient is placed along the axis:
-        along tp, a DTensor says that itself.
+        """Return whether the placement of a parameter's gradient along the axis is inferred from
+        operations: along tp, a DTensor states it.
         """
         mesh = self._channel.mesh
         if registration.kind != "tensor":
@@ -153,7 +154,7 @@ class Tracking:
 
     def _begin_to_follow(self, forward: Forward, args: Any, kwargs: Any) -> None:
         follower = self.follower()
-        with follow.paused():  # another FlexModel may follow already
+        with follow.paused():  # another FlexModel may be following already
             self.seed(follower, args, kwargs)
         self.num_followed += 1
         forward.follower, forward.is_over = follower, False
@@ -163,7 +164,7 @@ class Tracking:
             forward.stack = stack.pop_all()
 
     def seed(self, follower: Follower, args: Any, kwargs: Any) -> None:
-        """Let the follower know the inputs. Collective; see `seed_inputs`."""
+        """Give the follower the placements of the inputs. Collective; see `seed_inputs`."""
         seed_inputs(
             follower,
             self._channel,
@@ -174,7 +175,7 @@ class Tracking:
         )
 
     def follower(self) -> Follower:
-        """One that knows the model's weights. Local."""
+        """Return a follower that has the placements of the model's weights. Local."""
         mesh, weights = self._channel.mesh, self._weights()
         trusts_conditions = self._follow != "always"
         return Follower(
@@ -187,8 +188,8 @@ class Tracking:
         )
 
     def end(self, output: Any = None, failed: bool = False) -> None:
-        """The forward that began last is over. Collective where it was followed and has not failed
-        on any rank.
+        """End the forward that began last. Collective where it was followed and has not failed on
+        any rank.
         """
         forward = self.forward
         forward.depth = max(0, forward.depth - 1)
@@ -202,7 +203,7 @@ class Tracking:
                         self._buffers.note(forward.layouts.buffers)
 
     def _note_state(self, forward: Forward, layouts: ForwardLayouts, output: Any) -> None:
-        """A forward is over that was not followed."""
+        """Note the placements of state after a forward that was not followed."""
         left = list(zip(_tensors([forward.states, output]), layouts.state))
         attributes = self._attributes.tensors()
         for name, pair in layouts.attributes.items():
@@ -211,7 +212,7 @@ class Tracking:
         self._kept.note_state(left)
 
     def finish(self, output: Any = None) -> None:
-        """Conclude what the followed forward has shown. Collective where there was one."""
+        """Compare and store the results of a followed forward. Collective where there was one."""
         forward = self.forward
         if forward.follower is None or forward.is_over:
             return
@@ -264,7 +265,7 @@ class Tracking:
         forward.seen.clear()
 
     def reset(self) -> None:
-        """A run begins or is over, whatever became of its forwards."""
+        """Drop the running forward: a run begins, or has ended in whatever state."""
         self._leave(self.forward)
         self.forward = Forward()
 
@@ -273,24 +274,22 @@ class Tracking:
         if stack is not None:
             stack.close()
 
-    # What hooks ask.
-
     @property
     def is_following(self) -> bool:
-        """Whether the forward that goes on is followed."""
+        """Whether the running forward is followed."""
         return self.forward.follower is not None and not self.forward.is_over
 
     def number(self, registration: Registration) -> int:
-        """Which call of the hook this is in the forward that goes on."""
+        """Return the number of this call of the hook in the running forward."""
         number = self.forward.numbers.get(registration.index, 0)
         self.forward.numbers[registration.index] = number + 1
         return number
 
     def evidence(self, registration: Registration, tensor: Tensor, number: int) -> Evidence:
-        """What is known of a tensor that a hook meets. Local.
+        """Return the evidence of how a hook's tensor is placed. Local.
 
         Raises:
-            HookError: the forward does other things than the one before with inputs like these.
+            HookError: the forward differs from an earlier one with inputs of the same key.
         """
         forward = self.forward
         if forward.key is None or self._channel.is_local or tensor.is_nested:
@@ -322,14 +321,14 @@ class Tracking:
         return evidence
 
     def _states_gradient(self, tensor: Tensor) -> bool:
-        """Whether a DTensor says of its gradient, too, how it is placed."""
+        """Return whether a DTensor states the placements of its gradient, too."""
         stated = stated_by_dtensor(tensor, self._channel.mesh) or (None, None)
         sizes = self._channel.mesh.dp_size, self._channel.mesh.tp_size
         return all(one is not None or size == 1 for one, size in zip(stated, sizes))
 
     def proof(self, registration: Registration) -> dict[str, list[str]]:
-        """By axis: the operations that show how the hook's tensor is placed, of its first call in
-        the forward that was followed last. Local.
+        """Return, by axis, the operations that prove how the hook's tensor is placed, in its first
+        call of the forward that was followed last. Local.
         """
         value = self._last_values.get(Place(registration.site, 0))
         if self.last is None or value is None:
@@ -340,8 +339,8 @@ class Tracking:
     def evidence_of_replay(
         self, registration: Registration, tensor: Tensor, keys: Iterable[int | None]
     ) -> Evidence:
-        """What is known of a tensor of a hook in a forward that is computed once more, whichever
-        call of it this is: what all calls in the forwards of these keys agree on. Local.
+        """Return the evidence of how a hook's tensor is placed in a recomputed forward, in any of
+        the hook's calls: what all calls in the forwards of these keys agree on. Local.
         """
         pairs = {pair for key in keys for pair in self._memory.pairs(key, registration.site)}
         known = Evidence(next(iter(keys), None), pairs.pop()) if len(pairs) == 1 else Evidence()
@@ -351,7 +350,9 @@ class Tracking:
         return known
 
     def prove(self, evidence: Evidence) -> Pair:
-        """The placements of a tensor of a hook, now. Collective where its forward is followed."""
+        """Return the proven placements of a hook's tensor. Collective where its forward is
+        followed.
+        """
         if evidence.follower is not None and not self.forward.is_over:
             with follow.paused(evidence.follower):
                 self._compare(evidence.follower)
@@ -364,7 +365,7 @@ class Tracking:
         layouts: ForwardLayouts,
         values: Mapping[Place, tuple[Any, Evidence | None]],
     ) -> None:
-        """What the forward alone tells of gradients. Collective where there are such places."""
+        """Note the gradients' placements that the forward proves. Collective if there are any."""
         pairs = self._agreed([follower.gradient_placements(value) for value, _ in values.values()])
         for (place, (value, evidence)), pair in zip(values.items(), pairs):
             layouts.gradients[place], layouts.values[place] = pair, value
@@ -374,8 +375,8 @@ class Tracking:
                 layouts.graph = follower
 
     def _agreed(self, pairs: Sequence[Pair]) -> list[Pair]:
-        """What all ranks of the grid have proven alike; None elsewhere: each rank's proofs are
-        about its own line of ranks. Collective where there are any.
+        """Return the placements that all ranks of the grid have proven alike, None elsewhere: each
+        rank's proofs are about its own ranks along an axis. Collective where there are any.
         """
         if not pairs:
             return []
@@ -394,8 +395,8 @@ class Tracking:
         return agreed_pairs
 
     def prove_gradient(self, evidence: Evidence) -> Pair:
-        """The placements of the gradient of a tensor of a hook, in a backward. Collective where the
-        forward was followed, and they are not known without the backward.
+        """Return the placements of the gradient of a hook's tensor, in a backward. Collective where
+        the forward was followed, and they are not known without the backward.
         """
         graph = evidence.graph
         if graph is None or None not in evidence.gradient:
@@ -408,8 +409,8 @@ class Tracking:
         return of_part if evidence.is_passing else gradient
 
     def _of_backward(self, graph: Follower, value: Any) -> list[Pair]:
-        """Of the gradient of a value, by what has run of the backward: all that hands gradients to
-        it, or what of that has run. Collective.
+        """Return the placements of a value's gradient: those proven by all operations that pass
+        gradients to it, and those proven by the ones that have run. Collective.
         """
         with follow.paused(graph):
             exchange_chunks(self._channel, graph)
@@ -417,8 +418,8 @@ class Tracking:
         return self._agreed(found)
 
     def prove_parameter_gradient(self, registration: Registration) -> Pair:
-        """Of the gradient of a hook's parameter, what the graphs of the last followed forwards
-        agree on, and what is remembered for those that were not followed. Collective.
+        """Return the placements of a parameter's gradient on which the graphs of the last followed
+        forwards agree with what is remembered for those that were not followed. Collective.
         """
         known: tuple[set[Placement | None], set[Placement | None]] = (set(), set())
         for key, graph in self._graphs:
@@ -427,7 +428,7 @@ class Tracking:
                 continue
             gradient, of_part = self._of_backward(graph, value)
             self._memory.note_gradient(key, Place(registration.site, 0), gradient)
-            # Not every forward has a backward. How replicas along tp hold it, only that tells.
+            # A forward may have no backward. How replicas along tp hold it, only a backward shows.
             known[0].add(of_part[0])
             is_split = isinstance(graph.placements(value)[1], Shard)
             if is_split or gradient[1] is not None:
@@ -440,8 +441,8 @@ class Tracking:
         return dp, tp
 
     def obstacle_of_parameter(self, registration: Registration, axis: str) -> str:
-        """Why the placement along ``axis`` of a parameter's gradient is not known; empty where
-        nothing tells. Local.
+        """Return why the placement along ``axis`` of a parameter's gradient is not known; empty if
+        the reason is unknown, too. Local.
         """
         for _, graph in self._graphs:
             proofs, value = graph.proofs.along.get(axis), _weight_in(graph, registration)
@@ -451,25 +452,26 @@ class Tracking:
         return ""
 
     def mixed(self, key: int | None, of_parameter: bool) -> str:
-        """Where ranks mixed parts of what a DTensor was made of, so that its gradients are not the
-        unsharded model's: in the forward of this key, or in any that a parameter's gradient is of.
+        """Return the operation where ranks mixed parts of what a DTensor was made of, so that its
+        gradients are not the unsharded model's: in the forward of this key, or for a parameter's
+        gradient in any of the last forwards.
         """
         return next(filter(None, self._mixed), "") if of_parameter else self._memory.mixed(key)
 
     def gradient_obstacle(self, evidence: Evidence, axis: str) -> str:
-        """Why a gradient's placement along ``axis`` is not known; empty where nothing tells."""
+        """Return why a gradient's placement along ``axis`` is not known, as far as proofs show."""
         proofs = None if evidence.graph is None else evidence.graph.proofs.along.get(axis)
         value = evidence.current
         return "" if proofs is None else proofs.gradients.obstacle(proofs.resolve_joint(value))
 
     def _compare(self, follower: Follower, is_over: bool = False) -> None:
-        """Compare what the ranks have run. Collective.
+        """Compare the operations that the ranks have run. Collective.
 
         Args:
-            is_over: Whether that is the whole forward.
+            is_over: Whether the forward has ended.
 
         Raises:
-            ValueError: what the user states is not so. On every rank.
+            ValueError: a statement of the user's is refuted. On every rank.
         """
         exchange_chunks(self._channel, follower)
         if not self.statements:
@@ -480,13 +482,13 @@ class Tracking:
             raise agreed(ValueError(refuted or "a statement is refuted on another rank"))
 
     def note(self, evidence: Evidence, tensor: Tensor, original: Tensor, placed: Pair) -> None:
-        """What a hook put in place of a tensor is placed like this. Local."""
+        """Note the placements of a hook's replacement for a tensor. Local."""
         if evidence.graph is not None and evidence.graph in follow.recording():
             evidence.edited = evidence.graph.place_edited(tensor, original, placed)
 
 
 def _weight_in(graph: Follower, registration: Registration) -> Any:
-    """What stands for a hook's parameter in a forward; None where it was not used there."""
+    """Return a follower's value for a hook's parameter; None where the forward did not use it."""
     found = (
         graph.weight(parameter, registration.clean_name)
         for parameter in registration.living_targets

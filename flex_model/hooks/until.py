@@ -1,4 +1,4 @@
-"""Ends a forward early: when all that is wanted of it was computed."""
+"""Ends a forward early: when all the modules that are needed were called."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 
 from torch import nn
 
-#: Modules of which the first one called counts, and whether "forward" or "forward_pre" is meant.
+#: Modules, the first call of any of which counts, and "forward" or "forward_pre".
 Site = tuple[Sequence[nn.Module], str]
 
 
 class CutError(BaseException):
-    """Leaves the forward; no failure."""
+    """Leaves the forward early; not a failure."""
 
 
 class Until:
-    """Cuts a forward after the last of these sites to be computed for the first time.
+    """Ends a forward when the last of these sites was computed for the first time.
 
-    Torch's hooks of it come after those of the hook core, which must be there before.
+    Its torch hooks run after those of the hook core, which must be registered before.
 
     Attributes:
-        is_reached: Whether all sites of this forward were.
+        is_reached: Whether this forward has computed all sites.
     """
 
     def __init__(self, sites: Sequence[Site]) -> None:
@@ -32,7 +32,7 @@ class Until:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside, forwards are cut."""
+        """A context in which forwards end early."""
         handles: list[Any] = []
         try:
             for number, (modules, kind) in enumerate(self._sites):
@@ -50,13 +50,13 @@ class Until:
 
     @contextlib.contextmanager
     def one_forward(self) -> Iterator[None]:
-        """Inside, one forward is run, which may be cut."""
+        """A context for one forward, which may end early."""
         self.is_reached = False
         self._missing = set(range(len(self._sites)))
         try:
             yield
         except CutError:
-            if not self.is_reached:  # it is another one's
+            if not self.is_reached:  # raised by another Until
                 raise
 
     def _reach(self, number: int) -> None:

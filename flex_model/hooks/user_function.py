@@ -1,4 +1,4 @@
-"""Running the user's editing function: the same random state on every rank, a checked result."""
+"""Runs the user's editing function with the same random state on every rank; checks its result."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
 
-_AMBIGUOUS = -1  # the number of a call that can't be told from another
+_AMBIGUOUS = -1  # the number of a call with the same input as another
 
 
 class UserFunction:
-    """What every editing function gets besides its tensor, and how it is called. Local."""
+    """Calls editing functions with ``save_ctx``, ``modules`` and parameters. Local."""
 
     def __init__(self, save_ctx: Namespace, modules: nn.ModuleDict) -> None:
         self._save_ctx = save_ctx
         self._modules = modules
 
     def context_of(self, call: Call) -> Namespace:
-        """The ``save_ctx`` of the call's run: the wrapper's, or a batch's own."""
+        """Return the ``save_ctx`` of the call's run: the FlexModel's, or a batch's own."""
         return self._save_ctx if call.run.save_ctx is None else call.run.save_ctx
 
     def run(
@@ -43,13 +43,13 @@ class UserFunction:
         leaf: Tensor,
         parameters: dict[str, Tensor],
     ) -> list[Tensor | None]:
-        """Call it on the full tensors; what it made of each, or None if nothing changed.
+        """Call the function on the full tensors; return the result for each, None if unchanged.
 
         Args:
-            leaf: This rank's own part, which tells calls of one hook apart.
+            leaf: This rank's local tensor, which identifies the call among those of its hook.
 
         Raises:
-            TypeError, ValueError: what it returned can't go on in the model.
+            TypeError, ValueError: it returned something that can't replace the tensor.
             Exception: whatever the function raised.
         """
         function = call.registration.given
@@ -78,9 +78,9 @@ class UserFunction:
         elif random.consumed and number == _AMBIGUOUS:
             raise HookError(
                 f"{call.describe()}: the editing function draws random numbers, and the model is "
-                "computed once more in backward (checkpointing) for one of several calls with the "
-                "same input, or for one that is not remembered: which numbers it drew is not "
-                "known; do without checkpointing there"
+                "recomputed in backward (checkpointing) for one of several calls with the same "
+                "input, or for one that is not remembered, so its random numbers can't be drawn "
+                "again; do without checkpointing there"
             )
         results = results_of(call.registration, result)
         return [
@@ -90,7 +90,7 @@ class UserFunction:
 
 
 def results_of(registration: Registration, result: object) -> Sequence[object]:
-    """What a function returned for each of its tensors. TypeError if that can't be told."""
+    """Return the function's result for each of its tensors. TypeError if the number is wrong."""
     size = len(registration.given.members)
     if not size:
         return [result]
@@ -108,7 +108,7 @@ def results_of(registration: Registration, result: object) -> Sequence[object]:
 def _changed(
     registration: Registration, full: Tensor, version: int, expected: Kind, result: object
 ) -> Tensor | None:
-    """What goes on in the place of ``full``; None if that did not change."""
+    """Return the tensor that replaces ``full``; None if the function did not change it."""
     if result is None or result is full:
         result = full
         if kind_of(full) == expected:
@@ -124,15 +124,15 @@ def _changed(
 
 
 def kind_of(tensor: Tensor) -> Kind:
-    """What an edit must keep."""
+    """Return what an edit must not change: shape, dtype and device."""
     return tuple(tensor.shape), tensor.dtype, tensor.device
 
 
 def _number_of(call: Call, leaf: Tensor) -> int:
-    """Counts the calls of a hook in its run; a recomputed call has the number that it had.
+    """Return the number of this call among those of the hook in its run; a recomputed call has the
+    number of the original one.
 
-    Where there were several, they are told apart by what they were given: recomputation gives the
-    same bits.
+    Calls are identified by their inputs: recomputation gives the same bits.
     """
     index = call.registration.index
     if call.is_replay:
@@ -152,7 +152,7 @@ def _what(registration: Registration) -> str:
 
 
 def check_result(registration: Registration, result: object, expected: Kind) -> None:
-    """TypeError or ValueError for what the model can't go on with."""
+    """TypeError or ValueError for a result that can't replace the tensor."""
     what = _what(registration)
     if not isinstance(result, Tensor):
         raise TypeError(
@@ -163,6 +163,6 @@ def check_result(registration: Registration, result: object, expected: Kind) -> 
         raise TypeError(
             f"{what} a DTensor; expected a plain full torch.Tensor of shape {expected[0]}"
         )
-    for attribute, wanted, got in zip(("shape", "dtype", "device"), expected, kind_of(result)):
-        if wanted != got:
-            raise ValueError(f"{what} a tensor of {attribute} {got}; expected {attribute} {wanted}")
+    for attribute, needed, got in zip(("shape", "dtype", "device"), expected, kind_of(result)):
+        if needed != got:
+            raise ValueError(f"{what} a tensor of {attribute} {got}; expected {attribute} {needed}")

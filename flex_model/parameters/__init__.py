@@ -1,1 +1,1 @@
-"""Parameters: full ones and their gradients, trainable modules and their file."""
+"""Full parameters and gradients, trainable modules, and their checkpoints."""

@@ -1,6 +1,6 @@
-"""A file of the trainable modules and their optimizer, without the wrapped model.
+"""Saves the trainable modules and their optimizer to a file, without the wrapped model.
 
-Nothing in it depends on how the model is split, so it is loaded on any number of ranks and any
+The file does not depend on how the model is sharded, so it is loaded on any number of ranks and any
 layout. It is a safetensors file: tensors by name, and all else as JSON in its header. Rank 0 writes
 and reads it.
 """
@@ -31,7 +31,7 @@ from flex_model.records.store.files import safetensors_of, write_whole
 
 _VERSION = 1
 _PREFIX, _OPTIMIZER, _EXTRA = "trainable_modules.", "optimizer.", "extra"  # of tensors' names
-_FILE_TIMEOUT_S = 1800.0  # of the wait for rank 0, while it writes or reads
+_FILE_TIMEOUT_S = 1800.0  # for other ranks' wait while rank 0 writes or reads
 
 _ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
@@ -41,10 +41,10 @@ _ERRORS: dict[str, type[Exception]] = {
 
 @dataclass
 class State:
-    """What a file holds.
+    """The contents of a file.
 
     Attributes:
-        index: As JSON can hold it: what the parts are, with numbers for tensors.
+        index: The parts as JSON, with numbers in place of tensors.
         tensors: By their names in the file, on the CPU.
     """
 
@@ -53,7 +53,7 @@ class State:
 
     @staticmethod
     def of(modules: nn.ModuleDict, optimizer: Any, extra: Any) -> State:
-        """Raises TypeError or ValueError for what can't be saved."""
+        """Make the state to save. TypeError or ValueError for what can't be saved."""
         index: dict[str, Any] = {"version": _VERSION, "modules": {}}
         tensors: dict[str, Tensor] = {}
         for name, value in modules.state_dict().items():
@@ -77,7 +77,7 @@ class State:
         return State(index, kept)
 
     def digests(self) -> dict[str, int]:
-        """Hashes of what is alike on all ranks, by name; ``extra`` is rank 0's."""
+        """Return by name the hashes that must be equal on all ranks; ``extra`` is rank 0's."""
         found = {
             name: hashed
             for name, (_, _, hashed) in self.index["tensors"].items()
@@ -89,17 +89,17 @@ class State:
         return found
 
     def value(self, put: list[Any]) -> Any:
-        """A part as it was given; its tensors are those of ``tensors``."""
+        """Return a part as it was passed to ``of``; its tensors are those of ``tensors``."""
         encoded, names = put
         return decode(encoded, [self.tensors[name] for name in names])
 
     def copy_of(self, put: list[Any]) -> Any:
-        """As ``value``; its tensors are copies, for others to keep: files are mapped."""
+        """Return ``value`` with copies of its tensors, for others to keep: files are mapped."""
         return copy.deepcopy(self.value(put))
 
 
 def _put(tensors: dict[str, Tensor], value: Any, name: str) -> list[Any]:
-    """A part as JSON can hold it; its tensors are added, by names that begin with this one."""
+    """Encode a part as JSON; add its tensors, with names that begin with this one."""
     found: list[Tensor] = []
     try:
         encoded = encode(value, found)
@@ -128,7 +128,7 @@ def _owned(tensor: Tensor) -> Tensor:
 
 
 def _by_name(modules: nn.ModuleDict, optimizer: Any) -> dict[str, Any]:
-    """An optimizer's ``state_dict`` with names where that has numbers of parameters."""
+    """Return an optimizer's ``state_dict`` with parameters' names in place of their numbers."""
     names = _names(modules, optimizer)
     state = optimizer.state_dict()
     in_order = [name for group in names for name in group]
@@ -149,7 +149,7 @@ def _by_name(modules: nn.ModuleDict, optimizer: Any) -> dict[str, Any]:
 
 
 def _names(modules: nn.ModuleDict, optimizer: Any) -> list[list[str]]:
-    """Names of its parameters, by group."""
+    """Return the names of an optimizer's parameters, by group."""
     if not all(hasattr(optimizer, name) for name in ("param_groups", "state_dict")):
         raise TypeError(
             f"expected an optimizer of torch, or one like it, got {type(optimizer).__name__}"
@@ -223,12 +223,12 @@ def save(
         if runs_edits:
             state = State.of(modules, optimizer, extra if is_first else None)
             digests = state.digests()
-    except Exception as problem:  # any: the others wait to hear of it
+    except Exception as problem:  # of any kind: the other ranks wait for the report
         error = problem
-    mine = [_told(error), digests, optimizer is not None]
-    told = exchange_json(channel, mine, "what is in a file of trainable modules")
-    _raise_told([of_rank[0] for of_rank in told], error)
-    _check_alike([of_rank[1] for of_rank in told], [of_rank[2] for of_rank in told])
+    local = [_text(error), digests, optimizer is not None]
+    gathered = exchange_json(channel, local, "what is in a file of trainable modules")
+    _raise_reported([of_rank[0] for of_rank in gathered], error)
+    _check_alike([of_rank[1] for of_rank in gathered], [of_rank[2] for of_rank in gathered])
     if is_first:
         assert state is not None
         try:
@@ -237,8 +237,8 @@ def save(
             error = problem
     state = None
     with _waiting(channel):
-        told = exchange_json(channel, _told(error), f"the file {path.name} of trainable modules")
-    _raise_told(told, error)
+        errors = exchange_json(channel, _text(error), f"the file {path.name} of trainable modules")
+    _raise_reported(errors, error)
 
 
 def _check_alike(digests: list[dict[str, int] | None], have_optimizer: list[bool]) -> None:
@@ -251,7 +251,7 @@ def _check_alike(digests: list[dict[str, int] | None], have_optimizer: list[bool
         )
     compared: list[dict[str, int] | None] = []
     for own, has in zip(digests, have_optimizer):
-        if own is not None and not has and digests[0] is not None:  # one that rank 0 has alone
+        if own is not None and not has and digests[0] is not None:  # rank 0 alone has an optimizer
             own = {n: h for n, h in digests[0].items() if not n.startswith(_PREFIX)} | own
         compared.append(own)
     refuse_different(compared)
@@ -275,26 +275,26 @@ def load(
     if channel.mesh.rank == 0:
         try:
             state = _read(path)
-        except Exception as problem:  # any: the others wait to hear of it
+        except Exception as problem:  # of any kind: the other ranks wait for the report
             error = problem
-    mine = [_told(error), None if state is None else state.index, optimizer is not None]
+    local = [_text(error), None if state is None else state.index, optimizer is not None]
     with _waiting(channel):
-        told = exchange_json(channel, mine, f"the file {path.name} of trainable modules")
-    _raise_told([of_rank[0] for of_rank in told], error)
-    index = told[0][1]
+        gathered = exchange_json(channel, local, f"the file {path.name} of trainable modules")
+    _raise_reported([of_rank[0] for of_rank in gathered], error)
+    index = gathered[0][1]
     try:
         _check(index, modules, optimizer)
     except Exception as problem:
         error = problem
     where = f"load_trainable_modules: {path}: "
-    fits = exchange_json(channel, _told(error, where), "whether a file of trainable modules fits")
-    _raise_told(fits, error)
-    wanted = dict(index["tensors"])
-    if not any(has_optimizer for _, _, has_optimizer in told):
-        wanted = {name: d for name, d in wanted.items() if not name.startswith(_OPTIMIZER)}
-    sent = [] if state is None else [state.tensors[name] for name in wanted]
-    received = from_rank(channel, 0, sent, [(d[0], d[1]) for d in wanted.values()])
-    state = State(index, dict(zip(wanted, received)))
+    fits = exchange_json(channel, _text(error, where), "whether a file of trainable modules fits")
+    _raise_reported(fits, error)
+    loaded = dict(index["tensors"])
+    if not any(has_optimizer for _, _, has_optimizer in gathered):
+        loaded = {name: d for name, d in loaded.items() if not name.startswith(_OPTIMIZER)}
+    sent = [] if state is None else [state.tensors[name] for name in loaded]
+    received = from_rank(channel, 0, sent, [(d[0], d[1]) for d in loaded.values()])
+    state = State(index, dict(zip(loaded, received)))
     modules.load_state_dict({name: state.value(put) for name, put in index["modules"].items()})
     if optimizer is not None:
         _load_optimizer(state, modules, optimizer)
@@ -302,7 +302,7 @@ def load(
 
 
 def _read(path: Path) -> State:
-    """A whole file that ``save`` wrote: names, shapes and values are those that it wrote.
+    """Read a whole file that ``save`` wrote, and check names, shapes and values by its hashes.
 
     Raises:
         OSError: there is none, or it can't be read.
@@ -338,7 +338,7 @@ def _read(path: Path) -> State:
 
 
 def _check(index: dict[str, Any], modules: nn.ModuleDict, optimizer: Any) -> None:
-    """ValueError where the file is not that of these modules and this optimizer."""
+    """ValueError where the file does not fit these modules and this optimizer."""
     state, saved = modules.state_dict(), index["modules"]
     missing = [name for name in state if name not in saved]
     unexpected = [name for name in saved if name not in state]
@@ -363,7 +363,7 @@ def _check(index: dict[str, Any], modules: nn.ModuleDict, optimizer: Any) -> Non
 
 @contextlib.contextmanager
 def _waiting(channel: Channel) -> Iterator[None]:
-    """A wait for rank 0's disk; a rank that dies is noticed all the same."""
+    """A context for a wait for rank 0's disk; a rank that dies is detected all the same."""
     before, channel.timeout_s = channel.timeout_s, max(channel.timeout_s, _FILE_TIMEOUT_S)
     try:
         yield
@@ -371,7 +371,7 @@ def _waiting(channel: Channel) -> Iterator[None]:
         channel.timeout_s = before
 
 
-def _told(error: Exception | None, where: str = "") -> list[str] | None:
+def _text(error: Exception | None, where: str = "") -> list[str] | None:
     if error is None:
         return None
     kinds = [kind.__name__ for kind in type(error).__mro__]
@@ -381,8 +381,8 @@ def _told(error: Exception | None, where: str = "") -> list[str] | None:
     return [known, f"{where}{error}"]
 
 
-def _raise_told(errors: list[list[str] | None], cause: Exception | None) -> None:
-    """What was wrong on some rank, on all."""
+def _raise_reported(errors: list[list[str] | None], cause: Exception | None) -> None:
+    """Raise the first error of any rank, on all ranks."""
     found = [(rank, error) for rank, error in enumerate(errors) if error]
     if not found:
         return

@@ -1,6 +1,4 @@
-"""Parameters and their gradients in full, whatever holds the shards, and full values written back
-to the shards.
-"""
+"""Reads parameters and their gradients in full, and writes full values to the shards."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ ExpectedShape = Sequence[int | None] | None
 
 @dataclass(frozen=True)
 class _Found:
-    """A parameter, and where its values are kept: in itself, or where accelerate offloads it."""
+    """A parameter, and the tensor with its values: itself, or where accelerate offloads it."""
 
     full_name: str
     module: nn.Module
@@ -41,13 +39,13 @@ class _Found:
     def gradient(self) -> Tensor | None:
         if offload.is_zero_3(self.parameter):
             return offload.zero_3_gradient(self.parameter)
-        if self.parameter.grad is None:  # Megatron keeps it elsewhere
+        if self.parameter.grad is None:  # Megatron has it in main_grad
             return getattr(self.parameter, "main_grad", None)
         return self.parameter.grad
 
 
 class Parameters:
-    """Full parameters of one wrapped model. All methods are collective over the ranks of the wrap's
+    """Full parameters of one wrapped model. All methods are collective over the ranks of the
     stage.
     """
 
@@ -59,24 +57,22 @@ class Parameters:
     def get(
         self, name: str, expected_shape: ExpectedShape = None, *, sharded: bool = False
     ) -> Tensor:
-        """The full parameter: detached, on the CPU, on every rank.
+        """Return the full parameter: detached, on the CPU, on every rank.
 
-        FSDP's are read as they are now, whole (and cast by its mixed precision) where the module is
-        in use; with ``sharded``, as they are kept between forwards.
+        FSDP's are read in their current state, whole (and cast by its mixed precision) where the
+        module is in use; with ``sharded``, in their state between forwards.
         """
         with self._found(name, sharded=sharded) as found:
             return self._full(name, found, found.kept, expected_shape)
 
     def full_kind(self, name: str) -> tuple[Shape, torch.dtype]:
-        """The full parameter's shape and dtype; its values are not moved."""
+        """Return the full parameter's shape and dtype, without moving its values."""
         with self._found(name) as found, torch.no_grad():
             local, move = self._move(name, found, _summed(found.kept), None)
             return tuple(local.shape) if move is None else move.full_shape, local.dtype
 
     def gradient(self, name: str, expected_shape: ExpectedShape = None) -> Tensor | None:
-        """The full gradient as ``.grad`` has it, on the CPU, on every rank; None where there is
-        none.
-        """
+        """Return the full ``.grad``, on the CPU, on every rank; None where there is none."""
         with self._found(name, sharded=True, with_grads=True) as found:
             gradient = found.gradient
             if not self._channel.is_local:
@@ -96,19 +92,17 @@ class Parameters:
                 f"set_module_parameter: expected a full torch.Tensor for {shown!r}, got "
                 f"{type(full).__name__}"
             )
-        given = tuple(full.shape)
+        got = tuple(full.shape)
         if not self._channel.is_local:
-            header = Header("parameter", site=site_hash("set", name, given))
-            self._channel.agree(
-                header, f"a new full value of parameter {shown!r}, of shape {given}"
-            )
+            header = Header("parameter", site=site_hash("set", name, got))
+            self._channel.agree(header, f"a new full value of parameter {shown!r}, of shape {got}")
         with self._found(name, writeback=True, sharded=True) as found, torch.no_grad():
             local, move = self._move(name, found, found.kept, None)
             shape = tuple(local.shape) if move is None else move.full_shape
-            if given != shape:
+            if got != shape:
                 raise agreed(
                     ValueError(
-                        f"set_module_parameter: {shown!r} has the full shape {shape}, got {given}"
+                        f"set_module_parameter: {shown!r} has the full shape {shape}, got {got}"
                     )
                 )
             full = full.detach().to(local.dtype)
@@ -120,7 +114,7 @@ class Parameters:
     def iterate(
         self, expected_shapes: Mapping[str, ExpectedShape] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Clean names and full parameters, one at a time, tied ones once."""
+        """Yield clean names and full parameters, one at a time, tied ones once."""
         names = {name: clean(self._root, name) for name in self._names()}
         shapes = shapes_by_name(expected_shapes, names)
         return (
@@ -129,7 +123,7 @@ class Parameters:
         )
 
     def _names(self) -> list[str]:
-        """Names of all parameters, FSDP1's flattened ones by those of their parts."""
+        """Return the names of all parameters; for FSDP1's flattened ones, of the original ones."""
         found: list[str] = []
         for name in [name for name, _ in self._root.named_parameters()]:  # reading changes them
             if fsdp.is_flat(name):
@@ -144,13 +138,12 @@ class Parameters:
     def _check_equal(self, name: str, full: Tensor) -> None:
         if self._channel.is_local:
             return
-        told = self._channel.exchange(values.fingerprint(full)).tolist()
-        if any(row != told[0] for row in told):
-            differ = [rank for rank, row in enumerate(told) if row != told[0]]
+        rows = self._channel.exchange(values.fingerprint(full)).tolist()
+        if any(row != rows[0] for row in rows):
+            differ = [rank for rank, row in enumerate(rows) if row != rows[0]]
             raise ValueError(
-                f"set_module_parameter: ranks {differ} were given other values for {name!r} than "
-                "rank 0; "
-                "give the same full tensor on every rank"
+                f"set_module_parameter: ranks {differ} passed other values for {name!r} than rank "
+                "0; pass the same full tensor on every rank"
             )
 
     def _full(
@@ -163,7 +156,7 @@ class Parameters:
     def _move(
         self, name: str, found: _Found, tensor: Any, expected_shape: ExpectedShape
     ) -> tuple[Tensor, Move | None]:
-        """This rank's part, and the plan for all; None if it is the whole."""
+        """Return this rank's shard and the plan for all ranks; None for a full tensor."""
         expected = resolve.check_expected_shape(expected_shape)
         site = resolve.Site(
             f"parameter {clean(self._root, name)!r}",
@@ -190,7 +183,7 @@ class Parameters:
         if dtensor.is_dtensor(tensor) and dp is not None and tp is not None:
             whole = dtensor.layout(tensor, self._channel.mesh, site.name, batch_on_dp=False)
             known = ShardLayout(dp, tp, source=whole.source)
-            by_hand = "tp" not in stated_axes  # FSDP2 has split what the layer had split by hand
+            by_hand = "tp" not in stated_axes  # FSDP2 splits what the layer split by hand before
             known = replace(known, tp_first=known.splits_one_dim if by_hand else whole.tp_first)
         try:
             layout = resolve.resolve(
@@ -204,8 +197,8 @@ class Parameters:
         return local, Move.of(self._channel, layout, shapes, local.dtype)
 
     def _check_elements(self, site: str, found: _Found, shapes: Sequence[Shape]) -> None:
-        """ValueError, on all ranks, where a rank has no elements of what its layer says has some,
-        and no split into as many parts leaves it without.
+        """ValueError, on all ranks, where a rank has no elements of a parameter that its layer
+        states to be non-empty, unless a split into as many shards leaves that rank's empty.
         """
         sizes = layers.stated_sizes(found.module, found.full_name.rpartition(".")[2])
         if sizes is None or 0 in sizes:
@@ -220,13 +213,13 @@ class Parameters:
                     ValueError(
                         f"{site}: rank {rank} holds no elements of it (local shape {shape}), and "
                         f"its layer states the sizes {sizes}: its values are elsewhere, offloaded "
-                        "or partitioned by something that flex_model does not know; bring them "
+                        "or partitioned by something that flex_model does not support; bring them "
                         "back before they are read"
                     )
                 )
 
     def sources_of(self, name: str) -> resolve.ParameterSources:
-        """What is stated of a parameter, and so of its gradient. Local."""
+        """Return the placements stated for a parameter, which its gradient shares. Local."""
         full_name, module, parameter = find_parameter(self._root, name)
         return self._sources(_Found(full_name, module, parameter, parameter), parameter)
 
@@ -235,7 +228,7 @@ class Parameters:
         return layers.states_tensor_parallelism(self._root, self._channel.mesh)
 
     def _sources(self, found: _Found, tensor: Any) -> resolve.ParameterSources:
-        """What the tensor, its layer, the user or the model's framework state of a parameter."""
+        """Return what the tensor, its layer, the user or the framework state of a parameter."""
         mesh, name = self._channel.mesh, clean(self._root, found.full_name)
         leaf_name = found.full_name.rpartition(".")[2]
         statement = self._statements.of_parameter(name, found.module)
@@ -262,7 +255,7 @@ class Parameters:
         return resolve.ParameterSources((dp, tp), share, sizes)
 
     def _stated_axes(self, site: str, tensor: Any) -> frozenset[str]:
-        """The axes along which a DTensor states how it is placed."""
+        """Return the axes along which a DTensor states its placement."""
         if not dtensor.is_dtensor(tensor):
             return frozenset()
         return frozenset(dtensor.axis_names(tensor, self._channel.mesh, site))
@@ -270,8 +263,8 @@ class Parameters:
     def _check_replicas(
         self, site: str, local: Tensor, layout: ShardLayout, stated_axes: frozenset[str]
     ) -> None:
-        """Ranks that share the tensor hold the same values, where nothing but the layout of other
-        tensors says so.
+        """Check that ranks that share the tensor hold equal values, where only the layout of other
+        tensors implies that they share it.
         """
         sizes = {"dp": self._channel.mesh.dp_size, "tp": self._channel.mesh.tp_size}
         axes = [
@@ -282,10 +275,10 @@ class Parameters:
         if not axes:
             return
         table = self._channel.exchange(values.fingerprint(local)).tolist()
-        told = values.Fingerprints.of(self._channel.mesh, table)
+        prints = values.Fingerprints.of(self._channel.mesh, table)
         for axis in axes:
             words = {"dp": "data-parallel", "tp": "tensor-parallel"}[axis]
-            if not told.equal_along(axis):
+            if not prints.equal_along(axis):
                 raise agreed(
                     ValueError(
                         f"{site}: the {words} ranks hold different values of shape "
@@ -303,8 +296,8 @@ class Parameters:
         sharded: bool = False,
         with_grads: bool = False,
     ) -> Iterator[_Found]:
-        """The parameter, made readable, and writable with ``writeback``: FSDP1's and ZeRO-3's are
-        gathered.
+        """A context with the parameter readable, and writable with ``writeback``: FSDP1's and
+        ZeRO-3's are gathered.
         """
         with contextlib.ExitStack() as stack:
             wrapper = fsdp.wrapper_of_parameter(self._root, name)
@@ -339,12 +332,12 @@ class Parameters:
             yield _Found(full_name, module, parameter, kept)
 
     def _agree_to_gather(self, name: str) -> None:
-        """Before a collective of the framework's own, in which ranks that differ would hang."""
+        """Check that ranks agree before a collective of the framework, in which they would hang."""
         if not self._channel.is_local:
             header = Header("parameter", site=site_hash(name, "gather"))
             self._channel.agree(header, f"parameter {clean(self._root, name)!r}")
 
 
 def _summed(tensor: Any) -> Any:
-    """With the partial sums of a DTensor done. Collective where there are any."""
+    """Reduce the partial sums of a DTensor. Collective where there are any."""
     return dtensor.without_partial(tensor) if dtensor.is_dtensor(tensor) else tensor

@@ -1,7 +1,7 @@
-"""Trainable modules over the ranks: every rank that runs editing functions has the same values.
+"""Keeps trainable modules equal on all ranks that run editing functions.
 
 They are replicated: rank 0's values are sent when a module is registered, each rank's optimizer
-makes the same step of the same gradients, and runs refuse to begin where ranks have come to differ.
+makes the same step from the same gradients, and runs raise at their start where ranks differ.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _HALF = (1 << 31) - 1
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers of its state, by name."""
+    """Return the parameters and buffers in the module's state, by name."""
     state = module.state_dict(keep_vars=True)
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def check_name(modules: nn.ModuleDict, name: object) -> None:
-    """That a trainable module can have this name. Local."""
+    """Check that a trainable module can have this name. Local."""
     if not isinstance(name, str):
         raise TypeError(
             f"register_trainable_module: the name must be a str, got {type(name).__name__}"
@@ -39,7 +39,7 @@ def check_name(modules: nn.ModuleDict, name: object) -> None:
 
 
 def send_from_rank_0(channel: Channel, name: str, module: nn.Module) -> None:
-    """Give every rank rank 0's parameters and buffers of ``module``. Collective over the grid.
+    """Send rank 0's parameters and buffers of ``module`` to every rank. Collective over the grid.
 
     Raises:
         TypeError: one that is not a plain tensor with values.
@@ -67,17 +67,17 @@ def send_from_rank_0(channel: Channel, name: str, module: nn.Module) -> None:
 
 
 class Replicas:
-    """This rank's trainable modules, as hashes of their values: read again only where a tensor was
-    changed since.
+    """This rank's trainable modules, as hashes of their values, recomputed only where a tensor was
+    changed.
     """
 
     def __init__(self, channel: Channel, modules: nn.ModuleDict) -> None:
         self._channel, self._modules = channel, modules
-        # By name: the tensor, how often and where it was written, and the hash of that.
+        # By name: the tensor, its version and address, and its hash at that version.
         self._hashes: dict[str, tuple[Tensor, tuple[int, int], int]] = {}
 
     def digests(self) -> dict[str, int]:
-        """By name: a number that stands for the tensor's dtype, shape and values. Local."""
+        """Return by name a hash of the tensor's dtype, shape and values. Local."""
         found = {}
         for name, tensor in self._tensors():
             version = 0 if tensor.is_inference() else tensor._version
@@ -90,7 +90,7 @@ class Replicas:
         return {name: digest for name, (_, _, digest) in found.items()}
 
     def digest(self) -> int:
-        """One number for all of them. Local."""
+        """Return one hash of all of them. Local."""
         return site_hash(sorted(self.digests().items()))
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -98,8 +98,8 @@ class Replicas:
         yield from self._modules.named_buffers()
 
     def check(self, is_used: bool) -> None:
-        """HookMismatchError, on every rank, where ranks differ. Collective over the grid, where
-        there are trainable modules and editing functions (``is_used``).
+        """HookMismatchError, on every rank, where ranks differ. Collective over the grid, if there
+        are trainable modules and editing functions (``is_used``).
         """
         if not is_used or not self._modules:
             return
@@ -112,14 +112,14 @@ class Replicas:
                 refuse_different(exchange_json(self._channel, self.digests(), where))
 
 
-def refuse_different(told: list[dict[str, int] | None]) -> None:
-    """HookMismatchError where ranks told other digests; None: a rank that runs no function."""
-    all_told = {rank: of_rank for rank, of_rank in enumerate(told) if of_rank is not None}
-    first = next(iter(all_told.values()), {})
+def refuse_different(per_rank: list[dict[str, int] | None]) -> None:
+    """HookMismatchError where ranks have different digests; None: a rank that runs no function."""
+    compared = {rank: digests for rank, digests in enumerate(per_rank) if digests is not None}
+    first = next(iter(compared.values()), {})
     differ: dict[str, list[int]] = {}
-    for rank, of_rank in all_told.items():
-        for name in {**first, **of_rank}:
-            if first.get(name) != of_rank.get(name):
+    for rank, digests in compared.items():
+        for name in {**first, **digests}:
+            if first.get(name) != digests.get(name):
                 differ.setdefault(name, []).append(rank)
     if not differ:
         return
@@ -135,8 +135,8 @@ def refuse_different(told: list[dict[str, int] | None]) -> None:
 
 
 def _digest(tensor: Tensor) -> int:
-    """The sum of its bytes as integers: read once, where the tensor is, and alike on all kinds of
-    devices.
+    """Return a hash of the sum of the tensor's bytes as integers: read once, on its device, and the
+    same on all kinds of devices.
     """
     kind = tensor.dtype, tuple(tensor.shape)
     if not _has_values(tensor):
@@ -149,8 +149,8 @@ def _digest(tensor: Tensor) -> int:
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Whether it is a plain tensor; others (on shapes alone, quantized, DTensors) are compared by
-    their shape.
+    """Return whether it is a plain tensor with values; others (meta, quantized, DTensors) are
+    compared by their shape.
     """
     is_dense = tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_nested)
     return type(tensor.detach()) is Tensor and is_dense and not tensor.is_meta

@@ -268,14 +268,14 @@ class PipelinedFlexModel(FlexModel):
         try:
             if session is not None:
                 if self._is_first_of_run:
-                    session.begins()
+                    session.begin_run()
                     self._has_batch = False
                 self._has_batch |= bool(self._core.table.chosen(choice))
                 session.check_hooks(self._core.described_hooks())
             result = self._pipeline.run(call, self._records)
         except BaseException:
             if session is not None:
-                session.run_failed()
+                session.fail_run()
             raise
         finally:
             self._is_first_of_run = self._choice is None
@@ -286,7 +286,7 @@ class PipelinedFlexModel(FlexModel):
     def _end_batch(self) -> None:
         """A store has all that a run recorded. Collective."""
         if self._session is not None and self._has_batch:
-            self._session.run_ended(is_whole=True)
+            self._session.end_run(is_whole=True)
         elif self._session is not None:
             self._session.in_run = False
 
@@ -338,7 +338,7 @@ class PipelinedFlexModel(FlexModel):
                 self._end_batch()
         except BaseException:
             if self._session is not None:
-                self._session.run_failed()
+                self._session.fail_run()
             raise
         finally:
             self._choice = before
@@ -377,7 +377,7 @@ class PipelinedFlexModel(FlexModel):
                 if stage.stage_index == index
                 for module in targets(stage.submod, name)
             ]
-        registrations = core.register(hook_function, kind, found, groups, "asked")
+        registrations = core.register(hook_function, kind, found, groups, "requested")
 
         def remove() -> None:
             core.table.unregister(registrations)

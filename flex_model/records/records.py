@@ -1,8 +1,8 @@
 """Collected activations: owned CPU copies in the user's ``output_ptr``, on rank 0 or on all ranks.
 
-A hook that edits has the full tensor at hand, and its record is made at once. One that only looks
-keeps a snapshot of this rank's shard, and all such shards of a run travel together when the run
-ends. For a store nothing travels: each rank keeps its part, of hooks that edit, too.
+A hook that edits has gathered the full tensor, and its record is made at once. A read-only hook
+keeps a snapshot of this rank's shard, and all such shards of a run are gathered together when the
+run ends. For a store nothing is gathered: each rank keeps its shard, also for hooks that edit.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ class PendingRecord:
 
     call: Call
     snapshot: Snapshot
-    known: ShardLayout | None  # what the tensor itself told of its layout
-    slot: tuple[list[Any], int] | None  # where the record goes; None on ranks that keep none
+    known: ShardLayout | None  # the layout that the tensor itself states
+    slot: tuple[list[Any], int] | None  # the record's list and index; None on ranks that keep none
 
 
 def owned_copy(tensor: Tensor) -> Tensor:
-    """A CPU copy that nothing else can change: never an alias, never an inference tensor."""
+    """Return a CPU copy that nothing else can change: no alias, no inference tensor."""
     with torch.inference_mode(False):
         return memory.copy(tensor)
 
 
 class Records:
-    """The user's ``output_ptr`` and who writes to it.
+    """The user's ``output_ptr``, and the only code that appends to it.
 
-    For a store it is a dict of what belongs to the batch under way, on every rank: with several
-    ranks a record is a ``RecordShard``. In a pipeline it is the stages' own, on rank 0 of each; the
-    keys say for which stage and micro-batch a list is, and ``flex_model.pipelining`` makes the
-    user's of it.
+    For a store it is a dict of the current batch's records, on every rank: with several ranks a
+    record is a ``RecordShard``. In a pipeline it is the stages' own, on rank 0 of each stage; its
+    keys name the stage and micro-batch of a list, and ``flex_model.pipelining`` merges the lists
+    into the user's.
 
     Attributes:
-        keeps_parts: Whether records are for a store, each rank's own part.
+        keeps_parts: Whether records are for a store, each rank's own shard.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Records:
         self._channel = channel
         self._step = step
         self._snapshots = Snapshots(channel)
-        # What all ranks held at the end of runs, by the hashes that they told.
+        # Dtypes and shapes on all ranks at the end of runs, by the hashes that ranks exchanged.
         self._tensors: dict[tuple[int, ...], list[list[tuple[torch.dtype, Shape]]]] = {}
 
     @property
@@ -88,25 +88,25 @@ class Records:
         return self.on_all_ranks or (self._channel.mesh.place == 0 and not self.keeps_parts)
 
     def take(self) -> dict[Any, list[Any]]:
-        """What is there; it is not there any more."""
+        """Return all records, and forget them."""
         records = dict(self.output_ptr)
         self.output_ptr.clear()
         return records
 
     def now(self, registration: Registration, full: Tensor) -> None:
-        """Record a full tensor that this rank holds."""
+        """Record a full tensor that this rank holds now."""
         if self.keeps_full or self._channel.is_local:
             self._list(registration).append(owned_copy(full))
 
     def put(self, registration: Registration, record: Tensor | None, full: Tensor) -> None:
-        """Record ``record``, which nobody else has; a copy of ``full`` if there is none."""
+        """Record ``record``, which has no other owner; if there is none, a copy of ``full``."""
         if not self.keeps_full:
             return
         owned = owned_copy(full) if record is None or record is full else record
         self._list(registration).append(owned)
 
     def later(self, call: Call, shard: Tensor, known: ShardLayout | None) -> None:
-        """Keep this rank's shard until the run ends. The place in the list is taken now: records
+        """Keep this rank's shard until the run ends. Its place in the list is reserved now: records
         are in call order.
         """
         slot = None
@@ -123,7 +123,7 @@ class Records:
         return self.output_ptr.setdefault(key, [])
 
     def forget(self, context) -> None:
-        """Drop what waits, and the places it had: the run failed."""
+        """Drop the pending records and their places: the run failed."""
         for record in reversed(context.pending):
             if record.slot is not None:
                 records, index = record.slot
@@ -136,8 +136,8 @@ class Records:
         context.pending.clear()
 
     def join(self, context, kind: str, resolve) -> bool:
-        """Deliver what waits. Collective over the grid, after one status exchange; True if a rank
-        drew random numbers.
+        """Deliver the pending records. Collective over the grid, after one status exchange; True if
+        a rank drew random numbers.
 
         Args:
             kind: ``"end of the run"`` or ``"end of the backward"``.
@@ -149,12 +149,12 @@ class Records:
         listed = "; ".join(names[:8])
         listed += f"; and {len(pending) - 8} more" if len(pending) > 8 else ""
         tensors = [record.snapshot.tensor for record in pending]
-        mine = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
-        digest = sites_hash(*mine)
+        local = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+        digest = sites_hash(*local)
         header = Header(
             kind,
             site=sites_hash(*(record.call.registration.site for record in pending)),
-            # Not sizes here: they tell whether the tensors are those of before.
+            # Not sizes but a hash: whether the tensors equal those of an earlier run.
             shape=(digest & 0x7FFFFFFF, digest >> 32),
             flags=Header.CONSUMED if context.consumed else 0,
         )
@@ -163,7 +163,7 @@ class Records:
             headers = self._channel.agree(header, what)
             if pending:
                 key = (header.site, *(size for other in headers for size in other.shape))
-                moves = self._agree_on_moves(pending, self._tensors_of_all(key, mine), resolve)
+                moves = self._agree_on_moves(pending, self._tensors_of_all(key, local), resolve)
                 self._channel.meter.turn_to(header.site)
                 deliver = self._deliver_to_all if self.on_all_ranks else self._deliver_to_first
                 if self.keeps_parts:
@@ -177,32 +177,32 @@ class Records:
         return any(other.flags & Header.CONSUMED for other in headers)
 
     def _tensors_of_all(
-        self, key: tuple[int, ...], mine: list[tuple[torch.dtype, Shape]]
+        self, key: tuple[int, ...], local: list[tuple[torch.dtype, Shape]]
     ) -> list[list[tuple[torch.dtype, Shape]]]:
-        """Dtype and shape of each record's tensor, by rank. Exchanged where ``key`` is new, which
-        it is on all ranks or on none.
+        """Return dtype and shape of each record's tensor, by rank. Exchanged where ``key`` is new,
+        which it is on all ranks or on none.
         """
         if key in self._tensors:
             return self._tensors[key]
-        rows = torch.zeros(len(mine), 2 + _MAX_DIMS, dtype=torch.int64)
-        for row, (dtype, shape) in zip(rows, mine):
+        rows = torch.zeros(len(local), 2 + _MAX_DIMS, dtype=torch.int64)
+        for row, (dtype, shape) in zip(rows, local):
             row[0], row[1] = DTYPES.index(dtype), len(shape)
             row[2 : 2 + len(shape)] = torch.tensor(shape, dtype=torch.int64)
         table = self._channel.exchange(rows).tolist()
         while len(self._tensors) >= _REMEMBERED_RUNS:
             del self._tensors[next(iter(self._tensors))]
-        told = [[(DTYPES[row[0]], tuple(row[2 : 2 + row[1]])) for row in rows] for rows in table]
-        self._tensors[key] = told
-        return told
+        found = [[(DTYPES[row[0]], tuple(row[2 : 2 + row[1]])) for row in rows] for rows in table]
+        self._tensors[key] = found
+        return found
 
     def _agree_on_moves(
         self,
         pending: list[PendingRecord],
-        told: list[list[tuple[torch.dtype, Shape]]],
+        per_rank: list[list[tuple[torch.dtype, Shape]]],
         resolve,
     ) -> list[Move]:
         moves = []
-        for record, *tensors in zip(pending, *told):
+        for record, *tensors in zip(pending, *per_rank):
             if len({(dtype, len(shape)) for dtype, shape in tensors}) > 1:
                 own = tensors[self._channel.mesh.place]
                 raise self._channel.mismatch(
@@ -217,7 +217,7 @@ class Records:
             self._channel.meter.turn_to(record.call.registration.site)
             if move.pick is not None:
                 snapshot.change(move.pick.take)
-            if move.layout.partial_axes:  # a sum needs one kind of device on all ranks
+            if move.layout.partial_axes:  # reducing needs the same device type on all ranks
                 self._snapshots.to_cpu([snapshot])
                 snapshot.change(lambda shard, move=move: move.cast(move.summed(shard)))
             moves.append(move)
@@ -225,9 +225,9 @@ class Records:
         return moves
 
     def _compare_replicas(self, pending: list[PendingRecord], moves: list[Move]) -> None:
-        """What ranks should hold alike must be, whoever says that they do: proofs, statements or
-        DTensors; gradients, too. Where it is but for the order of sums, all keep the first rank's.
-        Collective where there is such a record.
+        """Check that ranks hold equal values where the layout is Replicate, by proof, statement or
+        DTensor; gradients, too. Where they differ only by the order of sums, all keep the first
+        rank's. Collective where there is such a record.
         """
         compared = [
             (record, move.layout)
@@ -257,13 +257,13 @@ class Records:
         self._snapshots.to_cpu([record.snapshot for record in pending])
         for record, move in zip(pending, moves):
             self._channel.meter.turn_to(record.call.registration.site)
-            full = record.snapshot.tensor  # summed already, where it was a sum
+            full = record.snapshot.tensor  # partial sums are reduced already
             if move.axes:
                 full = self._channel.all_gather(move.axes, full, move.plan, 1, 1)[0]
             self._fill(record, full)
 
     def _deliver_to_first(self, pending: list[PendingRecord], moves: list[Move]) -> None:
-        """All records in one transfer; ranks whose parts rank 0 does not need send nothing."""
+        """Gather all records in one transfer; only ranks whose shards rank 0 needs send."""
         mesh = self._channel.mesh
         split = [(record, move) for record, move in zip(pending, moves) if move.axes]
         if self._channel.host_gather is None:
@@ -288,7 +288,7 @@ class Records:
             self._fill(record, record.snapshot.tensor)
 
     def _keep_parts(self, pending: list[PendingRecord], moves: list[Move]) -> None:
-        """Nothing travels: of what several ranks hold, the first keeps it."""
+        """Keep the shards where they are; of several replicas, the first rank keeps its own."""
         kept = [record for record, move in zip(pending, moves) if move.rank_0_gathers]
         self._snapshots.to_cpu([record.snapshot for record in kept])
         for record, move in zip(pending, moves):

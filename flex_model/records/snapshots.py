@@ -1,7 +1,7 @@
-"""A rank's shards as they were when their hooks ran: kept until the run ends.
+"""Copies of a rank's shards from the time when their hooks ran, kept until the run ends.
 
-A GPU's are cloned there, which the host does not wait for, and neither does the model. When they
-take too much of its memory, the oldest are moved to the CPU.
+Shards on a GPU are cloned there, so neither the host nor the model waits. When the clones take too
+much of its memory, the oldest are moved to the CPU.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from flex_model.distributed import memory
 from flex_model.distributed.channel import Channel
 from flex_model.distributed.transports import host_copies
 
-MAX_GPU_BYTES = 1 << 30  # of a rank's GPU
+MAX_GPU_BYTES = 1 << 30  # of the clones on a rank's GPU
 
 
 @dataclass(eq=False)
 class Snapshot:
-    """A copy that nothing else can change: never an alias, never an inference tensor.
+    """A copy that nothing else can change: no alias, no inference tensor.
 
     Attributes:
         tensor: Contiguous, on its GPU or on the CPU.
-        ready: Of one on a GPU: when its values are there.
+        ready: For a tensor on a GPU: the event after which its values are there.
     """
 
     tensor: Tensor
     ready: host_copies.Ready | None = None
 
     def wait(self) -> None:
-        """Let the current stream wait until its values are there; the host does not wait."""
+        """Make the current stream wait for its values; the host does not wait."""
         if self.ready is not None:
             self.ready.wait()
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Put what the function makes of the tensor in its place, after ``wait``."""
+        """Replace the tensor by the function's result, after ``wait``."""
         with torch.inference_mode(False), torch.no_grad():
             changed = function(self.tensor).contiguous()
         if changed is not self.tensor and self.ready is not None:
@@ -51,7 +51,7 @@ class Snapshots:
     of one tensor on several kinds of devices.
 
     Args:
-        max_gpu_bytes: Of snapshots on this rank's GPU; back-pressure beyond.
+        max_gpu_bytes: The most bytes of snapshots on this rank's GPU.
     """
 
     def __init__(self, channel: Channel, max_gpu_bytes: int = MAX_GPU_BYTES) -> None:
@@ -61,10 +61,10 @@ class Snapshots:
         self._gpu_bytes = 0
 
     def take(self, tensor: Tensor) -> Snapshot:
-        """A snapshot of a tensor as it is when the current stream comes here."""
+        """Copy a tensor, in the order of the current stream."""
         if not torch.is_inference_mode_enabled():
             return self._take(tensor)
-        with torch.inference_mode(False):  # takes longer to enter than a small copy
+        with torch.inference_mode(False):  # entering takes longer than a small copy
             return self._take(tensor)
 
     def _take(self, tensor: Tensor) -> Snapshot:
@@ -72,7 +72,7 @@ class Snapshots:
             return Snapshot(memory.copy(tensor))
         try:
             clone = tensor.detach().clone(memory_format=torch.contiguous_format)
-        except torch.OutOfMemoryError:  # the model's memory comes first
+        except torch.OutOfMemoryError:  # the model needs the memory
             return Snapshot(memory.copy(tensor))
         snapshot = Snapshot(clone, host_copies.ready_now(clone))
         self._on_gpu.append(snapshot)
@@ -85,7 +85,7 @@ class Snapshots:
         return snapshot
 
     def to_cpu(self, snapshots: list[Snapshot]) -> None:
-        """Move them to the CPU, those that are not there."""
+        """Move those that are on a GPU to the CPU."""
         elsewhere = [s for s in snapshots if host_copies.is_on_gpu(s.tensor)]
         gather = self._channel.host_gather
         if gather is not None and elsewhere:
@@ -98,7 +98,7 @@ class Snapshots:
             snapshot.tensor, snapshot.ready = copy, None
 
     def drop(self, snapshots: list[Snapshot]) -> None:
-        """They are not needed any more."""
+        """Free snapshots."""
         dropped = set(map(id, snapshots))
         self._on_gpu = deque(s for s in self._on_gpu if id(s) not in dropped)
         self._gpu_bytes = sum(s.tensor.nbytes for s in self._on_gpu)

@@ -54,11 +54,11 @@ class StoredRecords:
         session = self._session
         try:
             if self._is_own:
-                session.leave(kind)
+                session.close_on_exit(kind)
             elif kind is None:
                 session.flush()
             else:
-                session.keep_what_all_have(kind)
+                session.flush_after_error(kind)
         finally:
             session.is_sequential = False
             if self._is_own:
@@ -108,7 +108,7 @@ class StoredRecords:
 
     def end_window(self) -> None:
         """Write what a window of batches recorded, while the next one runs."""
-        self._session.meet(ends_group=True)
+        self._session.synchronize(ends_group=True)
 
     def flush(self) -> None:
         """All is on disk, and no more to come."""

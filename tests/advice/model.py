@@ -384,7 +384,7 @@ ROWS = [
         lambda: (unused_hook("other"), unused_hook("groups")),
     ),
     Row(
-        "which numbers it drew is not known; do without checkpointing there",
+        "can't be drawn again; do without checkpointing there",
         lambda: checkpointed(True),
         lambda: checkpointed(False),
     ),

@@ -265,7 +265,7 @@ TWO_RANKS = [
         tensor_parallel,
     ),
     Row(
-        "give the same full tensor on every rank",
+        "pass the same full tensor on every rank",
         lambda: set_weight(dist.get_rank()),
         lambda: set_weight(1),
     ),
@@ -295,7 +295,7 @@ TWO_RANKS = [
         lambda: (mean_of_ranks(is_stated=True), mean_of_ranks({"dp": Replicate()})),
     ),
     Row(
-        "give that operation the whole tensor, or state the layout of what is made there",
+        "pass that operation the whole tensor, or state the layout of its result",
         lambda: mixed_features("not"),
         lambda: (mixed_features("whole"), mixed_features("stated")),
     ),

@@ -34,7 +34,7 @@ ELSEWHERE = {
     "give the size of the full tensor there": "test_errors: a contradicted expected_shape",
     "hook it to see the error": "a row of a report: test_inspection",
     "see that rank's own traceback": "another rank's failure",
-    "split in different ways": "a layout that differs by call",
+    "tensors of different layouts": "a layout that differs by call",
     "see flex.wrapped_module_names": "layouts/test_statements: names that match nothing",
     "states nothing; give tp=": "layouts/test_statements: calls that say nothing",
     "fused parts of a split dim": "layouts/test_statements: fused parts of unequal sizes",

@@ -15,7 +15,7 @@ import models
 from flex_model import FlexModel, HookError, HookFunction
 
 BATCH = models.random(4, 6)
-# How the outer and the inner block are computed once more; None: they are not.
+# How the outer and the inner block are recomputed; None: they are not.
 NESTED = [(outer, inner) for outer in (True, False) for inner in (None, True, False)]
 
 
@@ -96,7 +96,7 @@ def check(parallelism, nested, **settings):
     for _, records in outputs:
         assert all(len(kept) == 1 for kept in records.values())
     runs_edits = settings.get("edit_on") != "rank0" or dist.get_rank() == 0
-    assert calls > expected_calls or not runs_edits, "nothing was computed once more"
+    assert calls > expected_calls or not runs_edits, "nothing was recomputed"
 
 
 @pytest.mark.parametrize("nested", NESTED, ids=str)

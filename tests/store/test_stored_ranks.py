@@ -138,7 +138,7 @@ def test_two_ranks_write_what_one_reads(name, tmp_path):
     looks += [by_name["fc1", "full_backward_pre"], by_name["(all hooks)", ""]]
     assert [(row.bytes_moved, row.collectives) for row in looks] == [(0, 0)] * 4, str(explained)
     if name == "tp":
-        assert "each rank stores its own part" in by_name["fc1", "forward"].why
+        assert "each rank stores its own shard" in by_name["fc1", "forward"].why
         sizes = [sum(p.stat().st_size for p in tmp_path.glob(f"*.rank-000{r}.*")) for r in (0, 1)]
         assert 0 < sizes[1] < sizes[0]  # which has the replicated ones, too
 
@@ -253,7 +253,7 @@ def test_a_full_disk_of_one_rank_is_an_error_on_all(tmp_path, monkeypatch):
         monkeypatch.setattr(files, "write_chunk", full)
 
     def run_on():
-        for _ in range(100):  # it is told at the next meeting after it was tried
+        for _ in range(100):  # it is reported in the exchange after the failed write
             flex(BATCHES[1]).sum().backward()
 
     with pytest.raises(HookError, match=r"rank 1: OSError.*No space left"):
@@ -479,14 +479,14 @@ def test_a_forward_that_ends_early_is_a_batch(tmp_path):
 
 
 @pytest.mark.ranks(2)
-def test_a_dry_run_foretells_what_a_store_costs(tmp_path):
+def test_a_dry_run_predicts_the_cost_of_a_store(tmp_path):
     way = models.TWO_RANKS["tp"]
     with FlexModel(way.shard(exact()), ActivationStore(tmp_path), **way.sizes) as flex:
         flex.register_forward_hook(HookFunction("fc1"))
         flex.register_forward_hook(HookFunction("act", editing_function=mix))
         dry = flex.dry_run(BATCHES[0])
         channel = flex._core.channel
-        for _ in range(7):  # the first five wait for a backward that tells of edits' gradients
+        for _ in range(7):  # the first five wait for a backward that proves edits' gradients
             before = channel.sequence, channel.num_payloads
             flex(BATCHES[0])
             after = channel.sequence, channel.num_payloads

@@ -295,7 +295,7 @@ def test_a_run_that_is_faster_than_the_disk_waits(tmp_path, monkeypatch):
         time.sleep(0.005)
         write(file, chunk)
 
-    monkeypatch.setattr(writer, "_LOOK_S", 0.01)
+    monkeypatch.setattr(writer, "_POLL_S", 0.01)
     record_bytes = 2 * 3 * 8 * 4
     store = ActivationStore(tmp_path, shard_bytes=1, max_bytes=4 * record_bytes)
     flex = wrapped(store)
@@ -399,7 +399,7 @@ def test_the_lock_does_not_outlive_the_writer_in_a_child(tmp_path):
     assert_holds(tmp_path, expected(1))
 
 
-def test_the_manifest_says_what_is_there(tmp_path):
+def test_the_manifest_lists_the_stored_batches(tmp_path):
     with wrapped(ActivationStore(tmp_path, key="mine")) as flex:
         flex(batches(1)[0])
     manifest = json.loads((tmp_path / "manifest.json").read_text())

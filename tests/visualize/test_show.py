@@ -94,7 +94,7 @@ def test_ready_edits_and_selections_show_themselves(capsys):
 
 def test_a_rank_that_is_not_there_is_an_error():
     for rank in (1, -1, "0"):
-        with pytest.raises(ValueError, match="rank must be one of the wrap's, 0 to 0, or None"):
+        with pytest.raises(ValueError, match="rank must be one of the model's, 0 to 0, or None"):
             FlexModel(models.mlp()).show(rank=rank)
 
 

@@ -1,4 +1,4 @@
-"""Records on disk: written as runs go on, by the ranks that hold them; read in full anywhere."""
+"""Records on disk: each rank writes its shards during runs; any process reads full tensors."""
 
 from flex_model.records.store.activation_store import ActivationStore
 

@@ -1,4 +1,4 @@
-"""A folder of records: what a FlexModel writes into it, and what is read from it anywhere."""
+"""ActivationStore: a folder into which a FlexModel writes records, readable anywhere."""
 
 from __future__ import annotations
 
@@ -18,41 +18,42 @@ if TYPE_CHECKING:
 
 
 class ActivationStore:
-    """Records of runs in a folder, by batch, name and call: safetensors files and JSON.
+    """A folder with the records of runs, by batch, name and call: safetensors files and JSON.
 
     Example::
 
         store = ActivationStore("activations/")
         with FlexModel(model, store) as flex:
             flex.register_forward_hook(HookFunction("layers.3.mlp"))
-            for tokens in batches[store.num_batches :]:  # those of a run that was killed are there
+            for tokens in batches[store.num_batches :]:  # skips those of a run that was killed
                 store.annotate(token_ids=tokens)
                 flex(tokens)
         for full in ActivationStore("activations/").tensors("layers.3.mlp"):  # on any number of
             ...                                                               # ranks
 
     As ``output_ptr`` of a FlexModel, each outermost run is one batch (``flex(...)``, everything
-    inside one ``active()``, one method such as ``generate``). A rank writes its own part of what is
-    sharded, rank 0 what all ranks hold. What is there is whole, and the first batches always;
-    after a kill the next FlexModel goes on from there.
+    inside one ``active()``, one method such as ``generate``). A rank writes its own shard of a
+    sharded record; rank 0 writes what all ranks hold. Stored batches are whole, and always the
+    first ones; after a kill the next FlexModel continues from there.
 
     Args:
-        folder: Made if it is not there; on a file system that all ranks share. One FlexModel at a
+        folder: Made if it does not exist; on a file system that all ranks share. One FlexModel at a
             time writes into it.
-        key: What the records depend on besides model and hooks (the data, say): anything that JSON
-            can hold. Who goes on must give the same.
-        shard_bytes: Files are begun anew when their batches' full tensors have so many bytes.
-        max_bytes: That a rank holds for its writer; a run that is faster than the disk waits.
-        seconds: Files are begun anew at the end of a run, too, when this long has passed.
+        key: What the records depend on besides model and hooks (the data, say): any JSON value. To
+            continue a store, pass an equal one.
+        shard_bytes: A new file is begun when the full tensors of a file's batches have so many
+            bytes.
+        max_bytes: The most that a rank holds for its writer; a run faster than the disk waits.
+        seconds: A new file is also begun, at the end of a run, when this long has passed.
 
     Attributes:
-        num_batches: How many are there: as the ranks agreed on when the FlexModel was made, or at
-            the last ``flush``.
-        is_complete: Whether the FlexModel (or sequential run) came to its end.
+        num_batches: The number of stored batches, as the ranks agreed on when the FlexModel was
+            made, or at the last ``flush``.
+        is_complete: Whether the FlexModel (or sequential run) was closed normally.
 
     Raises:
-        ValueError: the folder holds something else, or records with another key. Raised by reading
-            too, where a file is not what was written.
+        ValueError: the folder holds something else, or records with another key. Reading raises it
+            too, if a file was changed.
     """
 
     def __init__(
@@ -79,11 +80,11 @@ class ActivationStore:
         self.reload()
 
     def reload(self) -> None:
-        """See what is in the folder now. Local; what a FlexModel writes is seen after ``flush``."""
+        """Read the manifest again. Local; what a FlexModel writes is visible after ``flush``."""
         found = Manifest.read(self.folder)
         if found is None and self.folder.is_dir():
             names = sorted(path.name for path in self.folder.iterdir())
-            found = Manifest.read(self.folder)  # another process may have begun it meanwhile
+            found = Manifest.read(self.folder)  # another process may have created it meanwhile
             if found is None:
                 self._check_never_begun(names)
         if found is None:
@@ -97,7 +98,7 @@ class ActivationStore:
             self._manifest, self._reader = found, Reader(self.folder, found)
 
     def _check_never_begun(self, names: list[str]) -> None:
-        """ValueError for what is in the folder besides the manifest, with which a store begins."""
+        """ValueError for files in the folder, besides the manifest that a store writes first."""
         others = [name for name in names if name != MANIFEST_ASIDE]
         batches = [name for name in others if is_of_batches(name)]
         if batches:
@@ -111,12 +112,10 @@ class ActivationStore:
                 f"{MANIFEST}; give a folder of its own"
             )
 
-    # Writing.
-
     def annotate(self, **values: Any) -> None:
-        """Keep these with the next batch: tensors, such as ``token_ids``, or what JSON can hold.
+        """Annotate the next batch: with tensors, such as ``token_ids``, or JSON values.
 
-        Called on every rank before the run, with what the rank gives to the model: tensors that
+        Call it on every rank before the run, with what the rank passes to the model: tensors that
         differ over data-parallel ranks are rows of one batch, and are read as one tensor. Local.
         """
         for name, value in values.items():
@@ -126,8 +125,8 @@ class ActivationStore:
             )
 
     def flush(self) -> None:
-        """Wait until all batches so far are on the disk of every rank and in the manifest: then no
-        kill can lose them.
+        """Wait until all batches so far are on the disk of every rank and in the manifest, so that
+        a kill can't lose them.
 
         Collective over the ranks of the FlexModel. The batch of the last run ends here: a backward
         of it that comes later is an error.
@@ -139,7 +138,7 @@ class ActivationStore:
             self._session.flush()
 
     def close(self) -> None:
-        """``flush``, and let the folder go. Collective; a FlexModel does it when it is restored."""
+        """Flush, and unlock the folder. Collective; ``FlexModel.restore`` calls it."""
         if self._session is not None:
             self._session.close()
 
@@ -148,9 +147,7 @@ class ActivationStore:
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         if self._session is not None:
-            self._session.leave(kind)
-
-    # Reading.
+            self._session.close_on_exit(kind)
 
     @property
     def num_batches(self) -> int:
@@ -162,25 +159,25 @@ class ActivationStore:
 
     @property
     def names(self) -> list[str]:
-        """Names of the records, sorted."""
+        """Names of all records, sorted."""
         return sorted({name for index in self._reader.indices() for name in index.names})
 
     def batch(self, index: int) -> dict[str, list[Tensor]]:
-        """The records of one batch, by name, in the order of calls: full tensors.
+        """Return the records of one batch, by name, in the order of calls: full tensors.
 
         Raises:
-            IndexError: the batch isn't there (yet).
+            IndexError: there is no such batch (yet).
         """
         self._check_batch(index)
         return self._reader.records(index)
 
     def annotations(self, index: int) -> dict[str, Any]:
-        """What ``annotate`` gave for one batch. IndexError as ``batch``."""
+        """Return the annotations of one batch. IndexError as ``batch``."""
         self._check_batch(index)
         return self._reader.annotations(index)
 
     def tensors(self, name: str) -> Iterator[Tensor]:
-        """The records of one name in the order of batches, then calls, as ``output_ptr`` has them;
+        """Yield the records of one name in the order of batches, then calls, as in ``output_ptr``;
         one at a time, each in memory of its own.
 
         Raises:
@@ -189,7 +186,7 @@ class ActivationStore:
         return iter(self[name])
 
     def __getitem__(self, name: str) -> RecordSequence:
-        """The records of one name as a sequence, of which each is read when it is asked for.
+        """Return the records of one name as a sequence that reads each when it is indexed.
 
         Raises:
             KeyError: no batch has such a record.
@@ -205,14 +202,14 @@ class ActivationStore:
         return RecordSequence(self._reader, name, sorted(found))
 
     def numpy(self, name: str) -> Iterator[Any]:
-        """As ``tensors``, as numpy arrays; dtypes that numpy lacks (bfloat16, float8) become
+        """Yield ``tensors`` as numpy arrays; dtypes that numpy lacks (bfloat16, float8) become
         float32 (complex32: complex64), which has all their values.
         """
         return map(as_numpy, self.tensors(name))
 
     def dataset(self, names: Sequence[str] | None = None) -> Any:
-        """A Hugging Face ``datasets.IterableDataset`` with a row for each batch: ``batch`` (its
-        number), annotations, and each record by name, a list of them where there were several
+        """Return a Hugging Face ``datasets.IterableDataset`` with a row for each batch: ``batch``
+        (its number), annotations, and each record by name, a list of them where there were several
         calls. It reads when it is iterated, and can be split among workers.
 
         Raises:
@@ -221,9 +218,9 @@ class ActivationStore:
         """
         from datasets import IterableDataset
 
-        there = set(self.names) if names else set()
+        known = set(self.names) if names else set()
         for name in names or ():
-            if name not in there:
+            if name not in known:
                 raise self._no_record(name)
         return IterableDataset.from_generator(
             _rows,
@@ -235,7 +232,7 @@ class ActivationStore:
         )
 
     def layout(self, name: str, batch: int = 0, call: int = 0) -> str:
-        """How a record was split when it was written. Raises as ``batch`` and ``tensors``."""
+        """Return how a record was sharded when written. Raises as ``batch`` and ``tensors``."""
         self._check_batch(batch)
         calls = self._reader.index_of(batch).of_batch.get(batch, {}).get(name)
         if not calls:
@@ -243,7 +240,7 @@ class ActivationStore:
         return calls[call][1].description
 
     def inputs_hash(self, index: int) -> str | None:
-        """Of what a sequential run gave to the model for a batch. IndexError as ``batch``."""
+        """Return the hash of a sequential run's inputs for a batch. IndexError as ``batch``."""
         self._check_batch(index)
         group = self._reader.index_of(index)
         return group.batches[index - group.first]["inputs"]
@@ -257,7 +254,7 @@ class ActivationStore:
 
 
 class RecordSequence(Sequence[Tensor]):
-    """The records of one name. ``records[i]`` reads one; a slice is a sequence again."""
+    """The records of one name. ``records[i]`` reads one; a slice is another sequence."""
 
     def __init__(self, reader: Reader, name: str, places: Sequence[tuple[int, int]]) -> None:
         self._reader, self._name, self._places = reader, name, places
@@ -277,7 +274,7 @@ class RecordSequence(Sequence[Tensor]):
 
 
 def as_numpy(tensor: Tensor) -> Any:
-    """An array of the same values."""
+    """Return an array of the same values."""
     try:
         return tensor.numpy()
     except TypeError:

@@ -1,4 +1,4 @@
-"""Tensors that a batch is annotated with: of several ranks, one tensor."""
+"""Tensors that annotate a batch: the ranks' tensors form one full tensor."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from flex_model.records.store.record_layout import RecordLayout, RecordShard
 
 
 def described(name: str, tensor: Tensor) -> list[Any]:
-    """What ranks tell each other of one. JSON can hold it."""
+    """Return what ranks exchange of a tensor, as JSON: name, dtype, shape and fingerprint."""
     print_ = values.fingerprint(tensor).tolist()
     return [name, str(tensor.dtype), list(tensor.shape), print_]
 
 
 def parts_of(
-    channel: Channel, notes: Mapping[str, Tensor], told: Sequence[Sequence[Any]]
+    channel: Channel, notes: Mapping[str, Tensor], per_rank: Sequence[Sequence[Any]]
 ) -> dict[str, RecordShard]:
-    """What this rank keeps of each. Data-parallel ranks have rows of one batch, as of a model's
-    inputs, unless all have the same.
+    """Return this rank's shard of each tensor. Data-parallel ranks have rows of one batch, as for a
+    model's inputs, unless all have equal tensors.
 
     Args:
-        told: By rank, what ``described`` said there, of the same names and dtypes.
+        per_rank: By rank, the results of ``described`` there, with the same names and dtypes.
 
     Raises:
-        ValueError: the ranks' tensors do not fit together; alike on all ranks.
+        ValueError: the ranks' tensors do not fit together; the same on all ranks.
     """
     mesh, found = channel.mesh, {}
-    for tensor, rows in zip(notes.values(), zip(*told)):
+    for tensor, rows in zip(notes.values(), zip(*per_rank)):
         name, dtype = rows[0][:2]
         shapes = [tuple(shape) for _, _, shape, _ in rows]
         try:
@@ -57,7 +57,7 @@ def parts_of(
 
 
 def parts_of_first(notes: Mapping[str, Tensor], dp_size: int) -> dict[str, RecordShard]:
-    """In a pipeline, those of rank 0. ValueError where it does not have the whole batch."""
+    """Return rank 0's tensors, in a pipeline. ValueError where it lacks rows of the batch."""
     if dp_size != 1:
         raise ValueError(
             "annotate: in a pipeline with data-parallel ranks, rank 0 does not have the whole "

@@ -1,4 +1,4 @@
-"""One batch of a store before it is written, and the index of a group of them."""
+"""One batch of a store before it is written, and the index of a group of batches."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from flex_model.records.store.record_layout import RecordLayout, RecordShard
 
 @dataclass(eq=False)
 class Batch:
-    """What one rank has of it.
+    """One rank's part of a batch.
 
     Attributes:
-        inputs: The hash of a sequential run's.
-        notes, annotations: What it was annotated with: what JSON can hold, and tensors.
+        inputs: In a sequential run: the hash of its inputs.
+        notes, annotations: The values that it was annotated with: JSON values, and tensors.
     """
 
     records: dict[str, list[RecordShard]]
@@ -25,7 +25,7 @@ class Batch:
     annotations: dict[str, RecordShard] = field(default_factory=dict)
 
     def parts(self, number: int) -> Iterator[tuple[str, RecordShard]]:
-        """All, by their keys in the files."""
+        """Yield all shards, with their keys in the files."""
         for name, calls in self.records.items():
             for call, part in enumerate(calls):
                 yield record_key(number, name, call), part
@@ -34,7 +34,7 @@ class Batch:
 
 
 def as_parts(records: Mapping[str, Sequence[Any]]) -> dict[str, list[RecordShard]]:
-    """Records by name, where a tensor is one that rank 0 has in full."""
+    """Return records by name as shards; a plain tensor is one that rank 0 has in full."""
     return {
         name: [
             one if isinstance(one, RecordShard) else RecordShard.whole(one.contiguous())
@@ -45,7 +45,7 @@ def as_parts(records: Mapping[str, Sequence[Any]]) -> dict[str, list[RecordShard
 
 
 def index_of(group: Sequence[Batch], first: int, session: str) -> Index:
-    """Of batches that follow one another, from the first on."""
+    """Return the index of consecutive batches, from number ``first`` on."""
     layouts: dict[RecordLayout, int] = {}
 
     def number_of(part: RecordShard) -> int:

@@ -1,7 +1,7 @@
-"""Files that are there in whole or not at all, and the one that a rank's tensors are in.
+"""Writes files that exist in whole or not at all, such as the one with a rank's tensors.
 
-A file is written under another name, synced, renamed, and its folder synced. What a killed process
-leaves behind has a name that says so, or is in no manifest.
+A file is written under another name, synced, renamed, and its folder synced. The leftovers of a
+killed process have a temporary name, or are in no manifest.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 ASIDE = ".part"
-_CHUNK_BYTES = 16 * 2**20  # of one write
+_CHUNK_BYTES = 16 * 2**20  # per write
 _ALIGNMENT = 64  # of the first tensor: operations on complex128 need 16
-_MAX_HEADER_BYTES = 100_000_000  # what readers of safetensors take
+_MAX_HEADER_BYTES = 100_000_000  # the most that readers of safetensors accept
 
-# The names that safetensors has for dtypes; others are kept as bytes, and the index says what they
-# are.
+# The names of dtypes in safetensors; others are stored as bytes, and the index names their dtype.
 _NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -45,10 +44,10 @@ _NAMES = {
 
 
 def write_whole(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Write a file that is on the disk under its name, in whole, when this returns.
+    """Write a file in whole; when this returns, it is on the disk under its name.
 
     Raises:
-        OSError: as of the file system; nothing has this name then, or what had it before.
+        OSError: the file system's error; the file of this name is then unchanged, or absent.
     """
     aside = path.with_name(path.name + ASIDE)
     try:
@@ -59,19 +58,19 @@ def write_whole(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
             os.fsync(file.fileno())
         os.replace(aside, path)
     except BaseException:
-        with contextlib.suppress(OSError):  # of a disk that is full, it gives the room back
+        with contextlib.suppress(OSError):  # frees the space on a disk that is full
             aside.unlink()
         raise
     sync_folder(path.parent)
 
 
 def write_chunk(file, chunk: bytes | memoryview) -> None:
-    """One write of ``write_whole``."""
+    """Write one chunk for ``write_whole``."""
     file.write(chunk)
 
 
 def sync_folder(folder: Path) -> None:
-    """What was renamed in it is on the disk."""
+    """Sync a folder, so that files renamed in it are on the disk."""
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -82,7 +81,7 @@ def sync_folder(folder: Path) -> None:
 def safetensors_of(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> Iterable[bytes | memoryview]:
-    """A safetensors file, piece by piece; tensors are not copied.
+    """Yield the bytes of a safetensors file in pieces; tensors are not copied.
 
     Source: github.com/huggingface/safetensors, README, "Format".
     """
@@ -122,7 +121,7 @@ def _chunks(tensor: Tensor) -> Iterable[memoryview]:
 
 
 class FolderLock:
-    """That no other process writes into a folder. It ends with the process, however that ends.
+    """A lock against other processes that write into a folder. It ends with the process.
 
     Raises:
         ValueError: another process holds it.
@@ -145,7 +144,7 @@ class FolderLock:
             pass
 
     def release(self) -> None:
-        """Let others have it; as often as one likes."""
+        """Release the lock; repeated calls do nothing."""
         if self._number is not None:
             number, self._number = self._number, None
             os.close(number)
@@ -156,7 +155,7 @@ _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 def _release_in_child() -> None:
     for lock in list(_held):
-        lock.release()  # of the child's copy: it must not outlive the parent
+        lock.release()  # the child's copy, which must not outlive the parent's lock
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,9 +1,9 @@
-"""What is in a store: ``manifest.json``, and an index for each group of batches.
+"""The contents of a store: ``manifest.json``, and an index for each group of batches.
 
-The manifest says which groups there are, and hooks and configuration of all; a group is there once
-the manifest lists it. Its index is written before, once, and says what each batch has, and how it
-is spread over the files of the ranks. Names of files follow from numbers, so none leads elsewhere;
-hashes tell what was changed.
+The manifest lists the groups, and the hooks and configuration of all; a group exists once the
+manifest lists it. Its index is written before, once, and describes the records of each batch and
+their layout over the files of the ranks. Names of files are made of numbers, so that none leads
+outside of the folder; hashes detect changes.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ def index_name(first: int, last: int) -> str:
 
 
 def shard_name(first: int, last: int, session: str, rank: int) -> str:
-    """Of one session: a rank that outlives the others can't write over what comes after them."""
+    """Return the file's name; the session's part keeps a rank that outlives the others from
+    overwriting later files.
+    """
     return f"batches-{first:08d}-{last:08d}.{session}.rank-{rank:04d}.safetensors"
 
 
 def is_of_batches(name: str) -> bool:
-    """Whether a file has the name of an index or a shard, or is one that was not finished."""
+    """Return whether a file has the name of an index or a shard, finished or not."""
     return name.startswith("batches-")
 
 
@@ -51,14 +53,14 @@ def digest_of(text: bytes) -> str:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Of a folder.
+    """The manifest of a folder.
 
     Attributes:
-        id: Drawn when the store was begun.
-        key, config, hooks: What its records depend on: as the user says, the hash of the model's
+        id: A random number from when the store was begun.
+        key, config, hooks: What its records depend on: the user's key, the hash of the model's
             configuration, and the hooks of the first run.
-        is_complete: Whether it was closed, and not begun again since.
-        groups: Of batches that follow one another: first, last, and the hash of their index.
+        is_complete: Whether it was closed, and not opened for writing since.
+        groups: Consecutive groups of batches: first, last, and the hash of the index.
     """
 
     id: str
@@ -73,7 +75,7 @@ class Manifest:
         return self.groups[-1][1] + 1 if self.groups else 0
 
     def group_of(self, batch: int) -> int:
-        """The place in ``groups`` of a batch that is there."""
+        """Return the index in ``groups`` of an existing batch."""
         return bisect.bisect_left(self.groups, batch, key=lambda group: group[1])
 
     def write(self, folder: Path) -> None:
@@ -93,7 +95,7 @@ class Manifest:
 
     @staticmethod
     def read(folder: Path) -> Manifest | None:
-        """None if there is none.
+        """Read a folder's manifest; None if there is none.
 
         Raises:
             ValueError: it is not one, or was changed.
@@ -130,13 +132,13 @@ class Manifest:
 
 @dataclass
 class Index:
-    """Of one group of batches.
+    """The index of one group of batches.
 
     Attributes:
-        session: That wrote it: eight digits.
+        session: The session that wrote it: eight digits.
         batches: For each: ``inputs`` (their hash, or None) and ``notes`` (annotations that are no
             tensors).
-        layouts: All that occur, each once.
+        layouts: All layouts of its records, each once.
         records: ``(batch, name, call, index in ``layouts``)``.
         annotations: ``(batch, name, index in ``layouts``)``: tensors.
     """
@@ -151,7 +153,7 @@ class Index:
 
     @cached_property
     def of_batch(self) -> dict[int, dict[str, list[tuple[str, RecordLayout]]]]:
-        """By batch and name: key in the files and layout, in the order of calls."""
+        """By batch and name: keys in the files, with layouts, in the order of calls."""
         found: dict[int, dict[str, list[tuple[str, RecordLayout]]]] = {}
         for batch, name, call, layout in self.records:
             calls = found.setdefault(batch, {}).setdefault(name, [])
@@ -164,7 +166,7 @@ class Index:
 
     @property
     def files(self) -> list[str]:
-        """Names of those with its tensors."""
+        """Names of the files with its tensors."""
         ranks = {rank for layout in self.layouts for rank, _ in layout.shards}
         return [shard_name(self.first, self.last, self.session, rank) for rank in sorted(ranks)]
 
@@ -194,7 +196,7 @@ class Index:
 
     @staticmethod
     def read(folder: Path, first: int, last: int, digest: str) -> Index:
-        """ValueError where it is not what was written."""
+        """Read an index; ValueError if the file was changed."""
         path = folder / index_name(first, last)
         try:
             text = path.read_bytes()
@@ -209,7 +211,7 @@ class Index:
 
 
 def record_key(batch: int, name: str, call: int) -> str:
-    """Of a record in the files."""
+    """Return the key of a record in the files."""
     return f"{batch}/{call}/{name}"
 
 
@@ -218,7 +220,7 @@ def annotation_key(batch: int, name: str) -> str:
 
 
 def signed(fields: dict[str, Any]) -> bytes:
-    """As JSON, with the hash of itself."""
+    """Return fields as JSON, with a hash of them."""
     text = json.dumps(fields)
     fields = {**fields, "digest": digest_of(_canonical(json.loads(text)))}
     return json.dumps(fields).encode()
@@ -245,7 +247,7 @@ def _follow_one_another(groups: Sequence[tuple[int, int, str]]) -> bool:
 
 
 def _parsed(found: Any, first: int, last: int) -> Index:
-    """ValueError, TypeError or KeyError where parts contradict each other."""
+    """Parse an index. ValueError, TypeError or KeyError where its parts contradict each other."""
     if (found["first"], found["last"]) != (first, last):
         raise ValueError("it is of other batches")
     batches = found["batches"]
@@ -253,7 +255,7 @@ def _parsed(found: Any, first: int, last: int) -> Index:
         raise ValueError("batches are missing")
     layouts = [_record_layout(fields) for fields in found["spreads"]]
     if not re.fullmatch("[0-9a-f]{8}", found["session"], re.ASCII):
-        raise ValueError(f"session {found['session']!r}")  # which could lead elsewhere
+        raise ValueError(f"session {found['session']!r}")  # a path outside of the folder, say
     index = Index(first, last, found["session"], batches, layouts)
     num_calls: dict[tuple[int, str], int] = {}
     for batch, name, call, layout in found["records"]:
@@ -291,7 +293,7 @@ def _record_layout(fields: Any) -> RecordLayout:
     held = sum(math.prod(sizes) for _, sizes in shards)
     if held != math.prod(shape) or not all(_is_count(box[0]) for box in boxes):
         raise ValueError(f"shards of {held} elements for a tensor of shape {shape}")
-    # Refuses boxes that leave a tensor, overlap, or leave something out.
+    # Raises for boxes that leave the tensor, overlap, or omit elements.
     try:
         _C.GatherPlan(list(shape), [list(sizes) for _, sizes in shards], boxes, dtype.itemsize)
     except (OverflowError, IndexError) as error:

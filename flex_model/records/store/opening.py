@@ -1,4 +1,4 @@
-"""The beginning of a session: the folder is there, ours alone, and fits the model."""
+"""Opens a session: makes and locks the folder, and checks that it fits the model."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from flex_model.records.store.manifest import (
     is_of_batches,
 )
 
-SEEN_S = 5.0  # until what rank 0 wrote is seen on the other hosts of a shared file system
+SEEN_S = 5.0  # for other hosts of a shared file system to see what rank 0 wrote
 
-# Of a configuration: what says where the model came from, not what it is.
-_NO_MATTER = ("_name_or_path", "transformers_version")
+# Fields of a configuration that name the model's source, not its properties.
+_IGNORED = ("_name_or_path", "transformers_version")
 
 
 def config_hash(module: nn.Module) -> str | None:
-    """Of ``module.config``, by its values; None if there is none."""
+    """Return a hash of the values of ``module.config``; None if there is none."""
     config = getattr(module, "config", None)
     to_dict = getattr(config, "to_dict", None)
     fields = to_dict() if callable(to_dict) else getattr(config, "__dict__", config)
     if not isinstance(fields, Mapping):
         return None
-    fields = {str(name): value for name, value in fields.items() if name not in _NO_MATTER}
+    fields = {str(name): value for name, value in fields.items() if name not in _IGNORED}
     text = json.dumps(fields, sort_keys=True, default=lambda value: type(value).__qualname__)
     return digest_of(text.encode())
 
@@ -46,7 +46,7 @@ def config_hash(module: nn.Module) -> str | None:
 def opened(
     store: ActivationStore, channel: Channel, config: str | None
 ) -> tuple[FolderLock | None, Manifest, str]:
-    """Rank 0's lock, the manifest as all ranks see it, and the name of the session. Collective.
+    """Return rank 0's lock, the manifest as all ranks see it, and the session's name. Collective.
 
     Raises:
         ValueError: see ``Session``; on every rank.
@@ -62,16 +62,16 @@ def opened(
         except (ValueError, OSError) as problem:
             error = f"{type(problem).__name__}: {problem}"
     try:
-        _raise_told(exchange_json(channel, error, f"the store {store.folder}"))
+        _raise_reported(exchange_json(channel, error, f"the store {store.folder}"))
         error, number = None, None
         try:
             number = _id_seen(store)
         except (ValueError, OSError) as problem:
             error = f"{type(problem).__name__}: {problem}"
-        mine = [error, number, uuid.uuid4().hex[:8]]
-        told = exchange_json(channel, mine, f"the store {store.folder}")
-        _raise_told([one[0] for one in told])
-        if len({one[1] for one in told}) > 1:
+        local = [error, number, uuid.uuid4().hex[:8]]
+        gathered = exchange_json(channel, local, f"the store {store.folder}")
+        _raise_reported([one[0] for one in gathered])
+        if len({one[1] for one in gathered}) > 1:
             raise agreed(
                 ValueError(
                     f"ActivationStore: the ranks do not see the same {store.folder}; give a folder "
@@ -82,11 +82,11 @@ def opened(
         if lock is not None:
             lock.release()
         raise
-    return lock, store._manifest, told[0][2]
+    return lock, store._manifest, gathered[0][2]
 
 
 def _prepared(store: ActivationStore, config: str | None) -> FolderLock:
-    """The folder locked, and without what a killed process left behind."""
+    """Lock the folder, and remove the leftovers of a killed process."""
     store.folder.mkdir(parents=True, exist_ok=True)
     lock = FolderLock(store.folder)
     try:
@@ -120,7 +120,7 @@ def _delete_leftovers(store: ActivationStore, manifest: Manifest) -> None:
 
 
 def _id_seen(store: ActivationStore) -> str | None:
-    """Of the store that this rank sees in the folder, once rank 0 has written it."""
+    """Return the id of the store that this rank sees in the folder, after rank 0 has written it."""
     deadline = time.monotonic() + SEEN_S
     store.reload()
     while not store._manifest.id and time.monotonic() < deadline:
@@ -129,7 +129,7 @@ def _id_seen(store: ActivationStore) -> str | None:
     return store._manifest.id or None
 
 
-def _raise_told(errors: list[Any]) -> None:
+def _raise_reported(errors: list[Any]) -> None:
     texts = list(dict.fromkeys(error for error in errors if error))
     if texts:
         raise agreed(ValueError("; ".join(texts)))

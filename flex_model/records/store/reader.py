@@ -1,4 +1,4 @@
-"""Full tensors out of the files that the ranks wrote, at any number of ranks."""
+"""Reads full tensors from the files that the ranks wrote, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from flex_model.records.store.manifest import (
 )
 from flex_model.records.store.record_layout import RecordLayout
 
-_OPEN_GROUPS = 2  # kept open: batches are mostly read in order
+_OPEN_GROUPS = 2  # files kept open: batches are mostly read in order
 
 
 class Reader:
-    """Of one manifest of a folder. Nothing is read before it is asked for."""
+    """Reads the batches of one manifest of a folder, each when it is requested."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self._manifest = folder, manifest
         self._opened: OrderedDict[int, tuple[Index, dict[int, Any]]] = OrderedDict()
 
     def index_of(self, batch: int) -> Index:
-        """The index of a batch's group."""
+        """Return the index of a batch's group."""
         return self._group(batch)[0]
 
     def indices(self) -> list[Index]:
-        """Of all groups."""
+        """Return the indices of all groups."""
         return [self.index_of(first) for first, _, _ in self._manifest.groups]
 
     def records(self, batch: int, names: Collection[str] | None = None) -> dict[str, list[Tensor]]:
-        """By name, in the order of calls; None: of all names."""
+        """Return the records of these names (None: all), in the order of calls."""
         index, files = self._group(batch)
         return {
             name: [self._tensor(index, files, key, layout) for key, layout in calls]
@@ -47,7 +47,7 @@ class Reader:
         }
 
     def call(self, batch: int, name: str, call: int) -> Tensor:
-        """One record."""
+        """Return the record of one call."""
         index, files = self._group(batch)
         return self._tensor(index, files, *index.of_batch[batch][name][call])
 
@@ -75,7 +75,7 @@ class Reader:
     ) -> Tensor:
         if layout.is_whole:
             rank, shape = layout.shards[0]
-            # A file is mapped once: what the caller writes into its record is not for the next one.
+            # A file is mapped once: a caller's writes to its record must not change the mapping.
             return self._shard(index, files, key, rank, shape, layout.dtype).clone()
         full = torch.empty(layout.shape, dtype=layout.dtype)
         shards = [
@@ -104,10 +104,10 @@ class Reader:
             if rank not in files:
                 files[rank] = safe_open(str(path), framework="pt")
             tensor = files[rank].get_tensor(key)
-            if tensor.dtype != dtype:  # one that safetensors has no name for
+            if tensor.dtype != dtype:  # a dtype that safetensors has no name for
                 if tensor.dtype != torch.uint8 or tensor.dim() != 1:
                     raise ValueError(f"{key!r} is of {tensor.dtype}, not {dtype}")
-                tensor = tensor.clone().view(dtype).reshape(shape)  # aligned, as operations need it
+                tensor = tensor.clone().view(dtype).reshape(shape)  # aligned for operations
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{key!r} has shape {tuple(tensor.shape)}, not {shape}")
         except (SafetensorError, ValueError, RuntimeError, OSError) as error:

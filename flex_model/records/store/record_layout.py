@@ -14,20 +14,19 @@ from flex_model.distributed.layout import Shape
 if TYPE_CHECKING:
     from flex_model.distributed.gather import Move
 
-# Of one box: whose shard (an index of `RecordLayout.shards`), start in full, start in the shard,
-# sizes.
+# A box: its shard (an index of `RecordLayout.shards`), start in full, start in the shard, sizes.
 Box = tuple[int, Shape, Shape, Shape]
 
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """Which ranks write shards of a record, and where these lie in the full tensor.
+    """The ranks that write shards of a record, and where these lie in the full tensor.
 
     Attributes:
-        shape, dtype: Of the full tensor.
-        description: The layout in words, as ``flex.layouts()`` has it.
-        shards: Of the ranks that write: rank, and the shape of what it writes.
-        boxes: Where they lie in the full tensor, each element once.
+        shape, dtype: Those of the full tensor.
+        description: The layout as text, as ``flex.layouts()`` prints it.
+        shards: For each rank that writes: the rank, and the shape of its shard.
+        boxes: Where the shards lie in the full tensor, each element once.
     """
 
     shape: Shape
@@ -38,12 +37,12 @@ class RecordLayout:
 
     @staticmethod
     def whole(tensor: Tensor) -> RecordLayout:
-        """Of what rank 0 has in full."""
+        """Return the layout of a tensor that rank 0 has in full."""
         return RecordLayout._of_first(tuple(tensor.shape), tensor.dtype, "whole")
 
     @staticmethod
     def of(move: Move, dtype: torch.dtype) -> RecordLayout:
-        """Of shards, with their sums done: those of the ranks of which rank 0 would gather."""
+        """Return the layout of shards, after reduction, of the ranks from which rank 0 gathers."""
         description, full_shape = str(move.layout), move.full_shape
         if not move.axes:
             return RecordLayout._of_first(full_shape, dtype, description)
@@ -61,7 +60,7 @@ class RecordLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Of the full tensor."""
+        """The size of the full tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -72,10 +71,10 @@ class RecordLayout:
 
 @dataclass(eq=False)
 class RecordShard:
-    """What one rank writes of a record.
+    """One rank's shard of a record.
 
     Attributes:
-        tensor: What this rank writes, on the CPU; None if that is nothing.
+        tensor: The shard that this rank writes, on the CPU; None if it writes none.
     """
 
     layout: RecordLayout

@@ -1,9 +1,9 @@
-"""One FlexModel that writes into a store: batches, groups of them, and when a group is there.
+"""Writes one FlexModel's records into a store: batches, in groups that are stored in whole.
 
-All ranks make the same groups. Each writes its own file of a group, in a thread; at the next
-meeting (the end of a run, or a flush) it tells how many of its files are on the disk. What all have
-written, rank 0 puts into the manifest: only then a batch is there. An error of any rank's disk is
-told at that meeting, too, and raised on all.
+All ranks form the same groups. Each writes its own file of a group, in a thread; at the next
+exchange (the end of a run, or a flush) it reports how many of its files are on the disk. When all
+ranks have written a group, rank 0 adds it to the manifest: only then its batches exist. An error of
+any rank's disk is reported in that exchange, too, and raised on all ranks.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from flex_model.records.store.opening import SEEN_S, opened
 from flex_model.records.store.record_layout import RecordLayout, RecordShard
 from flex_model.records.store.writer import Writer
 
-_GRACE_S = 10.0  # that a rank whose run failed waits for the others, to keep what all have
+_GRACE_S = 10.0  # that a rank whose run failed waits for the others, to flush complete batches
 
 
 class Session:
-    """Made, flushed and closed by all ranks of ``channel``; ``run_ended`` and ``meet`` are
-    collective, too. All else is local.
+    """Writes a FlexModel's records into a store. Collective over the ranks of ``channel``: the
+    constructor, ``flush``, ``close``, ``end_run`` and ``synchronize``. All else is local.
 
     Args:
         config: The hash of the model's configuration; None if it has none.
-        take: Gives this rank's records of the open batch, and forgets them.
-        dp_size: Of a pipeline, whose rank 0 has all records in full; else None.
+        take: Returns this rank's records of the open batch, and forgets them.
+        dp_size: For a pipeline, whose rank 0 has all records in full; else None.
 
     Attributes:
-        number: Of the run whose batch is open: others can't add to theirs.
-        in_run: Whether a run goes on.
+        number: The number of the run whose batch is open: other runs can't add records.
+        in_run: Whether a run is in progress.
         layouts: By name, those of the last batch.
-        is_sequential: Whether batches are handed over whole (``append``), by a sequential run.
-        num_batches: With those that are not written yet.
+        is_sequential: Whether a sequential run passes whole batches (``append``).
+        num_batches: Their number, those that are not written yet included.
 
     Raises:
         ValueError: the folder is not seen by all ranks, is being written by others, or holds
@@ -78,14 +78,14 @@ class Session:
         self._writer = Writer(store.max_bytes)
         self._failure = ""
         self._is_closed = False
-        self._open: Batch | None = None  # of a run that has ended; gradients may come
-        self._num_backwards = 0  # of it, that go on
+        self._open: Batch | None = None  # of a run that has ended; gradients may follow
+        self._num_backwards = 0  # backward passes in progress that belong to it
         self.layouts: dict[str, list[RecordLayout]] = {}
         self._group: list[Batch] = []
         self._group_bytes, self._group_began = 0, 0.0  # of full tensors
-        self._held_bytes = 0  # of this rank's parts of the group
-        self._num_groups = 0  # handed to the writer
-        self._num_written = 0  # of them, on this rank's disk
+        self._held_bytes = 0  # of this rank's shards of the group
+        self._num_groups = 0  # submitted to the writer
+        self._num_written = 0  # of those, on this rank's disk
         self._unlisted: deque[tuple[int, Index]] = deque()  # rank 0: number of the group, index
         self._lock, self._on_disk, self._name = opened(store, channel, config)
         self.num_batches = self._on_disk.num_batches
@@ -94,10 +94,10 @@ class Session:
         store._session = self
 
     def check_hooks(self, hooks: list[Any], always: bool = False) -> None:
-        """That the records that are there are of these hooks; once, or ``always``.
+        """Check that existing records are those of these hooks; once, or ``always``.
 
         Raises:
-            ValueError: they are of others; on every rank, since ranks have agreed on their hooks.
+            ValueError: they are not; on every rank, since ranks have agreed on their hooks.
         """
         if self._are_hooks_checked and not always:
             return
@@ -109,10 +109,8 @@ class Session:
             )
         self._hooks, self._are_hooks_checked = hooks, True
 
-    # Runs and their batches.
-
-    def begins(self) -> int:
-        """An outermost run begins: its number. The batch of the one before is whole."""
+    def begin_run(self) -> int:
+        """Begin an outermost run, and end the previous one's batch; return the run's number."""
         self._check_usable()
         if self.is_sequential:
             return next(self._numbers)
@@ -121,38 +119,38 @@ class Session:
         self.number = next(self._numbers)
         return self.number
 
-    def check_open(self, number: int, going_on: int | None) -> None:
-        """HookError for gradients of a run whose batch is not open any more.
+    def check_open(self, number: int, current: int | None) -> None:
+        """HookError for gradients of a run whose batch has ended.
 
         Args:
-            going_on: The number of the run that goes on, if any.
+            current: The number of the run in progress, if any.
         """
-        if number != (self.number if going_on is None else going_on):
+        if number != (self.number if current is None else current):
             raise HookError(
                 "the backward of a run came after its batch in the store was ended, by the next "
                 "run or by flush(); call backward before that, or run both inside one "
                 f"flex.active() ({see('a-batch-of-a-store-was-ended')})"
             )
 
-    def backward_begins(self, number: int) -> None:
-        """Of the run of this number. A batch whose backward is left in the middle is dropped."""
+    def begin_backward(self, number: int) -> None:
+        """Count a backward of this run. A batch is dropped if a backward of it was aborted."""
         self._num_backwards += number == self.number
 
-    def backward_ends(self, number: int) -> None:
+    def end_backward(self, number: int) -> None:
         self._num_backwards -= number == self.number
 
-    def run_ended(self, is_whole: bool) -> None:
-        """Its records are delivered; ``is_whole``: no gradients will follow."""
+    def end_run(self, is_whole: bool) -> None:
+        """Open the batch of a run with delivered records; ``is_whole``: no gradients follow."""
         self.in_run = False
-        given, self.store._notes = self.store._notes, {}
-        notes = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
+        annotations, self.store._notes = self.store._notes, {}
+        notes = {name: v for name, v in annotations.items() if not isinstance(v, Tensor)}
         batch = self._open = Batch({}, notes=notes)
         if is_whole:
             self._end_batch()
-        self.meet(batch, {name: value for name, value in given.items() if name not in notes})
+        self.synchronize(batch, {name: v for name, v in annotations.items() if name not in notes})
 
-    def run_failed(self) -> None:
-        """What it recorded is dropped, of a backward too."""
+    def fail_run(self) -> None:
+        """Drop the records of a run, its gradients included."""
         self.in_run = False
         if not self.is_sequential:
             self._take()
@@ -163,15 +161,15 @@ class Session:
     def append(
         self, records: Mapping[str, Sequence[Any]], inputs: str, notes: Mapping[str, Tensor]
     ) -> None:
-        """The next batch, whole. Collective.
+        """Add the next batch, whole. Collective.
 
         Args:
-            inputs: Their hash.
-            notes: To annotate it with.
+            inputs: The hash of its inputs.
+            notes: Its annotations.
         """
         batch = Batch(as_parts(records), inputs)
         self._add(batch)
-        self.meet(batch, notes)
+        self.synchronize(batch, notes)
 
     def _end_batch(self) -> None:
         batch, self._open = self._open, None
@@ -180,7 +178,7 @@ class Session:
         is_broken, self._num_backwards = self._num_backwards > 0, 0
         self.number = next(self._numbers)
         records = self._take()
-        if not is_broken:  # else its gradients are not all there
+        if not is_broken:  # else some of its gradients are missing
             batch.records = as_parts(records)
             self._add(batch)
 
@@ -195,24 +193,22 @@ class Session:
         self.num_batches += 1
 
     def _hold(self, parts: Iterable[RecordShard]) -> None:
-        """Wait until the writer has room for them."""
+        """Wait until the writer has room for these shards."""
         held = sum(part.tensor.nbytes for part in parts if part.tensor is not None)
         self._writer.reserve(held)
         self._held_bytes += held
 
-    # Groups of batches.
-
-    def meet(
+    def synchronize(
         self,
         batch: Batch | None = None,
         notes: Mapping[str, Tensor] | None = None,
         ends_group: bool = False,
     ) -> None:
-        """Tell each other what is written, and of errors; end the group of batches if rank 0 finds
-        it large or old, or if all want it. Collective.
+        """Exchange what is written, and errors; end the group of batches if rank 0 finds it large
+        or old, or if all ranks request it. Collective.
 
         Args:
-            batch, notes: Which batch gets these annotations.
+            batch, notes: A batch, and the annotations to add to it.
 
         Raises:
             HookError: a rank could not write.
@@ -223,7 +219,7 @@ class Session:
             notes = {}
         age = time.monotonic() - self._group_began
         error = self._writer.error
-        mine = {
+        own = {
             "error": error and f"{type(error).__name__}: {error}",
             "at": [self.num_batches, len(self._group), self._open is not None],
             "written": self._num_written,
@@ -231,34 +227,34 @@ class Session:
             or (self._group_bytes >= self.store.shard_bytes or age >= self.store.seconds),
             "notes": [described(name, tensor) for name, tensor in notes.items()],
         }
-        told = exchange_json(self._channel, mine, f"the store {self.store.folder}")
-        errors = [f"rank {rank}: {one['error']}" for rank, one in enumerate(told) if one["error"]]
+        gathered = exchange_json(self._channel, own, f"the store {self.store.folder}")
+        errors = [f"rank {i}: {one['error']}" for i, one in enumerate(gathered) if one["error"]]
         if errors:
             self._failure = f"ActivationStore: {self.store.folder}: {'; '.join(errors)}"
             text = f"{self._failure} ({see('a-store-cant-be-written')})"
             raise agreed(HookError(text)) from error
         of_all = self._dp_size is None
-        keys = [[one["at"], [n[:2] for n in one["notes"]] if of_all else []] for one in told]
+        keys = [[one["at"], [n[:2] for n in one["notes"]] if of_all else []] for one in gathered]
         if len(set(map(json.dumps, keys))) > 1:
             self._failure = f"{self.store.folder}: ranks have different batches"
-            raise self._channel.mismatch(f"{mine['at']}, {mine['notes']}", "have different batches")
-        if batch is not None and told[0]["notes"]:
+            raise self._channel.mismatch(f"{own['at']}, {own['notes']}", "have different batches")
+        if batch is not None and gathered[0]["notes"]:
             try:
                 if self._dp_size is not None:
                     batch.annotations = parts_of_first(notes, self._dp_size)
                 else:
-                    of_ranks = [one["notes"] for one in told]
+                    of_ranks = [one["notes"] for one in gathered]
                     batch.annotations = parts_of(self._channel, notes, of_ranks)
             except ValueError as problem:
                 self._failure = str(problem)
                 raise agreed(problem) from None
             self._hold(batch.annotations.values())
-        if told[0]["ends"]:
+        if gathered[0]["ends"]:
             self._end_group()
-        self._list(min(one["written"] for one in told))
+        self._list(min(one["written"] for one in gathered))
 
     def _end_group(self) -> None:
-        """Hand it to the writer."""
+        """Submit the group to the writer."""
         group, self._group = self._group, []
         held, self._held_bytes, self._group_bytes = self._held_bytes, 0, 0
         if not group:
@@ -281,17 +277,17 @@ class Session:
             self._num_written += 1
 
         self._writer.submit(write, held)
-        if self._channel.is_local:  # once this is written
+        if self._channel.is_local:  # queued behind the group's file
             self._list(self._num_groups)
 
     def _list(self, num_written: int) -> None:
-        """Rank 0: groups that all ranks have written are in the manifest from now on."""
+        """On rank 0: add the groups that all ranks have written to the manifest."""
         while self._unlisted and self._unlisted[0][0] < num_written:
             index = self._unlisted.popleft()[1]
             self._writer.submit(functools.partial(self._write_index, index, self._hooks))
 
     def _write_index(self, index: Index, hooks: Any) -> None:
-        """In the writer's thread, as all that changes ``_on_disk``."""
+        """Write an index and list it; in the writer's thread, like all changes of ``_on_disk``."""
         text = index.to_json()
         write_whole(self.store.folder / index_name(index.first, index.last), [text])
         group = (index.first, index.last, digest_of(text))
@@ -303,14 +299,12 @@ class Session:
             manifest.write(self.store.folder)
             self._on_disk = manifest
 
-    # The end.
-
     def flush(self, is_complete: bool = False) -> None:
-        """Collective; see ``ActivationStore.flush``."""
+        """Flush; collective. See ``ActivationStore.flush``."""
         try:
             self._flush(is_complete)
         except (KeyboardInterrupt, SystemExit) as error:
-            self._channel.leave(error)  # so that nobody waits for this rank
+            self._channel.leave(error)  # so that no rank waits for this one
             raise
 
     def _flush(self, is_complete: bool) -> None:
@@ -320,14 +314,14 @@ class Session:
                 "ActivationStore: flush() inside a run, whose batch is not whole; call it after"
             )
         self._end_batch()
-        self.meet(ends_group=True)
+        self.synchronize(ends_group=True)
         self._writer.wait()
-        self.meet()
+        self.synchronize()
         if is_complete and self._rank == 0:
             changes = functools.partial(self._write_manifest, hooks=self._hooks, is_complete=True)
             self._writer.submit(changes)
         self._writer.wait()
-        self.meet()
+        self.synchronize()
         deadline = time.monotonic() + SEEN_S
         self.store.reload()
         while self.store.num_batches < self.num_batches and time.monotonic() < deadline:
@@ -335,7 +329,7 @@ class Session:
             self.store.reload()
 
     def close(self) -> None:
-        """Collective; see ``ActivationStore.close``."""
+        """Close; collective. See ``ActivationStore.close``."""
         if self._is_closed or self._writer.is_child:
             return
         try:
@@ -344,9 +338,9 @@ class Session:
         finally:
             self._end()
 
-    def leave(self, kind: type[BaseException] | None) -> None:
-        """As ``close``, where an exception may be the reason: what all ranks have is kept, if they
-        all come.
+    def close_on_exit(self, kind: type[BaseException] | None) -> None:
+        """Close at the end of a ``with`` block. After an exception of this kind, flush complete
+        batches if all ranks take part.
         """
         if kind is None:
             self.close()
@@ -354,27 +348,27 @@ class Session:
         if self._is_closed or self._writer.is_child:
             return
         try:
-            self.keep_what_all_have(kind)
+            self.flush_after_error(kind)
         finally:
             self.abandon()
 
-    def keep_what_all_have(self, kind: type[BaseException]) -> None:
-        """``flush`` after an exception of this kind; nothing where ranks do not all come."""
+    def flush_after_error(self, kind: type[BaseException]) -> None:
+        """Flush after an exception of this kind; do nothing if some rank does not take part."""
         self.in_run = False
         if self._open is not None:  # gradients of it may be missing
-            self.run_failed()
+            self.fail_run()
         timeout_s = self._channel.timeout_s
         self._channel.timeout_s = min(timeout_s, _GRACE_S)
         try:
-            is_wanted = issubclass(kind, Exception) or self._channel.is_local
-            if is_wanted and not self._failure:
+            flushes = issubclass(kind, Exception) or self._channel.is_local
+            if flushes and not self._failure:
                 with contextlib.suppress(HookError, ValueError):
                     self.flush()
         finally:
             self._channel.timeout_s = timeout_s
 
     def abandon(self) -> None:
-        """Local: with several ranks, what is not in the manifest is lost."""
+        """End without the other ranks, losing unlisted batches; with one rank, flush. Local."""
         if self._is_closed or self._writer.is_child:
             return
         try:

@@ -1,4 +1,4 @@
-"""A thread that writes what a run hands over, in order, while the run goes on."""
+"""A thread that writes what a run submits, in order, while the run continues."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-_LOOK_S = 0.5  # how often a wait looks up: Ctrl-C is heard within a second
+_POLL_S = 0.5  # how often a wait wakes up, so that Ctrl-C is handled within a second
 
 
 class Writer:
-    """Tasks are done one after the other. After one that failed, no other is begun.
+    """Runs tasks one after another. After one that failed, no other is started.
 
-    What waits is bounded in bytes: who hands over more is blocked until there is room, and nothing
-    is dropped. The thread begins with the first task; a forked child has none.
+    Pending tasks are bounded in bytes: ``reserve`` blocks until there is room, and nothing is
+    dropped. The thread starts with the first task; a forked child has none.
 
     Args:
-        max_bytes: That may be held. One batch that is larger is held alone.
+        max_bytes: The most bytes that may be held. One batch that is larger is held alone.
 
     Attributes:
-        error: What a task raised.
-        held_bytes: Of what was reserved and is not released.
+        error: The exception that a task raised.
+        held_bytes: The bytes reserved and not released yet.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -40,38 +40,38 @@ class Writer:
         return os.getpid() != self._pid
 
     def reserve(self, num_bytes: int) -> None:
-        """Wait until there is room for so many bytes, or nothing that could make room."""
+        """Wait until there is room for so many bytes, or no task left that could free some."""
         with self._changed:
             while (
                 self.held_bytes + num_bytes > self._max_bytes
                 and (self._tasks or self._is_busy)
                 and not self._is_closed
             ):
-                self._changed.wait(_LOOK_S)
+                self._changed.wait(_POLL_S)
             self.held_bytes += num_bytes
 
     def submit(self, task: Callable[[], None], num_bytes: int = 0) -> None:
-        """Do this after all that was submitted before, and release so many bytes then."""
+        """Run a task after all that were submitted before, and release so many bytes then."""
         with self._changed:
             self._tasks.append((task, num_bytes))
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name="flex_model store", daemon=True)
                 try:
                     thread.start()
-                except RuntimeError:  # the interpreter is ending: it is done here
+                except RuntimeError:  # the interpreter exits: run it in this thread
                     self._do(*self._tasks.popleft())
                     return
                 self._thread = thread
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Until all that was submitted is done, or was given up after an error."""
+        """Wait until all submitted tasks ended, or were dropped after an error."""
         with self._changed:
             while (self._tasks or self._is_busy) and not self._is_closed:
-                self._changed.wait(_LOOK_S)
+                self._changed.wait(_POLL_S)
 
     def close(self) -> None:
-        """End the thread; what it has not begun is given up. Not for a forked child."""
+        """End the thread and drop the tasks that it has not started. Not for a forked child."""
         with self._changed:
             self._is_closed = True
             self._tasks.clear()
@@ -89,7 +89,7 @@ class Writer:
                 task, num_bytes = self._tasks.popleft()
                 self._is_busy = True
             self._do(task, num_bytes)
-            del task  # with the tensors that it holds
+            del task  # and the tensors that it holds
             with self._changed:
                 self._is_busy = False
                 self._changed.notify_all()
