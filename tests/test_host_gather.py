@@ -326,7 +326,7 @@ def dying_in_between(group, rank, victim, kind):
             group.exchange_bytes(b"x")  # who is not rank 0 need not wait before
         except (_C.WaitError, ValueError) as error:
             stand_in.queue.clear()
-            group.give_up(f"rank {rank}")
+            group.abort(f"rank {rank}")
             seen = type(error).__name__, error.args[:2]
         if rank == 0:
             (offered,) = (full.data_ptr() for full in given)

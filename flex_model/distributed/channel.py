@@ -106,11 +106,11 @@ class Channel(Connections):
     def clear_error(self) -> None:
         self._error = (OK, "", None)
 
-    def give_up(self, reason: str, kind: type[HookError] = HookError) -> HookError:
+    def abort(self, reason: str, kind: type[HookError] = HookError) -> HookError:
         """As of ``Connections``; the reason is told instead of an error that waited for it."""
         self.clear_error()
         self.num_agreed += 1
-        return super().give_up(reason, kind)
+        return super().abort(reason, kind)
 
     def note_edit(self, hook: str) -> None:
         """The hook's edit has changed its tensor, which the next exchange compares; empty: the edit
@@ -182,7 +182,7 @@ class Channel(Connections):
         try:
             headers = [Header.unpack(row) for row in rows]
         except ValueError as error:
-            raise self.give_up(f"{where}: {error}") from None
+            raise self.abort(f"{where}: {error}") from None
         if any(other.state != OK for other in headers):
             told = self._agreed_error(headers, where)
             if self.may_hold and _can_go_on(headers):
@@ -289,7 +289,7 @@ class Channel(Connections):
             )
         )
 
-    def tell_failure(
+    def report_failure(
         self, text: str, cause: BaseException | None, kind: str, grace_s: float = _GRACE_S
     ) -> None:
         """Tell the others that the model itself failed on this rank; for ``grace_s`` seconds at

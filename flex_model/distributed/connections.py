@@ -192,7 +192,7 @@ class Connections:
             f"rank {group.rank} waited {waited_s:.0f} s at {self.where}, but the ranks have chosen "
             f"different hooks for this run: {listed}. Every rank must choose the same groups."
         )
-        raise self.give_up(reason, HookMismatchError)
+        raise self.abort(reason, HookMismatchError)
 
     def _compare_hooks(self, waited_s: float) -> None:
         group = self._groups[GRID]
@@ -208,18 +208,18 @@ class Connections:
             f"rank {group.rank} waited {waited_s:.0f} s at {self.where}, but {listed}. Every rank "
             "must register the same hooks in the same order before it runs the model."
         )
-        raise self.give_up(reason, HookMismatchError)
+        raise self.abort(reason, HookMismatchError)
 
     # Waiting.
 
-    def leave(self, error: BaseException) -> None:
+    def abort_on(self, error: BaseException) -> None:
         """This rank leaves a run in the middle and will not come to its end (Ctrl-C, for one).
         Local.
         """
         if not (self.is_local or self.is_child or any(g.broken for g in self._groups.values())):
-            self.give_up(self._leaving(error))
+            self.abort(self._abort_reason(error))
 
-    def _leaving(self, error: BaseException) -> str:
+    def _abort_reason(self, error: BaseException) -> str:
         return (
             f"rank {self.mesh.place} left while it was at {self.where}: "
             f"{type(error).__name__}: {error}."
@@ -264,9 +264,9 @@ class Connections:
         except HookError:
             raise
         except WaitError as failure:
-            raise self.give_up(self._explained(failure, to.group)) from None
+            raise self.abort(self._explained(failure, to.group)) from None
         except BaseException as error:  # Ctrl-C, for one: the others must not wait for this rank
-            self.give_up(self._leaving(error))
+            self.abort(self._abort_reason(error))
             raise
         finally:
             for end in ends:
@@ -364,7 +364,7 @@ class Connections:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            raise self.give_up(self._who_is_lost(self._groups[GRID])) from error
+            raise self.abort(self._who_is_lost(self._groups[GRID])) from error
 
     def _who_is_lost(self, group: process_groups.PrivateGroup) -> str:
         """Why a connection was lost. Gloo does not tell whose it was; those who live say so."""
@@ -392,7 +392,7 @@ class Connections:
         position = json.dumps([self.sequence, self.where])
         group.store.set(f"at/{group.rank}", position)
         if group.store.check(["broken"]):
-            raise self.give_up(group.store.get("broken").decode())
+            raise self.abort(group.store.get("broken").decode())
         if group.store.check(["lost"]):
             group.store.set(f"lives/{group.rank}", "")
         self._compare(waited_s)
@@ -409,19 +409,19 @@ class Connections:
                 absent.append(
                     f"rank {rank} (global rank {group.ranks[rank]}; last seen waiting at: {where})"
                 )
-        raise self.give_up(
+        raise self.abort(
             f"rank {group.rank} waited {self.timeout_s:g} s at {self.where}; missing: "
             f"{', '.join(absent) or 'none'}."
         )
 
-    def give_up(self, reason: str, kind: type[HookError] = HookError) -> HookError:
+    def abort(self, reason: str, kind: type[HookError] = HookError) -> HookError:
         """Give the private groups up, tell the others, and return what to raise."""
         for group in self._groups.values():
             if group.broken is None:
                 with contextlib.suppress(RuntimeError):  # the store may have died with its host
                     if not group.store.check(["broken"]):
                         group.store.set("broken", reason)
-                process_groups.give_up(group, reason)
+                process_groups.abort(group, reason)
                 logger.error("%s Last steps: %s", reason, self.steps)
         anchor = "ranks-differ" if kind is HookMismatchError else "a-rank-is-missing"
         return agreed(

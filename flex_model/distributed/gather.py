@@ -283,7 +283,7 @@ def _first_of(trip: Trip, fulls: list[Tensor]) -> Tensor:
     return fulls[0]
 
 
-def _leaving_at_ctrl_c(backward: Callable[..., Any]) -> Callable[..., Any]:
+def _aborting_at_ctrl_c(backward: Callable[..., Any]) -> Callable[..., Any]:
     """The others wait for a transfer that does not come: what they are told at the end of the
     backward would be out of step with it.
     """
@@ -293,7 +293,7 @@ def _leaving_at_ctrl_c(backward: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return backward(ctx, grad)
         except (KeyboardInterrupt, SystemExit) as error:
-            ctx.trip.move.channel.leave(error)
+            ctx.trip.move.channel.abort_on(error)
             raise
 
     return told
@@ -307,7 +307,7 @@ class _Gather(Function):
         return _first_of(trip, trip.move.copies(shard, 1 + trip.num_records, num_read))
 
     @staticmethod
-    @_leaving_at_ctrl_c
+    @_aborting_at_ctrl_c
     @once_differentiable
     def backward(ctx, grad):
         scale = ctx.trip.move.grad_scale
@@ -322,7 +322,7 @@ class _Scatter(Function):
         return full.detach().clone() if trip.move.is_whole else trip.move.slice(full)
 
     @staticmethod
-    @_leaving_at_ctrl_c
+    @_aborting_at_ctrl_c
     @once_differentiable
     def backward(ctx, grad):
         trip, grad = ctx.trip, plain(grad)
@@ -356,7 +356,7 @@ class _GatherToFirst(Function):
         return shard.new_empty(0) if fulls is None else _first_of(trip, fulls).to(shard.device)
 
     @staticmethod
-    @_leaving_at_ctrl_c
+    @_aborting_at_ctrl_c
     @_once_on_every_rank
     def backward(ctx, grad):
         trip, grad = ctx.trip, plain(grad)
@@ -378,7 +378,7 @@ class _ScatterFromFirst(Function):
         return trip.move.scatter_from_first(full.detach() if first else None, like)
 
     @staticmethod
-    @_leaving_at_ctrl_c
+    @_aborting_at_ctrl_c
     @once_differentiable
     def backward(ctx, grad):
         trip, grad = ctx.trip, plain(grad)
@@ -406,7 +406,7 @@ class _MeanGradientOverDp(Function):
         return full.detach().clone()
 
     @staticmethod
-    @_leaving_at_ctrl_c
+    @_aborting_at_ctrl_c
     @once_differentiable
     def backward(ctx, grad):
         channel, grad = ctx.trip.move.channel, plain(grad)

@@ -347,17 +347,17 @@ def release(group: PrivateGroup) -> None:
         _C.close_arena()
 
 
-def give_up(group: PrivateGroup, reason: str) -> None:
+def abort(group: PrivateGroup, reason: str) -> None:
     """Mark a group as unusable for good, and stop its work as far as gloo can be stopped."""
     if group.broken is not None:
         return
     group.broken = reason
     if group.hosts.here is not None:
-        group.hosts.here.give_up(reason)
+        group.hosts.here.abort(reason)
     _broken.append(group.backend)
     group.backend.abort()
     if group.leaders is not None:
-        give_up(group.leaders, reason)
+        abort(group.leaders, reason)
 
 
 def num_groups() -> int:

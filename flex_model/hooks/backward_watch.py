@@ -84,7 +84,7 @@ class BackwardWatch:
     def _tell(self) -> None:
         # A Ctrl-C, for one, is not raised: the error that ends the pass is.
         with contextlib.suppress(BaseException):
-            self._channel.tell_failure(_FAILURE, None, "end of the backward", _GRACE_S)
+            self._channel.report_failure(_FAILURE, None, "end of the backward", _GRACE_S)
 
 
 def _call_last(end: Callable[..., None]) -> None:

@@ -447,9 +447,9 @@ class HookCore:
             return
         if not isinstance(error, Exception):
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
-                self.channel.leave(error)
+                self.channel.abort_on(error)
             return  # a batch that a sequential run gives up, as on all ranks
-        self.channel.tell_failure(
+        self.channel.report_failure(
             f"the model's own forward failed: {type(error).__name__}: {error}",
             error,
             "end of the run",
@@ -458,7 +458,7 @@ class HookCore:
     def interrupted(self, error: BaseException) -> None:
         """Tell the others of a Ctrl-C while this rank was at what they wait for. Local."""
         if self.num_active and isinstance(error, (KeyboardInterrupt, SystemExit)):
-            self.channel.leave(error)
+            self.channel.abort_on(error)
 
     def _deliver(self, run: RunContext, kind: str) -> None:
         """Bring records to where they are kept; the next run draws other numbers if edits drew."""

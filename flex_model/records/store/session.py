@@ -310,7 +310,7 @@ class Session:
         try:
             self._flush(is_complete)
         except (KeyboardInterrupt, SystemExit) as error:
-            self._channel.leave(error)  # so that nobody waits for this rank
+            self._channel.abort_on(error)  # so that nobody waits for this rank
             raise
 
     def _flush(self, is_complete: bool) -> None:
