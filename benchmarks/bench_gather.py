@@ -223,7 +223,7 @@ class Bench:
         rows = case.full.tensor_split(mesh.dp_size)[dp.rank()]
         shard = rows.tensor_split(mesh.tp_size, -1)[tp.rank()].contiguous()
         layout = ShardLayout(dp=Shard(0), tp=Shard(1))
-        move = Move.of(channel, layout, [tuple(shard.shape)] * len(mesh.grid), dtype)
+        move = Move.of(channel, layout, [tuple(shard.shape)] * len(mesh.stage_ranks), dtype)
 
         def in_two_steps() -> Tensor:
             columns = self.original.gather(shard, -1, tp)

@@ -122,14 +122,14 @@ def choose_host_gather(group, wait, device):
 
 def gathers_all(channel, large):
     """Random tensors, together and one by one, of whole plans and of parts of the ranks."""
-    mesh, rank = channel.mesh, channel.mesh.place
+    mesh, rank = channel.mesh, channel.mesh.group_rank
     moved = []
     for full, layout, dp_parts, tp_parts in cases(mesh.dp_size, mesh.tp_size, large):
         shards = shards_of(full, layout, dp_parts, tp_parts)
         shapes = [tuple(shard.shape) for shard in shards]
         move = Move.of(channel, layout, shapes, full.dtype)
         mine = shards[rank]  # not contiguous
-        places = mesh.members(move.axes, place=0)
+        places = mesh.ranks_along(move.axes, place=0)
         moved.append((full, Gathered(move.plan, places, mine, 1 + len(moved) % 2)))
         whole = bits(full)  # that rank 1 has alone
         mine = whole if rank == 1 else whole[:0]

@@ -118,7 +118,7 @@ def shards_of(full, layout, dp_parts, tp_parts):
 
 def moves_every_way(channel, large):
     """All that a channel does with a tensor, against what torch's split says."""
-    mesh, rank = channel.mesh, channel.mesh.place
+    mesh, rank = channel.mesh, channel.mesh.group_rank
     moved = []
     for full, layout, dp_parts, tp_parts in cases(mesh.dp_size, mesh.tp_size, large):
         shards = shards_of(full, layout, dp_parts, tp_parts)
@@ -132,7 +132,7 @@ def moves_every_way(channel, large):
             for copy in copies:
                 same_bits(copy, full)
                 bits(copy).zero_()  # nobody else sees that
-        places = mesh.members(move.axes, place=0)
+        places = mesh.ranks_along(move.axes, place=0)
         moved.append((full, Gathered(move.plan, places, mine, 1 + len(moved) % 2)))
         on_first = move.gather_to_first(mine)
         assert (on_first is None) == (rank != 0)
@@ -146,7 +146,7 @@ def moves_every_way(channel, large):
         if full.dtype in (torch.float32, torch.bfloat16):
             term = torch.full((70_000 if large else 3, 2), 0.1 * (rank + 1), dtype=full.dtype)
             total = term.new_tensor(0.1).expand_as(term).clone()
-            for other in range(1, len(mesh.grid)):
+            for other in range(1, len(mesh.stage_ranks)):
                 total += term.new_tensor(0.1 * (other + 1))
             same_bits(channel.all_reduce_sum(("dp", "tp"), term), total)
     together = channel.gather_to_first(("dp", "tp"), [gathered for _, gathered in moved])
@@ -156,7 +156,7 @@ def moves_every_way(channel, large):
         for full, got in zip(expected, together):
             same_bits(got, full)
     rows = channel.exchange(torch.arange(20_000) + rank)
-    assert torch.equal(rows, torch.arange(20_000) + torch.arange(len(mesh.grid))[:, None])
+    assert torch.equal(rows, torch.arange(20_000) + torch.arange(len(mesh.stage_ranks))[:, None])
 
 
 @pytest.mark.ranks(2)
@@ -182,7 +182,7 @@ def test_four_ranks(name, dp):
 def test_groups_of_two_axes_take_turns():
     """Sub-groups of dp and of tp, and the whole, on one arena."""
     with transport("shared_memory", dp=2) as channel:
-        rank = channel.mesh.place
+        rank = channel.mesh.group_rank
         dp, tp = divmod(rank, 2)
         for round_ in range(20):
             size = 50_000 * (1 + round_ % 3)
@@ -206,7 +206,7 @@ def test_thousand_gathered_tensors_live_side_by_side():
         held = []
         plan = Move.of(channel, ShardLayout(tp=Shard(0)), [(9_000,), (9_000,)], torch.float32).plan
         for i in range(1000):
-            shard = torch.full((9_000,), float(2 * i + channel.mesh.place))
+            shard = torch.full((9_000,), float(2 * i + channel.mesh.group_rank))
             held += channel.all_gather(("tp",), shard, plan)
         for i, full in enumerate(held):
             assert torch.equal(full.view(2, -1)[:, 0], torch.tensor([2.0 * i, 2.0 * i + 1]))
@@ -385,7 +385,7 @@ def test_a_rank_that_does_not_come_is_named(name):
     with transport(name, timeout=1.0) as channel:
         channel.exchange(torch.ones(1))
         start = time.monotonic()
-        if channel.mesh.place == 0:
+        if channel.mesh.group_rank == 0:
             with pytest.raises(HookError, match=r"(?s)waited 1 s.*missing: rank 1 \(global rank 1"):
                 channel.agree(Header("tensor", site=7), "the meeting place")
             assert time.monotonic() - start < 2.5
@@ -418,7 +418,7 @@ def test_memory_offered_to_a_peer_that_never_came_is_not_given_out_again():
         channel.exchange(torch.ones(1))
         shapes = [(100_000,), (100_000,)]
         plan = Move.of(channel, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
-        if channel.mesh.place == 0:
+        if channel.mesh.group_rank == 0:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(memory, "empty", empty)
                 with pytest.raises(HookError, match="missing: rank 1"):
@@ -437,7 +437,7 @@ def test_tensors_that_do_not_fit_their_plan():
         channel.exchange(torch.ones(1))
         shapes = [(100,), (100,)]
         plan = Move.of(channel, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
-        size = 99 if channel.mesh.place == 0 else 100
+        size = 99 if channel.mesh.group_rank == 0 else 100
         error, message = (ValueError, "400 bytes") if size == 99 else (HookError, "ValueError")
         with pytest.raises(error, match=message):
             channel.all_gather(("tp",), torch.ones(size), plan)

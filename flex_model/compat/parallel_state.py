@@ -84,15 +84,15 @@ class ParallelState:
             ValueError: the ranks are not in ascending order, which is the order of all of torch's
                 groups.
         """
-        return self._torch_group(self.mesh.line("tp"))
+        return self._torch_group(self.mesh.axis_ranks("tp"))
 
     def get_pipeline_parallel_group(self) -> dist.ProcessGroup | None:
         """The group of the stages of this rank's pipeline. See ``get_tensor_parallel_group``."""
-        return self._torch_group(self.mesh.line("pp"))
+        return self._torch_group(self.mesh.axis_ranks("pp"))
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
         """The group of this rank's data-parallel neighbours. See ``get_tensor_parallel_group``."""
-        return self._torch_group(self.mesh.line("dp"))
+        return self._torch_group(self.mesh.axis_ranks("dp"))
 
     def get_tensor_parallel_rank(self) -> int:
         """This process's place on the axis tp."""
@@ -142,7 +142,7 @@ class ParallelState:
         if axis not in self._channels:
             mesh = self.mesh
             if axis != "grid":
-                ranks = mesh.line(axis)
+                ranks = mesh.axis_ranks(axis)
                 # only dp counts as dp: the gradients of the other axes are not averaged
                 size = "dp_size" if axis == "dp" else "tp_size"
                 mesh = Mesh(ranks, mesh.coordinates[axis], **{size: len(ranks)})
@@ -159,7 +159,9 @@ class ParallelState:
 
     def sizes(self, axis: str, dim: int, total: int) -> list[int]:
         """How a dim of ``total`` is split: as in the last gather to it, else as ``torch.chunk``."""
-        return self._sizes.get((axis, dim, total)) or chunk_sizes(total, len(self.mesh.line(axis)))
+        return self._sizes.get((axis, dim, total)) or chunk_sizes(
+            total, len(self.mesh.axis_ranks(axis))
+        )
 
 
 def check_state(fmps: object, name: str) -> None:

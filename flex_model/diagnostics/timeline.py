@@ -201,10 +201,10 @@ class _Recorder:
 
     def _meeting(self, channel: Channel, key: str, axes: tuple[Axis, ...]) -> str:
         """All ranks of a group meet equally often, so the number tells which meeting it is."""
-        members = channel.mesh.members(axes)
+        members = channel.mesh.ranks_along(axes)
         if len(members) == 1:
             return ""
-        ranks = ",".join(str(channel.mesh.grid[place]) for place in members)
+        ranks = ",".join(str(channel.mesh.stage_ranks[place]) for place in members)
         group = f"{key} {ranks}"
         self._meetings[group] += 1
         return f"{group} {self._meetings[group]}"
@@ -288,4 +288,4 @@ def _set_clocks(channel: Channel) -> tuple[int, str]:
     ahead = (table[:, 0] - table[0]) // 2
     error_us = float((table[:, 0] + table[0]).amax()) / 2e3
     clock = f"clocks of {len(set(hosts))} hosts, set by {_ROUNDS} exchanges to {error_us:.0f} us"
-    return int(ahead[channel.mesh.place]), clock
+    return int(ahead[channel.mesh.group_rank]), clock

@@ -53,7 +53,7 @@ class Connections:
 
     def __init__(self, mesh: Mesh, timeout_s: float, device: torch.device | None = None) -> None:
         self.mesh = mesh
-        self.is_local = len(mesh.grid) == 1  # no other rank to talk to
+        self.is_local = len(mesh.stage_ranks) == 1  # no other rank to talk to
         self.timeout_s = timeout_s
         self.sequence = 0  # of the last exchange
         self.where = "nothing yet"
@@ -84,10 +84,10 @@ class Connections:
         to = self._by_axes.get(axes)
         if to is not None:
             return to
-        places = self.mesh.members(axes)
-        key = GRID if len(places) == len(self.mesh.grid) else axes
+        places = self.mesh.ranks_along(axes)
+        key = GRID if len(places) == len(self.mesh.stage_ranks) else axes
         if key not in self._transports:
-            ranks = tuple(self.mesh.grid[place] for place in places)
+            ranks = tuple(self.mesh.stage_ranks[place] for place in places)
             group, number = process_groups.acquire(ranks, self.timeout_s, self._device.type)
             self._groups[key] = group
             if key == GRID:
@@ -221,7 +221,7 @@ class Connections:
 
     def _abort_reason(self, error: BaseException) -> str:
         return (
-            f"rank {self.mesh.place} left while it was at {self.where}: "
+            f"rank {self.mesh.group_rank} left while it was at {self.where}: "
             f"{type(error).__name__}: {error}."
         )
 
@@ -427,7 +427,7 @@ class Connections:
         return agreed(
             kind(
                 f"{reason} This wrap can't be used any more; your own process groups are untouched "
-                f"({see(anchor)})\nLast steps of rank {self.mesh.place}: {self.steps}"
+                f"({see(anchor)})\nLast steps of rank {self.mesh.group_rank}: {self.steps}"
             )
         )
 

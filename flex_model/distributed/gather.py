@@ -97,13 +97,13 @@ class Move:
                 alike.
         """
         mesh, axes = channel.mesh, layout.sharded_axes
-        places = mesh.members(axes)
+        places = mesh.ranks_along(axes)
         sizes = {"dp": mesh.dp_size, "tp": mesh.tp_size}
         counts = dict(axis[:2] if isinstance(axis, tuple) else (axis, sizes[axis]) for axis in axes)
         dp, tp = counts.get("dp", 1), counts.get("tp", 1)
         of_parts = [shapes[place] for place in places]
         full_shape = layout.full_shape(shapes, mesh.dp_size, mesh.tp_size)
-        rank = places.index(mesh.place)
+        rank = places.index(mesh.group_rank)
         if select is None:
             plan = layout.plan(of_parts, dp, tp, dtype.itemsize)
             return Move(channel, layout, axes, plan, rank, full_shape, dp)
@@ -153,7 +153,7 @@ class Move:
         """
         partial = self.layout.partial_axes
         mesh = self.channel.mesh
-        if partial and mesh.members(partial)[0] != mesh.place:
+        if partial and mesh.ranks_along(partial)[0] != mesh.group_rank:
             return full.new_zeros(self.plan.shard_sizes[self.rank])
         full = full.detach()
         if not self.axes:
@@ -189,13 +189,13 @@ class Move:
         """Whether every rank of the grid holds its own part, so that rank 0 can hand each its
         own.
         """
-        return len(self.plan.shard_sizes) == len(self.channel.mesh.grid)
+        return len(self.plan.shard_sizes) == len(self.channel.mesh.stage_ranks)
 
     @property
     def rank_0_gathers(self) -> bool:
         """Whether this rank is among those whose parts make rank 0's full tensor."""
         mesh = self.channel.mesh
-        return mesh.place in mesh.members(self.axes, place=0)
+        return mesh.group_rank in mesh.ranks_along(self.axes, place=0)
 
     def copies_on_first(self, shard: Tensor, number: int) -> list[Tensor] | None:
         """The full tensor on rank 0 of the grid, ``number`` times over, on the CPU if it had to be
@@ -203,7 +203,7 @@ class Move:
         """
         shard = self.summed(shard)
         if not self.axes:
-            is_first = self.channel.mesh.place == 0
+            is_first = self.channel.mesh.group_rank == 0
             return [_copy(shard) for _ in range(number)] if is_first else None
         if not self.rank_0_gathers:
             return None
@@ -362,7 +362,7 @@ class _GatherToFirst(Function):
         trip, grad = ctx.trip, plain(grad)
         trip.agree(ctx.like)
         way = trip.gradient()
-        first = way.channel.mesh.place == 0
+        first = way.channel.mesh.group_rank == 0
         shard = way.scatter_from_first(grad if first else None, ctx.like)
         return (shard * way.grad_scale if way.grad_scale > 1 else shard), None
 
@@ -374,7 +374,7 @@ class _ScatterFromFirst(Function):
         # used by the edit or not
         ctx.trip = trip
         ctx.size = full.shape
-        first = trip.move.channel.mesh.place == 0
+        first = trip.move.channel.mesh.group_rank == 0
         return trip.move.scatter_from_first(full.detach() if first else None, like)
 
     @staticmethod

@@ -65,7 +65,7 @@ def gather_to_first(
         for i, description in enumerate(descriptions)
         if rank > 0 and _num_bytes(description)
     ]
-    mine, size = channel.mesh.place, len(described)
+    mine, size = channel.mesh.group_rank, len(described)
     gathered = [
         Gathered(
             end_to_end([_num_bytes(described[rank][i]) * (r == rank) for r in range(size)]),
@@ -95,8 +95,8 @@ def from_rank(
     found = []
     for i, description in enumerate(described):
         num_bytes = _num_bytes(description)
-        plan = end_to_end([num_bytes * (r == rank) for r in range(len(channel.mesh.grid))])
-        is_mine = channel.mesh.place == rank
+        plan = end_to_end([num_bytes * (r == rank) for r in range(len(channel.mesh.stage_ranks))])
+        is_mine = channel.mesh.group_rank == rank
         shard = as_bytes(tensors[i]) if is_mine else torch.empty(0, dtype=torch.uint8)
         full = channel.all_gather(GRID, shard, plan)[0] if num_bytes else None
         found.append(tensors[i] if is_mine else _typed(full, description))

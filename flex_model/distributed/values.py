@@ -55,6 +55,6 @@ class Fingerprints:
         """Whether ranks that differ along ``axis`` only have the same bytes."""
         places = range(len(self.hashes))
         return all(
-            self.hashes[place] == self.hashes[self.mesh.members((axis,), place)[0]]
+            self.hashes[place] == self.hashes[self.mesh.ranks_along((axis,), place)[0]]
             for place in places
         )

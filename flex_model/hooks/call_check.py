@@ -28,7 +28,7 @@ def check_call(
     Raises:
         HookMismatchError: the ranks are at different calls. On every rank.
     """
-    run, is_first = call.run, channel.mesh.place == 0
+    run, is_first = call.run, channel.mesh.group_rank == 0
     header = Header(
         kind,
         site=call.registration.site,

@@ -407,7 +407,7 @@ class HookCore:
     @property
     def runs_edits(self) -> bool:
         """Whether this rank runs editing functions, and so uses trainable modules."""
-        return self.caller.edits_on_all or self.mesh.place == 0
+        return self.caller.edits_on_all or self.mesh.group_rank == 0
 
     def _batch_ended(self) -> None:
         """A store has all that the run recorded, but for gradients that may follow. Collective."""

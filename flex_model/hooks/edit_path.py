@@ -241,7 +241,7 @@ class OnRank0Path:
         if self._records.on_all_ranks and call.records:
             full = trip.move.cast(trip.move.copies(part, 1, num_read=1)[0])
             self._records.put(call.registration, None, full)
-        elif trip.num_records and self._channel.mesh.place == 0:
+        elif trip.num_records and self._channel.mesh.group_rank == 0:
             self._records.put(call.registration, trip.record, gathered)
         return gathered
 
@@ -249,7 +249,7 @@ class OnRank0Path:
         """Run the function on rank 0; all ranks take part in the scatter."""
         channel, call = self._channel, inputs[-1].call
         edits: Edits = [None] * len(inputs)
-        if channel.mesh.place == 0:
+        if channel.mesh.group_rank == 0:
             if self._sent_to_all is not None and not call.is_replay:
                 self._sent_to_all.note(self._function.context_of(call))
             try:

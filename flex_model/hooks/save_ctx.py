@@ -155,7 +155,7 @@ class SentToAll:
         of_first = exchange_json(self._channel, local, "save_ctx at the end of a run")[0]
         check_sendable(self._channel.mesh.rank_at(0), of_first[0], "the others")
         received = from_rank(self._channel, 0, tensors, of_first[1])
-        if self._channel.mesh.place > 0:
+        if self._channel.mesh.group_rank > 0:
             set_received(context, of_first, received, self._device)
 
     def forget(self) -> None:

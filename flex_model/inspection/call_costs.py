@@ -66,7 +66,7 @@ class CallCosts:
 
     def _part_bytes(self, place: int) -> int:
         """What the rank at this place of the grid moves."""
-        members = self._mesh.members(self._move.axes, place=place)
+        members = self._mesh.ranks_along(self._move.axes, place=place)
         return self._move.plan.shard_bytes[members.index(place)]
 
     def of_calls(self, needs_gradient: bool) -> tuple[Cost, Cost]:
@@ -119,7 +119,7 @@ class CallCosts:
         return Cost(headers=1) + self._all_reduce("dp")
 
     def _places(self) -> list[int]:
-        return self._mesh.members(self._move.axes, place=0) if self._move.axes else []
+        return self._mesh.ranks_along(self._move.axes, place=0) if self._move.axes else []
 
     def _sums(self) -> Cost:
         cost = Cost()

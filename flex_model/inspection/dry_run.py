@@ -315,7 +315,7 @@ def _row(core: HookCore, registration: Registration, ranks: Sequence[Seen]) -> D
         full_shape=move.full_shape,
         layout=layout,
         source=layout.source,
-        owners=tuple(mesh.grid[place] for place in mesh.members(move.axes, place=0)),
+        owners=tuple(mesh.stage_ranks[place] for place in mesh.ranks_along(move.axes, place=0)),
         forward=forward,
         backward=backward,
     )

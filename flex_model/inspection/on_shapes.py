@@ -142,7 +142,7 @@ def layout_from_shapes(
         ValueError: the sources contradict each other, or the placement along an axis is not known.
     """
     shapes = [one.shape for one in ranks]
-    known = ShardLayout(source="one process") if len(mesh.grid) == 1 else ranks[0].known
+    known = ShardLayout(source="one process") if len(mesh.stage_ranks) == 1 else ranks[0].known
     dp, tp = (
         placements.pop() if len(placements := {one.pair[i] for one in ranks}) == 1 else None
         for i in range(2)

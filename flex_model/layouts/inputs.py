@@ -55,7 +55,7 @@ def seed_inputs(
     of_root = statements.of_inputs()
     along_dp: dict[int, Placement | None] = {}
     if mesh.dp_size > 1:
-        line = mesh.members(("dp",), 0)
+        line = mesh.ranks_along(("dp",), 0)
         try:
             found = by_batch_dim.along_dp(
                 [inputs[i][0] for i in passed],

@@ -33,7 +33,7 @@ def hash_of(tensor: Tensor) -> int:
 def differ(mesh: Mesh, headers: Sequence[Header], axis: str) -> bool:
     """Whether hashes differ between ranks that differ along ``axis`` only, anywhere in the grid."""
     return any(
-        header.hash != headers[mesh.members((axis,), place)[0]].hash
+        header.hash != headers[mesh.ranks_along((axis,), place)[0]].hash
         for place, header in enumerate(headers)
     )
 
@@ -65,7 +65,7 @@ def compared(channel: Channel, tensor: Tensor, axes: Sequence[str]) -> tuple[Ten
     """
     is_close = True
     for axis in axes:
-        line = channel.mesh.members((axis,))
+        line = channel.mesh.ranks_along((axis,))
         shapes = [(1, *tensor.shape)] * len(line)
         plan = ShardLayout(tp=Shard(0)).plan(shapes, 1, len(line), tensor.element_size())
         (stacked,) = channel.all_gather((axis,), tensor.contiguous().unsqueeze(0), plan)

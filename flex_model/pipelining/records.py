@@ -108,7 +108,7 @@ def deliver(
     ]
     if on_all_ranks:
         received = [
-            from_rank(channel, rank, tensors if rank == channel.mesh.place else (), of_rank)
+            from_rank(channel, rank, tensors if rank == channel.mesh.group_rank else (), of_rank)
             for rank, of_rank in enumerate(described)
         ]
     else:

@@ -68,7 +68,7 @@ class Pipeline:
         mesh = core.mesh
         self.schedule, self.core, self.settings = schedule, core, settings
         self._step = step
-        along = mesh.line("pp")
+        along = mesh.axis_ranks("pp")
         self.world = Channel(Mesh(mesh.ranks, mesh.rank, tp_size=mesh.num_ranks), timeout_s)
         self.line = (
             self.world
@@ -135,7 +135,7 @@ class Pipeline:
         told = exchange_json(self.world, mine, "FlexModel over a schedule: its stages")
         for what in ("schedule", "settings"):
             check_alike([of_rank[what] for of_rank in told], f"the {what} of a pipeline")
-        grid = len(self.core.mesh.grid)
+        grid = len(self.core.mesh.stage_ranks)
         described: dict[int, Any] = {}
         places: dict[int, int] = {}
         for rank, of_rank in enumerate(told):

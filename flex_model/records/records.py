@@ -85,7 +85,7 @@ class Records:
     @property
     def keeps_full(self) -> bool:
         """Whether this rank keeps full tensors."""
-        return self.on_all_ranks or (self._channel.mesh.place == 0 and not self.keeps_parts)
+        return self.on_all_ranks or (self._channel.mesh.group_rank == 0 and not self.keeps_parts)
 
     def take(self) -> dict[Any, list[Any]]:
         """What is there; it is not there any more."""
@@ -204,7 +204,7 @@ class Records:
         moves = []
         for record, *tensors in zip(pending, *told):
             if len({(dtype, len(shape)) for dtype, shape in tensors}) > 1:
-                own = tensors[self._channel.mesh.place]
+                own = tensors[self._channel.mesh.group_rank]
                 raise self._channel.mismatch(
                     f"{record.call.registration.describe()} with {own[0]} of shape {own[1]}",
                     "have different tensors",
@@ -272,7 +272,7 @@ class Records:
             tensors = [
                 Gathered(
                     move.plan,
-                    mesh.members(move.axes, place=0),
+                    mesh.ranks_along(move.axes, place=0),
                     record.snapshot.tensor,
                     site=record.call.registration.site,
                     ready=record.snapshot.ready,

@@ -62,7 +62,7 @@ def follow(model, mesh: Mesh, inputs, placements, statements=(), keywords=None):
             handle.remove()
     channel = Channel(mesh, 30.0)
     try:
-        if len(mesh.grid) > 1:
+        if len(mesh.stage_ranks) > 1:
             exchange_chunks(channel, follower)
         found = {}
         for one in hooked:

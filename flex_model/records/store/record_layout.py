@@ -48,7 +48,7 @@ class RecordLayout:
         if not move.axes:
             return RecordLayout._of_first(full_shape, dtype, description)
         mesh = move.channel.mesh
-        ranks = [mesh.rank_at(place) for place in mesh.members(move.axes, place=0)]
+        ranks = [mesh.rank_at(place) for place in mesh.ranks_along(move.axes, place=0)]
         shapes = [tuple(sizes) for sizes in move.plan.shard_sizes]
         boxes = tuple((i, *map(tuple, box)) for i, *box in move.boxes)
         shards = tuple(zip(ranks, shapes, strict=True))
