@@ -51,7 +51,7 @@ import torch.distributed as dist
 from ranks import Report, Timing, compared, measure
 from torch import Tensor
 
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.gather import Move
 from flex_model.distributed.header import Header
 from flex_model.distributed.layout import Shard, ShardLayout
@@ -96,7 +96,7 @@ class Case:
         self.sizes = [part.shape[dim] for part in parts]
         self.is_first = dist.get_rank() == 0
 
-    def move(self, channel: Channel) -> Move:
+    def move(self, channel: Communicator) -> Move:
         layout = ShardLayout(tp=Shard(self.dim % 2))
         shapes = [list(self.full.shape) for _ in self.sizes]
         for shape, size in zip(shapes, self.sizes):
@@ -130,7 +130,7 @@ class Bench:
         self.world = dist.group.WORLD
         self.num_ranks = dist.get_world_size()
         self.mesh = dist.init_device_mesh("cpu", (self.num_ranks,))
-        self.channel = Channel(Mesh.from_sizes(tp_size=self.num_ranks), 60.0)
+        self.channel = Communicator(Mesh.from_sizes(tp_size=self.num_ranks), 60.0)
         self.original = gathers.original(options.original)
 
     def to_all(self, case: Case) -> None:
@@ -215,7 +215,7 @@ class Bench:
         self,
         num_bytes: int,
         dtype: torch.dtype,
-        channel: Channel,
+        channel: Communicator,
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
     ) -> None:
         case = Case(num_bytes, 0, dtype)
@@ -290,7 +290,7 @@ def body(report: Report, options: argparse.Namespace) -> None:
         bench.uneven(even, Case(num_bytes, dim, torch.float32, "uneven"))
     if bench.num_ranks == 4:
         mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        channel = Channel(Mesh.from_sizes(tp_size=2, dp_size=2), 60.0)
+        channel = Communicator(Mesh.from_sizes(tp_size=2, dp_size=2), 60.0)
         for num_bytes in (*(size for size in options.sizes if size == MIB), *large):
             bench.dp_x_tp(
                 num_bytes, torch.float32, channel, (mesh["dp"].get_group(), mesh["tp"].get_group())

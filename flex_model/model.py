@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from flex_model import inspection, visualize
 from flex_model.compat.parallel_state import ParallelState
 from flex_model.diagnostics.timeline import Timeline, recorded
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.mesh import Mesh, initialize_from_launcher, is_distributed
 from flex_model.errors import nearest
 from flex_model.hooks.core import HookCore
@@ -191,7 +191,7 @@ class FlexModel(nn.Module):
         return self._core.session
 
     @property
-    def _channel(self) -> Channel:
+    def _channel(self) -> Communicator:
         """To all ranks of the model."""
         return self._core.channel
 
@@ -792,7 +792,7 @@ class FlexModel(nn.Module):
             self.__dict__["_timeline"] = timeline
             yield timeline
 
-    def _channels(self) -> dict[str, Channel]:
+    def _channels(self) -> dict[str, Communicator]:
         """All that hooks talk through; the first is to all ranks."""
         return {"ranks": self._core.channel}
 

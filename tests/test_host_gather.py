@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 
 import models
 from flex_model import _C, FlexModel, HookFunction
-from flex_model.distributed import connections, memory, page_locks
+from flex_model.distributed import group_pool, memory, page_locks
 from flex_model.distributed.gather import Move
 from flex_model.distributed.transports import host_copies, on_gpu
 from flex_model.distributed.transports.by_device import ByDevice
@@ -107,7 +107,7 @@ def gpu(patch, is_refused=False, has_gpu=True):
     patch.setattr(host_copies, "ready_now", gpu.ready_now)
     patch.setattr(host_copies, "SideStream", lambda device: gpu)
     patch.setattr(host_copies.HostCopies, "start", lambda *args: gpu.start_checked(*args))
-    patch.setattr(connections, "choose", choose_host_gather)
+    patch.setattr(group_pool, "choose", choose_host_gather)
     yield gpu
     page_locks.of_arena.release()
     assert not gpu.queue

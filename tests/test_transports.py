@@ -15,7 +15,7 @@ import torch.distributed as dist
 import models
 from flex_model import _C, FlexModel, HookFunction
 from flex_model.distributed import memory
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.gather import Move
 from flex_model.distributed.header import Header
 from flex_model.distributed.layout import Shard, ShardLayout
@@ -65,7 +65,7 @@ def transport(name, dp=1, timeout=30.0):
     channel = None
     try:
         mesh = Mesh.from_sizes(size // dp, 1, dp)
-        channel = Channel(mesh, timeout)
+        channel = Communicator(mesh, timeout)
         yield channel
     finally:
         os.environ.clear()

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from flex_model import _load
 from flex_model.diagnostics.progress_bar import progress
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.gather import Move
 from flex_model.distributed.header import Header
 from flex_model.distributed.layout import Shard, ShardLayout
@@ -164,7 +164,7 @@ def _trial(rank: int, port: int, transport: str) -> Trial:
     os.environ["FLEX_MODEL_TRANSPORT"] = transport
     on_gpu = transport in ("nccl", "peer_memory")
     device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else None
-    channel = Channel(Mesh.from_sizes(2), _TIMEOUT_S, device)
+    channel = Communicator(Mesh.from_sizes(2), _TIMEOUT_S, device)
     name, reason = next(iter(channel.transports().values()))
     full = torch.arange(2048 * 2048, dtype=torch.int32, device=device).reshape(2048, 2048)
     shards = full.chunk(2, dim=1)

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from flex_model import _C
 from flex_model._C import GatherPlan
 from flex_model.distributed import memory
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.layout import (
     Partial,
     Piece,
@@ -67,7 +67,7 @@ class Move:
             whole, or parts of a sum; None as long as it is not known how ranks hold it.
     """
 
-    channel: Channel
+    channel: Communicator
     layout: ShardLayout
     axes: tuple[Axis, ...]
     plan: GatherPlan
@@ -83,7 +83,7 @@ class Move:
 
     @staticmethod
     def of(
-        channel: Channel,
+        channel: Communicator,
         layout: ShardLayout,
         shapes: list[Shape],
         dtype: torch.dtype,

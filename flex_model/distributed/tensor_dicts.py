@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flex_model.distributed.channel import Channel
-from flex_model.distributed.connections import GRID
+from flex_model.distributed.communicator import Communicator
+from flex_model.distributed.group_pool import GRID
 from flex_model.distributed.header import DTYPES, Header, site_hash
 from flex_model.distributed.transports.transport import Gathered, as_bytes, end_to_end
 
@@ -28,7 +28,7 @@ def describe(tensors: Sequence[Tensor]) -> list[Description]:
     return [(str(tensor.dtype), list(tensor.shape)) for tensor in tensors]
 
 
-def exchange_json(channel: Channel, value: Any, where: str) -> list[Any]:
+def exchange_json(channel: Communicator, value: Any, where: str) -> list[Any]:
     """The values of all ranks. Collective.
 
     Args:
@@ -49,7 +49,7 @@ def exchange_json(channel: Channel, value: Any, where: str) -> list[Any]:
 
 
 def gather_to_first(
-    channel: Channel, tensors: Sequence[Tensor], described: Sequence[Sequence[Description]]
+    channel: Communicator, tensors: Sequence[Tensor], described: Sequence[Sequence[Description]]
 ) -> list[list[Tensor]] | None:
     """On rank 0 the tensors of all ranks, on the CPU: its own as they are; None elsewhere.
     Collective.
@@ -87,7 +87,7 @@ def gather_to_first(
 
 
 def from_rank(
-    channel: Channel, rank: int, tensors: Sequence[Tensor], described: Sequence[Description]
+    channel: Communicator, rank: int, tensors: Sequence[Tensor], described: Sequence[Description]
 ) -> list[Tensor]:
     """The CPU tensors of one rank on every rank; on that rank they are ``tensors``. Collective."""
     if channel.is_local:

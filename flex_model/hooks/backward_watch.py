@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from flex_model import _C
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 
 _GRACE_S = 0.5  # for the others to come and hear of it; Ctrl-C has to leave within a second
 _FAILURE = "the model's own backward failed or was interrupted; see that rank's own traceback"
@@ -25,7 +25,7 @@ _FAILURE = "the model's own backward failed or was interrupted; see that rank's 
 class BackwardWatch:
     """Of one wrap. Nothing is watched with one rank."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Communicator) -> None:
         self._channel = channel
         self._tasks: set[int] = set()  # the passes that go on and are watched
         self._is_owing = False  # a pass was left in a thread of autograd's, which can't tell of it

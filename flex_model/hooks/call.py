@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.plain import is_renamed, plain
 from flex_model.hooks.call_check import check_call
 from flex_model.hooks.context import Call
@@ -50,7 +50,7 @@ class HookCaller:
 
     def __init__(
         self,
-        channel: Channel,
+        channel: Communicator,
         records: Records,
         save_ctx: Namespace,
         modules: nn.ModuleDict,

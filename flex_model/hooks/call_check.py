@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import Header
 from flex_model.distributed.layout import Replicate, Shape, ShardLayout
 from flex_model.distributed.mesh import Mesh
@@ -15,7 +15,7 @@ from flex_model.layouts import replicas
 
 
 def check_call(
-    channel: Channel, call: Call, tensor: Tensor, kind: str, axes: Sequence[str] = ()
+    channel: Communicator, call: Call, tensor: Tensor, kind: str, axes: Sequence[str] = ()
 ) -> tuple[list[Shape], list[str]]:
     """Exchange the header of a call. Collective.
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from flex_model import _C
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import ERROR, FAILED, Header, site_hash, sites_hash
 from flex_model.distributed.mesh import Mesh
 from flex_model.errors import (
@@ -89,7 +89,7 @@ class HookCore:
         self.module = module
         self.mesh = mesh
         self.step = step
-        self.channel = Channel(mesh, timeout_s, _device_of(module))
+        self.channel = Communicator(mesh, timeout_s, _device_of(module))
         self.records = Records(output_ptr, self.channel, output_ranks, step)
         self.backward_order = BackwardOrder(output_ptr)
         self.backward_watch = BackwardWatch(self.channel)
@@ -321,7 +321,7 @@ class HookCore:
 
     @property
     def _mode(self) -> int:
-        """Of forwards that begin now, as ``Channel.note_forward`` compares it."""
+        """Of forwards that begin now, as ``Communicator.note_forward`` compares it."""
         return 2 * self.module.training + torch.is_grad_enabled()
 
     @property

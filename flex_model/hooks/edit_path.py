@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flex_model.distributed import gather
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.gather import Trip
 from flex_model.distributed.header import Header
 from flex_model.distributed.layout import Placement
@@ -102,7 +102,7 @@ class Functions:
     """Runs editing functions, in which the model may not be run. Local."""
 
     def __init__(
-        self, channel: Channel, function: UserFunction, observers: Sequence[Observer]
+        self, channel: Communicator, function: UserFunction, observers: Sequence[Observer]
     ) -> None:
         self._channel, self._function, self._observers = channel, function, observers
 
@@ -161,7 +161,7 @@ class ReplicatedPath:
 
     def __init__(
         self,
-        channel: Channel,
+        channel: Communicator,
         records: Records,
         layouts: HookLayouts,
         functions: Functions,
@@ -218,7 +218,7 @@ class OnRank0Path:
 
     def __init__(
         self,
-        channel: Channel,
+        channel: Communicator,
         records: Records,
         layouts: HookLayouts,
         functions: Functions,
@@ -288,7 +288,7 @@ class OnRank0Path:
 
 
 def _gather_shards(
-    channel: Channel,
+    channel: Communicator,
     records: Records,
     layouts: HookLayouts,
     call: Call,

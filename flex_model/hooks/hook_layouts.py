@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flex_model.distributed import values
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.gather import Move
 from flex_model.distributed.header import site_hash
 from flex_model.distributed.layout import (
@@ -41,7 +41,7 @@ _REMEMBERED_MOVES = 128  # per hook: generation may bring a new shape with every
 class HookLayouts:
     """The layouts of hooks' tensors and of their gradients, of one FlexModel."""
 
-    def __init__(self, channel: Channel, tracking: Tracking) -> None:
+    def __init__(self, channel: Communicator, tracking: Tracking) -> None:
         self._channel, self._mesh, self._tracking = channel, channel.mesh, tracking
 
     def shard_of(self, call: Call, leaf: Any) -> tuple[Call, Tensor, ShardLayout | None]:

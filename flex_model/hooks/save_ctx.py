@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flex_model.distributed import values
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.serialization import PLAIN, decode, encode
 from flex_model.distributed.tensor_dicts import Description, describe, exchange_json, from_rank
 from flex_model.errors import HookError, agreed, see
@@ -133,7 +133,7 @@ class SentToAll:
     backward of one, ends.
     """
 
-    def __init__(self, channel: Channel, device: torch.device) -> None:
+    def __init__(self, channel: Communicator, device: torch.device) -> None:
         self._channel, self._device = channel, device
         # By the id of a context, which stays alive with it.
         self._before: dict[int, tuple[Namespace, dict[str, Any]]] = {}

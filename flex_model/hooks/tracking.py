@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import Header, site_hash, sites_hash
 from flex_model.distributed.layout import Placement, Shard
 from flex_model.errors import agreed
@@ -52,7 +52,7 @@ class Tracking:
     """
 
     def __init__(
-        self, root: nn.Module, channel: Channel, batch_dim: BatchDim, follow: Follow
+        self, root: nn.Module, channel: Communicator, batch_dim: BatchDim, follow: Follow
     ) -> None:
         self._root = root
         self._channel = channel

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import DTYPES, Header, site_hash
 from flex_model.distributed.layout import Partial, Placement, Replicate, Shape, ShardLayout
 from flex_model.distributed.mesh import Mesh
@@ -97,7 +97,7 @@ class Seen:
         return replace(self, pair=(dp, tp))
 
 
-def exchange_seen(channel: Channel, seen: list[Seen]) -> list[list[Seen]]:
+def exchange_seen(channel: Communicator, seen: list[Seen]) -> list[list[Seen]]:
     """Return the observations of all ranks of the mesh, call by call. Collective.
 
     Raises:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.mesh import AXES, Mesh, check_sizes, group_ranks
 from flex_model.distributed.mesh_dims import AXIS_OF_DIM
 from flex_model.integrations import mesh_sources
@@ -278,7 +278,7 @@ def is_agreed(ranks: tuple[int, ...], lines: Sequence[tuple[int, ...]], timeout_
     """
     me = dist.get_rank()
     channels = [
-        Channel(Mesh(line, line.index(me), tp_size=len(line)), timeout_s)
+        Communicator(Mesh(line, line.index(me), tp_size=len(line)), timeout_s)
         for line in lines
         if len(line) > 1
     ]

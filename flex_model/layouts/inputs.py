@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flex_model.distributed import values
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.layout import Placement, Replicate
 from flex_model.errors import agreed
@@ -23,7 +23,7 @@ _MAX_DIMS = 16
 
 def seed_inputs(
     follower: Follower,
-    channel: Channel,
+    channel: Communicator,
     by_batch_dim: Inputs,
     inputs: Sequence[tuple[str, Tensor, bool]],
     statements: Statements,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flex_model.distributed import values
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.gather import Move
 from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.layout import Placement, Replicate, Shape, ShardLayout
@@ -51,7 +51,7 @@ class Parameters:
     stage.
     """
 
-    def __init__(self, root: nn.Module, channel: Channel, statements: Statements) -> None:
+    def __init__(self, root: nn.Module, channel: Communicator, statements: Statements) -> None:
         self._root = root
         self._channel = channel
         self._statements = statements

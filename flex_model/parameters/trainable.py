@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import HookMismatchError, agreed, see
@@ -38,7 +38,7 @@ def check_name(modules: nn.ModuleDict, name: object) -> None:
         )
 
 
-def send_from_rank_0(channel: Channel, name: str, module: nn.Module) -> None:
+def send_from_rank_0(channel: Communicator, name: str, module: nn.Module) -> None:
     """Give every rank rank 0's parameters and buffers of ``module``. Collective over the grid.
 
     Raises:
@@ -71,7 +71,7 @@ class Replicas:
     changed since.
     """
 
-    def __init__(self, channel: Channel, modules: nn.ModuleDict) -> None:
+    def __init__(self, channel: Communicator, modules: nn.ModuleDict) -> None:
         self._channel, self._modules = channel, modules
         # By name: the tensor, how often and where it was written, and the hash of that.
         self._hashes: dict[str, tuple[Tensor, tuple[int, int], int]] = {}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import site_hash
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import HookError, HookMismatchError, agreed, see
@@ -75,7 +75,7 @@ def agree(
     stages: Sequence[Any],
     core: HookCore,
     directory: Directory,
-    world: Channel,
+    world: Communicator,
 ) -> Plan:
     """Check the call on all ranks together.
 

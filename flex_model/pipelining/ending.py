@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.serialization import decode, encode
 from flex_model.distributed.tensor_dicts import (
     describe,
@@ -37,8 +37,8 @@ class StepEnd:
         step: Step,
         stages: Sequence[Any],
         directory: Directory,
-        world: Channel,
-        line: Channel,
+        world: Communicator,
+        line: Communicator,
         on_all_ranks: bool,
         context_on_all: bool,
     ) -> None:

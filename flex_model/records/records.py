@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from flex_model.distributed import memory, values
-from flex_model.distributed.channel import Channel
-from flex_model.distributed.connections import GRID
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.gather import Move
+from flex_model.distributed.group_pool import GRID
 from flex_model.distributed.header import DTYPES, Header, sites_hash
 from flex_model.distributed.layout import Replicate, Shape, ShardLayout
 from flex_model.distributed.transports.transport import Gathered
@@ -64,7 +64,7 @@ class Records:
     def __init__(
         self,
         output_ptr: dict[Any, list[Tensor]],
-        channel: Channel,
+        channel: Communicator,
         output_ranks: str,
         step: Step | None = None,
     ) -> None:

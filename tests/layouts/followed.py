@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flex_model import _C
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.gather import Move
 from flex_model.distributed.layout import Shape, ShardLayout
 from flex_model.distributed.mesh import Mesh
@@ -60,7 +60,7 @@ def follow(model, mesh: Mesh, inputs, placements, statements=(), keywords=None):
     finally:
         for handle in handles:
             handle.remove()
-    channel = Channel(mesh, 30.0)
+    channel = Communicator(mesh, 30.0)
     try:
         if len(mesh.stage_ranks) > 1:
             exchange_chunks(channel, follower)
@@ -72,7 +72,9 @@ def follow(model, mesh: Mesh, inputs, placements, statements=(), keywords=None):
     return found, follower, output
 
 
-def gathered(channel: Channel, follower: Follower, hooked: HookedTensor) -> torch.Tensor | None:
+def gathered(
+    channel: Communicator, follower: Follower, hooked: HookedTensor
+) -> torch.Tensor | None:
     """The full tensor by its proven layout; None where none is proven. Collective."""
     dp, tp = follower.placements(hooked.value)
     numbers = torch.tensor([dp is None or tp is None, hooked.shard.dim(), *hooked.shard.shape])

@@ -1,1 +1,1 @@
-"""How bytes travel between ranks. ``Channel`` chooses; nothing else calls a transport."""
+"""How bytes travel between ranks. ``Communicator`` chooses; nothing else calls a transport."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from flex_model.distributed import memory, values
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.gather import Move
 from flex_model.distributed.layout import Replicate, Shard, ShardLayout
 from flex_model.distributed.tensor_dicts import DTYPE_OF_NAME
@@ -22,7 +22,7 @@ def described(name: str, tensor: Tensor) -> list[Any]:
 
 
 def parts_of(
-    channel: Channel, notes: Mapping[str, Tensor], told: Sequence[Sequence[Any]]
+    channel: Communicator, notes: Mapping[str, Tensor], told: Sequence[Sequence[Any]]
 ) -> dict[str, RecordShard]:
     """What this rank keeps of each. Data-parallel ranks have rows of one batch, as of a model's
     inputs, unless all have the same.

@@ -37,7 +37,7 @@ _ANSWER_S = 2.0  # how long a rank that lost a connection waits for those that l
 _BITS_OF_SEQUENCE = 32  # above them: the wrap's number
 
 
-class Connections:
+class GroupPool:
     """The private groups among the ranks of one pipeline stage of a wrap, and waits for their
     ranks.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flex_model._C import GatherPlan
 from flex_model.distributed import costs
-from flex_model.distributed.connections import GRID, Connections
+from flex_model.distributed.group_pool import GRID, GroupPool
 from flex_model.distributed.header import ERROR, FAILED, OK, Header
 from flex_model.distributed.mesh import Axis, Mesh
 from flex_model.distributed.plain import plain
@@ -57,7 +57,7 @@ class _Forward:
         )
 
 
-class Channel(Connections):
+class Communicator(GroupPool):
     """Transfers among the ranks of one pipeline stage of a wrap (the ``grid`` of its mesh).
 
     All methods but ``close`` are collective over the grid, or over the ranks of ``axes`` where they
@@ -107,7 +107,7 @@ class Channel(Connections):
         self._error = (OK, "", None)
 
     def abort(self, reason: str, kind: type[HookError] = HookError) -> HookError:
-        """As of ``Connections``; the reason is told instead of an error that waited for it."""
+        """As of ``GroupPool``; the reason is told instead of an error that waited for it."""
         self.clear_error()
         self.num_agreed += 1
         return super().abort(reason, kind)
