@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 import models
 from flex_model import _C, FlexModel, HookFunction
 from flex_model.distributed import group_pool, memory, page_locks
-from flex_model.distributed.gather import Move
+from flex_model.distributed.gather import GatherSpec
 from flex_model.distributed.transports import host_copies, on_gpu
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.choice import choose
@@ -127,10 +127,10 @@ def gathers_all(channel, large):
     for full, layout, dp_parts, tp_parts in cases(mesh.dp_size, mesh.tp_size, large):
         shards = shards_of(full, layout, dp_parts, tp_parts)
         shapes = [tuple(shard.shape) for shard in shards]
-        move = Move.of(channel, layout, shapes, full.dtype)
+        spec = GatherSpec.of(channel, layout, shapes, full.dtype)
         mine = shards[rank]  # not contiguous
-        places = mesh.ranks_along(move.axes, place=0)
-        moved.append((full, Gathered(move.plan, places, mine, 1 + len(moved) % 2)))
+        places = mesh.ranks_along(spec.axes, place=0)
+        moved.append((full, Gathered(spec.plan, places, mine, 1 + len(moved) % 2)))
         whole = bits(full)  # that rank 1 has alone
         mine = whole if rank == 1 else whole[:0]
         moved.append((whole, Gathered(end_to_end([whole.nbytes]), [1], mine)))

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from flex_model import _load
 from flex_model.diagnostics.progress_bar import progress
 from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.gather import Move
+from flex_model.distributed.gather import GatherSpec
 from flex_model.distributed.header import Header
 from flex_model.distributed.layout import Shard, ShardLayout
 from flex_model.distributed.mesh import Mesh
@@ -169,9 +169,9 @@ def _trial(rank: int, port: int, transport: str) -> Trial:
     full = torch.arange(2048 * 2048, dtype=torch.int32, device=device).reshape(2048, 2048)
     shards = full.chunk(2, dim=1)
     shapes = [tuple(shard.shape) for shard in shards]
-    move = Move.of(channel, ShardLayout(tp=Shard(1)), shapes, full.dtype)
-    works = torch.equal(move.all_gather(shards[rank]), full)
-    gathers = [_seconds(lambda: move.all_gather(shards[rank])) for _ in range(10)]
+    spec = GatherSpec.of(channel, ShardLayout(tp=Shard(1)), shapes, full.dtype)
+    works = torch.equal(spec.all_gather(shards[rank]), full)
+    gathers = [_seconds(lambda: spec.all_gather(shards[rank])) for _ in range(10)]
     headers = [_seconds(lambda: channel.agree(Header("tensor"), "a trial")) for _ in range(300)]
     dist.barrier()
     return Trial(name, works, reason, 1e6 * min(headers), 1e3 * min(gathers))

@@ -47,7 +47,7 @@ AgreeOnGradient = Callable[[Tensor], object]  # collective: exchange headers bef
 
 
 @dataclass(eq=False)
-class Move:
+class GatherSpec:
     """One tensor's way between shards and full, planned: what a hook's call, and its backward,
     need.
 
@@ -89,7 +89,7 @@ class Move:
         dtype: torch.dtype,
         select: Select | None = None,
         split_dim: int | None = None,
-    ) -> Move:
+    ) -> GatherSpec:
         """Plan for this rank's part of the grid; ``shapes`` are of all ranks of the grid.
 
         Raises:
@@ -106,7 +106,7 @@ class Move:
         rank = places.index(mesh.group_rank)
         if select is None:
             plan = layout.plan(of_parts, dp, tp, dtype.itemsize)
-            return Move(channel, layout, axes, plan, rank, full_shape, dp)
+            return GatherSpec(channel, layout, axes, plan, rank, full_shape, dp)
         moved_dtype = select.dtype_of(dtype)
         casts_last = bool(layout.partial_axes)
         item_bytes = (dtype if casts_last else moved_dtype).itemsize
@@ -115,7 +115,7 @@ class Move:
         # Where nothing is gathered, nothing else puts the part in the order that was asked for.
         pick = Pick(held[rank] if axes else indices, select.dtype, casts_last)
         part_shape = tuple(plan.full_sizes)
-        return Move(channel, layout, axes, plan, rank, part_shape, dp, pick, pieces)
+        return GatherSpec(channel, layout, axes, plan, rank, part_shape, dp, pick, pieces)
 
     def all_gather(self, shard: Tensor) -> Tensor:
         """The full tensor on every rank. Collective along the axes that shard or sum; a copy where
@@ -224,7 +224,7 @@ class Move:
             full = _copy(full)
         return self.slice(self.channel.broadcast(full, like_full))
 
-    def of_gradient(self, tp: Placement) -> Move:
+    def of_gradient(self, tp: Placement) -> GatherSpec:
         """The way of this tensor's gradient, which ``tp`` says of the tensor's replicas: split as
         the tensor is, and whole where the tensor is a sum.
         """
@@ -235,7 +235,7 @@ class Move:
 
 
 @dataclass(eq=False)
-class Trip:
+class GatherContext:
     """One call's way to the full tensor and back, and the way of its gradients.
 
     Attributes:
@@ -248,26 +248,26 @@ class Trip:
         record: That one, once the tensor was gathered.
     """
 
-    move: Move
+    spec: GatherSpec
     agree: AgreeOnGradient
     of_replicas: Callable[[Tensor | None], tuple[Placement, bool]] = lambda _: (Replicate(), True)
     num_records: int = 0
     is_read: bool = False
     record: Tensor | None = None
-    _gradient: Move | None = None
+    _gradient: GatherSpec | None = None
 
-    def gradient(self, grad: Tensor | None = None) -> Move:
+    def gradient(self, grad: Tensor | None = None) -> GatherSpec:
         """The way of the gradient. Of a replicated tensor it is whole on every rank (the model
         reduces it before it gets here), or a sum that the model will reduce. Collective where that
         is not known yet.
         """
         if self._gradient is None:
-            tp = self.move.gradient_of_replicas
+            tp = self.spec.gradient_of_replicas
             if tp is None:
                 tp, holds = self.of_replicas(grad)
                 if holds:
-                    self.move.gradient_of_replicas = tp
-            self._gradient = self.move.of_gradient(tp)
+                    self.spec.gradient_of_replicas = tp
+            self._gradient = self.spec.of_gradient(tp)
         return self._gradient
 
 
@@ -278,8 +278,8 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _first_of(trip: Trip, fulls: list[Tensor]) -> Tensor:
-    trip.record = fulls[1] if trip.num_records else None
+def _first_of(context: GatherContext, fulls: list[Tensor]) -> Tensor:
+    context.record = fulls[1] if context.num_records else None
     return fulls[0]
 
 
@@ -293,7 +293,7 @@ def _aborting_at_ctrl_c(backward: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return backward(ctx, grad)
         except (KeyboardInterrupt, SystemExit) as error:
-            ctx.trip.move.channel.abort_on(error)
+            ctx.context.spec.channel.abort_on(error)
             raise
 
     return told
@@ -301,35 +301,35 @@ def _aborting_at_ctrl_c(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx, shard, trip):
-        ctx.trip = trip
-        num_read = trip.num_records + trip.is_read
-        return _first_of(trip, trip.move.copies(shard, 1 + trip.num_records, num_read))
+    def forward(ctx, shard, context):
+        ctx.context = context
+        num_read = context.num_records + context.is_read
+        return _first_of(context, context.spec.copies(shard, 1 + context.num_records, num_read))
 
     @staticmethod
     @_aborting_at_ctrl_c
     @once_differentiable
     def backward(ctx, grad):
-        scale = ctx.trip.move.grad_scale
-        shard = ctx.trip.gradient().slice(plain(grad))
+        scale = ctx.context.spec.grad_scale
+        shard = ctx.context.gradient().slice(plain(grad))
         return (shard * scale if scale > 1 else shard), None
 
 
 class _Scatter(Function):
     @staticmethod
-    def forward(ctx, full, trip):
-        ctx.trip = trip
-        return full.detach().clone() if trip.move.is_whole else trip.move.slice(full)
+    def forward(ctx, full, context):
+        ctx.context = context
+        return full.detach().clone() if context.spec.is_whole else context.spec.slice(full)
 
     @staticmethod
     @_aborting_at_ctrl_c
     @once_differentiable
     def backward(ctx, grad):
-        trip, grad = ctx.trip, plain(grad)
-        way = trip.gradient(grad)
+        context, grad = ctx.context, plain(grad)
+        way = context.gradient(grad)
         if way.is_whole:
             return grad, None
-        trip.agree(grad)
+        context.agree(grad)
         full = way.all_gather(grad)
         return (full / way.grad_scale if way.grad_scale > 1 else full), None
 
@@ -349,19 +349,19 @@ def _once_on_every_rank(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 class _GatherToFirst(Function):
     @staticmethod
-    def forward(ctx, shard, trip):
-        ctx.trip = trip
+    def forward(ctx, shard, context):
+        ctx.context = context
         ctx.like = shard.detach()
-        fulls = trip.move.copies_on_first(shard, 1 + trip.num_records)
-        return shard.new_empty(0) if fulls is None else _first_of(trip, fulls).to(shard.device)
+        fulls = context.spec.copies_on_first(shard, 1 + context.num_records)
+        return shard.new_empty(0) if fulls is None else _first_of(context, fulls).to(shard.device)
 
     @staticmethod
     @_aborting_at_ctrl_c
     @_once_on_every_rank
     def backward(ctx, grad):
-        trip, grad = ctx.trip, plain(grad)
-        trip.agree(ctx.like)
-        way = trip.gradient()
+        context, grad = ctx.context, plain(grad)
+        context.agree(ctx.like)
+        way = context.gradient()
         first = way.channel.mesh.group_rank == 0
         shard = way.scatter_from_first(grad if first else None, ctx.like)
         return (shard * way.grad_scale if way.grad_scale > 1 else shard), None
@@ -369,21 +369,21 @@ class _GatherToFirst(Function):
 
 class _ScatterFromFirst(Function):
     @staticmethod
-    def forward(ctx, full, trip, like, *gathered):
+    def forward(ctx, full, context, like, *gathered):
         # `gathered` is here for the graph alone: it makes every rank run the gathers' backward,
         # used by the edit or not
-        ctx.trip = trip
+        ctx.context = context
         ctx.size = full.shape
-        first = trip.move.channel.mesh.group_rank == 0
-        return trip.move.scatter_from_first(full.detach() if first else None, like)
+        first = context.spec.channel.mesh.group_rank == 0
+        return context.spec.scatter_from_first(full.detach() if first else None, like)
 
     @staticmethod
     @_aborting_at_ctrl_c
     @once_differentiable
     def backward(ctx, grad):
-        trip, grad = ctx.trip, plain(grad)
-        way = trip.gradient(grad)
-        trip.agree(grad)
+        context, grad = ctx.context, plain(grad)
+        way = context.gradient(grad)
+        context.agree(grad)
         mesh = way.channel.mesh
         if way.is_shared_over_dp:  # as _MeanGradientOverDp
             grad = way.channel.all_reduce_sum(("dp",), grad) / mesh.dp_size
@@ -401,42 +401,42 @@ class _MeanGradientOverDp(Function):
     """
 
     @staticmethod
-    def forward(ctx, full, trip):
-        ctx.trip = trip
+    def forward(ctx, full, context):
+        ctx.context = context
         return full.detach().clone()
 
     @staticmethod
     @_aborting_at_ctrl_c
     @once_differentiable
     def backward(ctx, grad):
-        channel, grad = ctx.trip.move.channel, plain(grad)
-        ctx.trip.agree(grad)
+        channel, grad = ctx.context.spec.channel, plain(grad)
+        ctx.context.agree(grad)
         return channel.all_reduce_sum(("dp",), grad) / channel.mesh.dp_size, None
 
 
-def gather(shard: Tensor, trip: Trip) -> Tensor:
+def gather(shard: Tensor, context: GatherContext) -> Tensor:
     """The full tensor on every rank, in the graph. Collective along the axes that shard or sum."""
-    return _Gather.apply(shard, trip)
+    return _Gather.apply(shard, context)
 
 
-def scatter(full: Tensor, trip: Trip) -> Tensor:
+def scatter(full: Tensor, context: GatherContext) -> Tensor:
     """This rank's shard of a full tensor that all ranks hold, in the graph. Local; its backward is
     collective.
     """
-    if trip.move.is_shared_over_dp and full.requires_grad:
-        full = _MeanGradientOverDp.apply(full, trip)
-    return _Scatter.apply(full, trip)
+    if context.spec.is_shared_over_dp and full.requires_grad:
+        full = _MeanGradientOverDp.apply(full, context)
+    return _Scatter.apply(full, context)
 
 
-def gather_to_first(shard: Tensor, trip: Trip) -> Tensor:
+def gather_to_first(shard: Tensor, context: GatherContext) -> Tensor:
     """The full tensor on rank 0, an empty one elsewhere, in the graph. Collective."""
-    return _GatherToFirst.apply(shard, trip)
+    return _GatherToFirst.apply(shard, context)
 
 
 def scatter_from_first(
     full: Tensor | None,
     gathered: Sequence[Tensor],
-    trip: Trip,
+    context: GatherContext,
     like: Tensor,
     requires_grad: bool,
 ) -> Tensor:
@@ -444,7 +444,7 @@ def scatter_from_first(
     (``requires_grad``). Collective.
     """
     if not requires_grad:
-        return trip.move.scatter_from_first(full, like)
+        return context.spec.scatter_from_first(full, like)
     if full is None:
         full = like.new_empty(0).requires_grad_()
-    return _ScatterFromFirst.apply(full, trip, like.detach(), *gathered)
+    return _ScatterFromFirst.apply(full, context, like.detach(), *gathered)

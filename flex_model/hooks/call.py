@@ -186,8 +186,11 @@ class HookCaller:
     def _placed(self, one: EditInput, shard: Tensor) -> Tensor:
         """Return what the model goes on with, placed as the tensor before, and so followed on."""
         edited = one.like_original(shard)
-        if one.trip is not None and one.call.registration.kind in ("forward", "forward_pre"):
-            layout = one.trip.move.layout
+        if one.gather_context is not None and one.call.registration.kind in (
+            "forward",
+            "forward_pre",
+        ):
+            layout = one.gather_context.spec.layout
             placed: Pair = (layout.dp, layout.tp)
             if not dtensor.is_dtensor(one.original):  # whose layout is its own
                 placed = resolve.placements_as_proven(layout, self._channel.mesh)

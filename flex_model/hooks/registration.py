@@ -59,7 +59,7 @@ class Registration:
         clean_name: Of the module or parameter, without what wrappers put in: for messages.
         site: Stands for it in headers: ranks that differ in any of it must not talk of one site.
         seed: Its part of the seeds of its calls: the same on any sharding.
-        moves: Plans by what all ranks hold: ``(call number, shapes, dtype, ...) -> Move``.
+        specs: ``GatherSpec`` by the tensors of all ranks: ``(call number, shapes, dtype, ...)``.
         parameter: Of a hook on a parameter's gradient: what is stated of the parameter.
         expected_shape: What the tensors handed to the hook must have: the function's, or in a
             pipeline a micro-batch's part of it.
@@ -80,7 +80,7 @@ class Registration:
     targets: Sequence[weakref.ref[Any]] = ()
     moment: Moment = "computed"
     hook: _C.Hook = field(init=False)
-    moves: dict[Any, Any] = field(default_factory=dict)
+    specs: dict[Any, Any] = field(default_factory=dict)
     parameter: ParameterSources = field(default_factory=ParameterSources)
     expected_shape: ExpectedShape = field(init=False)
     split_dim: int | None = None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flex_model.distributed import values
 from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.gather import Move
+from flex_model.distributed.gather import GatherSpec
 from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.layout import Placement, Replicate, Shape, ShardLayout
 from flex_model.errors import HookError, agreed
@@ -70,8 +70,8 @@ class Parameters:
     def full_kind(self, name: str) -> tuple[Shape, torch.dtype]:
         """The full parameter's shape and dtype; its values are not moved."""
         with self._found(name) as found, torch.no_grad():
-            local, move = self._move(name, found, _summed(found.kept), None)
-            return tuple(local.shape) if move is None else move.full_shape, local.dtype
+            local, spec = self._spec(name, found, _summed(found.kept), None)
+            return tuple(local.shape) if spec is None else spec.full_shape, local.dtype
 
     def gradient(self, name: str, expected_shape: ExpectedShape = None) -> Tensor | None:
         """The full gradient as ``.grad`` has it, on the CPU, on every rank; None where there is
@@ -103,8 +103,8 @@ class Parameters:
                 header, f"a new full value of parameter {shown!r}, of shape {given}"
             )
         with self._found(name, writeback=True, sharded=True) as found, torch.no_grad():
-            local, move = self._move(name, found, found.kept, None)
-            shape = tuple(local.shape) if move is None else move.full_shape
+            local, spec = self._spec(name, found, found.kept, None)
+            shape = tuple(local.shape) if spec is None else spec.full_shape
             if given != shape:
                 raise agreed(
                     ValueError(
@@ -113,7 +113,7 @@ class Parameters:
                 )
             full = full.detach().to(local.dtype)
             self._check_equal(shown, full)
-            local.copy_(full if move is None else move.slice(full.to(local.device)))
+            local.copy_(full if spec is None else spec.slice(full.to(local.device)))
             if offload.is_offloaded(self._root, found.full_name):
                 offload.write(self._root, found.full_name, local)
 
@@ -157,12 +157,12 @@ class Parameters:
         self, name: str, found: _Found, tensor: Tensor, expected_shape: ExpectedShape
     ) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
-            local, move = self._move(name, found, _summed(tensor), expected_shape)
-            return owned_copy(local) if move is None else move.all_gather(local).cpu()
+            local, spec = self._spec(name, found, _summed(tensor), expected_shape)
+            return owned_copy(local) if spec is None else spec.all_gather(local).cpu()
 
-    def _move(
+    def _spec(
         self, name: str, found: _Found, tensor: Any, expected_shape: ExpectedShape
-    ) -> tuple[Tensor, Move | None]:
+    ) -> tuple[Tensor, GatherSpec | None]:
         """This rank's part, and the plan for all; None if it is the whole."""
         expected = resolve.check_expected_shape(expected_shape)
         site = resolve.Site(
@@ -201,7 +201,7 @@ class Parameters:
         if self._channel.is_local:
             return local, None
         self._check_replicas(site.name, local, layout, stated_axes)
-        return local, Move.of(self._channel, layout, shapes, local.dtype)
+        return local, GatherSpec.of(self._channel, layout, shapes, local.dtype)
 
     def _check_elements(self, site: str, found: _Found, shapes: Sequence[Shape]) -> None:
         """ValueError, on all ranks, where a rank has no elements of what its layer says has some,

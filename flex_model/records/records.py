@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flex_model.distributed import memory, values
 from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.gather import Move
+from flex_model.distributed.gather import GatherSpec
 from flex_model.distributed.group_pool import GRID
 from flex_model.distributed.header import DTYPES, Header, sites_hash
 from flex_model.distributed.layout import Replicate, Shape, ShardLayout
@@ -141,7 +141,7 @@ class Records:
 
         Args:
             kind: ``"end of the run"`` or ``"end of the backward"``.
-            resolve: ``(call, shapes, dtype, known, shard) -> Move``: collective where the layout is
+            resolve: ``(call, shapes, dtype, known, shard) -> spec``: collective where the layout is
                 new.
         """
         pending = context.pending
@@ -163,13 +163,13 @@ class Records:
             headers = self._channel.agree(header, what)
             if pending:
                 key = (header.site, *(size for other in headers for size in other.shape))
-                moves = self._agree_on_moves(pending, self._tensors_of_all(key, mine), resolve)
+                specs = self._check_specs(pending, self._tensors_of_all(key, mine), resolve)
                 self._channel.meter.turn_to(header.site)
                 deliver = self._deliver_to_all if self.on_all_ranks else self._deliver_to_first
                 if self.keeps_parts:
                     deliver = self._keep_parts
                 with torch.inference_mode(False), torch.no_grad():  # records are plain tensors
-                    deliver(pending, moves)
+                    deliver(pending, specs)
         except BaseException:
             self.forget(context)
             raise
@@ -195,13 +195,13 @@ class Records:
         self._tensors[key] = told
         return told
 
-    def _agree_on_moves(
+    def _check_specs(
         self,
         pending: list[PendingRecord],
         told: list[list[tuple[torch.dtype, Shape]]],
         resolve,
-    ) -> list[Move]:
-        moves = []
+    ) -> list[GatherSpec]:
+        specs = []
         for record, *tensors in zip(pending, *told):
             if len({(dtype, len(shape)) for dtype, shape in tensors}) > 1:
                 own = tensors[self._channel.mesh.group_rank]
@@ -213,26 +213,26 @@ class Records:
             snapshot = record.snapshot
             snapshot.wait()
             shard = snapshot.tensor
-            move = resolve(record.call, shapes, shard.dtype, record.known, shard)
+            spec = resolve(record.call, shapes, shard.dtype, record.known, shard)
             self._channel.meter.turn_to(record.call.registration.site)
-            if move.pick is not None:
-                snapshot.change(move.pick.take)
-            if move.layout.partial_axes:  # a sum needs one kind of device on all ranks
+            if spec.pick is not None:
+                snapshot.change(spec.pick.take)
+            if spec.layout.partial_axes:  # a sum needs one kind of device on all ranks
                 self._snapshots.to_cpu([snapshot])
-                snapshot.change(lambda shard, move=move: move.cast(move.summed(shard)))
-            moves.append(move)
-        self._compare_replicas(pending, moves)
-        return moves
+                snapshot.change(lambda shard, spec=spec: spec.cast(spec.summed(shard)))
+            specs.append(spec)
+        self._compare_replicas(pending, specs)
+        return specs
 
-    def _compare_replicas(self, pending: list[PendingRecord], moves: list[Move]) -> None:
+    def _compare_replicas(self, pending: list[PendingRecord], specs: list[GatherSpec]) -> None:
         """What ranks should hold alike must be, whoever says that they do: proofs, statements or
         DTensors; gradients, too. Where it is but for the order of sums, all keep the first rank's.
         Collective where there is such a record.
         """
         compared = [
-            (record, move.layout)
-            for record, move in zip(pending, moves)
-            if self._is_replicated(move.layout) and replicas.are_compared(record.snapshot.tensor)
+            (record, spec.layout)
+            for record, spec in zip(pending, specs)
+            if self._is_replicated(spec.layout) and replicas.are_compared(record.snapshot.tensor)
         ]
         if not compared:
             return
@@ -253,48 +253,48 @@ class Records:
             mesh.tp_size > 1 and layout.tp == Replicate()
         )
 
-    def _deliver_to_all(self, pending: list[PendingRecord], moves: list[Move]) -> None:
+    def _deliver_to_all(self, pending: list[PendingRecord], specs: list[GatherSpec]) -> None:
         self._snapshots.to_cpu([record.snapshot for record in pending])
-        for record, move in zip(pending, moves):
+        for record, spec in zip(pending, specs):
             self._channel.meter.turn_to(record.call.registration.site)
             full = record.snapshot.tensor  # summed already, where it was a sum
-            if move.axes:
-                full = self._channel.all_gather(move.axes, full, move.plan, 1, 1)[0]
+            if spec.axes:
+                full = self._channel.all_gather(spec.axes, full, spec.plan, 1, 1)[0]
             self._fill(record, full)
 
-    def _deliver_to_first(self, pending: list[PendingRecord], moves: list[Move]) -> None:
+    def _deliver_to_first(self, pending: list[PendingRecord], specs: list[GatherSpec]) -> None:
         """All records in one transfer; ranks whose parts rank 0 does not need send nothing."""
         mesh = self._channel.mesh
-        split = [(record, move) for record, move in zip(pending, moves) if move.axes]
+        split = [(record, spec) for record, spec in zip(pending, specs) if spec.axes]
         if self._channel.host_gather is None:
             self._snapshots.to_cpu([record.snapshot for record, _ in split])
         if split:
             tensors = [
                 Gathered(
-                    move.plan,
-                    mesh.ranks_along(move.axes, place=0),
+                    spec.plan,
+                    mesh.ranks_along(spec.axes, place=0),
                     record.snapshot.tensor,
                     site=record.call.registration.site,
                     ready=record.snapshot.ready,
                 )
-                for record, move in split
+                for record, spec in split
             ]
             fulls = self._channel.gather_to_first(GRID, tensors)
             for (record, _), full in zip(split, fulls or []):
                 self._fill(record, full)
-        whole = [record for record, move in zip(pending, moves) if not move.axes and record.slot]
+        whole = [record for record, spec in zip(pending, specs) if not spec.axes and record.slot]
         self._snapshots.to_cpu([record.snapshot for record in whole])
         for record in whole:
             self._fill(record, record.snapshot.tensor)
 
-    def _keep_parts(self, pending: list[PendingRecord], moves: list[Move]) -> None:
+    def _keep_parts(self, pending: list[PendingRecord], specs: list[GatherSpec]) -> None:
         """Nothing travels: of what several ranks hold, the first keeps it."""
-        kept = [record for record, move in zip(pending, moves) if move.rank_0_gathers]
+        kept = [record for record, spec in zip(pending, specs) if spec.rank_0_gathers]
         self._snapshots.to_cpu([record.snapshot for record in kept])
-        for record, move in zip(pending, moves):
+        for record, spec in zip(pending, specs):
             tensor = record.snapshot.tensor
-            layout = RecordLayout.of(move, tensor.dtype)
-            self._fill(record, RecordShard(layout, tensor if move.rank_0_gathers else None))
+            layout = RecordLayout.of(spec, tensor.dtype)
+            self._fill(record, RecordShard(layout, tensor if spec.rank_0_gathers else None))
 
     @staticmethod
     def _fill(record: PendingRecord, full: Tensor | RecordShard) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from flex_model import _C
 from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.gather import Move
+from flex_model.distributed.gather import GatherSpec
 from flex_model.distributed.layout import Shape, ShardLayout
 from flex_model.distributed.mesh import Mesh
 from flex_model.integrations import dtensor
@@ -85,8 +85,8 @@ def gathered(
     if dp is None or tp is None:
         return None
     shapes: list[Shape] = [tuple(row[2:]) for row in table]
-    move = Move.of(channel, ShardLayout(dp, tp), shapes, hooked.shard.dtype)
-    return move.all_gather(hooked.shard.contiguous())
+    spec = GatherSpec.of(channel, ShardLayout(dp, tp), shapes, hooked.shard.dtype)
+    return spec.all_gather(hooked.shard.contiguous())
 
 
 def unsharded(model, inputs, keywords=None):

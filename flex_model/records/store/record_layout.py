@@ -12,7 +12,7 @@ from torch import Tensor
 from flex_model.distributed.layout import Shape
 
 if TYPE_CHECKING:
-    from flex_model.distributed.gather import Move
+    from flex_model.distributed.gather import GatherSpec
 
 # Of one box: whose shard (an index of `RecordLayout.shards`), start in full, start in the shard,
 # sizes.
@@ -42,15 +42,15 @@ class RecordLayout:
         return RecordLayout._of_first(tuple(tensor.shape), tensor.dtype, "whole")
 
     @staticmethod
-    def of(move: Move, dtype: torch.dtype) -> RecordLayout:
+    def of(spec: GatherSpec, dtype: torch.dtype) -> RecordLayout:
         """Of shards, with their sums done: those of the ranks of which rank 0 would gather."""
-        description, full_shape = str(move.layout), move.full_shape
-        if not move.axes:
+        description, full_shape = str(spec.layout), spec.full_shape
+        if not spec.axes:
             return RecordLayout._of_first(full_shape, dtype, description)
-        mesh = move.channel.mesh
-        ranks = [mesh.rank_at(place) for place in mesh.ranks_along(move.axes, place=0)]
-        shapes = [tuple(sizes) for sizes in move.plan.shard_sizes]
-        boxes = tuple((i, *map(tuple, box)) for i, *box in move.boxes)
+        mesh = spec.channel.mesh
+        ranks = [mesh.rank_at(place) for place in mesh.ranks_along(spec.axes, place=0)]
+        shapes = [tuple(sizes) for sizes in spec.plan.shard_sizes]
+        boxes = tuple((i, *map(tuple, box)) for i, *box in spec.boxes)
         shards = tuple(zip(ranks, shapes, strict=True))
         return RecordLayout(full_shape, dtype, description, shards, boxes)  # type: ignore[arg-type]
 
