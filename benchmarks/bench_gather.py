@@ -244,7 +244,7 @@ class Bench:
 
     def _agree(self, shard: Tensor) -> list[Header]:
         header = Header("forward", dtype=shard.dtype, shape=tuple(shard.shape))
-        return self.channel.agree(header, "a benchmark")
+        return self.channel.check_consistency(header, "a benchmark")
 
     def _measure(self, case: Case, cases: dict, expected: Tensor | None) -> dict[str, Timing]:
         check = lambda name, result: num_wrong(expected, result)  # noqa: E731

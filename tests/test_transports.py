@@ -195,7 +195,7 @@ def test_groups_of_two_axes_take_turns():
 def test_two_channels_take_turns():
     with transport("shared_memory") as first, transport("gloo") as second:
         for channel in (first, second) * 10:
-            channel.agree(Header("tensor", site=7), "here")
+            channel.check_consistency(Header("tensor", site=7), "here")
             moved = channel.all_reduce_sum(("tp",), torch.ones(40_000))
             assert torch.equal(moved, torch.full((40_000,), 2.0))
 
@@ -389,7 +389,7 @@ def test_a_rank_that_does_not_come_is_named(name):
         start = time.monotonic()
         if channel.mesh.group_rank == 0:
             with pytest.raises(HookError, match=r"(?s)waited 1 s.*missing: rank 1 \(global rank 1"):
-                channel.agree(Header("tensor", site=7), "the meeting place")
+                channel.check_consistency(Header("tensor", site=7), "the meeting place")
             assert time.monotonic() - start < 2.5
             dist.barrier()
         else:
@@ -397,12 +397,12 @@ def test_a_rank_that_does_not_come_is_named(name):
 
             def meet(times):  # gloo gives what a rank sent before it left
                 for _ in range(times):
-                    channel.agree(Header("tensor", site=7), "the meeting place")
+                    channel.check_consistency(Header("tensor", site=7), "the meeting place")
 
             with pytest.raises(HookError, match=r"(?s)waited 1 s at the meeting place"):
                 meet(1 if name == "shared_memory" else 2)
         with pytest.raises(HookError, match="can't be used any more"):
-            channel.agree(Header("tensor", site=7), "the meeting place")
+            channel.check_consistency(Header("tensor", site=7), "the meeting place")
 
 
 @pytest.mark.ranks(2)

@@ -198,7 +198,7 @@ def header_exchange(fmps: ParallelState, axis: str, what: str) -> Callable[..., 
         header = Header(
             "forward", site=site_hash(what), dtype=tensor.dtype, shape=shape, flags=flags
         )
-        return fmps.channel(axis).agree(header, f"{what} of a tensor of shape {shape}")
+        return fmps.channel(axis).check_consistency(header, f"{what} of a tensor of shape {shape}")
 
     return exchange_headers
 

@@ -172,7 +172,9 @@ def _trial(rank: int, port: int, transport: str) -> Trial:
     spec = GatherSpec.of(channel, ShardLayout(tp=Shard(1)), shapes, full.dtype)
     works = torch.equal(spec.all_gather(shards[rank]), full)
     gathers = [_seconds(lambda: spec.all_gather(shards[rank])) for _ in range(10)]
-    headers = [_seconds(lambda: channel.agree(Header("tensor"), "a trial")) for _ in range(300)]
+    headers = [
+        _seconds(lambda: channel.check_consistency(Header("tensor"), "a trial")) for _ in range(300)
+    ]
     dist.barrier()
     return Trial(name, works, reason, 1e6 * min(headers), 1e3 * min(gathers))
 

@@ -1,7 +1,7 @@
-"""The one place through which every transfer of a wrapped model goes.
+"""The communicator of a ``FlexModel``: every transfer among its ranks goes through it.
 
-A transfer is: agree (64 bytes of every rank, compared before any payload moves), then the payload
-along a GatherPlan.
+A transfer is ``check_consistency`` (a header of 64 bytes per rank, compared before any payload is
+sent), then the payload along a GatherPlan.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Communicator(GroupPool):
 
     # Agreement.
 
-    def agree(self, header: Header, where: str) -> list[Header]:
+    def check_consistency(self, header: Header, where: str) -> list[Header]:
         """Exchange headers and compare them; the headers of all ranks of the grid, in its order.
 
         Args:
@@ -216,13 +216,13 @@ class Communicator(GroupPool):
             )
         return headers
 
-    def agree_on_hooks(self, header: Header, where: str) -> None:
-        """As ``agree``. A rank that has registered other hooks, and so may never come, is told of
-        after a few seconds.
+    def check_hooks(self, header: Header, where: str) -> None:
+        """As ``check_consistency``. A rank that has registered other hooks, and so may never arrive, is
+        reported after a few seconds.
         """
         self._compares_hooks = True
         try:
-            self.agree(header, where)
+            self.check_consistency(header, where)
         finally:
             self._compares_hooks = False
 
@@ -304,7 +304,7 @@ class Communicator(GroupPool):
         self.set_error(text, cause, FAILED)
         timeout_s, self.timeout_s = self.timeout_s, min(self.timeout_s, grace_s)
         try:
-            self.agree(Header(kind), f"{kind}, after {text}")
+            self.check_consistency(Header(kind), f"{kind}, after {text}")
         except HookError as error:
             if any(group.broken for group in self._groups.values()):
                 _note(cause, str(error))
@@ -312,7 +312,8 @@ class Communicator(GroupPool):
             self.timeout_s = timeout_s
             self.clear_error()
 
-    # Payload. Every method is collective over the ranks of `axes`, and follows an `agree`.
+    # Payload. Every method is collective over the ranks of `axes`, and follows a
+    # `check_consistency`.
 
     def all_gather(
         self,

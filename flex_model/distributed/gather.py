@@ -43,7 +43,7 @@ from flex_model.distributed.transports.transport import Gathered, on_cpu
 if TYPE_CHECKING:
     from flex_model.selection import Select
 
-AgreeOnGradient = Callable[[Tensor], object]  # collective: exchange headers before a gradient moves
+CheckConsistency = Callable[[Tensor], object]  # collective: headers, before a gradient moves
 
 
 @dataclass(eq=False)
@@ -239,7 +239,7 @@ class GatherContext:
     """One call's way to the full tensor and back, and the way of its gradients.
 
     Attributes:
-        agree: Exchanges headers before a gradient moves; collective.
+        check_consistency: Exchanges headers before a gradient moves; collective.
         of_replicas: How tp ranks that hold the same tensor hold its gradient, of which this rank
             may have a sample, and whether that holds for later calls, too; an error where how ranks
             hold the gradient is not known; collective.
@@ -249,7 +249,7 @@ class GatherContext:
     """
 
     spec: GatherSpec
-    agree: AgreeOnGradient
+    check_consistency: CheckConsistency
     of_replicas: Callable[[Tensor | None], tuple[Placement, bool]] = lambda _: (Replicate(), True)
     num_records: int = 0
     is_read: bool = False
@@ -329,7 +329,7 @@ class _Scatter(Function):
         way = context.gradient(grad)
         if way.is_whole:
             return grad, None
-        context.agree(grad)
+        context.check_consistency(grad)
         full = way.all_gather(grad)
         return (full / way.grad_scale if way.grad_scale > 1 else full), None
 
@@ -360,7 +360,7 @@ class _GatherToFirst(Function):
     @_once_on_every_rank
     def backward(ctx, grad):
         context, grad = ctx.context, plain(grad)
-        context.agree(ctx.like)
+        context.check_consistency(ctx.like)
         way = context.gradient()
         first = way.channel.mesh.group_rank == 0
         shard = way.scatter_from_first(grad if first else None, ctx.like)
@@ -383,7 +383,7 @@ class _ScatterFromFirst(Function):
     def backward(ctx, grad):
         context, grad = ctx.context, plain(grad)
         way = context.gradient(grad)
-        context.agree(grad)
+        context.check_consistency(grad)
         mesh = way.channel.mesh
         if way.is_shared_over_dp:  # as _MeanGradientOverDp
             grad = way.channel.all_reduce_sum(("dp",), grad) / mesh.dp_size
@@ -410,7 +410,7 @@ class _MeanGradientOverDp(Function):
     @once_differentiable
     def backward(ctx, grad):
         channel, grad = ctx.context.spec.channel, plain(grad)
-        ctx.context.agree(grad)
+        ctx.context.check_consistency(grad)
         return channel.all_reduce_sum(("dp",), grad) / channel.mesh.dp_size, None
 
 

@@ -38,7 +38,7 @@ def exchange_json(channel: Communicator, value: Any, where: str) -> list[Any]:
         return [value]
     data = json.dumps(value).encode()
     header = Header("described values", site=site_hash(where), shape=(len(data),))
-    lengths = [other.shape[0] for other in channel.agree(header, where)]
+    lengths = [other.shape[0] for other in channel.check_consistency(header, where)]
     row = torch.zeros(max(lengths), dtype=torch.uint8)
     row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     rows = channel.exchange(row)

@@ -38,7 +38,7 @@ def check_call(
         hash=replicas.hash_of(tensor) if axes else None,
     )
     what = "the gradient of the edit of " if kind == "gradient of an edit" else ""
-    headers = channel.agree(header, what + call.describe())
+    headers = channel.check_consistency(header, what + call.describe())
     run.seed = headers[0].seed
     differing = [axis for axis in axes if replicas.differ(channel.mesh, headers, axis)]
     return [header.shape for header in headers], differing

@@ -357,7 +357,7 @@ class HookCore:
         names = "; ".join(
             f"{registration.kind} {registration.hook_function!r}" for registration in registrations
         )
-        self.channel.agree_on_hooks(
+        self.channel.check_hooks(
             Header("registered hooks", site=site_hash(digest, active)),
             f"the start of a run of {describe_choice(self.table.choices[0])} (edit_on, "
             f"output_ranks, mesh, save_ctx_on: {self._settings}) with these hooks: {names}",

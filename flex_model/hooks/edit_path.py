@@ -202,7 +202,7 @@ class ReplicatedPath:
         self._channel.note_edit(call.describe() if is_edited else "")
         if self._checks_edits:
             header = Header("result of an edit", site=call.registration.site)
-            self._channel.agree(header, f"the result of the edit of {call.describe()}")
+            self._channel.check_consistency(header, f"the result of the edit of {call.describe()}")
         return [
             None
             if edited is None
@@ -262,7 +262,7 @@ class OnRank0Path:
                 if call.is_replay:
                     raise
                 channel.set_error(call.registration.failure(error), error)
-        headers = channel.agree(
+        headers = channel.check_consistency(
             Header(
                 "result of an edit on rank 0",
                 site=call.registration.site,

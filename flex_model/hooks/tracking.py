@@ -125,7 +125,7 @@ class Tracking:
         form, sizes = self._conditions.form(args, kwargs, known, self._attributes)
         words = self._memory.key_numbers(form, sizes)
         header = Header("inputs", site=site, shape=words)
-        headers = self._channel.agree(header, "the start of a forward")
+        headers = self._channel.check_consistency(header, "the start of a forward")
         forward.key, forward.layouts = self._memory.begin([other.shape for other in headers])
         layouts = forward.layouts
         if layouts is None or layouts.needs_gradients() or self._follow == "always":
@@ -381,7 +381,7 @@ class Tracking:
         rows = torch.tensor([[site_hash(encode(one)) for one in pair] for pair in pairs])
         header = Header("inputs", site=site_hash("gradients", len(pairs)))
         with self._channel.uncounted():
-            self._channel.agree(header, f"the layouts of {len(pairs)} gradients")
+            self._channel.check_consistency(header, f"the layouts of {len(pairs)} gradients")
             table = self._channel.exchange(rows).tolist()
         agreed_pairs: list[Pair] = []
         for i, pair in enumerate(pairs):

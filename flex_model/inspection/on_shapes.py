@@ -107,7 +107,7 @@ def exchange_seen(channel: Communicator, seen: list[Seen]) -> list[list[Seen]]:
     if channel.is_local:
         return [[one] for one in seen]
     header = Header("end of the run", site=site_hash(*(one.hook for one in seen)))
-    channel.agree(header, f"the end of a run on shapes, which called {len(seen)} sites")
+    channel.check_consistency(header, f"the end of a run on shapes, which called {len(seen)} sites")
     if not seen:
         return []
     local = [_to_json(one) for one in seen]

@@ -141,7 +141,9 @@ def verify(
                 if channel.is_local:
                     raise
         if not channel.is_local:
-            channel.agree(Header("inputs"), "verify, after the reference has run on rank 0")
+            channel.check_consistency(
+                Header("inputs"), "verify, after the reference has run on rank 0"
+            )
         flags = channel.exchange(flags)[0]
     finally:
         channel.timeout_s = before

@@ -20,7 +20,7 @@ def exchange_chunks(channel: Communicator, follower: Follower) -> None:
     """
 
     def exchange(chunk: Chunk, digest: int) -> Sequence[Chunk]:
-        channel.agree(
+        channel.check_consistency(
             Header("inputs", site=follower.log.num_syncs), "what a forward has run so far"
         )
         digests = channel.exchange(torch.tensor([digest], dtype=torch.int64)).flatten().tolist()

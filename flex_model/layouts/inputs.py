@@ -43,7 +43,7 @@ def seed_inputs(
     with torch.no_grad():
         sketches = [_sketch(tensor) for _, tensor, _ in inputs]
     header = Header("inputs", site=site_hash("follow", len(inputs)))
-    channel.agree(header, f"a followed forward with {len(inputs)} tensors as inputs")
+    channel.check_consistency(header, f"a followed forward with {len(inputs)} tensors as inputs")
     if not sketches:
         return
     table = channel.exchange(torch.stack(sketches)).tolist()

@@ -83,7 +83,9 @@ class Parameters:
                 there = gradient is not None
                 shown = clean(self._root, name)
                 what = f"the gradient of parameter {shown!r}, which is {'there' * there or None}"
-                self._channel.agree(Header("parameter", site=site_hash(name, there)), what)
+                self._channel.check_consistency(
+                    Header("parameter", site=site_hash(name, there)), what
+                )
             if gradient is None:
                 return None
             return self._full(f"{name}.grad", found, gradient, expected_shape)
@@ -99,7 +101,7 @@ class Parameters:
         given = tuple(full.shape)
         if not self._channel.is_local:
             header = Header("parameter", site=site_hash("set", name, given))
-            self._channel.agree(
+            self._channel.check_consistency(
                 header, f"a new full value of parameter {shown!r}, of shape {given}"
             )
         with self._found(name, writeback=True, sharded=True) as found, torch.no_grad():
@@ -180,7 +182,7 @@ class Parameters:
             )
             shapes = [
                 other.shape
-                for other in self._channel.agree(
+                for other in self._channel.check_consistency(
                     header, f"the full value of {site.name}, expected_shape {expected}"
                 )
             ]
@@ -342,7 +344,7 @@ class Parameters:
         """Before a collective of the framework's own, in which ranks that differ would hang."""
         if not self._channel.is_local:
             header = Header("parameter", site=site_hash(name, "gather"))
-            self._channel.agree(header, f"parameter {clean(self._root, name)!r}")
+            self._channel.check_consistency(header, f"parameter {clean(self._root, name)!r}")
 
 
 def _summed(tensor: Any) -> Any:

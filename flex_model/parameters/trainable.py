@@ -57,7 +57,7 @@ def send_from_rank_0(channel: Communicator, name: str, module: nn.Module) -> Non
             )
     described = ", ".join(f"{key} {tuple(t.shape)} {t.dtype}" for key, t in tensors.items())
     digest = site_hash(name, described)
-    channel.agree(
+    channel.check_consistency(
         Header("trainable module", site=digest),
         f"register_trainable_module({name!r}) with {described or 'no tensors'}",
     )
@@ -106,7 +106,9 @@ class Replicas:
         with self._channel.uncounted():
             digest = self.digest()
             header = Header("trainable module", shape=(digest & _HALF, digest >> 31 & _HALF))
-            headers = self._channel.agree(header, "the start of a run with trainable modules")
+            headers = self._channel.check_consistency(
+                header, "the start of a run with trainable modules"
+            )
             if any(other.shape != headers[0].shape for other in headers):
                 where = "the values of trainable modules"
                 refuse_different(exchange_json(self._channel, self.digests(), where))

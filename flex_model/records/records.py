@@ -160,7 +160,7 @@ class Records:
         )
         try:
             what = f"{kind}, with {len(pending)} records to deliver ({listed or 'none'})"
-            headers = self._channel.agree(header, what)
+            headers = self._channel.check_consistency(header, what)
             if pending:
                 key = (header.site, *(size for other in headers for size in other.shape))
                 specs = self._check_specs(pending, self._tensors_of_all(key, mine), resolve)
