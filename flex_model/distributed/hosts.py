@@ -17,7 +17,7 @@ from flex_model.errors import HookError
 TRANSPORTS = ("auto", "shared_memory", "gloo", "nccl", "peer_memory")
 
 # Says the word of this rank at a place of the group's store, and waits for all ranks' words there.
-Ask = Callable[[str, str], list[str]]
+AllGatherStrings = Callable[[str, str], list[str]]
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Hosts:
         return [self.names.index(name) for name in dict.fromkeys(self.names)]
 
 
-def connect(rank: int, settings: Settings, device: str, ask: Ask) -> Hosts:
+def connect(rank: int, settings: Settings, device: str, all_gather: AllGatherStrings) -> Hosts:
     """Find out where the ranks are, and share memory with those of this host. Collective.
 
     Raises:
@@ -121,28 +121,30 @@ def connect(rank: int, settings: Settings, device: str, ask: Ask) -> Hosts:
     except RuntimeError as error:
         why_no_table = str(error)
     least = _C.worthwhile_view_bytes()
-    mine = [settings.host, settings.transport, table, why_no_table, mistake, device, least]
-    told = [json.loads(word) for word in ask("host", json.dumps(mine))]
-    mistakes = [f"rank {r}: {row[4]}" for r, row in enumerate(told) if row[4]]
+    local = [settings.host, settings.transport, table, why_no_table, mistake, device, least]
+    gathered = [json.loads(text) for text in all_gather("host", json.dumps(local))]
+    mistakes = [f"rank {r}: {row[4]}" for r, row in enumerate(gathered) if row[4]]
     if mistakes:
         raise HookError("; ".join(mistakes))
-    failures = [f"rank {r}: {row[3]}" for r, row in enumerate(told) if row[3]]
-    names, devices = [row[0] for row in told], [row[5] for row in told]
-    if len({row[1] for row in told}) > 1:
-        listed = ", ".join(f"rank {r}: {row[1]}" for r, row in enumerate(told))
+    failures = [f"rank {r}: {row[3]}" for r, row in enumerate(gathered) if row[3]]
+    names, devices = [row[0] for row in gathered], [row[5] for row in gathered]
+    if len({row[1] for row in gathered}) > 1:
+        listed = ", ".join(f"rank {r}: {row[1]}" for r, row in enumerate(gathered))
         raise HookError(f"FLEX_MODEL_TRANSPORT differs ({listed}); set it alike on all ranks")
     if settings.transport == "gloo" or failures:
         reason = "; ".join(failures) or "FLEX_MODEL_TRANSPORT=gloo"
         return _checked(Hosts(names, None, settings, devices, reason))
-    of_views = [row[6] for row in told]
+    of_views = [row[6] for row in gathered]
     viewed_bytes = -1 if -1 in of_views else max(of_views)
     hosts = Hosts(names, None, settings, devices, viewed_bytes=viewed_bytes)
-    hosts.here, hosts.why_not_shared = _share(rank, hosts, [tuple(row[2]) for row in told], ask)
+    hosts.here, hosts.why_not_shared = _share(
+        rank, hosts, [tuple(row[2]) for row in gathered], all_gather
+    )
     return _checked(hosts)
 
 
 def _share(
-    rank: int, hosts: Hosts, tables: list[_C.Address], ask: Ask
+    rank: int, hosts: Hosts, tables: list[_C.Address], all_gather: AllGatherStrings
 ) -> tuple[_C.HostGroup | None, str]:
     """The ranks of this host, or why they can't share memory; on all hosts or on none."""
     here = hosts.ranks_of(hosts.names[rank])
@@ -156,7 +158,7 @@ def _share(
             address = block.address
         except RuntimeError as error:
             failure = str(error)
-    blocks = [json.loads(word) for word in ask("block", json.dumps([address, failure]))]
+    blocks = [json.loads(text) for text in all_gather("block", json.dumps([address, failure]))]
     address, failure = blocks[here[0]]
     group = None
     if address is not None:
@@ -169,7 +171,7 @@ def _share(
         except RuntimeError as error:
             failure = str(error)
     failures = [
-        f"rank {other}: {word}" for other, word in enumerate(ask("opened", failure)) if word
+        f"rank {other}: {text}" for other, text in enumerate(all_gather("opened", failure)) if text
     ]
     return (None, "; ".join(failures)) if failures else (group, "")
 

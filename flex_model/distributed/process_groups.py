@@ -143,9 +143,9 @@ def acquire(
         kept.num_users += 1  # wrappers may be collected while the ranks meet, too
         held = kept.number
     with Processes(dist.distributed_c10d._get_default_store(), ranks) as processes:
-        meeting = _Meeting(path, ranks, me, timeout_s, processes)
+        rendezvous = _Rendezvous(path, ranks, me, timeout_s, processes)
         try:
-            offers = meeting.held_by_all(number, held)
+            offers = rendezvous.held_by_all(number, held)
         except HookError:
             _acquired[ranks] -= 1  # as on the ranks that did not come: the next try meets them
             if held:
@@ -155,7 +155,7 @@ def acquire(
             return _groups[ranks, held], number
         if held:
             release(_groups[ranks, held])
-        group = _make(meeting.of(str(number)), number, settings, device)
+        group = _make(rendezvous.of(str(number)), number, settings, device)
         _groups[ranks, number] = group
     group.num_users += 1
     return group, number
@@ -200,7 +200,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 @dataclass(frozen=True)
-class _Meeting:
+class _Rendezvous:
     """Ranks that connect: by a store, each waiting for the words of all.
 
     Attributes:
@@ -213,7 +213,7 @@ class _Meeting:
     timeout_s: float
     processes: Processes
 
-    def of(self, place: str) -> _Meeting:
+    def of(self, place: str) -> _Rendezvous:
         """The same ranks at another place of the store."""
         return replace(self, path=(*self.path, place))
 
@@ -230,28 +230,28 @@ class _Meeting:
         """What each member offers to share (0: nothing). Gloo alone would wait in silence for who
         does not come.
         """
-        words = self.words(f"meeting/{number}", str(held))
+        texts = self.all_gather_strings(f"meeting/{number}", str(held))
         # All have left the meeting before, since they are at this one.
         self.store.delete_key(f"meeting/{number - 1}/{self.me}")
-        return [int(word) for word in words]
+        return [int(text) for text in texts]
 
-    def words(self, place: str, word: str) -> list[str]:
+    def all_gather_strings(self, place: str, text: str) -> list[str]:
         """The word of every rank, when all have said theirs at this place of the store."""
-        words = {self.me: word}
+        texts = {self.me: text}
         start = time.monotonic()
         look_at, pause_s = start + _LOOK_AROUND_S, 0.001
         try:
-            self.store.set(f"{place}/{self.me}", word)
+            self.store.set(f"{place}/{self.me}", text)
             while True:
                 now = time.monotonic()
-                ended = self.processes.ended(self._missing(words)) if now > look_at else []
+                ended = self.processes.ended(self._missing(texts)) if now > look_at else []
                 look_at = now + _LOOK_AROUND_S if now > look_at else look_at
                 for rank in range(len(self.ranks)):  # who has ended may have said his word before
-                    if rank not in words and self.store.check([f"{place}/{rank}"]):
-                        words[rank] = self.store.get(f"{place}/{rank}").decode()
-                missing = self._missing(words)
+                    if rank not in texts and self.store.check([f"{place}/{rank}"]):
+                        texts[rank] = self.store.get(f"{place}/{rank}").decode()
+                missing = self._missing(texts)
                 if not missing:
-                    return [words[rank] for rank in range(len(self.ranks))]
+                    return [texts[rank] for rank in range(len(self.ranks))]
                 self.check_alive(set(ended) & set(missing))
                 if now > start + self.timeout_s:
                     self.store.delete_key(f"{place}/{self.me}")
@@ -305,24 +305,25 @@ class _Meeting:
             f"({see('a-rank-is-missing')})"
         )
 
-    def _missing(self, words: dict[int, str]) -> list[int]:
-        return [self.ranks[rank] for rank in range(len(self.ranks)) if rank not in words]
+    def _missing(self, texts: dict[int, str]) -> list[int]:
+        return [self.ranks[rank] for rank in range(len(self.ranks)) if rank not in texts]
 
 
-def _make(meeting: _Meeting, number: int, settings: Settings, device: str) -> PrivateGroup:
+def _make(rendezvous: _Rendezvous, number: int, settings: Settings, device: str) -> PrivateGroup:
     """A new group. Collective over its ranks."""
-    ranks, me, timeout_s, world = meeting.ranks, meeting.me, meeting.timeout_s, dist.group.WORLD
-    backend = meeting.backend()
-    hosts = connect(me, settings, device, meeting.words)
+    ranks, me, timeout_s = rendezvous.ranks, rendezvous.me, rendezvous.timeout_s
+    store, world = rendezvous.store, dist.group.WORLD
+    backend = rendezvous.backend()
+    hosts = connect(me, settings, device, rendezvous.all_gather_strings)
     leaders = None
     if me in hosts.leaders and not hosts.is_one:
         place, globals_ = hosts.leaders.index(me), tuple(ranks[r] for r in hosts.leaders)
-        of_leaders = replace(meeting.of("leaders"), ranks=globals_, me=place)
+        leaders_rendezvous = replace(rendezvous.of("leaders"), ranks=globals_, me=place)
         leaders = PrivateGroup(
             globals_,
             place,
-            of_leaders.backend(),
-            of_leaders.store,
+            leaders_rendezvous.backend(),
+            leaders_rendezvous.store,
             Hosts([hosts.names[r] for r in hosts.leaders], None, settings, []),
             None,
             number,
@@ -330,8 +331,8 @@ def _make(meeting: _Meeting, number: int, settings: Settings, device: str) -> Pr
             world,
         )
     # Whose backend is made may drop it at once, while others still connect to it.
-    meeting.words("made", "")
-    return PrivateGroup(ranks, me, backend, meeting.store, hosts, leaders, number, timeout_s, world)
+    rendezvous.all_gather_strings("made", "")
+    return PrivateGroup(ranks, me, backend, store, hosts, leaders, number, timeout_s, world)
 
 
 def release(group: PrivateGroup) -> None:
