@@ -92,21 +92,21 @@ class _CudaBuffers:
         self._wait = wait
         self._device = device
         self._number = 0  # of meetings so far
-        self._flags: list[int] = []  # addresses of each rank's
+        self._signal_pads: list[int] = []  # addresses of each rank's
         self._buffer: Tensor | None = None
         # Written by kernels: 1 + a rank that did not come.
         self._failed = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         uuid = str(torch.cuda.get_device_properties(device).uuid).replace("-", "")
         words = _exchange(on_cpu, [int(uuid[:8], 16), int(uuid[8:16], 16)])
         gpus = set(zip(words[::2], words[1::2]))
-        self.meets_on_device = len(gpus) == group.size
+        self.has_device_barrier = len(gpus) == group.size
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         self._number += 1
-        if self.meets_on_device:
+        if self.has_device_barrier:
             torch.ops.flex_model.peer_barrier(
                 self._buffer,
-                self._flags,
+                self._signal_pads,
                 self.group.rank,
                 self._number,
                 int(1000 * self.group.timeout_s),
@@ -130,7 +130,7 @@ class _CudaBuffers:
     def _reset(self) -> None:
         """New flags are zero."""
         self._number = 0
-        self._flags = []
+        self._signal_pads = []
         self._buffer = None
 
 
@@ -176,7 +176,7 @@ class SymmetricMemory(_CudaBuffers):
             raise RuntimeError("symmetric memory is at another address than its buffer")
         # Where torch frees what a peer still maps, the peer's mapping keeps the memory.
         self._buffer, self._handle = buffer, handle
-        self._flags = list(handle.signal_pad_ptrs)
+        self._signal_pads = list(handle.signal_pad_ptrs)
         return buffer, addresses
 
     def close(self) -> None:
@@ -227,7 +227,7 @@ class CudaIpc(_CudaBuffers):
         except RuntimeError as reason:
             error = reason
         self._agreed([], error)
-        self._buffer, self._flags = buffer, addresses
+        self._buffer, self._signal_pads = buffer, addresses
         return buffer[_FLAG_BYTES:], [address + _FLAG_BYTES for address in addresses]
 
     def _agreed(self, words: list[int], error: RuntimeError | None) -> list[list[int]]:

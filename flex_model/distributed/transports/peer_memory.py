@@ -35,7 +35,7 @@ class PeerBuffers(Protocol):
         """
         ...
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Order this rank's current stream after what all ranks' streams did before. Collective."""
         ...
 
@@ -97,7 +97,7 @@ class PeerMemory:
         for i, offset in packing.of_rank(self.group.rank):
             shard = tensors[i].shard.detach()
             _place(own, offset, shard).copy_(shard)
-        self._peers.meet()
+        self._peers.barrier()
         return [
             [addresses[holder] + offset for holder, offset in zip(holders, placed)]
             for holders, placed in zip(packing.holders, packing.offsets)
@@ -155,7 +155,7 @@ class PeerMemory:
             first = 1 % self.group.size
             torch.ops.flex_model.push(full, others, plan.code, first)
             shard = torch.ops.flex_model.split(full, plan.code, 0, list(like.shape))
-        self._peers.meet()
+        self._peers.barrier()
         if self.group.rank != 0:
             shard.copy_(_place(own, 0, like))
         self._peers.finish()
@@ -169,7 +169,7 @@ class PeerMemory:
         if self.group.rank == 0:
             assert tensor is not None
             _place(own, 0, tensor).copy_(tensor.detach())
-        self._peers.meet()
+        self._peers.barrier()
         result = tensor
         if result is None or self.group.rank != 0:
             result = torch.empty(like.shape, dtype=like.dtype, device=like.device)
