@@ -48,23 +48,22 @@ CheckConsistency = Callable[[Tensor], object]  # collective: headers, before a g
 
 @dataclass(eq=False)
 class GatherSpec:
-    """One tensor's way between shards and full, planned: what a hook's call, and its backward,
-    need.
+    """The plan by which one tensor is gathered and scattered, for a hook's call and its backward.
 
-    With ``pick``, the way of the part that a hook selected: ``shard`` below is what that takes of a
-    rank's shard, and ``full`` what all of them make.
+    With ``pick`` it is the plan of the part that a hook selected: ``shard`` below is then the
+    selected part of a rank's shard, and ``full`` the selected part of the full tensor.
 
     Attributes:
-        layout: Of the shards.
-        axes: Along which ranks hold different parts.
-        plan: Of the ranks along ``axes``, in their order.
-        rank: This rank's place among them.
-        full_shape: Of the full tensor.
-        pick: Of this rank's shard; None for all of it.
-        picked: Where the ranks' picks lie, as ``boxes``.
+        layout: The layout of the shards.
+        axes: The axes along which ranks hold different shards.
+        plan: The plan of the ranks along ``axes``, in their order.
+        rank: This rank's index among them.
+        full_shape: The shape of the full tensor.
+        pick: The selected part of this rank's shard; None for all of it.
+        picked: The boxes of the ranks' selected parts, as ``boxes``.
         grad_scale: dp where the batch is split over dp, else 1.
-        gradient_of_replicas: How tp ranks that hold the same tensor hold its gradient: each the
-            whole, or parts of a sum; None as long as it is not known how ranks hold it.
+        gradient_of_replicas: The placement of the gradient on tp ranks that hold the same tensor:
+            replicated or partial; None as long as it is unknown.
     """
 
     channel: Communicator
@@ -90,7 +89,7 @@ class GatherSpec:
         select: Select | None = None,
         split_dim: int | None = None,
     ) -> GatherSpec:
-        """Plan for this rank's part of the grid; ``shapes`` are of all ranks of the grid.
+        """Make the plan of this rank; ``shapes`` are those of all ranks of the stage.
 
         Raises:
             IndexError, ValueError, TypeError: ``select`` does not fit the tensor; on all ranks
@@ -112,19 +111,19 @@ class GatherSpec:
         item_bytes = (dtype if casts_last else moved_dtype).itemsize
         indices = select.indices(full_shape, split_dim)
         plan, held, pieces = layout.plan_of(indices, of_parts, dp, tp, item_bytes)
-        # Where nothing is gathered, nothing else puts the part in the order that was asked for.
+        # Where nothing is gathered, the pick itself puts the part in the selected order.
         pick = Pick(held[rank] if axes else indices, select.dtype, casts_last)
         part_shape = tuple(plan.full_sizes)
         return GatherSpec(channel, layout, axes, plan, rank, part_shape, dp, pick, pieces)
 
     def all_gather(self, shard: Tensor) -> Tensor:
-        """The full tensor on every rank. Collective along the axes that shard or sum; a copy where
-        there are none.
+        """Return the full tensor on every rank. Collective along the axes that shard or sum; a copy
+        where there are none.
         """
         return self.copies(shard, 1)[0]
 
     def copies(self, shard: Tensor, number: int, num_read: int = 0) -> list[Tensor]:
-        """As ``all_gather``, several times over: cheaper than a gather and a copy of what it gave.
+        """Return several full tensors: cheaper than ``all_gather`` and copies of its result.
 
         The last ``num_read`` are expected to be read only: ranks of one host may share their memory
         until something is written to it. Both numbers may differ by rank.
@@ -135,21 +134,21 @@ class GatherSpec:
         return [_copy(shard) for _ in range(number)]
 
     def cast(self, full: Tensor) -> Tensor:
-        """In the dtype that the hook wants."""
+        """Cast to the dtype that the hook selected."""
         return full if self.pick is None else self.pick.cast(full)
 
     def summed(self, shard: Tensor) -> Tensor:
-        """The shard with the sums done that are due. Collective along the axes that sum."""
+        """Return the shard after the pending sums. Collective along the axes that sum."""
         for axis in self.layout.partial_axes:
             shard = self.channel.all_reduce_sum((axis,), shard)
         return shard
 
     def slice(self, full: Tensor) -> Tensor:
-        """This rank's shard of a full tensor, contiguous: a copy, but where every rank holds the
-        full tensor. Local.
+        """Return this rank's contiguous shard of a full tensor: a copy, except where every rank
+        holds the full tensor. Local.
 
-        Of a sum that is due, the first rank has the whole and the others have zeros, so that the
-        sum is exactly ``full``.
+        Along axes with a pending sum, the first rank gets the whole and the others zeros, so that
+        the sum is exactly ``full``.
         """
         partial = self.layout.partial_axes
         mesh = self.channel.mesh
@@ -165,8 +164,8 @@ class GatherSpec:
 
     @property
     def boxes(self) -> list[Piece]:
-        """Where the shards of the ranks along ``axes`` lie: rank among them, start in the full
-        tensor, start in the shard, sizes.
+        """The boxes of the shards of the ranks along ``axes``: the index of the rank, the start in
+        the full tensor, the start in the shard, and the sizes.
         """
         if self.picked is not None:
             return self.picked
@@ -181,24 +180,22 @@ class GatherSpec:
 
     @property
     def is_shared_over_dp(self) -> bool:
-        """Whether data-parallel ranks hold the same tensor, not rows of a batch."""
+        """Whether data-parallel ranks hold the same tensor, instead of rows of a batch."""
         return self.channel.mesh.dp_size > 1 and not isinstance(self.layout.dp, Shard)
 
     @property
     def covers_grid(self) -> bool:
-        """Whether every rank of the grid holds its own part, so that rank 0 can hand each its
-        own.
-        """
+        """Whether every rank of the stage holds a part of its own, which rank 0 can send to it."""
         return len(self.plan.shard_sizes) == len(self.channel.mesh.stage_ranks)
 
     @property
     def rank_0_gathers(self) -> bool:
-        """Whether this rank is among those whose parts make rank 0's full tensor."""
+        """Whether rank 0 gathers its full tensor from this rank, among others."""
         mesh = self.channel.mesh
         return mesh.group_rank in mesh.ranks_along(self.axes, place=0)
 
     def copies_on_first(self, shard: Tensor, number: int) -> list[Tensor] | None:
-        """The full tensor on rank 0 of the grid, ``number`` times over, on the CPU if it had to be
+        """Return ``number`` full tensors on the stage's first rank, on the CPU if they had to be
         gathered; None elsewhere. The number is the same on all ranks.
         """
         shard = self.summed(shard)
@@ -211,12 +208,12 @@ class GatherSpec:
         return self.channel.gather_to_first(self.axes, [gathered])
 
     def gather_to_first(self, shard: Tensor) -> Tensor | None:
-        """The full tensor on rank 0 of the grid, on the device of ``shard``; None elsewhere."""
+        """Return the full tensor on the first rank, on the device of ``shard``; None elsewhere."""
         fulls = self.copies_on_first(shard, 1)
         return None if fulls is None else fulls[0].to(shard.device)
 
     def scatter_from_first(self, full: Tensor | None, like: Tensor) -> Tensor:
-        """Each rank's shard of rank 0's full tensor."""
+        """Return this rank's shard of rank 0's full tensor."""
         if self.covers_grid and self.axes:
             return self.channel.scatter_from_first(self.axes, full, like, self.plan)
         like_full = like.new_empty(self.full_shape)
@@ -225,8 +222,8 @@ class GatherSpec:
         return self.slice(self.channel.broadcast(full, like_full))
 
     def of_gradient(self, tp: Placement) -> GatherSpec:
-        """The way of this tensor's gradient, which ``tp`` says of the tensor's replicas: split as
-        the tensor is, and whole where the tensor is a sum.
+        """Return the plan of the tensor's gradient: sharded as the tensor is, replicated where the
+        tensor is partial; ``tp`` is the gradient's placement where tp ranks hold the same tensor.
         """
         dp = Replicate() if isinstance(self.layout.dp, Partial) else self.layout.dp
         if isinstance(self.layout.tp, Shard):
@@ -236,16 +233,16 @@ class GatherSpec:
 
 @dataclass(eq=False)
 class GatherContext:
-    """One call's way to the full tensor and back, and the way of its gradients.
+    """The gather and scatter of one call of a hook, and the plan of its gradients.
 
     Attributes:
         check_consistency: Exchanges headers before a gradient moves; collective.
-        of_replicas: How tp ranks that hold the same tensor hold its gradient, of which this rank
-            may have a sample, and whether that holds for later calls, too; an error where how ranks
-            hold the gradient is not known; collective.
-        num_records: How many more full tensors are wanted, to keep: 0 or 1.
+        of_replicas: Returns the placement of the gradient on tp ranks that hold the same tensor,
+            from this rank's gradient if it has one, and whether it holds for later calls too;
+            raises where it is unknown; collective.
+        num_records: The number of further full tensors to keep as records: 0 or 1.
         is_read: Whether the full tensor itself is expected to be read only.
-        record: That one, once the tensor was gathered.
+        record: The record, after the gather.
     """
 
     spec: GatherSpec
@@ -257,9 +254,8 @@ class GatherContext:
     _gradient: GatherSpec | None = None
 
     def gradient(self, grad: Tensor | None = None) -> GatherSpec:
-        """The way of the gradient. Of a replicated tensor it is whole on every rank (the model
-        reduces it before it gets here), or a sum that the model will reduce. Collective where that
-        is not known yet.
+        """Return the plan of the gradient. That of a replicated tensor is replicated (the model has
+        reduced it), or partial (the model will reduce it). Collective where that is unknown yet.
         """
         if self._gradient is None:
             tp = self.spec.gradient_of_replicas
@@ -284,19 +280,19 @@ def _first_of(context: GatherContext, fulls: list[Tensor]) -> Tensor:
 
 
 def _aborting_at_ctrl_c(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The others wait for a transfer that does not come: what they are told at the end of the
-    backward would be out of step with it.
+    """Abort at Ctrl-C inside a transfer of a backward: the other ranks wait in that transfer, so
+    the report at the end of the backward would not match it.
     """
 
     @functools.wraps(backward)
-    def told(ctx: Any, grad: Tensor) -> Any:
+    def guarded(ctx: Any, grad: Tensor) -> Any:
         try:
             return backward(ctx, grad)
         except (KeyboardInterrupt, SystemExit) as error:
             ctx.context.spec.channel.abort_on(error)
             raise
 
-    return told
+    return guarded
 
 
 class _Gather(Function):
@@ -335,8 +331,8 @@ class _Scatter(Function):
 
 
 def _once_on_every_rank(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """As ``once_differentiable``, which leaves gradients alone that don't need one: so do those
-    here on all ranks but the first, which would go on where that one raises.
+    """As ``once_differentiable``, which does nothing for gradients that don't require grad: those
+    of all ranks but the first don't, so these ranks would continue where the first one raises.
     """
     once = once_differentiable(backward)
 
@@ -370,8 +366,8 @@ class _GatherToFirst(Function):
 class _ScatterFromFirst(Function):
     @staticmethod
     def forward(ctx, full, context, like, *gathered):
-        # `gathered` is here for the graph alone: it makes every rank run the gathers' backward,
-        # used by the edit or not
+        # `gathered` is only for the graph: it makes every rank run the gathers' backward, whether
+        # the edit used them or not
         ctx.context = context
         ctx.size = full.shape
         first = context.spec.channel.mesh.group_rank == 0
@@ -396,8 +392,8 @@ class _ScatterFromFirst(Function):
 
 
 class _MeanGradientOverDp(Function):
-    """Identity whose gradient is averaged over dp: an edit of a tensor that dp ranks share sees
-    every rank's loss.
+    """The identity, whose gradient is averaged over dp: the gradient of an edit of a tensor that dp
+    ranks share depends on every rank's loss.
     """
 
     @staticmethod
@@ -415,13 +411,15 @@ class _MeanGradientOverDp(Function):
 
 
 def gather(shard: Tensor, context: GatherContext) -> Tensor:
-    """The full tensor on every rank, in the graph. Collective along the axes that shard or sum."""
+    """Return the full tensor on every rank, in the graph. Collective along the axes of the
+    layout.
+    """
     return _Gather.apply(shard, context)
 
 
 def scatter(full: Tensor, context: GatherContext) -> Tensor:
-    """This rank's shard of a full tensor that all ranks hold, in the graph. Local; its backward is
-    collective.
+    """Return this rank's shard of a full tensor that all ranks hold, in the graph. Local; its
+    backward is collective.
     """
     if context.spec.is_shared_over_dp and full.requires_grad:
         full = _MeanGradientOverDp.apply(full, context)
@@ -429,7 +427,7 @@ def scatter(full: Tensor, context: GatherContext) -> Tensor:
 
 
 def gather_to_first(shard: Tensor, context: GatherContext) -> Tensor:
-    """The full tensor on rank 0, an empty one elsewhere, in the graph. Collective."""
+    """Return the full tensor on rank 0, an empty one elsewhere, in the graph. Collective."""
     return _GatherToFirst.apply(shard, context)
 
 
@@ -440,8 +438,8 @@ def scatter_from_first(
     like: Tensor,
     requires_grad: bool,
 ) -> Tensor:
-    """This rank's shard of rank 0's edit of what was ``gathered``, in the graph where that edit is
-    (``requires_grad``). Collective.
+    """Return this rank's shard of rank 0's edit of the ``gathered`` tensors, in the graph if the
+    edit is (``requires_grad``). Collective.
     """
     if not requires_grad:
         return context.spec.scatter_from_first(full, like)

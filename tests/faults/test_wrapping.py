@@ -80,7 +80,9 @@ def test_a_rank_that_dies_before_it_wraps_anything_is_named_at_the_timeout():
         ranks.told("ready")
         ranks.killed.add(1)
         outcome = ranks.outcomes(6)[0]
-    assert outcome.kind == "HookError" and "global ranks [1] did not come" in outcome.text, outcome
+    assert outcome.kind == "HookError" and "global ranks [1] did not arrive" in outcome.text, (
+        outcome
+    )
 
 
 @pytest.mark.ranks(2)

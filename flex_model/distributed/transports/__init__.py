@@ -1,1 +1,1 @@
-"""How bytes travel between ranks. ``Communicator`` chooses; nothing else calls a transport."""
+"""Moves bytes between ranks. Only ``Communicator`` chooses and calls a transport."""
