@@ -191,7 +191,7 @@ class Communicator(GroupPool):
             self.num_agreed += 1
             raise failure
         if not all(self.is_of_this_model(other.sequence) for other in headers):
-            raise self.mismatch(f"{where}, of wrap {self._number}", "run different FlexModels")
+            raise self.mismatch(f"{where}, of FlexModel {self._number}", "run different FlexModels")
         for other in headers:
             if (other.kind, other.site, other.sequence) != (
                 header.kind,

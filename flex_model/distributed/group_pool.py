@@ -316,15 +316,15 @@ class GroupPool:
         if self._is_closed:
             raise agreed(
                 HookError(
-                    f"{self.where}: this FlexModel was restored, and what it needs to meet other "
-                    "ranks was given back, after it or after the last backward of its graphs; run "
+                    f"{self.where}: this FlexModel was restored, and its process groups were "
+                    "released, then or after the last backward of its graphs; run "
                     "the model and its backward before restore()"
                 )
             )
         for group in self._groups.values():
             if group.broken:
                 raise HookError(
-                    "this wrap can't be used any more, because an earlier wait failed: "
+                    "this FlexModel can't be used any more, because an earlier wait failed: "
                     f"{group.broken} Call restore() "
                     "and wrap the model again on every rank; your own process groups still work "
                     f"({see('a-rank-is-missing')})"
@@ -337,7 +337,7 @@ class GroupPool:
         assert hosts.here is not None
         here = hosts.ranks_of(hosts.names[group.rank])
         if reason == "broken":
-            return text or "another rank gave up, and died before it could say why."
+            return text or "another rank aborted, and died before it could report why."
         ranks = [here[place] for place in places]
         names = ", ".join(f"rank {rank} (global rank {group.ranks[rank]})" for rank in ranks)
         if reason == "dead":
@@ -426,8 +426,9 @@ class GroupPool:
         anchor = "ranks-differ" if kind is HookMismatchError else "a-rank-is-missing"
         return agreed(
             kind(
-                f"{reason} This wrap can't be used any more; your own process groups are untouched "
-                f"({see(anchor)})\nLast steps of rank {self.mesh.group_rank}: {self.steps}"
+                f"{reason} This FlexModel can't be used any more; your own process groups are "
+                f"untouched ({see(anchor)})\n"
+                f"Last steps of rank {self.mesh.group_rank}: {self.steps}"
             )
         )
 
