@@ -3,10 +3,10 @@
     python benchmarks/bench_gather.py [--ranks 4] [--quick] [--kib N ...] [--json FILE]
                                       [--original PATH_OF_FLEX_MODEL_0.1.0]
 
-Ours are the calls of ``Communicator`` and ``GatherSpec``, as hooks make them, outputs owned by the caller. All
-ways of a row's operation take turns in one run, and every result is compared with the tensor that
-the shards were cut from, bit by bit. The time of a call is that of its slowest rank; up to 64 KiB
-it is the mean of 20 calls in a row, and up to 1 MiB of 5.
+Ours are the calls of ``Communicator`` and ``GatherSpec``, as hooks make them, outputs owned by the
+caller. All ways of a row's operation take turns in one run, and every result is compared with the
+tensor that the shards were cut from, bit by bit. The time of a call is that of its slowest rank; up
+to 64 KiB it is the mean of 20 calls in a row, and up to 1 MiB of 5.
 
 Columns:
     operation  ``all``: the full tensor on every rank, to be read, as a hook's function gets it that
