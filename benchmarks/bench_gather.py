@@ -3,10 +3,10 @@
     python benchmarks/bench_gather.py [--ranks 4] [--quick] [--kib N ...] [--json FILE]
                                       [--original PATH_OF_FLEX_MODEL_0.1.0]
 
-Ours are the channel's and ``Move``'s calls, as hooks make them, outputs owned by the caller. All
-ways of a row's operation take turns in one run, and every result is compared with the tensor that
-the shards were cut from, bit by bit. The time of a call is that of its slowest rank; up to 64 KiB
-it is the mean of 20 calls in a row, and up to 1 MiB of 5.
+Ours are the calls of ``Communicator`` and ``GatherSpec``, as hooks make them, outputs owned by the
+caller. All ways of a row's operation take turns in one run, and every result is compared with the
+tensor that the shards were cut from, bit by bit. The time of a call is that of its slowest rank; up
+to 64 KiB it is the mean of 20 calls in a row, and up to 1 MiB of 5.
 
 Columns:
     operation  ``all``: the full tensor on every rank, to be read, as a hook's function gets it that
@@ -51,8 +51,8 @@ import torch.distributed as dist
 from ranks import Report, Timing, compared, measure
 from torch import Tensor
 
-from flex_model.distributed.channel import Channel
-from flex_model.distributed.gather import Move
+from flex_model.distributed.communicator import Communicator
+from flex_model.distributed.gather import GatherSpec
 from flex_model.distributed.header import Header
 from flex_model.distributed.layout import Shard, ShardLayout
 from flex_model.distributed.mesh import Mesh
@@ -96,12 +96,12 @@ class Case:
         self.sizes = [part.shape[dim] for part in parts]
         self.is_first = dist.get_rank() == 0
 
-    def move(self, channel: Channel) -> Move:
+    def spec(self, channel: Communicator) -> GatherSpec:
         layout = ShardLayout(tp=Shard(self.dim % 2))
         shapes = [list(self.full.shape) for _ in self.sizes]
         for shape, size in zip(shapes, self.sizes):
             shape[self.dim] = size
-        return Move.of(channel, layout, [tuple(shape) for shape in shapes], self.dtype)
+        return GatherSpec.of(channel, layout, [tuple(shape) for shape in shapes], self.dtype)
 
     @property
     def calls(self) -> int:
@@ -118,8 +118,8 @@ class Case:
         }
 
 
-def _read_only(move: Move, shard: Tensor) -> Tensor:
-    return move.copies(shard, 1, num_read=1)[0]
+def _read_only(spec: GatherSpec, shard: Tensor) -> Tensor:
+    return spec.copies(shard, 1, num_read=1)[0]
 
 
 class Bench:
@@ -130,15 +130,15 @@ class Bench:
         self.world = dist.group.WORLD
         self.num_ranks = dist.get_world_size()
         self.mesh = dist.init_device_mesh("cpu", (self.num_ranks,))
-        self.channel = Channel(Mesh.from_sizes(tp_size=self.num_ranks), 60.0)
+        self.channel = Communicator(Mesh.from_sizes(tp_size=self.num_ranks), 60.0)
         self.original = gathers.original(options.original)
 
     def to_all(self, case: Case) -> None:
-        move, world, shard, dim = case.move(self.channel), self.world, case.shard, case.dim
+        spec, world, shard, dim = case.spec(self.channel), self.world, case.shard, case.dim
         warm = gathers.FlatThenCatWarm(case.full)
         cases = self._bound(case) | {
-            "ours": lambda: _read_only(move, shard),
-            "ours, to write": lambda: move.all_gather(shard),
+            "ours": lambda: _read_only(spec, shard),
+            "ours, to write": lambda: spec.all_gather(shard),
             "list + cat": lambda: gathers.list_then_cat(shard, dim, world),
             "flat + cat": lambda: gathers.flat_then_cat(shard, dim, world),
             "functional": lambda: gathers.functional(shard, dim, world),
@@ -147,7 +147,7 @@ class Bench:
             self.original.name: lambda: self.original.gather(shard, dim, world),
         }
         if case.num_bytes <= 64 * KIB:
-            cases["with header"] = lambda: self._agree(shard) and move.all_gather(shard)
+            cases["with header"] = lambda: self._agree(shard) and spec.all_gather(shard)
         times = self._measure(case, cases, case.full)
         large, is_two = case.num_bytes >= 16 * MIB, self.num_ranks == 2
         self._row(case, "all", times, "copy_", "<= 0.9" if large and is_two else "-")
@@ -165,9 +165,9 @@ class Bench:
         self._best_gloo(case, "all, to write", times, "-")
 
     def to_first(self, case: Case) -> None:
-        move = case.move(self.channel)
+        spec = case.spec(self.channel)
         cases = {
-            "ours": lambda: move.gather_to_first(case.shard),
+            "ours": lambda: spec.gather_to_first(case.shard),
             "gather + cat": lambda: gathers.to_first(case.shard, case.dim),
         }
         times = self._measure(case, cases, case.full if case.is_first else None)
@@ -175,31 +175,31 @@ class Bench:
         self._row(case, "first", times, "gather + cat", ">= 10" if large else "-")
 
     def from_first(self, case: Case) -> None:
-        move = case.move(self.channel)
+        spec = case.spec(self.channel)
         full = case.full if case.is_first else None
         cases = {
-            "ours": lambda: move.scatter_from_first(full, case.shard),
+            "ours": lambda: spec.scatter_from_first(full, case.shard),
             "scatter": lambda: gathers.from_first(full, case.dim, case.shard),
         }
         self._row(case, "from first", self._measure(case, cases, case.shard), "scatter", "-")
 
     def there_and_back(self, case: Case) -> None:
-        move, shard, dim, world = case.move(self.channel), case.shard, case.dim, self.world
+        spec, shard, dim, world = case.spec(self.channel), case.shard, case.dim, self.world
         original = self.original
 
         def theirs() -> Tensor:
             return original.scatter(original.gather(shard, dim, world), dim, world)
 
-        cases = {"ours": lambda: move.slice(_read_only(move, shard)), original.name: theirs}
+        cases = {"ours": lambda: spec.slice(_read_only(spec, shard)), original.name: theirs}
         times = self._measure(case, cases, shard)
         self._row(case, "there and back", times, original.name, "-")
 
     def uneven(self, even: Case, case: Case) -> None:
-        move, move_even = case.move(self.channel), even.move(self.channel)
+        spec, spec_even = case.spec(self.channel), even.spec(self.channel)
         shard, dim, full = case.shard, case.dim, case.full
         cases = {
-            "ours": lambda: _read_only(move, shard),
-            "even": lambda: _read_only(move_even, even.shard),
+            "ours": lambda: _read_only(spec, shard),
+            "even": lambda: _read_only(spec_even, even.shard),
             "list + cat": lambda: gathers.padded_then_cat(shard, dim, case.sizes, self.world),
             "DTensor": lambda: gathers.by_dtensor(shard, dim, full.shape, self.mesh),
         }
@@ -215,7 +215,7 @@ class Bench:
         self,
         num_bytes: int,
         dtype: torch.dtype,
-        channel: Channel,
+        channel: Communicator,
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
     ) -> None:
         case = Case(num_bytes, 0, dtype)
@@ -223,14 +223,14 @@ class Bench:
         rows = case.full.tensor_split(mesh.dp_size)[dp.rank()]
         shard = rows.tensor_split(mesh.tp_size, -1)[tp.rank()].contiguous()
         layout = ShardLayout(dp=Shard(0), tp=Shard(1))
-        move = Move.of(channel, layout, [tuple(shard.shape)] * len(mesh.grid), dtype)
+        spec = GatherSpec.of(channel, layout, [tuple(shard.shape)] * len(mesh.stage_ranks), dtype)
 
         def in_two_steps() -> Tensor:
             columns = self.original.gather(shard, -1, tp)
             return self.original.gather(columns, 0, dp)
 
         cases = self._bound(case) | {
-            "ours": lambda: _read_only(move, shard),
+            "ours": lambda: _read_only(spec, shard),
             "two gathers": in_two_steps,
         }
         times = self._measure(case, cases, case.full)
@@ -244,7 +244,7 @@ class Bench:
 
     def _agree(self, shard: Tensor) -> list[Header]:
         header = Header("forward", dtype=shard.dtype, shape=tuple(shard.shape))
-        return self.channel.agree(header, "a benchmark")
+        return self.channel.check_consistency(header, "a benchmark")
 
     def _measure(self, case: Case, cases: dict, expected: Tensor | None) -> dict[str, Timing]:
         check = lambda name, result: num_wrong(expected, result)  # noqa: E731
@@ -290,7 +290,7 @@ def body(report: Report, options: argparse.Namespace) -> None:
         bench.uneven(even, Case(num_bytes, dim, torch.float32, "uneven"))
     if bench.num_ranks == 4:
         mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        channel = Channel(Mesh.from_sizes(tp_size=2, dp_size=2), 60.0)
+        channel = Communicator(Mesh.from_sizes(tp_size=2, dp_size=2), 60.0)
         for num_bytes in (*(size for size in options.sizes if size == MIB), *large):
             bench.dp_x_tp(
                 num_bytes, torch.float32, channel, (mesh["dp"].get_group(), mesh["tp"].get_group())

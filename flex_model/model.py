@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from flex_model import inspection, visualize
 from flex_model.compat.parallel_state import ParallelState
 from flex_model.diagnostics.timeline import Timeline, recorded
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.mesh import Mesh, initialize_from_launcher, is_distributed
 from flex_model.errors import nearest
 from flex_model.hooks.core import HookCore

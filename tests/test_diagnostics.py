@@ -106,7 +106,7 @@ def test_the_doctor_tries_two_ranks():
     assert trials["shared_memory"]["works"] and trials["gloo"]["works"]
     assert trials["shared_memory"]["header_us"] > 0 and trials["gloo"]["gather_ms"] > 0
     assert trials["nccl"]["works"] == (torch.cuda.device_count() > 1)
-    assert "talk by shared_memory: the ranks are on one host" in run.stderr
+    assert "communicate by shared_memory: the ranks are on one host" in run.stderr
 
 
 @pytest.mark.ranks(2)

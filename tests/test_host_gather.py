@@ -17,8 +17,8 @@ from torch.distributed.tensor import Shard
 
 import models
 from flex_model import _C, FlexModel, HookFunction
-from flex_model.distributed import connections, memory, page_locks
-from flex_model.distributed.gather import Move
+from flex_model.distributed import group_pool, memory, page_locks
+from flex_model.distributed.gather import GatherSpec
 from flex_model.distributed.transports import host_copies, on_gpu
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.choice import choose
@@ -107,7 +107,7 @@ def gpu(patch, is_refused=False, has_gpu=True):
     patch.setattr(host_copies, "ready_now", gpu.ready_now)
     patch.setattr(host_copies, "SideStream", lambda device: gpu)
     patch.setattr(host_copies.HostCopies, "start", lambda *args: gpu.start_checked(*args))
-    patch.setattr(connections, "choose", choose_host_gather)
+    patch.setattr(group_pool, "choose", choose_host_gather)
     yield gpu
     page_locks.of_arena.release()
     assert not gpu.queue
@@ -122,15 +122,15 @@ def choose_host_gather(group, wait, device):
 
 def gathers_all(channel, large):
     """Random tensors, together and one by one, of whole plans and of parts of the ranks."""
-    mesh, rank = channel.mesh, channel.mesh.place
+    mesh, rank = channel.mesh, channel.mesh.group_rank
     moved = []
     for full, layout, dp_parts, tp_parts in cases(mesh.dp_size, mesh.tp_size, large):
         shards = shards_of(full, layout, dp_parts, tp_parts)
         shapes = [tuple(shard.shape) for shard in shards]
-        move = Move.of(channel, layout, shapes, full.dtype)
+        spec = GatherSpec.of(channel, layout, shapes, full.dtype)
         mine = shards[rank]  # not contiguous
-        places = mesh.members(move.axes, place=0)
-        moved.append((full, Gathered(move.plan, places, mine, 1 + len(moved) % 2)))
+        places = mesh.ranks_along(spec.axes, place=0)
+        moved.append((full, Gathered(spec.plan, places, mine, 1 + len(moved) % 2)))
         whole = bits(full)  # that rank 1 has alone
         mine = whole if rank == 1 else whole[:0]
         moved.append((whole, Gathered(end_to_end([whole.nbytes]), [1], mine)))
@@ -326,7 +326,7 @@ def dying_in_between(group, rank, victim, kind):
             group.exchange_bytes(b"x")  # who is not rank 0 need not wait before
         except (_C.WaitError, ValueError) as error:
             stand_in.queue.clear()
-            group.give_up(f"rank {rank}")
+            group.abort(f"rank {rank}")
             seen = type(error).__name__, error.args[:2]
         if rank == 0:
             (offered,) = (full.data_ptr() for full in given)

@@ -267,14 +267,14 @@ GRID = Mesh((0, 1, 2, 3), 0, dp_size=2, tp_size=2)
     ],
 )
 def test_members_of_axes(mesh, axes, members):
-    assert mesh.members(axes) == members
+    assert mesh.ranks_along(axes) == members
 
 
 def test_mesh_order_is_pp_dp_tp_with_tp_fastest():
     mesh = Mesh(tuple(range(8)), 5, pp_size=2, dp_size=2, tp_size=2)
     assert mesh.coordinates == {"pp": 1, "dp": 0, "tp": 1}
-    assert mesh.grid == (4, 5, 6, 7)
-    assert mesh.members(("dp",)) == [1, 3]
+    assert mesh.stage_ranks == (4, 5, 6, 7)
+    assert mesh.ranks_along(("dp",)) == [1, 3]
 
 
 @pytest.mark.parametrize(

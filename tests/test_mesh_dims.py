@@ -28,7 +28,9 @@ PLAN = {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()}
 
 
 def lines(flex):
-    return {axis: flex.mesh.line(axis) for axis in AXES if len(flex.mesh.line(axis)) > 1}
+    return {
+        axis: flex.mesh.axis_ranks(axis) for axis in AXES if len(flex.mesh.axis_ranks(axis)) > 1
+    }
 
 
 def accelerate_mesh(**sizes):

@@ -51,7 +51,7 @@ def test_every_rank_finds_the_same_grid_from_its_own_groups(order, sizes):
         assert mesh.ranks == tuple(table.flatten().tolist())
         assert mesh.ranks[mesh.rank] == rank
         assert (mesh.pp_size, mesh.dp_size, mesh.tp_size) == sizes
-        assert [mesh.line(axis) for axis in AXES] == lines
+        assert [mesh.axis_ranks(axis) for axis in AXES] == lines
 
 
 def test_a_grid_of_some_ranks_of_the_world():
@@ -78,9 +78,9 @@ def test_a_table_of_ranks_with_two_dims_of_one_axis():
     table = torch.arange(8).reshape(2, 2, 2)
     mesh = Mesh.from_table(table, ("dp", "dp", "tp"), me=5)
     assert (mesh.ranks, mesh.dp_size, mesh.tp_size) == (tuple(range(8)), 4, 2)
-    assert (mesh.line("dp"), mesh.line("tp")) == ((1, 3, 5, 7), (4, 5))
+    assert (mesh.axis_ranks("dp"), mesh.axis_ranks("tp")) == ((1, 3, 5, 7), (4, 5))
     mesh = Mesh.from_table(table, ("tp", "dp", "dp"), me=5)
-    assert (mesh.line("dp"), mesh.line("tp")) == ((4, 5, 6, 7), (1, 5))
+    assert (mesh.axis_ranks("dp"), mesh.axis_ranks("tp")) == ((4, 5, 6, 7), (1, 5))
     with pytest.raises(ValueError, match="global rank 9 is not one of the ranks of this model"):
         Mesh.from_table(table, ("dp", "dp", "tp"), me=9)
 
@@ -159,7 +159,9 @@ def test_a_mesh_is_checked_against_the_groups_of_the_model():
 
 
 def lines(flex):
-    return {axis: flex.mesh.line(axis) for axis in AXES if len(flex.mesh.line(axis)) > 1}
+    return {
+        axis: flex.mesh.axis_ranks(axis) for axis in AXES if len(flex.mesh.axis_ranks(axis)) > 1
+    }
 
 
 def mix(module, full, save_ctx, modules):
@@ -221,7 +223,7 @@ def test_fairscale_needs_no_sizes():
         with pytest.raises(ValueError, match="contradict the model itself") as error:
             FlexModel(fairscale_mlp(models.mlp()), tensor_parallel_size=4)
         assert "(4, 1, 1) over the ranks [0, 1, 2, 3]" in str(error.value)
-        assert f"tp over ranks {list(flex.mesh.line('tp'))} (fairscale" in str(error.value)
+        assert f"tp over ranks {list(flex.mesh.axis_ranks('tp'))} (fairscale" in str(error.value)
 
 
 @pytest.mark.ranks(4)
@@ -231,7 +233,7 @@ def test_fairscale_counts_stages_before_replicas():
         mesh = model_mesh.find(model).mesh(60.0)
         assert mesh.ranks == (0, 2, 1, 3)
         assert (mesh.pp_size, mesh.dp_size, mesh.tp_size) == (2, 2, 1)
-        assert mesh.grid == ((0, 2), (1, 3))[dist.get_rank() % 2]
+        assert mesh.stage_ranks == ((0, 2), (1, 3))[dist.get_rank() % 2]
         assert model_mesh.find(models.mlp()) is None  # the state alone says nothing of a model
         with pytest.raises(ValueError, match="pipeline_parallel_size is 2, but a module alone"):
             FlexModel(model)

@@ -14,11 +14,11 @@ from tests.test_ops import as_bytes, blocks, plan_of, random_tensor
 
 
 class HostBuffers:
-    """What a ``PeerBuffers`` is, of threads: nothing waits but ``allocate`` and ``meet``."""
+    """``PeerBuffers`` of threads: only ``allocate`` and ``barrier`` wait."""
 
     def __init__(self, rank, addresses, barrier, kept):
         self.kept = kept  # peers may read after a rank has left
-        self.rank, self.addresses, self.barrier = rank, addresses, barrier
+        self.rank, self.addresses, self.threads_barrier = rank, addresses, barrier
         self.num_allocations = self.num_meetings = 0
 
     def allocate(self, num_bytes):
@@ -26,14 +26,14 @@ class HostBuffers:
         buffer = torch.zeros(num_bytes, dtype=torch.uint8)
         self.kept.append(buffer)
         self.addresses[self.rank] = buffer.data_ptr()
-        self.barrier.wait()
+        self.threads_barrier.wait()
         addresses = list(self.addresses)
-        self.barrier.wait()
+        self.threads_barrier.wait()
         return buffer, addresses
 
-    def meet(self):
+    def barrier(self):
         self.num_meetings += 1
-        self.barrier.wait()
+        self.threads_barrier.wait()
 
     def finish(self):
         pass

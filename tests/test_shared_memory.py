@@ -64,11 +64,11 @@ class Ranks:
             group.exchange_bytes(b"all have opened it")
             result = body(group, rank, *arguments)
         except _C.WaitError as error:
-            group.give_up(f"rank {rank}: {error.args[0]}")
+            group.abort(f"rank {rank}: {error.args[0]}")
             result = error.args
         except BaseException as error:
             result = (type(error).__name__, traceback.format_exc())
-            group.give_up(result[0])
+            group.abort(result[0])
         pipe.send(result)
         os._exit(0)
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 import models
 from flex_model import _C, FlexModel, HookFunction
 from flex_model.distributed import memory
-from flex_model.distributed.channel import Channel
-from flex_model.distributed.gather import Move
+from flex_model.distributed.communicator import Communicator
+from flex_model.distributed.gather import GatherSpec
 from flex_model.distributed.header import Header
 from flex_model.distributed.layout import Shard, ShardLayout
 from flex_model.distributed.mesh import Mesh
@@ -65,7 +65,7 @@ def transport(name, dp=1, timeout=30.0):
     channel = None
     try:
         mesh = Mesh.from_sizes(size // dp, 1, dp)
-        channel = Channel(mesh, timeout)
+        channel = Communicator(mesh, timeout)
         yield channel
     finally:
         os.environ.clear()
@@ -118,35 +118,35 @@ def shards_of(full, layout, dp_parts, tp_parts):
 
 def moves_every_way(channel, large):
     """All that a channel does with a tensor, against what torch's split says."""
-    mesh, rank = channel.mesh, channel.mesh.place
+    mesh, rank = channel.mesh, channel.mesh.group_rank
     moved = []
     for full, layout, dp_parts, tp_parts in cases(mesh.dp_size, mesh.tp_size, large):
         shards = shards_of(full, layout, dp_parts, tp_parts)
         mine = shards[rank]  # not contiguous, as a model's may be
-        move = Move.of(channel, layout, [tuple(shard.shape) for shard in shards], full.dtype)
+        spec = GatherSpec.of(channel, layout, [tuple(shard.shape) for shard in shards], full.dtype)
         wanted = rank % 3  # each rank another number of copies
         for num_read in range(3):  # and of those that it may share
             num_read = min((num_read + rank) % 3, wanted)
-            copies = channel.all_gather(move.axes, mine, move.plan, wanted, num_read)
+            copies = channel.all_gather(spec.axes, mine, spec.plan, wanted, num_read)
             assert len(copies) == wanted
             for copy in copies:
                 same_bits(copy, full)
                 bits(copy).zero_()  # nobody else sees that
-        places = mesh.members(move.axes, place=0)
-        moved.append((full, Gathered(move.plan, places, mine, 1 + len(moved) % 2)))
-        on_first = move.gather_to_first(mine)
+        places = mesh.ranks_along(spec.axes, place=0)
+        moved.append((full, Gathered(spec.plan, places, mine, 1 + len(moved) % 2)))
+        on_first = spec.gather_to_first(mine)
         assert (on_first is None) == (rank != 0)
         if on_first is not None:
             same_bits(on_first, full)
         like = torch.zeros_like(mine, memory_format=torch.contiguous_format)
-        back = move.scatter_from_first(full.clone() if rank == 0 else None, like)
+        back = spec.scatter_from_first(full.clone() if rank == 0 else None, like)
         same_bits(back, mine.contiguous())
-        same_bits(move.slice(full), mine.contiguous())
+        same_bits(spec.slice(full), mine.contiguous())
         same_bits(channel.broadcast(full if rank == 0 else None, torch.zeros_like(full)), full)
         if full.dtype in (torch.float32, torch.bfloat16):
             term = torch.full((70_000 if large else 3, 2), 0.1 * (rank + 1), dtype=full.dtype)
             total = term.new_tensor(0.1).expand_as(term).clone()
-            for other in range(1, len(mesh.grid)):
+            for other in range(1, len(mesh.stage_ranks)):
                 total += term.new_tensor(0.1 * (other + 1))
             same_bits(channel.all_reduce_sum(("dp", "tp"), term), total)
     together = channel.gather_to_first(("dp", "tp"), [gathered for _, gathered in moved])
@@ -156,7 +156,7 @@ def moves_every_way(channel, large):
         for full, got in zip(expected, together):
             same_bits(got, full)
     rows = channel.exchange(torch.arange(20_000) + rank)
-    assert torch.equal(rows, torch.arange(20_000) + torch.arange(len(mesh.grid))[:, None])
+    assert torch.equal(rows, torch.arange(20_000) + torch.arange(len(mesh.stage_ranks))[:, None])
 
 
 @pytest.mark.ranks(2)
@@ -182,7 +182,7 @@ def test_four_ranks(name, dp):
 def test_groups_of_two_axes_take_turns():
     """Sub-groups of dp and of tp, and the whole, on one arena."""
     with transport("shared_memory", dp=2) as channel:
-        rank = channel.mesh.place
+        rank = channel.mesh.group_rank
         dp, tp = divmod(rank, 2)
         for round_ in range(20):
             size = 50_000 * (1 + round_ % 3)
@@ -195,7 +195,7 @@ def test_groups_of_two_axes_take_turns():
 def test_two_channels_take_turns():
     with transport("shared_memory") as first, transport("gloo") as second:
         for channel in (first, second) * 10:
-            channel.agree(Header("tensor", site=7), "here")
+            channel.check_consistency(Header("tensor", site=7), "here")
             moved = channel.all_reduce_sum(("tp",), torch.ones(40_000))
             assert torch.equal(moved, torch.full((40_000,), 2.0))
 
@@ -204,9 +204,11 @@ def test_two_channels_take_turns():
 def test_thousand_gathered_tensors_live_side_by_side():
     with transport("shared_memory") as channel:
         held = []
-        plan = Move.of(channel, ShardLayout(tp=Shard(0)), [(9_000,), (9_000,)], torch.float32).plan
+        plan = GatherSpec.of(
+            channel, ShardLayout(tp=Shard(0)), [(9_000,), (9_000,)], torch.float32
+        ).plan
         for i in range(1000):
-            shard = torch.full((9_000,), float(2 * i + channel.mesh.place))
+            shard = torch.full((9_000,), float(2 * i + channel.mesh.group_rank))
             held += channel.all_gather(("tp",), shard, plan)
         for i, full in enumerate(held):
             assert torch.equal(full.view(2, -1)[:, 0], torch.tensor([2.0 * i, 2.0 * i + 1]))
@@ -220,7 +222,7 @@ def test_thousand_gathered_tensors_live_side_by_side():
 def test_memory_is_used_again():
     with transport("shared_memory") as channel:
         shapes = [(1 << 20,), (1 << 20,)]
-        plan = Move.of(channel, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
+        plan = GatherSpec.of(channel, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
         shard = torch.ones(1 << 20)
         for _ in range(5):
             channel.all_gather(("tp",), shard, plan)
@@ -235,7 +237,7 @@ def test_what_an_edit_holds_is_not_given_out_again():
     """A view keeps the memory, as of any tensor."""
     with transport("shared_memory") as channel:
         shapes = [(100_000,), (100_000,)]
-        plan = Move.of(channel, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
+        plan = GatherSpec.of(channel, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
         views = []
         for i in range(20):
             (full,) = channel.all_gather(("tp",), torch.full((100_000,), float(i)), plan)
@@ -385,9 +387,9 @@ def test_a_rank_that_does_not_come_is_named(name):
     with transport(name, timeout=1.0) as channel:
         channel.exchange(torch.ones(1))
         start = time.monotonic()
-        if channel.mesh.place == 0:
+        if channel.mesh.group_rank == 0:
             with pytest.raises(HookError, match=r"(?s)waited 1 s.*missing: rank 1 \(global rank 1"):
-                channel.agree(Header("tensor", site=7), "the meeting place")
+                channel.check_consistency(Header("tensor", site=7), "the meeting place")
             assert time.monotonic() - start < 2.5
             dist.barrier()
         else:
@@ -395,12 +397,12 @@ def test_a_rank_that_does_not_come_is_named(name):
 
             def meet(times):  # gloo gives what a rank sent before it left
                 for _ in range(times):
-                    channel.agree(Header("tensor", site=7), "the meeting place")
+                    channel.check_consistency(Header("tensor", site=7), "the meeting place")
 
             with pytest.raises(HookError, match=r"(?s)waited 1 s at the meeting place"):
                 meet(1 if name == "shared_memory" else 2)
         with pytest.raises(HookError, match="can't be used any more"):
-            channel.agree(Header("tensor", site=7), "the meeting place")
+            channel.check_consistency(Header("tensor", site=7), "the meeting place")
 
 
 @pytest.mark.ranks(2)
@@ -417,8 +419,8 @@ def test_memory_offered_to_a_peer_that_never_came_is_not_given_out_again():
     with transport("shared_memory", timeout=0.5) as channel:
         channel.exchange(torch.ones(1))
         shapes = [(100_000,), (100_000,)]
-        plan = Move.of(channel, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
-        if channel.mesh.place == 0:
+        plan = GatherSpec.of(channel, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
+        if channel.mesh.group_rank == 0:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(memory, "empty", empty)
                 with pytest.raises(HookError, match="missing: rank 1"):
@@ -436,8 +438,8 @@ def test_tensors_that_do_not_fit_their_plan():
     with transport("shared_memory", timeout=10.0) as channel:
         channel.exchange(torch.ones(1))
         shapes = [(100,), (100,)]
-        plan = Move.of(channel, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
-        size = 99 if channel.mesh.place == 0 else 100
+        plan = GatherSpec.of(channel, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
+        size = 99 if channel.mesh.group_rank == 0 else 100
         error, message = (ValueError, "400 bytes") if size == 99 else (HookError, "ValueError")
         with pytest.raises(error, match=message):
             channel.all_gather(("tp",), torch.ones(size), plan)

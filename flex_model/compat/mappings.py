@@ -117,13 +117,13 @@ def _all_gather(tensor: Tensor, dim: int, fmps: ParallelState, axis: str, name: 
     exchange_headers = header_exchange(fmps, axis, f"{name} along dim {dim}")
     shapes = [header.shape for header in exchange_headers(tensor)]
     try:
-        move = gather.Move.of(channel, _split_along(axis, dim), shapes, tensor.dtype)
+        spec = gather.GatherSpec.of(channel, _split_along(axis, dim), shapes, tensor.dtype)
     except ValueError as error:
         raise agreed(
             ValueError(f"{name} along dim {dim}: {error}; only that dim may differ")
         ) from None
     fmps.remember_sizes(axis, dim, [shape[dim] for shape in shapes])
-    return gather.gather(tensor, gather.Trip(move, exchange_headers))
+    return gather.gather(tensor, gather.GatherContext(spec, exchange_headers))
 
 
 def _scatter(tensor: Tensor, dim: int, fmps: ParallelState, axis: str, name: str) -> Tensor:
@@ -137,9 +137,9 @@ def _scatter(tensor: Tensor, dim: int, fmps: ParallelState, axis: str, name: str
         return tensor.split(sizes, dim)[rank].clone(memory_format=torch.contiguous_format)
     shapes = [(*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]) for size in sizes]
     channel = fmps.channel(axis)
-    move = gather.Move.of(channel, _split_along(axis, dim), shapes, tensor.dtype)
+    spec = gather.GatherSpec.of(channel, _split_along(axis, dim), shapes, tensor.dtype)
     exchange_headers = header_exchange(fmps, axis, f"backward of {name} along dim {dim}")
-    return gather.scatter(tensor, gather.Trip(move, exchange_headers))
+    return gather.scatter(tensor, gather.GatherContext(spec, exchange_headers))
 
 
 def _broadcast(tensor: Tensor, fmps: ParallelState, axis: str, name: str) -> Tensor:
@@ -198,7 +198,7 @@ def header_exchange(fmps: ParallelState, axis: str, what: str) -> Callable[..., 
         header = Header(
             "forward", site=site_hash(what), dtype=tensor.dtype, shape=shape, flags=flags
         )
-        return fmps.channel(axis).agree(header, f"{what} of a tensor of shape {shape}")
+        return fmps.channel(axis).check_consistency(header, f"{what} of a tensor of shape {shape}")
 
     return exchange_headers
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.layout import chunk_sizes
 from flex_model.distributed.mesh import Mesh, initialize_from_launcher, is_distributed
 
@@ -44,7 +44,7 @@ class ParallelState:
         self.mesh = mesh
         self._process_group = process_group
         self._timeout_s = timeout_s
-        self._channels: dict[str, Channel] = {}
+        self._channels: dict[str, Communicator] = {}
         self._sizes: dict[tuple[str, int, int], list[int]] = {}
         weakref.finalize(self, _close, self._channels).atexit = False
 
@@ -84,15 +84,15 @@ class ParallelState:
             ValueError: the ranks are not in ascending order, which is the order of all of torch's
                 groups.
         """
-        return self._torch_group(self.mesh.line("tp"))
+        return self._torch_group(self.mesh.axis_ranks("tp"))
 
     def get_pipeline_parallel_group(self) -> dist.ProcessGroup | None:
         """The group of the stages of this rank's pipeline. See ``get_tensor_parallel_group``."""
-        return self._torch_group(self.mesh.line("pp"))
+        return self._torch_group(self.mesh.axis_ranks("pp"))
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
         """The group of this rank's data-parallel neighbours. See ``get_tensor_parallel_group``."""
-        return self._torch_group(self.mesh.line("dp"))
+        return self._torch_group(self.mesh.axis_ranks("dp"))
 
     def get_tensor_parallel_rank(self) -> int:
         """This process's place on the axis tp."""
@@ -134,7 +134,7 @@ class ParallelState:
             return own
         return _torch_group(ranks, self._timeout_s)
 
-    def channel(self, axis: str) -> Channel:
+    def channel(self, axis: str) -> Communicator:
         """Transfers along "tp", "pp" or "dp", or over the "grid" of a stage.
 
         Collective over their ranks when it is new.
@@ -142,11 +142,11 @@ class ParallelState:
         if axis not in self._channels:
             mesh = self.mesh
             if axis != "grid":
-                ranks = mesh.line(axis)
+                ranks = mesh.axis_ranks(axis)
                 # only dp counts as dp: the gradients of the other axes are not averaged
                 size = "dp_size" if axis == "dp" else "tp_size"
                 mesh = Mesh(ranks, mesh.coordinates[axis], **{size: len(ranks)})
-            self._channels[axis] = Channel(mesh, self._timeout_s)
+            self._channels[axis] = Communicator(mesh, self._timeout_s)
         return self._channels[axis]
 
     def remember_sizes(self, axis: str, dim: int, sizes: list[int]) -> None:
@@ -159,7 +159,9 @@ class ParallelState:
 
     def sizes(self, axis: str, dim: int, total: int) -> list[int]:
         """How a dim of ``total`` is split: as in the last gather to it, else as ``torch.chunk``."""
-        return self._sizes.get((axis, dim, total)) or chunk_sizes(total, len(self.mesh.line(axis)))
+        return self._sizes.get((axis, dim, total)) or chunk_sizes(
+            total, len(self.mesh.axis_ranks(axis))
+        )
 
 
 def check_state(fmps: object, name: str) -> None:
@@ -218,7 +220,7 @@ def initialize_distributed_state(
     return state
 
 
-def _close(channels: dict[str, Channel]) -> None:
+def _close(channels: dict[str, Communicator]) -> None:
     for channel in channels.values():
         channel.close()
     channels.clear()
@@ -253,7 +255,7 @@ def _new_torch_group(ranks: tuple[int, ...], timeout_s: float) -> dist.ProcessGr
     Source: https://github.com/pytorch/pytorch/pull/189073.
     """
     num_groups = len(dist.distributed_c10d._world.pg_names)
-    channel = Channel(Mesh(ranks, ranks.index(dist.get_rank()), tp_size=len(ranks)), timeout_s)
+    channel = Communicator(Mesh(ranks, ranks.index(dist.get_rank()), tp_size=len(ranks)), timeout_s)
     try:
         most = int(channel.exchange(torch.tensor([num_groups])).max())
     finally:

@@ -110,7 +110,7 @@ class _Route:
         self._fmps, self._axis, self._batch_on_dp = fmps, axis, batch_on_dp
         self._expected = check_expected_shape(expected_shape)
         self._exchange_headers = header_exchange(fmps, axis, self._site)
-        self._trip: gather.Trip | None = None
+        self._context: gather.GatherContext | None = None
         self._full_shape: tuple[int, ...] | None = None
         if (
             example is not None
@@ -142,10 +142,10 @@ class _Route:
                 f"shape {tuple(tensor.shape)}, which expected_shape {self._expected} takes for the "
                 "whole tensor; give the full sizes"
             )
-        move = gather.Move.of(channel, layout, shapes, tensor.dtype)
-        self._trip = gather.Trip(move, self._exchange_headers, self._of_replicas)
-        self._full_shape = move.full_shape
-        return gather.gather(tensor, self._trip)
+        spec = gather.GatherSpec.of(channel, layout, shapes, tensor.dtype)
+        self._context = gather.GatherContext(spec, self._exchange_headers, self._of_replicas)
+        self._full_shape = spec.full_shape
+        return gather.gather(tensor, self._context)
 
     def scatter(self, tensor: Tensor) -> Tensor:
         if tensor is None:
@@ -160,7 +160,7 @@ class _Route:
                 f"{self._site}: the epilogue expected a tensor of shape {self._full_shape}, as its "
                 f"prologue gave, got {tuple(tensor.shape)}; an edit must keep the shape"
             )
-        return tensor if self._trip is None else gather.scatter(tensor, self._trip)
+        return tensor if self._context is None else gather.scatter(tensor, self._context)
 
     def _of_replicas(self, grad: Tensor | None) -> tuple[Placement, bool]:
         """How ranks that hold the same tensor hold its gradient: only values can show it."""

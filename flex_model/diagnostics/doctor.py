@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from flex_model import _load
 from flex_model.diagnostics.progress_bar import progress
-from flex_model.distributed.channel import Channel
-from flex_model.distributed.gather import Move
+from flex_model.distributed.communicator import Communicator
+from flex_model.distributed.gather import GatherSpec
 from flex_model.distributed.header import Header
 from flex_model.distributed.layout import Shard, ShardLayout
 from flex_model.distributed.mesh import Mesh
@@ -164,15 +164,17 @@ def _trial(rank: int, port: int, transport: str) -> Trial:
     os.environ["FLEX_MODEL_TRANSPORT"] = transport
     on_gpu = transport in ("nccl", "peer_memory")
     device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else None
-    channel = Channel(Mesh.from_sizes(2), _TIMEOUT_S, device)
+    channel = Communicator(Mesh.from_sizes(2), _TIMEOUT_S, device)
     name, reason = next(iter(channel.transports().values()))
     full = torch.arange(2048 * 2048, dtype=torch.int32, device=device).reshape(2048, 2048)
     shards = full.chunk(2, dim=1)
     shapes = [tuple(shard.shape) for shard in shards]
-    move = Move.of(channel, ShardLayout(tp=Shard(1)), shapes, full.dtype)
-    works = torch.equal(move.all_gather(shards[rank]), full)
-    gathers = [_seconds(lambda: move.all_gather(shards[rank])) for _ in range(10)]
-    headers = [_seconds(lambda: channel.agree(Header("tensor"), "a trial")) for _ in range(300)]
+    spec = GatherSpec.of(channel, ShardLayout(tp=Shard(1)), shapes, full.dtype)
+    works = torch.equal(spec.all_gather(shards[rank]), full)
+    gathers = [_seconds(lambda: spec.all_gather(shards[rank])) for _ in range(10)]
+    headers = [
+        _seconds(lambda: channel.check_consistency(Header("tensor"), "a trial")) for _ in range(300)
+    ]
     dist.barrier()
     return Trial(name, works, reason, 1e6 * min(headers), 1e3 * min(gathers))
 

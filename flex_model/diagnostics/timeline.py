@@ -21,7 +21,7 @@ from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.inspection import text
 
 if TYPE_CHECKING:
-    from flex_model.distributed.channel import Channel
+    from flex_model.distributed.communicator import Communicator
     from flex_model.distributed.mesh import Axis
     from flex_model.hooks.context import Call
     from flex_model.hooks.core import HookCore
@@ -150,7 +150,7 @@ class _Recorder:
         channels: All that its hooks talk through, by name.
     """
 
-    def __init__(self, core: HookCore, channels: dict[str, Channel]) -> None:
+    def __init__(self, core: HookCore, channels: dict[str, Communicator]) -> None:
         self._noted: deque[_Noted] = deque(maxlen=_REMEMBERED)
         self.num_noted = 0
         self._meetings: Counter[str] = Counter()
@@ -189,7 +189,7 @@ class _Recorder:
         return self._begin(_Noted(kind, call.describe(), call.registration.name, now_ns()))
 
     def _begin_transfer(
-        self, channel: Channel, key: str, name: str, axes: tuple[Axis, ...], num_bytes: int
+        self, channel: Communicator, key: str, name: str, axes: tuple[Axis, ...], num_bytes: int
     ) -> Callable[[], None]:
         kind, what = "transfer", f"{name.replace('_', ' ')}, after {channel.where}"
         if name == "exchange_bytes":
@@ -199,12 +199,12 @@ class _Recorder:
         meeting = self._meeting(channel, key, axes)
         return self._begin(_Noted(kind, what, site, now_ns(), 0, num_bytes, meeting))
 
-    def _meeting(self, channel: Channel, key: str, axes: tuple[Axis, ...]) -> str:
+    def _meeting(self, channel: Communicator, key: str, axes: tuple[Axis, ...]) -> str:
         """All ranks of a group meet equally often, so the number tells which meeting it is."""
-        members = channel.mesh.members(axes)
+        members = channel.mesh.ranks_along(axes)
         if len(members) == 1:
             return ""
-        ranks = ",".join(str(channel.mesh.grid[place]) for place in members)
+        ranks = ",".join(str(channel.mesh.stage_ranks[place]) for place in members)
         group = f"{key} {ranks}"
         self._meetings[group] += 1
         return f"{group} {self._meetings[group]}"
@@ -212,7 +212,7 @@ class _Recorder:
 
 @contextlib.contextmanager
 def recorded(
-    core: HookCore, channels: dict[str, Channel], timeline: Timeline
+    core: HookCore, channels: dict[str, Communicator], timeline: Timeline
 ) -> Iterator[Timeline]:
     """Fill ``timeline`` with what all ranks do meanwhile. Collective over the ranks of the first
     channel, at its start and at its end; after an exception this rank's own spans are all there is.
@@ -267,7 +267,7 @@ def _joined(noted: Sequence[Sequence[_Noted]]) -> list[list[Span]]:
 # ---- Clocks --------------------------------------------------------------------------------------
 
 
-def _set_clocks(channel: Channel) -> tuple[int, str]:
+def _set_clocks(channel: Communicator) -> tuple[int, str]:
     """What this rank's clock is ahead of rank 0's, in nanoseconds, and how that is known.
 
     Ranks of one host have one clock. Otherwise, as in NTP (RFC 5905): what the least of several
@@ -288,4 +288,4 @@ def _set_clocks(channel: Channel) -> tuple[int, str]:
     ahead = (table[:, 0] - table[0]) // 2
     error_us = float((table[:, 0] + table[0]).amax()) / 2e3
     clock = f"clocks of {len(set(hosts))} hosts, set by {_ROUNDS} exchanges to {error_us:.0f} us"
-    return int(ahead[channel.mesh.place]), clock
+    return int(ahead[channel.mesh.group_rank]), clock

@@ -1,7 +1,7 @@
-"""What transfers cost: counted as they are made, and foretold by the same formulas.
+"""The costs of transfers: counted as they happen, and predicted by the same formulas.
 
-Bytes are those that a rank sends of its own and receives of others', each once: the least that any
-transport could move. Headers, of 64 bytes, are counted apart.
+Bytes are those that a rank sends of its own data and receives of others', each once: the minimum of
+any transport. Headers, of 64 bytes, are counted separately.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from flex_model._C import GatherPlan
 
 
 def of_all_gather(plan: GatherPlan) -> int:
-    """On any rank of the plan."""
+    """The bytes of an all-gather on any rank of the plan."""
     return plan.full_bytes
 
 
 def of_gather_to_first(plan: GatherPlan, ranks: Sequence[int], rank: int) -> int:
-    """On ``rank``, where ``ranks`` hold the plan's shards. A scatter from the first costs the
-    same.
+    """The bytes of a gather to the first rank, or of a scatter from it, on ``rank``; ``ranks`` hold
+    the plan's shards.
     """
     own = plan.shard_bytes[ranks.index(rank)] if rank in ranks else 0
     return plan.full_bytes - own if rank == 0 else own
 
 
 def of_broadcast(num_bytes: int) -> int:
-    """On any rank."""
+    """The bytes of a broadcast on any rank."""
     return num_bytes
 
 
 def of_all_reduce(num_bytes: int) -> int:
-    """On any rank: what it adds, and the sum."""
+    """The bytes of an all-reduce on any rank: its summand and the sum."""
     return 2 * num_bytes
 
 
 @dataclass
 class Spent:
-    """What one site has cost on this rank.
+    """The costs of one site on this rank.
 
     Attributes:
         headers: Exchanges of 64 bytes.
-        payloads: Collectives that move tensors, without those that it shares with other sites.
-        num_bytes: Moved by this rank.
-        transports: Names of those that moved them.
+        payloads: Collectives that move tensors, without those shared with other sites.
+        num_bytes: The bytes that this rank moved.
+        transports: The names of the transports that moved them.
     """
 
     headers: int = 0
@@ -53,10 +53,10 @@ class Spent:
 
 
 class Meter:
-    """Counts what a channel's transfers cost, by the site of the last header before them.
+    """Counts the costs of a communicator's transfers, by the site of the last header before them.
 
     Attributes:
-        site: What follows is counted for it.
+        site: The site for which transfers are counted now.
     """
 
     def __init__(self) -> None:
@@ -69,12 +69,12 @@ class Meter:
         self._current = Spent()
 
     def header(self, site: int) -> None:
-        """A header for ``site`` was exchanged: what follows is its own."""
+        """Count a header of ``site``, and count what follows for it."""
         self.turn_to(site)
         self._current.headers += 1
 
     def turn_to(self, site: int) -> None:
-        """What follows is of ``site``."""
+        """Count what follows for ``site``."""
         self.site = site
         self._current = self.of(site)
 
@@ -85,8 +85,8 @@ class Meter:
         current.transports.add(transport)
 
     def part_of_payload(self, site: int, num_bytes: int, transport: str) -> None:
-        """Bytes of ``site`` (0: of the last header's) that travelled in one collective with
-        others'.
+        """Count bytes of ``site`` (0: the last header's) in a collective shared with other
+        sites.
         """
         spent = self.of(site) if site else self._current
         spent.num_bytes += num_bytes

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from flex_model import _C
 from flex_model._C import GatherPlan
 from flex_model.distributed import memory
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.layout import (
     Partial,
     Piece,
@@ -43,31 +43,30 @@ from flex_model.distributed.transports.transport import Gathered, on_cpu
 if TYPE_CHECKING:
     from flex_model.selection import Select
 
-AgreeOnGradient = Callable[[Tensor], object]  # collective: exchange headers before a gradient moves
+CheckConsistency = Callable[[Tensor], object]  # collective: headers, before a gradient moves
 
 
 @dataclass(eq=False)
-class Move:
-    """One tensor's way between shards and full, planned: what a hook's call, and its backward,
-    need.
+class GatherSpec:
+    """The plan by which one tensor is gathered and scattered, for a hook's call and its backward.
 
-    With ``pick``, the way of the part that a hook selected: ``shard`` below is what that takes of a
-    rank's shard, and ``full`` what all of them make.
+    With ``pick`` it is the plan of the part that a hook selected: ``shard`` below is then the
+    selected part of a rank's shard, and ``full`` the selected part of the full tensor.
 
     Attributes:
-        layout: Of the shards.
-        axes: Along which ranks hold different parts.
-        plan: Of the ranks along ``axes``, in their order.
-        rank: This rank's place among them.
-        full_shape: Of the full tensor.
-        pick: Of this rank's shard; None for all of it.
-        picked: Where the ranks' picks lie, as ``boxes``.
+        layout: The layout of the shards.
+        axes: The axes along which ranks hold different shards.
+        plan: The plan of the ranks along ``axes``, in their order.
+        rank: This rank's index among them.
+        full_shape: The shape of the full tensor.
+        pick: The selected part of this rank's shard; None for all of it.
+        picked: The boxes of the ranks' selected parts, as ``boxes``.
         grad_scale: dp where the batch is split over dp, else 1.
-        gradient_of_replicas: How tp ranks that hold the same tensor hold its gradient: each the
-            whole, or parts of a sum; None as long as it is not known how ranks hold it.
+        gradient_of_replicas: The placement of the gradient on tp ranks that hold the same tensor:
+            replicated or partial; None as long as it is unknown.
     """
 
-    channel: Channel
+    channel: Communicator
     layout: ShardLayout
     axes: tuple[Axis, ...]
     plan: GatherPlan
@@ -83,48 +82,48 @@ class Move:
 
     @staticmethod
     def of(
-        channel: Channel,
+        channel: Communicator,
         layout: ShardLayout,
         shapes: list[Shape],
         dtype: torch.dtype,
         select: Select | None = None,
         split_dim: int | None = None,
-    ) -> Move:
-        """Plan for this rank's part of the grid; ``shapes`` are of all ranks of the grid.
+    ) -> GatherSpec:
+        """Make the plan of this rank; ``shapes`` are those of all ranks of the stage.
 
         Raises:
             IndexError, ValueError, TypeError: ``select`` does not fit the tensor; on all ranks
                 alike.
         """
         mesh, axes = channel.mesh, layout.sharded_axes
-        places = mesh.members(axes)
+        places = mesh.ranks_along(axes)
         sizes = {"dp": mesh.dp_size, "tp": mesh.tp_size}
         counts = dict(axis[:2] if isinstance(axis, tuple) else (axis, sizes[axis]) for axis in axes)
         dp, tp = counts.get("dp", 1), counts.get("tp", 1)
         of_parts = [shapes[place] for place in places]
         full_shape = layout.full_shape(shapes, mesh.dp_size, mesh.tp_size)
-        rank = places.index(mesh.place)
+        rank = places.index(mesh.group_rank)
         if select is None:
             plan = layout.plan(of_parts, dp, tp, dtype.itemsize)
-            return Move(channel, layout, axes, plan, rank, full_shape, dp)
+            return GatherSpec(channel, layout, axes, plan, rank, full_shape, dp)
         moved_dtype = select.dtype_of(dtype)
         casts_last = bool(layout.partial_axes)
         item_bytes = (dtype if casts_last else moved_dtype).itemsize
         indices = select.indices(full_shape, split_dim)
         plan, held, pieces = layout.plan_of(indices, of_parts, dp, tp, item_bytes)
-        # Where nothing is gathered, nothing else puts the part in the order that was asked for.
+        # Where nothing is gathered, the pick itself puts the part in the selected order.
         pick = Pick(held[rank] if axes else indices, select.dtype, casts_last)
         part_shape = tuple(plan.full_sizes)
-        return Move(channel, layout, axes, plan, rank, part_shape, dp, pick, pieces)
+        return GatherSpec(channel, layout, axes, plan, rank, part_shape, dp, pick, pieces)
 
     def all_gather(self, shard: Tensor) -> Tensor:
-        """The full tensor on every rank. Collective along the axes that shard or sum; a copy where
-        there are none.
+        """Return the full tensor on every rank. Collective along the axes that shard or sum; a copy
+        where there are none.
         """
         return self.copies(shard, 1)[0]
 
     def copies(self, shard: Tensor, number: int, num_read: int = 0) -> list[Tensor]:
-        """As ``all_gather``, several times over: cheaper than a gather and a copy of what it gave.
+        """Return several full tensors: cheaper than ``all_gather`` and copies of its result.
 
         The last ``num_read`` are expected to be read only: ranks of one host may share their memory
         until something is written to it. Both numbers may differ by rank.
@@ -135,25 +134,25 @@ class Move:
         return [_copy(shard) for _ in range(number)]
 
     def cast(self, full: Tensor) -> Tensor:
-        """In the dtype that the hook wants."""
+        """Cast to the dtype that the hook selected."""
         return full if self.pick is None else self.pick.cast(full)
 
     def summed(self, shard: Tensor) -> Tensor:
-        """The shard with the sums done that are due. Collective along the axes that sum."""
+        """Return the shard after the pending sums. Collective along the axes that sum."""
         for axis in self.layout.partial_axes:
             shard = self.channel.all_reduce_sum((axis,), shard)
         return shard
 
     def slice(self, full: Tensor) -> Tensor:
-        """This rank's shard of a full tensor, contiguous: a copy, but where every rank holds the
-        full tensor. Local.
+        """Return this rank's contiguous shard of a full tensor: a copy, except where every rank
+        holds the full tensor. Local.
 
-        Of a sum that is due, the first rank has the whole and the others have zeros, so that the
-        sum is exactly ``full``.
+        Along axes with a pending sum, the first rank gets the whole and the others zeros, so that
+        the sum is exactly ``full``.
         """
         partial = self.layout.partial_axes
         mesh = self.channel.mesh
-        if partial and mesh.members(partial)[0] != mesh.place:
+        if partial and mesh.ranks_along(partial)[0] != mesh.group_rank:
             return full.new_zeros(self.plan.shard_sizes[self.rank])
         full = full.detach()
         if not self.axes:
@@ -165,8 +164,8 @@ class Move:
 
     @property
     def boxes(self) -> list[Piece]:
-        """Where the shards of the ranks along ``axes`` lie: rank among them, start in the full
-        tensor, start in the shard, sizes.
+        """The boxes of the shards of the ranks along ``axes``: the index of the rank, the start in
+        the full tensor, the start in the shard, and the sizes.
         """
         if self.picked is not None:
             return self.picked
@@ -181,29 +180,27 @@ class Move:
 
     @property
     def is_shared_over_dp(self) -> bool:
-        """Whether data-parallel ranks hold the same tensor, not rows of a batch."""
+        """Whether data-parallel ranks hold the same tensor, instead of rows of a batch."""
         return self.channel.mesh.dp_size > 1 and not isinstance(self.layout.dp, Shard)
 
     @property
     def covers_grid(self) -> bool:
-        """Whether every rank of the grid holds its own part, so that rank 0 can hand each its
-        own.
-        """
-        return len(self.plan.shard_sizes) == len(self.channel.mesh.grid)
+        """Whether every rank of the stage holds a part of its own, which rank 0 can send to it."""
+        return len(self.plan.shard_sizes) == len(self.channel.mesh.stage_ranks)
 
     @property
     def rank_0_gathers(self) -> bool:
-        """Whether this rank is among those whose parts make rank 0's full tensor."""
+        """Whether rank 0 gathers its full tensor from this rank, among others."""
         mesh = self.channel.mesh
-        return mesh.place in mesh.members(self.axes, place=0)
+        return mesh.group_rank in mesh.ranks_along(self.axes, place=0)
 
     def copies_on_first(self, shard: Tensor, number: int) -> list[Tensor] | None:
-        """The full tensor on rank 0 of the grid, ``number`` times over, on the CPU if it had to be
+        """Return ``number`` full tensors on the stage's first rank, on the CPU if they had to be
         gathered; None elsewhere. The number is the same on all ranks.
         """
         shard = self.summed(shard)
         if not self.axes:
-            is_first = self.channel.mesh.place == 0
+            is_first = self.channel.mesh.group_rank == 0
             return [_copy(shard) for _ in range(number)] if is_first else None
         if not self.rank_0_gathers:
             return None
@@ -211,12 +208,12 @@ class Move:
         return self.channel.gather_to_first(self.axes, [gathered])
 
     def gather_to_first(self, shard: Tensor) -> Tensor | None:
-        """The full tensor on rank 0 of the grid, on the device of ``shard``; None elsewhere."""
+        """Return the full tensor on the first rank, on the device of ``shard``; None elsewhere."""
         fulls = self.copies_on_first(shard, 1)
         return None if fulls is None else fulls[0].to(shard.device)
 
     def scatter_from_first(self, full: Tensor | None, like: Tensor) -> Tensor:
-        """Each rank's shard of rank 0's full tensor."""
+        """Return this rank's shard of rank 0's full tensor."""
         if self.covers_grid and self.axes:
             return self.channel.scatter_from_first(self.axes, full, like, self.plan)
         like_full = like.new_empty(self.full_shape)
@@ -224,9 +221,9 @@ class Move:
             full = _copy(full)
         return self.slice(self.channel.broadcast(full, like_full))
 
-    def of_gradient(self, tp: Placement) -> Move:
-        """The way of this tensor's gradient, which ``tp`` says of the tensor's replicas: split as
-        the tensor is, and whole where the tensor is a sum.
+    def of_gradient(self, tp: Placement) -> GatherSpec:
+        """Return the plan of the tensor's gradient: sharded as the tensor is, replicated where the
+        tensor is partial; ``tp`` is the gradient's placement where tp ranks hold the same tensor.
         """
         dp = Replicate() if isinstance(self.layout.dp, Partial) else self.layout.dp
         if isinstance(self.layout.tp, Shard):
@@ -235,39 +232,38 @@ class Move:
 
 
 @dataclass(eq=False)
-class Trip:
-    """One call's way to the full tensor and back, and the way of its gradients.
+class GatherContext:
+    """The gather and scatter of one call of a hook, and the plan of its gradients.
 
     Attributes:
-        agree: Exchanges headers before a gradient moves; collective.
-        of_replicas: How tp ranks that hold the same tensor hold its gradient, of which this rank
-            may have a sample, and whether that holds for later calls, too; an error where how ranks
-            hold the gradient is not known; collective.
-        num_records: How many more full tensors are wanted, to keep: 0 or 1.
+        check_consistency: Exchanges headers before a gradient moves; collective.
+        of_replicas: Returns the placement of the gradient on tp ranks that hold the same tensor,
+            from this rank's gradient if it has one, and whether it holds for later calls too;
+            raises where it is unknown; collective.
+        num_records: The number of further full tensors to keep as records: 0 or 1.
         is_read: Whether the full tensor itself is expected to be read only.
-        record: That one, once the tensor was gathered.
+        record: The record, after the gather.
     """
 
-    move: Move
-    agree: AgreeOnGradient
+    spec: GatherSpec
+    check_consistency: CheckConsistency
     of_replicas: Callable[[Tensor | None], tuple[Placement, bool]] = lambda _: (Replicate(), True)
     num_records: int = 0
     is_read: bool = False
     record: Tensor | None = None
-    _gradient: Move | None = None
+    _gradient: GatherSpec | None = None
 
-    def gradient(self, grad: Tensor | None = None) -> Move:
-        """The way of the gradient. Of a replicated tensor it is whole on every rank (the model
-        reduces it before it gets here), or a sum that the model will reduce. Collective where that
-        is not known yet.
+    def gradient(self, grad: Tensor | None = None) -> GatherSpec:
+        """Return the plan of the gradient. That of a replicated tensor is replicated (the model has
+        reduced it), or partial (the model will reduce it). Collective where that is unknown yet.
         """
         if self._gradient is None:
-            tp = self.move.gradient_of_replicas
+            tp = self.spec.gradient_of_replicas
             if tp is None:
                 tp, holds = self.of_replicas(grad)
                 if holds:
-                    self.move.gradient_of_replicas = tp
-            self._gradient = self.move.of_gradient(tp)
+                    self.spec.gradient_of_replicas = tp
+            self._gradient = self.spec.of_gradient(tp)
         return self._gradient
 
 
@@ -278,65 +274,65 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _first_of(trip: Trip, fulls: list[Tensor]) -> Tensor:
-    trip.record = fulls[1] if trip.num_records else None
+def _first_of(context: GatherContext, fulls: list[Tensor]) -> Tensor:
+    context.record = fulls[1] if context.num_records else None
     return fulls[0]
 
 
-def _leaving_at_ctrl_c(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The others wait for a transfer that does not come: what they are told at the end of the
-    backward would be out of step with it.
+def _aborting_at_ctrl_c(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Abort at Ctrl-C inside a transfer of a backward: the other ranks wait in that transfer, so
+    the report at the end of the backward would not match it.
     """
 
     @functools.wraps(backward)
-    def told(ctx: Any, grad: Tensor) -> Any:
+    def guarded(ctx: Any, grad: Tensor) -> Any:
         try:
             return backward(ctx, grad)
         except (KeyboardInterrupt, SystemExit) as error:
-            ctx.trip.move.channel.leave(error)
+            ctx.context.spec.channel.abort_on(error)
             raise
 
-    return told
+    return guarded
 
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx, shard, trip):
-        ctx.trip = trip
-        num_read = trip.num_records + trip.is_read
-        return _first_of(trip, trip.move.copies(shard, 1 + trip.num_records, num_read))
+    def forward(ctx, shard, context):
+        ctx.context = context
+        num_read = context.num_records + context.is_read
+        return _first_of(context, context.spec.copies(shard, 1 + context.num_records, num_read))
 
     @staticmethod
-    @_leaving_at_ctrl_c
+    @_aborting_at_ctrl_c
     @once_differentiable
     def backward(ctx, grad):
-        scale = ctx.trip.move.grad_scale
-        shard = ctx.trip.gradient().slice(plain(grad))
+        scale = ctx.context.spec.grad_scale
+        shard = ctx.context.gradient().slice(plain(grad))
         return (shard * scale if scale > 1 else shard), None
 
 
 class _Scatter(Function):
     @staticmethod
-    def forward(ctx, full, trip):
-        ctx.trip = trip
-        return full.detach().clone() if trip.move.is_whole else trip.move.slice(full)
+    def forward(ctx, full, context):
+        ctx.context = context
+        return full.detach().clone() if context.spec.is_whole else context.spec.slice(full)
 
     @staticmethod
-    @_leaving_at_ctrl_c
+    @_aborting_at_ctrl_c
     @once_differentiable
     def backward(ctx, grad):
-        trip, grad = ctx.trip, plain(grad)
-        way = trip.gradient(grad)
+        context, grad = ctx.context, plain(grad)
+        way = context.gradient(grad)
         if way.is_whole:
             return grad, None
-        trip.agree(grad)
+        context.check_consistency(grad)
         full = way.all_gather(grad)
         return (full / way.grad_scale if way.grad_scale > 1 else full), None
 
 
 def _once_on_every_rank(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """As ``once_differentiable``, which leaves gradients alone that don't need one: so do those
-    here on all ranks but the first, which would go on where that one raises.
+    """As ``once_differentiable``, which does nothing for gradients that don't require grad: those
+    of all ranks but the first don't, so these ranks would continue where the first one raises.
     """
     once = once_differentiable(backward)
 
@@ -349,41 +345,41 @@ def _once_on_every_rank(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 class _GatherToFirst(Function):
     @staticmethod
-    def forward(ctx, shard, trip):
-        ctx.trip = trip
+    def forward(ctx, shard, context):
+        ctx.context = context
         ctx.like = shard.detach()
-        fulls = trip.move.copies_on_first(shard, 1 + trip.num_records)
-        return shard.new_empty(0) if fulls is None else _first_of(trip, fulls).to(shard.device)
+        fulls = context.spec.copies_on_first(shard, 1 + context.num_records)
+        return shard.new_empty(0) if fulls is None else _first_of(context, fulls).to(shard.device)
 
     @staticmethod
-    @_leaving_at_ctrl_c
+    @_aborting_at_ctrl_c
     @_once_on_every_rank
     def backward(ctx, grad):
-        trip, grad = ctx.trip, plain(grad)
-        trip.agree(ctx.like)
-        way = trip.gradient()
-        first = way.channel.mesh.place == 0
+        context, grad = ctx.context, plain(grad)
+        context.check_consistency(ctx.like)
+        way = context.gradient()
+        first = way.channel.mesh.group_rank == 0
         shard = way.scatter_from_first(grad if first else None, ctx.like)
         return (shard * way.grad_scale if way.grad_scale > 1 else shard), None
 
 
 class _ScatterFromFirst(Function):
     @staticmethod
-    def forward(ctx, full, trip, like, *gathered):
-        # `gathered` is here for the graph alone: it makes every rank run the gathers' backward,
-        # used by the edit or not
-        ctx.trip = trip
+    def forward(ctx, full, context, like, *gathered):
+        # `gathered` is only for the graph: it makes every rank run the gathers' backward, whether
+        # the edit used them or not
+        ctx.context = context
         ctx.size = full.shape
-        first = trip.move.channel.mesh.place == 0
-        return trip.move.scatter_from_first(full.detach() if first else None, like)
+        first = context.spec.channel.mesh.group_rank == 0
+        return context.spec.scatter_from_first(full.detach() if first else None, like)
 
     @staticmethod
-    @_leaving_at_ctrl_c
+    @_aborting_at_ctrl_c
     @once_differentiable
     def backward(ctx, grad):
-        trip, grad = ctx.trip, plain(grad)
-        way = trip.gradient(grad)
-        trip.agree(grad)
+        context, grad = ctx.context, plain(grad)
+        way = context.gradient(grad)
+        context.check_consistency(grad)
         mesh = way.channel.mesh
         if way.is_shared_over_dp:  # as _MeanGradientOverDp
             grad = way.channel.all_reduce_sum(("dp",), grad) / mesh.dp_size
@@ -396,55 +392,57 @@ class _ScatterFromFirst(Function):
 
 
 class _MeanGradientOverDp(Function):
-    """Identity whose gradient is averaged over dp: an edit of a tensor that dp ranks share sees
-    every rank's loss.
+    """The identity, whose gradient is averaged over dp: the gradient of an edit of a tensor that dp
+    ranks share depends on every rank's loss.
     """
 
     @staticmethod
-    def forward(ctx, full, trip):
-        ctx.trip = trip
+    def forward(ctx, full, context):
+        ctx.context = context
         return full.detach().clone()
 
     @staticmethod
-    @_leaving_at_ctrl_c
+    @_aborting_at_ctrl_c
     @once_differentiable
     def backward(ctx, grad):
-        channel, grad = ctx.trip.move.channel, plain(grad)
-        ctx.trip.agree(grad)
+        channel, grad = ctx.context.spec.channel, plain(grad)
+        ctx.context.check_consistency(grad)
         return channel.all_reduce_sum(("dp",), grad) / channel.mesh.dp_size, None
 
 
-def gather(shard: Tensor, trip: Trip) -> Tensor:
-    """The full tensor on every rank, in the graph. Collective along the axes that shard or sum."""
-    return _Gather.apply(shard, trip)
-
-
-def scatter(full: Tensor, trip: Trip) -> Tensor:
-    """This rank's shard of a full tensor that all ranks hold, in the graph. Local; its backward is
-    collective.
+def gather(shard: Tensor, context: GatherContext) -> Tensor:
+    """Return the full tensor on every rank, in the graph. Collective along the axes of the
+    layout.
     """
-    if trip.move.is_shared_over_dp and full.requires_grad:
-        full = _MeanGradientOverDp.apply(full, trip)
-    return _Scatter.apply(full, trip)
+    return _Gather.apply(shard, context)
 
 
-def gather_to_first(shard: Tensor, trip: Trip) -> Tensor:
-    """The full tensor on rank 0, an empty one elsewhere, in the graph. Collective."""
-    return _GatherToFirst.apply(shard, trip)
+def scatter(full: Tensor, context: GatherContext) -> Tensor:
+    """Return this rank's shard of a full tensor that all ranks hold, in the graph. Local; its
+    backward is collective.
+    """
+    if context.spec.is_shared_over_dp and full.requires_grad:
+        full = _MeanGradientOverDp.apply(full, context)
+    return _Scatter.apply(full, context)
+
+
+def gather_to_first(shard: Tensor, context: GatherContext) -> Tensor:
+    """Return the full tensor on rank 0, an empty one elsewhere, in the graph. Collective."""
+    return _GatherToFirst.apply(shard, context)
 
 
 def scatter_from_first(
     full: Tensor | None,
     gathered: Sequence[Tensor],
-    trip: Trip,
+    context: GatherContext,
     like: Tensor,
     requires_grad: bool,
 ) -> Tensor:
-    """This rank's shard of rank 0's edit of what was ``gathered``, in the graph where that edit is
-    (``requires_grad``). Collective.
+    """Return this rank's shard of rank 0's edit of the ``gathered`` tensors, in the graph if the
+    edit is (``requires_grad``). Collective.
     """
     if not requires_grad:
-        return trip.move.scatter_from_first(full, like)
+        return context.spec.scatter_from_first(full, like)
     if full is None:
         full = like.new_empty(0).requires_grad_()
-    return _ScatterFromFirst.apply(full, trip, like.detach(), *gathered)
+    return _ScatterFromFirst.apply(full, context, like.detach(), *gathered)

@@ -1,15 +1,15 @@
-"""The 64 bytes that every rank tells the others before a transfer, and at the end of a run.
+"""The header of 64 bytes that ranks exchange before a transfer, and at the end of a run.
 
 Layout, eight little-endian int64 words:
 
 ====  =====================================================================
 0     from high to low: 3 bits unused, magic 16, state 4, kind 8, dtype 8,
       ndim 4, flags 5, micro-batch 16
-1     number of the wrap (high 32 bits) and of the exchange in it
+1     number of the FlexModel (high 32 bits) and of the exchange in it
 2     site: hash of kind, module name, tensor index and hook number
 3     random seed of the run (rank 0's counts)
-4-7   up to eight sizes, 32 bits each; of a tensor that all ranks should hold
-      alike, with up to six dims, word 7 is a hash of its values
+4-7   up to eight sizes, 32 bits each; word 7 is a hash of the values of a
+      tensor that should be equal on all ranks, with up to six dims
 ====  =====================================================================
 """
 
@@ -60,22 +60,22 @@ _CODE_OF_KIND = {kind: code for code, kind in enumerate(KINDS)}
 
 
 def site_hash(*parts: object) -> int:
-    """63 bits that stand for a site in headers."""
+    """A hash of 63 bits that identifies a site in headers."""
     digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 @lru_cache(maxsize=256)
 def sites_hash(*parts: Hashable) -> int:
-    """As ``site_hash``, of what is the same from run to run: remembered. The parts are ints, or
-    tuples of dtypes and sizes: what is equal has the same text.
+    """As ``site_hash``, cached, for parts that repeat from run to run: ints, or tuples of dtypes
+    and sizes, which have equal texts if they are equal.
     """
     return site_hash(*parts)
 
 
 @dataclass(slots=True)  # not frozen, which makes it slow to make: every call of a hook makes one
 class Header:
-    """What a rank is about to do."""
+    """The operation that a rank is about to do."""
 
     kind: str
     site: int = 0
@@ -88,16 +88,14 @@ class Header:
     microbatch: int = 0
     hash: int | None = None  # 63 bits
 
-    WIDE: ClassVar[int] = 1  # the sizes don't fit: they are exchanged apart
+    WIDE: ClassVar[int] = 1  # the sizes don't fit: they are exchanged separately
     CONSUMED: ClassVar[int] = 2  # an edit drew random numbers
     NEEDS_GRADIENT: ClassVar[int] = 4  # autograd records the transfer here
     EDITED: ClassVar[int] = 8  # the edit before this changed its tensor
     HASHED: ClassVar[int] = 16  # the last word is a hash
 
     def pack(self, sequence: int, state: int, flags: int = 0) -> bytes:
-        """As it is told to others, at this place of the sequence, in this state, with these flags
-        more.
-        """
+        """Pack the header with a sequence number, a state and further flags."""
         if self.hash is not None:
             flags |= Header.HASHED
         first, *sizes = _words(
@@ -135,7 +133,7 @@ class Header:
             or any(sizes[ndim:])
         ):
             raise ValueError(
-                f"a header that this version of flex_model does not know: {packed.hex()}; do all "
+                f"a header that this version of flex_model can't read: {packed.hex()}; do all "
                 "ranks run the same version, of flex_model and of torch?"
             )
         return Header(
@@ -152,14 +150,14 @@ class Header:
         )
 
     @staticmethod
-    def seed_if_alike(rows: list[bytes], mine: bytes) -> int | None:
-        """Rank 0's seed, if all ranks say the same but for their seeds, and say all; None
-        otherwise. Cheaper than to unpack them all.
+    def seed_if_alike(rows: list[bytes], local: bytes) -> int | None:
+        """Return rank 0's seed if all headers are complete and equal except for their seeds; None
+        otherwise. Cheaper than unpacking them all.
         """
-        if mine[2] & Header.WIDE:  # the flags are bits 16 to 20 of the first word
+        if local[2] & Header.WIDE:  # the flags are bits 16 to 20 of the first word
             return None
         for row in rows:
-            if row[:24] != mine[:24] or row[32:] != mine[32:]:
+            if row[:24] != local[:24] or row[32:] != local[32:]:
                 return None
         return int.from_bytes(rows[0][24:32], "little")
 
@@ -177,7 +175,7 @@ def _words(
     flags: int,
     microbatch: int,
 ) -> tuple[int, ...]:
-    """Words 0 and 4 to 7."""
+    """Pack words 0 and 4 to 7."""
     if len(shape) > MAX_DIMS or any(size >= 2**31 for size in shape):
         shape, flags = (), flags | Header.WIDE
     first = _MAGIC

@@ -1,6 +1,6 @@
-"""Which ranks of a group share a host, and the memory that they share.
+"""The hosts of a group's ranks, and the memory that the ranks of a host share.
 
-Decided once per group, by all its ranks together, when the group is made.
+Determined once per group, by all its ranks together, when the group is made.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from flex_model.errors import HookError
 
 TRANSPORTS = ("auto", "shared_memory", "gloo", "nccl", "peer_memory")
 
-# Says the word of this rank at a place of the group's store, and waits for all ranks' words there.
-Ask = Callable[[str, str], list[str]]
+# Gathers a text of every rank under a key of the group's store; waits for all of them.
+AllGatherStrings = Callable[[str, str], list[str]]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment says of transports; read when a group is made.
+    """The environment variables of transports, read when a group is made.
 
     Attributes:
         transport: ``FLEX_MODEL_TRANSPORT``: one of ``TRANSPORTS``.
-        memory_limit: ``FLEX_MODEL_SHARED_MEMORY_LIMIT``: the most bytes of the pool, as ``"512M"``.
-        host: ``FLEX_MODEL_HOST``: this rank's host, to test several hosts on one; by default, what
-            ranks under one kernel have in common.
+        memory_limit: ``FLEX_MODEL_SHARED_MEMORY_LIMIT``: the size limit of the pool, as ``"512M"``.
+        host: ``FLEX_MODEL_HOST``: the name of this rank's host, to test several hosts on one; by
+            default the boot id of the kernel.
     """
 
     transport: str
@@ -45,7 +45,7 @@ class Settings:
         )
 
     def limit_bytes(self) -> int:
-        """The limit of the pool, -1 if there is none. ValueError if a setting makes no sense."""
+        """Parse the limit of the pool, -1 if there is none. ValueError if a setting is invalid."""
         if self.transport not in TRANSPORTS:
             raise ValueError(
                 f"FLEX_MODEL_TRANSPORT must be one of {', '.join(TRANSPORTS)}; "
@@ -73,12 +73,12 @@ class Hosts:
     """The hosts of a group.
 
     Attributes:
-        names: Of the host of each rank.
-        here: The ranks of this host, as far as they share memory; None where they don't.
-        settings: What this rank's environment said when the group was made.
-        devices: The kind of each rank's device: ``"cpu"``, ``"cuda"``.
+        names: The host name of each rank.
+        here: The ranks of this host that share memory; None where they don't.
+        settings: This rank's environment when the group was made.
+        devices: The type of each rank's device: ``"cpu"``, ``"cuda"``.
         why_not_shared: Why ``here`` is None; empty if it is not.
-        viewed_bytes: From how many bytes on the ranks share what they only read; -1: they can't.
+        viewed_bytes: The size in bytes above which read-only tensors are shared; -1: they can't be.
     """
 
     names: list[str]
@@ -102,17 +102,17 @@ class Hosts:
         return [self.names.index(name) for name in dict.fromkeys(self.names)]
 
 
-def connect(rank: int, settings: Settings, device: str, ask: Ask) -> Hosts:
-    """Find out where the ranks are, and share memory with those of this host. Collective.
+def connect(rank: int, settings: Settings, device: str, all_gather: AllGatherStrings) -> Hosts:
+    """Determine the ranks' hosts, and share memory with the ranks of this one. Collective.
 
     Raises:
-        HookError: ranks want different transports, or shared memory was asked for and can't be had;
-            on every rank.
+        HookError: ranks request different transports, or shared memory was requested and is not
+            available; on every rank.
     """
     mistake = ""
     try:
         _C.set_arena_limit(settings.limit_bytes())
-    except ValueError as error:  # told to all
+    except ValueError as error:  # raised on all ranks below
         mistake = str(error)
     table: _C.Address | None = None
     why_no_table = ""
@@ -121,28 +121,30 @@ def connect(rank: int, settings: Settings, device: str, ask: Ask) -> Hosts:
     except RuntimeError as error:
         why_no_table = str(error)
     least = _C.worthwhile_view_bytes()
-    mine = [settings.host, settings.transport, table, why_no_table, mistake, device, least]
-    told = [json.loads(word) for word in ask("host", json.dumps(mine))]
-    mistakes = [f"rank {r}: {row[4]}" for r, row in enumerate(told) if row[4]]
+    local = [settings.host, settings.transport, table, why_no_table, mistake, device, least]
+    gathered = [json.loads(text) for text in all_gather("host", json.dumps(local))]
+    mistakes = [f"rank {r}: {row[4]}" for r, row in enumerate(gathered) if row[4]]
     if mistakes:
         raise HookError("; ".join(mistakes))
-    failures = [f"rank {r}: {row[3]}" for r, row in enumerate(told) if row[3]]
-    names, devices = [row[0] for row in told], [row[5] for row in told]
-    if len({row[1] for row in told}) > 1:
-        listed = ", ".join(f"rank {r}: {row[1]}" for r, row in enumerate(told))
+    failures = [f"rank {r}: {row[3]}" for r, row in enumerate(gathered) if row[3]]
+    names, devices = [row[0] for row in gathered], [row[5] for row in gathered]
+    if len({row[1] for row in gathered}) > 1:
+        listed = ", ".join(f"rank {r}: {row[1]}" for r, row in enumerate(gathered))
         raise HookError(f"FLEX_MODEL_TRANSPORT differs ({listed}); set it alike on all ranks")
     if settings.transport == "gloo" or failures:
         reason = "; ".join(failures) or "FLEX_MODEL_TRANSPORT=gloo"
         return _checked(Hosts(names, None, settings, devices, reason))
-    of_views = [row[6] for row in told]
+    of_views = [row[6] for row in gathered]
     viewed_bytes = -1 if -1 in of_views else max(of_views)
     hosts = Hosts(names, None, settings, devices, viewed_bytes=viewed_bytes)
-    hosts.here, hosts.why_not_shared = _share(rank, hosts, [tuple(row[2]) for row in told], ask)
+    hosts.here, hosts.why_not_shared = _share(
+        rank, hosts, [tuple(row[2]) for row in gathered], all_gather
+    )
     return _checked(hosts)
 
 
 def _share(
-    rank: int, hosts: Hosts, tables: list[_C.Address], ask: Ask
+    rank: int, hosts: Hosts, tables: list[_C.Address], all_gather: AllGatherStrings
 ) -> tuple[_C.HostGroup | None, str]:
     """The ranks of this host, or why they can't share memory; on all hosts or on none."""
     here = hosts.ranks_of(hosts.names[rank])
@@ -156,7 +158,7 @@ def _share(
             address = block.address
         except RuntimeError as error:
             failure = str(error)
-    blocks = [json.loads(word) for word in ask("block", json.dumps([address, failure]))]
+    blocks = [json.loads(text) for text in all_gather("block", json.dumps([address, failure]))]
     address, failure = blocks[here[0]]
     group = None
     if address is not None:
@@ -169,7 +171,7 @@ def _share(
         except RuntimeError as error:
             failure = str(error)
     failures = [
-        f"rank {other}: {word}" for other, word in enumerate(ask("opened", failure)) if word
+        f"rank {other}: {text}" for other, text in enumerate(all_gather("opened", failure)) if text
     ]
     return (None, "; ".join(failures)) if failures else (group, "")
 
@@ -177,5 +179,5 @@ def _share(
 def _checked(hosts: Hosts) -> Hosts:
     if hosts.settings.transport == "shared_memory" and (hosts.here is None or not hosts.is_one):
         reason = hosts.why_not_shared or f"the ranks are on {len(hosts.leaders)} hosts"
-        raise HookError(f"FLEX_MODEL_TRANSPORT=shared_memory can't be had: {reason}")
+        raise HookError(f"FLEX_MODEL_TRANSPORT=shared_memory is not available: {reason}")
     return hosts

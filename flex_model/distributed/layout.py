@@ -68,7 +68,7 @@ class Shard:
         object.__setattr__(self, "parts", len(sizes))
 
     def piece(self, place: int) -> int:
-        """Which piece the rank at ``place`` of the axis holds."""
+        """The index of the piece that the rank at ``place`` of the axis holds."""
         return place if self.pieces is None else place // self.stride % self.pieces
 
     @property
@@ -124,7 +124,7 @@ Placement = Replicate | Shard | Partial
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """A placement on each of the axes dp and tp, and whence it is known.
+    """A placement on each of the axes dp and tp, and the source of the information.
 
     Example::
 
@@ -159,7 +159,7 @@ class ShardLayout:
 
     @cached_property
     def partial_axes(self) -> tuple[str, ...]:
-        """Axes along which a sum is due."""
+        """The axes along which the shards must be summed."""
         return tuple(axis for axis in ("dp", "tp") if isinstance(getattr(self, axis), Partial))
 
     @property
@@ -186,7 +186,7 @@ class ShardLayout:
     def plan(
         self, shapes: Sequence[Shape], dp_size: int, tp_size: int, element_bytes: int
     ) -> GatherPlan:
-        """The copy of all shards into the full tensor.
+        """Plan the copy of all shards into the full tensor.
 
         ``shapes`` are of the ranks that hold *different* parts, in the order (dp, tp): along an
         axis that does not shard, the size to give is 1.
@@ -204,8 +204,8 @@ class ShardLayout:
         tp_size: int,
         element_bytes: int,
     ) -> tuple[GatherPlan, list[dict[int, list[int]]], list[Piece]]:
-        """As ``plan``, of a part of the full tensor: these indices of it, by dim. And by rank the
-        indices of its shard that are in the part, ascending; and where they lie.
+        """As ``plan``, for the part of the full tensor with these indices by dim. Also returns, by
+        rank, the ascending indices of its shard that are in the part, and their boxes.
         """
         full_shape, along_dims = self.without_copies._along_dims(shapes, dp_size, tp_size)
         part_shape, part_shapes = list(full_shape), [list(shape) for shape in shapes]
@@ -224,7 +224,7 @@ class ShardLayout:
     def place(
         self, shapes: Sequence[Shape], dp_size: int, tp_size: int
     ) -> tuple[Shape, list[Piece]]:
-        """The full shape, and the boxes of all ranks' shards in it."""
+        """Return the full shape, and the boxes of all ranks' shards in it."""
         full_shape, along_dims = self._along_dims(shapes, dp_size, tp_size)
         return full_shape, _boxes(along_dims, len(shapes))
 
@@ -287,13 +287,13 @@ class ShardLayout:
             own = outer.index(place[0])
             first = start_of[place] - start_of[(place[0],) + (0,) * (len(place) - 1)]
             last = first + extent[place]
-            mine = []
+            local = []
             for part, part_start in enumerate(_starts(widths[own])):
                 low, high = max(first, part_start), min(last, part_start + widths[own][part])
                 if low < high:
                     full_start = full_starts[part] + before[part][own] + low - part_start
-                    mine.append((full_start, low - first, high - low))
-            ranges.append(mine)
+                    local.append((full_start, low - first, high - low))
+            ranges.append(local)
         return start, ranges
 
     def _does_not_fit(
@@ -315,12 +315,12 @@ class ShardLayout:
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
-    """Where each of consecutive ranges of these sizes starts."""
+    """The starts of consecutive ranges of these sizes."""
     return [0, *itertools.accumulate(sizes)][:-1]
 
 
 def _boxes(along_dims: Sequence[Sequence[Sequence[_Range]]], num_ranks: int) -> list[Piece]:
-    """What ranges along each dim, by rank, make together."""
+    """Combine the ranges along each dim, by rank, to boxes."""
     pieces: list[Piece] = []
     for rank in range(num_ranks):
         for box in itertools.product(*(ranges[rank] for ranges in along_dims)):
@@ -330,8 +330,8 @@ def _boxes(along_dims: Sequence[Sequence[Sequence[_Range]]], num_ranks: int) -> 
 
 
 def _chosen(ranges: Sequence[_Range], chosen: Sequence[int]) -> tuple[list[int], list[_Range]]:
-    """Of the chosen indices of the full dim those that lie in a shard's ranges, as indices of the
-    shard, ascending; and where they lie in the part that all chosen ones make.
+    """Return the chosen indices of the full dim that are in a shard's ranges, as ascending indices
+    of the shard, and their ranges in the part of all chosen indices.
     """
     held = sorted(
         (shard_start + index - start, place)

@@ -1,7 +1,7 @@
-"""CPU tensors out of a pool that this process's peers can reach.
+"""CPU tensors in a memory pool that the peers of this process can read and write.
 
-Fresh memory of many MiB costs several times the copy into it, a page fault at a time; pooled memory
-costs nothing. It goes back to the pool when the tensor dies.
+The page faults of fresh memory of many MiB cost several times the copy into it; pooled memory has
+none. It returns to the pool when the tensor dies.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.utils.dlpack import from_dlpack
 
 from flex_model import _C
 
-POOLED_BYTES = 32 << 10  # below, the allocator's own memory is as good
+POOLED_BYTES = 32 << 10  # below this size, memory of the allocator costs no more
 
-# DLPack's type codes (int 0, uint 1, float 2, bfloat 4, complex 5, bool 6) and bits. Of other
-# dtypes only the size matters: they are views of bytes.
+# DLPack's type codes (int 0, uint 1, float 2, bfloat 4, complex 5, bool 6) and bits. Tensors of
+# other dtypes are views of bytes.
 _CODES = {
     torch.int8: (0, 8),
     torch.int16: (0, 16),
@@ -37,7 +37,7 @@ _CODES = {
 
 
 def empty(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An uninitialised contiguous CPU tensor, pooled where it is large and the pool has room."""
+    """Make an uninitialised contiguous CPU tensor, pooled if it is large and the pool has room."""
     num_bytes = dtype.itemsize * math.prod(sizes)
     if num_bytes < POOLED_BYTES:
         return torch.empty(sizes, dtype=dtype)
@@ -48,20 +48,20 @@ def empty(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def as_leased(sizes: Sequence[int], dtype: torch.dtype) -> tuple[Sequence[int], int, int]:
-    """Sizes, type code and bits of the capsule that a tensor is made of."""
+    """The sizes, type code and bits of the capsule for a tensor."""
     if dtype in _CODES:
         return sizes, *_CODES[dtype]
     return [dtype.itemsize * math.prod(sizes)], *_CODES[torch.uint8]
 
 
 def tensor(capsule: Any, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The tensor of a capsule that was made ``as_leased``."""
+    """Make the tensor of a capsule with the sizes of ``as_leased``."""
     leased = from_dlpack(capsule)
     return leased if dtype in _CODES else leased.view(dtype).view(sizes)
 
 
 def copy(tensor: Tensor) -> Tensor:
-    """A contiguous CPU copy of a tensor's values, detached, that shares memory with nothing."""
+    """Make a contiguous CPU copy of a tensor's values, detached, in memory of its own."""
     tensor = tensor.detach()
     if tensor.is_cpu and tensor.nbytes < POOLED_BYTES:
         tensor = tensor.resolve_conj().resolve_neg()

@@ -1,4 +1,4 @@
-"""The ranks of one wrapped model on the axes pp, dp and tp."""
+"""The mesh of one ``FlexModel``: its ranks on the axes pp, dp and tp."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ Axis = str | tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this process stands among the ranks of one wrap.
+    """The ranks of one ``FlexModel`` on the axes pp, dp and tp, and this process among them.
 
     Example::
 
         mesh = Mesh.from_sizes(tp_size=2, dp_size=2)      # 4 processes
-        mesh.grid               # (0, 1, 2, 3): global ranks of this stage, tp fastest
-        mesh.members(("tp",))   # [2, 3] on the second data-parallel rank: places in `grid`
-        mesh.line("dp")         # (0, 2) on the first tensor-parallel rank: global ranks
+        mesh.stage_ranks           # (0, 1, 2, 3): global ranks of this stage, tp fastest
+        mesh.ranks_along(("tp",))  # [2, 3] on the second data-parallel rank: group ranks
+        mesh.axis_ranks("dp")      # (0, 2) on the first tensor-parallel rank: global ranks
 
     Attributes:
         ranks: Global ranks in the order (pp, dp, tp), tp fastest.
-        rank: This process's place in ``ranks``; "rank 0" of a wrap is place 0.
+        rank: This process's index in ``ranks``, by which messages name a rank.
     """
 
     ranks: tuple[int, ...] = (0,)
@@ -49,7 +49,7 @@ class Mesh:
         dp_size: int = 1,
         process_group: dist.ProcessGroup | None = None,
     ) -> Mesh:
-        """Lay the ranks of ``process_group`` (default: the world) out as (pp, dp, tp). Local; no
+        """Arrange the ranks of ``process_group`` (default: the world) as (pp, dp, tp). Local; no
         collective.
 
         Raises:
@@ -72,7 +72,7 @@ class Mesh:
     @staticmethod
     def from_device_mesh(device_mesh: dist.DeviceMesh) -> Mesh:
         """Take the axes from a ``DeviceMesh`` whose dims are named (``tp``, ``dp``, ``pp``,
-        ``fsdp``, ...). Dims of size 1 don't count. Local.
+        ``fsdp``, ...). Dims of size 1 are ignored. Local.
         """
         if not isinstance(device_mesh, dist.DeviceMesh):
             raise TypeError(
@@ -100,7 +100,7 @@ class Mesh:
     @staticmethod
     def from_table(table: Tensor, axes: Sequence[str], me: int | None = None) -> Mesh:
         """Take the axes from a table of global ranks, one axis for each of its dims. Several dims
-        of one axis are one, the first of them slowest. Local.
+        of one axis are flattened, the first of them slowest. Local.
 
         Args:
             me: This process's global rank, if not torch.distributed's.
@@ -121,12 +121,12 @@ class Mesh:
     def from_lines(
         pp: tuple[int, ...], dp: tuple[int, ...], tp: tuple[int, ...], me: int, world_size: int
     ) -> Mesh:
-        """Lay out the grid from the groups that one rank is in, each in the order of its axis.
+        """Derive the mesh from the groups that one rank is in, each in the order of its axis.
 
-        The other groups of an axis are taken to be this rank's, moved. So they are wherever
-        consecutive ranks are counted through the axes, in whatever order: fairscale's (dp, pp, tp),
-        every ``order`` of Megatron's. Then all ranks arrive at the same grid without asking each
-        other. Local; no collective.
+        The other groups of an axis are assumed to be this rank's, shifted. That holds wherever
+        consecutive ranks are numbered through the axes, in any order: fairscale's (dp, pp, tp),
+        every ``order`` of Megatron's. Then all ranks derive the same mesh without communication.
+        Local; no collective.
 
         Args:
             pp, dp, tp: Global ranks of the groups, ``(me,)`` for an axis of one rank.
@@ -134,7 +134,7 @@ class Mesh:
             world_size: Number of global ranks.
 
         Raises:
-            ValueError: this rank is not in one of its groups, or the groups are no such grid.
+            ValueError: this rank is not in one of its groups, or the groups form no regular grid.
         """
         ranks = tuple(stage + row + column - 2 * me for stage in pp for row in dp for column in tp)
         regular = len(set(ranks)) == len(ranks) and min(ranks) >= 0 and max(ranks) < world_size
@@ -165,37 +165,37 @@ class Mesh:
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """This rank's place on each axis."""
+        """This rank's coordinate on each axis."""
         stage, place = divmod(self.rank, self.dp_size * self.tp_size)
         return {"pp": stage, "dp": place // self.tp_size, "tp": place % self.tp_size}
 
     @cached_property
-    def grid(self) -> tuple[int, ...]:
+    def stage_ranks(self) -> tuple[int, ...]:
         """Global ranks of this pipeline stage, in the order (dp, tp), tp fastest."""
         size = self.dp_size * self.tp_size
         start = self.rank // size * size
         return self.ranks[start : start + size]
 
     @property
-    def place(self) -> int:
-        """This rank's place in ``grid``."""
+    def group_rank(self) -> int:
+        """This rank's index in ``stage_ranks``."""
         return self.rank % (self.dp_size * self.tp_size)
 
     def rank_at(self, place: int) -> int:
-        """The place in ``ranks`` of a place in ``grid``: how messages call a rank."""
-        return self.rank - self.place + place
+        """The index in ``ranks``, by which messages name a rank, of an index in ``stage_ranks``."""
+        return self.rank - self.group_rank + place
 
-    def line(self, axis: str) -> tuple[int, ...]:
+    def axis_ranks(self, axis: str) -> tuple[int, ...]:
         """Global ranks along this rank's "pp", "dp" or "tp" axis, in the order of the axis."""
         if axis == "pp":
-            return self.ranks[self.place :: len(self.grid)]
-        return tuple(self.grid[place] for place in self.members((axis,)))
+            return self.ranks[self.group_rank :: len(self.stage_ranks)]
+        return tuple(self.stage_ranks[place] for place in self.ranks_along((axis,)))
 
-    def members(self, axes: tuple[Axis, ...], place: int | None = None) -> list[int]:
-        """Places in ``grid`` of the ranks that differ from ``place`` (default: this rank) along
-        ``axes`` only.
+    def ranks_along(self, axes: tuple[Axis, ...], place: int | None = None) -> list[int]:
+        """Group ranks (indices in ``stage_ranks``) of those that differ from ``place`` (default:
+        this rank) along ``axes`` only.
         """
-        dp, tp = divmod(self.place if place is None else place, self.tp_size)
+        dp, tp = divmod(self.group_rank if place is None else place, self.tp_size)
         rows, columns = [dp], [tp]
         for axis in axes:
             name, count, stride = axis if isinstance(axis, tuple) else (axis, None, 1)
@@ -218,19 +218,19 @@ def _along(index: int, size: int, count: int | None, stride: int) -> list[int]:
 
 
 def check_sizes(tp_size: int, pp_size: int, dp_size: int) -> None:
-    """ValueError where a size is not an int of at least 1."""
+    """Raise ValueError where a size is not an int of at least 1."""
     for name, size in (("tensor", tp_size), ("pipeline", pp_size), ("data", dp_size)):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"{name}_parallel_size must be an int of at least 1, got {size!r}")
 
 
 def is_distributed() -> bool:
-    """Whether this process is one of several that torch.distributed knows of."""
+    """Whether torch.distributed is initialised in this process."""
     return dist.is_available() and dist.is_initialized()
 
 
 def initialize_from_launcher() -> None:
-    """Initialise torch.distributed where a launcher started several processes, if nobody has."""
+    """Initialise torch.distributed where a launcher started several processes, unless it is."""
     started = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
     if (
         dist.is_available()

@@ -1,4 +1,4 @@
-"""What the dims of a ``DeviceMesh`` are: their names, and the dims that they were flattened from.
+"""Reads the dims of a ``DeviceMesh``: their names, and the dims that they were flattened from.
 
 The names are torch's, Hugging Face's, accelerate's (``ParallelismConfig``) and torchtitan's.
 """
@@ -29,31 +29,31 @@ AXIS_OF_DIM = {
     "model": "tp",
 }
 
-# Of these, the ones that never hold context-parallel ranks; "fsdp" may.
+# Of these, the names of dims that never include context-parallel ranks; "fsdp" may.
 _ROWS = {"dp", "data", "batch", "ddp", "replicate", "dp_replicate", "dp_shard"}
 
-# Words of names: of dims that split the sequence only, or with others ("dp_shard_cp").
+# Words in the names of dims that split the sequence, alone or with others ("dp_shard_cp").
 _CONTEXT = {"cp", "context", "ulysses", "ring"}
-# Words of other dims that our axes don't split.
+# Words in the names of dims that none of our axes stands for.
 _FOREIGN = _CONTEXT | {"sp", "sequence", "ep", "etp", "efsdp", "expert"}
 
 
 def is_foreign(name: str) -> bool:
-    """Whether a dim of this name splits what our axes don't: the sequence, or the experts."""
+    """Whether a dim of this name splits the sequence or the experts, which our axes don't."""
     return bool(_FOREIGN.intersection(_words(name)))
 
 
 def names_of_dims(
     device_mesh: dist.DeviceMesh, origin: dist.DeviceMesh | None = None
 ) -> tuple[str, ...] | None:
-    """The names of a mesh's dims, where one that data- and context-parallel dims were flattened
-    into (``dp_shard_cp``) is "dp" if it holds no context-parallel ranks. Local.
+    """Return the names of a mesh's dims. A dim flattened from data- and context-parallel dims
+    (``dp_shard_cp``) is "dp" if it has no context-parallel ranks. Local.
 
     Args:
-        origin: The mesh that this one was made of, if not itself.
+        origin: The mesh from which this one was made, if it is another.
 
     Raises:
-        ValueError: this mesh, or the one that it is a part of, has a context-parallel dim.
+        ValueError: this mesh, or the mesh that it is a part of, has a context-parallel dim.
     """
     names = device_mesh.mesh_dim_names
     if names is None:
@@ -85,7 +85,7 @@ def _refusal(name: str, size: int, inside: list[str]) -> str:
 
 
 def _is_of_rows(line: tuple[int, ...], groups: list[tuple[str, tuple[int, ...]]]) -> bool:
-    """Whether all these ranks have their own rows: they are in one group of data-parallel ranks."""
+    """Whether all these ranks are in one group of data-parallel ranks, so that rows differ."""
     return any(name.lower() in _ROWS and set(line) <= set(ranks) for name, ranks in groups)
 
 
@@ -94,9 +94,8 @@ def _words(name: str) -> set[str]:
 
 
 def _groups(device_mesh: dist.DeviceMesh) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The groups that this rank is in along the dims of a mesh, of the mesh that it was cut or
-    flattened from, and of all others that were made of that, by the names of their dims. There is
-    no public way to ask for these.
+    """Yield this rank's groups, with the names of their dims, in a mesh, in its root mesh, and in
+    all meshes made from that. torch has no public function for these.
     """
     find_root = getattr(device_mesh, "_get_root_mesh", None)
     root: Any = device_mesh if find_root is None else find_root()
@@ -111,7 +110,7 @@ def _groups(device_mesh: dist.DeviceMesh) -> Iterator[tuple[str, tuple[int, ...]
 
 
 def _line(mesh: dist.DeviceMesh, dim: int) -> tuple[int, ...]:
-    """This rank's group along a dim; all ranks of the mesh where it is not in it."""
+    """This rank's group along a dim; all ranks of the mesh if this rank is not in the mesh."""
     table = mesh.mesh
     places = (table == dist.get_rank()).nonzero()
     if len(places) == 0:

@@ -1,8 +1,9 @@
-"""Host memory that this process has page-locked, so that its GPU can write there.
+"""Page-locks host memory, so that a GPU of this process can write to it.
 
-Processes that share memory lock it each for itself: a segment of a pool at a time, when a GPU first
-writes to it, and once, for locking costs as much as a copy. A segment is unlocked before it is
-unmapped: those of other ranks with their group, this process's own when its pool is closed.
+Each process that shares memory locks it for itself: one segment of a pool at a time, when a GPU
+first writes to it, and only once, because locking costs as much as a copy. A segment is unlocked
+before it is unmapped: those of other ranks with their group, this process's own when its pool is
+closed.
 """
 
 from __future__ import annotations
@@ -14,33 +15,33 @@ import torch
 
 
 def lock(address: int, num_bytes: int, device: torch.device) -> None:
-    """Page-lock memory of this process for all its GPUs, of which ``device`` is one in use. Local.
+    """Page-lock memory of this process for all its GPUs; ``device`` is one in use. Local.
 
-    RuntimeError if CUDA refuses: the limit on locked memory, for one.
+    RuntimeError if CUDA refuses, for example by the limit on locked memory.
     """
     torch.ops.flex_model.page_lock(torch.empty(0, device=device), address, num_bytes)
 
 
 def unlock(address: int, device: torch.device) -> None:
-    """Undo ``lock``, before the memory is unmapped; copies to it must be done. Local."""
+    """Undo ``lock``, before the memory is unmapped; copies to it must have ended. Local."""
     torch.ops.flex_model.page_unlock(torch.empty(0, device=device), address)
 
 
 class PageLocks:
-    """The segments that were locked, or could not be. All methods are local.
+    """The segments that were locked, and those that could not be. All methods are local.
 
     Attributes:
-        why_refused: Why some memory is not locked; empty if all that was asked for is.
+        why_refused: Why some memory is not locked; empty if all requested memory is.
     """
 
     def __init__(self) -> None:
         self.why_refused = ""
         self._pid = os.getpid()
-        # By the segment's address: with which GPU it was locked; None where it was refused.
+        # By the segment's address: the GPU with which it was locked; None where CUDA refused.
         self._devices: dict[int, torch.device | None] = {}
 
     def has(self, segment: int, num_bytes: int, device: torch.device) -> bool:
-        """Whether a segment is locked, which it is now if it can be."""
+        """Lock a segment if it is not locked yet; whether it is locked now."""
         if segment not in self._devices:
             try:
                 lock(segment, num_bytes, device)
@@ -51,7 +52,7 @@ class PageLocks:
         return self._devices[segment] is not None
 
     def release(self) -> None:
-        """Unlock all. A forked child forgets them: CUDA is its parent's."""
+        """Unlock all segments. A forked child only forgets them: CUDA is its parent's."""
         for segment, device in self._devices.items():
             if device is not None and self._pid == os.getpid():
                 with contextlib.suppress(RuntimeError):  # CUDA may have ended before

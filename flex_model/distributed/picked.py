@@ -11,12 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Pick:
-    """Which indices of a tensor, by dim, and as which dtype.
+    """The selected indices of a tensor, by dim, and the selected dtype.
 
     Attributes:
-        indices: By dim, in the order in which they are taken.
-        dtype: None: the tensor's own.
-        casts_last: Whether the cast waits for the full tensor: a sum is due before it.
+        indices: The indices by dim, in the order in which they are taken.
+        dtype: The dtype; None: the tensor's own.
+        casts_last: Whether the full tensor is cast instead of the shards, after a pending sum.
     """
 
     indices: Mapping[int, Sequence[int]]
@@ -25,7 +25,7 @@ class Pick:
     _at: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict, repr=False)
 
     def take(self, shard: Tensor) -> Tensor:
-        """The part, in the graph: a view where indices are a range."""
+        """Return the selected part, in the graph: a view where the indices are a range."""
         for dim, indices in self.indices.items():
             span = _span(indices)
             if span is None:
@@ -35,7 +35,7 @@ class Pick:
         return shard if self.casts_last else self.cast(shard)
 
     def put(self, shard: Tensor, part: Tensor) -> Tensor:
-        """The shard with the part in its place, in the graph of both."""
+        """Return the shard with the part written into it, in the graph of both."""
         return self._put(shard, part.to(shard.dtype), list(self.indices))
 
     def _put(self, into: Tensor, part: Tensor, dims: list[int]) -> Tensor:
@@ -54,7 +54,7 @@ class Pick:
         return into.index_copy(dim, at, part)
 
     def cast(self, part: Tensor) -> Tensor:
-        """In the dtype that the hook wants."""
+        """Cast to the dtype that the hook selected."""
         return part if self.dtype is None else part.to(self.dtype)
 
     def _indices_at(self, dim: int, device: torch.device) -> Tensor:
@@ -67,7 +67,7 @@ class Pick:
 
 
 def _span(indices: Sequence[int]) -> tuple[int, int] | None:
-    """From the first to after the last, if there is none missing between."""
+    """The range (start, end) of the indices; None if they are not consecutive."""
     if not indices:
         return 0, 0
     start, end = indices[0], indices[-1] + 1

@@ -1,4 +1,4 @@
-"""What torch hands over as a tensor, as a plain strided one: all that enters a transfer is that."""
+"""Converts any tensor of torch to a plain strided one, the only kind that transfers accept."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ _NO_DISPATCH = Tensor.__torch_dispatch__
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """This rank's plain strided tensor, with memory of its own process, in the graph; the tensor
-    itself if it is one. Local.
+    """Return this rank's plain strided tensor, in the graph; the tensor itself if it is one. Local.
 
-    Of a DTensor it is the local part; an AsyncCollectiveTensor is waited for; subclasses that are
-    tensors by another name are taken as such; lazy conjugates and negatives are computed.
+    Takes the local part of a DTensor, waits for an AsyncCollectiveTensor, casts subclasses without
+    a ``__torch_dispatch__`` of their own, and computes lazy conjugates and negatives.
 
     Raises:
-        TypeError: a tensor that has no such memory: sparse, quantized, nested, meta, or of a
-            subclass that keeps its values elsewhere.
+        TypeError: the tensor has no plain memory: it is sparse, quantized, nested, meta, or of a
+            subclass that stores its values elsewhere.
     """
     kind = kind_of(tensor)
     if kind:
@@ -38,7 +37,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def kind_of(tensor: Tensor) -> str:
-    """What is special about a tensor that has no plain memory; empty for others."""
+    """The kind of a tensor that has no plain memory; empty for others."""
     if tensor.is_nested:
         return "nested"
     if tensor.layout != torch.strided:
@@ -49,7 +48,7 @@ def kind_of(tensor: Tensor) -> str:
 
 
 def is_renamed(tensor: Tensor) -> bool:
-    """Whether it is of a subclass that has the memory of a plain tensor."""
+    """Whether a tensor is of a subclass that has the memory of a plain tensor."""
     kind = type(tensor)
     return kind not in _PLAIN and kind.__torch_dispatch__ is _NO_DISPATCH
 

@@ -1,4 +1,4 @@
-"""Waiting by polling, for what can't wake us."""
+"""Waits by polling, for events that can't wake the process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _YIELDS = 49  # polls that only yield the processor, before the first sleep
 
 
 def sleeps(is_done: Callable[[], bool], first_s: float, longest_s: float) -> Iterator[None]:
-    """Ends when ``is_done``. Until then: yields of the processor, then sleeps, each half as long
-    again as the last one up to ``longest_s`` seconds, and one step of the iterator after each.
+    """Poll until ``is_done()``: first yield the processor, then sleep, each time half as long again
+    as the last up to ``longest_s`` seconds. The iterator yields after each sleep.
     """
     polls, pause_s = 0, first_s
     while not is_done():

@@ -1,9 +1,8 @@
-"""Private process groups: ours alone, so that the user's are never mixed with, aborted or
-destroyed.
+"""Private process groups, so that the user's groups are never used, aborted or destroyed.
 
-Wraps over the same ranks share a group; the last ``release`` frees it. The groups are made without
-torch's registry: only their members take part, and a name is never used twice, so a freed group
-leaves nothing behind to collide with.
+FlexModels over the same ranks share a group; the last ``release`` frees it. The groups are made
+without torch's registry: only their members take part, and a name is never used twice, so a freed
+group can't collide with a later one.
 """
 
 from __future__ import annotations
@@ -32,33 +31,32 @@ from flex_model.distributed.polling import sleeps
 from flex_model.distributed.processes import Processes
 from flex_model.errors import HookError, see
 
-# We poll with our own deadline. The backend's comes after it and ends what an abandoned wait left
-# behind, which otherwise the destructor would join for ever.
+# We poll with our own deadline. The backend's is later and ends the work of an abandoned wait,
+# which otherwise the destructor would join without end.
 _BACKEND_SLACK_S = 5.0
-_LOOK_AROUND_S = 0.1  # between looks at whether those that are waited for live
+_CHECK_S = 0.1  # between checks whether the awaited processes live
 
-_broken: list[Any] = []  # backends that have work under way: never destroyed while we run
+_broken: list[Any] = []  # backends with unfinished work: never destroyed while the process runs
 _groups: dict[tuple[tuple[int, ...], int], PrivateGroup] = {}
-_acquired: Counter[tuple[int, ...]] = Counter()  # how often, by ranks: the same on all members
+_acquired: Counter[tuple[int, ...]] = Counter()  # requests by ranks: the same on all members
 
 
 @dataclass
 class PrivateGroup:
-    """The ranks (global) that a wrap's transfers are among.
+    """A private group: the global ranks of transfers, their backend, store and hosts.
 
     Attributes:
-        rank: This process's place.
+        rank: This process's index.
         backend: A ProcessGroupGloo, whose methods torch's stubs leave out.
         store: Shared by the members.
-        hosts: Which of them share memory.
-        leaders: With several hosts, on the first rank of each: a group of these.
-        number: Of groups with these ranks, by which the members tell them apart.
-        notices: What this rank put up: of each wrap (its number among those of these ranks), and of
-            the run that goes on.
-        watcher: Who is asked by the shared memory in a long wait of this rank.
-        told: What it was told last of this rank's waits: where the rank is, and for how long it
-            waits.
-        locks: Of the memory of others that is mapped with the group.
+        hosts: The hosts of the ranks, and the memory that they share.
+        leaders: With several hosts, on the first rank of each: the group of these ranks.
+        number: Distinguishes groups of the same ranks; the same on all members.
+        notices: This rank's published notices: of each FlexModel (by its number among those of
+            these ranks), and of the current run.
+        watcher: The ``GroupPool`` whose callback shared memory calls in a long wait.
+        wait_settings: The position and the deadline that shared memory has for waits of this rank.
+        locks: The page locks of other ranks' memory that is mapped with the group.
     """
 
     ranks: tuple[int, ...]
@@ -74,17 +72,17 @@ class PrivateGroup:
     broken: str | None = None  # why it can't be used any more
     notices: dict[str, Any] = field(default_factory=dict)
     watcher: Any = None
-    told: tuple[str, float] | None = None
+    wait_settings: tuple[str, float] | None = None
     locks: PageLocks = field(default_factory=PageLocks)
-    pid: int = field(default_factory=os.getpid)  # of the process that made it
+    pid: int = field(default_factory=os.getpid)  # the process that made the group
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
     def publish(self, what: str, notice: Any) -> None:
-        """Put up a notice of this rank's, which JSON can hold, for others to read while they wait.
-        Local. A short one: there is room for about 500 bytes.
+        """Publish a notice of this rank, JSON, for others to read while they wait. Local. There is
+        room for about 500 bytes.
         """
         self.notices[what] = notice
         board = json.dumps(self.notices)
@@ -94,7 +92,7 @@ class PrivateGroup:
             self.store.set(f"notices/{self.rank}", board)
 
     def published(self, what: str, rank: int) -> Any:
-        """What a rank put up; None if that can't be told. Local."""
+        """Read a rank's notice; empty if it has none, None if it can't be read. Local."""
         if self.hosts.here is not None and self.hosts.is_one:
             board = self.hosts.here.published(rank)
         else:
@@ -110,11 +108,11 @@ class PrivateGroup:
 def acquire(
     ranks: tuple[int, ...], timeout_s: float, device: str = "cpu"
 ) -> tuple[PrivateGroup, int]:
-    """The shared private group of these global ranks, and the number of this request for it, the
-    same on all of them. ``device`` is the kind of this rank's. Collective over them.
+    """Return the shared private group of these global ranks, and the number of this request, the
+    same on all of them. ``device`` is the type of this rank's device. Collective over them.
 
     Raises:
-        HookError: some of the ranks did not come within ``timeout_s`` seconds; the message names
+        HookError: some of the ranks did not arrive within ``timeout_s`` seconds; the message names
             them.
     """
     _acquired[ranks] += 1
@@ -122,8 +120,8 @@ def acquire(
     path = ("flex_model/" + hashlib.sha1(repr(ranks).encode()).hexdigest()[:16],)
     me = ranks.index(dist.get_rank())
     settings = Settings.now()
-    # Wrappers are collected at different times on different ranks, so what one rank still has
-    # another may have freed.
+    # FlexModels are collected at different times on different ranks, so one rank may have freed a
+    # group that another still has.
     kept = max(
         (
             group
@@ -140,14 +138,16 @@ def acquire(
     )
     held = 0
     if kept is not None and (ranks, kept.number) in _groups:
-        kept.num_users += 1  # wrappers may be collected while the ranks meet, too
+        kept.num_users += 1  # FlexModels may be collected during the rendezvous
         held = kept.number
     with Processes(dist.distributed_c10d._get_default_store(), ranks) as processes:
-        meeting = _Meeting(path, ranks, me, timeout_s, processes)
+        rendezvous = _Rendezvous(path, ranks, me, timeout_s, processes)
         try:
-            offers = meeting.held_by_all(number, held)
+            offers = rendezvous.held_by_all(number, held)
         except HookError:
-            _acquired[ranks] -= 1  # as on the ranks that did not come: the next try meets them
+            _acquired[ranks] -= (
+                1  # as on the ranks that did not arrive: the next try matches theirs
+            )
             if held:
                 release(_groups[ranks, held])
             raise
@@ -155,16 +155,16 @@ def acquire(
             return _groups[ranks, held], number
         if held:
             release(_groups[ranks, held])
-        group = _make(meeting.of(str(number)), number, settings, device)
+        group = _make(rendezvous.of(str(number)), number, settings, device)
         _groups[ranks, number] = group
     group.num_users += 1
     return group, number
 
 
 class _Connection:
-    """To the store by which ranks meet, beside torch's own: a call that waits keeps the others of
-    its connection waiting. One is kept for the next group, since a new one may take seconds: torch
-    asks for the names of both ends, and a name server may be slow to say that it knows none.
+    """A connection to the store beside torch's own, because a call that waits blocks the others of
+    its connection. One is kept for the next group, since a new one may take seconds: torch looks up
+    the names of both ends, and a name server may be slow to fail.
     """
 
     _spare: _Connection | None = None
@@ -179,13 +179,13 @@ class _Connection:
         return _Connection() if spare is None or spare._world is not dist.group.WORLD else spare
 
     def give_back(self) -> None:
-        if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0":  # else gloo goes on to use it
+        if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0":  # else gloo continues to use it
             _Connection._spare = self
 
 
 def leave_to_parent(owned: object) -> None:
-    """In a forked child: what is its parent's is never destroyed here, where the threads that
-    destructors wait for are not; not even by the interpreter at its end.
+    """In a forked child, keep its parent's objects alive for good, even past the interpreter's end:
+    their destructors wait for threads that the child does not have.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(owned))
 
@@ -200,11 +200,11 @@ os.register_at_fork(after_in_child=_forked)
 
 
 @dataclass(frozen=True)
-class _Meeting:
-    """Ranks that connect: by a store, each waiting for the words of all.
+class _Rendezvous:
+    """A rendezvous of ranks by a store, in which each waits for the texts of all.
 
     Attributes:
-        path: Their place in the store.
+        path: The prefix of its keys in the store.
     """
 
     path: tuple[str, ...]
@@ -213,8 +213,8 @@ class _Meeting:
     timeout_s: float
     processes: Processes
 
-    def of(self, place: str) -> _Meeting:
-        """The same ranks at another place of the store."""
+    def of(self, place: str) -> _Rendezvous:
+        """Return a rendezvous of the same ranks at a sub-prefix of the store."""
         return replace(self, path=(*self.path, place))
 
     @functools.cached_property
@@ -227,36 +227,36 @@ class _Meeting:
         return store
 
     def held_by_all(self, number: int, held: int) -> list[int]:
-        """What each member offers to share (0: nothing). Gloo alone would wait in silence for who
-        does not come.
+        """Gather the number of the group that each member holds (0: none). Gloo alone would wait
+        without a message for a rank that does not arrive.
         """
-        words = self.words(f"meeting/{number}", str(held))
-        # All have left the meeting before, since they are at this one.
+        texts = self.all_gather_strings(f"meeting/{number}", str(held))
+        # All have left the rendezvous before, since they are at this one.
         self.store.delete_key(f"meeting/{number - 1}/{self.me}")
-        return [int(word) for word in words]
+        return [int(text) for text in texts]
 
-    def words(self, place: str, word: str) -> list[str]:
-        """The word of every rank, when all have said theirs at this place of the store."""
-        words = {self.me: word}
+    def all_gather_strings(self, place: str, text: str) -> list[str]:
+        """Gather a text of every rank by keys of the store; returns when all have set theirs."""
+        texts = {self.me: text}
         start = time.monotonic()
-        look_at, pause_s = start + _LOOK_AROUND_S, 0.001
+        check_at, pause_s = start + _CHECK_S, 0.001
         try:
-            self.store.set(f"{place}/{self.me}", word)
+            self.store.set(f"{place}/{self.me}", text)
             while True:
                 now = time.monotonic()
-                ended = self.processes.ended(self._missing(words)) if now > look_at else []
-                look_at = now + _LOOK_AROUND_S if now > look_at else look_at
-                for rank in range(len(self.ranks)):  # who has ended may have said his word before
-                    if rank not in words and self.store.check([f"{place}/{rank}"]):
-                        words[rank] = self.store.get(f"{place}/{rank}").decode()
-                missing = self._missing(words)
+                ended = self.processes.ended(self._missing(texts)) if now > check_at else []
+                check_at = now + _CHECK_S if now > check_at else check_at
+                for rank in range(len(self.ranks)):  # an ended rank may have set its text before
+                    if rank not in texts and self.store.check([f"{place}/{rank}"]):
+                        texts[rank] = self.store.get(f"{place}/{rank}").decode()
+                missing = self._missing(texts)
                 if not missing:
-                    return [words[rank] for rank in range(len(self.ranks))]
+                    return [texts[rank] for rank in range(len(self.ranks))]
                 self.check_alive(set(ended) & set(missing))
                 if now > start + self.timeout_s:
                     self.store.delete_key(f"{place}/{self.me}")
                     raise self.failure(
-                        f"global ranks {missing} did not come within {self.timeout_s:g} s; every "
+                        f"global ranks {missing} did not arrive within {self.timeout_s:g} s; every "
                         "rank of the model must wrap it, and make the same calls in the same order"
                     )
                 time.sleep(pause_s)
@@ -265,13 +265,13 @@ class _Meeting:
             raise
         except RuntimeError as error:
             self.check_alive(self.processes.ended())
-            raise self.failure(f"the store by which they meet is lost: {error}") from error
+            raise self.failure(f"the store by which they connect is lost: {error}") from error
 
     def backend(self) -> Any:
-        """A ProcessGroupGloo of the ranks. Its constructor waits for them, deaf to everything, so
-        another thread waits there, with a connection to the store of its own.
+        """Make a ProcessGroupGloo of the ranks. Its constructor waits for them without
+        interruption, so it runs in another thread, with its own connection to the store.
         """
-        self.processes.ended()  # watches them all
+        self.processes.ended()  # starts to watch all of them
         connection, made = _Connection.take(), Future[Any]()
         store = self._place_in(connection.store)
         limit = timedelta(seconds=self.timeout_s + _BACKEND_SLACK_S)
@@ -284,11 +284,11 @@ class _Meeting:
                 made.set_exception(error)
 
         threading.Thread(target=make, name="flex_model connects", daemon=True).start()
-        look_at = time.monotonic() + _LOOK_AROUND_S
+        check_at = time.monotonic() + _CHECK_S
         for _ in sleeps(made.done, 5e-5, 0.002):
-            if time.monotonic() > look_at:
+            if time.monotonic() > check_at:
                 self.check_alive(self.processes.ended())
-                look_at = time.monotonic() + _LOOK_AROUND_S
+                check_at = time.monotonic() + _CHECK_S
         try:
             return made.result()
         except RuntimeError as error:
@@ -305,37 +305,38 @@ class _Meeting:
             f"({see('a-rank-is-missing')})"
         )
 
-    def _missing(self, words: dict[int, str]) -> list[int]:
-        return [self.ranks[rank] for rank in range(len(self.ranks)) if rank not in words]
+    def _missing(self, texts: dict[int, str]) -> list[int]:
+        return [self.ranks[rank] for rank in range(len(self.ranks)) if rank not in texts]
 
 
-def _make(meeting: _Meeting, number: int, settings: Settings, device: str) -> PrivateGroup:
-    """A new group. Collective over its ranks."""
-    ranks, me, timeout_s, world = meeting.ranks, meeting.me, meeting.timeout_s, dist.group.WORLD
-    backend = meeting.backend()
-    hosts = connect(me, settings, device, meeting.words)
+def _make(rendezvous: _Rendezvous, number: int, settings: Settings, device: str) -> PrivateGroup:
+    """Make a new group. Collective over its ranks."""
+    ranks, me, timeout_s = rendezvous.ranks, rendezvous.me, rendezvous.timeout_s
+    store, world = rendezvous.store, dist.group.WORLD
+    backend = rendezvous.backend()
+    hosts = connect(me, settings, device, rendezvous.all_gather_strings)
     leaders = None
     if me in hosts.leaders and not hosts.is_one:
         place, globals_ = hosts.leaders.index(me), tuple(ranks[r] for r in hosts.leaders)
-        of_leaders = replace(meeting.of("leaders"), ranks=globals_, me=place)
+        leaders_rendezvous = replace(rendezvous.of("leaders"), ranks=globals_, me=place)
         leaders = PrivateGroup(
             globals_,
             place,
-            of_leaders.backend(),
-            of_leaders.store,
+            leaders_rendezvous.backend(),
+            leaders_rendezvous.store,
             Hosts([hosts.names[r] for r in hosts.leaders], None, settings, []),
             None,
             number,
             timeout_s,
             world,
         )
-    # Whose backend is made may drop it at once, while others still connect to it.
-    meeting.words("made", "")
-    return PrivateGroup(ranks, me, backend, meeting.store, hosts, leaders, number, timeout_s, world)
+    # A rank may drop its backend as soon as it is made, while others still connect to it.
+    rendezvous.all_gather_strings("made", "")
+    return PrivateGroup(ranks, me, backend, store, hosts, leaders, number, timeout_s, world)
 
 
 def release(group: PrivateGroup) -> None:
-    """Give the group back; freed when nobody uses it. Local. Nothing in a forked child."""
+    """Release a group, which is freed with its last user. Local; does nothing in a forked child."""
     if group.pid != os.getpid():
         return
     group.num_users -= 1
@@ -347,19 +348,19 @@ def release(group: PrivateGroup) -> None:
         _C.close_arena()
 
 
-def give_up(group: PrivateGroup, reason: str) -> None:
-    """Mark a group as unusable for good, and stop its work as far as gloo can be stopped."""
+def abort(group: PrivateGroup, reason: str) -> None:
+    """Mark a group as unusable, and stop its work as far as gloo can be stopped."""
     if group.broken is not None:
         return
     group.broken = reason
     if group.hosts.here is not None:
-        group.hosts.here.give_up(reason)
+        group.hosts.here.abort(reason)
     _broken.append(group.backend)
     group.backend.abort()
     if group.leaders is not None:
-        give_up(group.leaders, reason)
+        abort(group.leaders, reason)
 
 
 def num_groups() -> int:
-    """How many private groups this process holds."""
+    """The number of private groups that this process holds."""
     return len(_groups)

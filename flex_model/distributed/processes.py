@@ -1,7 +1,7 @@
-"""Which processes the ranks are, to see at once that one on this host has ended.
+"""Detects at once that the process of a rank on this host has ended.
 
-Gloo and the store by which ranks meet are silent about that; shared memory and an open connection
-are not, but are had only when all ranks have met.
+Gloo and the store do not report that; shared memory and an open connection do, but exist only after
+the rendezvous of all ranks.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 
 class Processes:
-    """Those of some ranks (global), as a context. ``store`` is the one that all ranks share."""
+    """The processes of some global ranks, as a context. ``store`` is shared by all ranks."""
 
     def __init__(self, store: dist.Store, ranks: Iterable[int]) -> None:
         self._store = store
         self._ranks = set(ranks) - {dist.get_rank()}
-        self._watches: dict[int, int | None] = {}  # a pidfd; None where the end can't be seen
+        self._watches: dict[int, int | None] = {}  # a pidfd; None where the end can't be detected
         self._ended: set[int] = set()
         store.set(_place(dist.get_rank()), json.dumps([_host(), os.getpid(), _start(os.getpid())]))
 
@@ -35,9 +35,9 @@ class Processes:
         self._watches.clear()
 
     def ended(self, ranks: Iterable[int] | None = None) -> list[int]:
-        """Those of ``ranks`` whose process has ended, as far as they have said which one it is."""
-        asked = self._ranks if ranks is None else self._ranks.intersection(ranks)
-        for rank in asked - self._ended:
+        """Return those of ``ranks`` whose process has ended, as far as they have published it."""
+        watched = self._ranks if ranks is None else self._ranks.intersection(ranks)
+        for rank in watched - self._ended:
             if rank not in self._watches:
                 with contextlib.suppress(RuntimeError):  # the store may have ended with its process
                     if self._store.check([_place(rank)]):
@@ -45,7 +45,7 @@ class Processes:
             watch = self._watches.get(rank)
             if watch is not None and _is_readable(watch):
                 self._ended.add(rank)
-        return sorted(asked & self._ended)
+        return sorted(watched & self._ended)
 
     def _watch(self, rank: int, host: str, pid: int, start: str) -> None:
         self._watches[rank] = None
@@ -72,13 +72,13 @@ def _place(rank: int) -> str:
 
 
 def _host() -> str:
-    """Where process numbers mean the same."""
+    """Identifies a kernel and a PID namespace, inside which PIDs are comparable."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _start(pid: int) -> str:
-    """When a process began, in ticks; empty if there is none."""
+    """The start time of a process in ticks; empty if there is none."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[19]

@@ -13,10 +13,10 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 def encode(value: Any, tensors: list[Tensor]) -> Any:
-    """As JSON can hold it; tensors go to the list.
+    """Encode a value as JSON; its tensors are appended to the list.
 
     Raises:
-        TypeError: something that is neither a tensor, a number, a str nor a container of such.
+        TypeError: the value has a part that is no tensor, number, str or container of these.
     """
     if isinstance(value, Tensor):
         tensors.append(value.detach())
@@ -41,7 +41,7 @@ def encode(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def decode(value: Any, tensors: list[Tensor]) -> Any:
-    """What was encoded."""
+    """Decode the result of ``encode``."""
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()

@@ -1,5 +1,5 @@
-"""Values that differ in number and shape from rank to rank: JSON of every rank, and tensors that
-one rank has. Nothing is unpickled.
+"""Exchanges values whose number and shape differ by rank: JSON of every rank, and tensors of one
+rank. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flex_model.distributed.channel import Channel
-from flex_model.distributed.connections import GRID
+from flex_model.distributed.communicator import Communicator
+from flex_model.distributed.group_pool import GRID
 from flex_model.distributed.header import DTYPES, Header, site_hash
 from flex_model.distributed.transports.transport import Gathered, as_bytes, end_to_end
 
-#: As `describe` calls them.
+#: Dtypes by the names that `describe` uses.
 DTYPE_OF_NAME = {str(dtype): dtype for dtype in DTYPES}
 
-#: Of one tensor: the name of its dtype, and its shape.
+#: The name of a tensor's dtype, and its shape.
 Description = tuple[str, Sequence[int]]
 
 
 def describe(tensors: Sequence[Tensor]) -> list[Description]:
-    """What other ranks must know to receive these tensors. JSON can hold it."""
+    """Return the JSON by which other ranks can receive these tensors."""
     return [(str(tensor.dtype), list(tensor.shape)) for tensor in tensors]
 
 
-def exchange_json(channel: Channel, value: Any, where: str) -> list[Any]:
-    """The values of all ranks. Collective.
+def exchange_json(channel: Communicator, value: Any, where: str) -> list[Any]:
+    """Gather the values of all ranks. Collective.
 
     Args:
-        where: What they are for, in messages.
+        where: Their purpose, in messages.
     """
     if channel.is_local:
         return [value]
     data = json.dumps(value).encode()
     header = Header("described values", site=site_hash(where), shape=(len(data),))
-    lengths = [other.shape[0] for other in channel.agree(header, where)]
+    lengths = [other.shape[0] for other in channel.check_consistency(header, where)]
     row = torch.zeros(max(lengths), dtype=torch.uint8)
     row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     rows = channel.exchange(row)
@@ -49,13 +49,13 @@ def exchange_json(channel: Channel, value: Any, where: str) -> list[Any]:
 
 
 def gather_to_first(
-    channel: Channel, tensors: Sequence[Tensor], described: Sequence[Sequence[Description]]
+    channel: Communicator, tensors: Sequence[Tensor], described: Sequence[Sequence[Description]]
 ) -> list[list[Tensor]] | None:
-    """On rank 0 the tensors of all ranks, on the CPU: its own as they are; None elsewhere.
+    """Gather the tensors of all ranks on rank 0, on the CPU (its own unchanged); None elsewhere.
     Collective.
 
     Args:
-        described: By rank, what ``describe`` said there.
+        described: By rank, the result of ``describe`` there.
     """
     if channel.is_local:
         return [list(tensors)]
@@ -65,7 +65,7 @@ def gather_to_first(
         for i, description in enumerate(descriptions)
         if rank > 0 and _num_bytes(description)
     ]
-    mine, size = channel.mesh.place, len(described)
+    mine, size = channel.mesh.group_rank, len(described)
     gathered = [
         Gathered(
             end_to_end([_num_bytes(described[rank][i]) * (r == rank) for r in range(size)]),
@@ -87,16 +87,16 @@ def gather_to_first(
 
 
 def from_rank(
-    channel: Channel, rank: int, tensors: Sequence[Tensor], described: Sequence[Description]
+    channel: Communicator, rank: int, tensors: Sequence[Tensor], described: Sequence[Description]
 ) -> list[Tensor]:
-    """The CPU tensors of one rank on every rank; on that rank they are ``tensors``. Collective."""
+    """Send the CPU tensors of one rank to every rank. Collective."""
     if channel.is_local:
         return list(tensors)
     found = []
     for i, description in enumerate(described):
         num_bytes = _num_bytes(description)
-        plan = end_to_end([num_bytes * (r == rank) for r in range(len(channel.mesh.grid))])
-        is_mine = channel.mesh.place == rank
+        plan = end_to_end([num_bytes * (r == rank) for r in range(len(channel.mesh.stage_ranks))])
+        is_mine = channel.mesh.group_rank == rank
         shard = as_bytes(tensors[i]) if is_mine else torch.empty(0, dtype=torch.uint8)
         full = channel.all_gather(GRID, shard, plan)[0] if num_bytes else None
         found.append(tensors[i] if is_mine else _typed(full, description))
@@ -111,10 +111,10 @@ def _num_bytes(description: Description) -> int:
 
 
 def _typed(data: Tensor | None, description: Description) -> Tensor:
-    """The tensor that these bytes are; None: it has none."""
+    """Return the tensor that has these bytes; None: it has no bytes."""
     dtype, shape = DTYPE_OF_NAME[description[0]], list(description[1])
     if data is None:
         return torch.empty(shape, dtype=dtype)
     if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
-        data = data.clone()  # one of several in a buffer
+        data = data.clone()  # unaligned: one of several in a buffer
     return data.view(dtype).reshape(shape)

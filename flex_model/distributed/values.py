@@ -1,6 +1,4 @@
-"""What the ranks' values tell: equal on all ranks or not, by hashes of 16 bytes a rank; and how far
-values are apart.
-"""
+"""Compares values over ranks, by hashes of 16 bytes per rank, and measures their difference."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from flex_model.distributed.plain import plain
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Two int64: a hash of the tensor's bytes, and 1 if all its elements are the same. Local."""
+    """Two int64: a hash of the tensor's bytes, and 1 if all its elements are equal. Local."""
     host = plain(tensor.detach()).cpu().contiguous()
     return torch.ops.flex_model.fingerprint(host)
 
@@ -32,8 +30,8 @@ def difference(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
 
 
 def tolerance(*tensors: Tensor) -> float:
-    """How far apart sums in another order may be, relative to the largest value: the two-thirds
-    power of the coarser dtype's ``eps``; 0 for integers.
+    """The tolerance for sums in another order, relative to the largest value: the two-thirds power
+    of the coarser dtype's ``eps``; 0 for integers.
     """
     eps = [torch.finfo(t.dtype).eps for t in tensors if t.is_floating_point() or t.is_complex()]
     return max(eps, default=0.0) ** (2 / 3)
@@ -41,20 +39,20 @@ def tolerance(*tensors: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """The fingerprints of one tensor on all ranks of the grid, tp fastest."""
+    """The fingerprints of one tensor on all ranks of the stage, tp fastest."""
 
     mesh: Mesh
     hashes: tuple[int, ...]
 
     @staticmethod
     def of(mesh: Mesh, rows: Sequence[Sequence[int]]) -> Fingerprints:
-        """From an exchange of ``fingerprint``: a row a rank."""
+        """Make them from an exchange of ``fingerprint``, one row per rank."""
         return Fingerprints(mesh, tuple(row[0] for row in rows))
 
     def equal_along(self, axis: str) -> bool:
-        """Whether ranks that differ along ``axis`` only have the same bytes."""
+        """Whether ranks that differ along ``axis`` only hold the same bytes."""
         places = range(len(self.hashes))
         return all(
-            self.hashes[place] == self.hashes[self.mesh.members((axis,), place)[0]]
+            self.hashes[place] == self.hashes[self.mesh.ranks_along((axis,), place)[0]]
             for place in places
         )

@@ -188,7 +188,7 @@ class Runs:
 
     @property
     def _is_rank_0(self) -> bool:
-        return self._flex._channel.mesh.place == 0
+        return self._flex._channel.mesh.group_rank == 0
 
     def check_metric(self) -> None:
         """Raise HookError on every rank if the metric failed. Collective."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from flex_model import _C
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 
 _GRACE_S = 0.5  # for the other ranks to receive the report; Ctrl-C must return within a second
 _FAILURE = "the model's own backward failed or was interrupted; see that rank's own traceback"
@@ -26,7 +26,7 @@ _FAILURE = "the model's own backward failed or was interrupted; see that rank's 
 class BackwardWatch:
     """Reports the aborted backward passes of a FlexModel. With one rank it does nothing."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Communicator) -> None:
         self._channel = channel
         self._tasks: set[int] = set()  # the running passes that are watched
         self._has_deferred = False  # a pass was aborted in autograd's thread, which can't report it
@@ -85,7 +85,7 @@ class BackwardWatch:
     def _report(self) -> None:
         # A Ctrl-C here is suppressed: the error that ends the pass is raised anyway.
         with contextlib.suppress(BaseException):
-            self._channel.tell_failure(_FAILURE, None, "end of the backward", _GRACE_S)
+            self._channel.report_failure(_FAILURE, None, "end of the backward", _GRACE_S)
 
 
 def _call_last(end: Callable[..., None]) -> None:

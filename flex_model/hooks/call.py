@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.plain import is_renamed, plain
 from flex_model.hooks.call_check import check_call
 from flex_model.hooks.context import Call
@@ -50,7 +50,7 @@ class HookCaller:
 
     def __init__(
         self,
-        channel: Channel,
+        channel: Communicator,
         records: Records,
         save_ctx: Namespace,
         modules: nn.ModuleDict,
@@ -182,8 +182,11 @@ class HookCaller:
         register it with the follower.
         """
         edited = one.like_original(shard)
-        if one.trip is not None and one.call.registration.kind in ("forward", "forward_pre"):
-            layout = one.trip.move.layout
+        if one.gather_context is not None and one.call.registration.kind in (
+            "forward",
+            "forward_pre",
+        ):
+            layout = one.gather_context.spec.layout
             placed: Pair = (layout.dp, layout.tp)
             if not dtensor.is_dtensor(one.original):  # a DTensor states its own layout
                 placed = resolve.placements_as_proven(layout, self._channel.mesh)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import Header
 from flex_model.distributed.layout import Replicate, Shape, ShardLayout
 from flex_model.distributed.mesh import Mesh
@@ -15,7 +15,7 @@ from flex_model.layouts import replicas
 
 
 def check_call(
-    channel: Channel, call: Call, tensor: Tensor, kind: str, axes: Sequence[str] = ()
+    channel: Communicator, call: Call, tensor: Tensor, kind: str, axes: Sequence[str] = ()
 ) -> tuple[list[Shape], list[str]]:
     """Exchange the header of a call and check that all ranks agree. Collective.
 
@@ -28,7 +28,7 @@ def check_call(
     Raises:
         HookMismatchError: the ranks are at different calls; raised on every rank.
     """
-    run, is_first = call.run, channel.mesh.place == 0
+    run, is_first = call.run, channel.mesh.group_rank == 0
     header = Header(
         kind,
         site=call.registration.site,
@@ -38,7 +38,7 @@ def check_call(
         hash=replicas.hash_of(tensor) if axes else None,
     )
     what = "the gradient of the edit of " if kind == "gradient of an edit" else ""
-    headers = channel.agree(header, what + call.describe())
+    headers = channel.check_consistency(header, what + call.describe())
     run.seed = headers[0].seed
     differing = [axis for axis in axes if replicas.differ(channel.mesh, headers, axis)]
     return [header.shape for header in headers], differing

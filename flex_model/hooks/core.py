@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from flex_model import _C
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import ERROR, FAILED, Header, site_hash, sites_hash
 from flex_model.distributed.mesh import Mesh
 from flex_model.errors import (
@@ -89,7 +89,7 @@ class HookCore:
         self.module = module
         self.mesh = mesh
         self.step = step
-        self.channel = Channel(mesh, timeout_s, _device_of(module))
+        self.channel = Communicator(mesh, timeout_s, _device_of(module))
         self.records = Records(output_ptr, self.channel, output_ranks, step)
         self.backward_order = BackwardOrder(output_ptr)
         self.backward_watch = BackwardWatch(self.channel)
@@ -355,7 +355,7 @@ class HookCore:
         names = "; ".join(
             f"{registration.kind} {registration.hook_function!r}" for registration in registrations
         )
-        self.channel.agree_on_hooks(
+        self.channel.check_hooks(
             Header("registered hooks", site=site_hash(digest, active)),
             f"the start of a run of {describe_choice(self.table.choices[0])} (edit_on, "
             f"output_ranks, mesh, save_ctx_on: {self._settings}) with these hooks: {names}",
@@ -405,7 +405,7 @@ class HookCore:
     @property
     def runs_edits(self) -> bool:
         """Whether this rank runs editing functions, and so uses trainable modules."""
-        return self.caller.edits_on_all or self.mesh.place == 0
+        return self.caller.edits_on_all or self.mesh.group_rank == 0
 
     def _batch_ended(self) -> None:
         """Pass all records of the run to the store; gradients may follow. Collective."""
@@ -456,7 +456,7 @@ class HookCore:
     def interrupted(self, error: BaseException) -> None:
         """Report a Ctrl-C on this rank to the ranks that may wait for it. Local."""
         if self.num_active and isinstance(error, (KeyboardInterrupt, SystemExit)):
-            self.channel.leave(error)
+            self.channel.abort_on(error)
 
     def _deliver(self, run: RunContext, kind: str) -> None:
         """Deliver the records; renew the seed if an edit drew random numbers on any rank."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from flex_model.distributed import gather
-from flex_model.distributed.channel import Channel
-from flex_model.distributed.gather import Trip
+from flex_model.distributed.communicator import Communicator
+from flex_model.distributed.gather import GatherContext
 from flex_model.distributed.header import Header
 from flex_model.distributed.layout import Placement
 from flex_model.distributed.picked import Pick
@@ -53,7 +53,7 @@ class EditInput:
     part: Tensor
     full: Tensor
     pick: Pick | None
-    trip: Trip | None = None
+    gather_context: GatherContext | None = None
 
     @property
     def index(self) -> int:
@@ -102,7 +102,7 @@ class Functions:
     """Runs editing functions, during which the model must not run. Local."""
 
     def __init__(
-        self, channel: Channel, function: UserFunction, observers: Sequence[Observer]
+        self, channel: Communicator, function: UserFunction, observers: Sequence[Observer]
     ) -> None:
         self._channel, self._function, self._observers = channel, function, observers
 
@@ -161,7 +161,7 @@ class ReplicatedPath:
 
     def __init__(
         self,
-        channel: Channel,
+        channel: Communicator,
         records: Records,
         layouts: HookLayouts,
         functions: Functions,
@@ -176,13 +176,13 @@ class ReplicatedPath:
             self._channel, self._records, self._layouts, call, original, self._gather
         )
 
-    def _gather(self, call: Call, part: Tensor, trip: Trip) -> Tensor:
+    def _gather(self, call: Call, part: Tensor, gather_context: GatherContext) -> Tensor:
         records = call.records and self._records.keeps_full
         trip.num_records = int(records and part.device.type == "cpu")
         trip.is_read = call.registration.writes is False  # as in earlier calls; unknown at first
         full = _gathered(gather.gather, part, trip)
         if records:
-            self._records.put(call.registration, trip.record, full)
+            self._records.put(call.registration, gather_context.record, full)
         return full
 
     def edit(self, inputs: Sequence[EditInput], parameters: Parameters) -> Edits:
@@ -200,7 +200,7 @@ class ReplicatedPath:
         self._channel.note_edit(call.describe() if is_edited else "")
         if self._checks_edits:
             header = Header("result of an edit", site=call.registration.site)
-            self._channel.agree(header, f"the result of the edit of {call.describe()}")
+            self._channel.check_consistency(header, f"the result of the edit of {call.describe()}")
         return [
             None
             if edited is None
@@ -218,7 +218,7 @@ class OnRank0Path:
 
     def __init__(
         self,
-        channel: Channel,
+        channel: Communicator,
         records: Records,
         layouts: HookLayouts,
         functions: Functions,
@@ -234,22 +234,22 @@ class OnRank0Path:
             self._channel, self._records, self._layouts, call, original, self._gather
         )
 
-    def _gather(self, call: Call, part: Tensor, trip: Trip) -> Tensor:
+    def _gather(self, call: Call, part: Tensor, gather_context: GatherContext) -> Tensor:
         on_first = not self._records.on_all_ranks and not self._records.keeps_parts
-        trip.num_records = int(call.records and on_first)
-        gathered = _gathered(gather.gather_to_first, part, trip)
+        gather_context.num_records = int(call.records and on_first)
+        gathered = _gathered(gather.gather_to_first, part, gather_context)
         if self._records.on_all_ranks and call.records:
-            full = trip.move.cast(trip.move.copies(part, 1, num_read=1)[0])
+            full = gather_context.spec.cast(gather_context.spec.copies(part, 1, num_read=1)[0])
             self._records.put(call.registration, None, full)
-        elif trip.num_records and self._channel.mesh.place == 0:
-            self._records.put(call.registration, trip.record, gathered)
+        elif gather_context.num_records and self._channel.mesh.group_rank == 0:
+            self._records.put(call.registration, gather_context.record, gathered)
         return gathered
 
     def edit(self, inputs: Sequence[EditInput], parameters: Parameters) -> Edits:
         """Run the function on rank 0, and scatter from there."""
         channel, call = self._channel, inputs[-1].call
         edits: Edits = [None] * len(inputs)
-        if channel.mesh.place == 0:
+        if channel.mesh.group_rank == 0:
             if self._sent_to_all is not None and not call.is_replay:
                 self._sent_to_all.note(self._function.context_of(call))
             try:
@@ -260,7 +260,7 @@ class OnRank0Path:
                 if call.is_replay:
                     raise
                 channel.set_error(call.registration.failure(error), error)
-        headers = channel.agree(
+        headers = channel.check_consistency(
             Header(
                 "result of an edit on rank 0",
                 site=call.registration.site,
@@ -288,12 +288,12 @@ class OnRank0Path:
 
 
 def _gather_shards(
-    channel: Channel,
+    channel: Communicator,
     records: Records,
     layouts: HookLayouts,
     call: Call,
     original: Any,
-    gather_in_graph: Callable[[Call, Tensor, Trip], Tensor],
+    gather_in_graph: Callable[[Call, Tensor, GatherContext], Tensor],
 ) -> EditInput:
     """Check the call on all ranks, look up its layout, and gather."""
     call, leaf, known = layouts.shard_of(call, original)
@@ -302,21 +302,21 @@ def _gather_shards(
     shapes, differing = check_call(channel, call, leaf, call.registration.kind, axes)
     if differing:
         leaf = replicas.reconciled(channel, call.registration.layout_site, leaf, differing)
-    move = layouts.lookup(call, shapes, leaf.dtype, known, leaf)
+    spec = layouts.lookup(call, shapes, leaf.dtype, known, leaf)
 
     def check_gradient(grad: Tensor) -> None:
         check_call(channel, call, grad, "gradient of an edit")
 
     def of_replicas(grad: Tensor | None) -> tuple[Placement, bool]:
-        placement = layouts.of_edit_gradient(call, grad, move.layout)
+        placement = layouts.of_edit_gradient(call, grad, spec.layout)
         return placement, not call.evidence.is_passing
 
-    trip = Trip(move, check_gradient, of_replicas)
-    part = leaf if move.pick is None else move.pick.take(leaf)
+    gather_context = GatherContext(spec, check_gradient, of_replicas)
+    part = leaf if spec.pick is None else spec.pick.take(leaf)
     if records.keeps_parts and call.records:
         records.later(call, leaf, known)
-    full = gather_in_graph(call, part, trip)
-    return EditInput(call, original, leaf, part, full, move.pick, trip)
+    full = gather_in_graph(call, part, gather_context)
+    return EditInput(call, original, leaf, part, full, spec.pick, gather_context)
 
 
 def _flags_of(edits: Edits) -> int:
@@ -358,19 +358,19 @@ def _copied(leaf: Tensor) -> Tensor:
 def _gathered(
     gather_in_graph: Callable[..., Tensor],
     part: Tensor,
-    trip: Trip,
+    gather_context: GatherContext,
 ) -> Tensor:
     """Return the full tensor from ``gather_in_graph``, and set its record, in the dtype of the
     hook; never an inference tensor, as in ``_copied``.
     """
-    move = trip.move
-    if move.is_whole and gather_in_graph is gather.gather and not part.requires_grad:
+    spec = gather_context.spec
+    if spec.is_whole and gather_in_graph is gather.gather and not part.requires_grad:
         return _copied(part)
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
-            full = move.cast(gather_in_graph(part, trip))
+            full = spec.cast(gather_in_graph(part, gather_context))
     else:
-        full = move.cast(gather_in_graph(part, trip))
-    if trip.record is not None:
-        trip.record = move.cast(trip.record)
+        full = spec.cast(gather_in_graph(part, gather_context))
+    if gather_context.record is not None:
+        gather_context.record = spec.cast(gather_context.record)
     return full

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from flex_model.distributed import values
-from flex_model.distributed.channel import Channel
-from flex_model.distributed.gather import Move
+from flex_model.distributed.communicator import Communicator
+from flex_model.distributed.gather import GatherSpec
 from flex_model.distributed.header import site_hash
 from flex_model.distributed.layout import (
     Partial,
@@ -35,13 +35,13 @@ from flex_model.layouts.follow import Pair
 from flex_model.layouts.placement_encoding import encode
 from flex_model.layouts.sources import AXES
 
-_REMEMBERED_MOVES = 128  # per hook: generation may bring a new shape with every step
+_REMEMBERED_SPECS = 128  # per hook: generation may bring a new shape with every step
 
 
 class HookLayouts:
     """Finds the layouts of hooks' tensors and of their gradients, for one FlexModel."""
 
-    def __init__(self, channel: Channel, tracking: Tracking) -> None:
+    def __init__(self, channel: Communicator, tracking: Tracking) -> None:
         self._channel, self._mesh, self._tracking = channel, channel.mesh, tracking
 
     def shard_of(self, call: Call, leaf: Any) -> tuple[Call, Tensor, ShardLayout | None]:
@@ -73,15 +73,15 @@ class HookLayouts:
         if known is not None and (registration.is_backward or registration.kind == "tensor"):
             self._check_mixed(call)
         key = (call.number, tuple(shapes), dtype, known, registration.split_dim, forward)
-        move = registration.moves.get(key)
-        if move is None and call.number is None:
-            move = self._of_recomputed(call, key[1:-1])
+        spec = registration.specs.get(key)
+        if spec is None and call.number is None:
+            spec = self._of_recomputed(call, key[1:-1])
         call.run.keys.add(forward)
-        if move is not None:
-            return move
+        if spec is not None:
+            return spec
         try:
             layout = self._layout(call, shapes, known, shard)
-            move = Move.of(
+            spec = GatherSpec.of(
                 self._channel,
                 layout,
                 list(shapes),
@@ -97,12 +97,12 @@ class HookLayouts:
                 text = f"{registration.describe()}: {text}"
             raise agreed(error.__class__(text)) from None
         if call.evidence.is_passing:
-            return move
-        while len(registration.moves) >= _REMEMBERED_MOVES:
-            oldest = next(iter(registration.moves))  # the same one on every rank
-            del registration.moves[oldest]
-        registration.moves[key] = move
-        return move
+            return spec
+        while len(registration.specs) >= _REMEMBERED_SPECS:
+            oldest = next(iter(registration.specs))  # the same one on every rank
+            del registration.specs[oldest]
+        registration.specs[key] = spec
+        return spec
 
     def _check_mixed(self, call: Call) -> None:
         """ValueError where a DTensor's gradient may differ from the unsharded model's. The same on
@@ -313,11 +313,11 @@ class HookLayouts:
         """Return the plan that the recomputed forward used, whichever of its calls this is."""
         registration = call.registration
         found = [
-            move
-            for other, move in registration.moves.items()
+            spec
+            for other, spec in registration.specs.items()
             if other[1:-1] == key and other[-1] in call.run.keys
         ]
-        if any(move.layout != found[0].layout for move in found):
+        if any(spec.layout != found[0].layout for spec in found):
             raise agreed(
                 HookError(
                     f"{call.describe()}: the module was called with tensors of different layouts, "

@@ -80,7 +80,7 @@ class Registration:
     targets: Sequence[weakref.ref[Any]] = ()
     moment: Moment = "computed"
     hook: _C.Hook = field(init=False)
-    moves: dict[Any, Any] = field(default_factory=dict)
+    specs: dict[Any, Any] = field(default_factory=dict)
     parameter: ParameterSources = field(default_factory=ParameterSources)
     expected_shape: ExpectedShape = field(init=False)
     split_dim: int | None = None

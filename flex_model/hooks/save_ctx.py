@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flex_model.distributed import values
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.serialization import PLAIN, decode, encode
 from flex_model.distributed.tensor_dicts import Description, describe, exchange_json, from_rank
 from flex_model.errors import HookError, agreed, see
@@ -132,7 +132,7 @@ class SentToAll:
     its backward ends.
     """
 
-    def __init__(self, channel: Channel, device: torch.device) -> None:
+    def __init__(self, channel: Communicator, device: torch.device) -> None:
         self._channel, self._device = channel, device
         # By the id of a context, which stays alive with it.
         self._before: dict[int, tuple[Namespace, dict[str, Any]]] = {}
@@ -154,7 +154,7 @@ class SentToAll:
         of_first = exchange_json(self._channel, local, "save_ctx at the end of a run")[0]
         check_sendable(self._channel.mesh.rank_at(0), of_first[0], "the others")
         received = from_rank(self._channel, 0, tensors, of_first[1])
-        if self._channel.mesh.place > 0:
+        if self._channel.mesh.group_rank > 0:
             set_received(context, of_first, received, self._device)
 
     def forget(self) -> None:

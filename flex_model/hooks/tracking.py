@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import Header, site_hash, sites_hash
 from flex_model.distributed.layout import Placement, Shard
 from flex_model.errors import agreed
@@ -54,7 +54,7 @@ class Tracking:
     """
 
     def __init__(
-        self, root: nn.Module, channel: Channel, batch_dim: BatchDim, follow: Follow
+        self, root: nn.Module, channel: Communicator, batch_dim: BatchDim, follow: Follow
     ) -> None:
         self._root = root
         self._channel = channel
@@ -383,7 +383,7 @@ class Tracking:
         rows = torch.tensor([[site_hash(encode(one)) for one in pair] for pair in pairs])
         header = Header("inputs", site=site_hash("gradients", len(pairs)))
         with self._channel.uncounted():
-            self._channel.agree(header, f"the layouts of {len(pairs)} gradients")
+            self._channel.check_consistency(header, f"the layouts of {len(pairs)} gradients")
             table = self._channel.exchange(rows).tolist()
         agreed_pairs: list[Pair] = []
         for i, pair in enumerate(pairs):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from flex_model.distributed import costs
-from flex_model.distributed.gather import Move
+from flex_model.distributed.gather import GatherSpec
 from flex_model.distributed.layout import Shard
 from flex_model.hooks.registration import Registration
 from flex_model.inspection import text
@@ -49,11 +49,11 @@ class CallCosts:
         self,
         core: HookCore,
         registration: Registration,
-        move: Move,
+        spec: GatherSpec,
         ranks: Sequence[Seen],
     ) -> None:
         self._registration = registration
-        self._move = move
+        self._spec = spec
         self._mesh = core.mesh
         self._is_local = core.channel.is_local
         self._on_all = core.caller.edits_on_all
@@ -62,12 +62,12 @@ class CallCosts:
         known = ranks[0].known
         self._is_mean = known is not None and isinstance(known.dp, Shard)  # FSDP2 made it
         self._shard_bytes = [self._part_bytes(place) for place in range(len(ranks))]
-        self._full_bytes = move.plan.full_bytes
+        self._full_bytes = spec.plan.full_bytes
 
     def _part_bytes(self, place: int) -> int:
         """What the rank at this place of the grid moves."""
-        members = self._mesh.members(self._move.axes, place=place)
-        return self._move.plan.shard_bytes[members.index(place)]
+        members = self._mesh.ranks_along(self._spec.axes, place=place)
+        return self._spec.plan.shard_bytes[members.index(place)]
 
     def of_calls(self, needs_gradient: bool) -> tuple[Cost, Cost]:
         """In the forward, and in the backward."""
@@ -104,12 +104,12 @@ class CallCosts:
 
     def _backward_of_edit(self) -> Cost:
         """Of one whose layout is known, and of whose gradient replicas hold the whole."""
-        move, cost = self._move, Cost()
+        spec, cost = self._spec, Cost()
         if self._on_all:
-            if move.is_shared_over_dp:
+            if spec.is_shared_over_dp:
                 cost += Cost(headers=1) + self._all_reduce("dp")
-            return cost + Cost(headers=1) + self._all_gather() if move.axes else cost
-        if move.is_shared_over_dp:
+            return cost + Cost(headers=1) + self._all_gather() if spec.axes else cost
+        if spec.is_shared_over_dp:
             cost += self._all_reduce("dp")
         return cost + Cost(headers=2) + self._to_first() + self._from_first()
 
@@ -119,11 +119,11 @@ class CallCosts:
         return Cost(headers=1) + self._all_reduce("dp")
 
     def _places(self) -> list[int]:
-        return self._mesh.members(self._move.axes, place=0) if self._move.axes else []
+        return self._mesh.ranks_along(self._spec.axes, place=0) if self._spec.axes else []
 
     def _sums(self) -> Cost:
         cost = Cost()
-        for axis in self._move.layout.partial_axes:
+        for axis in self._spec.layout.partial_axes:
             cost += self._all_reduce(axis)
         return cost
 
@@ -131,20 +131,20 @@ class CallCosts:
         return Cost(payloads=1, bytes_by_rank=tuple(map(costs.of_all_reduce, self._shard_bytes)))
 
     def _all_gather(self) -> Cost:
-        if not self._move.axes:
+        if not self._spec.axes:
             return Cost()
-        return self._alike(costs.of_all_gather(self._move.plan))
+        return self._alike(costs.of_all_gather(self._spec.plan))
 
     def _to_first(self) -> Cost:
-        if not self._move.axes:
+        if not self._spec.axes:
             return Cost()
-        holders, plan = self._places(), self._move.plan
+        holders, plan = self._places(), self._spec.plan
         ranks = range(len(self._shard_bytes))
         moved = [costs.of_gather_to_first(plan, holders, rank) for rank in ranks]
         return Cost(payloads=1, bytes_by_rank=tuple(moved))
 
     def _from_first(self) -> Cost:
-        if self._move.covers_grid and self._move.axes:
+        if self._spec.covers_grid and self._spec.axes:
             return self._to_first()
         return self._alike(costs.of_broadcast(self._full_bytes))
 

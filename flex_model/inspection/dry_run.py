@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flex_model.distributed.gather import Move
+from flex_model.distributed.gather import GatherSpec
 from flex_model.distributed.layout import Shape, ShardLayout
 from flex_model.errors import HookError, agreed
 from flex_model.hooks.context import Call, RunContext
@@ -305,17 +305,17 @@ def _row(core: HookCore, registration: Registration, ranks: Sequence[Seen]) -> D
     except (HookError, ValueError) as error:
         return replace(row, source=f"a run would raise an error: {error}")
     try:
-        move = Move.of(channel, layout, shapes, ranks[0].dtype, registration.select)
+        spec = GatherSpec.of(channel, layout, shapes, ranks[0].dtype, registration.select)
     except (IndexError, TypeError, ValueError) as error:
         return replace(row, source=f"a run would raise an error: {error}")
-    costs = CallCosts(core, registration, move, ranks)
+    costs = CallCosts(core, registration, spec, ranks)
     forward, backward = costs.of_calls(any(one.needs_gradient for one in ranks))
     return replace(
         row,
-        full_shape=move.full_shape,
+        full_shape=spec.full_shape,
         layout=layout,
         source=layout.source,
-        owners=tuple(mesh.grid[place] for place in mesh.members(move.axes, place=0)),
+        owners=tuple(mesh.stage_ranks[place] for place in mesh.ranks_along(spec.axes, place=0)),
         forward=forward,
         backward=backward,
     )

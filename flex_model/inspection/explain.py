@@ -126,9 +126,9 @@ def _why(registration: Registration, spent: Spent, core: HookCore) -> str:
         return "not called in the last run"
     if core.channel.is_local:
         return "one rank: the tensor is whole"
-    if not registration.moves:
+    if not registration.specs:
         return "not called yet"
-    layout = list(registration.moves.values())[-1].layout
+    layout = list(registration.specs.values())[-1].layout
     where = f"{layout}, {layout.source}" if layout.source else str(layout)
     if not spent.headers and not spent.num_bytes:
         if registration.edits:

@@ -100,16 +100,16 @@ def _layout_of(
     core: HookCore, registration: Registration, records: Mapping[str, list[Tensor]]
 ) -> SiteLayout:
     place = (registration.name, registration.kind, registration.hook_function.unpack_idx)
-    if registration.moves:
-        (_, shapes, dtype, *_), move = list(registration.moves.items())[-1]
-        distinct = {(shapes, dtype) for _, shapes, dtype, *_ in registration.moves}
+    if registration.specs:
+        (_, shapes, dtype, *_), spec = list(registration.specs.items())[-1]
+        distinct = {(shapes, dtype) for _, shapes, dtype, *_ in registration.specs}
         return SiteLayout(
             *place,
-            move.full_shape,
+            spec.full_shape,
             tuple(shapes),
             dtype,
-            move.layout,
-            move.layout.source,
+            spec.layout,
+            spec.layout.source,
             len(distinct),
         )
     if core.channel.is_local:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import DTYPES, Header, site_hash
 from flex_model.distributed.layout import Partial, Placement, Replicate, Shape, ShardLayout
 from flex_model.distributed.mesh import Mesh
@@ -97,7 +97,7 @@ class Seen:
         return replace(self, pair=(dp, tp))
 
 
-def exchange_seen(channel: Channel, seen: list[Seen]) -> list[list[Seen]]:
+def exchange_seen(channel: Communicator, seen: list[Seen]) -> list[list[Seen]]:
     """Return the observations of all ranks of the mesh, call by call. Collective.
 
     Raises:
@@ -107,7 +107,7 @@ def exchange_seen(channel: Channel, seen: list[Seen]) -> list[list[Seen]]:
     if channel.is_local:
         return [[one] for one in seen]
     header = Header("end of the run", site=site_hash(*(one.hook for one in seen)))
-    channel.agree(header, f"the end of a run on shapes, which called {len(seen)} sites")
+    channel.check_consistency(header, f"the end of a run on shapes, which called {len(seen)} sites")
     if not seen:
         return []
     local = [_to_json(one) for one in seen]
@@ -142,7 +142,7 @@ def layout_from_shapes(
         ValueError: the sources contradict each other, or the placement along an axis is not known.
     """
     shapes = [one.shape for one in ranks]
-    known = ShardLayout(source="one process") if len(mesh.grid) == 1 else ranks[0].known
+    known = ShardLayout(source="one process") if len(mesh.stage_ranks) == 1 else ranks[0].known
     dp, tp = (
         placements.pop() if len(placements := {one.pair[i] for one in ranks}) == 1 else None
         for i in range(2)

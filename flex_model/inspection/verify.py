@@ -132,7 +132,7 @@ def verify(
     flags = torch.zeros(len(sites), 2, dtype=torch.int64)
     before, channel.timeout_s = channel.timeout_s, timeout_s
     try:
-        if mesh.place == 0:
+        if mesh.group_rank == 0:
             try:
                 expected, has_site = run_reference(core, reference, sites, inputs, loss, edits)
                 flags = _flags(expected, has_site)
@@ -141,7 +141,9 @@ def verify(
                 if channel.is_local:
                     raise
         if not channel.is_local:
-            channel.agree(Header("inputs"), "verify, after the reference has run on rank 0")
+            channel.check_consistency(
+                Header("inputs"), "verify, after the reference has run on rank 0"
+            )
         flags = channel.exchange(flags)[0]
     finally:
         channel.timeout_s = before
@@ -149,7 +151,7 @@ def verify(
     reached = [i for i in range(len(sites)) if flags[i, 0] == EQUAL]
     found, unresolved = run_sharded(core, sites, reached, (args, kwargs), loss, edits)
     table = torch.zeros(len(sites), 4, dtype=torch.float64)
-    if mesh.place == 0:
+    if mesh.group_rank == 0:
         for i, row in enumerate(table):
             result = NOT_RESOLVED if i in unresolved else int(flags[i, 0])
             row[0] = result

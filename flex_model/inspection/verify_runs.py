@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from flex_model.distributed.gather import Move
+from flex_model.distributed.gather import GatherSpec
 from flex_model.distributed.header import ERROR
 from flex_model.distributed.layout import Shape, ShardLayout
 from flex_model.distributed.mesh import Mesh
@@ -120,8 +120,8 @@ def full_inputs(core: HookCore, args: Any, kwargs: Any) -> Any:
                 f"verify: input tensor of shape {tuple(leaf.shape)} {problem} (shapes by rank "
                 f"{shapes}); give every data-parallel rank its own rows, unsharded along tp"
             )
-        move = Move.of(channel, ShardLayout(dp), shapes, leaf.dtype)
-        full = move.gather_to_first(leaf.detach())
+        gather_spec = GatherSpec.of(channel, ShardLayout(dp), shapes, leaf.dtype)
+        full = gather_spec.gather_to_first(leaf.detach())
         if full is not None:
             leaves[i] = full.requires_grad_(leaf.requires_grad)
     return tree_unflatten(leaves, spec)
@@ -207,7 +207,7 @@ class _ReadOnlyCore(_Core):
 
     def _deliver(self, run: RunContext, kind: str) -> None:
         if not self.channel.is_local:
-            self.records.join(run, kind, self._move)
+            self.records.join(run, kind, self._spec)
 
     def hook_failed(self, registration: Registration, error: Exception, state: int = ERROR) -> None:
         """Leave out a site without a tensor, or whose tensor can't be gathered."""
@@ -215,13 +215,13 @@ class _ReadOnlyCore(_Core):
             raise error
         self.unresolved.add(registration.index)
 
-    def _move(self, call, shapes, dtype, known, shard) -> Move:
+    def _spec(self, call, shapes, dtype, known, shard) -> GatherSpec:
         try:
             return self.caller.layouts.lookup(call, shapes, dtype, known, shard)
         except ValueError:
             self.unresolved.add(call.registration.index)
             own = [tuple(shard.shape)] * len(shapes)
-            return Move.of(self.channel, ShardLayout(), own, dtype)  # nothing is moved
+            return GatherSpec.of(self.channel, ShardLayout(), own, dtype)  # nothing is moved
 
 
 def _second_core(

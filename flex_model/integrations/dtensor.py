@@ -99,7 +99,7 @@ def _axis_over(ranks: list[int], name: str, mesh: Mesh) -> Axis | None:
     """Return the axis ``name``, or the part of it, with these global ranks in this order; None if
     there is none.
     """
-    line = [mesh.grid[place] for place in mesh.members((name,))]
+    line = [mesh.stage_ranks[place] for place in mesh.ranks_along((name,))]
     if ranks == line:
         return name
     if not set(ranks) < set(line):
@@ -108,7 +108,9 @@ def _axis_over(ranks: list[int], name: str, mesh: Mesh) -> Axis | None:
     part = (name, len(ranks), second - first)
     if part[2] < 1 or len(line) % (part[1] * part[2]):
         return None
-    return part if [mesh.grid[place] for place in mesh.members((part,))] == ranks else None
+    return (
+        part if [mesh.stage_ranks[place] for place in mesh.ranks_along((part,))] == ranks else None
+    )
 
 
 def layout(tensor: Any, mesh: Mesh, site: str, *, batch_on_dp: bool) -> ShardLayout:

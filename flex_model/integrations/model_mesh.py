@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.mesh import AXES, Mesh, check_sizes, group_ranks
 from flex_model.distributed.mesh_dims import AXIS_OF_DIM
 from flex_model.integrations import mesh_sources
@@ -57,12 +57,14 @@ class ModelGroups:
         Raises:
             ValueError: it has other groups.
         """
-        differ = [axis for axis, line in self.lines.items() if mesh.line(axis) != line]
+        differ = [axis for axis, line in self.lines.items() if mesh.axis_ranks(axis) != line]
         # A dp group defines which ranks have rows, not their order: torch sorts its ranks.
-        if "dp" in differ and set(mesh.line("dp")) == set(self.lines["dp"]):
+        if "dp" in differ and set(mesh.axis_ranks("dp")) == set(self.lines["dp"]):
             differ.remove("dp")
         if differ:
-            ours = ", ".join(f"{axis} over ranks {list(mesh.line(axis))}" for axis in self.lines)
+            ours = ", ".join(
+                f"{axis} over ranks {list(mesh.axis_ranks(axis))}" for axis in self.lines
+            )
             raise ValueError(
                 f"FlexModel: {given}: {mesh.describe()}, which puts global rank "
                 f"{mesh.ranks[mesh.rank]} in {ours}; but the model itself is sharded as "
@@ -86,7 +88,7 @@ class ModelGroups:
         sizes = self.sizes
         for mesh in self.exact:
             if mesh.num_ranks == math.prod(sizes.values()) and all(
-                mesh.line(axis) == line for axis, line in self.lines.items()
+                mesh.axis_ranks(axis) == line for axis, line in self.lines.items()
             ):
                 return mesh
         me = dist.get_rank()
@@ -253,7 +255,7 @@ def merge(
     names: dict[str, str] = {}
     for source in sources:
         for axis in AXES:
-            line = source.mesh.line(axis)
+            line = source.mesh.axis_ranks(axis)
             known = lines.get(axis, line)
             if len(line) == 1:
                 continue
@@ -276,7 +278,7 @@ def is_agreed(ranks: tuple[int, ...], lines: Sequence[tuple[int, ...]], timeout_
     """
     me = dist.get_rank()
     channels = [
-        Channel(Mesh(line, line.index(me), tp_size=len(line)), timeout_s)
+        Communicator(Mesh(line, line.index(me), tp_size=len(line)), timeout_s)
         for line in lines
         if len(line) > 1
     ]

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import Header
 from flex_model.layouts.follow import Follower
 from flex_model.layouts.operation_log import Chunk
 
 
-def exchange_chunks(channel: Channel, follower: Follower) -> None:
+def exchange_chunks(channel: Communicator, follower: Follower) -> None:
     """Run ``Follower.sync`` over the ranks of a channel. Collective.
 
     Ranks with the same log, such as tensor-parallel ranks with even shards, exchange a hash; others
@@ -20,7 +20,7 @@ def exchange_chunks(channel: Channel, follower: Follower) -> None:
     """
 
     def exchange(chunk: Chunk, digest: int) -> Sequence[Chunk]:
-        channel.agree(
+        channel.check_consistency(
             Header("inputs", site=follower.log.num_syncs), "what a forward has run so far"
         )
         digests = channel.exchange(torch.tensor([digest], dtype=torch.int64)).flatten().tolist()

@@ -45,7 +45,7 @@ class Proofs:
     def follow(self, chunks: Sequence[Chunk]) -> None:
         """Infer from the next chunks of the logs of all ranks of the grid."""
         for axis, proofs in self.along.items():
-            proofs.follow([chunks[place] for place in self._mesh.members((axis,))])
+            proofs.follow([chunks[place] for place in self._mesh.ranks_along((axis,))])
 
     def placements(self, value: Any) -> Pair:
         """Return the placements of a value; along an axis of one rank it is always replicated."""
@@ -427,7 +427,7 @@ class Follower:
         if ranks not in self._axes_of_groups:
             mesh, found = self._mesh, None
             for axes in (("tp",), ("dp",), ("dp", "tp")):
-                if tuple(mesh.grid[place] for place in mesh.members(axes)) == ranks:
+                if tuple(mesh.stage_ranks[place] for place in mesh.ranks_along(axes)) == ranks:
                     found = axes
                     break
             self._axes_of_groups[ranks] = found

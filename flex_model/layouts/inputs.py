@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flex_model.distributed import values
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.layout import Placement, Replicate
 from flex_model.errors import agreed
@@ -23,7 +23,7 @@ _MAX_DIMS = 16
 
 def seed_inputs(
     follower: Follower,
-    channel: Channel,
+    channel: Communicator,
     by_batch_dim: Inputs,
     inputs: Sequence[tuple[str, Tensor, bool]],
     statements: Statements,
@@ -43,7 +43,7 @@ def seed_inputs(
     with torch.no_grad():
         sketches = [_sketch(tensor) for _, tensor, _ in inputs]
     header = Header("inputs", site=site_hash("follow", len(inputs)))
-    channel.agree(header, f"a followed forward with {len(inputs)} tensors as inputs")
+    channel.check_consistency(header, f"a followed forward with {len(inputs)} tensors as inputs")
     if not sketches:
         return
     table = channel.exchange(torch.stack(sketches)).tolist()
@@ -55,7 +55,7 @@ def seed_inputs(
     of_root = statements.of_inputs()
     along_dp: dict[int, Placement | None] = {}
     if mesh.dp_size > 1:
-        line = mesh.members(("dp",), 0)
+        line = mesh.ranks_along(("dp",), 0)
         try:
             found = by_batch_dim.along_dp(
                 [inputs[i][0] for i in passed],

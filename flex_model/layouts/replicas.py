@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flex_model.distributed import values
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import MAX_HASHED_DIMS, Header
 from flex_model.distributed.layout import Shard, ShardLayout
 from flex_model.distributed.mesh import Mesh
@@ -33,12 +33,12 @@ def hash_of(tensor: Tensor) -> int:
 def differ(mesh: Mesh, headers: Sequence[Header], axis: str) -> bool:
     """Whether hashes differ between ranks that differ along ``axis`` only, anywhere in the grid."""
     return any(
-        header.hash != headers[mesh.members((axis,), place)[0]].hash
+        header.hash != headers[mesh.ranks_along((axis,), place)[0]].hash
         for place, header in enumerate(headers)
     )
 
 
-def reconciled(channel: Channel, site: Site, tensor: Tensor, axes: Sequence[str]) -> Tensor:
+def reconciled(channel: Communicator, site: Site, tensor: Tensor, axes: Sequence[str]) -> Tensor:
     """Return the first rank's values on all ranks along ``axes``, if they differ by no more than
     sums in another order do; in the autograd graph of this rank's tensor. Collective over the grid.
 
@@ -59,13 +59,13 @@ def reconciled(channel: Channel, site: Site, tensor: Tensor, axes: Sequence[str]
     return tensor + (first - tensor).detach() if tensor.requires_grad else first
 
 
-def compared(channel: Channel, tensor: Tensor, axes: Sequence[str]) -> tuple[Tensor, bool]:
+def compared(channel: Communicator, tensor: Tensor, axes: Sequence[str]) -> tuple[Tensor, bool]:
     """Return the first rank's values along ``axes``, and whether those of all ranks of the grid are
     as close as sums in another order are. Collective over the grid.
     """
     is_close = True
     for axis in axes:
-        line = channel.mesh.members((axis,))
+        line = channel.mesh.ranks_along((axis,))
         shapes = [(1, *tensor.shape)] * len(line)
         plan = ShardLayout(tp=Shard(0)).plan(shapes, 1, len(line), tensor.element_size())
         (stacked,) = channel.all_gather((axis,), tensor.contiguous().unsqueeze(0), plan)

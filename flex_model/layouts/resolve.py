@@ -258,7 +258,7 @@ def refusal(
 
 def _uneven(shapes: Sequence[Shape], mesh: Mesh, unknown: Sequence[str]) -> str:
     """Return the advice for data-parallel ranks whose rows have different lengths."""
-    line = [shapes[place] for place in mesh.members(("dp",), 0)]
+    line = [shapes[place] for place in mesh.ranks_along(("dp",), 0)]
     if "dp" not in unknown or len({shape[1:] for shape in line}) == 1:
         return ""
     return "; pad the inputs of the data-parallel ranks to one length"
@@ -302,7 +302,7 @@ def _candidates(
     """Return the placements along an axis that the local shapes allow, with the full shape
     of each.
     """
-    line = [shapes[place] for place in mesh.members((axis,), 0)]
+    line = [shapes[place] for place in mesh.ranks_along((axis,), 0)]
     placements: list[Placement] = [Replicate(), *map(Shard, range(len(line[0]))), Partial()]
     found = []
     for placement in placements:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from flex_model.distributed import values
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import site_hash
 from flex_model.distributed.serialization import decode, encode
 from flex_model.distributed.tensor_dicts import DTYPE_OF_NAME, exchange_json, from_rank
@@ -209,7 +209,7 @@ def save(
     modules: nn.ModuleDict,
     optimizer: Any,
     extra: Any,
-    channel: Channel,
+    channel: Communicator,
     runs_edits: bool,
 ) -> None:
     """See ``FlexModel.save_trainable_modules``.
@@ -268,7 +268,7 @@ def _write(path: Path, state: State) -> None:
 
 
 def load(
-    path: str | os.PathLike[str], modules: nn.ModuleDict, optimizer: Any, channel: Channel
+    path: str | os.PathLike[str], modules: nn.ModuleDict, optimizer: Any, channel: Communicator
 ) -> Any:
     """See ``FlexModel.load_trainable_modules``."""
     path, state, error = Path(path), None, None

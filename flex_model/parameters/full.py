@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from flex_model.distributed import values
-from flex_model.distributed.channel import Channel
-from flex_model.distributed.gather import Move
+from flex_model.distributed.communicator import Communicator
+from flex_model.distributed.gather import GatherSpec
 from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.layout import Placement, Replicate, Shape, ShardLayout
 from flex_model.errors import HookError, agreed
@@ -49,7 +49,7 @@ class Parameters:
     stage.
     """
 
-    def __init__(self, root: nn.Module, channel: Channel, statements: Statements) -> None:
+    def __init__(self, root: nn.Module, channel: Communicator, statements: Statements) -> None:
         self._root = root
         self._channel = channel
         self._statements = statements
@@ -68,8 +68,8 @@ class Parameters:
     def full_kind(self, name: str) -> tuple[Shape, torch.dtype]:
         """Return the full parameter's shape and dtype, without moving its values."""
         with self._found(name) as found, torch.no_grad():
-            local, move = self._move(name, found, _summed(found.kept), None)
-            return tuple(local.shape) if move is None else move.full_shape, local.dtype
+            local, spec = self._spec(name, found, _summed(found.kept), None)
+            return tuple(local.shape) if spec is None else spec.full_shape, local.dtype
 
     def gradient(self, name: str, expected_shape: ExpectedShape = None) -> Tensor | None:
         """Return the full ``.grad``, on the CPU, on every rank; None where there is none."""
@@ -79,7 +79,9 @@ class Parameters:
                 there = gradient is not None
                 shown = clean(self._root, name)
                 what = f"the gradient of parameter {shown!r}, which is {'there' * there or None}"
-                self._channel.agree(Header("parameter", site=site_hash(name, there)), what)
+                self._channel.check_consistency(
+                    Header("parameter", site=site_hash(name, there)), what
+                )
             if gradient is None:
                 return None
             return self._full(f"{name}.grad", found, gradient, expected_shape)
@@ -107,7 +109,7 @@ class Parameters:
                 )
             full = full.detach().to(local.dtype)
             self._check_equal(shown, full)
-            local.copy_(full if move is None else move.slice(full.to(local.device)))
+            local.copy_(full if spec is None else spec.slice(full.to(local.device)))
             if offload.is_offloaded(self._root, found.full_name):
                 offload.write(self._root, found.full_name, local)
 
@@ -150,10 +152,10 @@ class Parameters:
         self, name: str, found: _Found, tensor: Tensor, expected_shape: ExpectedShape
     ) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
-            local, move = self._move(name, found, _summed(tensor), expected_shape)
-            return owned_copy(local) if move is None else move.all_gather(local).cpu()
+            local, spec = self._spec(name, found, _summed(tensor), expected_shape)
+            return owned_copy(local) if spec is None else spec.all_gather(local).cpu()
 
-    def _move(
+    def _spec(
         self, name: str, found: _Found, tensor: Any, expected_shape: ExpectedShape
     ) -> tuple[Tensor, Move | None]:
         """Return this rank's shard and the plan for all ranks; None for a full tensor."""
@@ -173,7 +175,7 @@ class Parameters:
             )
             shapes = [
                 other.shape
-                for other in self._channel.agree(
+                for other in self._channel.check_consistency(
                     header, f"the full value of {site.name}, expected_shape {expected}"
                 )
             ]
@@ -194,7 +196,7 @@ class Parameters:
         if self._channel.is_local:
             return local, None
         self._check_replicas(site.name, local, layout, stated_axes)
-        return local, Move.of(self._channel, layout, shapes, local.dtype)
+        return local, GatherSpec.of(self._channel, layout, shapes, local.dtype)
 
     def _check_elements(self, site: str, found: _Found, shapes: Sequence[Shape]) -> None:
         """ValueError, on all ranks, where a rank has no elements of a parameter that its layer
@@ -335,7 +337,7 @@ class Parameters:
         """Check that ranks agree before a collective of the framework, in which they would hang."""
         if not self._channel.is_local:
             header = Header("parameter", site=site_hash(name, "gather"))
-            self._channel.agree(header, f"parameter {clean(self._root, name)!r}")
+            self._channel.check_consistency(header, f"parameter {clean(self._root, name)!r}")
 
 
 def _summed(tensor: Any) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import HookMismatchError, agreed, see
@@ -57,7 +57,7 @@ def send_from_rank_0(channel: Channel, name: str, module: nn.Module) -> None:
             )
     described = ", ".join(f"{key} {tuple(t.shape)} {t.dtype}" for key, t in tensors.items())
     digest = site_hash(name, described)
-    channel.agree(
+    channel.check_consistency(
         Header("trainable module", site=digest),
         f"register_trainable_module({name!r}) with {described or 'no tensors'}",
     )
@@ -71,7 +71,7 @@ class Replicas:
     changed.
     """
 
-    def __init__(self, channel: Channel, modules: nn.ModuleDict) -> None:
+    def __init__(self, channel: Communicator, modules: nn.ModuleDict) -> None:
         self._channel, self._modules = channel, modules
         # By name: the tensor, its version and address, and its hash at that version.
         self._hashes: dict[str, tuple[Tensor, tuple[int, int], int]] = {}
@@ -106,7 +106,9 @@ class Replicas:
         with self._channel.uncounted():
             digest = self.digest()
             header = Header("trainable module", shape=(digest & _HALF, digest >> 31 & _HALF))
-            headers = self._channel.agree(header, "the start of a run with trainable modules")
+            headers = self._channel.check_consistency(
+                header, "the start of a run with trainable modules"
+            )
             if any(other.shape != headers[0].shape for other in headers):
                 where = "the values of trainable modules"
                 refuse_different(exchange_json(self._channel, self.digests(), where))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import site_hash
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import HookError, HookMismatchError, agreed, see
@@ -75,7 +75,7 @@ def agree(
     stages: Sequence[Any],
     core: HookCore,
     directory: Directory,
-    world: Channel,
+    world: Communicator,
 ) -> Plan:
     """Check the call on all ranks together.
 
@@ -139,14 +139,14 @@ def agree(
     if len({of_rank["modules"] for of_rank in told} - {None}) > 1:
         digests = core.replicas.digests() if compares_modules else None
         refuse_different(exchange_json(world, digests, "the values of trainable modules"))
-    grid = len(mesh.grid)
+    grid = len(mesh.stage_ranks)
     first, last = directory.places[0] * grid, directory.places[-1] * grid
     for place in range(grid):
         along = [told[rank]["inputs"][1] for rank in range(place, len(told), grid)]
         check_alike(along, "shapes of keyword arguments along a pipeline")
         _check_target_rows(told[first + place]["rows"], told[last + place]["target_rows"])
     rows_of = [told[first + row * mesh.tp_size]["rows"] or number for row in range(mesh.dp_size)]
-    my_rows = told[first + mesh.place]["rows"]
+    my_rows = told[first + mesh.group_rank]["rows"]
     return Plan(
         json.dumps([number, call.has_backward, [of_rank["inputs"] for of_rank in told]]),
         number,

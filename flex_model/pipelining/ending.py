@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.serialization import decode, encode
 from flex_model.distributed.tensor_dicts import (
     describe,
@@ -37,8 +37,8 @@ class StepEnd:
         step: Step,
         stages: Sequence[Any],
         directory: Directory,
-        world: Channel,
-        line: Channel,
+        world: Communicator,
+        line: Communicator,
         on_all_ranks: bool,
         context_on_all: bool,
     ) -> None:
@@ -60,7 +60,7 @@ class StepEnd:
         this rank.
         """
         core, mesh = self._core, self._core.mesh
-        is_leader = mesh.place == 0
+        is_leader = mesh.group_rank == 0
         has_last = any(stage.is_last for stage in self._stages)
         names, read = save_ctx.end_step(core.save_ctx, before)
         written, sent = save_ctx.encoded(core.save_ctx, names if is_leader else [])
@@ -105,8 +105,8 @@ class StepEnd:
 
     def _along(self) -> list[int]:
         """This pipeline's ranks, as places among all."""
-        grid = len(self._core.mesh.grid)
-        return list(range(self._core.mesh.place, self._core.mesh.num_ranks, grid))
+        grid = len(self._core.mesh.stage_ranks)
+        return list(range(self._core.mesh.group_rank, self._core.mesh.num_ranks, grid))
 
     def _check_contexts(self, told: list[dict[str, Any]]) -> None:
         """ValueError, on every rank, for attributes of save_ctx that can't be merged, or that
@@ -180,7 +180,7 @@ class StepEnd:
 
     def _place(self, rank: int) -> int:
         """Which of the pipeline's places a rank is at."""
-        return rank // len(self._core.mesh.grid)
+        return rank // len(self._core.mesh.stage_ranks)
 
     def _describe(self, rank: int) -> str:
         place = self._place(rank)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from flex_model.distributed.channel import Channel
-from flex_model.distributed.connections import GRID
+from flex_model.distributed.communicator import Communicator
+from flex_model.distributed.group_pool import GRID
 from flex_model.errors import HookError
 from flex_model.hooks.core import HookCore
 from flex_model.integrations import fsdp
@@ -63,7 +63,7 @@ class Gradients:
         """Which trainable parameters have a part of their gradient here. JSON can hold it."""
         return [parameter.grad is not None for parameter in self._trainable]
 
-    def add_stages(self, line: Channel, told: Sequence[Sequence[bool]]) -> None:
+    def add_stages(self, line: Communicator, told: Sequence[Sequence[bool]]) -> None:
         """Give every rank the sum over stages of trainable parameters' gradients. Collective over
         the stages of a pipeline.
 

@@ -24,7 +24,7 @@ def modules_of(core: HookCore, directory: Directory, schedule: str) -> Modules:
         nodes[name] = Node(name, classes[name], name in called, was_run=False)
         on = directory.stages_of(name)
         stages[name] = f"stage{'s' * (len(on) > 1)} {', '.join(map(str, on))}"
-    num_ranks = len(core.mesh.grid)
+    num_ranks = len(core.mesh.stage_ranks)
 
     def stage_of(registration: Registration) -> int:
         if registration.kind == "tensor":

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.mesh import Mesh, group_ranks
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import HookFunction
@@ -177,7 +177,7 @@ class PipelinedFlexModel(FlexModel):
         return self._core.save_ctx
 
     @property
-    def _channel(self) -> Channel:
+    def _channel(self) -> Communicator:
         return self._pipeline.world
 
     def stages_of(self, name: str) -> tuple[int, ...]:
@@ -443,7 +443,7 @@ class PipelinedFlexModel(FlexModel):
 
     # Seeing it.
 
-    def _channels(self) -> dict[str, Channel]:
+    def _channels(self) -> dict[str, Communicator]:
         pipeline = self._pipeline
         channels = {"all": pipeline.world, "line": pipeline.line, "stage": self._core.channel}
         if pipeline.line is pipeline.world:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.tensor_dicts import (
     DTYPE_OF_NAME,
     Description,
@@ -32,7 +32,7 @@ from flex_model.pipelining.stages import Directory, is_traced, targets
 def settle(
     overlaid: Sequence[OverlaidStage],
     directory: Directory,
-    line: Channel,
+    line: Communicator,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     has_backward: bool,

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.errors import nearest
 from flex_model.layouts.resolve import ParameterSources
 from flex_model.layouts.statements import Statements
@@ -77,7 +77,9 @@ class StageParameters:
     All methods are collective over the ranks of the stage.
     """
 
-    def __init__(self, stages: Sequence[Any], channel: Channel, statements: Statements) -> None:
+    def __init__(
+        self, stages: Sequence[Any], channel: Communicator, statements: Statements
+    ) -> None:
         self.of_stage = {
             stage.stage_index: Parameters(stage.submod, channel, statements) for stage in stages
         }

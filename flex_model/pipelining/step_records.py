@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.tensor_dicts import describe, from_rank, gather_to_first
 from flex_model.layouts.resolve import ExpectedShape
 from flex_model.pipelining import chunks
@@ -95,7 +95,7 @@ def told(records: Sequence[StageRecords]) -> list[Any]:
 
 
 def deliver(
-    channel: Channel,
+    channel: Communicator,
     mine: Sequence[StageRecords],
     told_by_all: Sequence[Sequence[Any]],
     on_all_ranks: bool,
@@ -108,7 +108,7 @@ def deliver(
     ]
     if on_all_ranks:
         received = [
-            from_rank(channel, rank, tensors if rank == channel.mesh.place else (), of_rank)
+            from_rank(channel, rank, tensors if rank == channel.mesh.group_rank else (), of_rank)
             for rank, of_rank in enumerate(described)
         ]
     else:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.tensor_dicts import describe, exchange_json, from_rank
 from flex_model.errors import HookError, agreed
@@ -68,12 +68,12 @@ class Pipeline:
         mesh = core.mesh
         self.schedule, self.core, self.settings = schedule, core, settings
         self._step = step
-        along = mesh.line("pp")
-        self.world = Channel(Mesh(mesh.ranks, mesh.rank, tp_size=mesh.num_ranks), timeout_s)
+        along = mesh.axis_ranks("pp")
+        self.world = Communicator(Mesh(mesh.ranks, mesh.rank, tp_size=mesh.num_ranks), timeout_s)
         self.line = (
             self.world
             if len(along) == mesh.num_ranks
-            else Channel(Mesh(along, mesh.coordinates["pp"], tp_size=len(along)), timeout_s)
+            else Communicator(Mesh(along, mesh.coordinates["pp"], tp_size=len(along)), timeout_s)
         )
         self.session: Session | None = None  # where records go to a store
         self.runner = StageRunner(schedule, step, core, core.modules)
@@ -135,7 +135,7 @@ class Pipeline:
         told = exchange_json(self.world, mine, "FlexModel over a schedule: its stages")
         for what in ("schedule", "settings"):
             check_alike([of_rank[what] for of_rank in told], f"the {what} of a pipeline")
-        grid = len(self.core.mesh.grid)
+        grid = len(self.core.mesh.stage_ranks)
         described: dict[int, Any] = {}
         places: dict[int, int] = {}
         for rank, of_rank in enumerate(told):

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from flex_model.distributed import memory, values
-from flex_model.distributed.channel import Channel
-from flex_model.distributed.connections import GRID
-from flex_model.distributed.gather import Move
+from flex_model.distributed.communicator import Communicator
+from flex_model.distributed.gather import GatherSpec
+from flex_model.distributed.group_pool import GRID
 from flex_model.distributed.header import DTYPES, Header, sites_hash
 from flex_model.distributed.layout import Replicate, Shape, ShardLayout
 from flex_model.distributed.transports.transport import Gathered
@@ -64,7 +64,7 @@ class Records:
     def __init__(
         self,
         output_ptr: dict[Any, list[Tensor]],
-        channel: Channel,
+        channel: Communicator,
         output_ranks: str,
         step: Step | None = None,
     ) -> None:
@@ -85,7 +85,7 @@ class Records:
     @property
     def keeps_full(self) -> bool:
         """Whether this rank keeps full tensors."""
-        return self.on_all_ranks or (self._channel.mesh.place == 0 and not self.keeps_parts)
+        return self.on_all_ranks or (self._channel.mesh.group_rank == 0 and not self.keeps_parts)
 
     def take(self) -> dict[Any, list[Any]]:
         """Return all records, and forget them."""
@@ -141,7 +141,7 @@ class Records:
 
         Args:
             kind: ``"end of the run"`` or ``"end of the backward"``.
-            resolve: ``(call, shapes, dtype, known, shard) -> Move``: collective where the layout is
+            resolve: ``(call, shapes, dtype, known, shard) -> spec``: collective where the layout is
                 new.
         """
         pending = context.pending
@@ -160,7 +160,7 @@ class Records:
         )
         try:
             what = f"{kind}, with {len(pending)} records to deliver ({listed or 'none'})"
-            headers = self._channel.agree(header, what)
+            headers = self._channel.check_consistency(header, what)
             if pending:
                 key = (header.site, *(size for other in headers for size in other.shape))
                 moves = self._agree_on_moves(pending, self._tensors_of_all(key, local), resolve)
@@ -169,7 +169,7 @@ class Records:
                 if self.keeps_parts:
                     deliver = self._keep_parts
                 with torch.inference_mode(False), torch.no_grad():  # records are plain tensors
-                    deliver(pending, moves)
+                    deliver(pending, specs)
         except BaseException:
             self.forget(context)
             raise
@@ -195,7 +195,7 @@ class Records:
         self._tensors[key] = found
         return found
 
-    def _agree_on_moves(
+    def _check_specs(
         self,
         pending: list[PendingRecord],
         per_rank: list[list[tuple[torch.dtype, Shape]]],
@@ -204,7 +204,7 @@ class Records:
         moves = []
         for record, *tensors in zip(pending, *per_rank):
             if len({(dtype, len(shape)) for dtype, shape in tensors}) > 1:
-                own = tensors[self._channel.mesh.place]
+                own = tensors[self._channel.mesh.group_rank]
                 raise self._channel.mismatch(
                     f"{record.call.registration.describe()} with {own[0]} of shape {own[1]}",
                     "have different tensors",
@@ -213,16 +213,16 @@ class Records:
             snapshot = record.snapshot
             snapshot.wait()
             shard = snapshot.tensor
-            move = resolve(record.call, shapes, shard.dtype, record.known, shard)
+            spec = resolve(record.call, shapes, shard.dtype, record.known, shard)
             self._channel.meter.turn_to(record.call.registration.site)
             if move.pick is not None:
                 snapshot.change(move.pick.take)
             if move.layout.partial_axes:  # reducing needs the same device type on all ranks
                 self._snapshots.to_cpu([snapshot])
-                snapshot.change(lambda shard, move=move: move.cast(move.summed(shard)))
-            moves.append(move)
-        self._compare_replicas(pending, moves)
-        return moves
+                snapshot.change(lambda shard, spec=spec: spec.cast(spec.summed(shard)))
+            specs.append(spec)
+        self._compare_replicas(pending, specs)
+        return specs
 
     def _compare_replicas(self, pending: list[PendingRecord], moves: list[Move]) -> None:
         """Check that ranks hold equal values where the layout is Replicate, by proof, statement or
@@ -230,9 +230,9 @@ class Records:
         rank's. Collective where there is such a record.
         """
         compared = [
-            (record, move.layout)
-            for record, move in zip(pending, moves)
-            if self._is_replicated(move.layout) and replicas.are_compared(record.snapshot.tensor)
+            (record, spec.layout)
+            for record, spec in zip(pending, specs)
+            if self._is_replicated(spec.layout) and replicas.are_compared(record.snapshot.tensor)
         ]
         if not compared:
             return
@@ -253,9 +253,9 @@ class Records:
             mesh.tp_size > 1 and layout.tp == Replicate()
         )
 
-    def _deliver_to_all(self, pending: list[PendingRecord], moves: list[Move]) -> None:
+    def _deliver_to_all(self, pending: list[PendingRecord], specs: list[GatherSpec]) -> None:
         self._snapshots.to_cpu([record.snapshot for record in pending])
-        for record, move in zip(pending, moves):
+        for record, spec in zip(pending, specs):
             self._channel.meter.turn_to(record.call.registration.site)
             full = record.snapshot.tensor  # partial sums are reduced already
             if move.axes:
@@ -265,24 +265,24 @@ class Records:
     def _deliver_to_first(self, pending: list[PendingRecord], moves: list[Move]) -> None:
         """Gather all records in one transfer; only ranks whose shards rank 0 needs send."""
         mesh = self._channel.mesh
-        split = [(record, move) for record, move in zip(pending, moves) if move.axes]
+        split = [(record, spec) for record, spec in zip(pending, specs) if spec.axes]
         if self._channel.host_gather is None:
             self._snapshots.to_cpu([record.snapshot for record, _ in split])
         if split:
             tensors = [
                 Gathered(
-                    move.plan,
-                    mesh.members(move.axes, place=0),
+                    spec.plan,
+                    mesh.ranks_along(spec.axes, place=0),
                     record.snapshot.tensor,
                     site=record.call.registration.site,
                     ready=record.snapshot.ready,
                 )
-                for record, move in split
+                for record, spec in split
             ]
             fulls = self._channel.gather_to_first(GRID, tensors)
             for (record, _), full in zip(split, fulls or []):
                 self._fill(record, full)
-        whole = [record for record, move in zip(pending, moves) if not move.axes and record.slot]
+        whole = [record for record, spec in zip(pending, specs) if not spec.axes and record.slot]
         self._snapshots.to_cpu([record.snapshot for record in whole])
         for record in whole:
             self._fill(record, record.snapshot.tensor)
@@ -291,10 +291,10 @@ class Records:
         """Keep the shards where they are; of several replicas, the first rank keeps its own."""
         kept = [record for record, move in zip(pending, moves) if move.rank_0_gathers]
         self._snapshots.to_cpu([record.snapshot for record in kept])
-        for record, move in zip(pending, moves):
+        for record, spec in zip(pending, specs):
             tensor = record.snapshot.tensor
-            layout = RecordLayout.of(move, tensor.dtype)
-            self._fill(record, RecordShard(layout, tensor if move.rank_0_gathers else None))
+            layout = RecordLayout.of(spec, tensor.dtype)
+            self._fill(record, RecordShard(layout, tensor if spec.rank_0_gathers else None))
 
     @staticmethod
     def _fill(record: PendingRecord, full: Tensor | RecordShard) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flex_model.distributed import memory
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.transports import host_copies
 
 MAX_GPU_BYTES = 1 << 30  # of the clones on a rank's GPU
@@ -54,7 +54,7 @@ class Snapshots:
         max_gpu_bytes: The most bytes of snapshots on this rank's GPU.
     """
 
-    def __init__(self, channel: Channel, max_gpu_bytes: int = MAX_GPU_BYTES) -> None:
+    def __init__(self, channel: Communicator, max_gpu_bytes: int = MAX_GPU_BYTES) -> None:
         self._channel = channel
         self._max_gpu_bytes = max_gpu_bytes
         self._on_gpu: deque[Snapshot] = deque()  # the oldest first

@@ -180,7 +180,7 @@ void run(std::shared_ptr<Segment> control, std::vector<Group::Rank> ranks, int64
   // The last rank gives up instead of coming; the others hear it while they wait.
   if (rank == size - 1) {
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
-    group.give_up("had enough");
+    group.abort("had enough");
     return;
   }
   try {

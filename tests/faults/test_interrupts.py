@@ -13,7 +13,7 @@ from torch import nn
 
 import models
 from flex_model import FlexModel, HookFunction
-from flex_model.distributed.gather import Move
+from flex_model.distributed.gather import GatherSpec
 from forked_ranks import Ranks
 
 TRANSPORTS = ["shared_memory", "gloo"]
@@ -153,10 +153,10 @@ def leave_before_a_payload(rank, tell, size):
     tell("training")
     if rank == 0:
 
-        def interrupted(move, shard):
+        def interrupted(spec, shard):
             raise KeyboardInterrupt
 
-        Move.all_gather = interrupted
+        GatherSpec.all_gather = interrupted
     try:
         flex(BATCH).sum().backward()
     except KeyboardInterrupt:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import models
 from flex_model import FlexModel, HookFunction
-from flex_model.distributed import process_groups
+from flex_model.distributed.process_groups import _Rendezvous
 from forked_ranks import Ranks
 
 SITES = ["before it meets", "before gloo connects", "before hosts are told", "at the end"]
@@ -29,21 +29,21 @@ def wrap(rank, tell, size, victim, site):
 
 
 def die_at(site):
-    meeting = process_groups._Meeting
+    rendezvous = _Rendezvous
     name, place = {
-        "before it meets": ("words", "meeting"),
+        "before it meets": ("all_gather_strings", "meeting"),
         "before gloo connects": ("backend", ""),
-        "before hosts are told": ("words", "host"),
-        "at the end": ("words", "made"),
+        "before hosts are told": ("all_gather_strings", "host"),
+        "at the end": ("all_gather_strings", "made"),
     }[site]
-    original = getattr(meeting, name)
+    original = getattr(rendezvous, name)
 
     def dies(self, *words):
         if not words or words[0].startswith(place):
             os.kill(os.getpid(), signal.SIGKILL)
         return original(self, *words)
 
-    setattr(meeting, name, dies)
+    setattr(rendezvous, name, dies)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -80,20 +80,22 @@ def test_a_rank_that_dies_before_it_wraps_anything_is_named_at_the_timeout():
         ranks.told("ready")
         ranks.killed.add(1)
         outcome = ranks.outcomes(6)[0]
-    assert outcome.kind == "HookError" and "global ranks [1] did not come" in outcome.text, outcome
+    assert outcome.kind == "HookError" and "global ranks [1] did not arrive" in outcome.text, (
+        outcome
+    )
 
 
 @pytest.mark.ranks(2)
 def test_a_wrap_may_be_collected_while_the_next_one_is_made(monkeypatch):
     """On one rank: its group is one that the ranks have just told that they hold."""
-    old, meet = FlexModel(models.mlp(), tensor_parallel_size=2), process_groups._Meeting.held_by_all
+    old, original = FlexModel(models.mlp(), tensor_parallel_size=2), _Rendezvous.held_by_all
 
-    def held_by_all(meeting, number, held):
+    def held_by_all(rendezvous, number, held):
         if dist.get_rank() == 0:
             old.restore()
-        return meet(meeting, number, held)
+        return original(rendezvous, number, held)
 
-    monkeypatch.setattr(process_groups._Meeting, "held_by_all", held_by_all)
+    monkeypatch.setattr(_Rendezvous, "held_by_all", held_by_all)
     with models.replicas(FlexModel(models.mlp(), tensor_parallel_size=2, timeout=5)) as flex:
         flex.register_forward_hook(HookFunction("fc1"))
         flex(models.random(4, 6))

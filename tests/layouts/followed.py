@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from flex_model import _C
-from flex_model.distributed.channel import Channel
-from flex_model.distributed.gather import Move
+from flex_model.distributed.communicator import Communicator
+from flex_model.distributed.gather import GatherSpec
 from flex_model.distributed.layout import Shape, ShardLayout
 from flex_model.distributed.mesh import Mesh
 from flex_model.integrations import dtensor
@@ -60,9 +60,9 @@ def follow(model, mesh: Mesh, inputs, placements, statements=(), keywords=None):
     finally:
         for handle in handles:
             handle.remove()
-    channel = Channel(mesh, 30.0)
+    channel = Communicator(mesh, 30.0)
     try:
-        if len(mesh.grid) > 1:
+        if len(mesh.stage_ranks) > 1:
             exchange_chunks(channel, follower)
         found = {}
         for one in hooked:
@@ -72,7 +72,9 @@ def follow(model, mesh: Mesh, inputs, placements, statements=(), keywords=None):
     return found, follower, output
 
 
-def gathered(channel: Channel, follower: Follower, hooked: HookedTensor) -> torch.Tensor | None:
+def gathered(
+    channel: Communicator, follower: Follower, hooked: HookedTensor
+) -> torch.Tensor | None:
     """The full tensor by its proven layout; None where none is proven. Collective."""
     dp, tp = follower.placements(hooked.value)
     numbers = torch.tensor([dp is None or tp is None, hooked.shard.dim(), *hooked.shard.shape])
@@ -83,8 +85,8 @@ def gathered(channel: Channel, follower: Follower, hooked: HookedTensor) -> torc
     if dp is None or tp is None:
         return None
     shapes: list[Shape] = [tuple(row[2:]) for row in table]
-    move = Move.of(channel, ShardLayout(dp, tp), shapes, hooked.shard.dtype)
-    return move.all_gather(hooked.shard.contiguous())
+    spec = GatherSpec.of(channel, ShardLayout(dp, tp), shapes, hooked.shard.dtype)
+    return spec.all_gather(hooked.shard.contiguous())
 
 
 def unsharded(model, inputs, keywords=None):

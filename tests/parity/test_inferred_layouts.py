@@ -15,7 +15,7 @@ import models
 import table
 from cells import mixing_features
 from flex_model import FlexModel, HookError, HookFunction
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from frameworks import tensor_of
 from table import Cell, Sharded, in_place, mixing, oracle_run
 
@@ -168,7 +168,7 @@ def test_hooks_on_replicated_tensors_move_no_payload(framework, tmp_path):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("framework", ["hf-llama-2", "native-tp-2"])
 def test_an_idle_wrapper_makes_no_collective(framework, tmp_path):
-    ways = [name for name, value in vars(Channel).items() if callable(value)]
+    ways = [name for name, value in vars(Communicator).items() if callable(value)]
     ways = [name for name in ways if name not in ("__init__", "close", "is_local")]
     with frameworks.quiet(), build(framework, tmp_path) as pair:
         sharded = pair.shard()
@@ -181,7 +181,7 @@ def test_an_idle_wrapper_makes_no_collective(framework, tmp_path):
             handle = flex.register_forward_hook(HookFunction(pair.sites["row output"]))
             flex(*pair.inputs, **pair.keywords)
             handle.remove()
-            with mock.patch.multiple(Channel, **dict.fromkeys(ways)):
+            with mock.patch.multiple(Communicator, **dict.fromkeys(ways)):
                 assert collectives_of(lambda: step(flex)) == bare
 
 

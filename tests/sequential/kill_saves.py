@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.mesh import Mesh
 from flex_model.records.store import files
 from flex_model.records.store.session import Session
@@ -34,7 +34,7 @@ def record(batch):
 def write(folder, acknowledge):
     """What a sequential run does with its store, from where the last one came to."""
     store = ActivationStore(folder)
-    session = Session(store, Channel(Mesh(), 60.0), None, dict)
+    session = Session(store, Communicator(Mesh(), 60.0), None, dict)
     session.is_sequential = True
     session.check_hooks(HOOKS)
     listed = {"manifest.json"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flex_model import ActivationStore
-from flex_model.distributed.gather import Move
+from flex_model.distributed.gather import GatherSpec
 from flex_model.distributed.layout import Replicate, Shard, ShardLayout
 from flex_model.distributed.mesh import Mesh
 from flex_model.records.store.files import safetensors_of, write_whole
@@ -51,13 +51,13 @@ def test_what_the_ranks_write_is_the_full_tensor(layout, writers, dp_size, tmp_p
     layouts, wrote = set(), []
     for mesh in meshes(dp_size, tp_size):
         channel = SimpleNamespace(mesh=mesh, is_local=False)
-        move = Move.of(channel, layout, [tuple(shape)] * 4, full.dtype)
-        record_layout = RecordLayout.of(move, full.dtype)
+        spec = GatherSpec.of(channel, layout, [tuple(shape)] * 4, full.dtype)
+        record_layout = RecordLayout.of(spec, full.dtype)
         if mesh.rank == 0:
             layouts.add(record_layout)
-        if move.rank_0_gathers:
+        if spec.rank_0_gathers:
             wrote.append(mesh.rank)
-            shard = {"0/0/x": move.slice(full)}
+            shard = {"0/0/x": spec.slice(full)}
             write_whole(tmp_path / shard_name(0, 0, "0123abcd", mesh.rank), safetensors_of(shard))
     (record_layout,) = layouts
     assert wrote == writers == [rank for rank, _ in record_layout.shards]

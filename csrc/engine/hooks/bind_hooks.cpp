@@ -34,8 +34,8 @@ PyMethodDef call_site_definition = {
     "run_site", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call_site)),
     METH_FASTCALL, "(module, tree) -> tree: run the active hooks of a site."};
 
-// Python delivers Ctrl-C at the first line of a function, where that function can't catch it; so it
-// is caught outside of Python.
+// Python may raise KeyboardInterrupt at the first line of a function, where that function can't
+// catch it; so it is caught here, outside of Python.
 py::object make_watched(const py::function& act, const py::function& if_raised) {
   return py::cpp_function([act, if_raised](const py::args&) {
     try {
@@ -65,8 +65,8 @@ py::list registrations(const HookList& hooks) {
 }  // namespace
 
 void bind_hooks(py::module_& m) {
-  py::class_<Hook, std::shared_ptr<Hook>>(m, "Hook",
-                                          "One registered hook as the dispatcher sees it.")
+  py::class_<Hook, std::shared_ptr<Hook>>(
+      m, "Hook", "The part of a registered hook that the dispatcher needs.")
       .def(py::init([](py::object registration, Py_ssize_t unpack_idx, py::object record_name,
                        bool records_here) {
              return std::make_shared<Hook>(Hook{
@@ -75,23 +75,24 @@ void bind_hooks(py::module_& m) {
            py::arg("registration"), py::arg("unpack_idx"), py::arg("record_name"),
            py::arg("records_here"))
       .def(
-          "tag", [](Hook& hook, size_t group) { hook.groups.insert(group); }, "Put it in a group.",
+          "tag", [](Hook& hook, size_t group) { hook.groups.insert(group); }, "Add it to a group.",
           py::arg("group"))
       .def(
-          "untag", [](Hook& hook, size_t group) { hook.groups.erase(group); }, "Take it out.",
-          py::arg("group"))
+          "untag", [](Hook& hook, size_t group) { hook.groups.erase(group); },
+          "Remove it from a group.", py::arg("group"))
       .def(
           "has", [](const Hook& hook, size_t group) { return hook.groups.contains(group); },
           "Whether it is in a group.", py::arg("group"))
-      .def_readwrite("replays", &Hook::replays,
-                     "Whether it runs in any case, for a backward of a graph made with it.");
+      .def_readwrite(
+          "replays", &Hook::replays,
+          "Whether it runs whatever its groups, in a backward of a graph that was made with it.");
 
   py::class_<Site, std::shared_ptr<Site>>(m, "Site",
                                           "The hooks of one (module, kind) or of one parameter.")
       .def("add", &Site::add, "Add a hook, last in order.", py::arg("hook"))
       .def("remove", &Site::remove, "Remove a hook; nothing if it is not there.", py::arg("hook"))
       .def("refresh", &Site::refresh,
-           "Recompute what is active; whether it woke up or fell asleep.")
+           "Recompute the active hooks; whether the site changed between some and none.")
       .def_property_readonly("hooks", [](const Site& site) { return registrations(site.hooks()); })
       .def_property_readonly(
           "active", [](const Site& site) { return registrations(*site.active()); },
@@ -101,8 +102,8 @@ void bind_hooks(py::module_& m) {
 
   m.def(
       "watched", &make_watched,
-      "A callable that calls `act`, whatever it is given, and `if_raised` when that raises, be it "
-      "a Ctrl-C at its first line.",
+      "A callable that calls `act`, ignoring its arguments, and `if_raised` when that raises, also "
+      "by a Ctrl-C at its first line.",
       py::arg("act"), py::arg("if_raised"));
 
   m.def(
@@ -115,17 +116,18 @@ void bind_hooks(py::module_& m) {
       "by identity: `before` itself where nothing has changed; and a digest of the training flags.",
       py::arg("root"), py::arg("before"));
 
-  py::class_<Dispatcher>(m, "Dispatcher", "Which hooks run now.")
+  py::class_<Dispatcher>(m, "Dispatcher", "Selects the hooks that run now.")
       .def(py::init<py::dict, py::object, py::type, py::function>(), py::arg("records"),
            py::arg("run_hook"), py::arg("tensor_type"), py::arg("current_graph_task"))
-      .def("close", &Dispatcher::close, "Detach all sites and let go of the callback.")
+      .def("close", &Dispatcher::close, "Detach all sites and drop the callback.")
       .def("add_site", &Dispatcher::add_site,
-           "A new site; `module_ref` is a weak reference, or None.", py::arg("module_ref"))
-      .def("remove_site", &Dispatcher::remove_site, "Forget a site.", py::arg("site"))
+           "Make a site; `module_ref` is a weak reference, or None.", py::arg("module_ref"))
+      .def("remove_site", &Dispatcher::remove_site, "Detach and drop a site.", py::arg("site"))
       .def("activate", &Dispatcher::activate,
-           "Choose groups; the sites that woke up or fell asleep.", py::arg("groups"),
-           py::arg("complement"))
-      .def("clear_records", &Dispatcher::clear_records, "Forget the lists of the active hooks.")
+           "Set the active groups; returns the sites that changed between active hooks and none.",
+           py::arg("groups"), py::arg("complement"))
+      .def("clear_records", &Dispatcher::clear_records,
+           "Delete the record lists of the active hooks.")
       .def_readwrite("in_run", &Dispatcher::in_run, "Whether an outermost run has begun.");
 }
 

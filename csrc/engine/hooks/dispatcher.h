@@ -1,8 +1,8 @@
-// Which hooks of a site run now, and the shortest way to run those that only look.
+// Selects the hooks of a site that run now, and runs read-only hooks without Python.
 //
 // A Site stands for one (module, kind) or one parameter; torch calls it, and it calls the active
-// hooks in the order of their registration. A hook that only records, of one process, is served
-// here, without Python: `detach().clone()` into the list of its name. All others go to the Python
+// hooks in the order of their registration. With one process, a hook that only records runs here:
+// it appends `detach().clone()` to the list of its name. All others are passed to the Python
 // callback `run_hook`, which gathers, edits and scatters.
 #pragma once
 
@@ -18,12 +18,12 @@ namespace flex_model {
 namespace py = pybind11;
 
 struct Hook {
-  py::object registration;  // what run_hook is told: flex_model.hooks.site.Registration
+  py::object registration;  // the argument of run_hook: flex_model.hooks.registration.Registration
   Py_ssize_t unpack_idx;
   py::object record_name;
-  bool records_here;  // only records, and nothing needs to be gathered: served without Python
+  bool records_here;  // only records and needs no gather: runs without Python
   GroupSet groups;
-  bool replays = false;  // runs for a backward of a graph that was made with it, in no group or not
+  bool replays = false;  // runs in a backward of a graph that was made with it, whatever its groups
 };
 
 using HookList = std::vector<std::shared_ptr<Hook>>;
@@ -39,20 +39,20 @@ class Site {
   void remove(const std::shared_ptr<Hook>& hook);
   // Recomputes the active hooks; true if the site went from none to some or from some to none.
   bool refresh();
-  // A snapshot: hooks may come and go while a caller iterates.
+  // A snapshot: hooks may be added and removed while a caller iterates.
   std::shared_ptr<const HookList> active() const { return active_; }
   const HookList& hooks() const { return hooks_; }
 
-  // Cuts the site off from its dispatcher: no hook of it runs any more, whoever still holds it.
+  // Detaches the site from its dispatcher: its hooks no longer run, even if others refer to it.
   void detach();
 
-  // The active hooks over one tree of tensors (an output, or `(args, kwargs)`): a new reference to
-  // the tree the model goes on with (the same object if no hook edited it), or nullptr with a
-  // Python error.
+  // Runs the active hooks on one tree of tensors (an output, or `(args, kwargs)`). Returns a new
+  // reference to the tree that the model continues with (the same object if no hook edited it), or
+  // nullptr with a Python error.
   PyObject* run(PyObject* module, PyObject* tree);
 
  private:
-  // 1: recorded, 0: not a case for here, -1: Python error.
+  // 1: recorded, 0: not possible here, -1: Python error.
   int record(const Hook& hook, PyObject* tree);
 
   Dispatcher* dispatcher_;  // nullptr once detached
@@ -75,17 +75,17 @@ class Dispatcher {
   Dispatcher(const Dispatcher&) = delete;
   Dispatcher& operator=(const Dispatcher&) = delete;
 
-  // Detaches all sites and lets go of the callback, which may hold the owner of this dispatcher.
+  // Detaches all sites and drops the callback, which may refer to the owner of this dispatcher.
   void close();
   std::shared_ptr<Site> add_site(py::object module_ref);
   void remove_site(const std::shared_ptr<Site>& site);
-  // Sets the groups whose hooks run (with `complement`: those in none of them); the sites that woke
-  // up or fell asleep.
+  // Sets the groups whose hooks run (with `complement`: hooks in none of them run). Returns the
+  // sites that changed between having active hooks and having none.
   std::vector<std::shared_ptr<Site>> activate(const std::vector<size_t>& groups, bool complement);
   bool is_active(const Hook& hook) const {
     return hook.replays || hook.groups.overlaps(active_) != complement_;
   }
-  // Forgets the lists of the active hooks: what an outermost run does first.
+  // Deletes the record lists of the active hooks, at the start of an outermost run.
   void clear_records();
 
   py::dict records;      // the user's output_ptr

@@ -1,4 +1,4 @@
-// A set of hook groups, by number: as many as one likes, 64 of them in the first word.
+// A set of hook groups, by number: a bit set that grows as needed.
 #pragma once
 
 #include <algorithm>

@@ -81,7 +81,7 @@ class Walk {
 
   void add_hooks(PyObject* hooks) {
     if (hooks == nullptr || !PyDict_Check(hooks) || PyDict_GET_SIZE(hooks) == 0) return;
-    // A copy: to ask a hook where it comes from runs its own code, which may change the table.
+    // A copy: reading a hook's __module__ may run its own code, which may change the dict.
     const auto copy = py::reinterpret_steal<py::object>(PyDict_Copy(hooks));
     PyObject *key = nullptr, *hook = nullptr;
     for (Py_ssize_t at = 0; PyDict_Next(copy.ptr(), &at, &key, &hook);) {

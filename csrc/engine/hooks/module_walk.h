@@ -1,5 +1,5 @@
-// What a model is made of, seen anew before each forward: its modules, their code and the hooks of
-// others on them. In C++, since every forward pays for it, per module.
+// Lists a model's modules, their code and the hooks of others on them, before each forward. In C++,
+// because every forward pays for it per module.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,15 +7,15 @@
 namespace flex_model {
 
 struct ModuleWalk {
-  // Objects to be compared by identity: they are others where a module, its `forward` or a hook on
-  // it is another. Hooks of this library are left out.
+  // Objects to compare by identity: they differ where a module, its `forward` or a hook on it was
+  // replaced. Hooks of this library are left out.
   pybind11::list objects;
-  // Stands for the training flags of all modules, in order; the same on every rank.
+  // A hash of the training flags of all modules, in order; the same on every rank.
   uint64_t training;
 };
 
-// Walks all modules under `root`, each once. Where the objects are those of `before`, that list is
-// the result's, so that `is` tells whether anything has changed.
+// Walks all modules under `root`, each once. If the objects equal those of `before`, the result has
+// `before` itself, so that `is` shows whether anything changed.
 ModuleWalk walk_modules(pybind11::handle root, const pybind11::list& before);
 
 }  // namespace flex_model

@@ -3,31 +3,31 @@
 #include <memory>
 #include <stdexcept>
 
+#include "in_flight_targets.h"
 #include "messages.h"
-#include "offer.h"
 #include "transfer.h"
 
 namespace flex_model {
 namespace {
 
-// The largest shards that travel inside messages to every rank: larger ones are written once, where
-// they are to be, for less than the second copy costs.
+// The largest shards that are sent inside messages. A larger one is written directly into every
+// rank's full tensor, which costs less than the second copy out of a message.
 constexpr int64_t kInlineBytes = 16 << 10;
 
-// Whose lease everyone's views are of.
+// The rank whose lease all ranks' views show.
 constexpr int64_t kHome = 0;
 
-// A view of the first rank's lease, that `reader` reads; a copy where that can't be had.
+// A view of the first rank's lease, counted by `reader`; a copy where no mapping can be made.
 Owned view_of(Group& group, const Place& home, int64_t bytes,
               std::unique_ptr<Group::Reader> reader) {
   struct View {
-    std::shared_ptr<Views> views;
+    std::shared_ptr<CowMapping> views;
     char* data;
-    std::unique_ptr<Group::Reader> reader;  // leaves after the view
+    std::unique_ptr<Group::Reader> reader;  // released after the view
     ~View() { views->give_back(data); }
   };
   try {
-    const std::shared_ptr<Views> views = group.views(kHome, home);
+    const std::shared_ptr<CowMapping> views = group.views(kHome, home);
     if (char* data = views->take(home.offset, bytes)) {
       return {data, std::shared_ptr<View>(new View{views, data, std::move(reader)})};
     }
@@ -45,25 +45,25 @@ class LargeAllGather {
                  const std::vector<char*>& fulls, int64_t num_views);
 
   // The steps, in this order.
-  void meet();  // finds out where everyone's tensors are
+  void exchange_targets();  // collects the addresses of all ranks' tensors
   void write();
   void end();  // returns when all have written
   std::vector<Owned> views();
 
  private:
-  // What a rank tells of the tensors that it wants.
-  struct Wanted {
+  // A rank's message: the full tensors that it receives.
+  struct Targets {
     int64_t num_places;    // its own in its arena; they follow
     int64_t num_streamed;  // its own elsewhere
     int64_t num_views;
     int64_t shared;  // of the first rank: the number of its lease for views, -1 if it has none
     Place home;      // and where that is
   };
-  static constexpr int64_t kMaxPlaces = (kMessageBytes - sizeof(Wanted)) / sizeof(Place);
+  static constexpr int64_t kMaxPlaces = (kMessageBytes - sizeof(Targets)) / sizeof(Place);
 
-  void want(char* full);
-  void tell(int64_t num_views);
-  void hear();
+  void add_full(char* full);
+  void post_targets(int64_t num_views);
+  void read_targets();
   bool has_home() const { return home_.shared >= 0; }
   int64_t bytes() const { return plan_.boxes().full_bytes; }
 
@@ -73,10 +73,10 @@ class LargeAllGather {
   int64_t num_views_;
   std::vector<char*> in_arena_, elsewhere_;
   std::vector<char*> targets_;                  // of all ranks, as this one writes to them
-  Wanted home_{};                               // the first rank's
+  Targets home_{};                              // the first rank's
   int64_t num_streamed_ = 0, num_readers_ = 0;  // of all ranks
-  std::unique_ptr<Group::Reader> writer_;       // of the first rank's lease: keeps it
-  std::unique_ptr<Offer> offer_;
+  std::unique_ptr<Group::Reader> writer_;       // of the first rank's lease: keeps it alive
+  std::unique_ptr<InFlightTargets> in_flight_;
   std::vector<Owned> own_views_;  // where there is no home
 };
 
@@ -86,36 +86,36 @@ LargeAllGather::LargeAllGather(Group& group, const GatherPlan& plan, const char*
   if (static_cast<int64_t>(fulls.size()) + num_views > kMaxPlaces) {
     throw std::length_error("all_gather");
   }
-  for (char* full : fulls) want(full);
+  for (char* full : fulls) add_full(full);
 }
 
-void LargeAllGather::want(char* full) {
+void LargeAllGather::add_full(char* full) {
   const bool is_pooled = Arena::of_process().place_of(full, bytes()).segment >= 0;
   (is_pooled ? in_arena_ : elsewhere_).push_back(full);
 }
 
-void LargeAllGather::meet() {
-  tell(num_views_);
-  hear();
+void LargeAllGather::exchange_targets() {
+  post_targets(num_views_);
+  read_targets();
   if (has_home() || num_readers_ == 0) return;
-  // The first rank has no room, or wants no view itself: all meet once more, each view a tensor of
-  // its own.
+  // The first rank has no room, or needs no view itself: a second round, in which each view is a
+  // tensor of the rank's own.
   for (int64_t i = 0; i < num_views_; ++i) {
     own_views_.push_back(own_memory(bytes()));
-    want(own_views_.back().data);
+    add_full(own_views_.back().data);
   }
-  tell(0);
-  hear();
+  post_targets(0);
+  read_targets();
 }
 
-void LargeAllGather::tell(int64_t num_views) {
+void LargeAllGather::post_targets(int64_t num_views) {
   Arena& arena = Arena::of_process();
   char* message = group_.begin();
-  Wanted mine{static_cast<int64_t>(in_arena_.size()),
-              static_cast<int64_t>(elsewhere_.size()),
-              num_views,
-              -1,
-              {}};
+  Targets mine{static_cast<int64_t>(in_arena_.size()),
+               static_cast<int64_t>(elsewhere_.size()),
+               num_views,
+               -1,
+               {}};
   std::vector<char*> offered = in_arena_;
   if (group_.rank() == kHome && num_views > 0) {
     const Arena::Shared lease = arena.lease_shared(bytes());
@@ -129,19 +129,20 @@ void LargeAllGather::tell(int64_t num_views) {
   std::memcpy(message, &mine, sizeof(mine));
   auto* places = reinterpret_cast<Place*>(message + sizeof(mine));
   for (char* full : in_arena_) *places++ = arena.place_of(full, bytes());
-  offer_ = std::make_unique<Offer>(std::move(offered));
-  group_.post(Act::kAllGather, plan_.hash());
+  in_flight_ = std::make_unique<InFlightTargets>(std::move(offered));
+  group_.post(Op::kAllGather, plan_.hash());
 }
 
-void LargeAllGather::hear() {
+void LargeAllGather::read_targets() {
   const int64_t me = group_.rank(), size = group_.size();
   targets_.clear();
   num_streamed_ = num_readers_ = 0;
-  for (int64_t k = 0; k < size; ++k) {  // one's own first: each rank begins at another place
+  for (int64_t k = 0; k < size;
+       ++k) {  // own tensors first, so that no two ranks write to one rank at a time
     const int64_t r = (me + k) % size;
-    const char* told = group_.message(r);
-    Wanted theirs;
-    std::memcpy(&theirs, told, sizeof(theirs));
+    const char* message = group_.message(r);
+    Targets theirs;
+    std::memcpy(&theirs, message, sizeof(theirs));
     num_streamed_ += theirs.num_streamed;
     num_readers_ += theirs.num_views;
     if (r == kHome) home_ = theirs;
@@ -149,7 +150,7 @@ void LargeAllGather::hear() {
       targets_.insert(targets_.end(), in_arena_.begin(), in_arena_.end());
       continue;
     }
-    const auto* their_places = reinterpret_cast<const Place*>(told + sizeof(theirs));
+    const auto* their_places = reinterpret_cast<const Place*>(message + sizeof(theirs));
     for (int64_t i = 0; i < theirs.num_places; ++i) {
       targets_.push_back(group_.peer(r, their_places[i], bytes()));
     }
@@ -170,18 +171,19 @@ void LargeAllGather::write() {
 
 void LargeAllGather::end() {
   group_.begin();
-  if (writer_ != nullptr) {  // before any of them can leave
+  if (writer_ != nullptr) {  // counted before any of them can be released
     Arena::of_process().own_table().readers[home_.shared].fetch_add(
         static_cast<int32_t>(num_readers_));
   }
-  group_.post(Act::kDone, plan_.hash());
+  group_.post(Op::kDone, plan_.hash());
   wait_for_all(group_);
-  offer_->done();
+  in_flight_->done();
 }
 
 std::vector<Owned> LargeAllGather::views() {
   if (!has_home()) return std::move(own_views_);
-  std::vector<std::unique_ptr<Group::Reader>> readers;  // all of them, whatever is thrown below
+  std::vector<std::unique_ptr<Group::Reader>>
+      readers;  // all of them first: what is thrown below releases them all
   for (int64_t i = 0; i < num_views_; ++i) readers.push_back(group_.reader(kHome, home_.shared));
   std::vector<Owned> views;
   for (auto& reader : readers) {
@@ -197,7 +199,7 @@ std::vector<Owned> all_gather(Group& group, const GatherPlan& plan, const char* 
   const Boxes& boxes = plan.boxes();
   if (largest(boxes.shard_bytes) > kInlineBytes) {
     LargeAllGather gather(group, plan, shard, fulls, num_views);
-    gather.meet();
+    gather.exchange_targets();
     gather.write();
     gather.end();
     return gather.views();
@@ -207,7 +209,7 @@ std::vector<Owned> all_gather(Group& group, const GatherPlan& plan, const char* 
   const int64_t me = group.rank(), size = group.size();
   char* message = group.begin();
   if (boxes.shard_bytes[me] > 0) std::memcpy(message, shard, boxes.shard_bytes[me]);
-  group.post(Act::kAllGather, plan.hash());
+  group.post(Op::kAllGather, plan.hash());
   std::vector<const char*> shards(size);
   for (int64_t r = 0; r < size; ++r) shards[r] = r == me ? shard : group.message(r);
   for (char* full : fulls) assemble_boxes(boxes.boxes, shards, full);

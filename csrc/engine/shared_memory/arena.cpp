@@ -50,13 +50,13 @@ Arena::Shared Arena::lease_shared(int64_t bytes) {
   return {data, number};
 }
 
-void ArenaTable::leave(int64_t shared) {
+void ArenaTable::release_reader(int64_t shared) {
   if (readers[shared].fetch_sub(1, std::memory_order_acq_rel) == 1) {
     num_unread.fetch_add(1, std::memory_order_release);
   }
 }
 
-// Ends the shared leases that nobody reads any more.
+// Ends the shared leases that have no reader.
 void Arena::end_unread() {
   if (shared_.empty() || is_forked_) return;
   const int64_t num_unread = own_table().num_unread.load(std::memory_order_acquire);
@@ -156,8 +156,8 @@ void Arena::close() {
   for (size_t i = 0; i < held_.size(); ++i) give_back_if_free(i);
 }
 
-// Shared leases don't keep it: views are mappings of their own, and the last one's end frees it,
-// also where that is a process that can't tell.
+// A shared lease does not keep its segment: views are mappings of their own, and the kernel frees
+// the memory with the last of them, even where a process is killed before it releases its reader.
 void Arena::give_back_if_free(size_t index) {
   if (!held_[index]) return;
   Held& held = *held_[index];
@@ -187,11 +187,11 @@ Place Arena::place_of(const char* data, int64_t bytes) const {
   return {index, offset};
 }
 
-Stretch Arena::segment_of(const char* data) const {
+MemoryRange Arena::segment_of(const char* data) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   int64_t index;
   const Held* held = find(data, &index);
-  return held == nullptr ? Stretch{} : held->segment.stretch();
+  return held == nullptr ? MemoryRange{} : held->segment.range();
 }
 
 char* Arena::at(const Place& place) const {
@@ -226,10 +226,10 @@ int64_t Arena::leased_bytes() {
   return leased_bytes_;
 }
 
-// Adds a segment that holds `bytes`; each is as large as all before, so that their number stays
-// small.
+// Adds a segment of at least `bytes` bytes; each is as large as all before it together, so that
+// there are few.
 bool Arena::grow(int64_t bytes) {
-  // A place in the table is used again: peers of now have not seen what was there.
+  // The entry of a freed segment is reused: no current peer has opened that segment.
   const int64_t number = std::find(held_.begin(), held_.end(), nullptr) - held_.begin();
   if (number >= ArenaTable::kMaxSegments) return false;
   int64_t size = round_up(std::max({bytes, kSmallestSegment, std::min(held_bytes_, kLargestStep)}),
@@ -283,8 +283,8 @@ void Arena::after_fork_in_child() noexcept {
   mutex_.unlock();
 }
 
-// The child keeps what its tensors hold, as after any fork, in memory of its own: what it writes
-// there the parent never sees, nor the child what the parent's peers write.
+// The child keeps the contents of its tensors, as after any fork, in private memory: neither
+// process sees the other's later writes, nor does the child see those of the parent's peers.
 void Arena::detach() noexcept {
   is_forked_ = true;
   has_peers_ = false;
@@ -292,7 +292,7 @@ void Arena::detach() noexcept {
     if (!held) continue;
     held->segment.detach([&](char* copy) {
       for (const auto& [offset, part] : held->parts) {
-        if (part.is_free || part.is_shared) continue;  // views are copied, see there
+        if (part.is_free || part.is_shared) continue;  // views are copied: see CowMapping::detach
         std::memcpy(copy + offset, held->segment.data() + offset, part.bytes);
       }
     });

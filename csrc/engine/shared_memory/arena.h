@@ -1,8 +1,8 @@
-// The pool of memory from which this process gives out tensors that its peers can write and read.
+// A pool of memory for tensors that other processes of the host can read and write.
 //
-// Pages are faulted in once and used again: for tensors of many MiB the faults of fresh memory cost
-// several times the copy. One arena a process, which grows by segments; a lease ends with the
-// tensor that was made of it. Threads may lease and end leases at any time.
+// Pages are faulted in once and reused: for tensors of many MiB the faults of fresh memory cost
+// several times the copy. There is one arena per process. It grows by segments; a lease ends when
+// the tensor made of it dies. Threads may lease and end leases at any time.
 #pragma once
 
 #include <atomic>
@@ -19,82 +19,82 @@
 
 namespace flex_model {
 
-// A stretch of an arena as peers name it.
+// An address in an arena that is valid in every process.
 struct Place {
   int64_t segment = -1;  // -1: not in the arena
   int64_t offset = 0;
 };
 
-// The segments of an arena, for peers to read: a table in memory of its own, only ever added to.
-// And how many readers each shared lease has, who say there when they leave.
+// A table in shared memory by which peers find the segments of an arena: entries are only added. It
+// also counts the readers of each shared lease.
 struct ArenaTable {
   static constexpr int64_t kMaxSegments = 1024;
   static constexpr int64_t kMaxShared = 16384;
   std::atomic<int64_t> num_segments;
   SegmentAddress segments[kMaxSegments];
-  std::atomic<int64_t> num_unread;  // shared leases that have lost their last reader, so far
+  std::atomic<int64_t> num_unread;  // shared leases whose last reader was released, so far
   std::atomic<int32_t> readers[kMaxShared];
 
-  // A reader of that shared lease leaves: from now on its memory is not read.
-  void leave(int64_t shared);
+  // Releases one reader of a shared lease, which no longer reads its memory.
+  void release_reader(int64_t shared);
 };
 
 class Arena {
  public:
-  // This process's; in a forked child, one that has no peers.
+  // The arena of this process; in a forked child it has no peers.
   static Arena& of_process();
 
-  // Bytes of at least this number; null if there are no peers, or the limit or the machine's
-  // memory is reached.
+  // Leases at least `bytes` bytes; null if there are no peers, or if the limit or the machine's
+  // memory is exhausted.
   char* lease(int64_t bytes);
 
-  // `data` was leased, and is free again.
+  // Ends the lease of `data`.
   void end_lease(char* data);
 
-  // A lease in whole pages that ends when nobody reads it any more, here or in other processes. It
-  // has one reader, who leaves by the table. A null `data` if there is none.
+  // A lease of whole pages that ends with its last reader, in this process or another. It starts
+  // with one reader, which is released through the table. `data` is null if nothing can be leased.
   struct Shared {
     char* data = nullptr;
     int64_t number = -1;  // in the table
   };
   Shared lease_shared(int64_t bytes);
 
-  // `data` was leased, and a peer that is late may still write to it: it is never given out again,
-  // unless it is reinstated before its lease ends.
+  // Marks leased memory that a late peer may still write to: it is never leased again, unless it
+  // is reinstated before its lease ends.
   void retire(char* data) { set_retired(data, true); }
   void reinstate(char* data) { set_retired(data, false); }
 
-  // There are no peers any more: gives back what is not leased, and the rest as its leases end.
-  // Until the table is asked for again, nothing is given out.
+  // Frees all segments without leases now, and the others as their leases end. For when there are
+  // no peers any more: nothing is leased until table() is called again.
   void close();
 
   // The inverse of place_of.
   char* at(const Place& place) const;
 
-  // Where `bytes` bytes at `data` lie.
+  // The place of `bytes` bytes at `data`.
   Place place_of(const char* data, int64_t bytes) const;
 
-  // The segment that `data` is in, as mapped here; null if it is not in the arena.
-  Stretch segment_of(const char* data) const;
+  // The segment that contains `data`, as mapped here; null if `data` is not in the arena.
+  MemoryRange segment_of(const char* data) const;
 
-  // Of the table (an ArenaTable), for peers: from now on there are some.
+  // The address of the ArenaTable, to be sent to peers: from now on memory can be leased.
   SegmentAddress table();
 
-  // The same, of a process that has asked for it.
+  // The table itself; table() must have been called.
   ArenaTable& own_table() { return *reinterpret_cast<ArenaTable*>(table_.data()); }
 
-  // The most bytes that it may hold; -1 for as much as the machine can give.
+  // Sets how many bytes the arena may hold; -1 for as many as the machine has.
   void set_limit(int64_t bytes);
 
-  int64_t held_bytes() const;  // taken from the machine
-  int64_t leased_bytes();      // given out
+  int64_t held_bytes() const;  // allocated from the machine
+  int64_t leased_bytes();      // in use by leases
 
   void before_fork();
   void after_fork_in_parent();
   void after_fork_in_child() noexcept;
 
  private:
-  struct Part {  // of a segment
+  struct Part {  // a range of a segment
     int64_t bytes;
     bool is_free;
     bool is_retired = false;
@@ -123,12 +123,12 @@ class Arena {
   Held* find(const char* data, int64_t* index) const;
 
   mutable std::mutex mutex_;
-  std::vector<std::unique_ptr<Held>> held_;  // null: given back
-  std::set<FreePart> free_;                  // the smallest that fits is taken
+  std::vector<std::unique_ptr<Held>> held_;  // null: freed
+  std::set<FreePart> free_;                  // by size: the smallest that fits is used
   Segment table_;
-  // Leases by their number in the table; null: its segment was given back, the number not yet.
+  // Shared leases by their number in the table; null: the segment is freed, the number still used.
   std::map<int64_t, char*> shared_;
-  int64_t num_unread_ = 0;  // of which was heard
+  int64_t num_unread_ = 0;  // the table's count when it was last read
   bool is_forked_ = false;
   ForkGate gate_;
   int64_t held_bytes_ = 0, leased_bytes_ = 0, limit_ = -1;

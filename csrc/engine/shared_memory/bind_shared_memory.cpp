@@ -44,7 +44,7 @@ std::vector<char*> write(const std::vector<Span>& spans, int64_t needed, const c
   return result;
 }
 
-// Bytes of a rank's shard.
+// The size of a rank's shard in bytes.
 int64_t shard_bytes(const GatherPlan& plan, int64_t rank) {
   const std::vector<int64_t>& bytes = plan.boxes().shard_bytes;
   if (rank < 0 || rank >= static_cast<int64_t>(bytes.size()))
@@ -52,7 +52,7 @@ int64_t shard_bytes(const GatherPlan& plan, int64_t rank) {
   return bytes[rank];
 }
 
-// As shard_bytes, of the rank that is here; 0 where it is not among those that hold shards.
+// As shard_bytes, for this rank; 0 if it holds no shard.
 int64_t own_bytes(const Group& group, const GatherPlan& plan, const std::vector<int64_t>& ranks) {
   const auto place = std::find(ranks.begin(), ranks.end(), group.rank());
   return place == ranks.end() ? 0 : shard_bytes(plan, place - ranks.begin());
@@ -62,7 +62,7 @@ int64_t full_bytes(const Group& group, const GatherPlan& plan) {
   return group.rank() == 0 ? plan.boxes().full_bytes : 0;
 }
 
-// Held by the group's first rank until all have opened it.
+// The control block, kept by the group's first rank until all have opened it.
 class ControlBlock {
  public:
   explicit ControlBlock(int64_t num_ranks) : segment_(Group::make_control(num_ranks)) {}
@@ -73,7 +73,7 @@ class ControlBlock {
   Segment segment_;
 };
 
-// In long waits: Python's signal handlers run, Ctrl-C's too, and then `callback` if there is one.
+// Runs Python's signal handlers (Ctrl-C) during long waits, and then `callback` if there is one.
 void watch(Group& group, const std::optional<std::function<void(double)>>& callback) {
   group.set_watch([callback](double waited_s) {
     const py::gil_scoped_acquire gil;
@@ -141,7 +141,7 @@ void gather_tuples_to_first(Group& group, const std::vector<GatheredTuple>& tupl
   gather_to_first(group, tensors);
 }
 
-// An OpenGather with what it refers to.
+// An OpenGather that owns the objects it refers to.
 class OwningGather {
  public:
   using Tuple = std::tuple<py::object, std::vector<int64_t>, py::object>;  // plan, ranks, full
@@ -190,7 +190,7 @@ class OwningGather {
 void bind_errors(py::module_& m) {
   static PyObject* failed = PyErr_NewExceptionWithDoc(
       "flex_model._C.WaitError",
-      "A wait for other ranks ended without them: (reason, ranks, text), where the reason is "
+      "A failed wait for other ranks: (reason, ranks, text), where the reason is "
       "'late', 'dead', 'broken' or 'out of step'.",
       PyExc_RuntimeError, nullptr);
   m.add_object("WaitError", py::reinterpret_borrow<py::object>(failed));
@@ -214,10 +214,10 @@ void bind_shared_memory(py::module_& m) {
         py::arg("sizes"), py::arg("code"), py::arg("bits"));
   m.def(
       "arena_table", [] { return to_tuple(Arena::of_process().table()); },
-      "Where peers find this process's arena: (pid, fd, token, bytes).");
+      "The address by which peers open this process's arena: (pid, fd, token, bytes).");
   m.def(
       "set_arena_limit", [](int64_t bytes) { Arena::of_process().set_limit(bytes); },
-      "The most bytes that the arena may hold; -1 for what the machine can give.",
+      "Set how many bytes the arena may hold; -1 for as many as the machine has.",
       py::arg("bytes"));
   m.def(
       "arena_bytes",
@@ -229,23 +229,24 @@ void bind_shared_memory(py::module_& m) {
       "arena_segment",
       [](uintptr_t address) {
         const auto* data = reinterpret_cast<const char*>(address);
-        const Stretch segment = Arena::of_process().segment_of(data);
+        const MemoryRange segment = Arena::of_process().segment_of(data);
         return std::make_pair(reinterpret_cast<uintptr_t>(segment.data), segment.bytes);
       },
-      "Address and bytes of the arena's segment that an address is in; (0, 0) if it is in none.",
+      "Address and bytes of the arena's segment that contains an address; (0, 0) if none does.",
       py::arg("address"));
-  m.def("worthwhile_view_bytes", &Views::worthwhile_bytes,
-        "From how many bytes on all_gather_views costs less than copies; -1: it makes copies.");
-  m.def("views_without_notes", &Views::do_without_notes,
-        "Whether views made from now on do without the kernel's notes of writes.",
+  m.def("worthwhile_view_bytes", &CowMapping::worthwhile_bytes,
+        "The size in bytes above which all_gather_views costs less than copies; -1: it makes "
+        "copies.");
+  m.def("views_without_notes", &CowMapping::disable_tracking,
+        "Set whether views made from now on do without the kernel's tracking of writes.",
         py::arg("without"));
   m.def(
       "close_arena", [] { Arena::of_process().close(); },
-      "There are no groups any more: give back what is not leased, and the rest as leases end.");
+      "Free the memory that is not leased, and the rest as leases end; for when no group is left.");
 
-  py::class_<ControlBlock>(m, "ControlBlock", "What the ranks of a HostGroup share.")
+  py::class_<ControlBlock>(m, "ControlBlock", "The memory that the ranks of a HostGroup share.")
       .def(py::init<int64_t>(), py::arg("num_ranks"))
-      .def_property_readonly("address", &ControlBlock::address, "As HostGroup.open takes it.");
+      .def_property_readonly("address", &ControlBlock::address, "The argument of HostGroup.open.");
 
   py::class_<Group>(m, "HostGroup", "Ranks of one host that share memory.")
       .def_static(
@@ -253,32 +254,33 @@ void bind_shared_memory(py::module_& m) {
           [](ControlBlock& control, const std::vector<AddressTuple>& tables, int64_t rank) {
             return make_group(control.take(), tables, rank);
           },
-          "On the rank that made the block. `tables` are the ranks' `arena_table()`.",
+          "Make the group on the rank that made the block. `tables`: each rank's `arena_table()`.",
           py::arg("control"), py::arg("tables"), py::arg("rank"))
       .def_static(
           "open",
           [](const AddressTuple& control, const std::vector<AddressTuple>& tables, int64_t rank) {
             return make_group(Segment::open(to_address(control)), tables, rank);
           },
-          "On the other ranks. RuntimeError if the memory can't be reached.", py::arg("control"),
-          py::arg("tables"), py::arg("rank"))
-      .def_property_readonly("rank", &Group::rank, "This process's place.")
+          "Make the group on the other ranks. RuntimeError if the memory can't be opened.",
+          py::arg("control"), py::arg("tables"), py::arg("rank"))
+      .def_property_readonly("rank", &Group::rank, "The index of this process.")
       .def_property_readonly("size", &Group::size, "Number of ranks.")
-      .def_property_readonly("is_broken", &Group::is_broken, "Whether a rank has given up.")
-      .def("set_timeout", &Group::set_timeout, "The longest wait, in seconds.", py::arg("seconds"))
-      .def("set_position", &Group::set_position, "Where this rank is: told to who waits for it.",
-           py::arg("text"))
+      .def_property_readonly("is_broken", &Group::is_broken, "Whether a rank has aborted.")
+      .def("set_timeout", &Group::set_timeout, "Set the deadline of a wait, in seconds.",
+           py::arg("seconds"))
+      .def("set_position", &Group::set_position,
+           "Set this rank's position, which ranks that wait for it report.", py::arg("text"))
       .def("set_watch", &watch,
-           "What to call during long waits, with the seconds waited; what it raises ends the wait.",
+           "Set a callback for long waits, called with the seconds waited; its exception ends the "
+           "wait.",
            py::arg("callback"))
-      .def("publish", &Group::publish, "Put up a notice of this rank's.", py::arg("notice"))
-      .def("published", &Group::published, "A rank's notice.", py::arg("rank"))
-      .def("position_of", &Group::position_of, "Where a rank was when it had to wait for long.",
+      .def("publish", &Group::publish, "Write this rank's notice.", py::arg("notice"))
+      .def("published", &Group::published, "Read a rank's notice.", py::arg("rank"))
+      .def("position_of", &Group::position_of, "A rank's position at its last long wait.",
            py::arg("rank"))
-      .def("is_behind", &Group::is_behind, "Whether a rank is not as far as this one.",
+      .def("is_behind", &Group::is_behind, "Whether a rank has posted fewer rounds.",
            py::arg("rank"))
-      .def("give_up", &Group::give_up, "Tell all ranks that this group can't be used any more.",
-           py::arg("reason"))
+      .def("abort", &Group::abort, "Make the group unusable on all ranks.", py::arg("reason"))
       .def("exchange_bytes", &exchange_bytes, "The bytes of every rank, all of one length.",
            py::arg("mine"))
       .def(
@@ -334,11 +336,11 @@ void bind_shared_memory(py::module_& m) {
           },
           "Rank 0's bytes in `to`.", py::arg("source"), py::arg("bytes"), py::arg("to"), NoGil());
 
-  py::class_<OwningGather>(m, "OpenGather", "A gather whose shards are on their way.")
+  py::class_<OwningGather>(m, "OpenGather", "A gather that has begun and not ended.")
       .def_property_readonly(
           "targets", &OwningGather::targets,
           "Of each tensor: (full, segment, bytes of the segment), addresses in this process; full "
-          "is 0 where this rank's shard, if it has one, must be given to `end`.")
+          "is 0 where this rank's shard, if it has one, must be passed to `end`.")
       .def("end", &OwningGather::end,
            "Move the shards; None where there is none, or it was written to its target.",
            py::arg("shards"), NoGil());

@@ -44,7 +44,7 @@ struct Lease {
 // Called from whichever thread drops the tensor, with or without the GIL.
 void end(DLManagedTensor* managed) { delete static_cast<Lease*>(managed->manager_ctx); }
 
-// A capsule that nobody made a tensor of still has its first name.
+// A capsule that was not consumed by from_dlpack still has its first name.
 void drop_unused(PyObject* capsule) {
   if (!PyCapsule_IsValid(capsule, "dltensor")) return;
   auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));

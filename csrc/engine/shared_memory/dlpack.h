@@ -1,4 +1,4 @@
-// Memory of the engine as a tensor: a DLPack capsule, whose memory goes back when the tensor dies.
+// Memory of the engine as a tensor, by a DLPack capsule: it is freed when the tensor dies.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,10 +10,10 @@
 
 namespace flex_model {
 
-// Contiguous memory as a CPU tensor of these sizes. `code` and `bits` are DLPack's of its dtype.
+// Makes a CPU tensor of contiguous memory. `code` and `bits` are DLPack's for its dtype.
 pybind11::object as_tensor(Owned memory, std::vector<int64_t> sizes, int code, int bits);
 
-// The same of memory of the arena, uninitialised; None if the arena is full.
+// Makes an uninitialised CPU tensor in the arena; None if the arena is full.
 pybind11::object lease_tensor(std::vector<int64_t> sizes, int code, int bits);
 
 }  // namespace flex_model

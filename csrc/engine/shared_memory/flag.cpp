@@ -29,7 +29,7 @@ void pause() {
 
 uint32_t* word(std::atomic<uint32_t>& value) { return reinterpret_cast<uint32_t*>(&value); }
 
-// Until the value is no longer `seen`, somebody wakes us, or 20 ms have passed.
+// Sleeps until the value differs from `seen`, a wake-up, or 20 ms have passed.
 void sleep_while(Flag& flag, uint32_t seen) {
   const timespec limit{0, std::chrono::nanoseconds(kAsleep).count()};
   flag.num_sleepers.fetch_add(1, std::memory_order_seq_cst);
@@ -49,12 +49,12 @@ void wake_all(Flag& flag) {
   syscall(SYS_futex, word(flag.value), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-void wait_for(Flag& flag, uint32_t wanted, const Patience& patience) {
+void wait_for(Flag& flag, uint32_t target, const Backoff& backoff) {
   const auto is_there = [&] {
-    return has_reached(flag.value.load(std::memory_order_acquire), wanted);
+    return has_reached(flag.value.load(std::memory_order_acquire), target);
   };
   if (is_there()) return;
-  if (patience.spins) {
+  if (backoff.spins) {
     for (int i = 0; i < kSpins; ++i) {
       pause();
       if (is_there()) return;
@@ -67,10 +67,10 @@ void wait_for(Flag& flag, uint32_t wanted, const Patience& patience) {
   } while (Clock::now() - start < kYielding);
   for (;;) {
     const uint32_t seen = flag.value.load(std::memory_order_seq_cst);
-    if (has_reached(seen, wanted)) return;
+    if (has_reached(seen, target)) return;
     sleep_while(flag, seen);
     if (is_there()) return;
-    patience.look_around();
+    backoff.on_poll();
   }
 }
 

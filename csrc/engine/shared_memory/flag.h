@@ -1,4 +1,4 @@
-// One number in shared memory that one process raises and others wait for.
+// A counter in shared memory that one process raises and others wait for.
 #pragma once
 
 #include <atomic>
@@ -7,31 +7,31 @@
 
 namespace flex_model {
 
-// On a cache line of its own: waiting for one rank does not slow another down.
+// Aligned to a cache line, so that waiting for one rank does not slow another one down.
 struct alignas(64) Flag {
   std::atomic<uint32_t> value;
   std::atomic<uint32_t> num_sleepers;
 };
 
-// How a wait goes: first a short spin (unless there are more ranks than processors), then yields,
-// then sleeps. To be woken costs about 0.1 ms on a virtual machine, so sleeping begins only after a
-// wait that is much longer than that.
-struct Patience {
+// The stages of a wait: a short spin (unless there are more ranks than processors), then yields of
+// the processor, then sleeps. A wake-up costs about 0.1 ms on a virtual machine, so a wait sleeps
+// only after it has lasted much longer than that.
+struct Backoff {
   bool spins;
-  std::function<void()> look_around;  // every 20 ms or so of a long wait; may throw
+  std::function<void()> on_poll;  // called about every 20 ms of a long wait; may throw
 };
 
-// Whether `value` has come to `wanted`; numbers may wrap around.
-inline bool has_reached(uint32_t value, uint32_t wanted) {
-  return static_cast<int32_t>(value - wanted) >= 0;
+// Whether `value` is at least `target`; counters may wrap around.
+inline bool has_reached(uint32_t value, uint32_t target) {
+  return static_cast<int32_t>(value - target) >= 0;
 }
 
-// All writes before it are seen by who waited for it.
+// Sets the counter; a waiter that sees the value sees all writes before this call.
 void raise(Flag& flag, uint32_t value);
 
-void wait_for(Flag& flag, uint32_t wanted, const Patience& patience);
+void wait_for(Flag& flag, uint32_t target, const Backoff& backoff);
 
-// Every sleeper wakes up and looks around.
+// Wakes every sleeper, which then calls on_poll.
 void wake_all(Flag& flag);
 
 }  // namespace flex_model

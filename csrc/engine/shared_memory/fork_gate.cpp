@@ -13,7 +13,7 @@
 namespace flex_model {
 namespace {
 
-constexpr int kMostMilliseconds = 30000;  // for a child that was killed: it can't be seen here
+constexpr int kMostMilliseconds = 30000;  // then the child was killed, which the flag can't show
 
 }  // namespace
 
@@ -21,7 +21,7 @@ void ForkGate::before(bool copies) {
   if (!copies || pipe2(ends_, O_CLOEXEC) == 0) return;
   ends_[0] = ends_[1] = -1;
   void* page = mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  if (page != MAP_FAILED) told_ = new (page) std::atomic<bool>(false);
+  if (page != MAP_FAILED) copied_ = new (page) std::atomic<bool>(false);
 }
 
 void ForkGate::in_parent() {
@@ -30,15 +30,15 @@ void ForkGate::in_parent() {
   while (ends_[0] >= 0 && read(ends_[0], &byte, 1) < 0 && errno == EINTR) {
   }
   close_end(0);
-  if (told_ == nullptr) return;
-  for (int i = 0; i < kMostMilliseconds && !*told_; ++i) usleep(1000);
-  munmap(std::exchange(told_, nullptr), kPage);
+  if (copied_ == nullptr) return;
+  for (int i = 0; i < kMostMilliseconds && !*copied_; ++i) usleep(1000);
+  munmap(std::exchange(copied_, nullptr), kPage);
 }
 
 void ForkGate::in_child() {
-  if (told_ != nullptr) {
-    *told_ = true;
-    munmap(std::exchange(told_, nullptr), kPage);
+  if (copied_ != nullptr) {
+    *copied_ = true;
+    munmap(std::exchange(copied_, nullptr), kPage);
   }
   close_end(0);
   close_end(1);

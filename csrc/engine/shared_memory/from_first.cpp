@@ -7,14 +7,14 @@
 namespace flex_model {
 namespace {
 
-// `use(data)` with rank 0's bytes, wherever they are; on rank 0 itself too.
+// Calls `use(data)` with rank 0's bytes on every rank, rank 0 included.
 template <typename Use>
 void from_first(Group& group, const char* first, int64_t bytes, uint64_t detail, const Use& use) {
   const bool is_first = group.rank() == 0;
   char* message = group.begin();
   if (bytes <= kMessageBytes) {
     if (is_first && bytes > 0) std::memcpy(message, first, bytes);
-    group.post(Act::kFromFirst, detail);
+    group.post(Op::kFromFirst, detail);
     use(is_first ? first : group.message(0));
     return;
   }
@@ -30,7 +30,7 @@ void from_first(Group& group, const char* first, int64_t bytes, uint64_t detail,
     }
     std::memcpy(message, &place, sizeof(place));
   }
-  group.post(Act::kFromFirst, detail);
+  group.post(Op::kFromFirst, detail);
   Place place;
   std::memcpy(&place, group.message(0), sizeof(place));
   if (place.segment >= 0) {
@@ -43,9 +43,9 @@ void from_first(Group& group, const char* first, int64_t bytes, uint64_t detail,
     use(is_first ? first : all[0].get());
   }
   group.begin();
-  group.check_unbroken();  // rank 0 may have taken its tensor back
-  group.post(Act::kDone, detail);
-  if (is_first) wait_for_all(group);  // they read its tensor, which may change from now on
+  group.check_unbroken();  // after an abort, rank 0 may have reused its tensor while `use` read it
+  group.post(Op::kDone, detail);
+  if (is_first) wait_for_all(group);  // they have read its tensor, which may change from now on
 }
 
 }  // namespace

@@ -3,8 +3,8 @@
 #include <memory>
 #include <stdexcept>
 
+#include "in_flight_targets.h"
 #include "messages.h"
-#include "offer.h"
 #include "transfer.h"
 
 namespace flex_model {
@@ -29,20 +29,20 @@ OpenGather::OpenGather(Group& group, const std::vector<Gathered>& tensors)
     hash_ = hash_ * 0x9e3779b97f4a7c15 + tensor.plan->hash();
   }
   is_small_ = largest(bytes_of_rank) <= kMessageBytes;
-  if (!is_small_) meet();
+  if (!is_small_) exchange_targets();
 }
 
 OpenGather::~OpenGather() = default;
 
-// The place of this rank's shard in the plan; -1 if it has none.
+// The index of this rank's shard in the plan; -1 if it has none.
 int64_t OpenGather::place_of_me(size_t tensor) const {
   const std::vector<int64_t>& ranks = tensors_[tensor].ranks;
   const auto found = std::find(ranks.begin(), ranks.end(), group_.rank());
   return found == ranks.end() ? -1 : found - ranks.begin();
 }
 
-// Finds the targets, by as many messages as their places take.
-void OpenGather::meet() {
+// Sends rank 0's places, in as many messages as they need, and maps them here.
+void OpenGather::exchange_targets() {
   const Arena& arena = Arena::of_process();
   const bool is_first = group_.rank() == 0;
   std::vector<Place> places;
@@ -52,17 +52,17 @@ void OpenGather::meet() {
       places.push_back(arena.place_of(tensor.full, tensor.plan->boxes().full_bytes));
       if (places.back().segment >= 0) in_arena.push_back(tensor.full);
     }
-    offer_ = std::make_unique<Offer>(std::move(in_arena));
+    in_flight_ = std::make_unique<InFlightTargets>(std::move(in_arena));
   }
   const size_t max_places = kMessageBytes / sizeof(Place);
   for (size_t first = 0; first < tensors_.size(); first += max_places) {
     const size_t count = std::min(max_places, tensors_.size() - first);
     char* message = group_.begin();
     if (is_first) std::memcpy(message, &places[first], count * sizeof(Place));
-    group_.post(Act::kGather, hash_);
-    const auto* told = reinterpret_cast<const Place*>(group_.message(0));
+    group_.post(Op::kGather, hash_);
+    const auto* sent = reinterpret_cast<const Place*>(group_.message(0));
     for (size_t t = first; t < first + count; ++t) {
-      const Place& place = told[t - first];
+      const Place& place = sent[t - first];
       has_place_[t] = place.segment >= 0;
       if (!has_place_[t] || place_of_me(t) < 0) continue;
       if (is_first) {
@@ -93,15 +93,15 @@ void OpenGather::end(const std::vector<const char*>& shards) {
   if (streams) move_through_messages(shards);
   if (is_small_) return;
   group_.begin();
-  group_.post(Act::kDone, hash_);
+  group_.post(Op::kDone, hash_);
   if (group_.rank() != 0) return;
   wait_for_all(group_);
-  offer_->done();
+  in_flight_->done();
 }
 
-// What has no place, packed, in one message where all is small.
+// Sends the tensors that have no place, packed; in one message where all of them are small.
 void OpenGather::move_through_messages(const std::vector<const char*>& shards) {
-  // Of each rank: the bytes of all its shards, and where each shard begins among them.
+  // Per rank: the bytes of all its shards, and the offset of each shard among them.
   std::vector<int64_t> bytes_of_rank(group_.size(), 0);
   std::vector<std::vector<int64_t>> starts(tensors_.size());
   for (size_t t = 0; t < tensors_.size(); ++t) {
@@ -131,7 +131,7 @@ void OpenGather::move_through_messages(const std::vector<const char*>& shards) {
   const bool is_first = group_.rank() == 0;
   if (is_small_) {
     pack(group_.begin());
-    group_.post(Act::kGather, hash_);
+    group_.post(Op::kGather, hash_);
     if (!is_first) return;
     unpack([&](int64_t r) { return group_.message(r); });
     wait_for_all(group_);

@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t kTextBytes = 504;
 
-// A text that others may read while it is written: torn at worst, and only in messages.
+// A text that others may read while it is written; a torn one only ends up in messages.
 struct SharedText {
   std::atomic<char> bytes[kTextBytes];
 
@@ -45,9 +45,9 @@ double now() {
 }  // namespace
 
 struct Group::Message {
-  // The header of a transfer; what the hooks agree on is in the messages themselves.
+  // The header of a round; the headers of hooks are in the bytes.
   uint32_t round;
-  Act act;
+  Op op;
   uint64_t detail;
   char padding[48];
   char bytes[kMessageBytes];
@@ -61,7 +61,7 @@ struct Group::Control {
   };
   std::atomic<uint32_t> state;  // 0: usable, 1: the reason is being written, 2: broken
   SharedText reason;
-  Rank ranks[1];  // as many as there are, then two messages of each
+  Rank ranks[1];  // one per rank, followed by two messages per rank
 
   static int64_t bytes_before_messages(int64_t num_ranks) {
     const int64_t bytes = sizeof(Control) + (num_ranks - 1) * sizeof(Rank);
@@ -87,7 +87,7 @@ Group::Group(std::shared_ptr<Segment> control, std::vector<Rank> ranks, int64_t 
   for (const Rank& other : ranks_) {
     watches_.push_back(static_cast<int>(syscall(SYS_pidfd_open, other.pid, 0)));
   }
-  patience_.spins = size() <= num_processors();
+  backoff_.spins = size() <= num_processors();
 }
 
 Group::~Group() {
@@ -118,25 +118,25 @@ bool Group::is_behind(int64_t rank) const {
 
 bool Group::is_broken() const { return control().state.load(std::memory_order_acquire) != 0; }
 
-void Group::start_giving_up() {
+void Group::begin_abort() {
   uint32_t usable = 0;
-  if (control().state.compare_exchange_strong(usable, 1)) is_giving_up_ = true;
+  if (control().state.compare_exchange_strong(usable, 1)) is_aborting_ = true;
 }
 
-void Group::give_up(const std::string& reason) {
+void Group::abort(const std::string& reason) {
   if (pid_ != getpid()) return;
-  start_giving_up();
-  if (is_giving_up_) {
+  begin_abort();
+  if (is_aborting_) {
     control().reason.write(reason);
     control().state.store(2, std::memory_order_release);
-    is_giving_up_ = false;
+    is_aborting_ = false;
   }
   for (int64_t r = 0; r < size(); ++r) wake_all(control().ranks[r].posted);
 }
 
 void Group::check_unbroken() {
   if (!is_broken()) return;
-  // The rank that gave up tells why in a moment, unless it died.
+  // The rank that aborted writes its reason in a moment, unless it died.
   for (int i = 0; i < 100 && control().state.load(std::memory_order_acquire) != 2; ++i) {
     usleep(1000);
   }
@@ -152,25 +152,25 @@ void Group::check_usable() const {
 }
 
 void Group::fail(WaitError::Reason reason, std::vector<int64_t> ranks, std::string text) {
-  start_giving_up();  // before anything that a late peer may still read or write is used again
+  begin_abort();  // before anything that a late peer may still read or write is used again
   throw WaitError(reason, std::move(ranks), std::move(text));
 }
 
 char* Group::begin() {
   check_usable();
   check_unbroken();
-  // Who has posted the last round has read the one before it, whose place is written now.
+  // A rank that has posted the last round has read the one before it, whose buffer is reused now.
   for (int64_t r = 0; r < size(); ++r) wait(r, round_);
   return message_at(rank_, round_ + 1).bytes;
 }
 
-void Group::post(Act act, uint64_t detail) {
+void Group::post(Op op, uint64_t detail) {
   ++round_;
-  act_ = act;
+  op_ = op;
   detail_ = detail;
   Message& mine = message_at(rank_, round_);
   mine.round = round_;
-  mine.act = act;
+  mine.op = op;
   mine.detail = detail;
   raise(control().ranks[rank_].posted, round_);
 }
@@ -178,11 +178,11 @@ void Group::post(Act act, uint64_t detail) {
 const char* Group::message(int64_t rank) {
   wait(rank, round_);
   const Message& message = message_at(rank, round_);
-  if (message.round != round_ || message.act != act_ || message.detail != detail_) {
+  if (message.round != round_ || message.op != op_ || message.detail != detail_) {
     fail(WaitError::kOutOfStep, {rank},
-         "rank " + std::to_string(rank) + " makes another transfer (" +
-             std::to_string(static_cast<uint32_t>(message.act)) + ") than rank " +
-             std::to_string(rank_) + " (" + std::to_string(static_cast<uint32_t>(act_)) + ")");
+         "rank " + std::to_string(rank) + " does another operation (" +
+             std::to_string(static_cast<uint32_t>(message.op)) + ") than rank " +
+             std::to_string(rank_) + " (" + std::to_string(static_cast<uint32_t>(op_)) + ")");
   }
   return message.bytes;
 }
@@ -191,18 +191,18 @@ void Group::wait(int64_t rank, uint32_t round) {
   Flag& posted = control().ranks[rank].posted;
   if (has_reached(posted.value.load(std::memory_order_acquire), round)) return;
   waiting_since_ = now();
-  patience_.look_around = [this, rank, round] { look_around(rank, round); };
-  wait_for(posted, round, patience_);
+  backoff_.on_poll = [this, rank, round] { on_poll(rank, round); };
+  wait_for(posted, round, backoff_);
 }
 
-// In a long wait for `rank`.
-void Group::look_around(int64_t rank, uint32_t round) {
+// Called during a long wait for `rank`.
+void Group::on_poll(int64_t rank, uint32_t round) {
   control().ranks[rank_].position.write(position_);
   check_unbroken();
   try {
     if (watch_) watch_(now() - waiting_since_);
   } catch (...) {
-    start_giving_up();
+    begin_abort();
     throw;
   }
   const auto is_missing = [&](int64_t r) {
@@ -232,30 +232,30 @@ Group::Reader::Reader(ArenaTable* table, std::shared_ptr<Segment> memory, int64_
     : table_(table), memory_(std::move(memory)), number_(number), pid_(getpid()) {}
 
 Group::Reader::~Reader() {
-  if (getpid() == pid_) table_->leave(number_);
+  if (getpid() == pid_) table_->release_reader(number_);
 }
 
 std::unique_ptr<Group::Reader> Group::reader(int64_t rank, int64_t number) {
   return std::make_unique<Reader>(&table_of(rank), peers_[rank].table, number);
 }
 
-std::shared_ptr<Views> Group::views(int64_t rank, const Place& place) {
-  std::shared_ptr<Views>& views = peers_[rank].views[place.segment];
+std::shared_ptr<CowMapping> Group::views(int64_t rank, const Place& place) {
+  std::shared_ptr<CowMapping>& views = peers_[rank].views[place.segment];
   if (views == nullptr) {
     const SegmentAddress& address = table_of(rank).segments[place.segment];
     const bool is_peers = peers_[rank].table != nullptr;
     if (is_peers && peers_[rank].segments.at(place.segment).address().token != address.token) {
-      throw std::runtime_error("shared memory: that rank has given this segment back");
+      throw std::runtime_error("shared memory: that rank has freed this segment");
     }
-    views = std::make_shared<Views>(address);
+    views = std::make_shared<CowMapping>(address);
   }
   return views;
 }
 
-char* Group::peer(int64_t rank, const Place& place, int64_t bytes, Stretch* stretch) {
+char* Group::peer(int64_t rank, const Place& place, int64_t bytes, MemoryRange* range) {
   if (ranks_[rank].pid == pid_) {
     char* data = Arena::of_process().at(place);
-    if (stretch != nullptr) *stretch = Arena::of_process().segment_of(data);
+    if (range != nullptr) *range = Arena::of_process().segment_of(data);
     return data;
   }
   Peer& peer = peers_[rank];
@@ -263,16 +263,16 @@ char* Group::peer(int64_t rank, const Place& place, int64_t bytes, Stretch* stre
   while (static_cast<int64_t>(peer.segments.size()) <= place.segment) {
     const auto number = static_cast<int64_t>(peer.segments.size());
     if (number >= table.num_segments.load(std::memory_order_acquire)) {
-      fail(WaitError::kOutOfStep, {rank}, "a place in memory that rank does not have");
+      fail(WaitError::kOutOfStep, {rank}, "an address in a segment that this rank does not have");
     }
     peer.segments.emplace_back();
   }
   Segment& segment = peer.segments[place.segment];
   if (segment.data() == nullptr) segment = Segment::open(table.segments[place.segment]);
   if (place.offset < 0 || place.offset + bytes > segment.bytes()) {
-    fail(WaitError::kOutOfStep, {rank}, "a place outside of that rank's memory");
+    fail(WaitError::kOutOfStep, {rank}, "an address outside of that rank's memory");
   }
-  if (stretch != nullptr) *stretch = segment.stretch();
+  if (range != nullptr) *range = segment.range();
   return segment.data() + place.offset;
 }
 

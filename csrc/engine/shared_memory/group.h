@@ -1,10 +1,11 @@
-// Ranks of one host, and the rounds in which they talk to each other.
+// The ranks of one host, and the rounds of messages by which they communicate.
 //
-// In a round every rank posts one message of at most kMessageBytes and reads those of the others,
-// of all or of some. A rank may post its next one as soon as all have posted this one: messages are
-// kept twice, so nobody writes where another still reads, and no barrier ends a round.
+// In a round every rank posts one message of at most kMessageBytes and reads the messages of some
+// or all others. A rank may post the next one as soon as all have posted this one: messages are
+// double buffered, so no rank writes where another still reads, and a round needs no barrier at its
+// end.
 //
-// Methods are for one thread at a time. What a wait throws leaves the group unusable.
+// Methods are for one thread at a time. The group is unusable after a wait has thrown.
 #pragma once
 
 #include <cstdint>
@@ -16,28 +17,28 @@
 #include <vector>
 
 #include "arena.h"
+#include "cow_mapping.h"
 #include "flag.h"
 #include "segment.h"
-#include "views.h"
 
 namespace flex_model {
 
 constexpr int64_t kMessageBytes = 64 << 10;
 
-// Why a wait ended without what it waited for.
+// A failed wait for other ranks.
 struct WaitError : std::exception {
   enum Reason { kLate, kDead, kBroken, kOutOfStep };
   Reason reason;
-  std::vector<int64_t> ranks;  // of the group: who is late or dead
-  std::string text;            // kBroken: what the rank that gave up said; kOutOfStep: what differs
+  std::vector<int64_t> ranks;  // of the group: those that are late or dead
+  std::string text;  // kBroken: the reason of the rank that aborted; kOutOfStep: what differs
 
   WaitError(Reason reason, std::vector<int64_t> ranks, std::string text)
       : reason(reason), ranks(std::move(ranks)), text(std::move(text)) {}
   const char* what() const noexcept override { return text.c_str(); }
 };
 
-// What a rank does in a round: ranks that do different things are told so.
-enum class Act : uint32_t { kExchange = 1, kAllGather, kGather, kFromFirst, kDone, kStream };
+// The operation of a round, which every rank compares with its own.
+enum class Op : uint32_t { kExchange = 1, kAllGather, kGather, kFromFirst, kDone, kStream };
 
 class Group {
  public:
@@ -46,50 +47,52 @@ class Group {
     SegmentAddress arena_table;
   };
 
-  // The control block that all ranks of a group share; made by one of them.
+  // Makes the control block that all ranks of a group share; one rank calls it.
   static Segment make_control(int64_t num_ranks);
 
-  // `control` is the block, own or opened; `ranks` in their order, `rank` this process's place.
-  // Ranks may be threads of one process: their control block is one. std::runtime_error if a rank's
-  // memory can't be reached.
+  // `control` is the block, made here or opened; `rank` is this process's index in `ranks`. Ranks
+  // may be threads of one process, which share the control block. std::runtime_error if a rank's
+  // memory can't be opened.
   Group(std::shared_ptr<Segment> control, std::vector<Rank> ranks, int64_t rank);
   ~Group();
 
   int64_t rank() const { return rank_; }
   int64_t size() const { return static_cast<int64_t>(ranks_.size()); }
 
-  // How long a wait may take, in seconds; where this rank is, told to others that wait for it; what
-  // else to do every 20 ms of a long wait, given how long it has lasted (see signals, say).
+  // Settings of waits: their deadline in seconds; this rank's position, which others report when
+  // they wait for it; a callback that gets the seconds waited, every 20 ms of a long wait (to
+  // handle signals, for example).
   void set_timeout(double seconds) { timeout_s_ = seconds; }
   void set_position(std::string text) { position_ = std::move(text); }
   void set_watch(std::function<void(double)> watch) { watch_ = std::move(watch); }
 
-  // A notice of this rank's, and what stands on another's: to be read without an exchange.
+  // Writes this rank's notice, and reads another rank's, without an exchange.
   void publish(const std::string& notice);
   std::string published(int64_t rank) const;
 
-  // Where a rank was when it last had to wait for long, and whether it is further on than this one.
+  // A rank's position when it last had to wait for long, and whether it has posted fewer rounds
+  // than this one.
   std::string position_of(int64_t rank) const;
   bool is_behind(int64_t rank) const;
 
-  // Tells all ranks that this group can't be used any more; the first reason stands.
-  void give_up(const std::string& reason);
+  // Makes the group unusable on all ranks; the first reason is kept.
+  void abort(const std::string& reason);
   bool is_broken() const;
 
-  // A round. begin: where to write this rank's message. post: it can be read. message: of another
-  // rank, or one's own, once it has posted; `act` and `detail` must be the same there.
+  // A round. begin: returns the buffer for this rank's message. post: publishes it. message: waits
+  // for a rank's message (this rank's own too), which must have the same `op` and `detail`.
   char* begin();
-  void post(Act act, uint64_t detail = 0);
+  void post(Op op, uint64_t detail = 0);
   const char* message(int64_t rank);
 
-  // WaitError if a rank has given up: what was read from it meanwhile may be of other tensors.
+  // WaitError if a rank has aborted: its memory may have been reused while it was read.
   void check_unbroken();
 
-  // The memory of another rank's arena, and the segment that it is in, as mapped here.
-  char* peer(int64_t rank, const Place& place, int64_t bytes, Stretch* stretch = nullptr);
+  // The address here of memory in another rank's arena; `range` receives the segment it is in.
+  char* peer(int64_t rank, const Place& place, int64_t bytes, MemoryRange* range = nullptr);
 
-  // One reader of a rank's shared lease, who leaves when this is destroyed; in a forked child, the
-  // parent's stays.
+  // A reader of a rank's shared lease, released by the destructor; not in a forked child, where the
+  // reader is the parent's.
   class Reader {
    public:
     Reader(ArenaTable* table, std::shared_ptr<Segment> memory, int64_t number);
@@ -105,8 +108,8 @@ class Group {
   };
   std::unique_ptr<Reader> reader(int64_t rank, int64_t number);
 
-  // Of the segment of a rank's arena that a place is in. std::runtime_error if it can't be reached.
-  std::shared_ptr<Views> views(int64_t rank, const Place& place);
+  // The views of the segment of a rank's arena. std::runtime_error if it can't be opened.
+  std::shared_ptr<CowMapping> views(int64_t rank, const Place& place);
 
  private:
   struct Control;
@@ -114,16 +117,16 @@ class Group {
   struct Peer {
     std::shared_ptr<Segment> table;  // null for ranks of this process
     std::vector<Segment> segments;
-    std::map<int64_t, std::shared_ptr<Views>> views;  // by segment
+    std::map<int64_t, std::shared_ptr<CowMapping>> views;  // by segment
   };
 
   ArenaTable& table_of(int64_t rank) const;
   Control& control() const;
   Message& message_at(int64_t rank, uint32_t round) const;
   void wait(int64_t rank, uint32_t round);
-  void look_around(int64_t rank, uint32_t round);
+  void on_poll(int64_t rank, uint32_t round);
   void check_usable() const;
-  void start_giving_up();
+  void begin_abort();
   [[noreturn]] void fail(WaitError::Reason reason, std::vector<int64_t> ranks, std::string text);
 
   std::shared_ptr<Segment> control_;
@@ -135,12 +138,12 @@ class Group {
   double timeout_s_ = 60;
   std::string position_;
   std::function<void(double)> watch_;
-  Patience patience_;
-  uint32_t round_ = 0;    // of the last post
-  Act act_ = Act::kDone;  // of the last post
+  Backoff backoff_;
+  uint32_t round_ = 0;  // of the last post
+  Op op_ = Op::kDone;   // of the last post
   uint64_t detail_ = 0;
   double waiting_since_ = 0;
-  bool is_giving_up_ = false;  // the others know it, but not yet why
+  bool is_aborting_ = false;  // the others see the state, but not yet the reason
 };
 
 }  // namespace flex_model

@@ -11,7 +11,7 @@
 namespace flex_model {
 namespace {
 
-// The number in a file of the control group; the largest number if it says "max" or is not there.
+// Reads a number of the control group; the largest int64 if it is "max" or missing.
 int64_t control_group_number(const char* name) {
   std::ifstream file(std::string("/sys/fs/cgroup/") + name);
   int64_t value;

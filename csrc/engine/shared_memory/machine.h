@@ -1,4 +1,4 @@
-// What the machine has: memory and processors, as this process may use them.
+// The machine's memory and processors, as far as this process may use them.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@ constexpr int64_t kPage = 4096;  // where pages have another size, there are no 
 constexpr int64_t round_up(int64_t bytes, int64_t to) { return (bytes + to - 1) / to * to; }
 
 int64_t machine_bytes();       // of memory
-int64_t free_machine_bytes();  // that can be had without pushing others out, by the limits of this
-                               // process's control group too
+int64_t free_machine_bytes();  // that can be allocated without swapping, within the limits of this
+                               // process's control group
 int num_processors();          // that this process may run on
 
 }  // namespace flex_model

@@ -8,7 +8,7 @@ void exchange(Group& group, const char* mine, int64_t bytes, char* all) {
   for (int64_t at = 0; at < bytes; at += kMessageBytes) {
     const int64_t piece = std::min(bytes - at, kMessageBytes);
     std::memcpy(group.begin(), mine + at, piece);
-    group.post(Act::kExchange, bytes);
+    group.post(Op::kExchange, bytes);
     for (int64_t r = 0; r < group.size(); ++r) {
       std::memcpy(all + r * bytes + at, group.message(r), piece);
     }
@@ -28,11 +28,11 @@ void stream(Group& group, const char* mine, const std::vector<int64_t>& bytes_of
     };
     char* message = group.begin();
     if (piece(group.rank()) > 0) std::memcpy(message, mine + at, piece(group.rank()));
-    group.post(Act::kStream, at);
+    group.post(Op::kStream, at);
     if (into == nullptr) continue;
     for (int64_t r = 0; r < group.size(); ++r) {
-      const char* text = group.message(r);
-      if (piece(r) > 0) std::memcpy((*into)[r].get() + at, text, piece(r));
+      const char* sent = group.message(r);
+      if (piece(r) > 0) std::memcpy((*into)[r].get() + at, sent, piece(r));
     }
   }
 }

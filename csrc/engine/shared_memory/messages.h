@@ -1,4 +1,4 @@
-// Bytes that travel inside the messages of a group's rounds.
+// Transfers of bytes inside the messages of a group's rounds.
 #pragma once
 
 #include <algorithm>
@@ -16,11 +16,11 @@ inline int64_t largest(const std::vector<int64_t>& values) {
   return values.empty() ? 0 : *std::max_element(values.begin(), values.end());
 }
 
-// `bytes` bytes of every rank, one after the other, at `all`. Collective.
+// Gathers `bytes` bytes of every rank at `all`, in rank order. Collective.
 void exchange(Group& group, const char* mine, int64_t bytes, char* all);
 
-// Every rank's bytes in one stream, piece by piece through the messages. Who receives has `into`
-// with a buffer for each rank; null elsewhere. Collective.
+// Sends every rank's bytes through the messages, piece by piece. `into` gets a buffer per rank;
+// null on ranks that don't receive. Collective.
 void stream(Group& group, const char* mine, const std::vector<int64_t>& bytes_of_rank,
             std::vector<Bytes>* into);
 

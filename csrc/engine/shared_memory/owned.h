@@ -1,4 +1,4 @@
-// Memory that goes back where it came from when its last user dies.
+// Memory that is freed when its last user dies.
 #pragma once
 
 #include <cstdint>
@@ -6,16 +6,16 @@
 
 namespace flex_model {
 
-// Memory of a tensor, until its keeper dies.
+// Memory of a tensor; `keeper` frees it when destroyed.
 struct Owned {
   char* data;
   std::shared_ptr<void> keeper;
 };
 
-// Of the arena; null data if it is full.
+// Leases memory of the arena; `data` is null if the arena is full.
 Owned lease(int64_t bytes);
 
-// Of this process: out of its arena if there is room.
+// Allocates memory, in the arena if it has room.
 Owned own_memory(int64_t bytes);
 
 }  // namespace flex_model

@@ -37,14 +37,13 @@ class File {
   throw std::runtime_error("shared memory: " + what + ": " + std::strerror(errno));
 }
 
-// The whole file: its pages at hand, or, privately, each to become this process's own when it is
-// written to.
+// Maps the whole file: shared, with its pages faulted in, or private (copy on write).
 char* map(int fd, int64_t bytes, bool is_private = false) {
   const int flags = is_private ? MAP_PRIVATE | MAP_NORESERVE : MAP_SHARED;
   void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
   if (at == MAP_FAILED) fail("can't map " + std::to_string(bytes) + " bytes");
-  // A fault a page during a copy costs as much as the copy. Older kernels don't know this advice:
-  // there pages come as they are touched.
+  // Faulting in each page during a copy costs as much as the copy. Older kernels don't know this
+  // advice: there pages are faulted in when they are touched.
   if (!is_private) madvise(at, bytes, MADV_POPULATE_WRITE);
   return static_cast<char*>(at);
 }
@@ -66,7 +65,7 @@ Segment& Segment::operator=(Segment&& other) noexcept {
 }
 
 Segment::~Segment() {
-  // In a child that does not have it, something else may lie there by now.
+  // In a child without the mapping, another one may have this address by now.
   const bool is_mapped = data_ != nullptr && (kept_by_ < 0 || kept_by_ == getpid());
   if (is_mapped) munmap(data_ - kFirstPage, address_.bytes + kFirstPage);
   if (address_.fd >= 0 && address_.pid == getpid()) close(address_.fd);
@@ -76,12 +75,12 @@ Segment Segment::create(int64_t bytes) {
   const int64_t size = bytes + kFirstPage;
   File file(memfd_create("flex_model", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (file.get() < 0) fail("memfd_create");
-  // Allocated now: a page that is not there when it is written would be a SIGBUS.
+  // Allocated now: a write to a page that can't be allocated would be a SIGBUS.
   if (fchmod(file.get(), 0600) != 0 || ftruncate(file.get(), size) != 0 ||
       fallocate(file.get(), 0, 0, size) != 0) {
     fail("can't get " + std::to_string(size) + " bytes");
   }
-  // Nobody can shrink it under those who map it.
+  // Sealed, so that no process can shrink it while others map it.
   fcntl(file.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
   Segment segment;
   char* start = map(file.get(), size);

@@ -1,8 +1,8 @@
-// A piece of memory that processes of the same user on this host can share.
+// Memory that processes of one user on this host can share.
 //
-// An anonymous file (memfd): it has no name that could be left behind, is not limited by the size
-// of /dev/shm, and is gone with the last process that maps it. Others reach it through
-// /proc/<pid>/fd, which the kernel grants to processes of the same user only, and which needs no
+// It is an anonymous file (memfd): it has no name that could be left behind, is not limited by the
+// size of /dev/shm, and is freed with the last process that maps it. Other processes open it
+// through /proc/<pid>/fd, which the kernel grants to processes of the same user only. That needs no
 // connection, so memory can be added at any time.
 #pragma once
 
@@ -11,29 +11,29 @@
 
 namespace flex_model {
 
-// How another process finds a segment.
+// The data by which another process opens a segment.
 struct SegmentAddress {
   int32_t pid;
   int32_t fd;
-  uint64_t token;  // random, at the segment's start: a number that was used again is noticed
+  uint64_t token;  // random, also at the segment's start: detects a reused pid or fd
   int64_t bytes;
 };
 
-// Memory of this process.
-struct Stretch {
+// A range of memory of this process.
+struct MemoryRange {
   char* data = nullptr;
   int64_t bytes = 0;
 };
 
 class Segment {
  public:
-  // New zeroed memory of this process, with all pages at hand. std::runtime_error if there is none.
+  // Allocates zeroed memory with all pages faulted in. std::runtime_error if there is none.
   static Segment create(int64_t bytes);
 
-  // The memory of another process. std::runtime_error with the reason if it can't be reached.
+  // Maps the memory of another process. std::runtime_error with the reason if it can't.
   static Segment open(const SegmentAddress& address);
 
-  // The same as a private mapping: what is written to it, nobody else sees.
+  // As open(), by a private mapping: no other process sees what is written to it.
   static Segment open_private(const SegmentAddress& address);
 
   Segment() = default;
@@ -43,13 +43,13 @@ class Segment {
 
   char* data() const { return data_; }
   int64_t bytes() const { return address_.bytes; }
-  Stretch stretch() const { return {data_, address_.bytes}; }
+  MemoryRange range() const { return {data_, address_.bytes}; }
   const SegmentAddress& address() const { return address_; }
 
-  // Forked children don't have it.
+  // Excludes the mapping from forked children.
   void keep_from_children();
 
-  // In a forked child: the pages become memory of its own, of which `keep(copy_to)` may fill what
+  // For a forked child: replaces the pages by private memory, into which `keep(copy)` copies what
   // is still needed.
   template <typename Keep>
   void detach(const Keep& keep) noexcept;
@@ -61,7 +61,7 @@ class Segment {
 
   char* data_ = nullptr;  // page-aligned; the token's page lies before it
   SegmentAddress address_{-1, -1, 0, 0};
-  int32_t kept_by_ = -1;  // the only process that has it, if it is kept from children
+  int32_t kept_by_ = -1;  // the only process that has the mapping, if children don't
 };
 
 template <typename Keep>

@@ -5,7 +5,8 @@ namespace {
 
 namespace py = pybind11;
 
-// As long as the process: Python's names, and torch's classes whose tensors have plain memory.
+// Interned names, and the torch classes whose tensors have plain memory; live as long as the
+// process.
 struct Known {
   py::object tensor = py::module_::import("torch").attr("Tensor");
   py::object parameter = py::module_::import("torch").attr("nn").attr("Parameter");

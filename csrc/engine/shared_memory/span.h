@@ -1,5 +1,5 @@
-// Memory of a tensor that Python passes. Nothing here depends on torch's headers: a tensor is asked
-// by its Python attributes, and must be a contiguous CPU tensor of torch's own class.
+// The memory of a tensor that Python passes. It must be a contiguous CPU tensor of torch's own
+// class. Its Python attributes are read, so that nothing here depends on torch's headers.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -13,11 +13,11 @@ struct Span {
   char* data = nullptr;
   int64_t bytes = 0;
 
-  // None gives an empty span: what a rank does not have. py::type_error for any other object than
-  // such a tensor.
+  // Reads a tensor's memory; None gives an empty span, on a rank without that tensor.
+  // py::type_error for any other object.
   static Span of(pybind11::handle tensor);
 
-  // py::value_error if `needed` bytes can't be there.
+  // py::value_error if there are fewer than `needed` bytes.
   void check(int64_t needed, const char* what) const {
     if (needed <= 0 || (data != nullptr && bytes >= needed)) return;
     const std::string got =

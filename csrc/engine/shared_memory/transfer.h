@@ -1,14 +1,14 @@
-// What a group moves: tensors, along a GatherPlan or whole.
+// Transfers of tensors among the ranks of a group, along a GatherPlan or whole.
 //
-// Small tensors travel inside the messages of one round. Large ones go straight from the shard into
-// the final layout of the receiver's tensor, which lies in its arena: one round tells where, the
-// next that all is written. Those that are expected to be read only are one, in the first rank's
-// arena, of which every rank has a view. A receiver whose tensor is not in its arena (the arena is
-// full) gets the bytes through the messages, piece by piece.
+// Small tensors are sent inside the messages of one round. For large ones, each rank copies its
+// shard directly into the final layout of the receiver's tensor, which is in the receiver's arena:
+// one round sends its address, the next one ends the transfer. Tensors that are expected to be read
+// only are stored once, in the first rank's arena, and every rank gets a view. A receiver whose
+// tensor is not in its arena (which is full) gets the bytes through the messages, piece by piece.
 //
 // All are collective over the group; a plan's ranks are the group's, in its order, unless `ranks`
-// says which they are. Plans, and which tensors are asked for, must be the same on every rank:
-// agreed on before.
+// lists them. Plans and the kinds of tensors must be the same on every rank, which the caller has
+// checked.
 #pragma once
 
 #include <cstdint>
@@ -21,11 +21,11 @@
 
 namespace flex_model {
 
-class Offer;
+class InFlightTargets;
 
-// The full tensor at each of `fulls`, and `num_views` times more in memory that all ranks read and
-// whose pages become this rank's own where it writes to them (see Views); a copy where that can't
-// be had. Every rank may have other numbers.
+// Writes the full tensor to each of `fulls`, and returns `num_views` more, in memory that all ranks
+// read and whose pages are copied when this rank writes to them (see CowMapping); copies where that
+// is not possible. The numbers may differ by rank.
 std::vector<Owned> all_gather(Group& group, const GatherPlan& plan, const char* shard,
                               const std::vector<char*>& fulls, int64_t num_views = 0);
 
@@ -37,23 +37,23 @@ struct Gathered {
   char* full;                  // on rank 0; null elsewhere
 };
 
-// The full tensors on rank 0. The others don't wait for it to have them.
+// Gathers the full tensors on rank 0. The others don't wait until it has them.
 void gather_to_first(Group& group, const std::vector<Gathered>& tensors);
 
-// gather_to_first in two halves. In between, a rank may write shards to their places by other means
-// than the CPU: a GPU's copies. Tensors that all fit the messages have no places, and one half.
+// gather_to_first in two halves. In between, a rank may write its shards to their targets by other
+// means than the CPU, such as copies of a GPU. Tensors that all fit the messages have no targets.
 //
-// Memory of rank 0 that was offered and not ended is never used again, for a rank that is late may
-// write to it yet. `tensors`, plans included, must outlive this; their shards are not looked at.
+// Memory of rank 0 is never reused if end() is not reached, because a late rank may still write to
+// it. `tensors`, plans included, must outlive this; their `shard` is not used.
 class OpenGather {
  public:
-  // Where rank 0's full tensor lies in this process.
+  // The address of rank 0's full tensor in this process.
   struct Target {
-    char* full = nullptr;  // null: not in rank 0's arena, or this rank holds none of it
-    Stretch segment;       // that it is in
+    char* full = nullptr;  // null: not in rank 0's arena, or this rank has no shard
+    MemoryRange segment;   // the one that contains it
   };
 
-  // Collective: rank 0 tells where its tensors are.
+  // Sends the addresses of rank 0's tensors. Collective.
   OpenGather(Group& group, const std::vector<Gathered>& tensors);
   OpenGather(const OpenGather&) = delete;
   OpenGather& operator=(const OpenGather&) = delete;
@@ -61,29 +61,29 @@ class OpenGather {
 
   const Target& target(size_t tensor) const { return targets_[tensor]; }
 
-  // Collective: moves this rank's shards, one for each tensor. Null, where this rank has none or
-  // has written it to its target: whoever hears of the end may read it then. std::invalid_argument,
-  // and nothing happens, if a shard is missing that has no target.
+  // Sends this rank's shards, one per tensor; null where this rank has none, or has written it to
+  // its target already. Afterwards rank 0 may read its tensors. std::invalid_argument, and nothing
+  // is sent, if a shard without a target is missing. Collective.
   void end(const std::vector<const char*>& shards);
 
  private:
   int64_t place_of_me(size_t tensor) const;
-  void meet();
+  void exchange_targets();
   void move_through_messages(const std::vector<const char*>& shards);
 
   Group& group_;
   const std::vector<Gathered>& tensors_;
   std::vector<Target> targets_;
   std::vector<bool> has_place_;  // the same on all ranks
-  std::unique_ptr<Offer> offer_;
+  std::unique_ptr<InFlightTargets> in_flight_;
   uint64_t hash_;
   bool is_small_ = false;
 };
 
-// This rank's shard of rank 0's full tensor (null elsewhere).
+// Copies this rank's shard of rank 0's `full` (null elsewhere) to `shard`.
 void scatter_from_first(Group& group, const GatherPlan& plan, const char* full, char* shard);
 
-// Rank 0's bytes (null elsewhere) at `to`; on rank 0, nothing is written.
+// Copies rank 0's bytes (null elsewhere) to `to`; on rank 0, nothing is written.
 void broadcast(Group& group, const char* from, int64_t bytes, char* to);
 
 }  // namespace flex_model

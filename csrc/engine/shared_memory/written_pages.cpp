@@ -41,8 +41,8 @@ struct ScannedRange {                                  // page_region
 
 uint64_t number(const char* data) { return reinterpret_cast<uintptr_t>(data); }
 
-// What takes the notes of this process; -1 if it can't be had. Never closed: that ends them.
-int notes() {
+// The userfaultfd of this process; -1 if the kernel has none. Never closed: that ends the tracking.
+int tracker() {
   static std::mutex mutex;
   static int file = -1;
   static pid_t owner = 0;
@@ -61,8 +61,8 @@ int notes() {
   return file;
 }
 
-// Pages that are there, or swapped out, without the mark that they were given.
-bool any_by_notes(int table, const char* data, int64_t bytes) {
+// Whether a page is present, or swapped out, without the write protection that begin() set.
+bool any_by_scan(int table, const char* data, int64_t bytes) {
   ScannedRange found;
   ScanArguments scan{};
   scan.size = sizeof(scan);
@@ -74,7 +74,7 @@ bool any_by_notes(int table, const char* data, int64_t bytes) {
   return ioctl(table, kScan, &scan) != 0;
 }
 
-// Bit 63 of an entry: the page is there; 62: it is swapped out; 61: it is a file's page.
+// Bit 63 of an entry: the page is present; 62: it is swapped out; 61: it is a file's page.
 bool any_by_entries(int table, const char* data, int64_t bytes) {
   constexpr int64_t kAtOnce = 1024;
   uint64_t entries[kAtOnce];
@@ -84,9 +84,9 @@ bool any_by_entries(int table, const char* data, int64_t bytes) {
     const int64_t first = static_cast<int64_t>(number(data)) / kPage + at;
     if (pread(table, entries, count * 8, first * 8) != count * 8) return true;
     for (int64_t i = 0; i < count; ++i) {
-      const bool is_there = entries[i] >> 63 & 1, is_swapped = entries[i] >> 62 & 1;
+      const bool is_present = entries[i] >> 63 & 1, is_swapped = entries[i] >> 62 & 1;
       const bool is_of_file = entries[i] >> 61 & 1;
-      if (is_swapped || (is_there && !is_of_file)) return true;
+      if (is_swapped || (is_present && !is_of_file)) return true;
     }
   }
   return false;
@@ -94,12 +94,12 @@ bool any_by_entries(int table, const char* data, int64_t bytes) {
 
 }  // namespace
 
-WrittenPages::WrittenPages(char* data, int64_t bytes, bool may_take_notes) {
-  if (!may_take_notes || notes() < 0) return;
+WrittenPages::WrittenPages(char* data, int64_t bytes, bool may_track) {
+  if (!may_track || tracker() < 0) return;
   uffdio_register all{};
   all.range = {number(data), static_cast<uint64_t>(bytes)};
   all.mode = UFFDIO_REGISTER_MODE_WP;
-  takes_notes_ = ioctl(notes(), UFFDIO_REGISTER, &all) == 0;
+  tracks_writes_ = ioctl(tracker(), UFFDIO_REGISTER, &all) == 0;
 }
 
 bool WrittenPages::drop(char* data, int64_t bytes) {
@@ -108,13 +108,13 @@ bool WrittenPages::drop(char* data, int64_t bytes) {
 }
 
 bool WrittenPages::begin(char* data, int64_t bytes) const {
-  if (!drop(data, bytes)) return false;      // of a mapping that was locked, each is a copy
+  if (!drop(data, bytes)) return false;      // the pages of a locked mapping are copies
   madvise(data, bytes, MADV_POPULATE_READ);  // the faults of many pages at once, if it is known
-  if (!takes_notes_) return true;
-  uffdio_writeprotect stretch{};
-  stretch.range = {number(data), static_cast<uint64_t>(bytes)};
-  stretch.mode = UFFDIO_WRITEPROTECT_MODE_WP;
-  ioctl(notes(), UFFDIO_WRITEPROTECT, &stretch);  // if not: its pages count as written
+  if (!tracks_writes_) return true;
+  uffdio_writeprotect protect{};
+  protect.range = {number(data), static_cast<uint64_t>(bytes)};
+  protect.mode = UFFDIO_WRITEPROTECT_MODE_WP;
+  ioctl(tracker(), UFFDIO_WRITEPROTECT, &protect);  // if it fails, the pages count as written
   return true;
 }
 
@@ -122,7 +122,7 @@ bool WrittenPages::any(const char* data, int64_t bytes) const {
   const int table = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
   if (table < 0) return true;
   const bool found =
-      takes_notes_ ? any_by_notes(table, data, bytes) : any_by_entries(table, data, bytes);
+      tracks_writes_ ? any_by_scan(table, data, bytes) : any_by_entries(table, data, bytes);
   close(table);
   return found;
 }

@@ -1,5 +1,5 @@
-// Which pages of a private mapping this process has written to, so that they are no longer the
-// file's.
+// Detects which pages of a private mapping this process has written to, so that they no longer show
+// the file.
 #pragma once
 
 #include <cstdint>
@@ -8,22 +8,22 @@ namespace flex_model {
 
 class WrittenPages {
  public:
-  // Of the whole mapping at `data`. Where the kernel can, it takes notes of writes (userfaultfd's
-  // write protection, which it lifts by itself: Linux 6.7); else its table of pages is read.
-  WrittenPages(char* data, int64_t bytes, bool may_take_notes = true);
+  // Covers the whole mapping at `data`. The kernel tracks writes where it can (userfaultfd's
+  // asynchronous write protection: Linux 6.7); otherwise the page table is read.
+  WrittenPages(char* data, int64_t bytes, bool may_track = true);
 
-  // Before the stretch is used: its pages are the file's and at hand, and none of them counts as
-  // written. False if some may not be the file's.
+  // Resets a range before use: its pages show the file, are faulted in, and none counts as written.
+  // False if some may not show the file.
   bool begin(char* data, int64_t bytes) const;
 
-  // Whether something was written to the stretch since then, or that can't be known.
+  // Whether the range was written to since begin(), or may have been.
   bool any(const char* data, int64_t bytes) const;
 
-  // The file's pages again, in the place of those that were written to. False if that failed.
+  // Discards the pages that were written to, so that the file's show again. False if that failed.
   static bool drop(char* data, int64_t bytes);
 
  private:
-  bool takes_notes_ = false;
+  bool tracks_writes_ = false;
 };
 
 }  // namespace flex_model

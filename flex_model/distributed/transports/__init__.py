@@ -1,1 +1,1 @@
-"""How bytes travel between ranks. ``Channel`` chooses; nothing else calls a transport."""
+"""Moves bytes between ranks. Only ``Communicator`` chooses and calls a transport."""

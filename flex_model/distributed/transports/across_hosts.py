@@ -1,6 +1,6 @@
-"""Several hosts: memory inside a host, and a gloo group of one rank of each between them.
+"""Transfers over several hosts: shared memory inside a host, gloo between the first ranks of hosts.
 
-What leaves a host leaves it once, however many ranks there need it.
+Data that another host needs is sent there once, for all its ranks.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class AcrossHosts:
         return tensor if tensor is not None else received.to(like.device)
 
     def _bytes_on_first(self, mine: Tensor, sizes: list[int]) -> list[Tensor] | None:
-        """The bytes of every rank on rank 0, by way of the first rank of its host."""
+        """Gather the bytes of every rank on rank 0, through the first rank of each host."""
         of_host = self._bytes_of_host(mine, sizes)
         if self._between is None:
             return None
@@ -120,7 +120,7 @@ class AcrossHosts:
         return None if everyone is None else self._by_rank(everyone[0], sizes)
 
     def _bytes_of_all(self, mine: Tensor, sizes: list[int]) -> list[Tensor]:
-        """The bytes of every rank on every rank."""
+        """Gather the bytes of every rank on every rank."""
         of_host = self._bytes_of_host(mine, sizes)
         totals = [sum(sizes[r] for r in ranks) for ranks in self._ranks_of_hosts]
         everyone = torch.empty(sum(totals), dtype=torch.uint8)
@@ -132,7 +132,7 @@ class AcrossHosts:
         return self._by_rank(everyone, sizes)
 
     def _bytes_of_host(self, mine: Tensor, sizes: list[int]) -> Tensor | None:
-        """The bytes of this host's ranks, on the first of them."""
+        """Gather the bytes of this host's ranks on the first of them."""
         ranks = self._ranks_of_hosts[self._host]
         plan = end_to_end([sizes[r] for r in ranks])
         gathered = self._inside.gather_to_first([Gathered(plan, list(range(len(ranks))), mine)])

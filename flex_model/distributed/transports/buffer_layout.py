@@ -1,4 +1,5 @@
-"""Where shards lie in the buffers of a collective: pure functions of plans, the same on all ranks.
+"""The offsets of shards in the buffers of a collective: pure functions of plans, equal on all
+ranks.
 
 Offsets and sizes are in bytes. A plan's shards are numbered by rank.
 """
@@ -21,17 +22,17 @@ def aligned(num_bytes: int) -> int:
 
 
 def even_width(plan: GatherPlan) -> int:
-    """Bytes that each rank brings to an all-gather, which takes as many from all.
+    """The bytes that each rank passes to an all-gather, which needs equal sizes.
 
-    The shards' own size where they are equal, for then they need no copy into a wider buffer; else
-    the widest, rounded up so that every rank's are aligned.
+    If the shards have equal sizes, theirs: they need no copy into a wider buffer. Otherwise the
+    largest, rounded up so that every rank's part is aligned.
     """
     widest = max(plan.shard_bytes)
     return widest if min(plan.shard_bytes) == widest else aligned(widest)
 
 
 def is_concatenation(plan: GatherPlan) -> bool:
-    """Whether equal shards, one after the other, are the full tensor already."""
+    """Whether the concatenation of equal shards is the full tensor."""
     width = plan.full_bytes // len(plan.shard_bytes)
     expected: list[int] = []
     for rank in range(len(plan.shard_bytes)):
@@ -45,8 +46,8 @@ def is_concatenation(plan: GatherPlan) -> bool:
 
 
 def rounds(plans: Sequence[GatherPlan], max_bytes: int) -> list[range]:
-    """Consecutive plans whose full tensors, and their gaps, fit ``max_bytes``; one that is larger
-    is alone.
+    """Split plans into rounds whose full tensors, with gaps, fit ``max_bytes``; a larger one gets a
+    round of its own.
     """
     parts, first, total = [], 0, 0
     for i, plan in enumerate(plans):
@@ -60,7 +61,8 @@ def rounds(plans: Sequence[GatherPlan], max_bytes: int) -> list[range]:
 
 @dataclass(frozen=True)
 class Packing:
-    """Several tensors' shards in one buffer per rank, and those buffers one after the other.
+    """The layout of several tensors' shards in one buffer per rank, and of the buffers'
+    concatenation.
 
     Attributes:
         offsets: ``offsets[i][j]``: where tensor i's j-th shard begins in its holder's buffer.
@@ -76,7 +78,7 @@ class Packing:
 
     @staticmethod
     def of(tensors: Sequence[tuple[GatherPlan, list[int]]], num_ranks: int) -> Packing:
-        """``tensors`` are plans, and the ranks that hold the shards of each."""
+        """Lay out ``tensors``: plans, and the ranks that hold the shards of each."""
         totals = [0] * num_ranks
         offsets = []
         for plan, holders in tensors:
@@ -89,7 +91,7 @@ class Packing:
         return Packing(offsets, [holders for _, holders in tensors], totals, starts)
 
     def of_rank(self, rank: int) -> list[tuple[int, int]]:
-        """The tensors that a rank holds shards of, and where in its buffer."""
+        """The tensors of which a rank holds a shard, and its offset in the rank's buffer."""
         return [
             (i, placed[holders.index(rank)])
             for i, (placed, holders) in enumerate(zip(self.offsets, self.holders))
@@ -97,7 +99,7 @@ class Packing:
         ]
 
     def among_all(self) -> list[list[int]]:
-        """``offsets``, counted from the first rank's buffer."""
+        """The ``offsets`` in the concatenation of all buffers."""
         return [
             [self.starts[holder] + offset for holder, offset in zip(holders, placed)]
             for holders, placed in zip(self.holders, self.offsets)
@@ -107,7 +109,7 @@ class Packing:
 def assemble_tensors(
     gathered: Tensor, packing: Packing, plans: Sequence[GatherPlan], like: list[Tensor]
 ) -> list[Tensor]:
-    """The full tensors out of all ranks' buffers; ``like[i]`` has the dtype of the i-th. Local."""
+    """Assemble full tensors from all ranks' buffers; ``like[i]`` has the i-th dtype. Local."""
     return torch.ops.flex_model.assemble_tensors(
         gathered,
         [offset for placed in packing.among_all() for offset in placed],
@@ -118,7 +120,7 @@ def assemble_tensors(
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A tensor's bytes, contiguous and 1-D, on its device; shares memory where it can."""
+    """Return a tensor's bytes, contiguous and 1-D, on its device; a view where possible."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.numel() == 0:  # which is contiguous whatever its strides, but has no byte view
         return torch.empty(0, dtype=torch.uint8, device=tensor.device)

@@ -1,4 +1,4 @@
-"""One transport for the tensors of CPUs, another for those of GPUs, of the same ranks."""
+"""Combines a transport of CPU tensors and one of GPU tensors of the same ranks."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class GpuTransport(Protocol):
 class ByDevice:
     """See ``Transport``.
 
-    A tensor is on the same kind of device on all ranks, as its layout says. That holds for
-    ``Gathered.shard`` of ranks that hold none, too: an empty tensor there must be on that device.
+    A tensor is on the same type of device on all ranks. That includes ``Gathered.shard`` of ranks
+    that hold none: their empty tensor must be on that type of device.
 
     Args:
-        on_cpu: Moves what is on CPUs, and exchanges of a few bytes.
-        on_gpu: Moves what is on GPUs; None: ``on_cpu`` does, which stages it.
-        host_gather: Gathers on rank 0, where it can be had. Of what it gathers, each rank's shard
-            may be on a device of its own.
+        on_cpu: The transport of CPU tensors, and of exchanges of a few bytes.
+        on_gpu: The transport of GPU tensors; None: ``on_cpu`` stages them.
+        host_gather: Gathers on rank 0, where it is available; it takes shards of any device, which
+            may differ by rank.
     """
 
     def __init__(
@@ -68,9 +68,11 @@ class ByDevice:
             return self.host_gather.gather_to_first(tensors)
         if self._on_gpu is None:
             return self._on_cpu.gather_to_first(tensors)
-        ways: list[Transport | GpuTransport] = [self._on_cpu, self._on_gpu]
+        transports: list[Transport | GpuTransport] = [self._on_cpu, self._on_gpu]
         sides = [[t for t in tensors if t.shard.is_cuda is on_gpu] for on_gpu in (False, True)]
-        fulls = [iter(way.gather_to_first(side) or []) for way, side in zip(ways, sides) if side]
+        fulls = [
+            iter(to.gather_to_first(side) or []) for to, side in zip(transports, sides) if side
+        ]
         if self.group.rank != 0:
             return None
         if not all(sides):
@@ -84,6 +86,6 @@ class ByDevice:
         return self._of(like).broadcast(tensor, like)
 
     def close(self) -> None:
-        """Free what the transport of GPUs holds. Local."""
+        """Free the resources of the GPU transport. Local."""
         if self._on_gpu is not None:
             self._on_gpu.close()

@@ -1,4 +1,4 @@
-"""Which transport a group uses: decided by its ranks together when they first talk."""
+"""Chooses the transport of a group: by all its ranks together, at their first transfer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from flex_model.errors import HookError
 
 
 def choose(group: PrivateGroup, wait: Wait, device: torch.device) -> tuple[Transport, str]:
-    """The transport of a group's tensors, and why it is this one. Collective where a rank's
-    ``device`` is a GPU; alike on all ranks.
+    """Choose the transport of a group; return it with the reason. Collective where a rank's
+    ``device`` is a GPU; the same on all ranks.
     """
     on_cpu, why = _choose_on_cpu(group, wait)
     if "cuda" not in group.hosts.devices:
@@ -23,7 +23,7 @@ def choose(group: PrivateGroup, wait: Wait, device: torch.device) -> tuple[Trans
     wanted = group.hosts.settings.transport
     chosen, why = on_gpu.connect(on_cpu, why, wait, device, wanted)
     if wanted in on_gpu.NAMES and chosen.name == on_cpu.name:
-        raise HookError(f"FLEX_MODEL_TRANSPORT={wanted} can't be had: {why}")
+        raise HookError(f"FLEX_MODEL_TRANSPORT={wanted} is not available: {why}")
     return chosen, why
 
 

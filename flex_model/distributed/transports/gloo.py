@@ -1,4 +1,4 @@
-"""Collectives of one private gloo group: for ranks that share no memory. CUDA tensors are staged
+"""Transfers by one private gloo group, for ranks that share no memory. CUDA tensors are staged
 through the CPU.
 """
 
@@ -96,10 +96,10 @@ class Gloo:
 
 
 def assemble(gathered: Tensor, offsets: list[int], plan: GatherPlan, dtype: torch.dtype) -> Tensor:
-    """The full tensor out of all shards' bytes; rank r's begin at ``offsets[r]``. Local."""
+    """Assemble the full tensor from all shards' bytes; rank r's begin at ``offsets[r]``. Local."""
     return torch.ops.flex_model.assemble(gathered, offsets, plan.code, plan.full_sizes, dtype)
 
 
 def split(full: Tensor, plan: GatherPlan, rank: int) -> Tensor:
-    """One rank's shard, contiguous, out of a contiguous ``full``. Local."""
+    """Copy one rank's shard out of a contiguous ``full``. Local."""
     return torch.ops.flex_model.split(full, plan.code, rank, plan.shard_sizes[rank])

@@ -1,7 +1,7 @@
-"""Shards from GPUs into full tensors in host memory that the ranks of a host share.
+"""Copies shards from GPUs into full tensors in host memory that the ranks of a host share.
 
-Each rank copies its own shard to where it belongs, over its own bus: no full tensor is on any GPU,
-and none travels between GPUs. The model computes on meanwhile.
+Each rank copies its own shard into the full tensor, over its own bus: no full tensor is on any GPU,
+and none is sent between GPUs. Meanwhile the model continues to compute.
 """
 
 from __future__ import annotations
@@ -24,32 +24,34 @@ def is_on_gpu(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Ready:
-    """When what a stream of a GPU was given so far is done."""
+    """An event after the work queued so far on a stream of a GPU."""
 
     event: torch.cuda.Event
     device: torch.device
 
     def wait(self) -> None:
-        """Let the current stream of the GPU wait for it. The host does not."""
+        """Make the current stream of the GPU wait for the event, but not the host."""
         self.event.wait(torch.cuda.current_stream(self.device))
 
 
 def ready_now(tensor: Tensor) -> Ready:
-    """When what the current stream of a tensor's GPU was given so far is done."""
+    """Record an event on the current stream of a tensor's GPU."""
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(tensor.device))
     return Ready(event, tensor.device)
 
 
 class SideStream:
-    """A stream of a GPU that runs beside the model's."""
+    """A stream of a GPU beside the model's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
     def run(self, start: Callable[[], None], ready: Ready | None) -> None:
-        """Start copies when ``ready``; None: when the current stream comes here."""
+        """Queue copies after ``ready``; None: after the work queued so far on the current
+        stream.
+        """
         if ready is None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         else:
@@ -62,13 +64,13 @@ class SideStream:
 
 
 class HostCopies:
-    """Copies of one rank's shards to host memory, on streams of their own, one for each GPU that
-    has some. All methods are local.
+    """Copies one rank's shards to host memory, on a side stream for each GPU. All methods are
+    local.
     """
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, SideStream] = {}
-        self._shards: list[Tensor] = []  # of copies under way: their memory is not for others yet
+        self._shards: list[Tensor] = []  # of unfinished copies: not to be reused yet
 
     def start(
         self,
@@ -82,7 +84,7 @@ class HostCopies:
         and page-locked. The shard must not change until it is done.
 
         Args:
-            ready: When the shard's values are there; None: when the current stream comes here.
+            ready: The event after which the shard has its values; None: the current stream's work.
         """
         shard = shard.detach()
         if shard.is_conj() or shard.is_neg() or not shard.is_contiguous():
@@ -98,16 +100,16 @@ class HostCopies:
         stream.run(lambda: copy(shard, address, code, rank, "auto"), ready)
 
     def is_completed(self) -> bool:
-        """Whether all copies are done. What they wrote may be read then, by this process, and by
-        others that are told so.
+        """Whether all copies are done. Then this process may read the results, and others after a
+        message.
         """
         if self._shards and all(stream.is_done() for stream in self._streams.values()):
             self._shards.clear()
         return not self._shards
 
     def wait(self, stop: Callable[[], bool] = lambda: False) -> None:
-        """Return when all copies are done, or ``stop`` says so. Ctrl-C ends it; it has no deadline,
-        for the GPU may have much of the model before it.
+        """Wait until all copies are done or ``stop()`` is true. Ctrl-C ends the wait; it has no
+        deadline, because the GPU may have to run much of the model first.
         """
         for _ in sleeps(lambda: self.is_completed() or stop(), _FIRST_PAUSE_S, _MAX_PAUSE_S):
             pass

@@ -1,8 +1,8 @@
-"""Full tensors in host memory that the ranks of a host share, out of shards on any device.
+"""Gathers shards on any device into full tensors in host memory that the ranks of a host share.
 
-Rank 0 tells where its tensors are; GPUs copy their shards there, each over its own bus, and the CPU
-writes the rest. Which it is, each rank decides alone, shard by shard: it may have moved one to the
-CPU before, or may not be allowed to page-lock memory.
+Rank 0 sends the addresses of its tensors; GPUs copy their shards there, each over its own bus, and
+the CPU writes the others. Each rank chooses for each shard by itself: it may have moved the shard
+to the CPU before, or may not be allowed to page-lock memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flex_model.distributed.transports.transport import Gathered, end_to_end, on
 
 
 class HostGather:
-    """``gather_to_first`` of a ``Transport`` that takes shards of any device.
+    """Implements ``Transport.gather_to_first`` for shards on any device.
 
     Args:
         group: The ranks, all of one host, ``host``.
@@ -36,7 +36,7 @@ class HostGather:
         self._host = host
         self._device = device
         self._copies = HostCopies()
-        # The memory of rank 0's pool: mapped with the group, but on rank 0 itself.
+        # Locks of rank 0's pool, which the other ranks map with the group.
         self._locks = page_locks.of_arena if group.rank == 0 else group.locks
 
     def why_not_locked(self) -> str:
@@ -46,7 +46,7 @@ class HostGather:
         return self._locks.why_refused or page_locks.of_arena.why_refused
 
     def try_locking(self) -> str:
-        """As ``why_not_locked``, after a first try. Local."""
+        """Try to lock a segment, and return ``why_not_locked``. Local."""
         probe = memory.empty([memory.POOLED_BYTES], torch.uint8)
         segment, num_bytes = _C.arena_segment(probe.data_ptr())
         if segment:
@@ -54,20 +54,20 @@ class HostGather:
         return self.why_not_locked()
 
     def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
-        """As ``Transport.gather_to_first``; the shards of one tensor may be on several kinds of
-        devices. Collective.
+        """As ``Transport.gather_to_first``; the device of a tensor's shard may differ by rank.
+        Collective.
 
         ValueError if a shard does not fit its plan.
         """
         rank, is_first = self.group.rank, self.group.rank == 0
-        mine = [(i, t.ranks.index(rank)) for i, t in enumerate(tensors) if rank in t.ranks]
-        for i, place in mine:
+        local = [(i, t.ranks.index(rank)) for i, t in enumerate(tensors) if rank in t.ranks]
+        for i, place in local:
             check_bytes(tensors[i].shard, tensors[i].plan.shard_bytes[place])
         fulls = [memory.empty(t.plan.full_sizes, t.shard.dtype) for t in tensors if is_first]
         targets: Sequence[Tensor | None] = fulls or [None] * len(tensors)
         opened = self._host.open_gather([(t.plan, t.ranks, f) for t, f in zip(tensors, targets)])
         by_cpu = []
-        for (i, place), target in [(own, opened.targets[own[0]]) for own in mine]:
+        for (i, place), target in [(own, opened.targets[own[0]]) for own in local]:
             tensor, (address, segment, num_bytes) = tensors[i], target
             if (
                 address
@@ -82,14 +82,14 @@ class HostGather:
         shards: list[Tensor | None] = [None] * len(tensors)
         for i, shard in zip(by_cpu, staged):
             shards[i] = shard
-        self._copies.wait(lambda: self._host.is_broken)  # then `end` tells why
+        self._copies.wait(lambda: self._host.is_broken)  # then `end` raises the reason
         opened.end(shards)
         if not is_first:
             return None
         return [copy for tensor, full in zip(tensors, fulls) for copy in tensor.copies(full)]
 
     def to_host(self, tensors: list[tuple[Tensor, Ready | None]]) -> list[Tensor]:
-        """Owned CPU copies, each of a tensor when it is ready. Local."""
+        """Copy tensors to CPU memory of their own, each when it is ready. Local."""
         results, staged = [], []
         for tensor, ready in tensors:
             full = memory.empty(tensor.shape, tensor.dtype)
@@ -107,7 +107,7 @@ class HostGather:
 
 
 def _on_cpu(tensors: list[tuple[Tensor, Ready | None]]) -> list[Tensor]:
-    """Contiguous tensors of the same values on the CPU; many small ones of a GPU in one copy."""
+    """Return contiguous CPU tensors of the same values; small ones of a GPU share one copy."""
     results: list[Tensor | None] = []
     small: dict[torch.device, list[int]] = {}
     for i, (tensor, ready) in enumerate(tensors):

@@ -1,9 +1,8 @@
-"""Collectives of a private NCCL group, on bytes, along a GatherPlan: for CUDA shards of any hosts.
+"""Transfers by a private NCCL group, along a GatherPlan: for CUDA shards on any hosts.
 
-The group is ours alone. A collective runs on NCCL's own stream; every method waits, on the host and
-with the channel's deadline, until it is done, and the current stream comes after it. When a wait
-fails the communicator is aborted, which ends its kernels on the GPU; the user's groups are
-untouched.
+A collective runs on NCCL's own stream; every method waits for it on the host, with our deadline,
+and makes the current stream wait for it. When a wait fails, the NCCL communicator is aborted, which
+ends its kernels on the GPU; the user's groups are untouched.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ def is_available() -> bool:
 
 
 class Nccl:
-    """What ``Transport`` says of tensors on CUDA devices, one per rank; see ``ByDevice``.
+    """Implements ``GpuTransport`` by NCCL, with one CUDA device per rank; see ``ByDevice``.
 
-    All methods but ``close`` are collective over the group. Making one is, too: the communicator
-    is connected at once, so that a rank that does not come is found here, with a deadline.
+    All methods but ``close`` are collective over the group, and so is the constructor: it connects
+    the communicator at once, so that a missing rank is detected here, with a deadline.
 
     Args:
         group: The ranks; its gloo backend and its store are used to connect.
         wait: Waits for works with a deadline, then raises what they raise.
         device: This rank's GPU; no two ranks of the group may have the same.
-        register: Whether buffers are registered with NCCL, which spares it a copy through its own.
+        register: Whether buffers are registered with NCCL, which saves a copy through its own.
     """
 
     name = "nccl"
@@ -61,7 +60,7 @@ class Nccl:
 
     def _connect(self) -> Any:
         group = self.group
-        # A store's keys outlive the group, so a name is never used twice; all ranks count alike.
+        # A store's keys outlive the group, so a name is never used twice; ranks count equally.
         number = group.store.add(f"nccl/{group.rank}", 1)
         options: Any = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=group.timeout_s + _BACKEND_SLACK_S)
@@ -70,7 +69,7 @@ class Nccl:
         store = dist.PrefixStore(f"nccl/{number}", group.store)
         with torch.cuda.device(self._device):
             backend: Any = dist.ProcessGroupNCCL(store, group.rank, group.size, options)
-        # Connecting blocks the thread until all are there: make sure first that they are coming.
+        # Connecting blocks the thread until all ranks connect: check first that they will.
         everyone = torch.empty(group.size, dtype=torch.uint8)
         self._host_wait([group.backend._allgather_base(everyone, everyone[:1].clone())])
         self._backend = backend
@@ -79,7 +78,7 @@ class Nccl:
         return backend
 
     def _register(self) -> None:
-        """Let NCCL allocate our buffers, in a pool whose memory it registers."""
+        """Make a pool for our buffers, whose memory NCCL allocates and registers."""
         self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
         with torch.cuda.use_mem_pool(self._pool, self._device):
             torch.empty(1 << 20, dtype=torch.uint8, device=self._device)  # the pool's first segment
@@ -107,7 +106,7 @@ class Nccl:
             raise
 
     def _empty(self, num_bytes: int) -> Tensor:
-        """A buffer for NCCL."""
+        """Allocate a buffer for NCCL."""
         pool = (
             torch.cuda.use_mem_pool(self._pool, self._device)
             if self._pool is not None
@@ -117,13 +116,13 @@ class Nccl:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def _gathered(self, data: Tensor, out: Tensor) -> Tensor:
-        """``out`` with what every rank has in ``data``, in rank order."""
+        """All-gather ``data`` into ``out``, in rank order, and return ``out``."""
         if data.numel():
             self._wait([self._backend._allgather_base(out, data)])
         return out
 
     def _grouped(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]):
-        """Sends to and receives from ranks, all at once."""
+        """Do sends and receives in one group call."""
         sends = [(data, rank) for data, rank in sends if data.numel()]
         receives = [(data, rank) for data, rank in receives if data.numel()]
         if not sends and not receives:
@@ -138,10 +137,11 @@ class Nccl:
     def all_gather(
         self, shard: Tensor, plan: GatherPlan, num_copies: int = 1, num_read: int = 0
     ) -> list[Tensor]:
-        """``num_copies`` full tensors, on the device of ``shard``; each rank's own number.
+        """Return ``num_copies`` full tensors, on the device of ``shard``; the number may differ by
+        rank.
 
-        Where shards are whole pieces of the full tensor, they are received where they belong; else
-        all are received in one buffer, and one kernel puts them there.
+        If the full tensor is the concatenation of the shards, they are received in it directly;
+        otherwise in one buffer, from which one kernel assembles it.
         """
         shard = shard.detach()
         if buffer_layout.is_concatenation(plan):
@@ -163,8 +163,8 @@ class Nccl:
         ]
 
     def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
-        """Many tensors share a message. Rank 0 holds at most 256 MiB of shards at once on its GPU,
-        or one tensor.
+        """As ``Transport.gather_to_first``, with many tensors per message. Rank 0 holds at most 256
+        MiB of shards on its GPU at once, or one tensor.
         """
         fulls: list[Tensor] = []
         rank = self.group.rank
@@ -187,7 +187,7 @@ class Nccl:
         return fulls if rank == 0 else None
 
     def _packed(self, tensors: list[Gathered], packing: buffer_layout.Packing) -> Tensor:
-        """This rank's shards in one buffer."""
+        """Pack this rank's shards into one buffer."""
         own = packing.of_rank(self.group.rank)
         if not own:
             return self._empty(0)

@@ -1,4 +1,4 @@
-"""Which transport the GPU tensors of a group use: the best that all its ranks can have."""
+"""Chooses the transport of a group's GPU tensors: the best that all its ranks can use."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _REASON_BYTES = 300
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank has.
+    """The capabilities of a rank.
 
     Attributes:
-        gpu: Of its device: a number that no other GPU has; 0 if there is none.
+        gpu: A number that identifies its GPU; 0 if it has none.
         has_kernels: Whether `_cuda` is loaded.
         has_nccl: Whether torch has it.
     """
@@ -62,37 +62,37 @@ def candidates(
 def connect(
     on_cpu: Transport, why: str, wait: Wait, device: torch.device, wanted: str = "auto"
 ) -> tuple[Transport, str]:
-    """A transport of CPU and GPU tensors, and why it is this one. Collective.
+    """Return a transport of CPU and GPU tensors, and the reason for the choice. Collective.
 
-    Where no GPU transport can be had, ``on_cpu`` stages GPU tensors through the CPU; then ``why``,
-    of that one, goes before the reasons. What is gathered on rank 0 goes by its host memory where
-    that can be had: see ``HostGather``.
+    If no GPU transport is available, ``on_cpu`` stages GPU tensors through the CPU; then ``why``,
+    its own reason, comes first. Gathers to rank 0 use its host memory where possible: see
+    ``HostGather``.
 
     Args:
-        device: Of this rank's model; may be a CPU.
+        device: The device of this rank's model; may be a CPU.
         wanted: ``FLEX_MODEL_TRANSPORT``.
     """
     group = on_cpu.group
-    told = on_cpu.exchange(torch.tensor(_facts(device), dtype=torch.int64)).tolist()
-    ranks = [Rank(row[0], bool(row[1]), bool(row[2])) for row in told]
+    rows = on_cpu.exchange(torch.tensor(_facts(device), dtype=torch.int64)).tolist()
+    ranks = [Rank(row[0], bool(row[1]), bool(row[2])) for row in rows]
     names, reasons = candidates(ranks, group.hosts.is_one, wanted)
     host_gather = None
     if wanted not in NAMES and all(rank.gpu and rank.has_kernels for rank in ranks):
         host_gather = connect_host_gather(on_cpu, device, reasons)
     for name in names:
-        way, error = None, ""
+        on_gpu, error = None, ""
         try:
-            way = _make(name, on_cpu, wait, device)
+            on_gpu = _make(name, on_cpu, wait, device)
         except RuntimeError as reason:
             if group.broken:  # a rank is missing: no other transport would find it
                 raise
             error = " ".join(str(reason).split())[:300]
         if not on_cpu.exchange(torch.tensor([bool(error)])).any():
-            assert way is not None
+            assert on_gpu is not None
             why = "; ".join(["the ranks' GPUs reach each other", *reasons])
-            return ByDevice(on_cpu, way, host_gather), why
-        if way is not None:
-            way.close()
+            return ByDevice(on_cpu, on_gpu, host_gather), why
+        if on_gpu is not None:
+            on_gpu.close()
         reasons.append(f"{name}: {error or 'it failed on another rank'}")
     why = "; ".join([why, *reasons])
     return (on_cpu if host_gather is None else ByDevice(on_cpu, None, host_gather)), why
@@ -101,18 +101,18 @@ def connect(
 def connect_host_gather(
     on_cpu: Transport, device: torch.device, reasons: list[str]
 ) -> HostGather | None:
-    """What gathers GPU tensors in the host memory of rank 0, if the ranks share it; adds what is to
-    be told of it to ``reasons``. Collective.
+    """Return the gather of GPU tensors into host memory of rank 0, if the ranks share it, and
+    append its description to ``reasons``. Collective.
     """
     group = on_cpu.group
     if group.hosts.here is None or not group.hosts.is_one:
         reasons.append("host_copies: the ranks share no host memory")
         return None
     gather = HostGather(group, group.hosts.here, device)
-    word = gather.try_locking().encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
-    words = [other.rstrip(b"\0").decode(errors="replace") for other in on_cpu.exchange_bytes(word)]
+    text = gather.try_locking().encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
+    texts = [other.rstrip(b"\0").decode(errors="replace") for other in on_cpu.exchange_bytes(text)]
     reasons.append("collected shards go from each GPU to host memory that the ranks share")
-    refused = [f"rank {rank}: {other}" for rank, other in enumerate(words) if other]
+    refused = [f"rank {rank}: {other}" for rank, other in enumerate(texts) if other]
     if refused:
         reasons.append(f"host_copies: staged through other memory on {', '.join(refused)}")
     return gather
@@ -125,7 +125,7 @@ def _make(name: str, on_cpu: Transport, wait: Wait, device: torch.device) -> Gpu
 
 
 def _facts(device: torch.device) -> list[int]:
-    """As ``Rank``, in words."""
+    """Return the fields of ``Rank`` as numbers."""
     if device.type != "cuda":
         return [0, 0, 0]
     properties: Any = torch.cuda.get_device_properties(device)

@@ -1,9 +1,9 @@
-"""GPU memory that all ranks of a host can reach, and their meetings, for ``PeerMemory``.
+"""GPU memory that all ranks of a host can access, and their barriers, for ``PeerMemory``.
 
-Two means: torch's symmetric memory, and CUDA IPC where that can't serve. Ranks of different GPUs
-meet on their streams, by flags in each other's memory. Ranks that share a GPU take turns on it, so
-that a kernel which waits for another process may hold up the very one it waits for: they meet on
-the host.
+The memory is torch's symmetric memory, or CUDA IPC where that does not work. Ranks with different
+GPUs have barriers on their streams, by signal pads in each other's memory. Ranks that share a GPU
+are time-sliced, so a kernel that waits for another process may block that process: their barriers
+are on the host.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from flex_model.distributed.transports.transport import Transport, Wait
 from flex_model.errors import HookError
 
 MAX_RANKS = 128  # kMaxPeers of csrc/cuda/peers.h
-_FLAG_BYTES = 4096  # at the head of an IPC buffer: a uint32 per rank, and the alignment of the rest
+_FLAG_BYTES = 4096  # of the signal pad at the head of an IPC buffer: a uint32 per rank
 _IPC_HANDLE_BYTES = 64
 
 
 def connect(on_cpu: Transport, wait: Wait, device: torch.device) -> SymmetricMemory | CudaIpc:
-    """The best means that serves all ranks. Collective.
+    """Return the best buffers that work on all ranks. Collective.
 
     Args:
-        on_cpu: Over the same ranks.
+        on_cpu: The CPU transport of the same ranks.
         wait: Waits for works with a deadline, then raises what they raise.
         device: This rank's GPU.
 
     Raises:
-        RuntimeError: neither does, on every rank alike: the GPUs are no peers, or on several hosts.
+        RuntimeError: neither works, on every rank: the GPUs are no peers, or on several hosts.
     """
     reasons = []
     for means in (SymmetricMemory, CudaIpc):
@@ -58,13 +58,13 @@ def connect(on_cpu: Transport, wait: Wait, device: torch.device) -> SymmetricMem
     )
 
 
-def _exchange(on_cpu: Transport, words: list[int]) -> list[int]:
-    """The words of every rank, as many from each, one after the other. Collective."""
-    return on_cpu.exchange(torch.tensor(words, dtype=torch.int64)).reshape(-1).tolist()
+def _exchange(on_cpu: Transport, numbers: list[int]) -> list[int]:
+    """Gather equally many numbers of every rank, in one list. Collective."""
+    return on_cpu.exchange(torch.tensor(numbers, dtype=torch.int64)).reshape(-1).tolist()
 
 
 class _Finished:
-    """A stream's work so far, as a channel waits for it."""
+    """The work queued so far on a stream, as a work of torch.distributed to wait for."""
 
     def __init__(self, device: torch.device, failed: Tensor) -> None:
         self._event = torch.cuda.Event()
@@ -78,11 +78,11 @@ class _Finished:
         self._event.synchronize()
         missing = int(self._failed[0])
         if missing:
-            raise RuntimeError(f"rank {missing - 1} of the group did not come to a meeting")
+            raise RuntimeError(f"rank {missing - 1} of the group did not reach a barrier")
 
 
 class _CudaBuffers:
-    """What both means share: the meetings."""
+    """The barriers that both kinds of buffers share."""
 
     def __init__(self, on_cpu: Transport, wait: Wait, device: torch.device) -> None:
         group = self.group = on_cpu.group
@@ -91,22 +91,22 @@ class _CudaBuffers:
         self._on_cpu = on_cpu
         self._wait = wait
         self._device = device
-        self._number = 0  # of meetings so far
-        self._flags: list[int] = []  # addresses of each rank's
+        self._number = 0  # of barriers so far
+        self._signal_pads: list[int] = []  # addresses of each rank's
         self._buffer: Tensor | None = None
-        # Written by kernels: 1 + a rank that did not come.
+        # Written by kernels: 1 + a rank that did not reach a barrier.
         self._failed = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         uuid = str(torch.cuda.get_device_properties(device).uuid).replace("-", "")
         words = _exchange(on_cpu, [int(uuid[:8], 16), int(uuid[8:16], 16)])
         gpus = set(zip(words[::2], words[1::2]))
-        self.meets_on_device = len(gpus) == group.size
+        self.has_device_barrier = len(gpus) == group.size
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         self._number += 1
-        if self.meets_on_device:
+        if self.has_device_barrier:
             torch.ops.flex_model.peer_barrier(
                 self._buffer,
-                self._flags,
+                self._signal_pads,
                 self.group.rank,
                 self._number,
                 int(1000 * self.group.timeout_s),
@@ -123,14 +123,14 @@ class _CudaBuffers:
         self._finish_own()
 
     def _make_room(self, num_bytes: int) -> None:
-        """What torch's allocator holds for later is not to be had by others."""
+        """Free memory that torch's allocator caches, which other allocators can't use."""
         if torch.cuda.mem_get_info(self._device)[0] < 2 * num_bytes:
             torch.cuda.empty_cache()
 
     def _reset(self) -> None:
-        """New flags are zero."""
+        """Reset the count of barriers: new signal pads are zero."""
         self._number = 0
-        self._flags = []
+        self._signal_pads = []
         self._buffer = None
 
 
@@ -143,15 +143,15 @@ class SymmetricMemory(_CudaBuffers):
     def __init__(self, on_cpu: Transport, wait: Wait, device: torch.device) -> None:
         super().__init__(on_cpu, wait, device)
         group = self.group
-        # Names and keys outlive the group, so none is used twice; all ranks count alike.
+        # Names and keys outlive the group, so none is used twice; ranks count equally.
         number = group.store.add(f"symmetric_memory/{group.rank}", 1)
         ranks = "_".join(map(str, group.ranks))
         name = f"flex_model/symmetric_memory/{ranks}/{group.number}/{number}"
         self._name = cast(Any, name)  # a type of its own in torch's stubs
         store: Any = group.store
         with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
-            # A deadline of its own: the rendezvous waits on the store for a rank that failed, and
-            # must be over before those that wait for us give up.
+            # A shorter deadline: the rendezvous waits on the store for a rank that failed, and must
+            # end before the ranks that wait for this one abort.
             store = store.clone()
             store.set_timeout(timedelta(seconds=group.timeout_s / 2))
         self._store = dist.PrefixStore(f"symmetric_memory/{number}", store)
@@ -174,9 +174,9 @@ class SymmetricMemory(_CudaBuffers):
         addresses = list(handle.buffer_ptrs)
         if addresses[self.group.rank] != buffer.data_ptr() or not all(addresses):
             raise RuntimeError("symmetric memory is at another address than its buffer")
-        # Where torch frees what a peer still maps, the peer's mapping keeps the memory.
+        # If torch frees memory that a peer still maps, the peer's mapping keeps it.
         self._buffer, self._handle = buffer, handle
-        self._flags = list(handle.signal_pad_ptrs)
+        self._signal_pads = list(handle.signal_pad_ptrs)
         return buffer, addresses
 
     def close(self) -> None:
@@ -197,14 +197,14 @@ class CudaIpc(_CudaBuffers):
     def __init__(self, on_cpu: Transport, wait: Wait, device: torch.device) -> None:
         super().__init__(on_cpu, wait, device)
         self._opened: list[int] = []
-        # Keys outlive the group, so none is used twice; all ranks count alike.
+        # Keys outlive the group, so none is used twice; ranks count equally.
         group = self.group
         self._place = f"cuda_ipc/{group.store.add(f'cuda_ipc/{group.rank}', 1)}/closed"
         _kept[:] = [kept for kept in _kept if not kept.is_closed_by_all()]
 
     def allocate(self, num_bytes: int) -> tuple[Tensor, list[int]]:
         self._close_peers()
-        self._agreed([], None)  # all have closed the buffers that are freed now
+        self._agreed([], None)  # all have closed the buffers that are freed below
         self._reset()
         self._make_room(num_bytes)
         like = torch.empty(0, dtype=torch.uint8, device=self._device)
@@ -227,13 +227,13 @@ class CudaIpc(_CudaBuffers):
         except RuntimeError as reason:
             error = reason
         self._agreed([], error)
-        self._buffer, self._flags = buffer, addresses
+        self._buffer, self._signal_pads = buffer, addresses
         return buffer[_FLAG_BYTES:], [address + _FLAG_BYTES for address in addresses]
 
-    def _agreed(self, words: list[int], error: RuntimeError | None) -> list[list[int]]:
-        """Every rank's words; an error on all ranks if one has an error. Collective."""
-        width = len(words) + 1
-        everyone = _exchange(self._on_cpu, [int(error is not None), *words])
+    def _agreed(self, numbers: list[int], error: RuntimeError | None) -> list[list[int]]:
+        """Gather numbers of every rank; raise on all ranks if one has an error. Collective."""
+        width = len(numbers) + 1
+        everyone = _exchange(self._on_cpu, [int(error is not None), *numbers])
         rows = [everyone[at : at + width] for at in range(0, len(everyone), width)]
         failed = [rank for rank, row in enumerate(rows) if row[0]]
         if failed:
@@ -264,7 +264,7 @@ class CudaIpc(_CudaBuffers):
 
 @dataclass(frozen=True)
 class _Kept:
-    """A buffer that others may have open still."""
+    """A buffer that other processes may still have open."""
 
     buffer: Tensor
     store: dist.Store

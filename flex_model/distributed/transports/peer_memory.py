@@ -1,11 +1,12 @@
-"""Transfers through memory of each other that all ranks of a host can reach: GPUs that are peers.
+"""Transfers by reading and writing the memory of peer GPUs on one host.
 
-Every rank has a buffer of two slots. It copies its shard into one; all meet; then each rank reads
-every peer's slot and writes the final layout, in one kernel. The next transfer takes the other
-slot: when a rank comes to a meeting, it has done the reading of the transfer before, so a slot is
-free again two transfers later and no second meeting is needed.
+Every rank has a buffer of two slots. A rank copies its shard into one slot; after a barrier, each
+rank reads every peer's slot and writes the final layout, in one kernel. The next transfer uses the
+other slot: a rank that reaches a barrier has finished the reads of the transfer before, so a slot
+    is
+free again two transfers later, without a second barrier.
 
-What the memory is, and how ranks meet, is ``peer_buffers``' affair.
+``peer_buffers`` implements the memory and the barriers.
 """
 
 from __future__ import annotations
@@ -22,26 +23,28 @@ from flex_model.distributed.transports import buffer_layout
 from flex_model.distributed.transports.transport import Gathered, end_to_end
 
 _MIN_SLOT_BYTES = 1 << 20
-_STEP_BYTES = 64 << 20  # of large slots
-_ROUND_BYTES = 256 << 20  # of what one rank offers at once
+_STEP_BYTES = 64 << 20  # of the sizes of large slots
+_ROUND_BYTES = 256 << 20  # of tensors gathered at once
 
 
 class PeerBuffers(Protocol):
-    """Memory of equal size on every rank, which all can reach, and meetings of the ranks."""
+    """Buffers of equal size on every rank, which all ranks can access, and barriers of the
+    ranks.
+    """
 
     def allocate(self, num_bytes: int) -> tuple[Tensor, list[int]]:
-        """This rank's buffer (uint8) and every rank's address of its own. Collective; what was
-        allocated before is freed.
+        """Return this rank's buffer (uint8), and the address here of every rank's buffer. Frees the
+        buffers allocated before. Collective.
         """
         ...
 
-    def meet(self) -> None:
-        """Order this rank's current stream after what all ranks' streams did before. Collective."""
+    def barrier(self) -> None:
+        """Make the current stream wait for the work queued before on all ranks. Collective."""
         ...
 
     def finish(self) -> None:
         """Wait on the host until the current stream is done, with a deadline; raise if a rank did
-        not come to a meeting. Collective.
+        not reach a barrier. Collective.
         """
         ...
 
@@ -51,13 +54,13 @@ class PeerBuffers(Protocol):
 
 
 class PeerMemory:
-    """What ``Transport`` says, by reading and writing the memory of peers; see ``ByDevice``.
+    """Implements ``GpuTransport`` by reading and writing the memory of peers; see ``ByDevice``.
 
     All methods but ``close`` are collective over the group.
 
     Args:
         group: The ranks, on one host.
-        peers: The memory that they can all reach.
+        peers: The memory that all of them can access.
     """
 
     name = "peer_memory"
@@ -77,8 +80,8 @@ class PeerMemory:
         self._peers.close()
 
     def _take_slot(self, num_bytes: int) -> tuple[Tensor, list[int]]:
-        """This rank's bytes of the next slot, and every rank's address of it. ``num_bytes`` is the
-        same on all ranks.
+        """Return this rank's next slot, and the address of every rank's. ``num_bytes`` is the same
+        on all ranks.
         """
         if num_bytes > self._slot_bytes:
             self._own = None
@@ -90,21 +93,21 @@ class PeerMemory:
         own = self._own[start : start + self._slot_bytes]
         return own, [address + start for address in self._addresses]
 
-    def _offer(self, tensors: list[Gathered]) -> list[list[int]]:
-        """Put shards where peers can read them; by tensor, then by holder, the addresses."""
+    def _publish(self, tensors: list[Gathered]) -> list[list[int]]:
+        """Copy shards to where peers can read them; return addresses by tensor and holder."""
         packing = buffer_layout.Packing.of([(t.plan, t.ranks) for t in tensors], self.group.size)
         own, addresses = self._take_slot(max(packing.totals))
         for i, offset in packing.of_rank(self.group.rank):
             shard = tensors[i].shard.detach()
             _place(own, offset, shard).copy_(shard)
-        self._peers.meet()
+        self._peers.barrier()
         return [
             [addresses[holder] + offset for holder, offset in zip(holders, placed)]
             for holders, placed in zip(packing.holders, packing.offsets)
         ]
 
     def _pull(self, full: Tensor, addresses: list[int], plan: GatherPlan) -> Tensor:
-        # Each rank begins with the rank after it, so that they do not all ask the same one.
+        # Each rank begins with the rank after it, so that they don't all read from the same one.
         first = (self.group.rank + 1) % len(addresses)
         torch.ops.flex_model.pull_(full, addresses, plan.code, first)
         return full
@@ -112,11 +115,11 @@ class PeerMemory:
     def all_gather(
         self, shard: Tensor, plan: GatherPlan, num_copies: int = 1, num_read: int = 0
     ) -> list[Tensor]:
-        """``num_copies`` full tensors, on the device of ``shard``; each rank's own number."""
+        """As ``Transport.all_gather``."""
         fulls: list[Tensor] = []
         if plan.full_bytes == 0:
             return [shard.detach().new_empty(plan.full_sizes) for _ in range(num_copies)]
-        (addresses,) = self._offer([Gathered(plan, list(range(self.group.size)), shard)])
+        (addresses,) = self._publish([Gathered(plan, list(range(self.group.size)), shard)])
         if num_copies:
             full = self._pull(shard.detach().new_empty(plan.full_sizes), addresses, plan)
             fulls = [full, *(full.clone() for _ in range(num_copies - 1))]
@@ -124,14 +127,16 @@ class PeerMemory:
         return fulls
 
     def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
-        """Many tensors share a meeting; who is not rank 0 reads nothing."""
+        """As ``Transport.gather_to_first``, with one barrier for many tensors; only rank 0
+        reads.
+        """
         fulls: list[Tensor] = []
         for part in buffer_layout.rounds([tensor.plan for tensor in tensors], _ROUND_BYTES):
             some = [tensors[i] for i in part]
             first = self.group.rank == 0
             pulled = [t.shard.detach().new_empty(t.plan.full_sizes) for t in some if first]
             if any(tensor.plan.full_bytes for tensor in some):
-                addresses = self._offer(some)
+                addresses = self._publish(some)
                 for tensor, full, where in zip(some, pulled, addresses):
                     self._pull(full, where, tensor.plan)
                 self._peers.finish()
@@ -142,7 +147,7 @@ class PeerMemory:
     def scatter_from_first(self, full: Tensor | None, like: Tensor, plan: GatherPlan) -> Tensor:
         """This rank's shard of rank 0's ``full``, with the shape, dtype and device of ``like``.
 
-        Rank 0 writes each rank's shard into that rank's slot: only what a rank needs travels.
+        Rank 0 writes each rank's shard into that rank's slot: only the needed bytes are sent.
         """
         shard = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         if plan.full_bytes == 0:
@@ -155,7 +160,7 @@ class PeerMemory:
             first = 1 % self.group.size
             torch.ops.flex_model.push(full, others, plan.code, first)
             shard = torch.ops.flex_model.split(full, plan.code, 0, list(like.shape))
-        self._peers.meet()
+        self._peers.barrier()
         if self.group.rank != 0:
             shard.copy_(_place(own, 0, like))
         self._peers.finish()
@@ -169,7 +174,7 @@ class PeerMemory:
         if self.group.rank == 0:
             assert tensor is not None
             _place(own, 0, tensor).copy_(tensor.detach())
-        self._peers.meet()
+        self._peers.barrier()
         result = tensor
         if result is None or self.group.rank != 0:
             result = torch.empty(like.shape, dtype=like.dtype, device=like.device)
@@ -180,8 +185,8 @@ class PeerMemory:
 
 
 def slot_bytes_for(num_bytes: int) -> int:
-    """The size of a slot that is to hold ``num_bytes``: with room to grow, but not much of a large
-    one.
+    """The size of a slot for ``num_bytes``: rounded up, so that it can be reused for a larger
+    tensor.
     """
     if num_bytes > _STEP_BYTES:
         return -(-num_bytes // _STEP_BYTES) * _STEP_BYTES
@@ -189,5 +194,5 @@ def slot_bytes_for(num_bytes: int) -> int:
 
 
 def _place(slot: Tensor, offset: int, like: Tensor) -> Tensor:
-    """The part of a slot where a tensor like this one lies."""
+    """Return a view of a slot with the shape and dtype of a tensor."""
     return slot[offset : offset + like.nbytes].view(like.dtype).view(like.shape)

@@ -1,5 +1,5 @@
-"""Memory that the ranks of one host share: each writes its shard where the full tensor is to be, in
-every rank's own or in one that all of them read.
+"""Transfers by memory that the ranks of one host share: each rank writes its shard directly into
+every rank's full tensor, or into one that all of them read.
 
 CUDA tensors are staged through the CPU.
 """
@@ -17,7 +17,7 @@ from flex_model.distributed.transports.transport import Gathered, on_cpu
 
 
 class SharedMemory:
-    """See ``Transport``. ``host`` are the group's ranks, all of this host."""
+    """See ``Transport``. ``host`` connects the group's ranks, all on this host."""
 
     name = "shared_memory"
 
@@ -41,7 +41,7 @@ class SharedMemory:
         host = on_cpu(shard)
         check_bytes(host, plan.shard_bytes[self._rank])
         if num_copies == 1 and shard.is_cpu and plan.full_bytes < memory.POOLED_BYTES:
-            full = host.new_empty(plan.full_sizes)  # all that small ones need, and no more
+            full = host.new_empty(plan.full_sizes)  # the short path of small tensors
             self._host.all_gather(plan, host, (full,))
             return [full]
         num_views = min(num_read, num_copies) if self._are_viewed(plan) else 0
@@ -95,7 +95,7 @@ class SharedMemory:
 
 
 def check_bytes(tensor: Tensor, expected: int) -> None:
-    """The tensor must be as large as its plan says."""
+    """Raise ValueError unless the tensor has the size of its plan."""
     if tensor.nbytes != expected:
         raise ValueError(
             f"a tensor of {tensor.nbytes} bytes ({tensor.dtype}, {tuple(tensor.shape)}) does not "

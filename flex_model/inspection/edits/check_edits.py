@@ -30,7 +30,7 @@ def check_edits(
     registrations = [r for r in core.table.registrations if r.edits and r.calls_function]
     parameters, errors = _full_parameters(core, registrations)
     found: dict[int, list[Finding]] = {}
-    if core.caller.edits_on_all or core.mesh.place == 0:
+    if core.caller.edits_on_all or core.mesh.group_rank == 0:
         with FakeCalls(core, _sharded_parameters(core), parameters) as fake_calls:
             for registration in _in_order_of_run(registrations, list(calls)):
                 inputs = calls.get(registration, "this forward, or its backward, does not call it")
@@ -60,7 +60,7 @@ def _merged(
     merged: dict[int, list[Finding]] = {}
     for i, registration in enumerate(registrations):
         source, ranks = Source(registration), dict[Finding, list[int]]()
-        for rank, words in zip(core.mesh.grid, per_rank):
+        for rank, words in zip(core.mesh.stage_ranks, per_rank):
             for level, problem, message, *place in words[i]:
                 finding = source.finding(level, problem, message, tuple(place))
                 ranks.setdefault(finding, []).append(rank)

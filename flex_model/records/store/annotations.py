@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from flex_model.distributed import memory, values
-from flex_model.distributed.channel import Channel
-from flex_model.distributed.gather import Move
+from flex_model.distributed.communicator import Communicator
+from flex_model.distributed.gather import GatherSpec
 from flex_model.distributed.layout import Replicate, Shard, ShardLayout
 from flex_model.distributed.tensor_dicts import DTYPE_OF_NAME
 from flex_model.records.store.record_layout import RecordLayout, RecordShard
@@ -45,14 +45,14 @@ def parts_of(
                 raise ValueError("tensor-parallel ranks give different values")
             is_same = len(set(shapes)) == 1 and prints.equal_along("dp")
             layout = ShardLayout(dp=Replicate() if is_same else Shard(0))
-            move = Move.of(channel, layout, shapes, DTYPE_OF_NAME[dtype])
+            spec = GatherSpec.of(channel, layout, shapes, DTYPE_OF_NAME[dtype])
         except (ValueError, IndexError) as error:
             raise ValueError(
                 f"annotate({name}=...): {error}; give what this rank gives to the model, the same "
                 "on the ranks of one data-parallel row"
             ) from None
-        kept = memory.copy(tensor) if move.rank_0_gathers else None
-        found[name] = RecordShard(RecordLayout.of(move, tensor.dtype), kept)
+        kept = memory.copy(tensor) if spec.rank_0_gathers else None
+        found[name] = RecordShard(RecordLayout.of(spec, tensor.dtype), kept)
     return found
 
 

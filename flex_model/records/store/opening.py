@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import agreed
 from flex_model.records.store.activation_store import ActivationStore
@@ -44,7 +44,7 @@ def config_hash(module: nn.Module) -> str | None:
 
 
 def opened(
-    store: ActivationStore, channel: Channel, config: str | None
+    store: ActivationStore, channel: Communicator, config: str | None
 ) -> tuple[FolderLock | None, Manifest, str]:
     """Return rank 0's lock, the manifest as all ranks see it, and the session's name. Collective.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from flex_model.distributed.layout import Shape
 
 if TYPE_CHECKING:
-    from flex_model.distributed.gather import Move
+    from flex_model.distributed.gather import GatherSpec
 
 # A box: its shard (an index of `RecordLayout.shards`), start in full, start in the shard, sizes.
 Box = tuple[int, Shape, Shape, Shape]
@@ -46,10 +46,10 @@ class RecordLayout:
         description, full_shape = str(move.layout), move.full_shape
         if not move.axes:
             return RecordLayout._of_first(full_shape, dtype, description)
-        mesh = move.channel.mesh
-        ranks = [mesh.rank_at(place) for place in mesh.members(move.axes, place=0)]
-        shapes = [tuple(sizes) for sizes in move.plan.shard_sizes]
-        boxes = tuple((i, *map(tuple, box)) for i, *box in move.boxes)
+        mesh = spec.channel.mesh
+        ranks = [mesh.rank_at(place) for place in mesh.ranks_along(spec.axes, place=0)]
+        shapes = [tuple(sizes) for sizes in spec.plan.shard_sizes]
+        boxes = tuple((i, *map(tuple, box)) for i, *box in spec.boxes)
         shards = tuple(zip(ranks, shapes, strict=True))
         return RecordLayout(full_shape, dtype, description, shards, boxes)  # type: ignore[arg-type]
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flex_model.distributed.channel import Channel
+from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import HookError, agreed, see
 from flex_model.records.store.activation_store import ActivationStore
@@ -60,7 +60,7 @@ class Session:
     def __init__(
         self,
         store: ActivationStore,
-        channel: Channel,
+        channel: Communicator,
         config: str | None,
         take: Callable[[], dict[str, list[Any]]],
         dp_size: int | None = None,

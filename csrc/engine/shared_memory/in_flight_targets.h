@@ -8,12 +8,11 @@
 
 namespace flex_model {
 
-// Tensors of this process's arena that peers write to. Until it is done they are retired: if the
-// transfer fails, in whichever way, a peer that is late may write yet, and nobody else shall have
-// their memory then.
-class Offer {
+// Tensors of this process's arena that peers write to. They are retired until done() is called: if
+// the transfer fails in any way, a late peer may still write, so their memory is not reused.
+class InFlightTargets {
  public:
-  explicit Offer(std::vector<char*> tensors) : tensors_(std::move(tensors)) {
+  explicit InFlightTargets(std::vector<char*> tensors) : tensors_(std::move(tensors)) {
     for (char* tensor : tensors_) Arena::of_process().retire(tensor);
   }
   void done() {

@@ -1,7 +1,7 @@
-"""The one place through which every transfer of a wrapped model goes.
+"""The communicator of a ``FlexModel``: every transfer among its ranks goes through it.
 
-A transfer is: agree (64 bytes of every rank, compared before any payload moves), then the payload
-along a GatherPlan.
+A transfer is ``check_consistency`` (a header of 64 bytes per rank, compared before any payload is
+sent), then the payload along a GatherPlan.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flex_model._C import GatherPlan
 from flex_model.distributed import costs
-from flex_model.distributed.connections import GRID, Connections
+from flex_model.distributed.group_pool import GRID, GroupPool
 from flex_model.distributed.header import ERROR, FAILED, OK, Header
 from flex_model.distributed.mesh import Axis, Mesh
 from flex_model.distributed.plain import plain
@@ -26,18 +26,18 @@ from flex_model.distributed.transports.transport import Gathered
 from flex_model.errors import HookError, HookMismatchError, UnpackIndexError, agreed, see
 
 _TEXT_BYTES = 2048
-_GRACE_S = 10.0  # how long a rank whose model failed waits to tell the others
+_GRACE_S = 10.0  # how long a rank whose model failed tries to report it
 MODE_BITS = 2
 
 
 @dataclass(frozen=True)
 class _Forward:
-    """The forward that an exchange begins.
+    """A forward whose first exchange is the next one.
 
     Attributes:
-        num_skipped: How many in its mode this rank made without hooks, since the last one with
-            hooks.
-        choice: How its hooks were chosen.
+        num_skipped: Number of forwards in its mode that this rank ran without hooks, since the last
+            one with hooks.
+        choice: A description of how its hooks were chosen.
     """
 
     num_skipped: int
@@ -46,7 +46,7 @@ class _Forward:
 
     @property
     def mark(self) -> int:
-        """What differs in its headers from those of another forward."""
+        """The bits that distinguish its headers from those of another forward."""
         return self.num_skipped << MODE_BITS | self.mode
 
     def describe(self) -> str:
@@ -57,35 +57,35 @@ class _Forward:
         )
 
 
-class Channel(Connections):
-    """Transfers among the ranks of one pipeline stage of a wrap (the ``grid`` of its mesh).
+class Communicator(GroupPool):
+    """Performs the transfers among the ranks of one pipeline stage (``Mesh.stage_ranks``).
 
-    All methods but ``close`` are collective over the grid, or over the ranks of ``axes`` where they
-    take them.
+    All methods but ``close`` are collective over these ranks, or over the ranks along ``axes``
+    where they take them.
     """
 
     def __init__(self, mesh: Mesh, timeout_s: float, device: torch.device | None = None) -> None:
         self.num_payloads = 0  # payload collectives so far
-        self.num_agreed = 0  # errors that all ranks knew of
-        self.meter = costs.Meter()  # of the run
-        self.backwards: set[int] = set()  # passes at whose end ``held`` is raised
-        self.held: Exception | None = None  # an error that all ranks know of
-        self.edited = ""  # the hook whose edit has just changed its tensor: on all ranks or on none
+        self.num_agreed = 0  # errors raised on all ranks
+        self.meter = costs.Meter()  # of the current run
+        self.backwards: set[int] = set()  # graph tasks at whose end ``held`` is raised
+        self.held: Exception | None = None  # an error that all ranks have exchanged
+        self.edited = ""  # the hook whose edit just changed its tensor; compared over ranks
         self._error: tuple[int, str, BaseException | None] = (OK, "", None)
-        self._forward: _Forward | None = None  # what begins with the next exchange
+        self._forward: _Forward | None = None  # its first exchange is the next one
         self._skipped: Counter[int] = Counter()  # forwards without hooks since then, by mode
         super().__init__(mesh, timeout_s, device)
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What is exchanged inside is none of the last run's costs. Local."""
+        """Exclude the exchanges inside from the costs of the last run. Local."""
         meter, self.meter = self.meter, costs.Meter()
         try:
             yield
         finally:
             self.meter = meter
 
-    # Errors of this rank, told with the next header.
+    # Errors of this rank, reported by the next header.
 
     @property
     def has_error(self) -> bool:
@@ -93,12 +93,12 @@ class Channel(Connections):
 
     @property
     def may_hold(self) -> bool:
-        """Whether an error may wait in ``held``, now."""
+        """Whether an error may be deferred in ``held`` now: inside a backward that raises it."""
         return torch._C._current_graph_task_id() in self.backwards
 
     def set_error(self, text: str, cause: BaseException | None, state: int = ERROR) -> None:
-        """Remember an error of this rank; all ranks raise it at the next exchange. The first one
-        counts.
+        """Set a pending error of this rank, which all ranks raise at the next exchange. The first
+        one is kept.
         """
         if not self.has_error or state == FAILED:
             self._error = (state, text, cause)
@@ -106,32 +106,32 @@ class Channel(Connections):
     def clear_error(self) -> None:
         self._error = (OK, "", None)
 
-    def give_up(self, reason: str, kind: type[HookError] = HookError) -> HookError:
-        """As of ``Connections``; the reason is told instead of an error that waited for it."""
+    def abort(self, reason: str, kind: type[HookError] = HookError) -> HookError:
+        """As of ``GroupPool``; the reason replaces the pending error."""
         self.clear_error()
         self.num_agreed += 1
-        return super().give_up(reason, kind)
+        return super().abort(reason, kind)
 
     def note_edit(self, hook: str) -> None:
-        """The hook's edit has changed its tensor, which the next exchange compares; empty: the edit
-        has left it as it was. Local.
+        """Record that the hook's edit changed its tensor (empty: it did not), for the next exchange
+        to compare. Local.
         """
         self.edited = hook
 
-    # Which forward of the model it is.
+    # The forward of the model that this rank is in.
 
     def note_forward(self, has_hooks: bool, mode: int, active: int, choice: str) -> None:
-        """A forward begins here, of which the next exchange tells. Local.
+        """Record that a forward begins, for the next exchange to compare. Local.
 
-        A forward without hooks exchanges nothing, so a rank that chose none would be taken for
-        being at the next forward of the others. Therefore they compare how many forwards in this
-        mode each of them made without hooks. Those in another mode can't be the one that others are
-        at: one rank alone may evaluate in the middle of a training.
+        A forward without hooks exchanges nothing, so a rank that chose no hooks for a forward would
+        be matched with the next forward of the others. Therefore the ranks compare how many
+        forwards in this mode each of them ran without hooks. Forwards in other modes don't count:
+        one rank alone may evaluate in the middle of a training.
 
         Args:
             mode: A number below ``1 << MODE_BITS`` that is the same on all ranks.
-            active: A digest of the hooks that are active in it.
-            choice: How they were chosen, for messages.
+            active: A digest of the hooks that are active in the forward.
+            choice: A description of how they were chosen, for messages.
         """
         if has_hooks:
             self._forward = _Forward(self._skipped[mode], mode, choice)
@@ -146,22 +146,22 @@ class Channel(Connections):
         return bool(self._skipped)
 
     def forget_forward(self) -> None:
-        """The forward that was noted is over. Local."""
+        """Drop the recorded forward, which has ended. Local."""
         self._forward = None
 
-    # Agreement.
+    # Consistency checks.
 
-    def agree(self, header: Header, where: str) -> list[Header]:
-        """Exchange headers and compare them; the headers of all ranks of the grid, in its order.
+    def check_consistency(self, header: Header, where: str) -> list[Header]:
+        """Exchange headers and compare them; return those of all ranks, in the order of the stage.
 
         Args:
-            where: What this rank is doing, for messages: ``"forward of 'layers.0' (hook 3)"``.
+            where: This rank's position, for messages: ``"forward of 'layers.0' (hook 3)"``.
 
         Raises:
-            HookError: a rank has an error to tell, is missing, or died. Raised on every rank. What
-                a hook's function raised waits in ``held`` instead where it ``may_hold``.
-            HookMismatchError: ranks do different things, or tensors of another dtype or number of
-                dims.
+            HookError: a rank has a pending error, is missing, or died. Raised on every rank. An
+                error of a hook's function is deferred in ``held`` instead where it ``may_hold``.
+            HookMismatchError: the ranks are at different sites, or their tensors have different
+                dtypes or numbers of dims.
         """
         self.check_no_edit()
         self.sequence += 1
@@ -182,16 +182,16 @@ class Channel(Connections):
         try:
             headers = [Header.unpack(row) for row in rows]
         except ValueError as error:
-            raise self.give_up(f"{where}: {error}") from None
+            raise self.abort(f"{where}: {error}") from None
         if any(other.state != OK for other in headers):
-            told = self._agreed_error(headers, where)
-            if self.may_hold and _can_go_on(headers):
-                self.held = self.held or told
+            failure = self._agreed_error(headers, where)
+            if self.may_hold and _can_continue(headers):
+                self.held = self.held or failure
                 return headers
             self.num_agreed += 1
-            raise told
-        if not all(self.is_of_this_wrap(other.sequence) for other in headers):
-            raise self.mismatch(f"{where}, of wrap {self._number}", "run different FlexModels")
+            raise failure
+        if not all(self.is_of_this_model(other.sequence) for other in headers):
+            raise self.mismatch(f"{where}, of FlexModel {self._number}", "run different FlexModels")
         for other in headers:
             if (other.kind, other.site, other.sequence) != (
                 header.kind,
@@ -216,25 +216,25 @@ class Channel(Connections):
             )
         return headers
 
-    def agree_on_hooks(self, header: Header, where: str) -> None:
-        """As ``agree``. A rank that has registered other hooks, and so may never come, is told of
-        after a few seconds.
+    def check_hooks(self, header: Header, where: str) -> None:
+        """As ``check_consistency``, but a rank that has registered other hooks, and so may never
+        take part, is reported after a few seconds.
         """
         self._compares_hooks = True
         try:
-            self.agree(header, where)
+            self.check_consistency(header, where)
         finally:
             self._compares_hooks = False
 
     def exchange(self, tensor: Tensor) -> Tensor:
-        """``(num_ranks, *shape)`` of a CPU tensor that has the same shape and dtype on every
-        rank.
+        """Stack a CPU tensor of all ranks, with the same shape and dtype:
+        ``(num_ranks, *shape)``.
         """
         tensor = plain(tensor)
         return tensor.unsqueeze(0) if self.is_local else self.call("exchange", GRID, tensor)
 
     def exchange_text(self, text: str) -> list[str]:
-        """A text of every rank, cut at 2 KiB."""
+        """Gather a text of every rank, truncated to 2 KiB."""
         data = text.encode()[:_TEXT_BYTES]
         row = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
         row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
@@ -267,13 +267,13 @@ class Channel(Connections):
         return agreed(error)
 
     def _steps_of_all(self) -> str:
-        """What all ranks did last, to end a message with. Collective."""
+        """Return the last steps of all ranks, as the end of a message. Collective."""
         texts = self.exchange_text(str(self.steps))
         lines = [f"\n  rank {self.mesh.rank_at(place)}: {text}" for place, text in enumerate(texts)]
         return "\nLast steps:" + "".join(lines)
 
     def mismatch(self, description: str, what: str) -> HookMismatchError:
-        """What to raise, on every rank alike, when an exchange showed that ranks differ.
+        """Return the error to raise on every rank after an exchange in which ranks differed.
         Collective.
         """
         texts = self.exchange_text(description)
@@ -289,11 +289,13 @@ class Channel(Connections):
             )
         )
 
-    def tell_failure(
+    def report_failure(
         self, text: str, cause: BaseException | None, kind: str, grace_s: float = _GRACE_S
     ) -> None:
-        """Tell the others that the model itself failed on this rank; for ``grace_s`` seconds at
-        most. Of its own troubles, which may be why the model failed, it leaves a note on ``cause``.
+        """Report to the other ranks that the model itself failed here, within ``grace_s`` seconds.
+
+        If that fails, or the groups are broken, which may be why the model failed, the reason is
+        added to ``cause`` as a note.
         """
         if self.is_local or self.is_child:
             return
@@ -304,7 +306,7 @@ class Channel(Connections):
         self.set_error(text, cause, FAILED)
         timeout_s, self.timeout_s = self.timeout_s, min(self.timeout_s, grace_s)
         try:
-            self.agree(Header(kind), f"{kind}, after {text}")
+            self.check_consistency(Header(kind), f"{kind}, after {text}")
         except HookError as error:
             if any(group.broken for group in self._groups.values()):
                 _note(cause, str(error))
@@ -312,7 +314,8 @@ class Channel(Connections):
             self.timeout_s = timeout_s
             self.clear_error()
 
-    # Payload. Every method is collective over the ranks of `axes`, and follows an `agree`.
+    # Payload. Every method is collective over the ranks of `axes`, and follows a
+    # `check_consistency`.
 
     def all_gather(
         self,
@@ -322,8 +325,8 @@ class Channel(Connections):
         num_copies: int = 1,
         num_read: int = 0,
     ) -> list[Tensor]:
-        """The full tensor ``num_copies`` times over, of which the last ``num_read`` are expected to
-        be read only: numbers of each rank's own.
+        """Return ``num_copies`` full tensors, of which the last ``num_read`` are expected to be
+        read only; both numbers may differ by rank.
         """
         moved = self._count(axes, costs.of_all_gather(plan))
         args = plain(shard), plan, num_copies, num_read
@@ -332,7 +335,9 @@ class Channel(Connections):
     def gather_to_first(
         self, axes: tuple[Axis, ...], tensors: list[Gathered]
     ) -> list[Tensor] | None:
-        """The full tensors in the CPU memory of the first rank along ``axes``, None elsewhere."""
+        """Gather full tensors into the CPU memory of the first rank along ``axes``; None
+        elsewhere.
+        """
         to = self.transport(axes)
         host_gather = to.host_gather if isinstance(to, ByDevice) else None
         name = to.name if host_gather is None else host_gather.name
@@ -349,20 +354,20 @@ class Channel(Connections):
     def scatter_from_first(
         self, axes: tuple[Axis, ...], full: Tensor | None, like: Tensor, plan: GatherPlan
     ) -> Tensor:
-        """This rank's shard of the first rank's ``full``."""
+        """Return this rank's shard of the first rank's ``full``."""
         rank, size = self.transport(axes).group.rank, self.transport(axes).group.size
         moved = self._count(axes, costs.of_gather_to_first(plan, range(size), rank))
         full = None if full is None else plain(full)
         return self.call("scatter_from_first", axes, full, like, plan, num_bytes=moved)
 
     def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
-        """The tensor of rank 0 of the grid on every rank."""
+        """Return the tensor of the stage's first rank on every rank."""
         moved = self._count(GRID, costs.of_broadcast(like.nbytes))
         tensor = None if tensor is None else plain(tensor)
         return self.call("broadcast", GRID, tensor, like, num_bytes=moved)
 
     def all_reduce_sum(self, axes: tuple[Axis, ...], tensor: Tensor) -> Tensor:
-        """The sum over the ranks along ``axes``, on every rank."""
+        """Return the sum over the ranks along ``axes``, on every rank."""
         moved = self._count(axes, costs.of_all_reduce(tensor.nbytes))
         return self.call(transport.all_reduce_sum, axes, plain(tensor), num_bytes=moved)
 
@@ -372,14 +377,14 @@ class Channel(Connections):
         return num_bytes
 
 
-def _can_go_on(headers: list[Header]) -> bool:
-    """Whether what failed on some ranks was a hook's function, and all are at one place."""
-    places = {
+def _can_continue(headers: list[Header]) -> bool:
+    """Whether only a hook's function failed, and all ranks are at the same site."""
+    sites = {
         (header.kind, header.site, header.sequence, header.dtype, len(header.shape))
         for header in headers
     }
     is_plain = all(header.state != FAILED and not header.is_wide for header in headers)
-    return is_plain and len(places) == 1
+    return is_plain and len(sites) == 1
 
 
 def _note(error: BaseException | None, text: str) -> None:

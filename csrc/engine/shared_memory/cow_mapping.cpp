@@ -1,4 +1,4 @@
-#include "views.h"
+#include "cow_mapping.h"
 
 #include <pthread.h>
 #include <unistd.h>
@@ -16,10 +16,10 @@
 namespace flex_model {
 namespace {
 
-// All of this process, and what guards them. Never destroyed: tensors may outlive everything else.
+// All mappings of this process. Never destroyed: tensors may outlive everything else.
 struct Registry {
   std::mutex mutex;
-  std::set<Views*> views;
+  std::set<CowMapping*> mappings;
   ForkGate gate;
 };
 Registry& registry() {
@@ -27,31 +27,32 @@ Registry& registry() {
   return *made;
 }
 
-std::atomic<bool> without_notes{false};
+std::atomic<bool> tracking_disabled{false};
 
-// Whether one of the stretches, which do not overlap, has bytes in common with this one.
-bool overlap(const std::map<int64_t, int64_t>& stretches, int64_t offset, int64_t bytes) {
-  const auto next = stretches.lower_bound(offset);
-  if (next != stretches.end() && next->first < offset + bytes) return true;
-  return next != stretches.begin() && std::prev(next)->first + std::prev(next)->second > offset;
+// Whether one of the ranges, which do not overlap, has bytes in common with this one.
+bool overlap(const std::map<int64_t, int64_t>& ranges, int64_t offset, int64_t bytes) {
+  const auto next = ranges.lower_bound(offset);
+  if (next != ranges.end() && next->first < offset + bytes) return true;
+  return next != ranges.begin() && std::prev(next)->first + std::prev(next)->second > offset;
 }
 
-// What a page shows that others write to, until it is written to here, and after it was given back.
-bool try_out(bool may_take_notes) {
+// Tests on two pages that a view shows others' writes until this process writes to it, and again
+// after give_back().
+bool works(bool may_track) {
   if (sysconf(_SC_PAGESIZE) != kPage) return false;
   try {
     const Segment segment = Segment::create(2 * kPage);
-    Views views(segment.address(), may_take_notes);
+    CowMapping mapping(segment.address(), may_track);
     char& shared = segment.data()[kPage];
     for (char round = 0; round < 3; ++round) {  // the last one after one without a write
       shared = 1;
-      char* view = views.take(0, 2 * kPage);
-      if (view == nullptr || view[kPage] != 1 || views.is_written(view)) return false;
+      char* view = mapping.take(0, 2 * kPage);
+      if (view == nullptr || view[kPage] != 1 || mapping.is_written(view)) return false;
       shared = 2;
-      if (view[kPage] != 2 || views.is_written(view)) return false;
+      if (view[kPage] != 2 || mapping.is_written(view)) return false;
       if (round < 2) view[kPage] = 3;
-      if (shared != 2 || views.is_written(view) != (round < 2)) return false;
-      views.give_back(view);
+      if (shared != 2 || mapping.is_written(view) != (round < 2)) return false;
+      mapping.give_back(view);
     }
     return true;
   } catch (const std::runtime_error&) {
@@ -61,39 +62,38 @@ bool try_out(bool may_take_notes) {
 
 }  // namespace
 
-int64_t Views::worthwhile_bytes() {
-  if (take_notes()) return 1 << 20;  // from there on, copies don't stay in the cache
-  static const bool they_work = try_out(false);
-  return they_work ? 4 << 20 : -1;
+int64_t CowMapping::worthwhile_bytes() {
+  if (tracks_writes()) return 1 << 20;  // from there on, copies don't stay in the cache
+  static const bool has_views = works(false);
+  return has_views ? 4 << 20 : -1;
 }
 
-bool Views::take_notes() {
-  static const bool they_do = try_out(true);
-  return they_do && !without_notes;
+bool CowMapping::tracks_writes() {
+  static const bool can_track = works(true);
+  return can_track && !tracking_disabled;
 }
 
-void Views::do_without_notes(bool without) { without_notes = without; }
+void CowMapping::disable_tracking(bool without) { tracking_disabled = without; }
 
-Views::Layer::Layer(const SegmentAddress& segment, bool may_take_notes)
-    : mapping(Segment::open_private(segment)),
-      writes(mapping.data(), mapping.bytes(), may_take_notes) {}
+CowMapping::Layer::Layer(const SegmentAddress& segment, bool may_track)
+    : mapping(Segment::open_private(segment)), writes(mapping.data(), mapping.bytes(), may_track) {}
 
-Views::Views(const SegmentAddress& segment, bool may_take_notes)
-    : address_(segment), may_take_notes_(may_take_notes), pid_(getpid()) {
+CowMapping::CowMapping(const SegmentAddress& segment, bool may_track)
+    : address_(segment), may_track_(may_track), pid_(getpid()) {
   static const int failed =
       pthread_atfork(&before_fork, &after_fork_in_parent, [] { after_fork_in_child(); });
   if (failed != 0) throw std::runtime_error("shared memory: pthread_atfork");
-  layers_.push_back(std::make_unique<Layer>(segment, may_take_notes));
+  layers_.push_back(std::make_unique<Layer>(segment, may_track));
   const std::lock_guard<std::mutex> lock(registry().mutex);
-  registry().views.insert(this);
+  registry().mappings.insert(this);
 }
 
-Views::~Views() {
+CowMapping::~CowMapping() {
   const std::lock_guard<std::mutex> lock(registry().mutex);
-  registry().views.erase(this);
+  registry().mappings.erase(this);
 }
 
-char* Views::take(int64_t offset, int64_t bytes) {
+char* CowMapping::take(int64_t offset, int64_t bytes) {
   bytes = round_up(bytes, kPage);
   const std::lock_guard<std::mutex> lock(registry().mutex);
   const auto found = std::find_if(layers_.begin(), layers_.end(), [&](const auto& layer) {
@@ -105,15 +105,15 @@ char* Views::take(int64_t offset, int64_t bytes) {
     layer = found->get();
   } else {
     try {
-      layers_.push_back(std::make_unique<Layer>(address_, may_take_notes_));
+      layers_.push_back(std::make_unique<Layer>(address_, may_track_));
     } catch (const std::runtime_error&) {
       return nullptr;
     }
     layer = layers_.back().get();
   }
   char* data = layer->mapping.data() + offset;
-  int64_t& begun = layer->clean[offset];  // none at first
-  // mlockall makes all pages of private mappings copies, as they are at that time.
+  int64_t& begun = layer->clean[offset];  // 0 bytes at first
+  // mlockall copies all pages of private mappings at that time.
   if (begun > 0 && layer->writes.any(data, std::min(begun, bytes))) begun = 0;
   if (begun < bytes) {
     if (!layer->writes.begin(data + begun, bytes - begun)) {
@@ -127,27 +127,27 @@ char* Views::take(int64_t offset, int64_t bytes) {
   return data;
 }
 
-bool Views::is_written(const char* view) const {
+bool CowMapping::is_written(const char* view) const {
   const Found found = find(view);
   return found.layer->writes.any(view, found.bytes);
 }
 
-void Views::give_back(char* view) {
+void CowMapping::give_back(char* view) {
   if (getpid() != pid_) return;
   const Found found = find(view);
-  // Not locked: its pages are still this view's alone.
+  // Without the lock: no other view has these pages yet.
   const bool written = found.layer->writes.any(view, found.bytes);
-  if (written && !WrittenPages::drop(view, found.bytes)) return;  // never used again
+  if (written && !WrittenPages::drop(view, found.bytes)) return;  // its range is never reused
   const std::lock_guard<std::mutex> lock(registry().mutex);
-  Stretches& clean = found.layer->clean;
+  RangeMap& clean = found.layer->clean;
   for (auto each = clean.begin(); written && each != clean.end();) {
-    const bool is_met = overlap({*each}, found.offset, found.bytes);
-    each = is_met ? clean.erase(each) : std::next(each);
+    const bool overlaps = overlap({*each}, found.offset, found.bytes);
+    each = overlaps ? clean.erase(each) : std::next(each);
   }
   found.layer->taken.erase(found.offset);
 }
 
-Views::Found Views::find(const char* view) const {
+CowMapping::Found CowMapping::find(const char* view) const {
   const std::lock_guard<std::mutex> lock(registry().mutex);
   for (const auto& layer : layers_) {
     const int64_t offset = view - layer->mapping.data();
@@ -155,32 +155,33 @@ Views::Found Views::find(const char* view) const {
       return {layer.get(), offset, layer->taken.at(offset)};
     }
   }
-  throw std::logic_error("Views: not one of them");
+  throw std::logic_error("CowMapping: not one of its views");
 }
 
-void Views::before_fork() {
+void CowMapping::before_fork() {
   registry().mutex.lock();
   bool copies = false;
-  for (const Views* each : registry().views) {
+  for (const CowMapping* each : registry().mappings) {
     for (const auto& layer : each->layers_) copies = copies || !layer->taken.empty();
   }
   registry().gate.before(copies);
 }
 
-void Views::after_fork_in_parent() {
+void CowMapping::after_fork_in_parent() {
   registry().gate.in_parent();
   registry().mutex.unlock();
 }
 
-void Views::after_fork_in_child() noexcept {
-  for (Views* each : registry().views) each->detach();
-  registry().views.clear();
+void CowMapping::after_fork_in_child() noexcept {
+  for (CowMapping* each : registry().mappings) each->detach();
+  registry().mappings.clear();
   registry().gate.in_child();
   registry().mutex.unlock();
 }
 
-// The child keeps what its tensors hold, in memory of its own: parent and peers write on.
-void Views::detach() noexcept {
+// The child keeps the contents of its tensors in private memory: the parent and its peers go on
+// writing to the segment.
+void CowMapping::detach() noexcept {
   for (const auto& layer : layers_) {
     layer->mapping.detach([&](char* copy) {
       for (const auto& [offset, bytes] : layer->taken) {

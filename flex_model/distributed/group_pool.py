@@ -1,8 +1,8 @@
-"""The groups that a wrap talks through, and what becomes of a wait for other ranks.
+"""The private groups of a ``FlexModel``, and the handling of failed waits.
 
-Waiting is polling with our own deadline, so that Ctrl-C, a peer's error and a late rank are seen;
-after a wait that failed the private groups are unusable and say so, while the user's own groups are
-untouched.
+A wait polls with our own deadline, so that it sees Ctrl-C, a peer's error and a late rank. After a
+failed wait the private groups are unusable and raise an error that says why; the user's own groups
+are untouched.
 """
 
 from __future__ import annotations
@@ -30,100 +30,99 @@ from flex_model.errors import HookError, HookMismatchError, agreed, see
 GRID: tuple[Axis, ...] = ("dp", "tp")  # all ranks of a stage
 
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 5e-5, 0.002  # between polls
-_LOOK_AROUND_S = 0.1  # between looks at the store for a peer's error
-_HOOKS_GRACE_S = 5.0  # how late a rank may register its hooks
-_RUN_GRACE_S = 1.0  # how long to wait for an exchange to show what is wrong with a run
-_ANSWER_S = 2.0  # how long a rank that lost a connection waits for those that live
-_BITS_OF_SEQUENCE = 32  # above them: the wrap's number
+_CHECK_S = 0.1  # between checks of the store for a peer's error
+_HOOKS_GRACE_S = 5.0  # how long a rank may take to register its hooks
+_RUN_GRACE_S = 1.0  # how long to wait for the exchange before runs are compared
+_ANSWER_S = 2.0  # how long a rank that lost a connection waits for the others to respond
+_BITS_OF_SEQUENCE = 32  # above them: the number of the FlexModel
 
 
-class Connections:
-    """The private groups among the ranks of one pipeline stage of a wrap, and waits for their
-    ranks.
+class GroupPool:
+    """Holds the private groups among the ranks of one pipeline stage, and waits for their ranks.
 
     Args:
         mesh: The ranks.
         timeout_s: Deadline of one wait, in seconds.
-        device: Where this rank's model is: decides what moves tensors of GPUs.
+        device: The device of this rank's model, by which the transport of GPU tensors is chosen.
 
     Attributes:
-        observers: Each is called with the name of a transfer, its axes and the bytes that this rank
-            moves in it, when it begins; what it returns is called when the transfer ends.
+        observers: Functions called at the start of a transfer with its name, its axes and the bytes
+            that this rank moves; the function that they return is called at its end.
     """
 
     def __init__(self, mesh: Mesh, timeout_s: float, device: torch.device | None = None) -> None:
         self.mesh = mesh
-        self.is_local = len(mesh.grid) == 1  # no other rank to talk to
+        self.is_local = len(mesh.stage_ranks) == 1  # there is no other rank
         self.timeout_s = timeout_s
         self.sequence = 0  # of the last exchange
         self.where = "nothing yet"
         self.steps = FlightRecorder()
         self.observers: list[Callable[[str, tuple[Axis, ...], int], Callable[[], None]]] = []
-        self.edit_of = ""  # the hook whose editing function runs: nothing may be transferred in it
+        self.edit_of = ""  # the hook whose editing function runs; it must not transfer anything
         self._groups: dict[tuple[Axis, ...], process_groups.PrivateGroup] = {}
         self._transports: dict[tuple[Axis, ...], tuple[Transport, str]] = {}
         self._by_axes: dict[tuple[Axis, ...], Transport] = {}
         self._device = device or torch.device("cpu")
-        self._number = 0  # of this wrap, among those of its ranks
-        self._hooks = ""  # a digest of those that this rank has registered
+        self._number = 0  # of this FlexModel, among those of its ranks
+        self._hooks = ""  # a digest of this rank's registered hooks
         self._compares_hooks = False
-        self._num_runs = 0  # with hooks
-        self._notice: list[Any] = []  # the last one of a run
+        self._num_runs = 0  # those with hooks
+        self._notice: list[Any] = []  # the last published run
         self._pid = os.getpid()
         self._is_closed = False
         if not self.is_local:
             self.transport(GRID)
-            self.sequence = self._number << _BITS_OF_SEQUENCE  # no other wrap of theirs is there
+            self.sequence = self._number << _BITS_OF_SEQUENCE  # unique among these ranks' models
 
-    def is_of_this_wrap(self, sequence: int) -> bool:
-        """Whether a rank that is there runs this wrap, and not another one of the same ranks."""
+    def is_of_this_model(self, sequence: int) -> bool:
+        """Whether a rank at this sequence number runs this FlexModel, not another of its ranks."""
         return sequence >> _BITS_OF_SEQUENCE == self._number
 
     def transport(self, axes: tuple[Axis, ...]) -> Transport:
-        """Of the ranks along ``axes``; made, collectively, when it is used first."""
+        """Return the transport of the ranks along ``axes``, made collectively at the first use."""
         to = self._by_axes.get(axes)
         if to is not None:
             return to
-        places = self.mesh.members(axes)
-        key = GRID if len(places) == len(self.mesh.grid) else axes
+        places = self.mesh.ranks_along(axes)
+        key = GRID if len(places) == len(self.mesh.stage_ranks) else axes
         if key not in self._transports:
-            ranks = tuple(self.mesh.grid[place] for place in places)
+            ranks = tuple(self.mesh.stage_ranks[place] for place in places)
             group, number = process_groups.acquire(ranks, self.timeout_s, self._device.type)
             self._groups[key] = group
             if key == GRID:
                 self._number = number
             to, why = self._transports[key] = choose(group, self._wait, self._device)
-            logger.info("ranks %s talk by %s: %s", list(ranks), to.name, why)
+            logger.info("ranks %s communicate by %s: %s", list(ranks), to.name, why)
         self._by_axes[axes] = self._transports[key][0]
         return self._by_axes[axes]
 
     @property
     def is_child(self) -> bool:
-        """Whether this process was forked from the one that wrapped the model."""
+        """Whether this process was forked from the one that made the FlexModel."""
         return os.getpid() != self._pid
 
     @property
     def transport_name(self) -> str:
-        """What moves CPU tensors among all ranks; ``"local"`` with one rank."""
+        """The name of the transport of CPU tensors among all ranks; ``"local"`` with one rank."""
         return "local" if self.is_local else self.transport(GRID).name
 
     def transports(self) -> dict[str, tuple[str, str]]:
-        """By the axes of the ranks that talked so far: the transport, and why it is this one."""
+        """The transports used so far, by axes: the name, and the reason for the choice."""
         return {
-            _text_of(axes): (to.name, why + _seen_since(to, why))
+            _text_of(axes): (to.name, why + _refused_since(to, why))
             for axes, (to, why) in self._transports.items()
         }
 
     @property
     def host_gather(self) -> HostGather | None:
-        """What takes shards of any device, each rank its own, in ``gather_to_first`` of the whole
-        grid; None where all ranks must bring theirs on one kind of device.
+        """The implementation of ``gather_to_first`` over the stage that takes shards of any device,
+        which may differ by rank; None where all shards must be on one kind of device.
         """
         to = None if self.is_local else self.transport(GRID)
         return to.host_gather if isinstance(to, ByDevice) else None
 
     def close(self) -> None:
-        """Give the private groups back; a forked child has none, they are its parent's. Local."""
+        """Release the private groups; in a forked child they remain its parent's. Local."""
         self._is_closed = True
         if self.is_child:
             process_groups.leave_to_parent(self._transports)
@@ -140,22 +139,22 @@ class Connections:
                 group.hosts.here.set_watch(None)
             process_groups.release(group)
 
-    # Which hooks are registered here, for others to see while they wait.
+    # Notices of this rank's hooks and runs, which others read during a long wait.
 
     def publish_hooks(self, digest: str) -> None:
-        """Put up which hooks this rank has registered; ``""`` for none. Local."""
+        """Publish a digest of this rank's registered hooks; ``""`` for none. Local."""
         self._hooks = digest
         if not self.is_local and not self.is_child:
             self._groups[GRID].publish(str(self._number), digest)
 
     def publish_run(self, active: int, choice: str, mode: int, has_hooks: bool = True) -> None:
-        """Put up that a run begins here, or a part of one, and which hooks are active in it. Local.
+        """Publish that a run, or a part of one, begins, and its active hooks. Local.
 
         Args:
-            active: A digest of them.
-            choice: How they were chosen, for messages.
-            mode: Of its forwards. One without hooks may be between two runs of the others, if that
-                is in another mode.
+            active: A digest of the active hooks.
+            choice: A description of how they were chosen, for messages.
+            mode: The mode of its forwards. A run without hooks, in another mode, may be between two
+                runs of the other ranks.
         """
         self._num_runs += has_hooks
         number = self._num_runs + (not has_hooks)
@@ -165,8 +164,8 @@ class Connections:
             self._groups[GRID].publish("run", notice)
 
     def _compare(self, waited_s: float) -> None:
-        """During a long wait: whether some rank has other hooks than this rank, and may never
-        come.
+        """During a long wait, raise if a rank has other hooks than this one and may never
+        arrive.
         """
         if waited_s > min(_RUN_GRACE_S, self.timeout_s / 2):
             self._compare_runs(waited_s)
@@ -175,53 +174,54 @@ class Connections:
 
     def _compare_runs(self, waited_s: float) -> None:
         group = self._groups[GRID]
-        told = [group.published("run", rank) for rank in range(group.size)]
-        mine = told[group.rank]
-        if not mine or not mine[5]:
+        runs = [group.published("run", rank) for rank in range(group.size)]
+        local = runs[group.rank]
+        if not local or not local[5]:
             return
         # Others may be in a run before or after this one.
         others = [
             rank
-            for rank, run in enumerate(told)
-            if run and run[:2] == mine[:2] and run[2] != mine[2] and (run[5] or run[4] == mine[4])
+            for rank, run in enumerate(runs)
+            if run
+            and run[:2] == local[:2]
+            and run[2] != local[2]
+            and (run[5] or run[4] == local[4])
         ]
         if not others:
             return
-        listed = "; ".join(f"rank {rank} runs {told[rank][3]}" for rank in [group.rank, *others])
+        listed = "; ".join(f"rank {rank} runs {runs[rank][3]}" for rank in [group.rank, *others])
         reason = (
             f"rank {group.rank} waited {waited_s:.0f} s at {self.where}, but the ranks have chosen "
             f"different hooks for this run: {listed}. Every rank must choose the same groups."
         )
-        raise self.give_up(reason, HookMismatchError)
+        raise self.abort(reason, HookMismatchError)
 
     def _compare_hooks(self, waited_s: float) -> None:
         group = self._groups[GRID]
-        told = [group.published(str(self._number), rank) for rank in range(group.size)]
-        others = [rank for rank, hooks in enumerate(told) if hooks not in (None, self._hooks)]
+        published = [group.published(str(self._number), rank) for rank in range(group.size)]
+        others = [rank for rank, hooks in enumerate(published) if hooks not in (None, self._hooks)]
         if not others:
             return
         listed = "; ".join(
-            f"rank {rank} has registered {'other hooks' if told[rank] else 'no hooks'}"
+            f"rank {rank} has registered {'other hooks' if published[rank] else 'no hooks'}"
             for rank in others
         )
         reason = (
             f"rank {group.rank} waited {waited_s:.0f} s at {self.where}, but {listed}. Every rank "
             "must register the same hooks in the same order before it runs the model."
         )
-        raise self.give_up(reason, HookMismatchError)
+        raise self.abort(reason, HookMismatchError)
 
     # Waiting.
 
-    def leave(self, error: BaseException) -> None:
-        """This rank leaves a run in the middle and will not come to its end (Ctrl-C, for one).
-        Local.
-        """
+    def abort_on(self, error: BaseException) -> None:
+        """Abort because this rank stops in the middle of a run (by Ctrl-C, for example). Local."""
         if not (self.is_local or self.is_child or any(g.broken for g in self._groups.values())):
-            self.give_up(self._leaving(error))
+            self.abort(self._abort_reason(error))
 
-    def _leaving(self, error: BaseException) -> str:
+    def _abort_reason(self, error: BaseException) -> str:
         return (
-            f"rank {self.mesh.place} left while it was at {self.where}: "
+            f"rank {self.mesh.group_rank} left while it was at {self.where}: "
             f"{type(error).__name__}: {error}."
         )
 
@@ -232,11 +232,11 @@ class Connections:
         *args: Any,
         num_bytes: int = 0,
     ) -> Any:
-        """What a method of the transport, by its name, or a function of the transport returns; if
-        it fails in any way, nobody is left waiting for it.
+        """Call a method of the transport (by name), or a function with the transport as its first
+        argument. If it fails in any way, the groups are aborted, so that no rank waits for it.
 
         Args:
-            num_bytes: That this rank moves, for observers.
+            num_bytes: The bytes that this rank moves, for observers.
         """
         self._check_process()
         self.check_no_edit()
@@ -248,9 +248,9 @@ class Connections:
             if to.group.watcher is not self:
                 to.group.watcher = self
                 here.set_watch(self._compare)
-            told = (self.where, self.timeout_s)
-            if told != to.group.told:
-                to.group.told = told
+            wait_settings = (self.where, self.timeout_s)
+            if wait_settings != to.group.wait_settings:
+                to.group.wait_settings = wait_settings
                 here.set_position(self.where)
                 here.set_timeout(self.timeout_s)
         ends: Sequence[Callable[[], None]] = ()
@@ -264,9 +264,9 @@ class Connections:
         except HookError:
             raise
         except WaitError as failure:
-            raise self.give_up(self._explained(failure, to.group)) from None
-        except BaseException as error:  # Ctrl-C, for one: the others must not wait for this rank
-            self.give_up(self._leaving(error))
+            raise self.abort(self._explained(failure, to.group)) from None
+        except BaseException as error:  # such as Ctrl-C: the others must not wait for this rank
+            self.abort(self._abort_reason(error))
             raise
         finally:
             for end in ends:
@@ -274,7 +274,7 @@ class Connections:
 
     @contextlib.contextmanager
     def in_edit(self, hook: str) -> Iterator[None]:
-        """The hook's editing function runs inside, where nothing may be transferred. Local."""
+        """Forbid transfers inside, where the hook's editing function runs. Local."""
         outer, self.edit_of = self.edit_of, hook
         try:
             yield
@@ -316,28 +316,28 @@ class Connections:
         if self._is_closed:
             raise agreed(
                 HookError(
-                    f"{self.where}: this FlexModel was restored, and what it needs to meet other "
-                    "ranks was given back, after it or after the last backward of its graphs; run "
+                    f"{self.where}: this FlexModel was restored, and its process groups were "
+                    "released, then or after the last backward of its graphs; run "
                     "the model and its backward before restore()"
                 )
             )
         for group in self._groups.values():
             if group.broken:
                 raise HookError(
-                    "this wrap can't be used any more, because an earlier wait failed: "
+                    "this FlexModel can't be used any more, because an earlier wait failed: "
                     f"{group.broken} Call restore() "
                     "and wrap the model again on every rank; your own process groups still work "
                     f"({see('a-rank-is-missing')})"
                 )
 
     def _explained(self, failure: WaitError, group: process_groups.PrivateGroup) -> str:
-        """What to tell of a wait in shared memory that failed."""
+        """The message of a failed wait in shared memory."""
         reason, places, text = failure.args
         hosts = group.hosts
         assert hosts.here is not None
         here = hosts.ranks_of(hosts.names[group.rank])
         if reason == "broken":
-            return text or "another rank gave up, and died before it could say why."
+            return text or "another rank aborted, and died before it could report why."
         ranks = [here[place] for place in places]
         names = ", ".join(f"rank {rank} (global rank {group.ranks[rank]})" for rank in ranks)
         if reason == "dead":
@@ -353,21 +353,21 @@ class Connections:
 
     def _wait(self, works: list) -> None:
         start = time.monotonic()
-        look_at = start + _LOOK_AROUND_S
+        check_at = start + _CHECK_S
         is_done = lambda: all(work.is_completed() for work in works)  # noqa: E731
         for _ in sleeps(is_done, _FIRST_PAUSE_S, _MAX_PAUSE_S):
             now = time.monotonic()
-            if now > look_at:
-                self._look_around(now - start)
-                look_at = now + _LOOK_AROUND_S
+            if now > check_at:
+                self._on_poll(now - start)
+                check_at = now + _CHECK_S
         try:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            raise self.give_up(self._who_is_lost(self._groups[GRID])) from error
+            raise self.abort(self._who_is_lost(self._groups[GRID])) from error
 
     def _who_is_lost(self, group: process_groups.PrivateGroup) -> str:
-        """Why a connection was lost. Gloo does not tell whose it was; those who live say so."""
+        """Name the rank of a lost connection. Gloo does not report it; the ranks that live do."""
         lost = f"the connection to another rank was lost at {self.where}:"
         silent = [rank for rank in range(group.size) if rank != group.rank]
         until = time.monotonic() + (0 if group.size == 2 else _ANSWER_S)
@@ -382,17 +382,17 @@ class Connections:
                     break
                 time.sleep(0.01)
         except RuntimeError:
-            return f"{lost} a rank ended or died, and with it the store by which ranks meet."
+            return f"{lost} a rank ended or died, and with it the store by which ranks connect."
         names = ", ".join(f"rank {rank} (global rank {group.ranks[rank]})" for rank in silent)
         return f"{lost} {names or 'a rank that was there a moment ago'} ended or died."
 
-    def _look_around(self, waited_s: float) -> None:
-        """Tell where this rank waits, and see whether a peer gave up or the deadline has passed."""
+    def _on_poll(self, waited_s: float) -> None:
+        """Publish where this rank waits, and raise if a peer aborted or the deadline has passed."""
         group = self._groups[GRID]
         position = json.dumps([self.sequence, self.where])
         group.store.set(f"at/{group.rank}", position)
         if group.store.check(["broken"]):
-            raise self.give_up(group.store.get("broken").decode())
+            raise self.abort(group.store.get("broken").decode())
         if group.store.check(["lost"]):
             group.store.set(f"lives/{group.rank}", "")
         self._compare(waited_s)
@@ -409,37 +409,38 @@ class Connections:
                 absent.append(
                     f"rank {rank} (global rank {group.ranks[rank]}; last seen waiting at: {where})"
                 )
-        raise self.give_up(
+        raise self.abort(
             f"rank {group.rank} waited {self.timeout_s:g} s at {self.where}; missing: "
             f"{', '.join(absent) or 'none'}."
         )
 
-    def give_up(self, reason: str, kind: type[HookError] = HookError) -> HookError:
-        """Give the private groups up, tell the others, and return what to raise."""
+    def abort(self, reason: str, kind: type[HookError] = HookError) -> HookError:
+        """Make the private groups unusable on all ranks, and return the error to raise."""
         for group in self._groups.values():
             if group.broken is None:
-                with contextlib.suppress(RuntimeError):  # the store may have died with its host
+                with contextlib.suppress(RuntimeError):  # the store may have ended with its host
                     if not group.store.check(["broken"]):
                         group.store.set("broken", reason)
-                process_groups.give_up(group, reason)
+                process_groups.abort(group, reason)
                 logger.error("%s Last steps: %s", reason, self.steps)
         anchor = "ranks-differ" if kind is HookMismatchError else "a-rank-is-missing"
         return agreed(
             kind(
-                f"{reason} This wrap can't be used any more; your own process groups are untouched "
-                f"({see(anchor)})\nLast steps of rank {self.mesh.place}: {self.steps}"
+                f"{reason} This FlexModel can't be used any more; your own process groups are "
+                f"untouched ({see(anchor)})\n"
+                f"Last steps of rank {self.mesh.group_rank}: {self.steps}"
             )
         )
 
 
-def _seen_since(to: Transport, why: str) -> str:
-    """What this rank has seen of a transport since it was chosen, if it is not told yet."""
+def _refused_since(to: Transport, why: str) -> str:
+    """Why memory was not page-locked on this rank since the choice, if ``why`` does not say so."""
     host_gather = to.host_gather if isinstance(to, ByDevice) else None
     refused = host_gather.why_not_locked() if host_gather is not None else ""
     return f"; host_copies: staged in part on this rank: {refused}" * (refused not in why)
 
 
 def _text_of(axes: tuple[Axis, ...]) -> str:
-    """``dp x tp``; a part of an axis as ``tp (2 pieces)``."""
+    """Format axes as ``dp x tp``; a part of an axis as ``tp (2 pieces)``."""
     texts = [axis if isinstance(axis, str) else f"{axis[0]} ({axis[1]} pieces)" for axis in axes]
     return " x ".join(texts)
