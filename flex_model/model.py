@@ -193,7 +193,7 @@ class FlexModel(nn.Module):
         return self._core.session
 
     @property
-    def _channel(self) -> Channel:
+    def _channel(self) -> Communicator:
         """The channel to all ranks of the model."""
         return self._core.channel
 
@@ -790,7 +790,7 @@ class FlexModel(nn.Module):
             self.__dict__["_timeline"] = timeline
             yield timeline
 
-    def _channels(self) -> dict[str, Channel]:
+    def _channels(self) -> dict[str, Communicator]:
         """The channels that hooks use; the first is to all ranks."""
         return {"ranks": self._core.channel}
 

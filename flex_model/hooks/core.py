@@ -319,7 +319,7 @@ class HookCore:
 
     @property
     def _mode(self) -> int:
-        """The mode of forwards that begin now, as ``Channel.note_forward`` compares it."""
+        """The mode of forwards that begin now, as ``Communicator.note_forward`` compares it."""
         return 2 * self.module.training + torch.is_grad_enabled()
 
     @property
@@ -445,9 +445,9 @@ class HookCore:
             return
         if not isinstance(error, Exception):
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
-                self.channel.leave(error)
+                self.channel.abort_on(error)
             return  # a batch that a sequential run aborts, as on all ranks
-        self.channel.tell_failure(
+        self.channel.report_failure(
             f"the model's own forward failed: {type(error).__name__}: {error}",
             error,
             "end of the run",

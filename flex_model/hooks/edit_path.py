@@ -44,7 +44,7 @@ class EditInput:
         leaf: This rank's plain local tensor of it, in the graph.
         part: The hook's selection of ``leaf``.
         full: The tensor passed to the function; an empty one on ranks that don't run it.
-        trip: With several ranks: how it is gathered and scattered.
+        gather_context: With several ranks: how it is gathered and scattered.
     """
 
     call: Call
@@ -66,10 +66,10 @@ class EditInput:
         return self.pick is None
 
     @property
-    def gathered_by(self) -> Trip:
+    def gathered_by(self) -> GatherContext:
         """How the tensor was gathered, with several ranks."""
-        assert self.trip is not None
-        return self.trip
+        assert self.gather_context is not None
+        return self.gather_context
 
     def put_back(self, shard: Tensor) -> Tensor:
         """Return the leaf with the edited selection in its place."""
@@ -178,9 +178,10 @@ class ReplicatedPath:
 
     def _gather(self, call: Call, part: Tensor, gather_context: GatherContext) -> Tensor:
         records = call.records and self._records.keeps_full
-        trip.num_records = int(records and part.device.type == "cpu")
-        trip.is_read = call.registration.writes is False  # as in earlier calls; unknown at first
-        full = _gathered(gather.gather, part, trip)
+        gather_context.num_records = int(records and part.device.type == "cpu")
+        # As in earlier calls; not known of the first one.
+        gather_context.is_read = call.registration.writes is False
+        full = _gathered(gather.gather, part, gather_context)
         if records:
             self._records.put(call.registration, gather_context.record, full)
         return full

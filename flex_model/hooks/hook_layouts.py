@@ -67,7 +67,7 @@ class HookLayouts:
         dtype: torch.dtype,
         known: ShardLayout | None,
         shard: Tensor,
-    ) -> Move:
+    ) -> GatherSpec:
         """Return the gather's plan for these shapes, cached. Collective where the layout is new."""
         registration, forward = call.registration, call.evidence.key
         if known is not None and (registration.is_backward or registration.kind == "tensor"):
@@ -309,7 +309,7 @@ class HookLayouts:
         mesh = self._mesh
         return mesh.dp_size if axis == "dp" else mesh.tp_size
 
-    def _of_recomputed(self, call: Call, key: tuple[object, ...]) -> Move | None:
+    def _of_recomputed(self, call: Call, key: tuple[object, ...]) -> GatherSpec | None:
         """Return the plan that the recomputed forward used, whichever of its calls this is."""
         registration = call.registration
         found = [

@@ -127,7 +127,7 @@ class Tracking:
         form, sizes = self._conditions.form(args, kwargs, known, self._attributes)
         numbers = self._memory.key_numbers(form, sizes)
         header = Header("inputs", site=site, shape=numbers)
-        headers = self._channel.agree(header, "the start of a forward")
+        headers = self._channel.check_consistency(header, "the start of a forward")
         forward.key, forward.layouts = self._memory.begin([other.shape for other in headers])
         layouts = forward.layouts
         if layouts is None or layouts.needs_gradients() or self._follow == "always":

@@ -362,7 +362,7 @@ def _check(index: dict[str, Any], modules: nn.ModuleDict, optimizer: Any) -> Non
 
 
 @contextlib.contextmanager
-def _waiting(channel: Channel) -> Iterator[None]:
+def _waiting(channel: Communicator) -> Iterator[None]:
     """A context for a wait for rank 0's disk; a rank that dies is detected all the same."""
     before, channel.timeout_s = channel.timeout_s, max(channel.timeout_s, _FILE_TIMEOUT_S)
     try:

@@ -97,10 +97,12 @@ class Parameters:
         got = tuple(full.shape)
         if not self._channel.is_local:
             header = Header("parameter", site=site_hash("set", name, got))
-            self._channel.agree(header, f"a new full value of parameter {shown!r}, of shape {got}")
+            self._channel.check_consistency(
+                header, f"a new full value of parameter {shown!r}, of shape {got}"
+            )
         with self._found(name, writeback=True, sharded=True) as found, torch.no_grad():
-            local, move = self._move(name, found, found.kept, None)
-            shape = tuple(local.shape) if move is None else move.full_shape
+            local, spec = self._spec(name, found, found.kept, None)
+            shape = tuple(local.shape) if spec is None else spec.full_shape
             if got != shape:
                 raise agreed(
                     ValueError(
@@ -157,7 +159,7 @@ class Parameters:
 
     def _spec(
         self, name: str, found: _Found, tensor: Any, expected_shape: ExpectedShape
-    ) -> tuple[Tensor, Move | None]:
+    ) -> tuple[Tensor, GatherSpec | None]:
         """Return this rank's shard and the plan for all ranks; None for a full tensor."""
         expected = resolve.check_expected_shape(expected_shape)
         site = resolve.Site(

@@ -38,7 +38,7 @@ def check_name(modules: nn.ModuleDict, name: object) -> None:
         )
 
 
-def send_from_rank_0(channel: Channel, name: str, module: nn.Module) -> None:
+def send_from_rank_0(channel: Communicator, name: str, module: nn.Module) -> None:
     """Send rank 0's parameters and buffers of ``module`` to every rank. Collective over the grid.
 
     Raises:

@@ -163,7 +163,7 @@ class Records:
             headers = self._channel.check_consistency(header, what)
             if pending:
                 key = (header.site, *(size for other in headers for size in other.shape))
-                moves = self._agree_on_moves(pending, self._tensors_of_all(key, local), resolve)
+                specs = self._check_specs(pending, self._tensors_of_all(key, local), resolve)
                 self._channel.meter.turn_to(header.site)
                 deliver = self._deliver_to_all if self.on_all_ranks else self._deliver_to_first
                 if self.keeps_parts:
@@ -200,8 +200,8 @@ class Records:
         pending: list[PendingRecord],
         per_rank: list[list[tuple[torch.dtype, Shape]]],
         resolve,
-    ) -> list[Move]:
-        moves = []
+    ) -> list[GatherSpec]:
+        specs = []
         for record, *tensors in zip(pending, *per_rank):
             if len({(dtype, len(shape)) for dtype, shape in tensors}) > 1:
                 own = tensors[self._channel.mesh.group_rank]
@@ -215,16 +215,16 @@ class Records:
             shard = snapshot.tensor
             spec = resolve(record.call, shapes, shard.dtype, record.known, shard)
             self._channel.meter.turn_to(record.call.registration.site)
-            if move.pick is not None:
-                snapshot.change(move.pick.take)
-            if move.layout.partial_axes:  # reducing needs the same device type on all ranks
+            if spec.pick is not None:
+                snapshot.change(spec.pick.take)
+            if spec.layout.partial_axes:  # reducing needs the same device type on all ranks
                 self._snapshots.to_cpu([snapshot])
                 snapshot.change(lambda shard, spec=spec: spec.cast(spec.summed(shard)))
             specs.append(spec)
         self._compare_replicas(pending, specs)
         return specs
 
-    def _compare_replicas(self, pending: list[PendingRecord], moves: list[Move]) -> None:
+    def _compare_replicas(self, pending: list[PendingRecord], specs: list[GatherSpec]) -> None:
         """Check that ranks hold equal values where the layout is Replicate, by proof, statement or
         DTensor; gradients, too. Where they differ only by the order of sums, all keep the first
         rank's. Collective where there is such a record.
@@ -258,11 +258,11 @@ class Records:
         for record, spec in zip(pending, specs):
             self._channel.meter.turn_to(record.call.registration.site)
             full = record.snapshot.tensor  # partial sums are reduced already
-            if move.axes:
-                full = self._channel.all_gather(move.axes, full, move.plan, 1, 1)[0]
+            if spec.axes:
+                full = self._channel.all_gather(spec.axes, full, spec.plan, 1, 1)[0]
             self._fill(record, full)
 
-    def _deliver_to_first(self, pending: list[PendingRecord], moves: list[Move]) -> None:
+    def _deliver_to_first(self, pending: list[PendingRecord], specs: list[GatherSpec]) -> None:
         """Gather all records in one transfer; only ranks whose shards rank 0 needs send."""
         mesh = self._channel.mesh
         split = [(record, spec) for record, spec in zip(pending, specs) if spec.axes]
@@ -287,9 +287,9 @@ class Records:
         for record in whole:
             self._fill(record, record.snapshot.tensor)
 
-    def _keep_parts(self, pending: list[PendingRecord], moves: list[Move]) -> None:
+    def _keep_parts(self, pending: list[PendingRecord], specs: list[GatherSpec]) -> None:
         """Keep the shards where they are; of several replicas, the first rank keeps its own."""
-        kept = [record for record, move in zip(pending, moves) if move.rank_0_gathers]
+        kept = [record for record, spec in zip(pending, specs) if spec.rank_0_gathers]
         self._snapshots.to_cpu([record.snapshot for record in kept])
         for record, spec in zip(pending, specs):
             tensor = record.snapshot.tensor

@@ -22,7 +22,7 @@ def described(name: str, tensor: Tensor) -> list[Any]:
 
 
 def parts_of(
-    channel: Channel, notes: Mapping[str, Tensor], per_rank: Sequence[Sequence[Any]]
+    channel: Communicator, notes: Mapping[str, Tensor], per_rank: Sequence[Sequence[Any]]
 ) -> dict[str, RecordShard]:
     """Return this rank's shard of each tensor. Data-parallel ranks have rows of one batch, as for a
     model's inputs, unless all have equal tensors.

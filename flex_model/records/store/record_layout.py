@@ -41,10 +41,10 @@ class RecordLayout:
         return RecordLayout._of_first(tuple(tensor.shape), tensor.dtype, "whole")
 
     @staticmethod
-    def of(move: Move, dtype: torch.dtype) -> RecordLayout:
+    def of(spec: GatherSpec, dtype: torch.dtype) -> RecordLayout:
         """Return the layout of shards, after reduction, of the ranks from which rank 0 gathers."""
-        description, full_shape = str(move.layout), move.full_shape
-        if not move.axes:
+        description, full_shape = str(spec.layout), spec.full_shape
+        if not spec.axes:
             return RecordLayout._of_first(full_shape, dtype, description)
         mesh = spec.channel.mesh
         ranks = [mesh.rank_at(place) for place in mesh.ranks_along(spec.axes, place=0)]

@@ -304,7 +304,7 @@ class Session:
         try:
             self._flush(is_complete)
         except (KeyboardInterrupt, SystemExit) as error:
-            self._channel.leave(error)  # so that no rank waits for this one
+            self._channel.abort_on(error)  # so that no rank waits for this one
             raise
 
     def _flush(self, is_complete: bool) -> None:
