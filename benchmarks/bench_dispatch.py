@@ -6,6 +6,10 @@ following a forward costs, on two ranks.
 A chain of 64 Identity modules, input (1, 16, 64), under ``no_grad``; every case runs interleaved
 with the others, and what is recorded is compared with the bare hooks' records in the same run.
 
+``identity edits``: as ``hooks``, with an editing function that returns what it gets. ``same
+groups``: ``flex(x, groups=())`` at every call, with a hook on each of 8 MLPs of 256 features, input
+(64, 256); ``bare mlps``: that model alone.
+
 Followed forwards: a chain of 8 MLPs under ``parallelize_module`` on two ranks, input (8, 64, 256),
 ``no_grad``, one hook that only looks. ``sharded hook``: its layout is known from the first
 forward; ``followed``: each forward is followed operation by operation (``follow="always"``), as the
@@ -100,7 +104,7 @@ def rows_of(times, against, models, records, x) -> list[dict]:
 def bench(repeats: int, inner: int) -> list[dict]:
     from flex_model import FlexModel, HookFunction
 
-    x = torch.randn(1, 16, 64)
+    x, rows = torch.randn(1, 16, 64), torch.randn(64, 256)
     models = {
         name: chain()
         for name in (
@@ -111,9 +115,12 @@ def bench(repeats: int, inner: int) -> list[dict]:
             "hooks",
             "one bare",
             "one",
+            "identity edits",
         )
     }
-    records: dict[str, dict] = {name: {} for name in ("bare hooks", "hooks", "one bare", "one")}
+    models |= {name: mlps() for name in ("bare mlps", "same groups")}
+    recorded = ("bare hooks", "hooks", "one bare", "one", "identity edits")
+    records: dict[str, dict] = {name: {} for name in recorded}
     bare_hooks(models["bare hooks"], records["bare hooks"])
     one_bare = models["one bare"][31]
     one_bare.register_forward_hook(
@@ -126,6 +133,12 @@ def bench(repeats: int, inner: int) -> list[dict]:
         hooked.register_forward_hook(HookFunction(name))
     one = FlexModel(models["one"], records["one"])
     one.register_forward_hook(HookFunction("31"))
+    edited = FlexModel(models["identity edits"], records["identity edits"])
+    for name, _ in models["identity edits"].named_children():
+        edited.register_forward_hook(HookFunction(name, editing_function=identity))
+    chosen = FlexModel(models["same groups"])
+    for name, _ in models["same groups"].named_children():
+        chosen.register_forward_hook(HookFunction(name, editing_function=identity))
     removed = FlexModel(models["wrapper, no group"])
     removed.register_forward_hook(HookFunction("31")).remove()
 
@@ -137,6 +150,9 @@ def bench(repeats: int, inner: int) -> list[dict]:
         "one": lambda: one(x),
         "bare hooks": lambda: models["bare hooks"](x),
         "hooks": lambda: hooked(x),
+        "identity edits": lambda: edited(x),
+        "bare mlps": lambda: models["bare mlps"](rows),
+        "same groups": lambda: chosen(rows, groups=()),
     }
     with torch.no_grad():
         measure(cases, 3, inner)
@@ -148,8 +164,14 @@ def bench(repeats: int, inner: int) -> list[dict]:
         "one": "one bare",
         "bare hooks": "bare",
         "hooks": "bare hooks",
+        "identity edits": "bare hooks",
+        "same groups": "bare mlps",
     }
     return rows_of(times, against, models, records, x)
+
+
+def identity(module, full, save_ctx, modules):
+    return full
 
 
 def mlps() -> nn.Module:
