@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,16 +24,14 @@ from flex_model.layouts.follow import Follower
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
 
 
-class SharedFakeMode(FakeTensorMode):
-    """A fake mode that deep copies of its tensors share: torch would copy it with its weak
-    references, and free those twice.
+def shared_fake_mode() -> FakeTensorMode:
+    """Return a fake mode that deep copies of its tensors share: torch would copy it with its weak
+    references, and free those twice. Not a subclass: higher-order operators know the class itself.
     """
-
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedFakeMode:
-        return self
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    reference = weakref.ref(mode)
+    mode.__deepcopy__ = lambda memo: reference()  # type: ignore[attr-defined]
+    return mode
 
 
 @contextlib.contextmanager
@@ -49,7 +48,7 @@ def shapes_only(
     Raises:
         ValueError: FSDP1, or FSDP2 with mixed precision.
     """
-    fake_mode = SharedFakeMode()
+    fake_mode = shared_fake_mode()
     with contextlib.ExitStack() as stack:
         stack.callback(_clear_caches)
         stack.enter_context(as_it_was(root))

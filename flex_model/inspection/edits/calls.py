@@ -30,7 +30,7 @@ from flex_model.inspection.edits.watch import (
     Watch,
     needs_values,
 )
-from flex_model.inspection.shapes_only import SharedFakeMode, as_it_was, same_torch_random_state
+from flex_model.inspection.shapes_only import as_it_was, same_torch_random_state, shared_fake_mode
 
 _VALUE_ERRORS = (
     fake_tensor.DataDependentOutputException,
@@ -72,7 +72,7 @@ class FakeCalls:
         parameters: Mapping[str, tuple[Shape, torch.dtype]],
     ) -> None:
         self._core, self._sharded, self._parameters = core, sharded, parameters
-        self._fake_mode = SharedFakeMode()
+        self._fake_mode = shared_fake_mode()
         self._arguments = FakeArguments(self._fake_mode, sharded)
         self._unfinished = ""  # the first function that was not checked to its end
 
