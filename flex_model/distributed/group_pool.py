@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -272,14 +272,12 @@ class GroupPool:
             for end in ends:
                 end()
 
-    @contextlib.contextmanager
-    def in_edit(self, hook: str) -> Iterator[None]:
-        """Forbid transfers inside, where the hook's editing function runs. Local."""
-        outer, self.edit_of = self.edit_of, hook
-        try:
-            yield
-        finally:
-            self.edit_of = outer
+    def set_edit(self, hook: str) -> None:
+        """Forbid transfers while the editing function of the hook runs; empty: allow them. Local.
+
+        No context manager: a Ctrl-C between its entry and its body would leave it set.
+        """
+        self.edit_of = hook
 
     def check_no_edit(self) -> None:
         if self.edit_of:

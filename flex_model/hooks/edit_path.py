@@ -111,15 +111,19 @@ class Functions:
         call, leaf = inputs[-1].call, inputs[-1].leaf
         fulls = [one.full for one in inputs]
         versions = [full._version for full in fulls]
-        with self._channel.in_edit(call.describe()):
-            ends = [begin("edit", call) for begin in self._observers] if self._observers else ()
-            try:
-                return self._function.run(call, fulls, leaf, parameters)
-            finally:
-                for end in ends:
-                    end()
-                for one, full, version in zip(inputs, fulls, versions):
-                    one.call.registration.note_writes(full._version != version)
+        outer = self._channel.edit_of
+        ends: Sequence[Callable[[], None]] = ()
+        try:
+            self._channel.set_edit(call.describe())
+            if self._observers:
+                ends = [begin("edit", call) for begin in self._observers]
+            return self._function.run(call, fulls, leaf, parameters)
+        finally:
+            self._channel.set_edit(outer)
+            for end in ends:
+                end()
+            for one, full, version in zip(inputs, fulls, versions):
+                one.call.registration.note_writes(full._version != version)
 
 
 class LocalPath:
