@@ -566,7 +566,7 @@ def test_the_protocol_under_sanitizers(sanitizer, tmp_path):
         pytest.skip("no C++ compiler")
     root = Path(__file__).parents[1]
     engine = root / "csrc" / "engine"
-    python = {"bind_shared_memory.cpp", "dlpack.cpp"}
+    python = {"bind_shared_memory.cpp", "dlpack.cpp", "span.cpp"}
     sources = [s for s in (engine / "shared_memory").glob("*.cpp") if s.name not in python]
     program = tmp_path / "threads_as_ranks"
     command = [compiler, "-std=c++17", "-O1", "-g", f"-fsanitize={sanitizer}", "-o", program]
