@@ -77,11 +77,23 @@ class Graph:
             self.is_used |= not self.outputs
         self.entered.clear()
 
+    def keep_alive(self, core: object) -> None:
+        """Hold the core, which must outlive this graph, since the FlexModel is gone."""
+        self.owner = core
+        self.__class__ = _OwningGraph
+
+
+class _OwningGraph(Graph):
+    """A graph that holds the core. Others have no ``__del__``, in which a Ctrl-C would be lost."""
+
+    __slots__ = ()
+
     def __del__(self) -> None:
-        owner, self.owner, self.is_used = self.owner, None, True
+        core, self.owner, self.is_used = self.owner, None, True
         graphs = self._graphs()
-        if owner is not None and graphs is not None:
+        if graphs is not None:
             graphs.ended()
+        del core  # until here: it holds the graphs
 
 
 class Graphs:
@@ -132,7 +144,7 @@ class Graphs:
         self._is_left = True
         for graph in list(self._graphs):
             if not graph.is_used:
-                graph.owner = core
+                graph.keep_alive(core)
         _left.add(self)
         self.ended()
 
