@@ -177,9 +177,8 @@ class FlexModel(nn.Module):
     def __new__(cls, module: Any = None, *args: Any, **kwargs: Any) -> FlexModel:
         schedules = sys.modules.get("torch.distributed.pipelining.schedules")
         if cls is FlexModel and schedules and isinstance(module, schedules._PipelineSchedule):
-            from flex_model.pipelining.pipelined_model import (
-                PipelinedFlexModel,  # needs this module
-            )
+            # Here, since that module needs this one.
+            from flex_model.pipelining.pipelined_model import PipelinedFlexModel
 
             return super().__new__(PipelinedFlexModel)
         return super().__new__(cls)

@@ -20,16 +20,14 @@ from flex_model.hooks.context import Call
 from flex_model.hooks.edit_path import (
     EditInput,
     EditPath,
-    Functions,
     LocalPath,
-    Observer,
     OnRank0Path,
     ReplicatedPath,
 )
 from flex_model.hooks.hook_layouts import HookLayouts
 from flex_model.hooks.save_ctx import SentToAll
 from flex_model.hooks.tracking import Tracking
-from flex_model.hooks.user_function import UserFunction
+from flex_model.hooks.user_function import Observer, UserFunction
 from flex_model.integrations import dtensor
 from flex_model.layouts import resolve
 from flex_model.layouts.follow import Pair
@@ -64,19 +62,16 @@ class HookCaller:
         self._tracking = tracking
         self._records = records
         self.layouts = HookLayouts(channel, tracking)
-        function = UserFunction(save_ctx, modules)
         self.observers: list[Observer] = []
-        functions = Functions(channel, function, self.observers)
+        function = UserFunction(channel, save_ctx, modules, self.observers)
         self.edits_on_all = edit_on == "all"
         self._path: EditPath
         if channel.is_local:
-            self._path = LocalPath(records, self.layouts, functions)
+            self._path = LocalPath(records, self.layouts, function)
         elif self.edits_on_all:
-            self._path = ReplicatedPath(channel, records, self.layouts, functions, checks_edits)
+            self._path = ReplicatedPath(channel, records, self.layouts, function, checks_edits)
         else:
-            self._path = OnRank0Path(
-                channel, records, self.layouts, functions, function, sent_to_all
-            )
+            self._path = OnRank0Path(channel, records, self.layouts, function, sent_to_all)
         self.full_parameter = full_parameter
         # Dividing this rank's gradients by it gives those of the mean loss.
         self.gradient_scale = channel.mesh.dp_size

@@ -23,16 +23,12 @@ from flex_model.hooks.call_check import check_call, replicated_axes
 from flex_model.hooks.context import Call, seed_of_state
 from flex_model.hooks.hook_layouts import HookLayouts
 from flex_model.hooks.save_ctx import SentToAll
-from flex_model.hooks.user_function import UserFunction
+from flex_model.hooks.user_function import Edits, Parameters, UserFunction
 from flex_model.integrations import dtensor
 from flex_model.layouts import replicas
 from flex_model.records.records import Records
 
 _CHANGED, _REQUIRES_GRAD = 1, 2  # flags by which rank 0 describes an edit, in Header.microbatch
-
-Observer = Callable[[str, Call], Callable[[], None]]  # see `HookCaller`
-Parameters = dict[str, Tensor]  # the full parameters that the editing function named
-Edits = list[Tensor | None]  # the result for each tensor of an edit; None: unchanged
 
 
 @dataclass(eq=False)
@@ -98,39 +94,11 @@ class EditPath(Protocol):
         """Run the function; return this rank's replacement for each tensor."""
 
 
-class Functions:
-    """Runs editing functions, during which the model must not run. Local."""
-
-    def __init__(
-        self, channel: Communicator, function: UserFunction, observers: Sequence[Observer]
-    ) -> None:
-        self._channel, self._function, self._observers = channel, function, observers
-
-    def run(self, inputs: Sequence[EditInput], parameters: Parameters) -> Edits:
-        """Run the function on these inputs; return its result for each."""
-        call, leaf = inputs[-1].call, inputs[-1].leaf
-        fulls = [one.full for one in inputs]
-        versions = [full._version for full in fulls]
-        outer = self._channel.edit_of
-        ends: Sequence[Callable[[], None]] = ()
-        try:
-            self._channel.set_edit(call.describe())
-            if self._observers:
-                ends = [begin("edit", call) for begin in self._observers]
-            return self._function.run(call, fulls, leaf, parameters)
-        finally:
-            self._channel.set_edit(outer)
-            for end in ends:
-                end()
-            for one, full, version in zip(inputs, fulls, versions):
-                one.call.registration.note_writes(full._version != version)
-
-
 class LocalPath:
     """The path on one process: the tensor is full already, and no data moves."""
 
-    def __init__(self, records: Records, layouts: HookLayouts, functions: Functions) -> None:
-        self._records, self._layouts, self._functions = records, layouts, functions
+    def __init__(self, records: Records, layouts: HookLayouts, function: UserFunction) -> None:
+        self._records, self._layouts, self._function = records, layouts, function
 
     def gather(self, call: Call, original: Any) -> EditInput:
         """Copy the tensor for the function, and record it."""
@@ -147,7 +115,7 @@ class LocalPath:
         run = inputs[-1].call.run
         if run.seed is None:
             run.seed = seed_of_state()
-        edits = self._functions.run(inputs, parameters)
+        edits = self._function.run(inputs, parameters)
         return [
             # A copy, as shards are: the model may change it in place, and the user may keep it.
             None if edited is None else one.put_back(edited.clone() if one.is_whole else edited)
@@ -168,11 +136,11 @@ class ReplicatedPath:
         channel: Communicator,
         records: Records,
         layouts: HookLayouts,
-        functions: Functions,
+        function: UserFunction,
         checks_edits: bool,
     ) -> None:
         self._channel, self._records, self._layouts = channel, records, layouts
-        self._functions, self._checks_edits = functions, checks_edits
+        self._function, self._checks_edits = function, checks_edits
 
     def gather(self, call: Call, original: Any) -> EditInput:
         """Gather the full tensor on every rank."""
@@ -195,7 +163,7 @@ class ReplicatedPath:
         call = inputs[-1].call
         edits: Edits
         try:
-            edits = self._functions.run(inputs, parameters)
+            edits = self._function.run(inputs, parameters)
         except Exception as error:
             if not self._checks_edits:
                 raise
@@ -226,12 +194,11 @@ class OnRank0Path:
         channel: Communicator,
         records: Records,
         layouts: HookLayouts,
-        functions: Functions,
         function: UserFunction,
         sent_to_all: SentToAll | None,
     ) -> None:
         self._channel, self._records, self._layouts = channel, records, layouts
-        self._functions, self._function, self._sent_to_all = functions, function, sent_to_all
+        self._function, self._sent_to_all = function, sent_to_all
 
     def gather(self, call: Call, original: Any) -> EditInput:
         """Gather the full tensor on rank 0; an empty one elsewhere."""
@@ -260,7 +227,7 @@ class OnRank0Path:
             try:
                 # Checkpointing would recompute what is saved here, and on this rank only.
                 with torch.autograd.graph.saved_tensors_hooks(_saved, _unsaved):
-                    edits = self._functions.run(inputs, parameters)
+                    edits = self._function.run(inputs, parameters)
             except Exception as error:
                 if call.is_replay:
                     raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from flex_model.distributed import values
+from flex_model.distributed.communicator import Communicator
 from flex_model.errors import HookError
 from flex_model.hooks.context import Call, RandomState, seed_of_call, throw_away
 from flex_model.hooks.function import name_of
@@ -18,6 +19,7 @@ from flex_model.hooks.save_ctx import begin_call, end_call
 from flex_model.integrations import dtensor
 
 if TYPE_CHECKING:
+    from flex_model.hooks.edit_path import EditInput
     from flex_model.hooks.registration import Registration
 
 Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
@@ -25,32 +27,64 @@ Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
 _AMBIGUOUS = -1  # the number of a call with the same input as another
 
 
-class UserFunction:
-    """Calls editing functions with ``save_ctx``, ``modules`` and parameters. Local."""
+Observer = Callable[[str, Call], Callable[[], None]]  # see `HookCaller`
+Parameters = dict[str, Tensor]  # the full parameters that the editing function named
+Edits = list[Tensor | None]  # the result for each tensor of an edit; None: unchanged
 
-    def __init__(self, save_ctx: Namespace, modules: nn.ModuleDict) -> None:
-        self._save_ctx = save_ctx
-        self._modules = modules
+
+class UserFunction:
+    """Calls editing functions with ``save_ctx``, ``modules`` and parameters, during which the model
+    must not run. Local.
+    """
+
+    def __init__(
+        self,
+        channel: Communicator,
+        save_ctx: Namespace,
+        modules: nn.ModuleDict,
+        observers: Sequence[Observer],
+    ) -> None:
+        self._channel, self._observers = channel, observers
+        self._save_ctx, self._modules = save_ctx, modules
 
     def context_of(self, call: Call) -> Namespace:
         """Return the ``save_ctx`` of the call's run: the FlexModel's, or a batch's own."""
         return self._save_ctx if call.run.save_ctx is None else call.run.save_ctx
 
-    def run(
-        self,
-        call: Call,
-        fulls: Sequence[Tensor],
-        leaf: Tensor,
-        parameters: dict[str, Tensor],
-    ) -> list[Tensor | None]:
+    def run(self, inputs: Sequence[EditInput], parameters: Parameters) -> Edits:
         """Call the function on the full tensors; return the result for each, None if unchanged.
-
-        Args:
-            leaf: This rank's local tensor, which identifies the call among those of its hook.
 
         Raises:
             TypeError, ValueError: it returned something that can't replace the tensor.
             Exception: whatever the function raised.
+        """
+        call, leaf = inputs[-1].call, inputs[-1].leaf
+        fulls = [one.full for one in inputs]
+        versions = [full._version for full in fulls]
+        outer = self._channel.edit_of
+        ends: Sequence[Callable[[], None]] = ()
+        try:
+            self._channel.set_edit(call.describe())
+            if self._observers:
+                ends = [begin("edit", call) for begin in self._observers]
+            return self._call(call, fulls, versions, leaf, parameters)
+        finally:
+            self._channel.set_edit(outer)
+            for end in ends:
+                end()
+            for one, full, version in zip(inputs, fulls, versions):
+                one.call.registration.note_writes(full._version != version)
+
+    def _call(
+        self,
+        call: Call,
+        fulls: Sequence[Tensor],
+        versions: Sequence[int],
+        leaf: Tensor,
+        parameters: Parameters,
+    ) -> Edits:
+        """As ``run``; ``leaf``: this rank's local tensor, which identifies the call among those of
+        its hook.
         """
         function = call.registration.given
         assert function.editing_function is not None
@@ -59,14 +93,13 @@ class UserFunction:
         save_ctx = self.context_of(call)
         if call.is_replay:
             save_ctx = throw_away(save_ctx)
-        versions = [full._version for full in fulls]
         kinds = [kind_of(full) for full in fulls]
-        inputs = tuple(fulls) if function.members else fulls[0]
+        passed = tuple(fulls) if function.members else fulls[0]
         function.parameters = parameters
         try:
             with RandomState(seed, fulls[0].device) as random:
                 begin_call(save_ctx, call.registration.index)
-                result = function.editing_function(call.module, inputs, save_ctx, self._modules)
+                result = function.editing_function(call.module, passed, save_ctx, self._modules)
                 end_call(save_ctx)
         finally:
             function.parameters = {}
