@@ -96,12 +96,12 @@ class Case:
         self.sizes = [part.shape[dim] for part in parts]
         self.is_first = dist.get_rank() == 0
 
-    def spec(self, channel: Communicator) -> GatherSpec:
+    def spec(self, communicator: Communicator) -> GatherSpec:
         layout = ShardLayout(tp=Shard(self.dim % 2))
         shapes = [list(self.full.shape) for _ in self.sizes]
         for shape, size in zip(shapes, self.sizes):
             shape[self.dim] = size
-        return GatherSpec.of(channel, layout, [tuple(shape) for shape in shapes], self.dtype)
+        return GatherSpec.of(communicator, layout, [tuple(shape) for shape in shapes], self.dtype)
 
     @property
     def calls(self) -> int:
@@ -130,11 +130,11 @@ class Bench:
         self.world = dist.group.WORLD
         self.num_ranks = dist.get_world_size()
         self.mesh = dist.init_device_mesh("cpu", (self.num_ranks,))
-        self.channel = Communicator(Mesh.from_sizes(tp_size=self.num_ranks), 60.0)
+        self.communicator = Communicator(Mesh.from_sizes(tp_size=self.num_ranks), 60.0)
         self.original = gathers.original(options.original)
 
     def to_all(self, case: Case) -> None:
-        spec, world, shard, dim = case.spec(self.channel), self.world, case.shard, case.dim
+        spec, world, shard, dim = case.spec(self.communicator), self.world, case.shard, case.dim
         warm = gathers.FlatThenCatWarm(case.full)
         cases = self._bound(case) | {
             "ours": lambda: _read_only(spec, shard),
@@ -165,7 +165,7 @@ class Bench:
         self._best_gloo(case, "all, to write", times, "-")
 
     def to_first(self, case: Case) -> None:
-        spec = case.spec(self.channel)
+        spec = case.spec(self.communicator)
         cases = {
             "ours": lambda: spec.gather_to_first(case.shard),
             "gather + cat": lambda: gathers.to_first(case.shard, case.dim),
@@ -175,7 +175,7 @@ class Bench:
         self._row(case, "first", times, "gather + cat", ">= 10" if large else "-")
 
     def from_first(self, case: Case) -> None:
-        spec = case.spec(self.channel)
+        spec = case.spec(self.communicator)
         full = case.full if case.is_first else None
         cases = {
             "ours": lambda: spec.scatter_from_first(full, case.shard),
@@ -184,7 +184,7 @@ class Bench:
         self._row(case, "from first", self._measure(case, cases, case.shard), "scatter", "-")
 
     def there_and_back(self, case: Case) -> None:
-        spec, shard, dim, world = case.spec(self.channel), case.shard, case.dim, self.world
+        spec, shard, dim, world = case.spec(self.communicator), case.shard, case.dim, self.world
         original = self.original
 
         def theirs() -> Tensor:
@@ -195,7 +195,7 @@ class Bench:
         self._row(case, "there and back", times, original.name, "-")
 
     def uneven(self, even: Case, case: Case) -> None:
-        spec, spec_even = case.spec(self.channel), even.spec(self.channel)
+        spec, spec_even = case.spec(self.communicator), even.spec(self.communicator)
         shard, dim, full = case.shard, case.dim, case.full
         cases = {
             "ours": lambda: _read_only(spec, shard),
@@ -215,15 +215,17 @@ class Bench:
         self,
         num_bytes: int,
         dtype: torch.dtype,
-        channel: Communicator,
+        communicator: Communicator,
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
     ) -> None:
         case = Case(num_bytes, 0, dtype)
-        mesh, (dp, tp) = channel.mesh, groups
+        mesh, (dp, tp) = communicator.mesh, groups
         rows = case.full.tensor_split(mesh.dp_size)[dp.rank()]
         shard = rows.tensor_split(mesh.tp_size, -1)[tp.rank()].contiguous()
         layout = ShardLayout(dp=Shard(0), tp=Shard(1))
-        spec = GatherSpec.of(channel, layout, [tuple(shard.shape)] * len(mesh.stage_ranks), dtype)
+        spec = GatherSpec.of(
+            communicator, layout, [tuple(shard.shape)] * len(mesh.stage_ranks), dtype
+        )
 
         def in_two_steps() -> Tensor:
             columns = self.original.gather(shard, -1, tp)
@@ -244,7 +246,7 @@ class Bench:
 
     def _agree(self, shard: Tensor) -> list[Header]:
         header = Header("forward", dtype=shard.dtype, shape=tuple(shard.shape))
-        return self.channel.check_consistency(header, "a benchmark")
+        return self.communicator.check_consistency(header, "a benchmark")
 
     def _measure(self, case: Case, cases: dict, expected: Tensor | None) -> dict[str, Timing]:
         check = lambda name, result: num_wrong(expected, result)  # noqa: E731
@@ -290,10 +292,13 @@ def body(report: Report, options: argparse.Namespace) -> None:
         bench.uneven(even, Case(num_bytes, dim, torch.float32, "uneven"))
     if bench.num_ranks == 4:
         mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        channel = Communicator(Mesh.from_sizes(tp_size=2, dp_size=2), 60.0)
+        communicator = Communicator(Mesh.from_sizes(tp_size=2, dp_size=2), 60.0)
         for num_bytes in (*(size for size in options.sizes if size == MIB), *large):
             bench.dp_x_tp(
-                num_bytes, torch.float32, channel, (mesh["dp"].get_group(), mesh["tp"].get_group())
+                num_bytes,
+                torch.float32,
+                communicator,
+                (mesh["dp"].get_group(), mesh["tp"].get_group()),
             )
 
 

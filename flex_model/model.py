@@ -192,9 +192,9 @@ class FlexModel(nn.Module):
         return self._core.session
 
     @property
-    def _channel(self) -> Communicator:
-        """The channel to all ranks of the model."""
-        return self._core.channel
+    def _communicator(self) -> Communicator:
+        """The communicator to all ranks of the model."""
+        return self._core.communicator
 
     @property
     def output_ptr(self) -> dict[str, list[Tensor]] | ActivationStore:
@@ -226,7 +226,7 @@ class FlexModel(nn.Module):
     @functools.cached_property
     def fmps(self) -> ParallelState:
         """This rank's coordinates and process groups, with release 0.1.0's names. Local."""
-        return ParallelState(self.mesh, self.process_group, self._core.channel.timeout_s)
+        return ParallelState(self.mesh, self.process_group, self._core.communicator.timeout_s)
 
     @property
     def hook_functions(self) -> dict[str, HookFunction]:
@@ -785,13 +785,13 @@ class FlexModel(nn.Module):
             RuntimeError: one is being recorded already.
         """
         self._check_open()
-        with recorded(self._core, self._channels(), Timeline()) as timeline:
+        with recorded(self._core, self._communicators(), Timeline()) as timeline:
             self.__dict__["_timeline"] = timeline
             yield timeline
 
-    def _channels(self) -> dict[str, Communicator]:
-        """The channels that hooks use; the first is to all ranks."""
-        return {"ranks": self._core.channel}
+    def _communicators(self) -> dict[str, Communicator]:
+        """The communicators that hooks use; the first is to all ranks."""
+        return {"ranks": self._core.communicator}
 
     def show(
         self,
@@ -986,7 +986,7 @@ class FlexModel(nn.Module):
             )
         self._check_open()
         check_name(self.trainable_modules, name)
-        send_from_rank_0(self._channel, name, module)
+        send_from_rank_0(self._communicator, name, module)
         self.trainable_modules[name] = module
 
     def sync_trainable_modules(self) -> None:
@@ -1000,7 +1000,7 @@ class FlexModel(nn.Module):
             flex.sync_trainable_modules()
         """
         self._check_open()
-        send_from_rank_0(self._channel, "all trainable modules", self.trainable_modules)
+        send_from_rank_0(self._communicator, "all trainable modules", self.trainable_modules)
 
     def save_trainable_modules(
         self, path: str | os.PathLike[str], optimizer: Any = None, extra: Any = None
@@ -1029,9 +1029,11 @@ class FlexModel(nn.Module):
             OSError: rank 0 can't write; on every rank.
         """
         self._check_open()
-        channel, runs_edits = self._channel, self._core.runs_edits
-        with channel.uncounted():
-            checkpoint.save(path, self.trainable_modules, optimizer, extra, channel, runs_edits)
+        communicator, runs_edits = self._communicator, self._core.runs_edits
+        with communicator.uncounted():
+            checkpoint.save(
+                path, self.trainable_modules, optimizer, extra, communicator, runs_edits
+            )
 
     def load_trainable_modules(self, path: str | os.PathLike[str], optimizer: Any = None) -> Any:
         """Read what ``save_trainable_modules`` wrote, on any number of ranks and any sharding, into
@@ -1053,8 +1055,8 @@ class FlexModel(nn.Module):
             OSError: rank 0 can't read it; on every rank.
         """
         self._check_open()
-        with self._channel.uncounted():
-            return checkpoint.load(path, self.trainable_modules, optimizer, self._channel)
+        with self._communicator.uncounted():
+            return checkpoint.load(path, self.trainable_modules, optimizer, self._communicator)
 
     def wrapped_module_requires_grad(self, requires_grad: bool = True) -> FlexModel:
         """Turn gradients of the wrapped model's parameters on or off; those of trainable modules

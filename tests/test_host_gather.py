@@ -120,14 +120,14 @@ def choose_host_gather(group, wait, device):
     return ByDevice(on_cpu, None, gather), "; ".join(reasons)
 
 
-def gathers_all(channel, large):
+def gathers_all(communicator, large):
     """Random tensors, together and one by one, of whole plans and of parts of the ranks."""
-    mesh, rank = channel.mesh, channel.mesh.group_rank
+    mesh, rank = communicator.mesh, communicator.mesh.group_rank
     moved = []
     for full, layout, dp_parts, tp_parts in cases(mesh.dp_size, mesh.tp_size, large):
         shards = shards_of(full, layout, dp_parts, tp_parts)
         shapes = [tuple(shard.shape) for shard in shards]
-        spec = GatherSpec.of(channel, layout, shapes, full.dtype)
+        spec = GatherSpec.of(communicator, layout, shapes, full.dtype)
         mine = shards[rank]  # not contiguous
         places = mesh.ranks_along(spec.axes, place=0)
         moved.append((full, Gathered(spec.plan, places, mine, 1 + len(moved) % 2)))
@@ -135,7 +135,7 @@ def gathers_all(channel, large):
         mine = whole if rank == 1 else whole[:0]
         moved.append((whole, Gathered(end_to_end([whole.nbytes]), [1], mine)))
     for some in (*([one] for one in moved), moved):
-        fulls = channel.gather_to_first(("dp", "tp"), [gathered for _, gathered in some])
+        fulls = communicator.gather_to_first(("dp", "tp"), [gathered for _, gathered in some])
         assert (fulls is None) == (rank != 0)
         if fulls is not None:
             expected = [full for full, gathered in some for _ in range(gathered.num_copies)]
@@ -150,9 +150,9 @@ def test_two_ranks(monkeypatch, name, large):
     held = [0, 0]
     dist.all_gather_object(held, _C.arena_bytes()[0])
     has_room = name != "full arena" or held[0] > 0  # a test before may have left some on rank 0
-    with gpu(monkeypatch) as stand_in, transport(name) as channel:
-        assert channel.host_gather is not None
-        gathers_all(channel, large)
+    with gpu(monkeypatch) as stand_in, transport(name) as communicator:
+        assert communicator.host_gather is not None
+        gathers_all(communicator, large)
         if large or not has_room:
             assert (stand_in.num_copies > 0) == (large and has_room)
         assert stand_in.num_locks < 12
@@ -166,12 +166,12 @@ def test_four_ranks_that_differ(monkeypatch, dp):
     for refused, without in ([], []), ([0], []), ([1, 2], [3]), ([3], [0, 1]):
         with (
             gpu(monkeypatch, rank in refused, rank not in without) as stand_in,
-            transport("shared_memory", dp) as channel,
+            transport("shared_memory", dp) as communicator,
         ):
-            gathers_all(channel, large=False)
-            gathers_all(channel, large=True)
+            gathers_all(communicator, large=False)
+            gathers_all(communicator, large=True)
             assert (stand_in.num_copies > 0) == (rank not in (*refused, *without))
-            ((_, why),) = channel.transports().values()
+            ((_, why),) = communicator.transports().values()
             assert [f"rank {r}: {REFUSED}" in why for r in range(4)] == [
                 r in refused for r in range(4)
             ]
@@ -182,30 +182,30 @@ def test_memory_is_locked_once_and_unlocked_before_it_is_unmapped(monkeypatch):
     gc.collect()
     with gpu(monkeypatch) as stand_in:
         with transport("shared_memory") as first, transport("shared_memory") as second:
-            for channel in (first, second, first):
-                gathers_all(channel, large=True)
+            for communicator in (first, second, first):
+                gathers_all(communicator, large=True)
             # the probe's segment; of what rank 0 gathers in, rank 1 has a mapping of its own
             assert 1 <= len(stand_in.locked) == stand_in.num_locks < 24
             kept = memory.empty([1 << 20], torch.uint8).fill_(1)  # outlives the pool
         assert not stand_in.locked  # `unlock` looked at the mapping
         assert kept.sum() == 1 << 20
-        with transport("shared_memory") as channel:  # and again, in new memory
-            gathers_all(channel, large=True)
+        with transport("shared_memory") as communicator:  # and again, in new memory
+            gathers_all(communicator, large=True)
         assert not stand_in.locked
 
 
 @pytest.mark.ranks(2)
 def test_a_forked_child_does_not_touch_the_gpu(monkeypatch):
-    with gpu(monkeypatch), transport("shared_memory") as channel:
-        gathers_all(channel, large=True)
+    with gpu(monkeypatch), transport("shared_memory") as communicator:
+        gathers_all(communicator, large=True)
         pid = os.fork()
         if pid == 0:
             monkeypatch.setattr(page_locks, "unlock", lambda *_: os._exit(1))
             page_locks.of_arena.release()
-            channel.host_gather.group.locks.release()
+            communicator.host_gather.group.locks.release()
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        gathers_all(channel, large=True)
+        gathers_all(communicator, large=True)
 
 
 @pytest.mark.ranks(4)

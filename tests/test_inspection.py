@@ -67,11 +67,11 @@ def check_dry_run(name, tmp_path):
             assert torch.equal(frameworks.full_tensor(value), frameworks.full_tensor(before[key]))
         assert all(row.source == "not run yet" for row in flex.layouts())
 
-        channel = flex._core.channel
+        communicator = flex._core.communicator
         for _ in range(2):  # what the first one has to find out, the second one knows
-            start = channel.sequence, channel.num_payloads
+            start = communicator.sequence, communicator.num_payloads
             output = frameworks.tensor_of(flex(*inputs, **pair.keywords))
-            middle = channel.sequence, channel.num_payloads
+            middle = communicator.sequence, communicator.num_payloads
             output.sum().backward()
         found = settled(flex)
         for row in dry:
@@ -173,13 +173,13 @@ def test_costs_are_those_that_a_run_counts(settings, axis):
 
     dry = flex.dry_run(x)
 
-    channel = flex._core.channel
+    communicator = flex._core.communicator
     for _ in range(2):  # what the first one has to find out, the second one knows
-        counts = [(channel.sequence, channel.num_payloads)]
+        counts = [(communicator.sequence, communicator.num_payloads)]
         output = flex(x)
-        counts.append((channel.sequence, channel.num_payloads))
+        counts.append((communicator.sequence, communicator.num_payloads))
         output.square().sum().backward()
-        counts.append((channel.sequence, channel.num_payloads))
+        counts.append((communicator.sequence, communicator.num_payloads))
     forward, backward = (
         (after[0] - before[0], after[1] - before[1]) for before, after in itertools.pairwise(counts)
     )

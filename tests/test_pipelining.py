@@ -145,7 +145,7 @@ def is_last(flex):
 
 
 def rank_of(flex):
-    return flex._channel.mesh.rank
+    return flex._communicator.mesh.rank
 
 
 @pytest.mark.ranks(2)

@@ -57,21 +57,21 @@ NAMES = {
 
 @contextlib.contextmanager
 def transport(name, dp=1, timeout=30.0):
-    """A channel over the world with one transport."""
+    """A communicator over the world with one transport."""
     rank, size = dist.get_rank(), dist.get_world_size()
     before = dict(os.environ)
     for key, value in SETTINGS.get(name, {}).items():
         os.environ[key] = value.format(rank=rank, half=rank // 2, parity=rank % 2)
-    channel = None
+    communicator = None
     try:
         mesh = Mesh.from_sizes(size // dp, 1, dp)
-        channel = Communicator(mesh, timeout)
-        yield channel
+        communicator = Communicator(mesh, timeout)
+        yield communicator
     finally:
         os.environ.clear()
         os.environ.update(before)
-        if channel is not None:
-            channel.close()
+        if communicator is not None:
+            communicator.close()
 
 
 def values(sizes, dtype, generator):
@@ -116,18 +116,20 @@ def shards_of(full, layout, dp_parts, tp_parts):
     return [part for row, sizes in zip(rows, tp_parts) for part in row.split(sizes, layout.tp.dim)]
 
 
-def moves_every_way(channel, large):
-    """All that a channel does with a tensor, against what torch's split says."""
-    mesh, rank = channel.mesh, channel.mesh.group_rank
+def moves_every_way(communicator, large):
+    """All that a communicator does with a tensor, against what torch's split says."""
+    mesh, rank = communicator.mesh, communicator.mesh.group_rank
     moved = []
     for full, layout, dp_parts, tp_parts in cases(mesh.dp_size, mesh.tp_size, large):
         shards = shards_of(full, layout, dp_parts, tp_parts)
         mine = shards[rank]  # not contiguous, as a model's may be
-        spec = GatherSpec.of(channel, layout, [tuple(shard.shape) for shard in shards], full.dtype)
+        spec = GatherSpec.of(
+            communicator, layout, [tuple(shard.shape) for shard in shards], full.dtype
+        )
         wanted = rank % 3  # each rank another number of copies
         for num_read in range(3):  # and of those that it may share
             num_read = min((num_read + rank) % 3, wanted)
-            copies = channel.all_gather(spec.axes, mine, spec.plan, wanted, num_read)
+            copies = communicator.all_gather(spec.axes, mine, spec.plan, wanted, num_read)
             assert len(copies) == wanted
             for copy in copies:
                 same_bits(copy, full)
@@ -142,20 +144,20 @@ def moves_every_way(channel, large):
         back = spec.scatter_from_first(full.clone() if rank == 0 else None, like)
         same_bits(back, mine.contiguous())
         same_bits(spec.slice(full), mine.contiguous())
-        same_bits(channel.broadcast(full if rank == 0 else None, torch.zeros_like(full)), full)
+        same_bits(communicator.broadcast(full if rank == 0 else None, torch.zeros_like(full)), full)
         if full.dtype in (torch.float32, torch.bfloat16):
             term = torch.full((70_000 if large else 3, 2), 0.1 * (rank + 1), dtype=full.dtype)
             total = term.new_tensor(0.1).expand_as(term).clone()
             for other in range(1, len(mesh.stage_ranks)):
                 total += term.new_tensor(0.1 * (other + 1))
-            same_bits(channel.all_reduce_sum(("dp", "tp"), term), total)
-    together = channel.gather_to_first(("dp", "tp"), [gathered for _, gathered in moved])
+            same_bits(communicator.all_reduce_sum(("dp", "tp"), term), total)
+    together = communicator.gather_to_first(("dp", "tp"), [gathered for _, gathered in moved])
     if rank == 0:
         expected = [full for full, gathered in moved for _ in range(gathered.num_copies)]
         assert len(together) == len(expected)
         for full, got in zip(expected, together):
             same_bits(got, full)
-    rows = channel.exchange(torch.arange(20_000) + rank)
+    rows = communicator.exchange(torch.arange(20_000) + rank)
     assert torch.equal(rows, torch.arange(20_000) + torch.arange(len(mesh.stage_ranks))[:, None])
 
 
@@ -163,53 +165,53 @@ def moves_every_way(channel, large):
 @pytest.mark.parametrize("name", ["shared_memory", "gloo", "full arena", "a host of each"])
 @pytest.mark.parametrize("large", [False, True])
 def test_two_ranks(name, large):
-    with transport(name) as channel:
-        assert channel.transport_name == NAMES[name]
-        moves_every_way(channel, large)
+    with transport(name) as communicator:
+        assert communicator.transport_name == NAMES[name]
+        moves_every_way(communicator, large)
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("dp", [1, 2])
 def test_four_ranks(name, dp):
-    with transport(name, dp) as channel:
-        assert channel.transport_name == NAMES[name]
-        moves_every_way(channel, large=False)
-        moves_every_way(channel, large=dp == 2)
+    with transport(name, dp) as communicator:
+        assert communicator.transport_name == NAMES[name]
+        moves_every_way(communicator, large=False)
+        moves_every_way(communicator, large=dp == 2)
 
 
 @pytest.mark.ranks(4)
 def test_groups_of_two_axes_take_turns():
     """Sub-groups of dp and of tp, and the whole, on one arena."""
-    with transport("shared_memory", dp=2) as channel:
-        rank = channel.mesh.group_rank
+    with transport("shared_memory", dp=2) as communicator:
+        rank = communicator.mesh.group_rank
         dp, tp = divmod(rank, 2)
         for round_ in range(20):
             size = 50_000 * (1 + round_ % 3)
             for axes, sum_ in (("tp",), 4 * dp + 1), (("dp",), 2 * tp + 2), (("dp", "tp"), 6):
-                got = channel.all_reduce_sum(axes, torch.full((size,), float(rank)))
+                got = communicator.all_reduce_sum(axes, torch.full((size,), float(rank)))
                 assert torch.equal(got, torch.full((size,), float(sum_)))
 
 
 @pytest.mark.ranks(2)
 def test_two_channels_take_turns():
     with transport("shared_memory") as first, transport("gloo") as second:
-        for channel in (first, second) * 10:
-            channel.check_consistency(Header("tensor", site=7), "here")
-            moved = channel.all_reduce_sum(("tp",), torch.ones(40_000))
+        for communicator in (first, second) * 10:
+            communicator.check_consistency(Header("tensor", site=7), "here")
+            moved = communicator.all_reduce_sum(("tp",), torch.ones(40_000))
             assert torch.equal(moved, torch.full((40_000,), 2.0))
 
 
 @pytest.mark.ranks(2)
 def test_thousand_gathered_tensors_live_side_by_side():
-    with transport("shared_memory") as channel:
+    with transport("shared_memory") as communicator:
         held = []
         plan = GatherSpec.of(
-            channel, ShardLayout(tp=Shard(0)), [(9_000,), (9_000,)], torch.float32
+            communicator, ShardLayout(tp=Shard(0)), [(9_000,), (9_000,)], torch.float32
         ).plan
         for i in range(1000):
-            shard = torch.full((9_000,), float(2 * i + channel.mesh.group_rank))
-            held += channel.all_gather(("tp",), shard, plan)
+            shard = torch.full((9_000,), float(2 * i + communicator.mesh.group_rank))
+            held += communicator.all_gather(("tp",), shard, plan)
         for i, full in enumerate(held):
             assert torch.equal(full.view(2, -1)[:, 0], torch.tensor([2.0 * i, 2.0 * i + 1]))
             assert full.view(2, -1).eq(full.view(2, -1)[:, :1]).all()
@@ -220,27 +222,27 @@ def test_thousand_gathered_tensors_live_side_by_side():
 
 @pytest.mark.ranks(2)
 def test_memory_is_used_again():
-    with transport("shared_memory") as channel:
+    with transport("shared_memory") as communicator:
         shapes = [(1 << 20,), (1 << 20,)]
-        plan = GatherSpec.of(channel, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
+        plan = GatherSpec.of(communicator, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
         shard = torch.ones(1 << 20)
         for _ in range(5):
-            channel.all_gather(("tp",), shard, plan)
+            communicator.all_gather(("tp",), shard, plan)
         held = _C.arena_bytes()[0]
         for _ in range(50):
-            channel.all_gather(("tp",), shard, plan)
+            communicator.all_gather(("tp",), shard, plan)
         assert _C.arena_bytes()[0] == held
 
 
 @pytest.mark.ranks(2)
 def test_what_an_edit_holds_is_not_given_out_again():
     """A view keeps the memory, as of any tensor."""
-    with transport("shared_memory") as channel:
+    with transport("shared_memory") as communicator:
         shapes = [(100_000,), (100_000,)]
-        plan = GatherSpec.of(channel, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
+        plan = GatherSpec.of(communicator, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
         views = []
         for i in range(20):
-            (full,) = channel.all_gather(("tp",), torch.full((100_000,), float(i)), plan)
+            (full,) = communicator.all_gather(("tp",), torch.full((100_000,), float(i)), plan)
             views.append(full[50_000:50_010])
         for i, view in enumerate(views):
             assert torch.equal(view, torch.full((10,), float(i)))
@@ -377,19 +379,19 @@ def test_settings_that_make_no_sense_are_named_on_every_rank():
     }
     with pytest.raises(HookError, match=r"(?s)shared_memory.*2 hosts"), transport("wrong"):
         pass
-    with transport("shared_memory") as channel:  # and the next group works
-        assert channel.exchange(torch.ones(1)).sum() == 2
+    with transport("shared_memory") as communicator:  # and the next group works
+        assert communicator.exchange(torch.ones(1)).sum() == 2
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["shared_memory", "gloo", "a host of each"])
 def test_a_rank_that_does_not_come_is_named(name):
-    with transport(name, timeout=1.0) as channel:
-        channel.exchange(torch.ones(1))
+    with transport(name, timeout=1.0) as communicator:
+        communicator.exchange(torch.ones(1))
         start = time.monotonic()
-        if channel.mesh.group_rank == 0:
+        if communicator.mesh.group_rank == 0:
             with pytest.raises(HookError, match=r"(?s)waited 1 s.*missing: rank 1 \(global rank 1"):
-                channel.check_consistency(Header("tensor", site=7), "the meeting place")
+                communicator.check_consistency(Header("tensor", site=7), "the meeting place")
             assert time.monotonic() - start < 2.5
             dist.barrier()
         else:
@@ -397,12 +399,12 @@ def test_a_rank_that_does_not_come_is_named(name):
 
             def meet(times):  # gloo gives what a rank sent before it left
                 for _ in range(times):
-                    channel.check_consistency(Header("tensor", site=7), "the meeting place")
+                    communicator.check_consistency(Header("tensor", site=7), "the meeting place")
 
             with pytest.raises(HookError, match=r"(?s)waited 1 s at the meeting place"):
                 meet(1 if name == "shared_memory" else 2)
         with pytest.raises(HookError, match="can't be used any more"):
-            channel.check_consistency(Header("tensor", site=7), "the meeting place")
+            communicator.check_consistency(Header("tensor", site=7), "the meeting place")
 
 
 @pytest.mark.ranks(2)
@@ -416,15 +418,15 @@ def test_memory_offered_to_a_peer_that_never_came_is_not_given_out_again():
         given.append(tensor.data_ptr())
         return tensor
 
-    with transport("shared_memory", timeout=0.5) as channel:
-        channel.exchange(torch.ones(1))
+    with transport("shared_memory", timeout=0.5) as communicator:
+        communicator.exchange(torch.ones(1))
         shapes = [(100_000,), (100_000,)]
-        plan = GatherSpec.of(channel, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
-        if channel.mesh.group_rank == 0:
+        plan = GatherSpec.of(communicator, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
+        if communicator.mesh.group_rank == 0:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(memory, "empty", empty)
                 with pytest.raises(HookError, match="missing: rank 1"):
-                    channel.all_gather(("tp",), torch.ones(100_000), plan)
+                    communicator.all_gather(("tp",), torch.ones(100_000), plan)
             (offered,) = given
             again = [empty([200_000], torch.float32) for _ in range(3)]
             assert offered not in {tensor.data_ptr() for tensor in again}
@@ -435,14 +437,14 @@ def test_memory_offered_to_a_peer_that_never_came_is_not_given_out_again():
 
 @pytest.mark.ranks(2)
 def test_tensors_that_do_not_fit_their_plan():
-    with transport("shared_memory", timeout=10.0) as channel:
-        channel.exchange(torch.ones(1))
+    with transport("shared_memory", timeout=10.0) as communicator:
+        communicator.exchange(torch.ones(1))
         shapes = [(100,), (100,)]
-        plan = GatherSpec.of(channel, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
-        size = 99 if channel.mesh.group_rank == 0 else 100
+        plan = GatherSpec.of(communicator, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
+        size = 99 if communicator.mesh.group_rank == 0 else 100
         error, message = (ValueError, "400 bytes") if size == 99 else (HookError, "ValueError")
         with pytest.raises(error, match=message):
-            channel.all_gather(("tp",), torch.ones(size), plan)
+            communicator.all_gather(("tp",), torch.ones(size), plan)
 
 
 @pytest.mark.ranks(2)

@@ -111,13 +111,13 @@ def broadcast_data_parallel(tensor: Tensor, fmps: ParallelState) -> Tensor:
 def _all_gather(tensor: Tensor, dim: int, fmps: ParallelState, axis: str, name: str) -> Tensor:
     dim = _check_dim(tensor, dim, name)
     check_state(fmps, name)
-    channel = fmps.channel(axis)
-    if channel.is_local:
+    communicator = fmps.communicator(axis)
+    if communicator.is_local:
         return tensor.clone()
     exchange_headers = header_exchange(fmps, axis, f"{name} along dim {dim}")
     shapes = [header.shape for header in exchange_headers(tensor)]
     try:
-        spec = gather.GatherSpec.of(channel, _split_along(axis, dim), shapes, tensor.dtype)
+        spec = gather.GatherSpec.of(communicator, _split_along(axis, dim), shapes, tensor.dtype)
     except ValueError as error:
         raise agreed(
             ValueError(f"{name} along dim {dim}: {error}; only that dim may differ")
@@ -136,8 +136,8 @@ def _scatter(tensor: Tensor, dim: int, fmps: ParallelState, axis: str, name: str
         rank = fmps.mesh.coordinates[axis]
         return tensor.split(sizes, dim)[rank].clone(memory_format=torch.contiguous_format)
     shapes = [(*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]) for size in sizes]
-    channel = fmps.channel(axis)
-    spec = gather.GatherSpec.of(channel, _split_along(axis, dim), shapes, tensor.dtype)
+    communicator = fmps.communicator(axis)
+    spec = gather.GatherSpec.of(communicator, _split_along(axis, dim), shapes, tensor.dtype)
     exchange_headers = header_exchange(fmps, axis, f"backward of {name} along dim {dim}")
     return gather.scatter(tensor, gather.GatherContext(spec, exchange_headers))
 
@@ -145,8 +145,8 @@ def _scatter(tensor: Tensor, dim: int, fmps: ParallelState, axis: str, name: str
 def _broadcast(tensor: Tensor, fmps: ParallelState, axis: str, name: str) -> Tensor:
     check_tensor(tensor, name)
     check_state(fmps, name)
-    channel = fmps.channel(axis)
-    if channel.is_local:
+    communicator = fmps.communicator(axis)
+    if communicator.is_local:
         return tensor
     shape = tuple(tensor.shape)
     needs_gradient = torch.is_grad_enabled() and tensor.requires_grad
@@ -154,33 +154,40 @@ def _broadcast(tensor: Tensor, fmps: ParallelState, axis: str, name: str) -> Ten
         tensor, Header.NEEDS_GRADIENT if needs_gradient else 0
     )
     if any(header.shape != headers[0].shape for header in headers):
-        raise channel.mismatch(f"{name} with shape {shape}", "have tensors of different shapes")
+        raise communicator.mismatch(
+            f"{name} with shape {shape}", "have tensors of different shapes"
+        )
     if any(header.flags & Header.NEEDS_GRADIENT for header in headers) and torch.is_grad_enabled():
         if not needs_gradient:  # in the graph all the same: the backward may be collective
             tensor = tensor.detach().requires_grad_()
         return _Broadcast.apply(
-            tensor, channel, axis, header_exchange(fmps, axis, f"backward of {name}")
+            tensor, communicator, axis, header_exchange(fmps, axis, f"backward of {name}")
         )
     with torch.no_grad():
-        received = channel.broadcast(tensor.detach(), tensor.detach())
-        if channel.mesh.rank > 0:
+        received = communicator.broadcast(tensor.detach(), tensor.detach())
+        if communicator.mesh.rank > 0:
             tensor.copy_(received)
     return tensor
 
 
 class _Broadcast(Function):
     @staticmethod
-    def forward(ctx, tensor, channel, axis, exchange_headers):
-        ctx.channel, ctx.axis, ctx.exchange_headers = channel, axis, exchange_headers
-        received = channel.broadcast(tensor, tensor)
-        return received.clone() if channel.mesh.rank == 0 else received
+    def forward(ctx, tensor, communicator, axis, exchange_headers):
+        ctx.communicator, ctx.axis, ctx.exchange_headers = communicator, axis, exchange_headers
+        received = communicator.broadcast(tensor, tensor)
+        return received.clone() if communicator.mesh.rank == 0 else received
 
     @staticmethod
     def backward(ctx, grad):
         if ctx.axis == "dp":
             ctx.exchange_headers(grad)
-            grad = ctx.channel.all_reduce_sum(("dp",), grad)
-        return (grad if ctx.channel.mesh.rank == 0 else torch.zeros_like(grad)), None, None, None
+            grad = ctx.communicator.all_reduce_sum(("dp",), grad)
+        return (
+            (grad if ctx.communicator.mesh.rank == 0 else torch.zeros_like(grad)),
+            None,
+            None,
+            None,
+        )
 
 
 def _split_along(axis: str, dim: int) -> ShardLayout:
@@ -198,7 +205,9 @@ def header_exchange(fmps: ParallelState, axis: str, what: str) -> Callable[..., 
         header = Header(
             "forward", site=site_hash(what), dtype=tensor.dtype, shape=shape, flags=flags
         )
-        return fmps.channel(axis).check_consistency(header, f"{what} of a tensor of shape {shape}")
+        return fmps.communicator(axis).check_consistency(
+            header, f"{what} of a tensor of shape {shape}"
+        )
 
     return exchange_headers
 

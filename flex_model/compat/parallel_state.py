@@ -44,9 +44,9 @@ class ParallelState:
         self.mesh = mesh
         self._process_group = process_group
         self._timeout_s = timeout_s
-        self._channels: dict[str, Communicator] = {}
+        self._communicators: dict[str, Communicator] = {}
         self._sizes: dict[tuple[str, int, int], list[int]] = {}
-        weakref.finalize(self, _close, self._channels).atexit = False
+        weakref.finalize(self, _close, self._communicators).atexit = False
 
     def __repr__(self) -> str:
         mesh = self.mesh
@@ -134,20 +134,20 @@ class ParallelState:
             return own
         return _torch_group(ranks, self._timeout_s)
 
-    def channel(self, axis: str) -> Communicator:
+    def communicator(self, axis: str) -> Communicator:
         """Transfers along "tp", "pp" or "dp", or over the "grid" of a stage.
 
         Collective over their ranks when it is new.
         """
-        if axis not in self._channels:
+        if axis not in self._communicators:
             mesh = self.mesh
             if axis != "grid":
                 ranks = mesh.axis_ranks(axis)
                 # only dp counts as dp: the gradients of the other axes are not averaged
                 size = "dp_size" if axis == "dp" else "tp_size"
                 mesh = Mesh(ranks, mesh.coordinates[axis], **{size: len(ranks)})
-            self._channels[axis] = Communicator(mesh, self._timeout_s)
-        return self._channels[axis]
+            self._communicators[axis] = Communicator(mesh, self._timeout_s)
+        return self._communicators[axis]
 
     def remember_sizes(self, axis: str, dim: int, sizes: list[int]) -> None:
         """Keep the ranks' sizes of a gather, for the scatter that undoes it."""
@@ -220,10 +220,10 @@ def initialize_distributed_state(
     return state
 
 
-def _close(channels: dict[str, Communicator]) -> None:
-    for channel in channels.values():
-        channel.close()
-    channels.clear()
+def _close(communicators: dict[str, Communicator]) -> None:
+    for communicator in communicators.values():
+        communicator.close()
+    communicators.clear()
 
 
 _torch_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -255,11 +255,13 @@ def _new_torch_group(ranks: tuple[int, ...], timeout_s: float) -> dist.ProcessGr
     Source: https://github.com/pytorch/pytorch/pull/189073.
     """
     num_groups = len(dist.distributed_c10d._world.pg_names)
-    channel = Communicator(Mesh(ranks, ranks.index(dist.get_rank()), tp_size=len(ranks)), timeout_s)
+    communicator = Communicator(
+        Mesh(ranks, ranks.index(dist.get_rank()), tp_size=len(ranks)), timeout_s
+    )
     try:
-        most = int(channel.exchange(torch.tensor([num_groups])).max())
+        most = int(communicator.exchange(torch.tensor([num_groups])).max())
     finally:
-        channel.close()
+        communicator.close()
     alone = [
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
         for _ in range(most - num_groups)

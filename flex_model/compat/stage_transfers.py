@@ -149,18 +149,18 @@ def gather_pipeline_parallel_tensor_dicts(
     """
     name = "gather_pipeline_parallel_tensor_dicts"
     check_state(fmps, name)
-    channel = fmps.channel("pp")
+    communicator = fmps.communicator("pp")
     try:
         tensors = _check_dict(tensor_dict, name)
     except TypeError as error:
-        if channel.is_local:
+        if communicator.is_local:
             raise HookError(str(error)) from error
-        channel.set_error(str(error), error)  # the exchange below raises it on every stage
+        communicator.set_error(str(error), error)  # the exchange below raises it on every stage
         tensor_dict, tensors = {}, []
-    by_stage = exchange_json(channel, list(zip(tensor_dict, describe(tensors))), name)
+    by_stage = exchange_json(communicator, list(zip(tensor_dict, describe(tensors))), name)
     _check_names([[key for key, _ in entries] for entries in by_stage], name)
     described = [[description for _, description in entries] for entries in by_stage]
-    received = gather_to_first(channel, tensors, described)
+    received = gather_to_first(communicator, tensors, described)
     if received is None:
         return {}
     received[0] = [owned_copy(tensor) for tensor in tensors]

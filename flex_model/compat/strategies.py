@@ -125,14 +125,14 @@ class _Route:
     def gather(self, tensor: Tensor) -> Tensor:
         if tensor is None:  # as a gradient may be
             return tensor
-        channel = self._fmps.channel(self._axis)
+        communicator = self._fmps.communicator(self._axis)
         shapes = [tuple(tensor.shape)]
-        if not channel.is_local:
+        if not communicator.is_local:
             shapes = [header.shape for header in self._exchange_headers(tensor)]
         layout = expected_sizes.layout_of(
-            self._site, shapes, channel.mesh, self._expected, self._batch_on_dp
+            self._site, shapes, communicator.mesh, self._expected, self._batch_on_dp
         )
-        if channel.is_local:
+        if communicator.is_local:
             self._full_shape = shapes[0]
             return tensor
         differing = differing_axes(layout, self._fingerprints(tensor))
@@ -142,7 +142,7 @@ class _Route:
                 f"shape {tuple(tensor.shape)}, which expected_shape {self._expected} takes for the "
                 "whole tensor; give the full sizes"
             )
-        spec = gather.GatherSpec.of(channel, layout, shapes, tensor.dtype)
+        spec = gather.GatherSpec.of(communicator, layout, shapes, tensor.dtype)
         self._context = gather.GatherContext(spec, self._exchange_headers, self._of_replicas)
         self._full_shape = spec.full_shape
         return gather.gather(tensor, self._context)
@@ -171,9 +171,9 @@ class _Route:
         return Replicate() if is_equal else Partial(), False
 
     def _fingerprints(self, tensor: Tensor) -> values.Fingerprints:
-        channel = self._fmps.channel(self._axis)
-        rows = channel.exchange(values.fingerprint(tensor)).tolist()
-        return values.Fingerprints.of(channel.mesh, rows)
+        communicator = self._fmps.communicator(self._axis)
+        rows = communicator.exchange(values.fingerprint(tensor)).tolist()
+        return values.Fingerprints.of(communicator.mesh, rows)
 
 
 class BaseOffloadStrategy:

@@ -164,16 +164,17 @@ def _trial(rank: int, port: int, transport: str) -> Trial:
     os.environ["FLEX_MODEL_TRANSPORT"] = transport
     on_gpu = transport in ("nccl", "peer_memory")
     device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else None
-    channel = Communicator(Mesh.from_sizes(2), _TIMEOUT_S, device)
-    name, reason = next(iter(channel.transports().values()))
+    communicator = Communicator(Mesh.from_sizes(2), _TIMEOUT_S, device)
+    name, reason = next(iter(communicator.transports().values()))
     full = torch.arange(2048 * 2048, dtype=torch.int32, device=device).reshape(2048, 2048)
     shards = full.chunk(2, dim=1)
     shapes = [tuple(shard.shape) for shard in shards]
-    spec = GatherSpec.of(channel, ShardLayout(tp=Shard(1)), shapes, full.dtype)
+    spec = GatherSpec.of(communicator, ShardLayout(tp=Shard(1)), shapes, full.dtype)
     works = torch.equal(spec.all_gather(shards[rank]), full)
     gathers = [_seconds(lambda: spec.all_gather(shards[rank])) for _ in range(10)]
     headers = [
-        _seconds(lambda: channel.check_consistency(Header("tensor"), "a trial")) for _ in range(300)
+        _seconds(lambda: communicator.check_consistency(Header("tensor"), "a trial"))
+        for _ in range(300)
     ]
     dist.barrier()
     return Trial(name, works, reason, 1e6 * min(headers), 1e3 * min(gathers))

@@ -1,7 +1,7 @@
 """When each rank was at which hook, edit and transfer, on one clock.
 
-The recorder is an observer of the hook caller and of the channels while it is on; with no observer
-a hook or a transfer pays for one truth test.
+The recorder is an observer of the hook caller and of the communicators while it is on; with no
+observer a hook or a transfer pays for one truth test.
 """
 
 from __future__ import annotations
@@ -147,21 +147,21 @@ class _Recorder:
     """Notes what this rank does in a FlexModel.
 
     Args:
-        channels: All that its hooks talk through, by name.
+        communicators: All that its hooks talk through, by name.
     """
 
-    def __init__(self, core: HookCore, channels: dict[str, Communicator]) -> None:
+    def __init__(self, core: HookCore, communicators: dict[str, Communicator]) -> None:
         self._noted: deque[_Noted] = deque(maxlen=_REMEMBERED)
         self.num_noted = 0
         self._meetings: Counter[str] = Counter()
-        self._sites: dict[str, str] = {}  # of the last header, by channel
+        self._sites: dict[str, str] = {}  # of the last header, by communicator
         self._names = {r.site: r.name for r in core.table.registrations}
         self._observed: list[tuple[list[Any], Callable[..., Any]]] = [
             (core.caller.observers, self._begin_hook)
         ]
-        for key, channel in channels.items():
-            begin = functools.partial(self._begin_transfer, channel, key)
-            self._observed.append((channel.observers, begin))
+        for key, communicator in communicators.items():
+            begin = functools.partial(self._begin_transfer, communicator, key)
+            self._observed.append((communicator.observers, begin))
 
     @property
     def spans(self) -> list[_Noted]:
@@ -189,22 +189,27 @@ class _Recorder:
         return self._begin(_Noted(kind, call.describe(), call.registration.name, now_ns()))
 
     def _begin_transfer(
-        self, channel: Communicator, key: str, name: str, axes: tuple[Axis, ...], num_bytes: int
+        self,
+        communicator: Communicator,
+        key: str,
+        name: str,
+        axes: tuple[Axis, ...],
+        num_bytes: int,
     ) -> Callable[[], None]:
-        kind, what = "transfer", f"{name.replace('_', ' ')}, after {channel.where}"
+        kind, what = "transfer", f"{name.replace('_', ' ')}, after {communicator.where}"
         if name == "exchange_bytes":
-            kind, what = "header", channel.where
-            self._sites[key] = self._names.get(channel.meter.site, "")
+            kind, what = "header", communicator.where
+            self._sites[key] = self._names.get(communicator.meter.site, "")
         site = self._sites.get(key, "")
-        meeting = self._meeting(channel, key, axes)
+        meeting = self._meeting(communicator, key, axes)
         return self._begin(_Noted(kind, what, site, now_ns(), 0, num_bytes, meeting))
 
-    def _meeting(self, channel: Communicator, key: str, axes: tuple[Axis, ...]) -> str:
+    def _meeting(self, communicator: Communicator, key: str, axes: tuple[Axis, ...]) -> str:
         """All ranks of a group meet equally often, so the number tells which meeting it is."""
-        members = channel.mesh.ranks_along(axes)
+        members = communicator.mesh.ranks_along(axes)
         if len(members) == 1:
             return ""
-        ranks = ",".join(str(channel.mesh.stage_ranks[place]) for place in members)
+        ranks = ",".join(str(communicator.mesh.stage_ranks[place]) for place in members)
         group = f"{key} {ranks}"
         self._meetings[group] += 1
         return f"{group} {self._meetings[group]}"
@@ -212,15 +217,15 @@ class _Recorder:
 
 @contextlib.contextmanager
 def recorded(
-    core: HookCore, channels: dict[str, Communicator], timeline: Timeline
+    core: HookCore, communicators: dict[str, Communicator], timeline: Timeline
 ) -> Iterator[Timeline]:
     """Fill ``timeline`` with what all ranks do meanwhile. Collective over the ranks of the first
-    channel, at its start and at its end; after an exception this rank's own spans are all there is.
+    communicator, at its start and at its end; after an exception only this rank's spans are there.
     """
-    everyone = next(iter(channels.values()))
+    everyone = next(iter(communicators.values()))
     with everyone.uncounted():
         offset_ns, clock = _set_clocks(everyone)
-    recorder = _Recorder(core, channels)
+    recorder = _Recorder(core, communicators)
     is_complete = False
     try:
         with recorder.on():
@@ -267,25 +272,25 @@ def _joined(noted: Sequence[Sequence[_Noted]]) -> list[list[Span]]:
 # ---- Clocks --------------------------------------------------------------------------------------
 
 
-def _set_clocks(channel: Communicator) -> tuple[int, str]:
+def _set_clocks(communicator: Communicator) -> tuple[int, str]:
     """What this rank's clock is ahead of rank 0's, in nanoseconds, and how that is known.
 
     Ranks of one host have one clock. Otherwise, as in NTP (RFC 5905): what the least of several
     messages from rank 0 took, by both clocks, less what the least to rank 0 took, by half; it is
     wrong by half of their sum at most.
     """
-    if channel.is_local:
+    if communicator.is_local:
         return 0, "one process"
-    hosts = exchange_json(channel, Settings.now().host, "the hosts of a timeline")
+    hosts = exchange_json(communicator, Settings.now().host, "the hosts of a timeline")
     if len(set(hosts)) == 1:
         return 0, "the ranks share the clock of their host"
     left, entered = [], []
     for _ in range(_ROUNDS):
-        entered.append(channel.exchange(torch.tensor([now_ns()])).flatten())
+        entered.append(communicator.exchange(torch.tensor([now_ns()])).flatten())
         left.append(now_ns())
     took = torch.stack([end - starts for end, starts in zip(left, entered)]).amin(0)
-    table = channel.exchange(took)  # [to, from]: what a message took, by the clocks of both
+    table = communicator.exchange(took)  # [to, from]: what a message took, by the clocks of both
     ahead = (table[:, 0] - table[0]) // 2
     error_us = float((table[:, 0] + table[0]).amax()) / 2e3
     clock = f"clocks of {len(set(hosts))} hosts, set by {_ROUNDS} exchanges to {error_us:.0f} us"
-    return int(ahead[channel.mesh.group_rank]), clock
+    return int(ahead[communicator.mesh.group_rank]), clock

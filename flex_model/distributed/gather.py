@@ -66,7 +66,7 @@ class GatherSpec:
             replicated or partial; None as long as it is unknown.
     """
 
-    channel: Communicator
+    communicator: Communicator
     layout: ShardLayout
     axes: tuple[Axis, ...]
     plan: GatherPlan
@@ -78,11 +78,11 @@ class GatherSpec:
     gradient_of_replicas: Placement | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.gradient_of_replicas = Replicate() if self.channel.is_local else None
+        self.gradient_of_replicas = Replicate() if self.communicator.is_local else None
 
     @staticmethod
     def of(
-        channel: Communicator,
+        communicator: Communicator,
         layout: ShardLayout,
         shapes: list[Shape],
         dtype: torch.dtype,
@@ -95,7 +95,7 @@ class GatherSpec:
             IndexError, ValueError, TypeError: ``select`` does not fit the tensor; on all ranks
                 alike.
         """
-        mesh, axes = channel.mesh, layout.sharded_axes
+        mesh, axes = communicator.mesh, layout.sharded_axes
         places = mesh.ranks_along(axes)
         sizes = {"dp": mesh.dp_size, "tp": mesh.tp_size}
         counts = dict(axis[:2] if isinstance(axis, tuple) else (axis, sizes[axis]) for axis in axes)
@@ -105,7 +105,7 @@ class GatherSpec:
         rank = places.index(mesh.group_rank)
         if select is None:
             plan = layout.plan(of_parts, dp, tp, dtype.itemsize)
-            return GatherSpec(channel, layout, axes, plan, rank, full_shape, dp)
+            return GatherSpec(communicator, layout, axes, plan, rank, full_shape, dp)
         moved_dtype = select.dtype_of(dtype)
         casts_last = bool(layout.partial_axes)
         item_bytes = (dtype if casts_last else moved_dtype).itemsize
@@ -114,7 +114,7 @@ class GatherSpec:
         # Where nothing is gathered, the pick itself puts the part in the selected order.
         pick = Pick(held[rank] if axes else indices, select.dtype, casts_last)
         part_shape = tuple(plan.full_sizes)
-        return GatherSpec(channel, layout, axes, plan, rank, part_shape, dp, pick, pieces)
+        return GatherSpec(communicator, layout, axes, plan, rank, part_shape, dp, pick, pieces)
 
     def all_gather(self, shard: Tensor) -> Tensor:
         """Return the full tensor on every rank. Collective along the axes that shard or sum; a copy
@@ -130,7 +130,7 @@ class GatherSpec:
         """
         shard = self.summed(shard)
         if self.axes:
-            return self.channel.all_gather(self.axes, shard, self.plan, number, num_read)
+            return self.communicator.all_gather(self.axes, shard, self.plan, number, num_read)
         return [_copy(shard) for _ in range(number)]
 
     def cast(self, full: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ class GatherSpec:
     def summed(self, shard: Tensor) -> Tensor:
         """Return the shard after the pending sums. Collective along the axes that sum."""
         for axis in self.layout.partial_axes:
-            shard = self.channel.all_reduce_sum((axis,), shard)
+            shard = self.communicator.all_reduce_sum((axis,), shard)
         return shard
 
     def slice(self, full: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class GatherSpec:
         the sum is exactly ``full``.
         """
         partial = self.layout.partial_axes
-        mesh = self.channel.mesh
+        mesh = self.communicator.mesh
         if partial and mesh.ranks_along(partial)[0] != mesh.group_rank:
             return full.new_zeros(self.plan.shard_sizes[self.rank])
         full = full.detach()
@@ -181,17 +181,17 @@ class GatherSpec:
     @property
     def is_shared_over_dp(self) -> bool:
         """Whether data-parallel ranks hold the same tensor, instead of rows of a batch."""
-        return self.channel.mesh.dp_size > 1 and not isinstance(self.layout.dp, Shard)
+        return self.communicator.mesh.dp_size > 1 and not isinstance(self.layout.dp, Shard)
 
     @property
     def covers_grid(self) -> bool:
         """Whether every rank of the stage holds a part of its own, which rank 0 can send to it."""
-        return len(self.plan.shard_sizes) == len(self.channel.mesh.stage_ranks)
+        return len(self.plan.shard_sizes) == len(self.communicator.mesh.stage_ranks)
 
     @property
     def rank_0_gathers(self) -> bool:
         """Whether rank 0 gathers its full tensor from this rank, among others."""
-        mesh = self.channel.mesh
+        mesh = self.communicator.mesh
         return mesh.group_rank in mesh.ranks_along(self.axes, place=0)
 
     def copies_on_first(self, shard: Tensor, number: int) -> list[Tensor] | None:
@@ -200,12 +200,12 @@ class GatherSpec:
         """
         shard = self.summed(shard)
         if not self.axes:
-            is_first = self.channel.mesh.group_rank == 0
+            is_first = self.communicator.mesh.group_rank == 0
             return [_copy(shard) for _ in range(number)] if is_first else None
         if not self.rank_0_gathers:
             return None
         gathered = Gathered(self.plan, list(range(len(self.plan.shard_sizes))), shard, number)
-        return self.channel.gather_to_first(self.axes, [gathered])
+        return self.communicator.gather_to_first(self.axes, [gathered])
 
     def gather_to_first(self, shard: Tensor) -> Tensor | None:
         """Return the full tensor on the first rank, on the device of ``shard``; None elsewhere."""
@@ -215,11 +215,11 @@ class GatherSpec:
     def scatter_from_first(self, full: Tensor | None, like: Tensor) -> Tensor:
         """Return this rank's shard of rank 0's full tensor."""
         if self.covers_grid and self.axes:
-            return self.channel.scatter_from_first(self.axes, full, like, self.plan)
+            return self.communicator.scatter_from_first(self.axes, full, like, self.plan)
         like_full = like.new_empty(self.full_shape)
         if full is not None:  # a copy: the model may change its tensor, and the user keep this one
             full = _copy(full)
-        return self.slice(self.channel.broadcast(full, like_full))
+        return self.slice(self.communicator.broadcast(full, like_full))
 
     def of_gradient(self, tp: Placement) -> GatherSpec:
         """Return the plan of the tensor's gradient: sharded as the tensor is, replicated where the
@@ -289,7 +289,7 @@ def _aborting_at_ctrl_c(backward: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return backward(ctx, grad)
         except (KeyboardInterrupt, SystemExit) as error:
-            ctx.context.spec.channel.abort_on(error)
+            ctx.context.spec.communicator.abort_on(error)
             raise
 
     return guarded
@@ -358,7 +358,7 @@ class _GatherToFirst(Function):
         context, grad = ctx.context, plain(grad)
         context.check_consistency(ctx.like)
         way = context.gradient()
-        first = way.channel.mesh.group_rank == 0
+        first = way.communicator.mesh.group_rank == 0
         shard = way.scatter_from_first(grad if first else None, ctx.like)
         return (shard * way.grad_scale if way.grad_scale > 1 else shard), None
 
@@ -370,7 +370,7 @@ class _ScatterFromFirst(Function):
         # the edit used them or not
         ctx.context = context
         ctx.size = full.shape
-        first = context.spec.channel.mesh.group_rank == 0
+        first = context.spec.communicator.mesh.group_rank == 0
         return context.spec.scatter_from_first(full.detach() if first else None, like)
 
     @staticmethod
@@ -380,9 +380,9 @@ class _ScatterFromFirst(Function):
         context, grad = ctx.context, plain(grad)
         way = context.gradient(grad)
         context.check_consistency(grad)
-        mesh = way.channel.mesh
+        mesh = way.communicator.mesh
         if way.is_shared_over_dp:  # as _MeanGradientOverDp
-            grad = way.channel.all_reduce_sum(("dp",), grad) / mesh.dp_size
+            grad = way.communicator.all_reduce_sum(("dp",), grad) / mesh.dp_size
         full = way.gather_to_first(grad.contiguous())
         if full is None:
             full = grad.new_zeros(ctx.size)
@@ -405,9 +405,9 @@ class _MeanGradientOverDp(Function):
     @_aborting_at_ctrl_c
     @once_differentiable
     def backward(ctx, grad):
-        channel, grad = ctx.context.spec.channel, plain(grad)
+        communicator, grad = ctx.context.spec.communicator, plain(grad)
         ctx.context.check_consistency(grad)
-        return channel.all_reduce_sum(("dp",), grad) / channel.mesh.dp_size, None
+        return communicator.all_reduce_sum(("dp",), grad) / communicator.mesh.dp_size, None
 
 
 def gather(shard: Tensor, context: GatherContext) -> Tensor:

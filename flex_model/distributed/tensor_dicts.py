@@ -28,20 +28,20 @@ def describe(tensors: Sequence[Tensor]) -> list[Description]:
     return [(str(tensor.dtype), list(tensor.shape)) for tensor in tensors]
 
 
-def exchange_json(channel: Communicator, value: Any, where: str) -> list[Any]:
+def exchange_json(communicator: Communicator, value: Any, where: str) -> list[Any]:
     """Gather the values of all ranks. Collective.
 
     Args:
         where: Their purpose, in messages.
     """
-    if channel.is_local:
+    if communicator.is_local:
         return [value]
     data = json.dumps(value).encode()
     header = Header("described values", site=site_hash(where), shape=(len(data),))
-    lengths = [other.shape[0] for other in channel.check_consistency(header, where)]
+    lengths = [other.shape[0] for other in communicator.check_consistency(header, where)]
     row = torch.zeros(max(lengths), dtype=torch.uint8)
     row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    rows = channel.exchange(row)
+    rows = communicator.exchange(row)
     return [
         json.loads(row[:length].numpy().tobytes())
         for row, length in zip(rows, lengths, strict=True)
@@ -49,7 +49,9 @@ def exchange_json(channel: Communicator, value: Any, where: str) -> list[Any]:
 
 
 def gather_to_first(
-    channel: Communicator, tensors: Sequence[Tensor], described: Sequence[Sequence[Description]]
+    communicator: Communicator,
+    tensors: Sequence[Tensor],
+    described: Sequence[Sequence[Description]],
 ) -> list[list[Tensor]] | None:
     """Gather the tensors of all ranks on rank 0, on the CPU (its own unchanged); None elsewhere.
     Collective.
@@ -57,7 +59,7 @@ def gather_to_first(
     Args:
         described: By rank, the result of ``describe`` there.
     """
-    if channel.is_local:
+    if communicator.is_local:
         return [list(tensors)]
     moved = [
         (rank, i)
@@ -65,7 +67,7 @@ def gather_to_first(
         for i, description in enumerate(descriptions)
         if rank > 0 and _num_bytes(description)
     ]
-    mine, size = channel.mesh.group_rank, len(described)
+    mine, size = communicator.mesh.group_rank, len(described)
     gathered = [
         Gathered(
             end_to_end([_num_bytes(described[rank][i]) * (r == rank) for r in range(size)]),
@@ -74,7 +76,7 @@ def gather_to_first(
         )
         for rank, i in moved
     ]
-    received = channel.gather_to_first(GRID, gathered) if gathered else []
+    received = communicator.gather_to_first(GRID, gathered) if gathered else []
     if mine > 0:
         return None
     found = dict(zip(moved, received or [], strict=True))
@@ -87,18 +89,23 @@ def gather_to_first(
 
 
 def from_rank(
-    channel: Communicator, rank: int, tensors: Sequence[Tensor], described: Sequence[Description]
+    communicator: Communicator,
+    rank: int,
+    tensors: Sequence[Tensor],
+    described: Sequence[Description],
 ) -> list[Tensor]:
     """Send the CPU tensors of one rank to every rank. Collective."""
-    if channel.is_local:
+    if communicator.is_local:
         return list(tensors)
     found = []
     for i, description in enumerate(described):
         num_bytes = _num_bytes(description)
-        plan = end_to_end([num_bytes * (r == rank) for r in range(len(channel.mesh.stage_ranks))])
-        is_mine = channel.mesh.group_rank == rank
+        plan = end_to_end(
+            [num_bytes * (r == rank) for r in range(len(communicator.mesh.stage_ranks))]
+        )
+        is_mine = communicator.mesh.group_rank == rank
         shard = as_bytes(tensors[i]) if is_mine else torch.empty(0, dtype=torch.uint8)
-        full = channel.all_gather(GRID, shard, plan)[0] if num_bytes else None
+        full = communicator.all_gather(GRID, shard, plan)[0] if num_bytes else None
         found.append(tensors[i] if is_mine else _typed(full, description))
     return found
 

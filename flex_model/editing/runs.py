@@ -188,7 +188,7 @@ class Runs:
 
     @property
     def _is_rank_0(self) -> bool:
-        return self._flex._channel.mesh.group_rank == 0
+        return self._flex._communicator.mesh.group_rank == 0
 
     def check_metric(self) -> None:
         """Raise HookError on every rank if the metric failed. Collective."""
@@ -209,7 +209,7 @@ class Runs:
         text = None
         if self._error is not None:
             text = str(self._error) if kind is not HookError else repr(self._error)
-        per_rank = exchange_json(self._flex._channel, [text, result], "patching: the metric")
+        per_rank = exchange_json(self._flex._communicator, [text, result], "patching: the metric")
         text, result = per_rank[0]
         if text is not None:
             what = f"the metric failed on rank 0: {text}" if kind is HookError else text

@@ -26,8 +26,8 @@ _FAILURE = "the model's own backward failed or was interrupted; see that rank's 
 class BackwardWatch:
     """Reports the aborted backward passes of a FlexModel. With one rank it does nothing."""
 
-    def __init__(self, channel: Communicator) -> None:
-        self._channel = channel
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
         self._tasks: set[int] = set()  # the running passes that are watched
         self._has_deferred = False  # a pass was aborted in autograd's thread, which can't report it
         self.is_closed = False
@@ -36,10 +36,10 @@ class BackwardWatch:
     def watch(self) -> None:
         """Watch the running pass, if there is one; repeated calls do nothing. Local."""
         task = torch._C._current_graph_task_id()
-        if task == -1 or task in self._tasks or self._channel.is_local:
+        if task == -1 or task in self._tasks or self._communicator.is_local:
             return
         self._tasks.add(task)
-        running = _Pass(self, task, self._channel.num_agreed)
+        running = _Pass(self, task, self._communicator.num_agreed)
         _call_last(_C.watched(running.end, running.interrupted))
 
     def at_end(self, act: Callable[[], None], has_begun: Callable[[], bool]) -> None:
@@ -56,7 +56,7 @@ class BackwardWatch:
 
     def watch_from(self, output: Any) -> None:
         """Watch the passes that begin at an output of the model, from their first node. Local."""
-        if self._channel.is_local or not torch.is_grad_enabled():
+        if self._communicator.is_local or not torch.is_grad_enabled():
             return
         hook = _C.watched(self.watch, self._report)
         for leaf in _C.flatten(output)[0]:
@@ -75,7 +75,7 @@ class BackwardWatch:
     def aborted(self, task: int, num_agreed: int) -> None:
         """Handle a pass that ended early: report it, unless all ranks know the reason already."""
         self._tasks.discard(task)
-        if num_agreed != self._channel.num_agreed or self.is_closed or sys.is_finalizing():
+        if num_agreed != self._communicator.num_agreed or self.is_closed or sys.is_finalizing():
             return
         if threading.get_ident() in (self.thread, threading.main_thread().ident):
             self._report()
@@ -85,7 +85,7 @@ class BackwardWatch:
     def _report(self) -> None:
         # A Ctrl-C here is suppressed: the error that ends the pass is raised anyway.
         with contextlib.suppress(BaseException):
-            self._channel.report_failure(_FAILURE, None, "end of the backward", _GRACE_S)
+            self._communicator.report_failure(_FAILURE, None, "end of the backward", _GRACE_S)
 
 
 def _call_last(end: Callable[..., None]) -> None:

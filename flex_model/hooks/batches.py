@@ -48,7 +48,7 @@ class BatchRuns:
     resumed and suspended any number of times, ``run`` in between, and ``delivered``.
 
     Attributes:
-        channel: The FlexModel's channel, which records whether an editing function is running.
+        communicator: The FlexModel's, which records whether an editing function is running.
     """
 
     def __init__(self, core: HookCore, choice: Choice) -> None:
@@ -57,7 +57,7 @@ class BatchRuns:
         self._generator = torch.Generator()
         self._num_made = self._num_consumed = 0
         self._turns = Turns()
-        self.channel = core.channel
+        self.communicator = core.communicator
 
     def __enter__(self) -> BatchRuns:
         core = self._core

@@ -48,7 +48,7 @@ class HookCaller:
 
     def __init__(
         self,
-        channel: Communicator,
+        communicator: Communicator,
         records: Records,
         save_ctx: Namespace,
         modules: nn.ModuleDict,
@@ -58,23 +58,23 @@ class HookCaller:
         checks_edits: bool,
         sent_to_all: SentToAll | None,
     ) -> None:
-        self._channel = channel
+        self._communicator = communicator
         self._tracking = tracking
         self._records = records
-        self.layouts = HookLayouts(channel, tracking)
+        self.layouts = HookLayouts(communicator, tracking)
         self.observers: list[Observer] = []
-        function = UserFunction(channel, save_ctx, modules, self.observers)
+        function = UserFunction(communicator, save_ctx, modules, self.observers)
         self.edits_on_all = edit_on == "all"
         self._path: EditPath
-        if channel.is_local:
+        if communicator.is_local:
             self._path = LocalPath(records, self.layouts, function)
         elif self.edits_on_all:
-            self._path = ReplicatedPath(channel, records, self.layouts, function, checks_edits)
+            self._path = ReplicatedPath(communicator, records, self.layouts, function, checks_edits)
         else:
-            self._path = OnRank0Path(channel, records, self.layouts, function, sent_to_all)
+            self._path = OnRank0Path(communicator, records, self.layouts, function, sent_to_all)
         self.full_parameter = full_parameter
         # Dividing this rank's gradients by it gives those of the mean loss.
-        self.gradient_scale = channel.mesh.dp_size
+        self.gradient_scale = communicator.mesh.dp_size
 
     def activation(self, call: Call, leaf: Tensor) -> list[tuple[int, Tensor]]:
         """Run a forward or forward-pre hook on one tensor; return the tensors that replace those
@@ -121,7 +121,7 @@ class HookCaller:
                 end()
 
     def _mean_over_dp(self, call: Call, grad: Tensor) -> Tensor:
-        mesh = self._channel.mesh
+        mesh = self._communicator.mesh
         if mesh.dp_size == 1:
             return grad
         plain = grad
@@ -129,12 +129,12 @@ class HookCaller:
             if dtensor.reaches(grad, mesh, call.describe(), "dp"):
                 return grad  # FSDP2: already averaged
             plain = dtensor.to_local(grad)
-        check_call(self._channel, call, plain, "tensor")
-        mean = self._channel.all_reduce_sum(("dp",), plain) / mesh.dp_size
+        check_call(self._communicator, call, plain, "tensor")
+        mean = self._communicator.all_reduce_sum(("dp",), plain) / mesh.dp_size
         return dtensor.like(mean, grad) if dtensor.is_dtensor(grad) else mean
 
     def _collect(self, call: Call, leaf: Tensor) -> None:
-        if self._channel.is_local:
+        if self._communicator.is_local:
             if dtensor.is_dtensor(leaf):
                 leaf = dtensor.to_local(dtensor.without_partial(leaf))
             elif is_renamed(leaf):
@@ -184,7 +184,7 @@ class HookCaller:
             layout = one.gather_context.spec.layout
             placed: Pair = (layout.dp, layout.tp)
             if not dtensor.is_dtensor(one.original):  # a DTensor states its own layout
-                placed = resolve.placements_as_proven(layout, self._channel.mesh)
+                placed = resolve.placements_as_proven(layout, self._communicator.mesh)
             self._tracking.note(one.call.evidence, edited, one.original, placed)
         return edited
 

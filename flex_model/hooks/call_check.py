@@ -15,7 +15,7 @@ from flex_model.layouts import replicas
 
 
 def check_call(
-    channel: Communicator, call: Call, tensor: Tensor, kind: str, axes: Sequence[str] = ()
+    communicator: Communicator, call: Call, tensor: Tensor, kind: str, axes: Sequence[str] = ()
 ) -> tuple[list[Shape], list[str]]:
     """Exchange the header of a call and check that all ranks agree. Collective.
 
@@ -28,7 +28,7 @@ def check_call(
     Raises:
         HookMismatchError: the ranks are at different calls; raised on every rank.
     """
-    run, is_first = call.run, channel.mesh.group_rank == 0
+    run, is_first = call.run, communicator.mesh.group_rank == 0
     header = Header(
         kind,
         site=call.registration.site,
@@ -38,9 +38,9 @@ def check_call(
         hash=replicas.hash_of(tensor) if axes else None,
     )
     what = "the gradient of the edit of " if kind == "gradient of an edit" else ""
-    headers = channel.check_consistency(header, what + call.describe())
+    headers = communicator.check_consistency(header, what + call.describe())
     run.seed = headers[0].seed
-    differing = [axis for axis in axes if replicas.differ(channel.mesh, headers, axis)]
+    differing = [axis for axis in axes if replicas.differ(communicator.mesh, headers, axis)]
     return [header.shape for header in headers], differing
 
 

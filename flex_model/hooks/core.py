@@ -89,20 +89,20 @@ class HookCore:
         self.module = module
         self.mesh = mesh
         self.step = step
-        self.channel = Communicator(mesh, timeout_s, _device_of(module))
-        self.records = Records(output_ptr, self.channel, output_ranks, step)
+        self.communicator = Communicator(mesh, timeout_s, _device_of(module))
+        self.records = Records(output_ptr, self.communicator, output_ranks, step)
         self.backward_order = BackwardOrder(output_ptr)
-        self.backward_watch = BackwardWatch(self.channel)
-        self.tracking = Tracking(module, self.channel, batch_dim, follow)
+        self.backward_watch = BackwardWatch(self.communicator)
+        self.tracking = Tracking(module, self.communicator, batch_dim, follow)
         self.parameters: Any = Parameters(  # or a pipeline's
-            module, self.channel, self.tracking.statements
+            module, self.communicator, self.tracking.statements
         )
         is_sent = save_ctx_on == "all" and edit_on == "rank0" and step is None
         self._sent_to_all: SentToAll | None = None
-        if is_sent and not self.channel.is_local:
-            self._sent_to_all = SentToAll(self.channel, _device_of(module))
+        if is_sent and not self.communicator.is_local:
+            self._sent_to_all = SentToAll(self.communicator, _device_of(module))
         self.caller = HookCaller(
-            self.channel,
+            self.communicator,
             self.records,
             save_ctx,
             modules,
@@ -115,7 +115,7 @@ class HookCore:
         self.save_ctx, self.modules = save_ctx, modules
         # These must be equal on all ranks.
         self._settings = (edit_on, output_ranks, mesh.describe(), save_ctx_on, batch_dim, follow)
-        self.replicas = Replicas(self.channel, modules)
+        self.replicas = Replicas(self.communicator, modules)
         self.run: RunContext | None = None
         self.num_runs = 0
         self._not_called_yet: weakref.WeakValueDictionary[int, Registration]
@@ -132,7 +132,7 @@ class HookCore:
         self._deferred: _Deferred | None = None  # a run that begins when a module first runs
         self.is_closed, self._had_store = False, False
         self.session: Session | None = None  # where records go to a store
-        serves_records = self.channel.is_local and step is None
+        serves_records = self.communicator.is_local and step is None
         self.table = HookTable(
             self,
             self._run_hook,
@@ -146,8 +146,8 @@ class HookCore:
 
     def open_store(self, store: ActivationStore, config: str | None) -> None:
         """Send records to the store from now on. Collective."""
-        self.session = Session(store, self.channel, config, self.records.take)
-        self.records.keeps_parts = not self.channel.is_local
+        self.session = Session(store, self.communicator, config, self.records.take)
+        self.records.keeps_parts = not self.communicator.is_local
 
     def close_store(self) -> None:
         """Send records to ``output_ptr`` again. Local; what was not flushed is lost."""
@@ -193,7 +193,7 @@ class HookCore:
             digest = site_hash(digest, site)
         self._num_published, self._published = len(sites), digest
         self._has_new_hooks = True
-        self.channel.publish_hooks(f"{digest:x}" if sites else "")
+        self.communicator.publish_hooks(f"{digest:x}" if sites else "")
 
     def _look_for_compiled(self) -> None:
         """Make compiled code call the hooks: the model's own, and what others compiled around."""
@@ -226,7 +226,7 @@ class HookCore:
                     core._deferred.run = run
             else:
                 core.run.direct_depth += bool(core.run.direct_depth)
-                if core.channel.has_skipped:
+                if core.communicator.has_skipped:
                     core._note_forward()
             core.tracking.begin(args, kwargs, core.active_registrations())
 
@@ -271,10 +271,10 @@ class HookCore:
         self.thread = threading.get_ident()
         self.backward_watch.thread = self.thread
         self.backward_watch.report_deferred()
-        self.channel.backwards.clear()
-        self.channel.held = None
+        self.communicator.backwards.clear()
+        self.communicator.held = None
         self.tracking.reset()
-        self.channel.meter.clear()
+        self.communicator.meter.clear()
         self.run = run
         self.num_runs += 1
         self._runs.begin(run)
@@ -293,15 +293,15 @@ class HookCore:
         new = run.active - run.hooks_seen
         if not new:
             return
-        if not self.channel.is_local:
+        if not self.communicator.is_local:
             context_parallel.check_run()
         self.table.clear_records(new)
         run.hooks_seen |= new
         # Observers see only the hooks that Python runs, not those that the dispatcher runs.
         self.table.dispatcher.in_run = not self.caller.observers
-        if not self.channel.is_local:
+        if not self.communicator.is_local:
             active, choice = self._active_digest, describe_choice(self.table.choices[0])
-            self.channel.publish_run(active, choice, self._mode)
+            self.communicator.publish_run(active, choice, self._mode)
             self._agree_on_hooks(active)
             if self.caller.edits_on_all and self.step is None:
                 edits = any(r.edits for r in self.active_registrations())
@@ -311,11 +311,11 @@ class HookCore:
 
     def _note_forward(self) -> None:
         """Publish that a forward begins with the current choice. Local."""
-        if self.channel.is_local or not self._num_published:
+        if self.communicator.is_local or not self._num_published:
             return
         choice = describe_choice(self.table.choices[0])
         has_hooks = bool(self.table.active)
-        self.channel.note_forward(has_hooks, self._mode, self._active_digest, choice)
+        self.communicator.note_forward(has_hooks, self._mode, self._active_digest, choice)
 
     @property
     def _mode(self) -> int:
@@ -355,7 +355,7 @@ class HookCore:
         names = "; ".join(
             f"{registration.kind} {registration.hook_function!r}" for registration in registrations
         )
-        self.channel.check_hooks(
+        self.communicator.check_hooks(
             Header("registered hooks", site=site_hash(digest, active)),
             f"the start of a run of {describe_choice(self.table.choices[0])} (edit_on, "
             f"output_ranks, mesh, save_ctx_on: {self._settings}) with these hooks: {names}",
@@ -424,7 +424,7 @@ class HookCore:
 
     def _close_run(self, run: RunContext) -> None:
         self.tracking.reset()
-        self.channel.forget_forward()
+        self.communicator.forget_forward()
         run.last_node = next_sequence()
         if run.pending:
             self.records.forget(run)
@@ -441,13 +441,13 @@ class HookCore:
         self.table.forget_calls()
         if self._sent_to_all is not None:
             self._sent_to_all.forget()
-        if self.channel.is_local or not run.hooks_seen or is_agreed(error):
+        if self.communicator.is_local or not run.hooks_seen or is_agreed(error):
             return
         if not isinstance(error, Exception):
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
-                self.channel.abort_on(error)
+                self.communicator.abort_on(error)
             return  # a batch that a sequential run aborts, as on all ranks
-        self.channel.report_failure(
+        self.communicator.report_failure(
             f"the model's own forward failed: {type(error).__name__}: {error}",
             error,
             "end of the run",
@@ -456,12 +456,12 @@ class HookCore:
     def interrupted(self, error: BaseException) -> None:
         """Report a Ctrl-C on this rank to the ranks that may wait for it. Local."""
         if self.num_active and isinstance(error, (KeyboardInterrupt, SystemExit)):
-            self.channel.abort_on(error)
+            self.communicator.abort_on(error)
 
     def _deliver(self, run: RunContext, kind: str) -> None:
         """Deliver the records; renew the seed if an edit drew random numbers on any rank."""
         consumed = run.consumed
-        if not self.channel.is_local:
+        if not self.communicator.is_local:
             self.tracking.finish()
             consumed = self.records.join(run, kind, self.caller.layouts.lookup)
         run.consumed = False
@@ -482,15 +482,15 @@ class HookCore:
             and self.thread not in (None, threading.get_ident())
             and not _in_backward()
         ):
-            or_wrap = ", or make a FlexModel per thread" if self.channel.is_local else ""
+            or_wrap = ", or make a FlexModel per thread" if self.communicator.is_local else ""
             return (
                 "the model is called from a second thread while a run of this FlexModel goes on in "
                 f"another; run the model from one thread at a time{or_wrap} ({see('two-threads')})"
             )
-        if self.channel.edit_of:
+        if self.communicator.edit_of:
             return (
-                f"{self.channel.edit_of}: the hooked model, or a hooked part of it, is run inside "
-                "an editing function; compute there with plain tensors, with "
+                f"{self.communicator.edit_of}: the hooked model, or a hooked part of it, is run "
+                "inside an editing function; compute there with plain tensors, with "
                 "HookFunction(parameters=...) or with modules of register_trainable_module "
                 f"({see('inside-an-editing-function')})"
             )
@@ -625,7 +625,7 @@ class HookCore:
                 )
                 return self._tree_after(call, leaf, tree)
         except Exception as error:
-            if type(error).__name__ == _STOPS_RECOMPUTATION or self.channel.is_local:
+            if type(error).__name__ == _STOPS_RECOMPUTATION or self.communicator.is_local:
                 raise
             if run is not None:
                 self._expect_end_of_backward(run)
@@ -657,27 +657,27 @@ class HookCore:
             self._fail_in_step(self.step, text, error)
             return
         if is_agreed(error):
-            if isinstance(error, HookError) or not self.channel.may_hold:
+            if isinstance(error, HookError) or not self.communicator.may_hold:
                 try:
                     raise error
                 finally:
                     del error  # else it keeps its own traceback, and the frames in that, alive
-            self.channel.held = self.channel.held or error
+            self.communicator.held = self.communicator.held or error
             return
-        if self.channel.is_local:
+        if self.communicator.is_local:
             kind = UnpackIndexError if isinstance(error, UnpackIndexError) else HookError
             raise agreed(kind(text)) from error
-        self.channel.set_error(text, error, state)
+        self.communicator.set_error(text, error, state)
 
     def _fail_in_step(self, step: Step, text: str, error: BaseException) -> None:
         """Keep an error until the step ends: the schedule continues, without edits on all ranks of
         the stage from the same exchange on. Raising it now would leave other stages waiting.
         """
-        if self.channel.is_local or is_agreed(error):
+        if self.communicator.is_local or is_agreed(error):
             step.is_silent = True
         else:
             text = f"{text} ({step.where})"
-            self.channel.set_error(text, error)
+            self.communicator.set_error(text, error)
             return
         step.fail(text, error)
 
@@ -714,7 +714,7 @@ class HookCore:
             graph.enter()
             self._expect_end_of_backward(run)
             for registration, number, evidence in zip(registrations, numbers, evidences):
-                if self.channel.held is not None:
+                if self.communicator.held is not None:
                     break
                 call = Call(registration, module, run, number=number, evidence=evidence)
                 name = registration.hook_function.record_name
@@ -778,7 +778,7 @@ class HookCore:
         if grad is None:
             return None
         for registration in registrations:
-            if self.channel.held is not None:
+            if self.communicator.held is not None:
                 break
             try:
                 self._check_batch_open(run)
@@ -810,7 +810,7 @@ class HookCore:
 
     def _check_is_of_loss(self, registration: Registration) -> None:
         """ValueError where the backward runs inside the model's forward."""
-        if self.tracking.forward.depth > 0 and self.channel.mesh.dp_size > 1:
+        if self.tracking.forward.depth > 0 and self.communicator.mesh.dp_size > 1:
             raise agreed(
                 ValueError(
                     f"{registration.describe()}: a backward that begins inside the model's forward "
@@ -828,8 +828,8 @@ class HookCore:
         if run.backward_task == task or task == -1:
             return
         run.backward_task = task
-        if not self.channel.is_local:
-            self.channel.backwards.add(task)
+        if not self.communicator.is_local:
+            self.communicator.backwards.add(task)
         session = self.session
         if session is not None:
             session.begin_backward(run.entry)
@@ -842,7 +842,7 @@ class HookCore:
             try:
                 has_begun = True
                 run.backward_task = -1
-                core.channel.backwards.discard(task)
+                core.communicator.backwards.discard(task)
                 core._raise_held(run)
                 core._deliver(run, "end of the backward")
                 core.backward_order.end()
@@ -857,7 +857,7 @@ class HookCore:
 
     def _raise_held(self, run: RunContext) -> None:
         """Raise an error that was held during the backward. Local: all ranks hold one."""
-        held, self.channel.held = self.channel.held, None
+        held, self.communicator.held = self.communicator.held, None
         if held is not None:
             self.records.forget(run)
             raise held
@@ -879,7 +879,7 @@ class HookCore:
         """Free what the backward of a graph may have needed. Local."""
         self.backward_watch.is_closed = True
         self._runs.forget()
-        self.channel.close()
+        self.communicator.close()
 
 
 def _device_of(module: nn.Module) -> torch.device:

@@ -133,19 +133,19 @@ class ReplicatedPath:
 
     def __init__(
         self,
-        channel: Communicator,
+        communicator: Communicator,
         records: Records,
         layouts: HookLayouts,
         function: UserFunction,
         checks_edits: bool,
     ) -> None:
-        self._channel, self._records, self._layouts = channel, records, layouts
+        self._communicator, self._records, self._layouts = communicator, records, layouts
         self._function, self._checks_edits = function, checks_edits
 
     def gather(self, call: Call, original: Any) -> EditInput:
         """Gather the full tensor on every rank."""
         return _gather_shards(
-            self._channel, self._records, self._layouts, call, original, self._gather
+            self._communicator, self._records, self._layouts, call, original, self._gather
         )
 
     def _gather(self, call: Call, part: Tensor, gather_context: GatherContext) -> Tensor:
@@ -168,12 +168,14 @@ class ReplicatedPath:
             if not self._checks_edits:
                 raise
             edits = [None] * len(inputs)
-            self._channel.set_error(call.registration.failure(error), error)
+            self._communicator.set_error(call.registration.failure(error), error)
         is_edited = any(edited is not None for edited in edits)
-        self._channel.note_edit(call.describe() if is_edited else "")
+        self._communicator.note_edit(call.describe() if is_edited else "")
         if self._checks_edits:
             header = Header("result of an edit", site=call.registration.site)
-            self._channel.check_consistency(header, f"the result of the edit of {call.describe()}")
+            self._communicator.check_consistency(
+                header, f"the result of the edit of {call.describe()}"
+            )
         return [
             None
             if edited is None
@@ -191,19 +193,19 @@ class OnRank0Path:
 
     def __init__(
         self,
-        channel: Communicator,
+        communicator: Communicator,
         records: Records,
         layouts: HookLayouts,
         function: UserFunction,
         sent_to_all: SentToAll | None,
     ) -> None:
-        self._channel, self._records, self._layouts = channel, records, layouts
+        self._communicator, self._records, self._layouts = communicator, records, layouts
         self._function, self._sent_to_all = function, sent_to_all
 
     def gather(self, call: Call, original: Any) -> EditInput:
         """Gather the full tensor on rank 0; an empty one elsewhere."""
         return _gather_shards(
-            self._channel, self._records, self._layouts, call, original, self._gather
+            self._communicator, self._records, self._layouts, call, original, self._gather
         )
 
     def _gather(self, call: Call, part: Tensor, gather_context: GatherContext) -> Tensor:
@@ -213,15 +215,15 @@ class OnRank0Path:
         if self._records.on_all_ranks and call.records:
             full = gather_context.spec.cast(gather_context.spec.copies(part, 1, num_read=1)[0])
             self._records.put(call.registration, None, full)
-        elif gather_context.num_records and self._channel.mesh.group_rank == 0:
+        elif gather_context.num_records and self._communicator.mesh.group_rank == 0:
             self._records.put(call.registration, gather_context.record, gathered)
         return gathered
 
     def edit(self, inputs: Sequence[EditInput], parameters: Parameters) -> Edits:
         """Run the function on rank 0, and scatter from there."""
-        channel, call = self._channel, inputs[-1].call
+        communicator, call = self._communicator, inputs[-1].call
         edits: Edits = [None] * len(inputs)
-        if channel.mesh.group_rank == 0:
+        if communicator.mesh.group_rank == 0:
             if self._sent_to_all is not None and not call.is_replay:
                 self._sent_to_all.note(self._function.context_of(call))
             try:
@@ -231,8 +233,8 @@ class OnRank0Path:
             except Exception as error:
                 if call.is_replay:
                     raise
-                channel.set_error(call.registration.failure(error), error)
-        headers = channel.check_consistency(
+                communicator.set_error(call.registration.failure(error), error)
+        headers = communicator.check_consistency(
             Header(
                 "result of an edit on rank 0",
                 site=call.registration.site,
@@ -260,7 +262,7 @@ class OnRank0Path:
 
 
 def _gather_shards(
-    channel: Communicator,
+    communicator: Communicator,
     records: Records,
     layouts: HookLayouts,
     call: Call,
@@ -270,14 +272,14 @@ def _gather_shards(
     """Check the call on all ranks, look up its layout, and gather."""
     call, leaf, known = layouts.shard_of(call, original)
     leaf = plain(leaf)
-    axes = replicated_axes(channel.mesh, call, leaf, known)
-    shapes, differing = check_call(channel, call, leaf, call.registration.kind, axes)
+    axes = replicated_axes(communicator.mesh, call, leaf, known)
+    shapes, differing = check_call(communicator, call, leaf, call.registration.kind, axes)
     if differing:
-        leaf = replicas.reconciled(channel, call.registration.layout_site, leaf, differing)
+        leaf = replicas.reconciled(communicator, call.registration.layout_site, leaf, differing)
     spec = layouts.lookup(call, shapes, leaf.dtype, known, leaf)
 
     def check_gradient(grad: Tensor) -> None:
-        check_call(channel, call, grad, "gradient of an edit")
+        check_call(communicator, call, grad, "gradient of an edit")
 
     def of_replicas(grad: Tensor | None) -> tuple[Placement, bool]:
         placement = layouts.of_edit_gradient(call, grad, spec.layout)

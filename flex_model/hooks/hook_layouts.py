@@ -41,8 +41,8 @@ _REMEMBERED_SPECS = 128  # per hook: generation may bring a new shape with every
 class HookLayouts:
     """Finds the layouts of hooks' tensors and of their gradients, for one FlexModel."""
 
-    def __init__(self, channel: Communicator, tracking: Tracking) -> None:
-        self._channel, self._mesh, self._tracking = channel, channel.mesh, tracking
+    def __init__(self, communicator: Communicator, tracking: Tracking) -> None:
+        self._communicator, self._mesh, self._tracking = communicator, communicator.mesh, tracking
 
     def shard_of(self, call: Call, leaf: Any) -> tuple[Call, Tensor, ShardLayout | None]:
         """Return this rank's plain tensor, in the graph, and the layout that a DTensor states: the
@@ -82,7 +82,7 @@ class HookLayouts:
         try:
             layout = self._layout(call, shapes, known, shard)
             spec = GatherSpec.of(
-                self._channel,
+                self._communicator,
                 layout,
                 list(shapes),
                 dtype,
@@ -110,7 +110,7 @@ class HookLayouts:
         """
         of_parameter = call.registration.kind == "tensor"
         key = None if of_parameter else call.evidence.key
-        where = "" if self._channel.is_local else self._tracking.mixed(key, of_parameter)
+        where = "" if self._communicator.is_local else self._tracking.mixed(key, of_parameter)
         if where:
             raise agreed(
                 ValueError(
@@ -130,13 +130,15 @@ class HookLayouts:
         site = registration.layout_site
         proven = call.evidence.placements
         prints = None
-        if not self._channel.is_local and known is None:
+        if not self._communicator.is_local and known is None:
             proven = self._tracking.prove(call.evidence)
             if registration.kind == "tensor":
                 proven = registration.parameter.placements
             proven = _first_known(call.stated, proven)
             row = torch.tensor([site_hash(encode(placement)) for placement in proven])
-            table = self._channel.exchange(torch.cat([values.fingerprint(shard), row])).tolist()
+            table = self._communicator.exchange(
+                torch.cat([values.fingerprint(shard), row])
+            ).tolist()
             prints = values.Fingerprints.of(mesh, [rank[:2] for rank in table])
             proven = _agreed(proven, [rank[2:] for rank in table])
         stated = registration.hook_function.placements
@@ -155,14 +157,14 @@ class HookLayouts:
             call.evidence.obstacles,
         )
         if known is not None or prints is None:
-            if registration.kind == "tensor" and not self._channel.is_local:
+            if registration.kind == "tensor" and not self._communicator.is_local:
                 self._check_mean(call, self._proven_gradient(call)[0])
             return layout
         if is_gradient:
             own = {axis: p for axis, p in zip(AXES, call.stated) if p is not None}
             return self._of_gradient(call, layout, {**of_gradient, **own}, shard, prints)
         for axis in resolve.differing_axes(layout, prints):
-            replicas.reconciled(self._channel, site, shard, [axis])
+            replicas.reconciled(self._communicator, site, shard, [axis])
         return layout
 
     def _of_gradient(
@@ -210,7 +212,7 @@ class HookLayouts:
         for parameter in call.registration.living_targets[:1]:
             if dtensor.is_dtensor(parameter):
                 parameter = dtensor.to_local(parameter)
-            _, is_close = replicas.compared(self._channel, plain(parameter.detach()), [axis])
+            _, is_close = replicas.compared(self._communicator, plain(parameter.detach()), [axis])
             if not is_close:
                 raise agreed(
                     ValueError(
@@ -237,7 +239,7 @@ class HookLayouts:
         """
         placement = self._known(call, axis, proven)
         if placement == Replicate() and grad is not None and not is_equal:
-            replicas.reconciled(self._channel, call.registration.layout_site, grad, [axis])
+            replicas.reconciled(self._communicator, call.registration.layout_site, grad, [axis])
         return placement
 
     def _known(self, call: Call, axis: str, proven: Placement | None) -> Placement:
@@ -300,8 +302,8 @@ class HookLayouts:
             return Replicate()
         is_equal = True
         if grad is not None:
-            check_call(self._channel, call, grad, "gradient of an edit")
-            table = self._channel.exchange(values.fingerprint(grad)).tolist()
+            check_call(self._communicator, call, grad, "gradient of an edit")
+            table = self._communicator.exchange(values.fingerprint(grad)).tolist()
             is_equal = values.Fingerprints.of(self._mesh, table).equal_along("tp")
         return self._of_replicas(call, "tp", proven["tp"], grad, is_equal)
 

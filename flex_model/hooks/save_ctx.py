@@ -132,8 +132,8 @@ class SentToAll:
     its backward ends.
     """
 
-    def __init__(self, channel: Communicator, device: torch.device) -> None:
-        self._channel, self._device = channel, device
+    def __init__(self, communicator: Communicator, device: torch.device) -> None:
+        self._communicator, self._device = communicator, device
         # By the id of a context, which stays alive with it.
         self._before: dict[int, tuple[Namespace, dict[str, Any]]] = {}
 
@@ -151,10 +151,10 @@ class SentToAll:
         before = self._before.pop(id(context), None)
         names = [] if before is None else written(context, before[1])
         local, tensors = encoded(context, names)
-        of_first = exchange_json(self._channel, local, "save_ctx at the end of a run")[0]
-        check_sendable(self._channel.mesh.rank_at(0), of_first[0], "the others")
-        received = from_rank(self._channel, 0, tensors, of_first[1])
-        if self._channel.mesh.group_rank > 0:
+        of_first = exchange_json(self._communicator, local, "save_ctx at the end of a run")[0]
+        check_sendable(self._communicator.mesh.rank_at(0), of_first[0], "the others")
+        received = from_rank(self._communicator, 0, tensors, of_first[1])
+        if self._communicator.mesh.group_rank > 0:
             set_received(context, of_first, received, self._device)
 
     def forget(self) -> None:

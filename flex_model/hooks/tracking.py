@@ -54,17 +54,17 @@ class Tracking:
     """
 
     def __init__(
-        self, root: nn.Module, channel: Communicator, batch_dim: BatchDim, follow: Follow
+        self, root: nn.Module, communicator: Communicator, batch_dim: BatchDim, follow: Follow
     ) -> None:
         self._root = root
-        self._channel = channel
+        self._communicator = communicator
         self._inputs = Inputs(batch_dim)
         self._follow = follow
         self._memory = LayoutCache()
         self.num_followed = 0
         self._conditions: Conditions | None = None
         self._constants = Constants(root)
-        self._buffers = None if channel.is_local else Buffers(root)
+        self._buffers = None if communicator.is_local else Buffers(root)
         self._kept = KeptTensors()
         self._attributes = Attributes(root, self._constants, self._kept)
         self.statements = Statements(root)
@@ -107,7 +107,7 @@ class Tracking:
         if self.forward.depth > 1:
             return
         forward = self.forward = Forward(depth=1, states=states_of(args, kwargs))
-        if self._channel.is_local:
+        if self._communicator.is_local:
             return
         active = list(active)
         forward.parameters = [
@@ -127,7 +127,7 @@ class Tracking:
         form, sizes = self._conditions.form(args, kwargs, known, self._attributes)
         numbers = self._memory.key_numbers(form, sizes)
         header = Header("inputs", site=site, shape=numbers)
-        headers = self._channel.check_consistency(header, "the start of a forward")
+        headers = self._communicator.check_consistency(header, "the start of a forward")
         forward.key, forward.layouts = self._memory.begin([other.shape for other in headers])
         layouts = forward.layouts
         if layouts is None or layouts.needs_gradients() or self._follow == "always":
@@ -142,7 +142,7 @@ class Tracking:
         """Return whether the placement of a parameter's gradient along the axis is inferred from
         operations: along tp, a DTensor states it.
         """
-        mesh = self._channel.mesh
+        mesh = self._communicator.mesh
         if registration.kind != "tensor":
             return False
         if axis == "dp":
@@ -167,7 +167,7 @@ class Tracking:
         """Give the follower the placements of the inputs. Collective; see `seed_inputs`."""
         seed_inputs(
             follower,
-            self._channel,
+            self._communicator,
             self._inputs,
             named_inputs(self._root, args, kwargs),
             self.statements,
@@ -176,7 +176,7 @@ class Tracking:
 
     def follower(self) -> Follower:
         """Return a follower that has the placements of the model's weights. Local."""
-        mesh, weights = self._channel.mesh, self._weights()
+        mesh, weights = self._communicator.mesh, self._weights()
         trusts_conditions = self._follow != "always"
         return Follower(
             self._root, mesh, self.statements, weights, self._kept.source, trusts_conditions
@@ -184,7 +184,7 @@ class Tracking:
 
     def _weights(self) -> Weights:
         return Weights(
-            self._root, self._channel.mesh, self.statements, self._constants, self._buffers
+            self._root, self._communicator.mesh, self.statements, self._constants, self._buffers
         )
 
     def end(self, output: Any = None, failed: bool = False) -> None:
@@ -292,7 +292,7 @@ class Tracking:
             HookError: the forward differs from an earlier one with inputs of the same key.
         """
         forward = self.forward
-        if forward.key is None or self._channel.is_local or tensor.is_nested:
+        if forward.key is None or self._communicator.is_local or tensor.is_nested:
             return Evidence()
         place, shape = Place(registration.site, number), tuple(tensor.shape)
         if forward.follower is None:
@@ -322,8 +322,8 @@ class Tracking:
 
     def _states_gradient(self, tensor: Tensor) -> bool:
         """Return whether a DTensor states the placements of its gradient, too."""
-        stated = stated_by_dtensor(tensor, self._channel.mesh) or (None, None)
-        sizes = self._channel.mesh.dp_size, self._channel.mesh.tp_size
+        stated = stated_by_dtensor(tensor, self._communicator.mesh) or (None, None)
+        sizes = self._communicator.mesh.dp_size, self._communicator.mesh.tp_size
         return all(one is not None or size == 1 for one, size in zip(stated, sizes))
 
     def proof(self, registration: Registration) -> dict[str, list[str]]:
@@ -382,9 +382,9 @@ class Tracking:
             return []
         rows = torch.tensor([[site_hash(encode(one)) for one in pair] for pair in pairs])
         header = Header("inputs", site=site_hash("gradients", len(pairs)))
-        with self._channel.uncounted():
-            self._channel.check_consistency(header, f"the layouts of {len(pairs)} gradients")
-            table = self._channel.exchange(rows).tolist()
+        with self._communicator.uncounted():
+            self._communicator.check_consistency(header, f"the layouts of {len(pairs)} gradients")
+            table = self._communicator.exchange(rows).tolist()
         agreed_pairs: list[Pair] = []
         for i, pair in enumerate(pairs):
             dp, tp = (
@@ -413,7 +413,7 @@ class Tracking:
         gradients to it, and those proven by the ones that have run. Collective.
         """
         with follow.paused(graph):
-            exchange_chunks(self._channel, graph)
+            exchange_chunks(self._communicator, graph)
         found = [graph.gradient_placements(value, partly) for partly in (False, True)]
         return self._agreed(found)
 
@@ -473,11 +473,11 @@ class Tracking:
         Raises:
             ValueError: a statement of the user's is refuted. On every rank.
         """
-        exchange_chunks(self._channel, follower)
+        exchange_chunks(self._communicator, follower)
         if not self.statements:
             return
         refuted = follower.refuted_statement(is_over)
-        verdicts = self._channel.exchange(torch.tensor([bool(refuted)]))
+        verdicts = self._communicator.exchange(torch.tensor([bool(refuted)]))
         if bool(verdicts.any()):
             raise agreed(ValueError(refuted or "a statement is refuted on another rank"))
 

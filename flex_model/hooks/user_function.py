@@ -39,12 +39,12 @@ class UserFunction:
 
     def __init__(
         self,
-        channel: Communicator,
+        communicator: Communicator,
         save_ctx: Namespace,
         modules: nn.ModuleDict,
         observers: Sequence[Observer],
     ) -> None:
-        self._channel, self._observers = channel, observers
+        self._communicator, self._observers = communicator, observers
         self._save_ctx, self._modules = save_ctx, modules
 
     def context_of(self, call: Call) -> Namespace:
@@ -61,15 +61,15 @@ class UserFunction:
         call, leaf = inputs[-1].call, inputs[-1].leaf
         fulls = [one.full for one in inputs]
         versions = [full._version for full in fulls]
-        outer = self._channel.edit_of
+        outer = self._communicator.edit_of
         ends: Sequence[Callable[[], None]] = ()
         try:
-            self._channel.set_edit(call.describe())
+            self._communicator.set_edit(call.describe())
             if self._observers:
                 ends = [begin("edit", call) for begin in self._observers]
             return self._call(call, fulls, versions, leaf, parameters)
         finally:
-            self._channel.set_edit(outer)
+            self._communicator.set_edit(outer)
             for end in ends:
                 end()
             for one, full, version in zip(inputs, fulls, versions):

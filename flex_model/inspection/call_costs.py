@@ -55,7 +55,7 @@ class CallCosts:
         self._registration = registration
         self._spec = spec
         self._mesh = core.mesh
-        self._is_local = core.channel.is_local
+        self._is_local = core.communicator.is_local
         self._on_all = core.caller.edits_on_all
         self._records_on_all = core.records.on_all_ranks
         self._keeps_parts = core.records.keeps_parts

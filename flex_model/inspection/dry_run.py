@@ -138,11 +138,11 @@ class DryRun(list[DryRunRow]):
 def dry_run(core: HookCore, args: Any, kwargs: Any) -> DryRun:
     """See ``FlexModel.dry_run``. Collective over the grid."""
     follower = core.tracking.follower()
-    with core.channel.uncounted():
+    with core.communicator.uncounted():
         seen = on_shapes(
             core, follower, "dry_run", args, kwargs, lambda given: _follow(core, follower, given)
         )
-        rows = exchange_seen(core.channel, [one.concluded(follower) for one in seen])
+        rows = exchange_seen(core.communicator, [one.concluded(follower) for one in seen])
         registrations = {r.index: r for r in core.table.registrations}
         return summary(core, registrations, rows)
 
@@ -288,7 +288,7 @@ def _empty_row(registration: Registration) -> DryRunRow:
 
 
 def _row(core: HookCore, registration: Registration, ranks: Sequence[Seen]) -> DryRunRow:
-    channel, mesh = core.channel, core.mesh
+    communicator, mesh = core.communicator, core.mesh
     shapes = [one.shape for one in ranks]
     row = replace(
         _empty_row(registration), calls=1, local_shapes=tuple(shapes), dtype=ranks[0].dtype
@@ -305,7 +305,7 @@ def _row(core: HookCore, registration: Registration, ranks: Sequence[Seen]) -> D
     except (HookError, ValueError) as error:
         return replace(row, source=f"a run would raise an error: {error}")
     try:
-        spec = GatherSpec.of(channel, layout, shapes, ranks[0].dtype, registration.select)
+        spec = GatherSpec.of(communicator, layout, shapes, ranks[0].dtype, registration.select)
     except (IndexError, TypeError, ValueError) as error:
         return replace(row, source=f"a run would raise an error: {error}")
     costs = CallCosts(core, registration, spec, ranks)
@@ -326,7 +326,7 @@ def _totals(core: HookCore, rows: Sequence[DryRunRow]) -> tuple[Cost, Cost]:
     forward, backward = Cost(), Cost()
     for row in rows:
         forward, backward = forward + row.forward, backward + row.backward
-    if core.channel.is_local or not rows:
+    if core.communicator.is_local or not rows:
         return forward, backward
     if any(row.kind != "tensor" for row in rows):
         forward += Cost(headers=1)  # at the start, which has the key of the layouts

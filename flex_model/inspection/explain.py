@@ -80,9 +80,9 @@ class Explanation(list[HookCost]):
 
 def explain(core: HookCore) -> Explanation:
     """Return the costs of all hooks. Local; bytes are this rank's."""
-    channel = core.channel
+    communicator = core.communicator
     sites = {registration.site for registration in core.table.registrations}
-    spent = channel.meter.spent
+    spent = communicator.meter.spent
     rows = [
         _row(registration, spent.get(registration.site), core)
         for registration in core.table.registrations
@@ -103,7 +103,7 @@ def explain(core: HookCore) -> Explanation:
                 "for new hooks or inputs",
             )
         )
-    return Explanation(rows, channel.transports())
+    return Explanation(rows, communicator.transports())
 
 
 def _row(registration: Registration, spent: Spent | None, core: HookCore) -> HookCost:
@@ -124,7 +124,7 @@ def _why(registration: Registration, spent: Spent, core: HookCore) -> str:
     has_calls = registration.kind in ("forward", "forward_pre") and registration.places
     if has_calls and core.num_runs and not registration.was_called(core.num_runs):
         return "not called in the last run"
-    if core.channel.is_local:
+    if core.communicator.is_local:
         return "one rank: the tensor is whole"
     if not registration.specs:
         return "not called yet"

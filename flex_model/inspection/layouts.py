@@ -112,7 +112,7 @@ def _layout_of(
             spec.layout.source,
             len(distinct),
         )
-    if core.channel.is_local:
+    if core.communicator.is_local:
         return _on_one_process(core, registration, records, place)
     return SiteLayout(*place, source=NOT_RUN)
 

@@ -103,9 +103,9 @@ def fill(core: HookCore, nodes: Mapping[str, Node], args: Any) -> None:
         inputs, _ = given
         return observe(core.module, core.mesh, follower, lambda: core.module(*inputs))
 
-    with core.channel.uncounted():
+    with core.communicator.uncounted():
         local = on_shapes(core, follower, "show", args, {}, follow)
-        ranks = exchange_seen(core.channel, [seen.concluded(follower) for _, _, seen in local])
+        ranks = exchange_seen(core.communicator, [seen.concluded(follower) for _, _, seen in local])
     calls = [
         [(name, kind, seen) for seen in per_rank] for (name, kind, _), per_rank in zip(local, ranks)
     ]

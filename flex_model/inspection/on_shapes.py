@@ -46,10 +46,10 @@ def on_shapes(
     """
     if core.run is not None or core.in_backward():
         raise RuntimeError(f"{name}: a run of this FlexModel is under way; call it before or after")
-    channel = core.channel
+    communicator = core.communicator
     found: list[T] = []
     with core.table.nothing_chosen():
-        if not channel.is_local:
+        if not communicator.is_local:
             core.tracking.seed(follower, args, kwargs)
         try:
             given, fakes = (args, kwargs), fakes_alive()
@@ -62,11 +62,11 @@ def on_shapes(
                 f"{name}: the model can't be run on shapes alone ({type(error).__name__}: "
                 f"{str(error)[:600]}); run it with values, and call flex.layouts()"
             )
-            if channel.is_local:
+            if communicator.is_local:
                 raise HookError(message) from error
-            channel.set_error(message, error)
-        if not channel.is_local:
-            exchange_chunks(channel, follower)
+            communicator.set_error(message, error)
+        if not communicator.is_local:
+            exchange_chunks(communicator, follower)
     return found
 
 
@@ -97,21 +97,23 @@ class Seen:
         return replace(self, pair=(dp, tp))
 
 
-def exchange_seen(channel: Communicator, seen: list[Seen]) -> list[list[Seen]]:
+def exchange_seen(communicator: Communicator, seen: list[Seen]) -> list[list[Seen]]:
     """Return the observations of all ranks of the mesh, call by call. Collective.
 
     Raises:
         HookError: a rank could not run the model.
         HookMismatchError: ranks called different hooks.
     """
-    if channel.is_local:
+    if communicator.is_local:
         return [[one] for one in seen]
     header = Header("end of the run", site=site_hash(*(one.hook for one in seen)))
-    channel.check_consistency(header, f"the end of a run on shapes, which called {len(seen)} sites")
+    communicator.check_consistency(
+        header, f"the end of a run on shapes, which called {len(seen)} sites"
+    )
     if not seen:
         return []
     local = [_to_json(one) for one in seen]
-    per_rank = exchange_json(channel, local, "the tensors of a run on shapes")
+    per_rank = exchange_json(communicator, local, "the tensors of a run on shapes")
     return [[_from_json(rank[i], one) for rank in per_rank] for i, one in enumerate(seen)]
 
 

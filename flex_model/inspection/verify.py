@@ -123,30 +123,30 @@ def verify(
     _check_arguments(loss, rtol=rtol, atol=atol, reference_timeout=timeout_s)
     if core.run is not None or core.in_backward():
         raise RuntimeError("verify: a run of this FlexModel is under way; call it before or after")
-    channel, mesh = core.channel, core.mesh
+    communicator, mesh = core.communicator, core.mesh
     choose = sites_to_edit if edits else sites_to_compare
     sites = choose(core, with_loss=loss is not None)
     inputs = full_inputs(core, args, kwargs)
 
     expected: Found = {}
     flags = torch.zeros(len(sites), 2, dtype=torch.int64)
-    before, channel.timeout_s = channel.timeout_s, timeout_s
+    before, communicator.timeout_s = communicator.timeout_s, timeout_s
     try:
         if mesh.group_rank == 0:
             try:
                 expected, has_site = run_reference(core, reference, sites, inputs, loss, edits)
                 flags = _flags(expected, has_site)
             except Exception as error:
-                channel.set_error(f"verify: the reference failed: {error}", error)
-                if channel.is_local:
+                communicator.set_error(f"verify: the reference failed: {error}", error)
+                if communicator.is_local:
                     raise
-        if not channel.is_local:
-            channel.check_consistency(
+        if not communicator.is_local:
+            communicator.check_consistency(
                 Header("inputs"), "verify, after the reference has run on rank 0"
             )
-        flags = channel.exchange(flags)[0]
+        flags = communicator.exchange(flags)[0]
     finally:
-        channel.timeout_s = before
+        communicator.timeout_s = before
 
     reached = [i for i in range(len(sites)) if flags[i, 0] == EQUAL]
     found, unresolved = run_sharded(core, sites, reached, (args, kwargs), loss, edits)
@@ -157,7 +157,7 @@ def verify(
             row[0] = result
             if result == EQUAL:
                 row[:] = _compare(found.get(str(i), []), expected[str(i)], rtol, atol)
-    table = channel.exchange(table)[0]
+    table = communicator.exchange(table)[0]
     order = sorted(range(len(sites)), key=lambda i: (flags[i, 0] != EQUAL, int(flags[i, 1]), i))
     rows = [_difference(sites[i], table[i].tolist()) for i in order]
     if not core.table.registrations:  # containers are not called

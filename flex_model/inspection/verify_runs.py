@@ -99,19 +99,19 @@ def sites_to_edit(core: HookCore, with_loss: bool) -> list[Site]:
 def full_inputs(core: HookCore, args: Any, kwargs: Any) -> Any:
     """Return the inputs of the whole batch, on rank 0. Collective."""
     leaves, spec = tree_flatten((args, kwargs))
-    channel = core.channel
-    if channel.is_local:
+    communicator = core.communicator
+    if communicator.is_local:
         return args, kwargs
     follower = core.tracking.follower()
     core.tracking.seed(follower, args, kwargs)
     values = [follower.value(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
-    exchange_chunks(channel, follower)
+    exchange_chunks(communicator, follower)
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             continue
         dp, tp = follower.placements(values[i])
         row = torch.tensor(leaf.shape, dtype=torch.int64)
-        shapes: list[Shape] = [tuple(shape) for shape in channel.exchange(row).tolist()]
+        shapes: list[Shape] = [tuple(shape) for shape in communicator.exchange(row).tolist()]
         if dp is None or tp is None:
             problem = "is not the same on all tensor-parallel ranks"
             if tp is not None:
@@ -120,7 +120,7 @@ def full_inputs(core: HookCore, args: Any, kwargs: Any) -> Any:
                 f"verify: input tensor of shape {tuple(leaf.shape)} {problem} (shapes by rank "
                 f"{shapes}); give every data-parallel rank its own rows, unsharded along tp"
             )
-        gather_spec = GatherSpec.of(channel, ShardLayout(dp), shapes, leaf.dtype)
+        gather_spec = GatherSpec.of(communicator, ShardLayout(dp), shapes, leaf.dtype)
         full = gather_spec.gather_to_first(leaf.detach())
         if full is not None:
             leaves[i] = full.requires_grad_(leaf.requires_grad)
@@ -206,7 +206,7 @@ class _ReadOnlyCore(_Core):
     """A core with read-only hooks, which continues if a layout can't be resolved."""
 
     def _deliver(self, run: RunContext, kind: str) -> None:
-        if not self.channel.is_local:
+        if not self.communicator.is_local:
             self.records.join(run, kind, self._spec)
 
     def hook_failed(self, registration: Registration, error: Exception, state: int = ERROR) -> None:
@@ -221,7 +221,7 @@ class _ReadOnlyCore(_Core):
         except ValueError:
             self.unresolved.add(call.registration.index)
             own = [tuple(shard.shape)] * len(shapes)
-            return GatherSpec.of(self.channel, ShardLayout(), own, dtype)  # nothing is moved
+            return GatherSpec.of(self.communicator, ShardLayout(), own, dtype)  # nothing is moved
 
 
 def _second_core(
@@ -302,7 +302,7 @@ def run_sharded(
     of the sites whose layouts were not resolved. Collective.
     """
     with core.table.nothing_chosen(), _restored_state(core, edits):
-        second = _second_core(core, core.module, core.mesh, core.channel.timeout_s, edits)
+        second = _second_core(core, core.module, core.mesh, core.communicator.timeout_s, edits)
         try:
             for i in reached:
                 second.watch(sites[i], i)

@@ -277,18 +277,18 @@ def is_agreed(ranks: tuple[int, ...], lines: Sequence[tuple[int, ...]], timeout_
     each axis: in a grid these reach every rank, so all ranks get the same result.
     """
     me = dist.get_rank()
-    channels = [
+    communicators = [
         Communicator(Mesh(line, line.index(me), tp_size=len(line)), timeout_s)
         for line in lines
         if len(line) > 1
     ]
     try:
         digest = int.from_bytes(hashlib.sha256(repr(ranks).encode()).digest()[:7], "big")
-        digests = [channel.exchange(torch.tensor([digest])) for channel in channels]
+        digests = [communicator.exchange(torch.tensor([digest])) for communicator in communicators]
         agreed = bool(ranks) and all(bool((row == digest).all()) for row in digests)
-        for channel in channels:
-            agreed = bool(channel.exchange(torch.tensor([int(agreed)])).all())
+        for communicator in communicators:
+            agreed = bool(communicator.exchange(torch.tensor([int(agreed)])).all())
     finally:
-        for channel in channels:
-            channel.close()
+        for communicator in communicators:
+            communicator.close()
     return agreed

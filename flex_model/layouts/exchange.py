@@ -12,26 +12,28 @@ from flex_model.layouts.follow import Follower
 from flex_model.layouts.operation_log import Chunk
 
 
-def exchange_chunks(channel: Communicator, follower: Follower) -> None:
-    """Run ``Follower.sync`` over the ranks of a channel. Collective.
+def exchange_chunks(communicator: Communicator, follower: Follower) -> None:
+    """Run ``Follower.sync`` over the ranks of a communicator. Collective.
 
     Ranks with the same log, such as tensor-parallel ranks with even shards, exchange a hash; others
     exchange the entries.
     """
 
     def exchange(chunk: Chunk, digest: int) -> Sequence[Chunk]:
-        channel.check_consistency(
+        communicator.check_consistency(
             Header("inputs", site=follower.log.num_syncs), "what a forward has run so far"
         )
-        digests = channel.exchange(torch.tensor([digest], dtype=torch.int64)).flatten().tolist()
+        digests = (
+            communicator.exchange(torch.tensor([digest], dtype=torch.int64)).flatten().tolist()
+        )
         if all(other == digest for other in digests):
             return [chunk] * len(digests)
         packed = chunk.pack()
-        lengths = channel.exchange(torch.tensor([len(packed)])).flatten().tolist()
+        lengths = communicator.exchange(torch.tensor([len(packed)])).flatten().tolist()
         row = torch.zeros(max(lengths), dtype=torch.uint8)
         row[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        rows = channel.exchange(row)
+        rows = communicator.exchange(row)
         return [Chunk.unpack(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths)]
 
-    with channel.uncounted():
+    with communicator.uncounted():
         follower.sync(exchange)

@@ -23,7 +23,7 @@ _MAX_DIMS = 16
 
 def seed_inputs(
     follower: Follower,
-    channel: Communicator,
+    communicator: Communicator,
     by_batch_dim: Inputs,
     inputs: Sequence[tuple[str, Tensor, bool]],
     statements: Statements,
@@ -39,14 +39,16 @@ def seed_inputs(
     Raises:
         ValueError: whether an input holds rows of the batch can't be known. On every rank.
     """
-    mesh = channel.mesh
+    mesh = communicator.mesh
     with torch.no_grad():
         sketches = [_sketch(tensor) for _, tensor, _ in inputs]
     header = Header("inputs", site=site_hash("follow", len(inputs)))
-    channel.check_consistency(header, f"a followed forward with {len(inputs)} tensors as inputs")
+    communicator.check_consistency(
+        header, f"a followed forward with {len(inputs)} tensors as inputs"
+    )
     if not sketches:
         return
-    table = channel.exchange(torch.stack(sketches)).tolist()
+    table = communicator.exchange(torch.stack(sketches)).tolist()
     shapes, prints = [], []
     for of_ranks in zip(*table):
         shapes.append([tuple(row[3 : 3 + row[2]]) for row in of_ranks])

@@ -38,14 +38,16 @@ def differ(mesh: Mesh, headers: Sequence[Header], axis: str) -> bool:
     )
 
 
-def reconciled(channel: Communicator, site: Site, tensor: Tensor, axes: Sequence[str]) -> Tensor:
+def reconciled(
+    communicator: Communicator, site: Site, tensor: Tensor, axes: Sequence[str]
+) -> Tensor:
     """Return the first rank's values on all ranks along ``axes``, if they differ by no more than
     sums in another order do; in the autograd graph of this rank's tensor. Collective over the grid.
 
     Raises:
         ValueError: they differ by more. On every rank.
     """
-    first, is_close = compared(channel, tensor.detach(), axes)
+    first, is_close = compared(communicator, tensor.detach(), axes)
     if not is_close:
         words = " and ".join(AXIS_NAMES[axis] for axis in axes)
         raise agreed(
@@ -59,19 +61,21 @@ def reconciled(channel: Communicator, site: Site, tensor: Tensor, axes: Sequence
     return tensor + (first - tensor).detach() if tensor.requires_grad else first
 
 
-def compared(channel: Communicator, tensor: Tensor, axes: Sequence[str]) -> tuple[Tensor, bool]:
+def compared(
+    communicator: Communicator, tensor: Tensor, axes: Sequence[str]
+) -> tuple[Tensor, bool]:
     """Return the first rank's values along ``axes``, and whether those of all ranks of the grid are
     as close as sums in another order are. Collective over the grid.
     """
     is_close = True
     for axis in axes:
-        line = channel.mesh.ranks_along((axis,))
+        line = communicator.mesh.ranks_along((axis,))
         shapes = [(1, *tensor.shape)] * len(line)
         plan = ShardLayout(tp=Shard(0)).plan(shapes, 1, len(line), tensor.element_size())
-        (stacked,) = channel.all_gather((axis,), tensor.contiguous().unsqueeze(0), plan)
+        (stacked,) = communicator.all_gather((axis,), tensor.contiguous().unsqueeze(0), plan)
         is_close &= all(_are_close(stacked[0], other) for other in stacked[1:])
         tensor = stacked[0]
-    return tensor, bool(channel.exchange(torch.tensor([is_close])).all())
+    return tensor, bool(communicator.exchange(torch.tensor([is_close])).all())
 
 
 def _are_close(ours: Tensor, theirs: Tensor) -> bool:

@@ -209,7 +209,7 @@ def save(
     modules: nn.ModuleDict,
     optimizer: Any,
     extra: Any,
-    channel: Communicator,
+    communicator: Communicator,
     runs_edits: bool,
 ) -> None:
     """See ``FlexModel.save_trainable_modules``.
@@ -217,7 +217,7 @@ def save(
     Args:
         runs_edits: Whether this rank runs editing functions: then its modules must be rank 0's.
     """
-    path, is_first = Path(path), channel.mesh.rank == 0
+    path, is_first = Path(path), communicator.mesh.rank == 0
     state, digests, error = None, None, None
     try:
         if runs_edits:
@@ -226,7 +226,7 @@ def save(
     except Exception as problem:  # of any kind: the other ranks wait for the report
         error = problem
     local = [_text(error), digests, optimizer is not None]
-    gathered = exchange_json(channel, local, "what is in a file of trainable modules")
+    gathered = exchange_json(communicator, local, "what is in a file of trainable modules")
     _raise_reported([of_rank[0] for of_rank in gathered], error)
     _check_alike([of_rank[1] for of_rank in gathered], [of_rank[2] for of_rank in gathered])
     if is_first:
@@ -236,8 +236,10 @@ def save(
         except Exception as problem:
             error = problem
     state = None
-    with _waiting(channel):
-        errors = exchange_json(channel, _text(error), f"the file {path.name} of trainable modules")
+    with _waiting(communicator):
+        errors = exchange_json(
+            communicator, _text(error), f"the file {path.name} of trainable modules"
+        )
     _raise_reported(errors, error)
 
 
@@ -268,18 +270,18 @@ def _write(path: Path, state: State) -> None:
 
 
 def load(
-    path: str | os.PathLike[str], modules: nn.ModuleDict, optimizer: Any, channel: Communicator
+    path: str | os.PathLike[str], modules: nn.ModuleDict, optimizer: Any, communicator: Communicator
 ) -> Any:
     """See ``FlexModel.load_trainable_modules``."""
     path, state, error = Path(path), None, None
-    if channel.mesh.rank == 0:
+    if communicator.mesh.rank == 0:
         try:
             state = _read(path)
         except Exception as problem:  # of any kind: the other ranks wait for the report
             error = problem
     local = [_text(error), None if state is None else state.index, optimizer is not None]
-    with _waiting(channel):
-        gathered = exchange_json(channel, local, f"the file {path.name} of trainable modules")
+    with _waiting(communicator):
+        gathered = exchange_json(communicator, local, f"the file {path.name} of trainable modules")
     _raise_reported([of_rank[0] for of_rank in gathered], error)
     index = gathered[0][1]
     try:
@@ -287,13 +289,15 @@ def load(
     except Exception as problem:
         error = problem
     where = f"load_trainable_modules: {path}: "
-    fits = exchange_json(channel, _text(error, where), "whether a file of trainable modules fits")
+    fits = exchange_json(
+        communicator, _text(error, where), "whether a file of trainable modules fits"
+    )
     _raise_reported(fits, error)
     loaded = dict(index["tensors"])
     if not any(has_optimizer for _, _, has_optimizer in gathered):
         loaded = {name: d for name, d in loaded.items() if not name.startswith(_OPTIMIZER)}
     sent = [] if state is None else [state.tensors[name] for name in loaded]
-    received = from_rank(channel, 0, sent, [(d[0], d[1]) for d in loaded.values()])
+    received = from_rank(communicator, 0, sent, [(d[0], d[1]) for d in loaded.values()])
     state = State(index, dict(zip(loaded, received)))
     modules.load_state_dict({name: state.value(put) for name, put in index["modules"].items()})
     if optimizer is not None:
@@ -362,13 +366,16 @@ def _check(index: dict[str, Any], modules: nn.ModuleDict, optimizer: Any) -> Non
 
 
 @contextlib.contextmanager
-def _waiting(channel: Communicator) -> Iterator[None]:
+def _waiting(communicator: Communicator) -> Iterator[None]:
     """A context for a wait for rank 0's disk; a rank that dies is detected all the same."""
-    before, channel.timeout_s = channel.timeout_s, max(channel.timeout_s, _FILE_TIMEOUT_S)
+    before, communicator.timeout_s = (
+        communicator.timeout_s,
+        max(communicator.timeout_s, _FILE_TIMEOUT_S),
+    )
     try:
         yield
     finally:
-        channel.timeout_s = before
+        communicator.timeout_s = before
 
 
 def _text(error: Exception | None, where: str = "") -> list[str] | None:

@@ -49,9 +49,9 @@ class Parameters:
     stage.
     """
 
-    def __init__(self, root: nn.Module, channel: Communicator, statements: Statements) -> None:
+    def __init__(self, root: nn.Module, communicator: Communicator, statements: Statements) -> None:
         self._root = root
-        self._channel = channel
+        self._communicator = communicator
         self._statements = statements
 
     def get(
@@ -75,11 +75,11 @@ class Parameters:
         """Return the full ``.grad``, on the CPU, on every rank; None where there is none."""
         with self._found(name, sharded=True, with_grads=True) as found:
             gradient = found.gradient
-            if not self._channel.is_local:
+            if not self._communicator.is_local:
                 there = gradient is not None
                 shown = clean(self._root, name)
                 what = f"the gradient of parameter {shown!r}, which is {'there' * there or None}"
-                self._channel.check_consistency(
+                self._communicator.check_consistency(
                     Header("parameter", site=site_hash(name, there)), what
                 )
             if gradient is None:
@@ -95,9 +95,9 @@ class Parameters:
                 f"{type(full).__name__}"
             )
         got = tuple(full.shape)
-        if not self._channel.is_local:
+        if not self._communicator.is_local:
             header = Header("parameter", site=site_hash("set", name, got))
-            self._channel.check_consistency(
+            self._communicator.check_consistency(
                 header, f"a new full value of parameter {shown!r}, of shape {got}"
             )
         with self._found(name, writeback=True, sharded=True) as found, torch.no_grad():
@@ -140,9 +140,9 @@ class Parameters:
         return list(dict.fromkeys(found))
 
     def _check_equal(self, name: str, full: Tensor) -> None:
-        if self._channel.is_local:
+        if self._communicator.is_local:
             return
-        rows = self._channel.exchange(values.fingerprint(full)).tolist()
+        rows = self._communicator.exchange(values.fingerprint(full)).tolist()
         if any(row != rows[0] for row in rows):
             differ = [rank for rank, row in enumerate(rows) if row != rows[0]]
             raise ValueError(
@@ -171,13 +171,13 @@ class Parameters:
         (dp, tp), stated_axes = site.parameter.placements, self._stated_axes(site.name, tensor)
         local = (tensor.to_local() if dtensor.is_dtensor(tensor) else tensor).detach()
         shapes = [tuple(local.shape)]
-        if not self._channel.is_local:
+        if not self._communicator.is_local:
             header = Header(
                 "parameter", site=site_hash(name, expected), dtype=local.dtype, shape=shapes[0]
             )
             shapes = [
                 other.shape
-                for other in self._channel.check_consistency(
+                for other in self._communicator.check_consistency(
                     header, f"the full value of {site.name}, expected_shape {expected}"
                 )
             ]
@@ -185,20 +185,20 @@ class Parameters:
             self._check_elements(site.name, found, shapes)
         known = None
         if dtensor.is_dtensor(tensor) and dp is not None and tp is not None:
-            whole = dtensor.layout(tensor, self._channel.mesh, site.name, batch_on_dp=False)
+            whole = dtensor.layout(tensor, self._communicator.mesh, site.name, batch_on_dp=False)
             known = ShardLayout(dp, tp, source=whole.source)
             by_hand = "tp" not in stated_axes  # FSDP2 splits what the layer split by hand before
             known = replace(known, tp_first=known.splits_one_dim if by_hand else whole.tp_first)
         try:
             layout = resolve.resolve(
-                site, shapes, self._channel.mesh, (dp, tp), {}, expected, known
+                site, shapes, self._communicator.mesh, (dp, tp), {}, expected, known
             )
         except (HookError, ValueError) as error:
             raise agreed(error) from None
-        if self._channel.is_local:
+        if self._communicator.is_local:
             return local, None
         self._check_replicas(site.name, local, layout, stated_axes)
-        return local, GatherSpec.of(self._channel, layout, shapes, local.dtype)
+        return local, GatherSpec.of(self._communicator, layout, shapes, local.dtype)
 
     def _check_elements(self, site: str, found: _Found, shapes: Sequence[Shape]) -> None:
         """ValueError, on all ranks, where a rank has no elements of a parameter that its layer
@@ -207,7 +207,7 @@ class Parameters:
         sizes = layers.stated_sizes(found.module, found.full_name.rpartition(".")[2])
         if sizes is None or 0 in sizes:
             return
-        tp_size = self._channel.mesh.tp_size
+        tp_size = self._communicator.mesh.tp_size
         for rank, shape in enumerate(shapes):
             is_last_part = len(shape) == len(sizes) and all(
                 own == full or (own == 0 and full < tp_size) for own, full in zip(shape, sizes)
@@ -229,11 +229,11 @@ class Parameters:
 
     @functools.cached_property
     def _states_tensor_parallelism(self) -> bool:
-        return layers.states_tensor_parallelism(self._root, self._channel.mesh)
+        return layers.states_tensor_parallelism(self._root, self._communicator.mesh)
 
     def _sources(self, found: _Found, tensor: Any) -> resolve.ParameterSources:
         """Return what the tensor, its layer, the user or the framework state of a parameter."""
-        mesh, name = self._channel.mesh, clean(self._root, found.full_name)
+        mesh, name = self._communicator.mesh, clean(self._root, found.full_name)
         leaf_name = found.full_name.rpartition(".")[2]
         statement = self._statements.of_parameter(name, found.module)
         dp: Placement | None = Replicate()
@@ -262,7 +262,7 @@ class Parameters:
         """Return the axes along which a DTensor states its placement."""
         if not dtensor.is_dtensor(tensor):
             return frozenset()
-        return frozenset(dtensor.axis_names(tensor, self._channel.mesh, site))
+        return frozenset(dtensor.axis_names(tensor, self._communicator.mesh, site))
 
     def _check_replicas(
         self, site: str, local: Tensor, layout: ShardLayout, stated_axes: frozenset[str]
@@ -270,7 +270,7 @@ class Parameters:
         """Check that ranks that share the tensor hold equal values, where only the layout of other
         tensors implies that they share it.
         """
-        sizes = {"dp": self._channel.mesh.dp_size, "tp": self._channel.mesh.tp_size}
+        sizes = {"dp": self._communicator.mesh.dp_size, "tp": self._communicator.mesh.tp_size}
         axes = [
             axis
             for axis, size in sizes.items()
@@ -278,8 +278,8 @@ class Parameters:
         ]
         if not axes:
             return
-        table = self._channel.exchange(values.fingerprint(local)).tolist()
-        prints = values.Fingerprints.of(self._channel.mesh, table)
+        table = self._communicator.exchange(values.fingerprint(local)).tolist()
+        prints = values.Fingerprints.of(self._communicator.mesh, table)
         for axis in axes:
             words = {"dp": "data-parallel", "tp": "tensor-parallel"}[axis]
             if not prints.equal_along(axis):
@@ -337,9 +337,9 @@ class Parameters:
 
     def _agree_to_gather(self, name: str) -> None:
         """Check that ranks agree before a collective of the framework, in which they would hang."""
-        if not self._channel.is_local:
+        if not self._communicator.is_local:
             header = Header("parameter", site=site_hash(name, "gather"))
-            self._channel.check_consistency(header, f"parameter {clean(self._root, name)!r}")
+            self._communicator.check_consistency(header, f"parameter {clean(self._root, name)!r}")
 
 
 def _summed(tensor: Any) -> Any:

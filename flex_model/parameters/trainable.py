@@ -38,14 +38,14 @@ def check_name(modules: nn.ModuleDict, name: object) -> None:
         )
 
 
-def send_from_rank_0(channel: Communicator, name: str, module: nn.Module) -> None:
+def send_from_rank_0(communicator: Communicator, name: str, module: nn.Module) -> None:
     """Send rank 0's parameters and buffers of ``module`` to every rank. Collective over the grid.
 
     Raises:
         TypeError: one that is not a plain tensor with values.
         HookMismatchError: the ranks' modules have different parameters.
     """
-    if channel.is_local:
+    if communicator.is_local:
         return
     tensors = tensors_of(module)
     for key, value in tensors.items():
@@ -57,13 +57,13 @@ def send_from_rank_0(channel: Communicator, name: str, module: nn.Module) -> Non
             )
     described = ", ".join(f"{key} {tuple(t.shape)} {t.dtype}" for key, t in tensors.items())
     digest = site_hash(name, described)
-    channel.check_consistency(
+    communicator.check_consistency(
         Header("trainable module", site=digest),
         f"register_trainable_module({name!r}) with {described or 'no tensors'}",
     )
     with torch.no_grad():
         for value in tensors.values():
-            value.copy_(channel.broadcast(value.detach(), value.detach()))
+            value.copy_(communicator.broadcast(value.detach(), value.detach()))
 
 
 class Replicas:
@@ -71,8 +71,8 @@ class Replicas:
     changed.
     """
 
-    def __init__(self, channel: Communicator, modules: nn.ModuleDict) -> None:
-        self._channel, self._modules = channel, modules
+    def __init__(self, communicator: Communicator, modules: nn.ModuleDict) -> None:
+        self._communicator, self._modules = communicator, modules
         # By name: the tensor, its version and address, and its hash at that version.
         self._hashes: dict[str, tuple[Tensor, tuple[int, int], int]] = {}
 
@@ -103,15 +103,15 @@ class Replicas:
         """
         if not is_used or not self._modules:
             return
-        with self._channel.uncounted():
+        with self._communicator.uncounted():
             digest = self.digest()
             header = Header("trainable module", shape=(digest & _HALF, digest >> 31 & _HALF))
-            headers = self._channel.check_consistency(
+            headers = self._communicator.check_consistency(
                 header, "the start of a run with trainable modules"
             )
             if any(other.shape != headers[0].shape for other in headers):
                 where = "the values of trainable modules"
-                refuse_different(exchange_json(self._channel, self.digests(), where))
+                refuse_different(exchange_json(self._communicator, self.digests(), where))
 
 
 def refuse_different(per_rank: list[dict[str, int] | None]) -> None:

@@ -177,7 +177,7 @@ class PipelinedFlexModel(FlexModel):
         return self._core.save_ctx
 
     @property
-    def _channel(self) -> Communicator:
+    def _communicator(self) -> Communicator:
         return self._pipeline.world
 
     def stages_of(self, name: str) -> tuple[int, ...]:
@@ -443,12 +443,16 @@ class PipelinedFlexModel(FlexModel):
 
     # Seeing it.
 
-    def _channels(self) -> dict[str, Communicator]:
+    def _communicators(self) -> dict[str, Communicator]:
         pipeline = self._pipeline
-        channels = {"all": pipeline.world, "line": pipeline.line, "stage": self._core.channel}
+        communicators = {
+            "all": pipeline.world,
+            "line": pipeline.line,
+            "stage": self._core.communicator,
+        }
         if pipeline.line is pipeline.world:
-            del channels["line"]
-        return channels
+            del communicators["line"]
+        return communicators
 
     def _modules_to_show(self, args: tuple[Any, ...]) -> Modules:
         self._check_open()

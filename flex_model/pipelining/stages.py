@@ -78,10 +78,11 @@ class StageParameters:
     """
 
     def __init__(
-        self, stages: Sequence[Any], channel: Communicator, statements: Statements
+        self, stages: Sequence[Any], communicator: Communicator, statements: Statements
     ) -> None:
         self.of_stage = {
-            stage.stage_index: Parameters(stage.submod, channel, statements) for stage in stages
+            stage.stage_index: Parameters(stage.submod, communicator, statements)
+            for stage in stages
         }
         self._roots = {stage.stage_index: stage.submod for stage in stages}
 

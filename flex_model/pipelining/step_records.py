@@ -95,7 +95,7 @@ def told(records: Sequence[StageRecords]) -> list[Any]:
 
 
 def deliver(
-    channel: Communicator,
+    communicator: Communicator,
     mine: Sequence[StageRecords],
     told_by_all: Sequence[Sequence[Any]],
     on_all_ranks: bool,
@@ -108,11 +108,13 @@ def deliver(
     ]
     if on_all_ranks:
         received = [
-            from_rank(channel, rank, tensors if rank == channel.mesh.group_rank else (), of_rank)
+            from_rank(
+                communicator, rank, tensors if rank == communicator.mesh.group_rank else (), of_rank
+            )
             for rank, of_rank in enumerate(described)
         ]
     else:
-        gathered = gather_to_first(channel, tensors, described)
+        gathered = gather_to_first(communicator, tensors, described)
         if gathered is None:
             return
         received = gathered

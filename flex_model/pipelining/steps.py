@@ -78,7 +78,7 @@ class Pipeline:
         self.session: Session | None = None  # where records go to a store
         self.runner = StageRunner(schedule, step, core, core.modules)
         self.parameters = StageParameters(
-            self.runner.stages, core.channel, core.tracking.statements
+            self.runner.stages, core.communicator, core.tracking.statements
         )
         core.parameters = self.parameters
         try:
@@ -115,8 +115,8 @@ class Pipeline:
                 stage.inputs_meta = stage._outputs_meta = None
         self.runner.close()
         self.core.close()
-        for channel in {self.world, self.line}:
-            channel.close()
+        for communicator in {self.world, self.line}:
+            communicator.close()
 
     def _meet(self) -> Directory:
         """Tell all ranks of this rank's stages, and hear of theirs."""

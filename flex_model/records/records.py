@@ -64,16 +64,16 @@ class Records:
     def __init__(
         self,
         output_ptr: dict[Any, list[Tensor]],
-        channel: Communicator,
+        communicator: Communicator,
         output_ranks: str,
         step: Step | None = None,
     ) -> None:
         self.output_ptr = output_ptr
         self._ranks = output_ranks
         self.keeps_parts = False
-        self._channel = channel
+        self._communicator = communicator
         self._step = step
-        self._snapshots = Snapshots(channel)
+        self._snapshots = Snapshots(communicator)
         # Dtypes and shapes on all ranks at the end of runs, by the hashes that ranks exchanged.
         self._tensors: dict[tuple[int, ...], list[list[tuple[torch.dtype, Shape]]]] = {}
 
@@ -85,7 +85,9 @@ class Records:
     @property
     def keeps_full(self) -> bool:
         """Whether this rank keeps full tensors."""
-        return self.on_all_ranks or (self._channel.mesh.group_rank == 0 and not self.keeps_parts)
+        return self.on_all_ranks or (
+            self._communicator.mesh.group_rank == 0 and not self.keeps_parts
+        )
 
     def take(self) -> dict[Any, list[Any]]:
         """Return all records, and forget them."""
@@ -95,7 +97,7 @@ class Records:
 
     def now(self, registration: Registration, full: Tensor) -> None:
         """Record a full tensor that this rank holds now."""
-        if self.keeps_full or self._channel.is_local:
+        if self.keeps_full or self._communicator.is_local:
             self._list(registration).append(owned_copy(full))
 
     def put(self, registration: Registration, record: Tensor | None, full: Tensor) -> None:
@@ -160,11 +162,11 @@ class Records:
         )
         try:
             what = f"{kind}, with {len(pending)} records to deliver ({listed or 'none'})"
-            headers = self._channel.check_consistency(header, what)
+            headers = self._communicator.check_consistency(header, what)
             if pending:
                 key = (header.site, *(size for other in headers for size in other.shape))
                 specs = self._check_specs(pending, self._tensors_of_all(key, local), resolve)
-                self._channel.meter.turn_to(header.site)
+                self._communicator.meter.turn_to(header.site)
                 deliver = self._deliver_to_all if self.on_all_ranks else self._deliver_to_first
                 if self.keeps_parts:
                     deliver = self._keep_parts
@@ -188,7 +190,7 @@ class Records:
         for row, (dtype, shape) in zip(rows, local):
             row[0], row[1] = DTYPES.index(dtype), len(shape)
             row[2 : 2 + len(shape)] = torch.tensor(shape, dtype=torch.int64)
-        table = self._channel.exchange(rows).tolist()
+        table = self._communicator.exchange(rows).tolist()
         while len(self._tensors) >= _REMEMBERED_RUNS:
             del self._tensors[next(iter(self._tensors))]
         found = [[(DTYPES[row[0]], tuple(row[2 : 2 + row[1]])) for row in rows] for rows in table]
@@ -204,8 +206,8 @@ class Records:
         specs = []
         for record, *tensors in zip(pending, *per_rank):
             if len({(dtype, len(shape)) for dtype, shape in tensors}) > 1:
-                own = tensors[self._channel.mesh.group_rank]
-                raise self._channel.mismatch(
+                own = tensors[self._communicator.mesh.group_rank]
+                raise self._communicator.mismatch(
                     f"{record.call.registration.describe()} with {own[0]} of shape {own[1]}",
                     "have different tensors",
                 )
@@ -214,7 +216,7 @@ class Records:
             snapshot.wait()
             shard = snapshot.tensor
             spec = resolve(record.call, shapes, shard.dtype, record.known, shard)
-            self._channel.meter.turn_to(record.call.registration.site)
+            self._communicator.meter.turn_to(record.call.registration.site)
             if spec.pick is not None:
                 snapshot.change(spec.pick.take)
             if spec.layout.partial_axes:  # reducing needs the same device type on all ranks
@@ -237,18 +239,18 @@ class Records:
         if not compared:
             return
         rows = [values.fingerprint(record.snapshot.tensor) for record, _ in compared]
-        table = self._channel.exchange(torch.stack(rows)).tolist()
+        table = self._communicator.exchange(torch.stack(rows)).tolist()
         for i, (record, layout) in enumerate(compared):
-            prints = values.Fingerprints.of(self._channel.mesh, [rank[i] for rank in table])
+            prints = values.Fingerprints.of(self._communicator.mesh, [rank[i] for rank in table])
             axes = resolve.differing_axes(layout, prints)
             if axes:
                 site = record.call.registration.layout_site
                 own = record.snapshot.tensor
-                first = replicas.reconciled(self._channel, site, own, axes)
+                first = replicas.reconciled(self._communicator, site, own, axes)
                 record.snapshot.tensor = owned_copy(first)
 
     def _is_replicated(self, layout: ShardLayout) -> bool:
-        mesh = self._channel.mesh
+        mesh = self._communicator.mesh
         return (mesh.dp_size > 1 and layout.dp == Replicate()) or (
             mesh.tp_size > 1 and layout.tp == Replicate()
         )
@@ -256,17 +258,17 @@ class Records:
     def _deliver_to_all(self, pending: list[PendingRecord], specs: list[GatherSpec]) -> None:
         self._snapshots.to_cpu([record.snapshot for record in pending])
         for record, spec in zip(pending, specs):
-            self._channel.meter.turn_to(record.call.registration.site)
+            self._communicator.meter.turn_to(record.call.registration.site)
             full = record.snapshot.tensor  # partial sums are reduced already
             if spec.axes:
-                full = self._channel.all_gather(spec.axes, full, spec.plan, 1, 1)[0]
+                full = self._communicator.all_gather(spec.axes, full, spec.plan, 1, 1)[0]
             self._fill(record, full)
 
     def _deliver_to_first(self, pending: list[PendingRecord], specs: list[GatherSpec]) -> None:
         """Gather all records in one transfer; only ranks whose shards rank 0 needs send."""
-        mesh = self._channel.mesh
+        mesh = self._communicator.mesh
         split = [(record, spec) for record, spec in zip(pending, specs) if spec.axes]
-        if self._channel.host_gather is None:
+        if self._communicator.host_gather is None:
             self._snapshots.to_cpu([record.snapshot for record, _ in split])
         if split:
             tensors = [
@@ -279,7 +281,7 @@ class Records:
                 )
                 for record, spec in split
             ]
-            fulls = self._channel.gather_to_first(GRID, tensors)
+            fulls = self._communicator.gather_to_first(GRID, tensors)
             for (record, _), full in zip(split, fulls or []):
                 self._fill(record, full)
         whole = [record for record, spec in zip(pending, specs) if not spec.axes and record.slot]

@@ -54,8 +54,8 @@ class Snapshots:
         max_gpu_bytes: The most bytes of snapshots on this rank's GPU.
     """
 
-    def __init__(self, channel: Communicator, max_gpu_bytes: int = MAX_GPU_BYTES) -> None:
-        self._channel = channel
+    def __init__(self, communicator: Communicator, max_gpu_bytes: int = MAX_GPU_BYTES) -> None:
+        self._communicator = communicator
         self._max_gpu_bytes = max_gpu_bytes
         self._on_gpu: deque[Snapshot] = deque()  # the oldest first
         self._gpu_bytes = 0
@@ -87,7 +87,7 @@ class Snapshots:
     def to_cpu(self, snapshots: list[Snapshot]) -> None:
         """Move those that are on a GPU to the CPU."""
         elsewhere = [s for s in snapshots if host_copies.is_on_gpu(s.tensor)]
-        gather = self._channel.host_gather
+        gather = self._communicator.host_gather
         if gather is not None and elsewhere:
             copies = gather.to_host([(s.tensor, s.ready) for s in elsewhere])
         else:

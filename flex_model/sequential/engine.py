@@ -384,7 +384,7 @@ class Engine:
         return (
             getcurrent() is not batch.call.greenlet
             or torch._C._current_graph_task_id() != -1
-            or (self._hooks is not None and self._hooks.channel.edit_of != "")
+            or (self._hooks is not None and self._hooks.communicator.edit_of != "")
         )
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -409,7 +409,7 @@ class Engine:
     def _check_is_loaded(self, target: Target | None) -> None:
         if target is None or target.step == self._step:
             return
-        if self._hooks is not None and self._hooks.channel.edit_of:
+        if self._hooks is not None and self._hooks.communicator.edit_of:
             raise RuntimeError(
                 f"sequential.run: an editing function calls the target {target.name!r}, whose "
                 "weights are not there now; compute with HookFunction(parameters=[...]), whose "

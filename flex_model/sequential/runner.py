@@ -160,7 +160,7 @@ def run(
             if offload_activations != "none":
                 keeper = ActivationKeeper(module, offload_activations, offload_dir)
                 stack.callback(keeper.close)
-            is_shown = progress and (core is None or core.channel.mesh.rank == 0)
+            is_shown = progress and (core is None or core.communicator.mesh.rank == 0)
             bar = stack.enter_context(Progress(is_shown, batches, window, found, loader))
         if loader is not None:
             loader.load_resident()

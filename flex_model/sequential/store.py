@@ -81,7 +81,7 @@ class StoredRecords:
 
     def _difference(self, index: int, batch: Any) -> str | None:
         """Rank 0's inputs count, whose hash is in the store."""
-        if self._core.channel.mesh.rank or self._store.inputs_hash(index) == hash_of(batch):
+        if self._core.communicator.mesh.rank or self._store.inputs_hash(index) == hash_of(batch):
             return None
         return (
             f"ActivationStore: batch {index} in {self._store.folder} was made from other inputs "
@@ -89,7 +89,7 @@ class StoredRecords:
         )
 
     def _tell(self, problem: str | None) -> None:
-        told = exchange_json(self._core.channel, problem, "the batches that a store has")
+        told = exchange_json(self._core.communicator, problem, "the batches that a store has")
         found = next((text for text in told if text), None)
         if found:
             raise agreed(ValueError(found))

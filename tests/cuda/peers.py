@@ -25,7 +25,7 @@ TIMEOUT_S = 40.0
 
 
 def wait(works):
-    """As the channel does: poll with a deadline."""
+    """As the communicator does: poll with a deadline."""
     deadline = time.monotonic() + TIMEOUT_S
     while not all(work.is_completed() for work in works):
         if time.monotonic() > deadline:

@@ -93,14 +93,14 @@ def test_hundred_pairs_of_hook_sets_of_which_none_is_taken_for_the_other(transpo
         first = any_hooks(choose)
         pair = first, another(first, choose)
         handles = register(flex, pair[rank])
-        payloads = flex._core.channel.num_payloads
+        payloads = flex._core.communicator.num_payloads
         start = time.monotonic()
         error = error_of(flex)
         assert (error is not None) == (sites_of(pair[0]) != sites_of(pair[1])), error
         if error is not None:
             found += 1
             assert time.monotonic() - start < 2
-            assert flex._core.channel.num_payloads == payloads
+            assert flex._core.communicator.num_payloads == payloads
             for place, hooks in enumerate(pair):
                 shown = str(error).split(f"rank {place} is at ")[1].split("; rank")[0]
                 assert all(f"{site!r}" in shown for _, site, _ in hooks)

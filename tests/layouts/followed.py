@@ -60,32 +60,32 @@ def follow(model, mesh: Mesh, inputs, placements, statements=(), keywords=None):
     finally:
         for handle in handles:
             handle.remove()
-    channel = Communicator(mesh, 30.0)
+    communicator = Communicator(mesh, 30.0)
     try:
         if len(mesh.stage_ranks) > 1:
-            exchange_chunks(channel, follower)
+            exchange_chunks(communicator, follower)
         found = {}
         for one in hooked:
-            found.setdefault(one.name, []).append(gathered(channel, follower, one))
+            found.setdefault(one.name, []).append(gathered(communicator, follower, one))
     finally:
-        channel.close()
+        communicator.close()
     return found, follower, output
 
 
 def gathered(
-    channel: Communicator, follower: Follower, hooked: HookedTensor
+    communicator: Communicator, follower: Follower, hooked: HookedTensor
 ) -> torch.Tensor | None:
     """The full tensor by its proven layout; None where none is proven. Collective."""
     dp, tp = follower.placements(hooked.value)
     numbers = torch.tensor([dp is None or tp is None, hooked.shard.dim(), *hooked.shard.shape])
-    table = channel.exchange(numbers).tolist()
+    table = communicator.exchange(numbers).tolist()
     assert len({row[0] for row in table}) == 1, (
         f"{hooked.name}: ranks have proven different placements"
     )
     if dp is None or tp is None:
         return None
     shapes: list[Shape] = [tuple(row[2:]) for row in table]
-    spec = GatherSpec.of(channel, ShardLayout(dp, tp), shapes, hooked.shard.dtype)
+    spec = GatherSpec.of(communicator, ShardLayout(dp, tp), shapes, hooked.shard.dtype)
     return spec.all_gather(hooked.shard.contiguous())
 
 

@@ -214,7 +214,7 @@ def test_what_enters_a_transfer_is_plain():
     found.sum().backward()
     assert torch.equal(part.grad, torch.ones(2))
     flex = FlexModel(models.mlp(), tensor_parallel_size=2)
-    channel = flex._core.channel
-    assert torch.equal(channel.broadcast(coming, coming), torch.ones(4))
-    assert torch.equal(channel.exchange(coming), torch.ones(2, 4))
-    assert torch.equal(channel.all_reduce_sum(("tp",), coming), 2 * torch.ones(4))
+    communicator = flex._core.communicator
+    assert torch.equal(communicator.broadcast(coming, coming), torch.ones(4))
+    assert torch.equal(communicator.exchange(coming), torch.ones(2, 4))
+    assert torch.equal(communicator.all_reduce_sum(("tp",), coming), 2 * torch.ones(4))

@@ -50,8 +50,8 @@ def test_what_the_ranks_write_is_the_full_tensor(layout, writers, dp_size, tmp_p
             shape[placement.dim] //= placement.pieces or size
     layouts, wrote = set(), []
     for mesh in meshes(dp_size, tp_size):
-        channel = SimpleNamespace(mesh=mesh, is_local=False)
-        spec = GatherSpec.of(channel, layout, [tuple(shape)] * 4, full.dtype)
+        communicator = SimpleNamespace(mesh=mesh, is_local=False)
+        spec = GatherSpec.of(communicator, layout, [tuple(shape)] * 4, full.dtype)
         record_layout = RecordLayout.of(spec, full.dtype)
         if mesh.rank == 0:
             layouts.add(record_layout)

@@ -485,11 +485,11 @@ def test_a_dry_run_predicts_the_cost_of_a_store(tmp_path):
         flex.register_forward_hook(HookFunction("fc1"))
         flex.register_forward_hook(HookFunction("act", editing_function=mix))
         dry = flex.dry_run(BATCHES[0])
-        channel = flex._core.channel
+        communicator = flex._core.communicator
         for _ in range(7):  # the first five wait for a backward that proves edits' gradients
-            before = channel.sequence, channel.num_payloads
+            before = communicator.sequence, communicator.num_payloads
             flex(BATCHES[0])
-            after = channel.sequence, channel.num_payloads
+            after = communicator.sequence, communicator.num_payloads
         counted = tuple(b - a for a, b in zip(before, after))
         assert (dry.forward.headers, dry.forward.payloads) == counted
         for row, cost in zip(dry, flex.explain()):

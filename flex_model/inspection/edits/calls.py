@@ -99,14 +99,14 @@ class FakeCalls:
         Args:
             registration: That of the last of its tensors.
         """
-        function, channel = registration.given, self._core.channel
+        function, communicator = registration.given, self._core.communicator
         source = Source(registration)
         watch = self._arguments.watch = Watch(source, self._sharded)
         is_activation = registration.kind in ("forward", "forward_pre")
-        outer = channel.edit_of
+        outer = communicator.edit_of
         found: list[Finding] = []
         try:
-            channel.set_edit(registration.describe())
+            communicator.set_edit(registration.describe())
             with self._fake_mode, torch.set_grad_enabled(is_activation and torch.is_grad_enabled()):
                 function.parameters = _Parameters(
                     (name, torch.empty(shape, dtype=dtype, device=inputs[-1].device))
@@ -119,7 +119,7 @@ class FakeCalls:
         except (Exception, SystemExit) as error:
             found = [self._raised(error, source)]
         finally:
-            channel.set_edit(outer)
+            communicator.set_edit(outer)
             function.parameters = {}
         found = list(dict.fromkeys([*watch.findings, *found]))
         if not self._unfinished and any(finding.level != ERROR for finding in found):

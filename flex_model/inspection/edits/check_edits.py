@@ -56,7 +56,7 @@ def _merged(
         [(f.level, f.problem, f.message, f.file, f.line) for f in found.get(r.index, ())]
         for r in registrations
     ]
-    per_rank = exchange_json(core.channel, local, "the findings of a dry run")
+    per_rank = exchange_json(core.communicator, local, "the findings of a dry run")
     merged: dict[int, list[Finding]] = {}
     for i, registration in enumerate(registrations):
         source, ranks = Source(registration), dict[Finding, list[int]]()
@@ -95,7 +95,7 @@ def _full_parameters(
 
 def _sharded_parameters(core: HookCore) -> dict[int, tuple[str, bool]]:
     """As of ``FakeArguments``."""
-    if core.channel.is_local:
+    if core.communicator.is_local:
         return {}
     found: dict[int, tuple[str, bool]] = {}
     for full_name, parameter in core.module.named_parameters():

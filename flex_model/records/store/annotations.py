@@ -22,7 +22,7 @@ def described(name: str, tensor: Tensor) -> list[Any]:
 
 
 def parts_of(
-    channel: Communicator, notes: Mapping[str, Tensor], per_rank: Sequence[Sequence[Any]]
+    communicator: Communicator, notes: Mapping[str, Tensor], per_rank: Sequence[Sequence[Any]]
 ) -> dict[str, RecordShard]:
     """Return this rank's shard of each tensor. Data-parallel ranks have rows of one batch, as for a
     model's inputs, unless all have equal tensors.
@@ -33,7 +33,7 @@ def parts_of(
     Raises:
         ValueError: the ranks' tensors do not fit together; the same on all ranks.
     """
-    mesh, found = channel.mesh, {}
+    mesh, found = communicator.mesh, {}
     for tensor, rows in zip(notes.values(), zip(*per_rank)):
         name, dtype = rows[0][:2]
         shapes = [tuple(shape) for _, _, shape, _ in rows]
@@ -45,7 +45,7 @@ def parts_of(
                 raise ValueError("tensor-parallel ranks give different values")
             is_same = len(set(shapes)) == 1 and prints.equal_along("dp")
             layout = ShardLayout(dp=Replicate() if is_same else Shard(0))
-            spec = GatherSpec.of(channel, layout, shapes, DTYPE_OF_NAME[dtype])
+            spec = GatherSpec.of(communicator, layout, shapes, DTYPE_OF_NAME[dtype])
         except (ValueError, IndexError) as error:
             raise ValueError(
                 f"annotate({name}=...): {error}; give what this rank gives to the model, the same "

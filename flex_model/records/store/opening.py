@@ -44,7 +44,7 @@ def config_hash(module: nn.Module) -> str | None:
 
 
 def opened(
-    store: ActivationStore, channel: Communicator, config: str | None
+    store: ActivationStore, communicator: Communicator, config: str | None
 ) -> tuple[FolderLock | None, Manifest, str]:
     """Return rank 0's lock, the manifest as all ranks see it, and the session's name. Collective.
 
@@ -52,24 +52,24 @@ def opened(
         ValueError: see ``Session``; on every rank.
         OSError: with one rank.
     """
-    if channel.is_local:
+    if communicator.is_local:
         return _prepared(store, config), store._manifest, uuid.uuid4().hex[:8]
     lock: FolderLock | None = None
     error: str | None = None
-    if channel.mesh.rank == 0:
+    if communicator.mesh.rank == 0:
         try:
             lock = _prepared(store, config)
         except (ValueError, OSError) as problem:
             error = f"{type(problem).__name__}: {problem}"
     try:
-        _raise_reported(exchange_json(channel, error, f"the store {store.folder}"))
+        _raise_reported(exchange_json(communicator, error, f"the store {store.folder}"))
         error, number = None, None
         try:
             number = _id_seen(store)
         except (ValueError, OSError) as problem:
             error = f"{type(problem).__name__}: {problem}"
         local = [error, number, uuid.uuid4().hex[:8]]
-        gathered = exchange_json(channel, local, f"the store {store.folder}")
+        gathered = exchange_json(communicator, local, f"the store {store.folder}")
         _raise_reported([one[0] for one in gathered])
         if len({one[1] for one in gathered}) > 1:
             raise agreed(

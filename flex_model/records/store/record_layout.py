@@ -46,7 +46,7 @@ class RecordLayout:
         description, full_shape = str(spec.layout), spec.full_shape
         if not spec.axes:
             return RecordLayout._of_first(full_shape, dtype, description)
-        mesh = spec.channel.mesh
+        mesh = spec.communicator.mesh
         ranks = [mesh.rank_at(place) for place in mesh.ranks_along(spec.axes, place=0)]
         shapes = [tuple(sizes) for sizes in spec.plan.shard_sizes]
         boxes = tuple((i, *map(tuple, box)) for i, *box in spec.boxes)

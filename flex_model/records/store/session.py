@@ -37,7 +37,7 @@ _GRACE_S = 10.0  # that a rank whose run failed waits for the others, to flush c
 
 
 class Session:
-    """Writes a FlexModel's records into a store. Collective over the ranks of ``channel``: the
+    """Writes a FlexModel's records into a store. Collective over the ranks of ``communicator``: the
     constructor, ``flush``, ``close``, ``end_run`` and ``synchronize``. All else is local.
 
     Args:
@@ -60,7 +60,7 @@ class Session:
     def __init__(
         self,
         store: ActivationStore,
-        channel: Communicator,
+        communicator: Communicator,
         config: str | None,
         take: Callable[[], dict[str, list[Any]]],
         dp_size: int | None = None,
@@ -72,8 +72,8 @@ class Session:
             )
         self.store, self.number = store, 0
         self.in_run = self.is_sequential = False
-        self._channel, self._take, self._dp_size = channel, take, dp_size
-        self._rank = channel.mesh.rank
+        self._communicator, self._take, self._dp_size = communicator, take, dp_size
+        self._rank = communicator.mesh.rank
         self._numbers = itertools.count(1)
         self._writer = Writer(store.max_bytes)
         self._failure = ""
@@ -87,7 +87,7 @@ class Session:
         self._num_groups = 0  # submitted to the writer
         self._num_written = 0  # of those, on this rank's disk
         self._unlisted: deque[tuple[int, Index]] = deque()  # rank 0: number of the group, index
-        self._lock, self._on_disk, self._name = opened(store, channel, config)
+        self._lock, self._on_disk, self._name = opened(store, communicator, config)
         self.num_batches = self._on_disk.num_batches
         self._hooks = self._on_disk.hooks if self.num_batches else None
         self._are_hooks_checked = False
@@ -227,7 +227,7 @@ class Session:
             or (self._group_bytes >= self.store.shard_bytes or age >= self.store.seconds),
             "notes": [described(name, tensor) for name, tensor in notes.items()],
         }
-        gathered = exchange_json(self._channel, own, f"the store {self.store.folder}")
+        gathered = exchange_json(self._communicator, own, f"the store {self.store.folder}")
         errors = [f"rank {i}: {one['error']}" for i, one in enumerate(gathered) if one["error"]]
         if errors:
             self._failure = f"ActivationStore: {self.store.folder}: {'; '.join(errors)}"
@@ -237,14 +237,16 @@ class Session:
         keys = [[one["at"], [n[:2] for n in one["notes"]] if of_all else []] for one in gathered]
         if len(set(map(json.dumps, keys))) > 1:
             self._failure = f"{self.store.folder}: ranks have different batches"
-            raise self._channel.mismatch(f"{own['at']}, {own['notes']}", "have different batches")
+            raise self._communicator.mismatch(
+                f"{own['at']}, {own['notes']}", "have different batches"
+            )
         if batch is not None and gathered[0]["notes"]:
             try:
                 if self._dp_size is not None:
                     batch.annotations = parts_of_first(notes, self._dp_size)
                 else:
                     of_ranks = [one["notes"] for one in gathered]
-                    batch.annotations = parts_of(self._channel, notes, of_ranks)
+                    batch.annotations = parts_of(self._communicator, notes, of_ranks)
             except ValueError as problem:
                 self._failure = str(problem)
                 raise agreed(problem) from None
@@ -277,7 +279,7 @@ class Session:
             self._num_written += 1
 
         self._writer.submit(write, held)
-        if self._channel.is_local:  # queued behind the group's file
+        if self._communicator.is_local:  # queued behind the group's file
             self._list(self._num_groups)
 
     def _list(self, num_written: int) -> None:
@@ -304,7 +306,7 @@ class Session:
         try:
             self._flush(is_complete)
         except (KeyboardInterrupt, SystemExit) as error:
-            self._channel.abort_on(error)  # so that no rank waits for this one
+            self._communicator.abort_on(error)  # so that no rank waits for this one
             raise
 
     def _flush(self, is_complete: bool) -> None:
@@ -357,22 +359,22 @@ class Session:
         self.in_run = False
         if self._open is not None:  # gradients of it may be missing
             self.fail_run()
-        timeout_s = self._channel.timeout_s
-        self._channel.timeout_s = min(timeout_s, _GRACE_S)
+        timeout_s = self._communicator.timeout_s
+        self._communicator.timeout_s = min(timeout_s, _GRACE_S)
         try:
-            flushes = issubclass(kind, Exception) or self._channel.is_local
+            flushes = issubclass(kind, Exception) or self._communicator.is_local
             if flushes and not self._failure:
                 with contextlib.suppress(HookError, ValueError):
                     self.flush()
         finally:
-            self._channel.timeout_s = timeout_s
+            self._communicator.timeout_s = timeout_s
 
     def abandon(self) -> None:
         """End without the other ranks, losing unlisted batches; with one rank, flush. Local."""
         if self._is_closed or self._writer.is_child:
             return
         try:
-            if self._channel.is_local and not self._failure:
+            if self._communicator.is_local and not self._failure:
                 self.in_run = False
                 self.flush()
             elif self._group or self._unlisted or self._open:
