@@ -30,7 +30,6 @@ from flex_model.hooks.groups import check_name as check_group_name
 from flex_model.hooks.registration import HookHandle
 from flex_model.hooks.table import EVERYTHING
 from flex_model.hooks.tracking import Follow
-from flex_model.hooks.until import Site, Until
 from flex_model.inspection import DryRun, Explanation, Layouts, VerifyReport
 from flex_model.integrations import cut, fsdp, model_mesh
 from flex_model.integrations.mesh_sources import Source
@@ -42,6 +41,7 @@ from flex_model.parameters.trainable import check_name, send_from_rank_0
 from flex_model.records.store import ActivationStore
 from flex_model.records.store.opening import config_hash
 from flex_model.records.store.session import Session
+from flex_model.runs.until import Site, Until
 
 
 class FlexModel(nn.Module):
@@ -169,7 +169,7 @@ class FlexModel(nn.Module):
     def _open_store(self, core: HookCore, store: ActivationStore) -> None:
         self.__dict__["_store"] = store
         try:
-            core.open_store(store, config_hash(core.module))
+            core.runs.open_store(store, config_hash(core.module))
         except BaseException:
             core.close()
             raise
@@ -189,7 +189,7 @@ class FlexModel(nn.Module):
     @property
     def _session(self) -> Session | None:
         """The session of the store that records go to, if any."""
-        return self._core.session
+        return self._core.runs.session
 
     @property
     def _communicator(self) -> Communicator:
@@ -208,7 +208,7 @@ class FlexModel(nn.Module):
 
     @property
     def save_ctx(self) -> Namespace:
-        run = self._core.run
+        run = self._core.runs.current
         return self._core.save_ctx if run is None or run.save_ctx is None else run.save_ctx
 
     @property
@@ -255,7 +255,7 @@ class FlexModel(nn.Module):
         **kwargs: Any,
     ) -> Any:
         if (
-            not self._core.num_active
+            not self._core.table.active
             and groups == "all"
             and not complement
             and self._compiled_call_impl is None
@@ -264,7 +264,7 @@ class FlexModel(nn.Module):
         try:
             return super().__call__(*args, groups=groups, complement=complement, **kwargs)
         except BaseException as error:  # whenever it came: before the run began, for one
-            self._core.interrupted(error)
+            self._core.runs.interrupted(error)
             raise
 
     def forward(
@@ -298,16 +298,16 @@ class FlexModel(nn.Module):
             if groups == "all" and not complement
             else core.table.choice(groups, complement)
         )
-        if core.run is not None or core.in_backward():
-            with core.chosen(choice):
+        if core.runs.is_inside:
+            with core.runs.chosen(choice):
                 return self.module(*args, **kwargs)
-        run = core.begin(choice)
+        run = core.runs.begin(choice)
         try:
             result = self.module(*args, **kwargs)
         except BaseException as error:
-            core.end(run, error)
+            core.runs.end(run, error)
             raise
-        core.end(run, None)
+        core.runs.end(run, None)
         return result
 
     @contextlib.contextmanager
@@ -327,17 +327,17 @@ class FlexModel(nn.Module):
         """
         core = self._core
         choice = core.table.choice(groups, complement)
-        if core.run is not None or core.in_backward():
-            with core.chosen(choice):
+        if core.runs.is_inside:
+            with core.runs.chosen(choice):
                 yield self
             return
-        run = core.begin(choice)
+        run = core.runs.begin(choice)
         try:
             yield self
         except BaseException as error:
-            core.end(run, error)
+            core.runs.end(run, error)
             raise
-        core.end(run, None)
+        core.runs.end(run, None)
 
     def run_until(
         self,
@@ -373,13 +373,13 @@ class FlexModel(nn.Module):
         self._check_open()
         choice = core.table.choice(groups, complement)
         cut.check(self.module)
-        is_inside = core.run is not None or core.in_backward()
-        with core.chosen(choice) if is_inside else self.active(groups, complement):
+        is_inside = core.runs.is_inside
+        with core.runs.chosen(choice) if is_inside else self.active(groups, complement):
             until = Until(self._sites_until(module_name))
             with until.installed(), until.one_forward():
                 self.module(*args, **kwargs)
-            if core.run is not None:
-                core.run.was_cut = True
+            if core.runs.current is not None:
+                core.runs.current.cut()
             cut.clean_up(self.module)
             if not until.is_reached:
                 raise RuntimeError(cut.not_reached(module_name))
@@ -389,7 +389,7 @@ class FlexModel(nn.Module):
             return [([find_module(self.module, module_name)], "forward")]
         sites: list[Site] = [
             ([module], registration.kind)
-            for registration in self._core.active_registrations()
+            for registration in self._core.runs.active_hooks()
             if registration.kind in ("forward", "forward_pre")
             and registration.module is not None
             and (module := registration.module()) is not None
@@ -418,7 +418,7 @@ class FlexModel(nn.Module):
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            with self._core.one_run_at_most():
+            with self._core.runs.one_run_at_most():
                 return method(*args, **kwargs)
 
         return call

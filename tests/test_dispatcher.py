@@ -24,17 +24,30 @@ class Calls:
         return tree + 1
 
 
-def make(records=None, graph_task=lambda: -1):
-    calls = Calls()
+def edit(registration, module, leaf, full):
+    """Stands for the call of an editing function: None for a tensor that it leaves as it is."""
+    return None if leaf.numel() == 0 else full.mul_(2)
+
+
+def make(records=None, graph_task=lambda: -1, run_hook=None):
+    calls = Calls() if run_hook is None else run_hook
     records = {} if records is None else records
-    dispatcher = _C.Dispatcher(records, calls, torch.Tensor, graph_task)
+    dispatcher = _C.Dispatcher(
+        records,
+        calls,
+        edit,
+        torch.Tensor,
+        torch.strided,
+        graph_task,
+        torch.is_inference_mode_enabled,
+    )
     dispatcher.activate([0], False)
-    dispatcher.in_run = True
+    dispatcher.set_in_run(True)
     return dispatcher, calls, records
 
 
-def add(site, name, groups=(0,), records_here=False, unpack_idx=0):
-    hook = _C.Hook(name, unpack_idx, name, records_here)
+def add(site, name, groups=(0,), records_here=False, unpack_idx=0, edits_here=False):
+    hook = _C.Hook(name, unpack_idx, name, records_here, edits_here)
     for group in groups:
         hook.tag(group)
     site.add(hook)
@@ -106,6 +119,35 @@ def test_records_are_owned_copies_in_call_order():
     assert records == {}
 
 
+@pytest.mark.parametrize("records_here", [True, False])
+def test_an_edit_gets_a_copy_and_its_result_replaces_the_tensor_in_the_tree(records_here):
+    dispatcher, calls, records = make()
+    module = nn.Identity()
+    site = dispatcher.add_site(weakref.ref(module))
+    add(site, "a", records_here=records_here, edits_here=True, unpack_idx=1)
+    dispatcher.activate([0], False)
+    first, x = torch.ones(1), torch.ones(2)
+    after = site.call(module, (first, {"x": x}))
+    assert after[0] is first and after[1]["x"].tolist() == [2, 2]
+    assert x.tolist() == [1, 1] and calls.seen == []
+    assert [record.tolist() for record in records.get("a", [])] == [[1, 1]] * records_here
+    unchanged = (first, torch.empty(0))
+    assert site.call(module, unchanged) is unchanged
+
+
+def test_python_runs_hooks_that_are_installed_for_a_backward_and_all_in_inference_mode():
+    dispatcher, calls, _ = make()
+    module = nn.Identity()
+    site = dispatcher.add_site(weakref.ref(module))
+    hook = add(site, "a", records_here=True, edits_here=True)
+    dispatcher.activate([0], False)
+    with torch.inference_mode():
+        site.call(module, torch.zeros(1))
+    hook.set_replays(True)
+    site.call(module, torch.zeros(1))
+    assert calls.seen == ["a", "a"]
+
+
 @pytest.mark.parametrize(
     "tree",
     [
@@ -132,7 +174,7 @@ def test_outside_of_runs_in_backward_and_for_missing_tensors_python_decides():
     add(site, "a", records_here=True, unpack_idx=1)
     dispatcher.activate([0], False)
     site.call(module, torch.zeros(1))
-    dispatcher.in_run = False
+    assert dispatcher.set_in_run(False)
     site.call(module, torch.zeros(1))
     assert calls.seen == ["a", "a"]
 
@@ -163,7 +205,7 @@ def test_errors_of_hooks_come_through():
     def fail(registration, module, tree):
         raise KeyError("boom")
 
-    dispatcher = _C.Dispatcher({}, fail, torch.Tensor, lambda: -1)
+    dispatcher = make(run_hook=fail)[0]
     site = dispatcher.add_site(None)
     add(site, "a")
     dispatcher.activate([0], False)
@@ -178,7 +220,7 @@ def test_a_hook_may_close_the_dispatcher_that_runs_it():
         dispatcher.close()
         return tree
 
-    dispatcher = _C.Dispatcher({}, close, torch.Tensor, lambda: -1)
+    dispatcher = make(run_hook=close)[0]
     site = dispatcher.add_site(None)
     add(site, "a")
     add(site, "b")

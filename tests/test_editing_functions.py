@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import models
 from flex_model import FlexModel, editing
-from flex_model.hooks.step import Step, current_microbatch, current_rows
+from flex_model.runs.step import Step, current_microbatch, current_rows
 
 X = models.random(3, 5, 8)  # rows, positions, units
 VECTOR = models.random(8, seed=3)

@@ -117,12 +117,12 @@ def test_the_models_own_stream_is_that_of_the_bare_model(draws):
     forward was another one.
     """
     model = models.seeded(Dropping).double()
+    dropped = []
+    model.drop.register_forward_hook(lambda module, args, output: dropped.append(output == 0))
     flex = FlexModel(model)
     flex.register_forward_hook(
         HookFunction("drop", editing_function=lambda m, full, s, ms: 0 * torch.randn_like(full))
     )
-    dropped = []
-    model.drop.register_forward_hook(lambda module, args, output: dropped.append(output == 0))
     runs = []
     for groups in ((), "all"):
         dropped.clear()

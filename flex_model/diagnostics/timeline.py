@@ -23,8 +23,8 @@ from flex_model.inspection import text
 if TYPE_CHECKING:
     from flex_model.distributed.communicator import Communicator
     from flex_model.distributed.mesh import Axis
-    from flex_model.hooks.context import Call
     from flex_model.hooks.core import HookCore
+    from flex_model.hooks.hook_call import HookCall
 
 KINDS = ("hook", "edit", "header", "transfer")
 _REMEMBERED = 20_000  # spans of a rank, the last ones: some MiB
@@ -185,7 +185,7 @@ class _Recorder:
         self.num_noted += 1
         return noted.finish
 
-    def _begin_hook(self, kind: str, call: Call) -> Callable[[], None]:
+    def _begin_hook(self, kind: str, call: HookCall) -> Callable[[], None]:
         return self._begin(_Noted(kind, call.describe(), call.registration.name, now_ns()))
 
     def _begin_transfer(

@@ -96,6 +96,23 @@ class Communicator(GroupPool):
         """Whether an error may be deferred in ``held`` now: inside a backward that raises it."""
         return torch._C._current_graph_task_id() in self.backwards
 
+    def begin_run(self) -> None:
+        """Forget the backward passes and the costs of the run before. Local."""
+        self.backwards.clear()
+        self.held = None
+        self.meter.clear()
+
+    def hold(self, error: Exception) -> None:
+        """Defer an error that all ranks have exchanged, to the end of the backward; the first one
+        is kept. Local.
+        """
+        self.held = self.held or error
+
+    def take_held(self) -> Exception | None:
+        """Return the error that was held, and forget it. Local."""
+        held, self.held = self.held, None
+        return held
+
     def set_error(self, text: str, cause: BaseException | None, state: int = ERROR) -> None:
         """Set a pending error of this rank, which all ranks raise at the next exchange. The first
         one is kept.
@@ -186,7 +203,7 @@ class Communicator(GroupPool):
         if any(other.state != OK for other in headers):
             failure = self._agreed_error(headers, where)
             if self.may_hold and _can_continue(headers):
-                self.held = self.held or failure
+                self.hold(failure)
                 return headers
             self.num_agreed += 1
             raise failure

@@ -253,6 +253,11 @@ class GatherContext:
     record: Tensor | None = None
     _gradient: GatherSpec | None = None
 
+    @property
+    def cast_record(self) -> Tensor | None:
+        """The record, after the gather, in the dtype of the hook."""
+        return None if self.record is None else self.spec.cast(self.record)
+
     def gradient(self, grad: Tensor | None = None) -> GatherSpec:
         """Return the plan of the gradient. That of a replicated tensor is replicated (the model has
         reduced it), or partial (the model will reduce it). Collective where that is unknown yet.

@@ -12,7 +12,7 @@ from torch import Tensor
 from flex_model.editing.edit import Edit, Scope, check_number, check_seed, format_call
 from flex_model.editing.patching import Capture
 from flex_model.editing.region import Region
-from flex_model.hooks.step import current_microbatch
+from flex_model.runs.step import current_microbatch
 from flex_model.selection.selection import SelectionArguments
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from flex_model.editing.edit import Edit, Scope, format_call
 from flex_model.editing.region import Region
-from flex_model.hooks.step import current_microbatch
+from flex_model.runs.step import current_microbatch
 from flex_model.selection.selection import SelectionArguments
 
 if TYPE_CHECKING:

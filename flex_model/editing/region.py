@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flex_model.hooks.step import current_rows
+from flex_model.runs.step import current_rows
 from flex_model.selection.selection import Selection
 from flex_model.selection.selectors import as_slice
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flex_model import _C
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.plain import is_renamed, plain
 from flex_model.hooks.call_check import check_call
-from flex_model.hooks.context import Call
 from flex_model.hooks.edit_path import (
     EditInput,
     EditPath,
@@ -24,6 +24,7 @@ from flex_model.hooks.edit_path import (
     OnRank0Path,
     ReplicatedPath,
 )
+from flex_model.hooks.hook_call import HookCall
 from flex_model.hooks.hook_layouts import HookLayouts
 from flex_model.hooks.save_ctx import SentToAll
 from flex_model.hooks.tracking import Tracking
@@ -44,6 +45,7 @@ class HookCaller:
     Attributes:
         observers: Each is called with ``"hook"`` or ``"edit"`` and the call when a hook, or its
             editing function, begins, and returns the function to call when that ends.
+        function: Calls editing functions.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class HookCaller:
         self._records = records
         self.layouts = HookLayouts(communicator, tracking)
         self.observers: list[Observer] = []
-        function = UserFunction(communicator, save_ctx, modules, self.observers)
+        self.function = function = UserFunction(communicator, save_ctx, modules, self.observers)
         self.edits_on_all = edit_on == "all"
         self._path: EditPath
         if communicator.is_local:
@@ -76,18 +78,25 @@ class HookCaller:
         # Dividing this rank's gradients by it gives those of the mean loss.
         self.gradient_scale = communicator.mesh.dp_size
 
-    def activation(self, call: Call, leaf: Tensor) -> list[tuple[int, Tensor]]:
-        """Run a forward or forward-pre hook on one tensor; return the tensors that replace those
-        of its site, with their ``unpack_idx``.
+    def activation(self, call: HookCall, leaf: Tensor, tree: Any) -> Any:
+        """Run a forward or forward-pre hook on one tensor of a tree; return the tree that the model
+        continues with.
         """
         ends = [begin("hook", call) for begin in self.observers] if self.observers else ()
         try:
             call.registration.check_movable(leaf)
-            if call.registration.edits:
-                return self._edit(call, leaf)
-            if call.records:
-                self._collect(call, leaf)
-            return []
+            if not call.registration.edits:
+                if call.records:
+                    self._collect(call, leaf)
+                return tree
+            inputs = self._gather(call, leaf)
+            if not inputs:
+                return tree
+            edits = self._path.edit(inputs, self._parameters(call, inputs[-1].leaf))
+            for one, shard in zip(inputs, edits):
+                if shard is not None:
+                    tree = _C.replace_leaf(tree, one.index, self._placed(one, shard))
+            return tree
         finally:
             for end in ends:
                 end()
@@ -98,7 +107,7 @@ class HookCaller:
         """
         return dtensor.without_partial(grad) if dtensor.is_dtensor(grad) else grad
 
-    def gradient(self, call: Call, grad: Tensor) -> Tensor:
+    def gradient(self, call: HookCall, grad: Tensor) -> Tensor:
         """Run a hook on one ``summed`` gradient. An activation's gradient is passed as that of the
         mean loss over data-parallel ranks and micro-batches; a parameter's is averaged over dp, and
         the backward continues with the average.
@@ -113,14 +122,17 @@ class HookCaller:
             if not call.registration.edits:
                 self._collect(call, unscaled)
                 return grad
-            for _, edited in self._edit(call, unscaled):  # one at most
-                return edited * scale if scale > 1 else edited
-            return grad
+            one = self._path.gather(call, unscaled)
+            (shard,) = self._path.edit([one], self._parameters(call, one.leaf))
+            if shard is None:
+                return grad
+            edited = self._placed(one, shard)
+            return edited * scale if scale > 1 else edited
         finally:
             for end in ends:
                 end()
 
-    def _mean_over_dp(self, call: Call, grad: Tensor) -> Tensor:
+    def _mean_over_dp(self, call: HookCall, grad: Tensor) -> Tensor:
         mesh = self._communicator.mesh
         if mesh.dp_size == 1:
             return grad
@@ -133,7 +145,7 @@ class HookCaller:
         mean = self._communicator.all_reduce_sum(("dp",), plain) / mesh.dp_size
         return dtensor.like(mean, grad) if dtensor.is_dtensor(grad) else mean
 
-    def _collect(self, call: Call, leaf: Tensor) -> None:
+    def _collect(self, call: HookCall, leaf: Tensor) -> None:
         if self._communicator.is_local:
             if dtensor.is_dtensor(leaf):
                 leaf = dtensor.to_local(dtensor.without_partial(leaf))
@@ -145,32 +157,22 @@ class HookCaller:
         call, shard, known = self.layouts.shard_of(call, leaf)
         self._records.later(call, plain(shard), known)
 
-    def _edit(self, call: Call, leaf: Any) -> list[tuple[int, Tensor]]:
-        """Gather, record, edit, scatter; return the changed tensors with their ``unpack_idx``.
-
-        Tensors that are edited together are only gathered until the last one.
+    def _gather(self, call: HookCall, leaf: Any) -> list[EditInput]:
+        """Gather the tensor that a hook edits, and record it. Return all tensors of the edit: none
+        until the last one of those that are edited together.
         """
         joint, batch = call.registration.joint, call.run.batch
-        if joint is not None and call.registration.is_first_of_joint:
-            joint.gathered[batch] = []  # drops what a failed call left behind
-        one = self._path.gather(call, leaf)
         if joint is None:
-            several = [one]
-        else:
-            several = joint.gathered.setdefault(batch, [])
-            several.append(one)
-            if not call.registration.calls_function:
-                return []
-            del joint.gathered[batch]
-            if len(several) < joint.size:
-                return []  # the hook of another of these tensors failed, and reported it
-        parameters = self._parameters(call, one.leaf)
-        edits = self._path.edit(several, parameters)
-        return [
-            (one.index, self._placed(one, shard))
-            for one, shard in zip(several, edits)
-            if shard is not None
-        ]
+            return [self._path.gather(call, leaf)]
+        if call.registration.is_first_of_joint:
+            joint.gathered[batch] = []  # drops what a failed call left behind
+        inputs = joint.gathered.setdefault(batch, [])
+        inputs.append(self._path.gather(call, leaf))
+        if not call.registration.calls_function:
+            return []
+        del joint.gathered[batch]
+        # The hook of another of these tensors may have failed, and reported it.
+        return inputs if len(inputs) == joint.size else []
 
     def _placed(self, one: EditInput, shard: Tensor) -> Tensor:
         """Return the tensor that the model continues with, with the original's placements, and
@@ -188,7 +190,7 @@ class HookCaller:
             self._tracking.note(one.call.evidence, edited, one.original, placed)
         return edited
 
-    def _parameters(self, call: Call, leaf: Tensor) -> dict[str, Tensor]:
+    def _parameters(self, call: HookCall, leaf: Tensor) -> dict[str, Tensor]:
         """Return the current full values of the parameters that the function named."""
         names = call.registration.hook_function.parameter_names
         return {name: self.full_parameter(name).to(leaf.device) for name in names}

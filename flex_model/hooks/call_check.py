@@ -10,12 +10,13 @@ from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import Header
 from flex_model.distributed.layout import Replicate, Shape, ShardLayout
 from flex_model.distributed.mesh import Mesh
-from flex_model.hooks.context import Call, seed_of_state
+from flex_model.hooks.hook_call import HookCall
+from flex_model.hooks.random_state import seed_of_state
 from flex_model.layouts import replicas
 
 
 def check_call(
-    communicator: Communicator, call: Call, tensor: Tensor, kind: str, axes: Sequence[str] = ()
+    communicator: Communicator, call: HookCall, tensor: Tensor, kind: str, axes: Sequence[str] = ()
 ) -> tuple[list[Shape], list[str]]:
     """Exchange the header of a call and check that all ranks agree. Collective.
 
@@ -39,12 +40,14 @@ def check_call(
     )
     what = "the gradient of the edit of " if kind == "gradient of an edit" else ""
     headers = communicator.check_consistency(header, what + call.describe())
-    run.seed = headers[0].seed
+    run.use_seed(headers[0].seed)
     differing = [axis for axis in axes if replicas.differ(communicator.mesh, headers, axis)]
     return [header.shape for header in headers], differing
 
 
-def replicated_axes(mesh: Mesh, call: Call, tensor: Tensor, known: ShardLayout | None) -> list[str]:
+def replicated_axes(
+    mesh: Mesh, call: HookCall, tensor: Tensor, known: ShardLayout | None
+) -> list[str]:
     """Return the axes along which all ranks should hold this tensor's values, as far as this rank
     knows before an exchange: in a followed forward, they are compared when the layout is resolved.
 

@@ -20,8 +20,9 @@ from flex_model.distributed.layout import Placement
 from flex_model.distributed.picked import Pick
 from flex_model.distributed.plain import is_renamed, plain
 from flex_model.hooks.call_check import check_call, replicated_axes
-from flex_model.hooks.context import Call, seed_of_state
+from flex_model.hooks.hook_call import HookCall
 from flex_model.hooks.hook_layouts import HookLayouts
+from flex_model.hooks.registration import Registration
 from flex_model.hooks.save_ctx import SentToAll
 from flex_model.hooks.user_function import Edits, Parameters, UserFunction
 from flex_model.integrations import dtensor
@@ -43,7 +44,7 @@ class EditInput:
         gather_context: With several ranks: how it is gathered and scattered.
     """
 
-    call: Call
+    call: HookCall
     original: Any
     leaf: Tensor
     part: Tensor
@@ -87,7 +88,7 @@ class EditPath(Protocol):
     over the ranks of a stage.
     """
 
-    def gather(self, call: Call, original: Any) -> EditInput:
+    def gather(self, call: HookCall, original: Any) -> EditInput:
         """Gather the full tensor, for the function and the records."""
 
     def edit(self, inputs: Sequence[EditInput], parameters: Parameters) -> Edits:
@@ -100,7 +101,7 @@ class LocalPath:
     def __init__(self, records: Records, layouts: HookLayouts, function: UserFunction) -> None:
         self._records, self._layouts, self._function = records, layouts, function
 
-    def gather(self, call: Call, original: Any) -> EditInput:
+    def gather(self, call: HookCall, original: Any) -> EditInput:
         """Copy the tensor for the function, and record it."""
         call, leaf, _ = self._layouts.shard_of(call, original)
         leaf = plain(leaf) if is_renamed(leaf) else leaf
@@ -112,10 +113,8 @@ class LocalPath:
 
     def edit(self, inputs: Sequence[EditInput], parameters: Parameters) -> Edits:
         """Run the function on this process."""
-        run = inputs[-1].call.run
-        if run.seed is None:
-            run.seed = seed_of_state()
-        edits = self._function.run(inputs, parameters)
+        call, leaf = inputs[-1].call, inputs[-1].leaf
+        edits = self._function.run(call, [one.full for one in inputs], leaf, parameters)
         return [
             # A copy, as shards are: the model may change it in place, and the user may keep it.
             None if edited is None else one.put_back(edited.clone() if one.is_whole else edited)
@@ -123,13 +122,76 @@ class LocalPath:
         ]
 
 
-class ReplicatedPath:
+class _ShardedPath:
+    """What the paths on several ranks have in common: they gather this rank's shard with those of
+    the others.
+
+    Attributes:
+        gather_in_graph: Gathers with autograd inside.
+    """
+
+    gather_in_graph: Callable[[Tensor, GatherContext], Tensor]
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        records: Records,
+        layouts: HookLayouts,
+        function: UserFunction,
+    ) -> None:
+        self._communicator, self._records = communicator, records
+        self._layouts, self._function = layouts, function
+
+    def gather(self, call: HookCall, original: Any) -> EditInput:
+        """Check the call on all ranks, look up its layout, gather, and record."""
+        communicator, layouts, records = self._communicator, self._layouts, self._records
+        call, leaf, known = layouts.shard_of(call, original)
+        leaf = plain(leaf)
+        axes = replicated_axes(communicator.mesh, call, leaf, known)
+        shapes, differing = check_call(communicator, call, leaf, call.registration.kind, axes)
+        if differing:
+            leaf = replicas.reconciled(communicator, call.registration.layout_site, leaf, differing)
+        spec = layouts.lookup(call, shapes, leaf.dtype, known, leaf)
+
+        def check_gradient(grad: Tensor) -> None:
+            check_call(communicator, call, grad, "gradient of an edit")
+
+        def of_replicas(grad: Tensor | None) -> tuple[Placement, bool]:
+            placement = layouts.of_edit_gradient(call, grad, spec.layout)
+            return placement, not call.evidence.is_passing
+
+        num_records = int(call.records and self._keeps_record(leaf))
+        # As in earlier calls; not known of the first one.
+        is_read = call.registration.writes is False
+        context = GatherContext(spec, check_gradient, of_replicas, num_records, is_read)
+        part = leaf if spec.pick is None else spec.pick.take(leaf)
+        if records.keeps_parts and call.records:
+            records.later(call, leaf, known)
+        full = _gathered(self.gather_in_graph, part, context)
+        if call.records and not records.keeps_parts:
+            self._record(call.registration, part, full, context)
+        return EditInput(call, original, leaf, part, full, spec.pick, context)
+
+    def _keeps_record(self, leaf: Tensor) -> bool:
+        """Whether the gather makes the record, besides the tensor for the function."""
+        raise NotImplementedError
+
+    def _record(
+        self, registration: Registration, part: Tensor, full: Tensor, context: GatherContext
+    ) -> None:
+        """Record the full tensor where this rank keeps it."""
+        raise NotImplementedError
+
+
+class ReplicatedPath(_ShardedPath):
     """The path on which every rank has the full tensor, runs the function and keeps its shard.
 
     Args:
         checks_edits: Whether ranks exchange after each edit whether it failed. In a pipeline they
             run backward passes after it, whose graphs must be the same.
     """
+
+    gather_in_graph = staticmethod(gather.gather)
 
     def __init__(
         self,
@@ -139,31 +201,23 @@ class ReplicatedPath:
         function: UserFunction,
         checks_edits: bool,
     ) -> None:
-        self._communicator, self._records, self._layouts = communicator, records, layouts
-        self._function, self._checks_edits = function, checks_edits
+        super().__init__(communicator, records, layouts, function)
+        self._checks_edits = checks_edits
 
-    def gather(self, call: Call, original: Any) -> EditInput:
-        """Gather the full tensor on every rank."""
-        return _gather_shards(
-            self._communicator, self._records, self._layouts, call, original, self._gather
-        )
+    def _keeps_record(self, leaf: Tensor) -> bool:
+        return self._records.keeps_full and leaf.is_cpu
 
-    def _gather(self, call: Call, part: Tensor, gather_context: GatherContext) -> Tensor:
-        records = call.records and self._records.keeps_full
-        gather_context.num_records = int(records and part.device.type == "cpu")
-        # As in earlier calls; not known of the first one.
-        gather_context.is_read = call.registration.writes is False
-        full = _gathered(gather.gather, part, gather_context)
-        if records:
-            self._records.put(call.registration, gather_context.record, full)
-        return full
+    def _record(
+        self, registration: Registration, part: Tensor, full: Tensor, context: GatherContext
+    ) -> None:
+        self._records.put(registration, context.cast_record, full)
 
     def edit(self, inputs: Sequence[EditInput], parameters: Parameters) -> Edits:
         """Run the function on every rank."""
-        call = inputs[-1].call
+        call, leaf = inputs[-1].call, inputs[-1].leaf
         edits: Edits
         try:
-            edits = self._function.run(inputs, parameters)
+            edits = self._function.run(call, [one.full for one in inputs], leaf, parameters)
         except Exception as error:
             if not self._checks_edits:
                 raise
@@ -184,12 +238,14 @@ class ReplicatedPath:
         ]
 
 
-class OnRank0Path:
+class OnRank0Path(_ShardedPath):
     """The path on which rank 0 alone has the full tensor and runs the function; others get shards.
 
     Args:
         sent_to_all: Sends ``save_ctx`` to all ranks, where the user chose that.
     """
+
+    gather_in_graph = staticmethod(gather.gather_to_first)
 
     def __init__(
         self,
@@ -199,29 +255,24 @@ class OnRank0Path:
         function: UserFunction,
         sent_to_all: SentToAll | None,
     ) -> None:
-        self._communicator, self._records, self._layouts = communicator, records, layouts
-        self._function, self._sent_to_all = function, sent_to_all
+        super().__init__(communicator, records, layouts, function)
+        self._sent_to_all = sent_to_all
 
-    def gather(self, call: Call, original: Any) -> EditInput:
-        """Gather the full tensor on rank 0; an empty one elsewhere."""
-        return _gather_shards(
-            self._communicator, self._records, self._layouts, call, original, self._gather
-        )
+    def _keeps_record(self, leaf: Tensor) -> bool:
+        return not self._records.on_all_ranks and not self._records.keeps_parts
 
-    def _gather(self, call: Call, part: Tensor, gather_context: GatherContext) -> Tensor:
-        on_first = not self._records.on_all_ranks and not self._records.keeps_parts
-        gather_context.num_records = int(call.records and on_first)
-        gathered = _gathered(gather.gather_to_first, part, gather_context)
-        if self._records.on_all_ranks and call.records:
-            full = gather_context.spec.cast(gather_context.spec.copies(part, 1, num_read=1)[0])
-            self._records.put(call.registration, None, full)
-        elif gather_context.num_records and self._communicator.mesh.group_rank == 0:
-            self._records.put(call.registration, gather_context.record, gathered)
-        return gathered
+    def _record(
+        self, registration: Registration, part: Tensor, full: Tensor, context: GatherContext
+    ) -> None:
+        record = context.cast_record
+        if self._records.on_all_ranks:
+            full = context.spec.cast(context.spec.copies(part, 1, num_read=1)[0])
+        if self._records.on_all_ranks or self._communicator.mesh.group_rank == 0:
+            self._records.put(registration, record, full)
 
     def edit(self, inputs: Sequence[EditInput], parameters: Parameters) -> Edits:
         """Run the function on rank 0, and scatter from there."""
-        communicator, call = self._communicator, inputs[-1].call
+        communicator, call, leaf = self._communicator, inputs[-1].call, inputs[-1].leaf
         edits: Edits = [None] * len(inputs)
         if communicator.mesh.group_rank == 0:
             if self._sent_to_all is not None and not call.is_replay:
@@ -229,7 +280,8 @@ class OnRank0Path:
             try:
                 # Checkpointing would recompute what is saved here, and on this rank only.
                 with torch.autograd.graph.saved_tensors_hooks(_saved, _unsaved):
-                    edits = self._function.run(inputs, parameters)
+                    fulls = [one.full for one in inputs]
+                    edits = self._function.run(call, fulls, leaf, parameters)
             except Exception as error:
                 if call.is_replay:
                     raise
@@ -259,38 +311,6 @@ class OnRank0Path:
         gathered = [other.full for other in inputs]
         shard = gather.scatter_from_first(edited, gathered, one.gathered_by, one.part, in_graph)
         return one.put_back(shard)
-
-
-def _gather_shards(
-    communicator: Communicator,
-    records: Records,
-    layouts: HookLayouts,
-    call: Call,
-    original: Any,
-    gather_in_graph: Callable[[Call, Tensor, GatherContext], Tensor],
-) -> EditInput:
-    """Check the call on all ranks, look up its layout, and gather."""
-    call, leaf, known = layouts.shard_of(call, original)
-    leaf = plain(leaf)
-    axes = replicated_axes(communicator.mesh, call, leaf, known)
-    shapes, differing = check_call(communicator, call, leaf, call.registration.kind, axes)
-    if differing:
-        leaf = replicas.reconciled(communicator, call.registration.layout_site, leaf, differing)
-    spec = layouts.lookup(call, shapes, leaf.dtype, known, leaf)
-
-    def check_gradient(grad: Tensor) -> None:
-        check_call(communicator, call, grad, "gradient of an edit")
-
-    def of_replicas(grad: Tensor | None) -> tuple[Placement, bool]:
-        placement = layouts.of_edit_gradient(call, grad, spec.layout)
-        return placement, not call.evidence.is_passing
-
-    gather_context = GatherContext(spec, check_gradient, of_replicas)
-    part = leaf if spec.pick is None else spec.pick.take(leaf)
-    if records.keeps_parts and call.records:
-        records.later(call, leaf, known)
-    full = gather_in_graph(call, part, gather_context)
-    return EditInput(call, original, leaf, part, full, spec.pick, gather_context)
 
 
 def _flags_of(edits: Edits) -> int:
@@ -334,17 +354,13 @@ def _gathered(
     part: Tensor,
     gather_context: GatherContext,
 ) -> Tensor:
-    """Return the full tensor from ``gather_in_graph``, and set its record, in the dtype of the
-    hook; never an inference tensor, as in ``_copied``.
+    """Return the full tensor from ``gather_in_graph``, in the dtype of the hook; never an inference
+    tensor, as in ``_copied``.
     """
     spec = gather_context.spec
     if spec.is_whole and gather_in_graph is gather.gather and not part.requires_grad:
         return _copied(part)
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False), torch.no_grad():
-            full = spec.cast(gather_in_graph(part, gather_context))
-    else:
-        full = spec.cast(gather_in_graph(part, gather_context))
-    if gather_context.record is not None:
-        gather_context.record = spec.cast(gather_context.record)
-    return full
+    if not torch.is_inference_mode_enabled():
+        return spec.cast(gather_in_graph(part, gather_context))
+    with torch.inference_mode(False), torch.no_grad():
+        return spec.cast(gather_in_graph(part, gather_context))

@@ -158,6 +158,19 @@ class HookFunction:
             placements=self.placements,
         )
 
+    def attach(
+        self,
+        registrations: Sequence[Registration],
+        save_ctx: Namespace | None,
+        modules: nn.ModuleDict | None,
+    ) -> None:
+        """Note where the function is registered; with no registrations: nowhere."""
+        self._registrations, self.save_ctx, self.modules = registrations, save_ctx, modules
+
+    def pass_parameters(self, parameters: dict[str, Tensor]) -> None:
+        """Set the full parameters that the function reads while it runs."""
+        self.parameters = parameters
+
     @property
     def record_name(self) -> str:
         """Key of the record in ``output_ptr``."""

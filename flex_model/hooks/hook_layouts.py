@@ -27,7 +27,7 @@ from flex_model.distributed.picked import Pick
 from flex_model.distributed.plain import plain
 from flex_model.errors import HookError, agreed, is_agreed
 from flex_model.hooks.call_check import check_call
-from flex_model.hooks.context import Call
+from flex_model.hooks.hook_call import HookCall
 from flex_model.hooks.tracking import Tracking
 from flex_model.integrations import dtensor
 from flex_model.layouts import replicas, resolve
@@ -44,7 +44,7 @@ class HookLayouts:
     def __init__(self, communicator: Communicator, tracking: Tracking) -> None:
         self._communicator, self._mesh, self._tracking = communicator, communicator.mesh, tracking
 
-    def shard_of(self, call: Call, leaf: Any) -> tuple[Call, Tensor, ShardLayout | None]:
+    def shard_of(self, call: HookCall, leaf: Any) -> tuple[HookCall, Tensor, ShardLayout | None]:
         """Return this rank's plain tensor, in the graph, and the layout that a DTensor states: the
         whole one (the third value), or along the axes of its mesh (in the call).
         """
@@ -53,7 +53,7 @@ class HookLayouts:
             call = replace(call, stated=stated)
         return call, leaf, known
 
-    def pick_of_full(self, call: Call, leaf: Tensor) -> Pick | None:
+    def pick_of_full(self, call: HookCall, leaf: Tensor) -> Pick | None:
         """With one rank: check the full tensor's ``expected_shape``; return its selection."""
         registration = call.registration
         if registration.expected_shape is None and registration.select is None:
@@ -62,7 +62,7 @@ class HookLayouts:
 
     def lookup(
         self,
-        call: Call,
+        call: HookCall,
         shapes: Sequence[Shape],
         dtype: torch.dtype,
         known: ShardLayout | None,
@@ -104,7 +104,7 @@ class HookLayouts:
         registration.specs[key] = spec
         return spec
 
-    def _check_mixed(self, call: Call) -> None:
+    def _check_mixed(self, call: HookCall) -> None:
         """ValueError where a DTensor's gradient may differ from the unsharded model's. The same on
         every rank.
         """
@@ -123,7 +123,7 @@ class HookLayouts:
             )
 
     def _layout(
-        self, call: Call, shapes: Sequence[Shape], known: ShardLayout | None, shard: Tensor
+        self, call: HookCall, shapes: Sequence[Shape], known: ShardLayout | None, shard: Tensor
     ) -> ShardLayout:
         """Resolve the placements from what all ranks have proven or stated. Collective."""
         registration, mesh = call.registration, self._mesh
@@ -169,7 +169,7 @@ class HookLayouts:
 
     def _of_gradient(
         self,
-        call: Call,
+        call: HookCall,
         layout: ShardLayout,
         own: Mapping[str, Placement],
         grad: Tensor,
@@ -203,7 +203,7 @@ class HookLayouts:
         site = call.registration.layout_site
         return resolve.order_axes(site, found, self._mesh, are_both_stated=len(own) == len(AXES))
 
-    def _check_replicas(self, call: Call, axis: str) -> None:
+    def _check_replicas(self, call: HookCall, axis: str) -> None:
         """Check that ranks that share a parameter hold the same values. Collective.
 
         Raises:
@@ -223,13 +223,18 @@ class HookLayouts:
                     )
                 )
 
-    def _proven_gradient(self, call: Call) -> Pair:
+    def _proven_gradient(self, call: HookCall) -> Pair:
         if call.registration.kind == "tensor":
             return self._tracking.prove_parameter_gradient(call.registration)
         return self._tracking.prove_gradient(call.evidence)
 
     def _of_replicas(
-        self, call: Call, axis: str, proven: Placement | None, grad: Tensor | None, is_equal: bool
+        self,
+        call: HookCall,
+        axis: str,
+        proven: Placement | None,
+        grad: Tensor | None,
+        is_equal: bool,
     ) -> Placement:
         """Return how ranks along ``axis`` that hold one tensor hold its gradient: each in full, or
         as partial sums. Collective.
@@ -242,7 +247,7 @@ class HookLayouts:
             replicas.reconciled(self._communicator, call.registration.layout_site, grad, [axis])
         return placement
 
-    def _known(self, call: Call, axis: str, proven: Placement | None) -> Placement:
+    def _known(self, call: HookCall, axis: str, proven: Placement | None) -> Placement:
         """Return a gradient's placement, which all ranks have proven alike, or none has.
 
         Raises:
@@ -261,12 +266,12 @@ class HookLayouts:
             )
         )
 
-    def _obstacle(self, call: Call, axis: str) -> str:
+    def _obstacle(self, call: HookCall, axis: str) -> str:
         if call.registration.kind == "tensor":
             return self._tracking.obstacle_of_parameter(call.registration, axis)
         return self._tracking.gradient_obstacle(call.evidence, axis)
 
-    def _check_mean(self, call: Call, proven: Placement | None) -> None:
+    def _check_mean(self, call: HookCall, proven: Placement | None) -> None:
         """Check that the mean along dp is a parameter's gradient: each rank has a partial sum.
 
         Raises:
@@ -285,7 +290,9 @@ class HookLayouts:
             )
         )
 
-    def of_edit_gradient(self, call: Call, grad: Tensor | None, layout: ShardLayout) -> Placement:
+    def of_edit_gradient(
+        self, call: HookCall, grad: Tensor | None, layout: ShardLayout
+    ) -> Placement:
         """Return how the ranks along tp hold the gradient of an edit's input and output, whose
         tensor has this ``layout``. The gradient of a DTensor's local part is placed as the DTensor
         is. Collective.
@@ -311,7 +318,7 @@ class HookLayouts:
         mesh = self._mesh
         return mesh.dp_size if axis == "dp" else mesh.tp_size
 
-    def _of_recomputed(self, call: Call, key: tuple[object, ...]) -> GatherSpec | None:
+    def _of_recomputed(self, call: HookCall, key: tuple[object, ...]) -> GatherSpec | None:
         """Return the plan that the recomputed forward used, whichever of its calls this is."""
         registration = call.registration
         found = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ class Joint:
 
     Attributes:
         indices: The ``unpack_idx`` of each tensor, in the order of their hooks.
-        gathered: By batch (see ``RunContext``): the inputs of the call gathered so far.
+        gathered: By batch (see ``Run``): the inputs of the call gathered so far.
     """
 
     indices: tuple[int, ...]
@@ -55,6 +54,7 @@ class Registration:
             whatever it had before.
         hook: The dispatcher's object for it (groups, activity).
         clean_name: Name of the module or parameter without wrappers' insertions, for messages.
+        description: The name for messages: ``forward hook on 'layers.0.mlp'``.
         site: The hash that identifies it in headers: ranks that differ in any part of it differ in
             the hash.
         seed: Its part of the seeds of its calls: the same on any sharding.
@@ -89,10 +89,14 @@ class Registration:
     site: int = field(init=False)
     seed: int = field(init=False)
     name: str = field(init=False)
+    description: str = field(init=False)
+    edits: bool = field(init=False)
 
     def __post_init__(self) -> None:
         function = self.hook_function
         self.name = function.module_name
+        self.edits = self.given.editing_function is not None
+        self.description = describe_hook(self.clean_name, self.kind, function.unpack_idx)
         self.expected_shape = function.expected_shape
         self.seed = site_hash(*self.place_of(function, self.kind), self.number)
         self.site = site_hash(
@@ -104,6 +108,19 @@ class Registration:
             *(() if function.select is None else (repr(function.select),)),
             *(() if self.joint is None or not self.edits else (self.given.unpack_idx,)),
             *(() if function.record else ("no record",)),
+        )
+
+    def make_hook(self, is_served: bool) -> None:
+        """Make the dispatcher's object; ``is_served``: whether the dispatcher runs the hook itself,
+        on one process.
+        """
+        function = self.hook_function
+        self.hook = _C.Hook(
+            self,
+            function.unpack_idx,
+            function.record_name,
+            is_served and function.record,
+            is_served and self.edits,
         )
 
     @staticmethod
@@ -119,10 +136,6 @@ class Registration:
     def living_targets(self) -> list[Any]:
         """Those of its targets that still exist."""
         return [target for ref in self.targets if (target := ref()) is not None]
-
-    @property
-    def edits(self) -> bool:
-        return self.given.editing_function is not None
 
     def was_called(self, run: int) -> bool:
         """Whether one of its modules was called in that run, and its hooks there."""
@@ -190,6 +203,10 @@ class Registration:
             return text
         return f"{self.describe()}: the editing function raised {text}"
 
+    def state(self, sources: ParameterSources) -> None:
+        """Set the placements that are stated for the parameter whose gradient it gets."""
+        self.parameter = sources
+
     def note_writes(self, has_written: bool) -> None:
         """Record whether a call of the editing function wrote to its tensor."""
         self.writes = self.writes or has_written
@@ -204,11 +221,10 @@ class Registration:
             )
 
     def describe(self) -> str:
-        """Return the name for messages: ``forward hook on 'layers.0.mlp'``."""
-        return describe_hook(self.clean_name, self.kind, self.hook_function.unpack_idx)
+        """Return the name for messages: ``description``."""
+        return self.description
 
 
-@lru_cache(maxsize=1024)  # called several times per hook call
 def describe_hook(name: str, kind: str, unpack_idx: int | tuple[int, ...]) -> str:
     """Return the name of a hook for messages, as ``Registration.describe``."""
     kind = "parameter-gradient" if kind == "tensor" else kind.replace("_", "-")

@@ -19,7 +19,7 @@ from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.serialization import PLAIN, decode, encode
 from flex_model.distributed.tensor_dicts import Description, describe, exchange_json, from_rank
 from flex_model.errors import HookError, agreed, see
-from flex_model.hooks.step import current_microbatch
+from flex_model.runs.step import current_microbatch
 
 #: Attributes of one rank: as JSON, the tensors in them, and which of those are on a GPU.
 Encoded = tuple[dict[str, Any], list[Description], list[bool]]
@@ -251,17 +251,16 @@ def end_step(context: Namespace, before: dict[str, Any]) -> tuple[list[str], lis
 
 def begin_call(context: Namespace, hook: int) -> None:
     """Begin a call of a hook's editing function, for the micro-batch being computed."""
-    if isinstance(context, StageContext):
-        context._flex_call = hook, current_microbatch()
-        context._flex_other.clear()
+    assert isinstance(context, StageContext)
+    context._flex_call = hook, current_microbatch()
+    context._flex_other.clear()
 
 
 def end_call(context: Namespace) -> None:
     """HookError where the function read an attribute that another hook wrote for another
     micro-batch, and did not write it itself.
     """
-    if not isinstance(context, StageContext) or context._flex_call is None:
-        return
+    assert isinstance(context, StageContext) and context._flex_call is not None
     (_, microbatch), context._flex_call = context._flex_call, None
     for name, other in context._flex_other.items():
         now = "the whole batch" if microbatch is None else f"micro-batch {microbatch}"

@@ -19,9 +19,12 @@ from torch.autograd import Function
 from flex_model import _C
 from flex_model.errors import HookError
 from flex_model.integrations import compiled
+from flex_model.layouts import follow
 
 if TYPE_CHECKING:
+    from flex_model.hooks.evidence import Evidence
     from flex_model.hooks.registration import Registration
+    from flex_model.runs.lifecycle import Runs
 
 _MAX_DEPTH = 64  # of nested calls of one module
 
@@ -29,7 +32,27 @@ _MAX_DEPTH = 64  # of nested calls of one module
 # accumulated (FSDP2: averaged and sharded by then); or on request, at the end of a pipeline's step.
 Moment = Literal["computed", "accumulated", "requested"]
 
-_Handler = Callable[[Tensor | None], Tensor | None]
+
+class Handler:
+    """Handles the gradient of a tensor that hooks observe.
+
+    Args:
+        handle: Gets the gradient, and returns the one that the backward continues with.
+        evidences: Of each hook: the evidence of how the tensor is placed.
+    """
+
+    __slots__ = ("_evidences", "handle")
+
+    def __init__(
+        self, handle: Callable[[Tensor | None], Tensor | None], evidences: Sequence[Evidence]
+    ) -> None:
+        self.handle, self._evidences = handle, evidences
+
+    def move_to(self, edge: Tensor) -> None:
+        """Infer the gradient of this tensor, which replaces the hooked one, from now on."""
+        with follow.paused():
+            for evidence in self._evidences:
+                evidence.move_to(edge)
 
 
 class _Edge(Function):
@@ -51,10 +74,10 @@ class _Edge(Function):
         return ctx.handler(grad), None, None
 
 
-def _put_edge(leaf: Tensor, handler: Any, passes_through: bool) -> Tensor:
+def _put_edge(leaf: Tensor, handler: Handler, passes_through: bool) -> Tensor:
     """Return the tensor that replaces ``leaf``, whose gradient is passed to ``handler``."""
-    edge = _Edge.apply(leaf, handler, passes_through)
-    handler.at(edge)
+    edge = _Edge.apply(leaf, handler.handle, passes_through)
+    handler.move_to(edge)
     return edge
 
 
@@ -74,17 +97,17 @@ def _put_in_order(hooks: Any, number: int) -> None:
 
 
 class SiteOwner(Protocol):
-    """The methods that sites call: HookCore's.
+    """What sites call: ``HookHandlers``."""
 
-    Attributes:
-        num_runs: Outermost runs so far.
-    """
-
-    num_runs: int
-
+    @property
+    def runs(self) -> Runs: ...
+    def forward(self, registration: Registration, module: nn.Module, tree: Any) -> Any: ...
+    def edit_whole(
+        self, registration: Registration, module: nn.Module, leaf: Tensor, full: Tensor
+    ) -> Tensor | None: ...
     def backward_handler(
         self, registrations: Sequence[Registration], module: nn.Module, leaf: Tensor
-    ) -> _Handler: ...
+    ) -> Handler: ...
     def run_parameter_hooks(
         self, registrations: Sequence[Registration], grad: Tensor | None
     ) -> Tensor | None: ...
@@ -134,9 +157,12 @@ class ModuleSite:
         module = self._module()
         if module is None:
             return
-        required: dict[str, Any] = {}
         kinds = {kind for kind, site in self.sites.items() if site.is_active}
-        self._installed = kinds = kinds | self._installed if keeps else kinds
+        kinds = kinds | self._installed if keeps else kinds
+        if kinds == self._installed:
+            return
+        self._installed = kinds
+        required: dict[str, Any] = {}
         inputs, outputs = "full_backward" in kinds, "full_backward_pre" in kinds
         if inputs or "forward_pre" in kinds:
             required["pre+" if inputs else "pre"] = self._pre_hook(inputs)
@@ -165,29 +191,30 @@ class ModuleSite:
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+        self._installed = set()
         for site in self.sites.values():
             self._dispatcher.remove_site(site)
 
     def _forward_hook(self):
         call = self.site("forward").call
-        owner = self._owner
+        runs = self._owner.runs
 
         def hook(module, args, output):
-            self.last_run = owner.num_runs
+            self.last_run = runs.number
             return call(module, output)
 
         return hook
 
     def _pre_hook(self, with_edges: bool):
         call = self.site("forward_pre").call
-        owner = self._owner
+        runs = self._owner.runs
 
         def hook(module, args, kwargs=None):
-            self.last_run = owner.num_runs
+            self.last_run = runs.number
             return call(module, (args, kwargs)) if kwargs is not None else self._was_taken_off()
 
         def hook_with_edges(module, args, kwargs=None) -> Any:
-            self.last_run = owner.num_runs
+            self.last_run = runs.number
             if kwargs is None:
                 return self._was_taken_off()
             tree = call(module, (args, kwargs))
@@ -210,10 +237,10 @@ class ModuleSite:
 
     def _edges_hook(self, inputs: bool, outputs: bool):
         call = self.site("forward").call
-        owner = self._owner
+        runs = self._owner.runs
 
         def hook(module, args, kwargs, output):
-            self.last_run = owner.num_runs
+            self.last_run = runs.number
             if not self._is_ours(module):
                 return output
             if inputs:

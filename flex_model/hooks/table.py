@@ -37,43 +37,26 @@ class HookTable:
     of the last run, in a dispatcher of their own.
 
     Args:
-        owner: The object whose methods sites call when torch calls them.
-        run_hook: ``(registration, module, tree) -> tree``: runs a forward or forward-pre hook that
-            the dispatcher does not run itself.
-        serves_records: Whether the compiled dispatcher may run read-only hooks: with one rank,
-            which keeps records.
-        on_change: Called after the set of active hooks may have changed.
-        on_removal: Called with hooks that are about to be removed.
+        serves_hooks: Whether the compiled dispatcher may record tensors and pass them to editing
+            functions: with one rank, which has full tensors.
         clean: Returns the name of a module or parameter for messages.
 
     Attributes:
         active: Indices of the active registrations.
-        keeps_installed: Whether torch's hooks stay where they are when others are chosen.
         acts_in_backward: Whether an active hook makes ranks communicate in backward.
     """
 
     def __init__(
         self,
-        owner: SiteOwner,
-        run_hook: Callable[[Registration, nn.Module, Any], Any],
         output_ptr: dict[str, list[Tensor]],
-        serves_records: bool,
-        on_change: Callable[[], None],
-        on_removal: Callable[[Sequence[Registration]], None],
+        serves_hooks: bool,
         clean: Callable[[str], str],
     ) -> None:
         self.groups = HookGroups()
-        self._make_dispatcher = functools.partial(
-            _C.Dispatcher, output_ptr, run_hook, torch.Tensor, torch._C._current_graph_task_id
-        )
-        self.dispatcher = self._make_dispatcher()
-        self.parameter_dispatcher = self._make_dispatcher()
         self.active: frozenset[int] = frozenset()
-        self._owner = owner
         self._output_ptr = output_ptr
-        self._serves_records = serves_records
-        self._on_change, self._clean = on_change, clean
-        self._on_removal = on_removal
+        self._serves_hooks = serves_hooks
+        self._clean = clean
         self._modules: dict[int, ModuleSite] = {}
         self._parameters: dict[int, ParameterSite] = {}
         self._choices = EVERYTHING, EVERYTHING  # for modules, for parameters
@@ -81,7 +64,33 @@ class HookTable:
         self._is_closed = False
         self._replays: Counter[int] = Counter()  # by index: passes that ``put_back`` serves
         self.acts_in_backward = False
-        self.keeps_installed = False
+        self._keeps_installed = False
+        # By choices: the active hooks, and whether they act in backward.
+        self._known: dict[tuple[Choice, Choice], tuple[frozenset[int], bool]] = {}
+
+    def connect(
+        self,
+        handlers: SiteOwner,
+        on_change: Callable[[], None],
+        on_removal: Callable[[Sequence[Registration]], None],
+    ) -> None:
+        """Set what is called: the handlers of hooks, by their sites; ``on_change`` after the set of
+        active hooks may have changed; ``on_removal`` with hooks that are about to be removed. Once,
+        before anything else.
+        """
+        self._handlers, self._on_change, self._on_removal = handlers, on_change, on_removal
+        self._make_dispatcher = functools.partial(
+            _C.Dispatcher,
+            self._output_ptr,
+            handlers.forward,
+            handlers.edit_whole,
+            torch.Tensor,
+            torch.strided,
+            torch._C._current_graph_task_id,
+            torch.is_inference_mode_enabled,
+        )
+        self._dispatcher = self._make_dispatcher()
+        self._parameter_dispatcher = self._make_dispatcher()
 
     @property
     def registrations(self) -> list[Registration]:
@@ -117,9 +126,10 @@ class HookTable:
         for member in members:
             self._check_record_name(member, kind)
         joint = Joint(function.unpack_idx) if function.members and comes_together else None
-        function._registrations = registrations = [
+        registrations = [
             self._place(function, member, joint, kind, targets, moment) for member in members
         ]
+        function.attach(registrations, None, None)
         self.groups.add(function, registrations, groups)
         self.refresh()
         return registrations
@@ -155,13 +165,8 @@ class HookTable:
 
     def _make_hook(self, registration: Registration) -> None:
         """Make its dispatcher hook, at the sites of its targets."""
-        function = registration.hook_function
-        registration.hook = _C.Hook(
-            registration,
-            function.unpack_idx,
-            function.record_name,
-            self._is_served_by_dispatcher(registration),
-        )
+        is_served = self._is_served_by_dispatcher(registration)
+        registration.make_hook(is_served)
         for target in registration.living_targets:
             self._site(registration, target).add(registration.hook)
             if isinstance(target, nn.Module):
@@ -171,11 +176,11 @@ class HookTable:
         """Return the target's site for hooks of this kind; make it if there is none."""
         if isinstance(target, nn.Module):
             if id(target) not in self._modules:
-                self._modules[id(target)] = ModuleSite(self._owner, self.dispatcher, target)
+                self._modules[id(target)] = ModuleSite(self._handlers, self._dispatcher, target)
             return self._modules[id(target)].site(registration.kind)
         if id(target) not in self._parameters:
             self._parameters[id(target)] = ParameterSite(
-                self._owner, self.parameter_dispatcher, target, registration.moment
+                self._handlers, self._parameter_dispatcher, target, registration.moment
             )
         return self._parameters[id(target)].site
 
@@ -188,14 +193,14 @@ class HookTable:
         return next(number for number in itertools.count() if number not in taken)
 
     def _is_served_by_dispatcher(self, registration: Registration) -> bool:
-        """Return whether one rank runs it, with nothing to edit or to check."""
+        """Return whether one rank runs it on one tensor, with nothing to check or to gather."""
         function = registration.hook_function
         return (
-            self._serves_records
+            self._serves_hooks
             and registration.kind in ("forward", "forward_pre")
-            and not registration.edits
             and function.expected_shape is None
             and function.select is None
+            and not (registration.edits and (registration.joint or function.parameter_names))
         )
 
     def _check_record_name(self, function: HookFunction, kind: str) -> None:
@@ -216,8 +221,7 @@ class HookTable:
         if function._registrations is not registrations:
             return
         self._on_removal(registrations)
-        function._registrations = ()
-        function.save_ctx = function.modules = None
+        function.attach((), None, None)
         self.groups.discard(function)
         self._remove_hooks([r for r in registrations if not self._replays[r.index]])
         if not self._is_closed:
@@ -246,18 +250,18 @@ class HookTable:
         called as often as ``put_back``. They do not count as active.
         """
         if registrations and self._is_closed and not self._replays:
-            self.dispatcher = self._make_dispatcher()
-            self.parameter_dispatcher = self._make_dispatcher()
+            self._dispatcher = self._make_dispatcher()
+            self._parameter_dispatcher = self._make_dispatcher()
         new = [
             registration for registration in registrations if not self._replays[registration.index]
         ]
         self._replays.update(registration.index for registration in registrations)
         for registration in new:
             if registration.is_registered:
-                registration.hook.replays = True
+                registration.hook.set_replays(True)
                 continue
             self._make_hook(registration)
-            registration.hook.replays = True
+            registration.hook.set_replays(True)
             for target in registration.living_targets:
                 site = self._site(registration, target)
                 in_order = sorted(site.hooks, key=lambda other: other.index)
@@ -275,7 +279,7 @@ class HookTable:
         ]
         self._replays = +self._replays
         for registration in over:
-            registration.hook.replays = False
+            registration.hook.set_replays(False)
         self._install(over)
         self._remove_hooks([r for r in over if not r.is_registered])
         if registrations and self._is_closed and not self._replays:
@@ -289,11 +293,7 @@ class HookTable:
                 places: dict[int, Any] = (
                     self._modules if isinstance(target, nn.Module) else self._parameters
                 )
-                places[id(target)].install(self.keeps_installed)
-
-    def is_put_back(self, registration: Registration) -> bool:
-        """Return whether a hook is installed only for the backward of a graph."""
-        return registration.index in self._replays
+                places[id(target)].install(self._keeps_installed)
 
     def chosen(self, choice: Choice) -> list[Registration]:
         """Return the hooks that a choice makes active, on any rank."""
@@ -325,11 +325,20 @@ class HookTable:
         """The current choices, for modules and for parameters."""
         return self._choices
 
-    def choose(self, modules: Choice, parameters: Choice) -> None:
-        """Choose hooks; do nothing if they are chosen already."""
+    def choose(self, modules: Choice, parameters: Choice, in_run: bool = False) -> None:
+        """Choose hooks; do nothing if they are chosen already.
+
+        Args:
+            in_run: Whether a run makes the choice. Torch's hooks that it does not need stay where
+                they are until the run ends: the choice after it may need them again.
+        """
         if self._choices != (modules, parameters):
             self._choices = modules, parameters
-            self.refresh()
+            self._activate(keeps=in_run)
+
+    def keep_installed(self, keeps: bool) -> None:
+        """Let torch's hooks stay where they are when others are chosen, or no longer."""
+        self._keeps_installed = keeps
 
     @contextlib.contextmanager
     def nothing_chosen(self) -> Iterator[None]:
@@ -342,26 +351,39 @@ class HookTable:
             self.choose(*before)
 
     def refresh(self) -> None:
-        """Install the torch hooks that the choice needs, and remove the others."""
+        """Install the torch hooks that the choice needs, and remove the others, after hooks or
+        groups have changed.
+        """
+        self._known.clear()
+        self._activate()
+
+    def _activate(self, keeps: bool = False) -> None:
         for dispatcher, places, (groups, complement) in (
-            (self.dispatcher, self._modules, self._choices[0]),
-            (self.parameter_dispatcher, self._parameters, self._choices[1]),
+            (self._dispatcher, self._modules, self._choices[0]),
+            (self._parameter_dispatcher, self._parameters, self._choices[1]),
         ):
             dispatcher.activate(self.groups.ids(groups, strict=False), complement)
             for place in places.values():
-                place.install(self.keeps_installed)
-        self.active = frozenset(
-            registration.index
-            for site in self._all_sites()
-            for registration in site.active
-            if registration.index not in self._replays
-        )
-        self.acts_in_backward = any(
-            registration.edits or registration.kind == "tensor" or registration.is_backward
-            for site in self._all_sites()
-            for registration in site.active
-        )
+                place.install(keeps or self._keeps_installed)
+        known = None if self._replays else self._known.get(self._choices)
+        if known is None:
+            known = self._found_active()
+            if not self._replays:
+                self._known[self._choices] = known
+        self.active, self.acts_in_backward = known
         self._on_change()
+
+    def _found_active(self) -> tuple[frozenset[int], bool]:
+        """Return the indices of the active hooks, and whether one acts in backward."""
+        found = [r for site in self._all_sites() for r in site.active]
+        active = frozenset(r.index for r in found if r.index not in self._replays)
+        return active, any(r.edits or r.kind == "tensor" or r.is_backward for r in found)
+
+    def set_in_run(self, is_in_run: bool) -> bool:
+        """Let the dispatcher run hooks itself, in an outermost run, or no longer; return the former
+        value.
+        """
+        return self._dispatcher.set_in_run(is_in_run)
 
     def _all_sites(self) -> list[_C.Site]:
         places: list[Any] = [*self._modules.values(), *self._parameters.values()]
@@ -370,8 +392,8 @@ class HookTable:
     def clear_records(self, indices: frozenset[int]) -> None:
         """Empty the record lists of these hooks."""
         if indices == self.active:
-            self.dispatcher.clear_records()
-            self.parameter_dispatcher.clear_records()
+            self._dispatcher.clear_records()
+            self._parameter_dispatcher.clear_records()
             return
         for registration in self.registrations:
             if registration.index in indices:
@@ -400,5 +422,5 @@ class HookTable:
             self._close_dispatchers()
 
     def _close_dispatchers(self) -> None:
-        self.dispatcher.close()
-        self.parameter_dispatcher.close()
+        self._dispatcher.close()
+        self._parameter_dispatcher.close()

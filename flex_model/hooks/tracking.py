@@ -264,6 +264,11 @@ class Tracking:
         self._memory.remember(forward.key, layouts)
         forward.seen.clear()
 
+    def exchange(self, forward: Forward) -> Forward:
+        """Make another batch's forward the running one; return the former."""
+        before, self.forward = self.forward, forward
+        return before
+
     def reset(self) -> None:
         """Drop the running forward: a run begins, or has ended in whatever state."""
         self._leave(self.forward)

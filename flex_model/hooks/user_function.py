@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from flex_model.distributed import values
 from flex_model.distributed.communicator import Communicator
 from flex_model.errors import HookError
-from flex_model.hooks.context import Call, RandomState, seed_of_call, throw_away
 from flex_model.hooks.function import name_of
-from flex_model.hooks.save_ctx import begin_call, end_call
+from flex_model.hooks.hook_call import HookCall
+from flex_model.hooks.random_state import RandomState, seed_of_state
+from flex_model.hooks.save_ctx import StageContext, begin_call, end_call
 from flex_model.integrations import dtensor
 
 if TYPE_CHECKING:
-    from flex_model.hooks.edit_path import EditInput
     from flex_model.hooks.registration import Registration
 
 Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
@@ -27,7 +29,7 @@ Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
 _AMBIGUOUS = -1  # the number of a call with the same input as another
 
 
-Observer = Callable[[str, Call], Callable[[], None]]  # see `HookCaller`
+Observer = Callable[[str, HookCall], Callable[[], None]]  # see `HookCaller`
 Parameters = dict[str, Tensor]  # the full parameters that the editing function named
 Edits = list[Tensor | None]  # the result for each tensor of an edit; None: unchanged
 
@@ -46,80 +48,87 @@ class UserFunction:
     ) -> None:
         self._communicator, self._observers = communicator, observers
         self._save_ctx, self._modules = save_ctx, modules
+        self._is_staged = isinstance(save_ctx, StageContext)
 
-    def context_of(self, call: Call) -> Namespace:
+    def context_of(self, call: HookCall) -> Namespace:
         """Return the ``save_ctx`` of the call's run: the FlexModel's, or a batch's own."""
         return self._save_ctx if call.run.save_ctx is None else call.run.save_ctx
 
-    def run(self, inputs: Sequence[EditInput], parameters: Parameters) -> Edits:
+    def run(
+        self, call: HookCall, fulls: Sequence[Tensor], leaf: Tensor, parameters: Parameters
+    ) -> Edits:
         """Call the function on the full tensors; return the result for each, None if unchanged.
+
+        Args:
+            leaf: This rank's local tensor, which identifies the call among those of its hook.
 
         Raises:
             TypeError, ValueError: it returned something that can't replace the tensor.
             Exception: whatever the function raised.
         """
-        call, leaf = inputs[-1].call, inputs[-1].leaf
-        fulls = [one.full for one in inputs]
-        versions = [full._version for full in fulls]
-        outer = self._communicator.edit_of
-        ends: Sequence[Callable[[], None]] = ()
-        try:
-            self._communicator.set_edit(call.describe())
-            if self._observers:
-                ends = [begin("edit", call) for begin in self._observers]
-            return self._call(call, fulls, versions, leaf, parameters)
-        finally:
-            self._communicator.set_edit(outer)
-            for end in ends:
-                end()
-            for one, full, version in zip(inputs, fulls, versions):
-                one.call.registration.note_writes(full._version != version)
-
-    def _call(
-        self,
-        call: Call,
-        fulls: Sequence[Tensor],
-        versions: Sequence[int],
-        leaf: Tensor,
-        parameters: Parameters,
-    ) -> Edits:
-        """As ``run``; ``leaf``: this rank's local tensor, which identifies the call among those of
-        its hook.
-        """
-        function = call.registration.given
-        assert function.editing_function is not None
+        registration, run, communicator = call.registration, call.run, self._communicator
+        function = registration.given
         number = _number_of(call, leaf)
-        seed = seed_of_call(call.run.seed or 0, call.registration.seed, number)
-        save_ctx = self.context_of(call)
+        seed = run.seed
+        if seed is None:  # on one process; ranks have exchanged it
+            run.use_seed(seed := seed_of_state())
+        save_ctx = self._save_ctx if run.save_ctx is None else run.save_ctx
+        is_staged = self._is_staged
         if call.is_replay:
-            save_ctx = throw_away(save_ctx)
-        kinds = [kind_of(full) for full in fulls]
-        passed = tuple(fulls) if function.members else fulls[0]
-        function.parameters = parameters
+            save_ctx, is_staged = copy_for_replay(save_ctx), False
+        passed: Any = fulls[0]
+        before = [(passed._version, passed.shape, passed.dtype, passed.device)]
+        if function.members:
+            passed = tuple(fulls)
+            before = [(full._version, full.shape, full.dtype, full.device) for full in fulls]
+        outer, random = communicator.edit_of, None
+        ends = [begin("edit", call) for begin in self._observers] if self._observers else ()
         try:
-            with RandomState(seed, fulls[0].device) as random:
-                begin_call(save_ctx, call.registration.index)
-                result = function.editing_function(call.module, passed, save_ctx, self._modules)
+            communicator.set_edit(registration.description)
+            if parameters:
+                function.pass_parameters(parameters)
+            if is_staged:
+                begin_call(save_ctx, registration.index)
+            random = RandomState(seed, registration.seed, number, fulls[0])
+            result: object = function.editing_function(  # type: ignore[misc]
+                call.module, passed, save_ctx, self._modules
+            )
+            if is_staged:
                 end_call(save_ctx)
         finally:
-            function.parameters = {}
-        if random.consumed and not call.is_replay:
-            call.run.consumed = True
-            numbers = call.run.random_calls.setdefault(call.registration.index, {})
-            key = _fingerprint(leaf)
-            numbers[key] = _AMBIGUOUS if key in numbers else number
-        elif random.consumed and number == _AMBIGUOUS:
-            raise HookError(
-                f"{call.describe()}: the editing function draws random numbers, and the model is "
-                "recomputed in backward (checkpointing) for one of several calls with the same "
-                "input, or for one that is not remembered, so its random numbers can't be drawn "
-                "again; do without checkpointing there"
-            )
-        results = results_of(call.registration, result)
-        return [
-            _changed(call.registration, full, version, expected, result)
-            for full, version, expected, result in zip(fulls, versions, kinds, results)
-        ]
+            has_drawn = random is not None and random.restore()
+            communicator.set_edit(outer)
+            if parameters:
+                function.pass_parameters({})
+            for end in ends:
+                end()
+        if has_drawn:
+            _note_draws(call, leaf, number)
+        if not communicator.is_local:
+            has_written = any(full._version != of_full[0] for full, of_full in zip(fulls, before))
+            for one in function._registrations:
+                one.note_writes(has_written)
+        if not function.members:
+            return [_changed(registration, fulls[0], before[0], result)]
+        results = results_of(registration, result)
+        return [_changed(registration, *one) for one in zip(fulls, before, results)]
+
+
+def _note_draws(call: HookCall, leaf: Tensor, number: int) -> None:
+    """Note that a call drew random numbers, so that its recomputation draws them again."""
+    run, index = call.run, call.registration.index
+    if not call.is_replay:
+        run.note_draws()
+        numbers = run.random_calls.setdefault(index, {})
+        key = _fingerprint(leaf)
+        numbers[key] = _AMBIGUOUS if key in numbers else number
+    elif number == _AMBIGUOUS:
+        raise HookError(
+            f"{call.describe()}: the editing function draws random numbers, and the model is "
+            "recomputed in backward (checkpointing) for one of several calls with the same "
+            "input, or for one that is not remembered, so its random numbers can't be drawn "
+            "again; do without checkpointing there"
+        )
 
 
 def results_of(registration: Registration, result: object) -> Sequence[object]:
@@ -139,19 +148,27 @@ def results_of(registration: Registration, result: object) -> Sequence[object]:
 
 
 def _changed(
-    registration: Registration, full: Tensor, version: int, expected: Kind, result: object
+    registration: Registration,
+    full: Tensor,
+    before: tuple[int, torch.Size, torch.dtype, torch.device],
+    result: object,
 ) -> Tensor | None:
-    """Return the tensor that replaces ``full``; None if the function did not change it."""
+    """Return the tensor that replaces ``full``; None if the function did not change it.
+
+    Args:
+        before: Version, shape, dtype and device of ``full`` before the call.
+    """
+    version, shape, dtype, device = before
     if result is None or result is full:
         result = full
-        if kind_of(full) == expected:
+        if full.shape == shape and full.dtype == dtype and full.device == device:
             return full if full._version != version else None
     if isinstance(result, FakeTensor):
         raise TypeError(
             f"{_what(registration)} a tensor without values, which it kept when flex.dry_run() "
             "called it; delete what it keeps after a dry run, or keep it in save_ctx"
         )
-    check_result(registration, result, expected)
+    check_result(registration, result, (tuple(shape), dtype, device))
     assert isinstance(result, Tensor)
     return result
 
@@ -161,7 +178,7 @@ def kind_of(tensor: Tensor) -> Kind:
     return tuple(tensor.shape), tensor.dtype, tensor.device
 
 
-def _number_of(call: Call, leaf: Tensor) -> int:
+def _number_of(call: HookCall, leaf: Tensor) -> int:
     """Return the number of this call among those of the hook in its run; a recomputed call has the
     number of the original one.
 
@@ -199,3 +216,31 @@ def check_result(registration: Registration, result: object, expected: Kind) -> 
     for attribute, needed, got in zip(("shape", "dtype", "device"), expected, kind_of(result)):
         if needed != got:
             raise ValueError(f"{what} a tensor of {attribute} {got}; expected {attribute} {needed}")
+
+
+def copy_for_replay(save_ctx: Namespace) -> Namespace:
+    """Copy ``save_ctx`` for a recomputed edit: the edit has run before, and what it adds to tensors
+    and containers must not be added twice. Other objects are shared, not copied.
+    """
+    return Namespace(**{name: _copied(value) for name, value in vars(save_ctx).items()})
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    twin: Any
+    if isinstance(value, dict):
+        twin = copy.copy(value)
+        for key in twin:
+            twin[key] = _copied(twin[key])
+        return twin
+    if isinstance(value, (list, collections.deque)):
+        twin = copy.copy(value)
+        for index, item in enumerate(value):
+            twin[index] = _copied(item)
+        return twin
+    if type(value) is tuple:
+        return tuple(_copied(item) for item in value)
+    if isinstance(value, set) or type(value).__module__ == "numpy":
+        return copy.copy(value)
+    return value

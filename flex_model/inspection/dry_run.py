@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flex_model.distributed.gather import GatherSpec
 from flex_model.distributed.layout import Shape, ShardLayout
 from flex_model.errors import HookError, agreed
-from flex_model.hooks.context import Call, RunContext
+from flex_model.hooks.hook_call import HookCall
 from flex_model.hooks.registration import Registration
 from flex_model.inspection import call_costs, text
 from flex_model.inspection.call_costs import CallCosts, Cost
@@ -24,6 +24,7 @@ from flex_model.integrations import dtensor
 from flex_model.layouts import follow
 from flex_model.layouts.follow import Follower
 from flex_model.names import find_parameter
+from flex_model.runs.run import Run
 
 if TYPE_CHECKING:
     from flex_model.hooks.core import HookCore
@@ -188,7 +189,7 @@ def _looker(
 def _seen(
     core: HookCore, registration: Registration, module: nn.Module, leaf: Tensor, value: Any
 ) -> Seen:
-    call = Call(registration, module, RunContext())
+    call = HookCall(registration, module, Run())
     registration.check_movable(leaf)
     if registration.is_backward and dtensor.is_dtensor(leaf):
         leaf = dtensor.without_partial(leaf)

@@ -122,7 +122,7 @@ def _row(registration: Registration, spent: Spent | None, core: HookCore) -> Hoo
 
 def _why(registration: Registration, spent: Spent, core: HookCore) -> str:
     has_calls = registration.kind in ("forward", "forward_pre") and registration.places
-    if has_calls and core.num_runs and not registration.was_called(core.num_runs):
+    if has_calls and core.runs.number and not registration.was_called(core.runs.number):
         return "not called in the last run"
     if core.communicator.is_local:
         return "one rank: the tensor is whole"

@@ -133,8 +133,8 @@ def _on_one_process(
         if r.hook_function.record_name == name and r.hook_function.record
     ]
     records: Any = records_by_name.get(name)
-    if not records and core.session is not None:
-        records = core.session.layouts.get(name)
+    if not records and core.runs.session is not None:
+        records = core.runs.session.layouts.get(name)
     if not records:
         is_first = core.mesh.rank == 0
         return SiteLayout(*place, source=NOT_RUN if is_first else _ON_RANK_0)

@@ -44,7 +44,7 @@ def on_shapes(
         HookError: the run failed; with several ranks, raised at their next exchange.
         RuntimeError: called during a run.
     """
-    if core.run is not None or core.in_backward():
+    if core.runs.is_inside:
         raise RuntimeError(f"{name}: a run of this FlexModel is under way; call it before or after")
     communicator = core.communicator
     found: list[T] = []

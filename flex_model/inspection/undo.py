@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flex_model.hooks.context import throw_away
+from flex_model.hooks.user_function import copy_for_replay
 from flex_model.inspection.edits.findings import is_of_library
 from flex_model.inspection.shapes_only import same_torch_random_state
 
@@ -33,7 +33,7 @@ def restored_objects(functions: Iterable[Any], save_ctx: Namespace) -> Iterator[
     tensors are not restored.
     """
     kept = dict(vars(save_ctx))
-    copies = vars(throw_away(save_ctx))
+    copies = vars(copy_for_replay(save_ctx))
     undo = _Undo()
     for found in (*functions, *kept.values()):
         undo.visit(found)

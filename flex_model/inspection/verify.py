@@ -121,7 +121,7 @@ def verify(
 ) -> VerifyReport:
     """Run ``FlexModel.verify``. Collective over the mesh."""
     _check_arguments(loss, rtol=rtol, atol=atol, reference_timeout=timeout_s)
-    if core.run is not None or core.in_backward():
+    if core.runs.is_inside:
         raise RuntimeError("verify: a run of this FlexModel is under way; call it before or after")
     communicator, mesh = core.communicator, core.mesh
     choose = sites_to_edit if edits else sites_to_compare

@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from flex_model.distributed.gather import GatherSpec
-from flex_model.distributed.header import ERROR
 from flex_model.distributed.layout import Shape, ShardLayout
 from flex_model.distributed.mesh import Mesh
 from flex_model.errors import is_agreed
-from flex_model.hooks.context import RunContext
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.registration import Registration
@@ -33,7 +31,7 @@ from flex_model.layouts.exchange import exchange_chunks
 from flex_model.names import find_module
 
 if TYPE_CHECKING:
-    from flex_model.hooks.context import RunContext
+    pass
 
 Loss = Callable[[Any], Tensor]
 Reference = nn.Module | Callable[[], nn.Module] | None
@@ -153,6 +151,9 @@ def _twin(hook: HookFunction, number: int) -> HookFunction:
 class _Core(HookCore):
     """A second HookCore besides the user's, on the same model or on the reference.
 
+    Args:
+        reads_only: Whether its hooks only read, and it continues where a layout can't be resolved.
+
     Attributes:
         unresolved: Indices of registrations whose layout could not be resolved; the same on every
             rank.
@@ -166,13 +167,23 @@ class _Core(HookCore):
         modules: nn.ModuleDict,
         edit_on: str,
         timeout_s: float,
+        reads_only: bool,
     ) -> None:
         self.found: Found = {}
         self.unresolved: set[int] = set()
-        super().__init__(module, mesh, self.found, save_ctx, modules, edit_on, "rank0", timeout_s)
-
-    def warn_of_hooks_not_called(self, run: RunContext) -> None:
-        """Don't warn: the hooks may be on all modules, and the report lists those not called."""
+        super().__init__(
+            module,
+            mesh,
+            self.found,
+            save_ctx,
+            modules,
+            edit_on,
+            "rank0",
+            timeout_s,
+            on_failure=self._leave_out if reads_only else None,
+            resolve=self._spec if reads_only else None,
+            warns=False,  # the hooks may be on all modules, and the report lists those not called
+        )
 
     def watch(self, site: Site, number: int) -> bool:
         """Hook a site, recorded under its index; False if the model has no such module."""
@@ -201,15 +212,7 @@ class _Core(HookCore):
             if gradient is not None:
                 self.found[str(i)] = [gradient.cpu()]
 
-
-class _ReadOnlyCore(_Core):
-    """A core with read-only hooks, which continues if a layout can't be resolved."""
-
-    def _deliver(self, run: RunContext, kind: str) -> None:
-        if not self.communicator.is_local:
-            self.records.join(run, kind, self._spec)
-
-    def hook_failed(self, registration: Registration, error: Exception, state: int = ERROR) -> None:
+    def _leave_out(self, registration: Registration, error: Exception) -> None:
         """Leave out a site without a tensor, or whose tensor can't be gathered."""
         if is_agreed(error):
             raise error
@@ -231,11 +234,11 @@ def _second_core(
     copies of its trainable modules.
     """
     if not edits:
-        return _ReadOnlyCore(module, mesh, Namespace(), nn.ModuleDict(), "all", timeout_s)
+        return _Core(module, mesh, Namespace(), nn.ModuleDict(), "all", timeout_s, reads_only=True)
     modules = copy.deepcopy(user.modules)
     modules.zero_grad()
     edit_on = "all" if user.caller.edits_on_all else "rank0"
-    return _Core(module, mesh, user.save_ctx, modules, edit_on, timeout_s)
+    return _Core(module, mesh, user.save_ctx, modules, edit_on, timeout_s, reads_only=False)
 
 
 @contextlib.contextmanager
@@ -317,13 +320,13 @@ def _run(core: HookCore, inputs: Any, loss: Loss | None) -> None:
     """Run a forward, and a backward if there is a loss; restore the parameters' gradients."""
     args, kwargs = inputs
     with contextlib.nullcontext() if loss is not None else torch.no_grad():
-        run = core.begin(EVERYTHING)
+        run = core.runs.begin(EVERYTHING)
         try:
             output = core.module(*args, **kwargs)
         except BaseException as error:
-            core.end(run, error)
+            core.runs.end(run, error)
             raise
-        core.end(run, None)
+        core.runs.end(run, None)
     if loss is None:
         return
     module: Any

@@ -72,6 +72,27 @@ def outside_graphs(hook: _Hook) -> _Hook:
     return hook
 
 
+class HookGuards:
+    """Makes compiled code call hooks of a model that were registered after it was compiled: the
+    model's own code, and what others compiled around it.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._num_compiled = 0
+
+    def renew(self, has_new_hooks: bool) -> None:
+        """Have code recompiled where hooks are new, or something was compiled since the last call.
+        Cheap where neither is so.
+        """
+        number = num_compiled()
+        if number == self._num_compiled and not has_new_hooks:
+            return
+        if number or is_compiled(self._root):
+            see_hooks()
+        self._num_compiled = num_compiled()
+
+
 def see_hooks() -> None:
     """Make dynamo guard on hooks, so that code is recompiled when they change. Code compiled before
     has no such guards, so all of it is dropped, that of other models too.

@@ -27,10 +27,10 @@ from torch.distributed.pipelining._IR import (
 )
 from torch.distributed.pipelining._utils import PipeInfo
 
-from flex_model.hooks.step import current_microbatch, current_rows
 from flex_model.pipelining.pass_through import PassThrough
 from flex_model.pipelining.splitting.module_pipe import ModulePipe
 from flex_model.pipelining.splitting.pipeline import pipeline
+from flex_model.runs.step import current_microbatch, current_rows
 
 __all__ = [
     "LossWrapper",

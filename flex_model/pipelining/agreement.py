@@ -16,8 +16,8 @@ from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import site_hash
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import HookError, HookMismatchError, agreed, see
-from flex_model.hooks.context import seed_of_state
 from flex_model.hooks.core import HookCore
+from flex_model.hooks.random_state import seed_of_state
 from flex_model.hooks.table import Choice
 from flex_model.parameters.trainable import refuse_different
 from flex_model.pipelining import chunks

@@ -19,13 +19,13 @@ from flex_model.distributed.tensor_dicts import (
 )
 from flex_model.errors import HookError, HookMismatchError, agreed, is_agreed, see
 from flex_model.hooks import save_ctx
-from flex_model.hooks.context import renew_seed
 from flex_model.hooks.core import HookCore
-from flex_model.hooks.step import Step
+from flex_model.hooks.random_state import renew_seed
 from flex_model.pipelining import step_records
 from flex_model.pipelining.agreement import StepCall
 from flex_model.pipelining.gradients import Gradients
 from flex_model.pipelining.stages import Directory
+from flex_model.runs.step import Step
 
 
 class StepEnd:

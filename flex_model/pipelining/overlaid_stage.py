@@ -17,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flex_model.errors import is_agreed
 from flex_model.hooks.core import HookCore
-from flex_model.hooks.step import Step
-from flex_model.hooks.until import Until
 from flex_model.integrations import cut
 from flex_model.pipelining.own_tensor import OwnTensor
 from flex_model.pipelining.stages import accepted_kwargs
+from flex_model.runs.step import Step
+from flex_model.runs.until import Until
 
 _OVERLAID = (
     "forward_one_chunk",
@@ -135,7 +135,7 @@ class OverlaidStage:
         core = self._core
         if self._step.is_silent:
             return whole(self._of_torch("forward_maybe_with_nosync", *args, **kwargs))
-        active, stage = core.active_registrations(), self.stage.stage_index
+        active, stage = core.runs.active_hooks(), self.stage.stage_index
         core.tracking.begin(args, kwargs, active, part=stage)
         output = None
         try:

@@ -19,7 +19,6 @@ from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.registration import HookHandle
 from flex_model.hooks.save_ctx import StageContext
-from flex_model.hooks.step import Step
 from flex_model.hooks.table import EVERYTHING, Choice
 from flex_model.hooks.tracking import Follow
 from flex_model.inspection import DryRun, VerifyReport
@@ -36,6 +35,7 @@ from flex_model.pipelining.stages import LocalStages, targets
 from flex_model.pipelining.steps import Pipeline
 from flex_model.records.store import ActivationStore
 from flex_model.records.store.session import Session
+from flex_model.runs.step import Step
 from flex_model.visualize.model_map import Modules
 
 _CHOICES = {"batch_mode": ("micro", "full"), "return_on": ("last", "all")}
@@ -271,7 +271,7 @@ class PipelinedFlexModel(FlexModel):
                     session.begin_run()
                     self._has_batch = False
                 self._has_batch |= bool(self._core.table.chosen(choice))
-                session.check_hooks(self._core.described_hooks())
+                session.check_hooks(self._core.digests.described())
             result = self._pipeline.run(call, self._records)
         except BaseException:
             if session is not None:

@@ -17,8 +17,8 @@ from torch.distributed.pipelining import schedules
 from torch.utils import _pytree as pytree
 
 from flex_model.hooks.core import HookCore
-from flex_model.hooks.step import Step
 from flex_model.pipelining.overlaid_stage import OverlaidStage
+from flex_model.runs.step import Step
 
 _FLAGS = [
     f"_{stages}_{way}_initialized"

@@ -18,10 +18,7 @@ from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.tensor_dicts import describe, exchange_json, from_rank
 from flex_model.errors import HookError, agreed
 from flex_model.hooks import save_ctx
-from flex_model.hooks.context import RunContext
 from flex_model.hooks.core import HookCore
-from flex_model.hooks.step import Step
-from flex_model.hooks.until import Until
 from flex_model.layouts.resolve import ExpectedShape
 from flex_model.pipelining import chunks, shapes, step_records
 from flex_model.pipelining.agreement import (
@@ -40,6 +37,9 @@ from flex_model.pipelining.stages import describe as describe_stage
 from flex_model.records.store import ActivationStore
 from flex_model.records.store.opening import config_hash
 from flex_model.records.store.session import Session
+from flex_model.runs.run import Run
+from flex_model.runs.step import Step
+from flex_model.runs.until import Until
 
 
 class Pipeline:
@@ -205,7 +205,7 @@ class Pipeline:
                 registration.expected_shape = chunks.part_of_shape(
                     function.expected_shape, dim, plan.rows
                 )
-        run = core.begin(call.choice)
+        run = core.runs.begin(call.choice)
         run.seed = plan.seed
         divisor = plan.number if schedule.scale_grads else 1
         core.caller.gradient_scale = core.mesh.dp_size * divisor
@@ -311,11 +311,11 @@ class Pipeline:
         found = {name: self.parameter(name, None, sharded=False) for name in names}
         self.core.caller.full_parameter = found.__getitem__
 
-    def _end_run(self, run: RunContext) -> bool:
+    def _end_run(self, run: Run) -> bool:
         """Records of the stage's ranks to its first; whether an edit drew random numbers here."""
-        consumed, run.consumed = run.consumed, False
+        consumed = run.take_draws()
         try:
-            self.core.end(run, None)
+            self.core.runs.end(run, None)
         except HookError as error:
             self._step.fail(str(error), error)
         self.core.table.forget_calls()

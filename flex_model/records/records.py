@@ -7,6 +7,7 @@ run ends. For a store nothing is gathered: each rank keeps its shard, also for h
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +26,9 @@ from flex_model.records.snapshots import Snapshot, Snapshots
 from flex_model.records.store.record_layout import RecordLayout, RecordShard
 
 if TYPE_CHECKING:
-    from flex_model.hooks.context import Call
+    from flex_model.hooks.hook_call import HookCall
     from flex_model.hooks.registration import Registration
-    from flex_model.hooks.step import Step
+    from flex_model.runs.step import Step
 
 _MAX_DIMS = 64  # torch's own limit
 _REMEMBERED_RUNS = 64  # generation may bring new shapes with every step
@@ -37,7 +38,7 @@ _REMEMBERED_RUNS = 64  # generation may bring new shapes with every step
 class PendingRecord:
     """A shard that waits for the end of its run."""
 
-    call: Call
+    call: HookCall
     snapshot: Snapshot
     known: ShardLayout | None  # the layout that the tensor itself states
     slot: tuple[list[Any], int] | None  # the record's list and index; None on ranks that keep none
@@ -47,6 +48,9 @@ def owned_copy(tensor: Tensor) -> Tensor:
     """Return a CPU copy that nothing else can change: no alias, no inference tensor."""
     with torch.inference_mode(False):
         return memory.copy(tensor)
+
+
+Resolve = Callable[..., GatherSpec]  # see `Records.join`
 
 
 class Records:
@@ -95,6 +99,30 @@ class Records:
         self.output_ptr.clear()
         return records
 
+    def keep_parts(self, keeps: bool) -> None:
+        """Keep shards for a store from now on, or full tensors."""
+        self.keeps_parts = keeps
+
+    def clear(self, name: str) -> None:
+        """Drop the records of one name."""
+        self.output_ptr.pop(name, None)
+
+    def exchange(
+        self, names: Iterable[str], records: dict[str, list[Tensor]]
+    ) -> dict[str, list[Tensor]]:
+        """Replace the lists of these names by a batch's; return those that were there."""
+        found = {}
+        for name in names:
+            if name in self.output_ptr:
+                found[name] = self.output_ptr.pop(name)
+        self.output_ptr.update(records)
+        return found
+
+    def extend(self, records: dict[str, list[Tensor]]) -> None:
+        """Append the records of a batch."""
+        for name, tensors in records.items():
+            self.output_ptr.setdefault(name, []).extend(tensors)
+
     def now(self, registration: Registration, full: Tensor) -> None:
         """Record a full tensor that this rank holds now."""
         if self.keeps_full or self._communicator.is_local:
@@ -107,7 +135,7 @@ class Records:
         owned = owned_copy(full) if record is None or record is full else record
         self._list(registration).append(owned)
 
-    def later(self, call: Call, shard: Tensor, known: ShardLayout | None) -> None:
+    def later(self, call: HookCall, shard: Tensor, known: ShardLayout | None) -> None:
         """Keep this rank's shard until the run ends. Its place in the list is reserved now: records
         are in call order.
         """
@@ -137,7 +165,7 @@ class Records:
         self._snapshots.drop([record.snapshot for record in context.pending])
         context.pending.clear()
 
-    def join(self, context, kind: str, resolve) -> bool:
+    def join(self, context, kind: str, resolve: Resolve) -> bool:
         """Deliver the pending records. Collective over the grid, after one status exchange; True if
         a rank drew random numbers.
 
@@ -158,7 +186,7 @@ class Records:
             site=sites_hash(*(record.call.registration.site for record in pending)),
             # Not sizes but a hash: whether the tensors equal those of an earlier run.
             shape=(digest & 0x7FFFFFFF, digest >> 32),
-            flags=Header.CONSUMED if context.consumed else 0,
+            flags=Header.CONSUMED if context.has_drawn else 0,
         )
         try:
             what = f"{kind}, with {len(pending)} records to deliver ({listed or 'none'})"

@@ -81,7 +81,7 @@ def check_offload(offload_activations: str, has_weights: bool) -> None:
 
 def store_of(store: object, core: HookCore | None) -> ActivationStore | None:
     """Where records go: the store given, or the FlexModel's own; None: into ``output_ptr``."""
-    own = None if core is None or core.session is None else core.session.store
+    own = None if core is None or core.runs.session is None else core.runs.session.store
     if store is None:
         return own
     if not isinstance(store, ActivationStore):
@@ -118,7 +118,8 @@ def check_no_other_hooks(module: nn.Module, found: list[Target], core: HookCore 
     targets = {target.module for target in found}
     for name, part in module.named_modules():
         hooks = part._forward_pre_hooks.values()
-        has_others = any(getattr(hook, "begins_runs_of", core) is not core for hook in hooks)
+        own = None if core is None else core.runs
+        has_others = any(getattr(hook, "begins_runs_of", own) is not own for hook in hooks)
         if has_others and not targets.isdisjoint(set(part.modules()) - {part}):
             raise RuntimeError(
                 f"sequential.run: {name or 'the model'} has hooks of a FlexModel that is not the "

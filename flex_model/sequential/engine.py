@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from flex_model import _C
-from flex_model.hooks.batches import BatchRun, BatchRuns
+from flex_model.runs.batches import BatchRun, BatchRuns
 from flex_model.sequential import replaced
 from flex_model.sequential.interrupts import Deferral, NoDeferral, deferrable
 from flex_model.sequential.suspension import SuspendedCall

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from flex_model.hooks.batches import BatchRuns
-from flex_model.hooks.context import advance_generator
+from flex_model.hooks.random_state import advance_generator
 from flex_model.model import FlexModel
+from flex_model.runs.batches import BatchRuns
 from flex_model.sequential import checks
 from flex_model.sequential import targets as choosing
 from flex_model.sequential.activations import ActivationKeeper

@@ -31,17 +31,17 @@ class StoredRecords:
 
     def __init__(self, store: ActivationStore, core: HookCore) -> None:
         self._core, self._store = core, store
-        self._is_own = core.session is None  # else it is the wrap's, and stays open
+        self._is_own = core.runs.session is None  # else it is the wrap's, and stays open
         if self._is_own:
-            core.open_store(store, config_hash(core.module))
-        assert core.session is not None
-        self._session = core.session
+            core.runs.open_store(store, config_hash(core.module))
+        assert core.runs.session is not None
+        self._session = core.runs.session
         self._session.is_sequential = True
         self._hashes: dict[int, str] = {}
         try:
             if not self._is_own:
                 self._session.flush()
-            self._session.check_hooks(core.described_hooks(only_active=True), always=True)
+            self._session.check_hooks(core.digests.described(only_active=True), always=True)
         except BaseException as error:
             self.__exit__(type(error))
             raise
@@ -62,7 +62,7 @@ class StoredRecords:
         finally:
             session.is_sequential = False
             if self._is_own:
-                self._core.close_store()
+                self._core.runs.close_store()
 
     def missing(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches that are not there; those that are must be the same ones."""

@@ -1,8 +1,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <string_view>
+#include <utility>
+
 #include "dispatcher.h"
 #include "module_walk.h"
+#include "shared_memory/span.h"
 
 namespace flex_model {
 namespace {
@@ -68,12 +72,16 @@ void bind_hooks(py::module_& m) {
   py::class_<Hook, std::shared_ptr<Hook>>(
       m, "Hook", "The part of a registered hook that the dispatcher needs.")
       .def(py::init([](py::object registration, Py_ssize_t unpack_idx, py::object record_name,
-                       bool records_here) {
-             return std::make_shared<Hook>(Hook{
-                 std::move(registration), unpack_idx, std::move(record_name), records_here, {}});
+                       bool records_here, bool edits_here) {
+             return std::make_shared<Hook>(Hook{std::move(registration),
+                                                unpack_idx,
+                                                std::move(record_name),
+                                                records_here,
+                                                edits_here,
+                                                {}});
            }),
            py::arg("registration"), py::arg("unpack_idx"), py::arg("record_name"),
-           py::arg("records_here"))
+           py::arg("records_here"), py::arg("edits_here"))
       .def(
           "tag", [](Hook& hook, size_t group) { hook.groups.insert(group); }, "Add it to a group.",
           py::arg("group"))
@@ -83,9 +91,12 @@ void bind_hooks(py::module_& m) {
       .def(
           "has", [](const Hook& hook, size_t group) { return hook.groups.contains(group); },
           "Whether it is in a group.", py::arg("group"))
-      .def_readwrite(
+      .def_readonly(
           "replays", &Hook::replays,
-          "Whether it runs whatever its groups, in a backward of a graph that was made with it.");
+          "Whether it runs whatever its groups, in a backward of a graph that was made with it.")
+      .def(
+          "set_replays", [](Hook& hook, bool replays) { hook.replays = replays; }, "Set `replays`.",
+          py::arg("replays"));
 
   py::class_<Site, std::shared_ptr<Site>>(m, "Site",
                                           "The hooks of one (module, kind) or of one parameter.")
@@ -107,6 +118,13 @@ void bind_hooks(py::module_& m) {
       py::arg("act"), py::arg("if_raised"));
 
   m.def(
+      "has_bytes",
+      [](const Span& memory, const py::bytes& expected) {
+        return std::string_view(memory.data, memory.bytes) == std::string_view(expected);
+      },
+      "Whether the memory of a tensor has these bytes.", py::arg("tensor"), py::arg("expected"));
+
+  m.def(
       "walk_modules",
       [](const py::handle& root, const py::list& before) {
         ModuleWalk walk = walk_modules(root, before);
@@ -117,9 +135,11 @@ void bind_hooks(py::module_& m) {
       py::arg("root"), py::arg("before"));
 
   py::class_<Dispatcher>(m, "Dispatcher", "Selects the hooks that run now.")
-      .def(py::init<py::dict, py::object, py::type, py::function>(), py::arg("records"),
-           py::arg("run_hook"), py::arg("tensor_type"), py::arg("current_graph_task"))
-      .def("close", &Dispatcher::close, "Detach all sites and drop the callback.")
+      .def(py::init<py::dict, py::object, py::object, py::type, py::object, py::function,
+                    py::function>(),
+           py::arg("records"), py::arg("run_hook"), py::arg("edit"), py::arg("tensor_type"),
+           py::arg("strided"), py::arg("current_graph_task"), py::arg("is_inference_mode"))
+      .def("close", &Dispatcher::close, "Detach all sites and drop the callbacks.")
       .def("add_site", &Dispatcher::add_site,
            "Make a site; `module_ref` is a weak reference, or None.", py::arg("module_ref"))
       .def("remove_site", &Dispatcher::remove_site, "Detach and drop a site.", py::arg("site"))
@@ -128,7 +148,12 @@ void bind_hooks(py::module_& m) {
            py::arg("groups"), py::arg("complement"))
       .def("clear_records", &Dispatcher::clear_records,
            "Delete the record lists of the active hooks.")
-      .def_readwrite("in_run", &Dispatcher::in_run, "Whether an outermost run has begun.");
+      .def(
+          "set_in_run",
+          [](Dispatcher& dispatcher, bool in_run) {
+            return std::exchange(dispatcher.in_run, in_run);
+          },
+          "Set whether an outermost run has begun; returns the former value.", py::arg("in_run"));
 }
 
 }  // namespace flex_model

@@ -11,6 +11,9 @@ struct Strings {
   PyObject* detach = PyUnicode_InternFromString("detach");
   PyObject* clone = PyUnicode_InternFromString("clone");
   PyObject* is_cpu = PyUnicode_InternFromString("is_cpu");
+  PyObject* layout = PyUnicode_InternFromString("layout");
+  PyObject* is_quantized = PyUnicode_InternFromString("is_quantized");
+  PyObject* is_nested = PyUnicode_InternFromString("is_nested");
   PyObject* is_inference = PyUnicode_InternFromString("is_inference");
 };
 
@@ -21,6 +24,11 @@ const Strings& strings() {
 }
 
 py::object steal(PyObject* object) { return py::reinterpret_steal<py::object>(object); }
+
+py::object checked(PyObject* object) {
+  if (object == nullptr) throw py::error_already_set();
+  return steal(object);
+}
 
 }  // namespace
 
@@ -45,38 +53,57 @@ bool Site::refresh() {
   return changed;
 }
 
-int Site::record(const Hook& hook, PyObject* tree) {
+bool Site::is_plain(PyObject* leaf, bool edits) const {
+  if (reinterpret_cast<PyObject*>(Py_TYPE(leaf)) != dispatcher_->tensor_type.ptr()) return false;
+  const py::object is_cpu = checked(PyObject_GetAttr(leaf, strings().is_cpu));
+  if (is_cpu.ptr() != Py_True) return false;
+  // Copies made in inference mode, or of its tensors, are not plain tensors.
+  const py::object is_inference = checked(PyObject_CallMethodNoArgs(leaf, strings().is_inference));
+  if (is_inference.ptr() != Py_False) return false;
+  const py::object mode = checked(PyObject_CallNoArgs(dispatcher_->is_inference_mode.ptr()));
+  if (mode.ptr() != Py_False) return false;
+  if (!edits) return true;
+  const py::object layout = checked(PyObject_GetAttr(leaf, strings().layout));
+  const py::object is_quantized = checked(PyObject_GetAttr(leaf, strings().is_quantized));
+  const py::object is_nested = checked(PyObject_GetAttr(leaf, strings().is_nested));
+  return layout.is(dispatcher_->strided) && is_quantized.ptr() == Py_False &&
+         is_nested.ptr() == Py_False;
+}
+
+bool Site::run_here(const Hook& hook, PyObject* module, py::object& tree) {
   Py_ssize_t num_leaves = 0;
-  const py::object leaf = steal(leaf_at(tree, hook.unpack_idx, &num_leaves));
-  if (!leaf) return PyErr_Occurred() ? -1 : 0;
-  if (reinterpret_cast<PyObject*>(Py_TYPE(leaf.ptr())) != dispatcher_->tensor_type.ptr()) return 0;
-
-  const py::object is_cpu = steal(PyObject_GetAttr(leaf.ptr(), strings().is_cpu));
-  if (!is_cpu) return -1;
-  const py::object is_inference =
-      steal(PyObject_CallMethodNoArgs(leaf.ptr(), strings().is_inference));
-  if (!is_inference) return -1;
-  if (is_cpu.ptr() != Py_True || is_inference.ptr() != Py_False) return 0;
-
-  const py::object task = steal(PyObject_CallNoArgs(dispatcher_->current_graph_task.ptr()));
-  if (!task) return -1;
-  if (PyLong_AsLong(task.ptr()) != -1) return 0;
-
-  const py::object detached = steal(PyObject_CallMethodNoArgs(leaf.ptr(), strings().detach));
-  if (!detached) return -1;
-  const py::object copy = steal(PyObject_CallMethodNoArgs(detached.ptr(), strings().clone));
-  if (!copy) return -1;
-
-  PyObject* records = dispatcher_->records.ptr();
-  PyObject* list = PyDict_GetItemWithError(records, hook.record_name.ptr());  // borrowed
-  if (list == nullptr) {
-    if (PyErr_Occurred()) return -1;
-    const py::object fresh = steal(PyList_New(0));
-    if (!fresh || PyDict_SetItem(records, hook.record_name.ptr(), fresh.ptr()) < 0) return -1;
-    return PyList_Append(fresh.ptr(), copy.ptr()) < 0 ? -1 : 1;
+  const py::object leaf = steal(leaf_at(tree.ptr(), hook.unpack_idx, &num_leaves));
+  if (!leaf) {
+    if (PyErr_Occurred()) throw py::error_already_set();
+    return false;
   }
-  if (!PyList_CheckExact(list)) return 0;
-  return PyList_Append(list, copy.ptr()) < 0 ? -1 : 1;
+  if (!is_plain(leaf.ptr(), hook.edits_here)) return false;
+  const py::object task = checked(PyObject_CallNoArgs(dispatcher_->current_graph_task.ptr()));
+  if (PyLong_AsLong(task.ptr()) != -1) return false;
+
+  if (hook.records_here) {
+    PyObject* records = dispatcher_->records.ptr();
+    py::object list = py::reinterpret_borrow<py::object>(
+        PyDict_GetItemWithError(records, hook.record_name.ptr()));
+    if (!list) {
+      if (PyErr_Occurred()) throw py::error_already_set();
+      list = checked(PyList_New(0));
+      if (PyDict_SetItem(records, hook.record_name.ptr(), list.ptr()) < 0)
+        throw py::error_already_set();
+    }
+    if (!PyList_CheckExact(list.ptr())) return false;
+    const py::object detached = checked(PyObject_CallMethodNoArgs(leaf.ptr(), strings().detach));
+    const py::object copy = checked(PyObject_CallMethodNoArgs(detached.ptr(), strings().clone));
+    if (PyList_Append(list.ptr(), copy.ptr()) < 0) throw py::error_already_set();
+  }
+  if (!hook.edits_here) return true;
+
+  const py::object copy = checked(PyObject_CallMethodNoArgs(leaf.ptr(), strings().clone));
+  PyObject* arguments[] = {hook.registration.ptr(), module, leaf.ptr(), copy.ptr()};
+  const py::object edit = dispatcher_->edit;  // the call may close the dispatcher
+  const py::object edited = checked(PyObject_Vectorcall(edit.ptr(), arguments, 4, nullptr));
+  if (!edited.is_none()) tree = checked(replace_leaf(tree.ptr(), hook.unpack_idx, edited.ptr()));
+  return true;
 }
 
 PyObject* Site::run(PyObject* module, PyObject* tree) {
@@ -86,16 +113,12 @@ PyObject* Site::run(PyObject* module, PyObject* tree) {
     return current.release().ptr();
   for (const auto& hook : *hooks) {
     if (dispatcher_ == nullptr) break;  // an editing function restored the model
-    if (hook->records_here && dispatcher_->in_run) {
-      const int recorded = record(*hook, current.ptr());
-      if (recorded < 0) return nullptr;
-      if (recorded) continue;
-    }
+    const bool is_served = hook->records_here || hook->edits_here;
+    if (is_served && dispatcher_->in_run && !hook->replays && run_here(*hook, module, current))
+      continue;
     PyObject* arguments[] = {hook->registration.ptr(), module, current.ptr()};
     const py::object run_hook = dispatcher_->run_hook;  // the call may close the dispatcher
-    py::object result = steal(PyObject_Vectorcall(run_hook.ptr(), arguments, 3, nullptr));
-    if (!result) return nullptr;
-    current = std::move(result);
+    current = checked(PyObject_Vectorcall(run_hook.ptr(), arguments, 3, nullptr));
   }
   return current.release().ptr();
 }
@@ -103,7 +126,7 @@ PyObject* Site::run(PyObject* module, PyObject* tree) {
 void Dispatcher::close() {
   for (const auto& site : sites_) site->detach();
   sites_.clear();
-  run_hook = py::none();
+  run_hook = edit = py::none();
 }
 
 std::shared_ptr<Site> Dispatcher::add_site(py::object module_ref) {

@@ -18,10 +18,9 @@ from torch._subclasses import fake_tensor
 
 from flex_model.distributed.layout import Shape
 from flex_model.errors import HookError, nearest
-from flex_model.hooks.context import throw_away
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.registration import Registration
-from flex_model.hooks.user_function import check_result, kind_of, results_of
+from flex_model.hooks.user_function import check_result, copy_for_replay, kind_of, results_of
 from flex_model.inspection.edits.findings import ERROR, NOT_CHECKED, Finding, Source
 from flex_model.inspection.edits.watch import (
     FakeArguments,
@@ -217,7 +216,7 @@ class _Parameters(dict[str, Tensor]):
 def _copied(save_ctx: Namespace) -> Iterator[None]:
     """Inside, ``save_ctx`` holds copies of what it holds."""
     kept = dict(vars(save_ctx))
-    vars(save_ctx).update(vars(throw_away(save_ctx)))
+    vars(save_ctx).update(vars(copy_for_replay(save_ctx)))
     try:
         yield
     finally:

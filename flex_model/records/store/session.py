@@ -139,6 +139,10 @@ class Session:
     def end_backward(self, number: int) -> None:
         self._num_backwards -= number == self.number
 
+    def leave_run(self) -> None:
+        """Note that no run goes on."""
+        self.in_run = False
+
     def end_run(self, is_whole: bool) -> None:
         """Open the batch of a run with delivered records; ``is_whole``: no gradients follow."""
         self.in_run = False

@@ -49,6 +49,10 @@ class Step:
             )
         return not self.is_silent
 
+    def silence(self) -> None:
+        """Call no more hooks in this step."""
+        self.is_silent = True
+
     def fail(self, text: str, cause: BaseException) -> None:
         """Keep a failure to report; the first one counts."""
         if self.failure is None:

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flex_model.hooks.context import RunContext, Turns, renew_seed, seed_of_state
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.evidence import Forward
+from flex_model.hooks.random_state import renew_seed, seed_of_state
 from flex_model.hooks.table import EVERYTHING, Choice
+from flex_model.runs.run import Run, Turns
 
 
 @dataclass(eq=False)
@@ -37,10 +38,29 @@ class BatchRun:
     seed: int | None
     choice: tuple[Choice, Choice]
     records: dict[str, list[Tensor]] = field(default_factory=dict)
-    run: RunContext | None = None
-    in_run: bool = False
+    run: Run | None = None
+    is_in_run: bool = False
     forward: Forward = field(default_factory=Forward)
     calls: dict[int, list[Any]] = field(default_factory=dict)
+
+    def exchange(self, core: HookCore) -> None:
+        """Exchange the state of this batch with the core's, at its begin and end."""
+        self.run = core.runs.exchange(self.run)
+        self.forward = core.tracking.exchange(self.forward)
+        if core.table.registrations:
+            self.is_in_run = core.table.set_in_run(self.is_in_run)
+            self.calls = core.table.exchange_calls(self.calls)
+            names = [r.hook_function.record_name for r in core.table.registrations]
+            self.records = core.records.exchange(names, self.records)
+
+    def choose(self, choice: tuple[Choice, Choice]) -> None:
+        """Keep the choice of hooks that the batch has made."""
+        self.choice = choice
+
+    def take_records(self) -> dict[str, list[Tensor]]:
+        """Return the records that waited."""
+        records, self.records = self.records, {}
+        return records
 
 
 class BatchRuns:
@@ -55,37 +75,37 @@ class BatchRuns:
         self._core = core
         self._choice = choice
         self._generator = torch.Generator()
-        self._num_made = self._num_consumed = 0
+        self._num_made = self._num_drawn = 0
         self._turns = Turns()
         self.communicator = core.communicator
 
     def __enter__(self) -> BatchRuns:
-        core = self._core
-        if core.run is not None or core.default_groups != EVERYTHING:
+        runs, table = self._core.runs, self._core.table
+        if runs.current is not None or runs.default_choice != EVERYTHING:
             raise RuntimeError(
                 "sequential.run: a run of this FlexModel is going on; call it outside of forward, "
                 "active() and other sequential runs"
             )
-        if core.session is not None:
-            core.session.begin_run()
-            core.session.in_run = False
-        core.default_groups = self._choice
-        parameters = core.table.choices[1] if not torch.is_grad_enabled() else self._choice
-        core.table.keeps_installed = True  # what batches that wait have chosen, others may not
-        core.table.choose(EVERYTHING, parameters)
-        core.table.choose(self._choice, parameters)
-        core.table.clear_records(core.table.active)
+        if runs.session is not None:
+            runs.session.begin_run()
+            runs.session.leave_run()
+        runs.choose_by_default(self._choice)
+        parameters = table.choices[1] if not torch.is_grad_enabled() else self._choice
+        table.keep_installed(True)  # what batches that wait have chosen, others may not
+        table.choose(EVERYTHING, parameters)
+        table.choose(self._choice, parameters)
+        table.clear_records(table.active)
         self._generator.set_state(torch.default_generator.get_state())
-        self._has_edits = any(r.edits for r in core.active_registrations())
+        self._has_edits = any(r.edits for r in runs.active_hooks())
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        core = self._core
-        core.default_groups = EVERYTHING
-        core.table.keeps_installed = False
-        core.table.choose(EVERYTHING, core.table.choices[1])
-        core.table.refresh()
-        for _ in range(self._num_consumed):
+        runs, table = self._core.runs, self._core.table
+        runs.choose_by_default(EVERYTHING)
+        table.keep_installed(False)
+        table.choose(EVERYTHING, table.choices[1])
+        table.refresh()
+        for _ in range(self._num_drawn):
             renew_seed()
 
     def made(self) -> BatchRun:
@@ -114,31 +134,25 @@ class BatchRuns:
         """A context inside which the batch runs. Use it once, after ``resume``. Collective where
         hooks are active.
         """
-        run = self._core.begin(self._choice)
-        run.save_ctx, run.seed = batch.save_ctx, batch.seed
-        run.batch, run.turns = batch.index, self._turns
+        runs = self._core.runs
+        run = runs.begin(self._choice)
+        run.serve_batch(batch.index, batch.save_ctx, batch.seed, self._turns)
         try:
             yield
         except BaseException as error:
-            self._core.end(run, error)
+            runs.end(run, error)
             raise
         before = torch.default_generator.get_state()
-        self._core.end(run, None)
+        runs.end(run, None)
         if self._has_edits and not torch.equal(before, torch.default_generator.get_state()):
-            self._num_consumed += 1  # an edit drew, on some rank
+            self._num_drawn += 1  # an edit drew, on some rank
             torch.default_generator.set_state(before)  # undo the renewed seed: not a model's draw
 
     def resume(self, batch: BatchRun) -> None:
         """Make this batch the one that the core serves, until it is suspended."""
-        core = self._core
         self._turns.begin(batch.index)
-        core.run = batch.run
-        core.tracking.forward, batch.forward = batch.forward, core.tracking.forward
-        if core.table.registrations:
-            core.table.dispatcher.in_run = batch.in_run
-            batch.calls = core.table.exchange_calls(batch.calls)
-            batch.records = self._exchange_records(batch.records)
-        core.table.choose(*batch.choice)
+        batch.exchange(self._core)
+        self._core.table.choose(*batch.choice)
 
     def caller_went_on(self) -> None:
         """Between two batches."""
@@ -146,33 +160,14 @@ class BatchRuns:
 
     def suspend(self, batch: BatchRun) -> None:
         """Keep what is the batch's; what was there before is there again."""
-        core = self._core
-        batch.choice = core.table.choices
-        if core.table.registrations:
-            batch.records = self._exchange_records(batch.records)
-            batch.calls = core.table.exchange_calls(batch.calls)
-        batch.in_run, core.table.dispatcher.in_run = core.table.dispatcher.in_run, False
-        core.tracking.forward, batch.forward = batch.forward, core.tracking.forward
-        batch.run, core.run = core.run, None
-        core.table.choose(self._choice, core.table.choices[1])
+        table = self._core.table
+        batch.choose(table.choices)
+        batch.exchange(self._core)
+        table.choose(self._choice, table.choices[1])
 
     def delivered(self, batch: BatchRun) -> None:
         """Append its records to the user's. Called in the order of the batches, after all ran."""
-        output_ptr = self._core.records.output_ptr
-        for name, records in batch.records.items():
-            output_ptr.setdefault(name, []).extend(records)
-        batch.records = {}
-
-    def _exchange_records(self, records: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
-        """Replace the lists in ``output_ptr`` by a batch's; return those that were there."""
-        output_ptr = self._core.records.output_ptr
-        found = {}
-        for registration in self._core.table.registrations:
-            name = registration.hook_function.record_name
-            if name in output_ptr:
-                found[name] = output_ptr.pop(name)
-        output_ptr.update(records)
-        return found
+        self._core.records.extend(batch.take_records())
 
 
 @contextlib.contextmanager

@@ -30,8 +30,21 @@ class BackwardWatch:
         self._communicator = communicator
         self._tasks: set[int] = set()  # the running passes that are watched
         self._has_deferred = False  # a pass was aborted in autograd's thread, which can't report it
-        self.is_closed = False
-        self.thread: int | None = None  # the one that runs the model
+        self._is_closed = False
+        self._thread: int | None = None  # the one that runs the model
+
+    def begin_run(self, thread: int) -> None:
+        """Report passes that were aborted in a thread of autograd; ``thread`` runs the model from
+        now on. Collective if there was one.
+        """
+        self._thread = thread
+        if self._has_deferred:
+            self._has_deferred = False
+            self._report()
+
+    def close(self) -> None:
+        """Report no more. Local."""
+        self._is_closed = True
 
     def watch(self) -> None:
         """Watch the running pass, if there is one; repeated calls do nothing. Local."""
@@ -63,21 +76,15 @@ class BackwardWatch:
             if leaf.grad_fn is not None:
                 leaf.register_hook(hook)
 
-    def report_deferred(self) -> None:
-        """Report passes that were aborted in a thread of autograd. Collective if there was one."""
-        if self._has_deferred:
-            self._has_deferred = False
-            self._report()
-
     def ended(self, task: int) -> None:
         self._tasks.discard(task)
 
     def aborted(self, task: int, num_agreed: int) -> None:
         """Handle a pass that ended early: report it, unless all ranks know the reason already."""
         self._tasks.discard(task)
-        if num_agreed != self._communicator.num_agreed or self.is_closed or sys.is_finalizing():
+        if num_agreed != self._communicator.num_agreed or self._is_closed or sys.is_finalizing():
             return
-        if threading.get_ident() in (self.thread, threading.main_thread().ident):
+        if threading.get_ident() in (self._thread, threading.main_thread().ident):
             self._report()
         else:
             self._has_deferred = True

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from flex_model.hooks.context import OPEN, RunContext
+from flex_model.runs.run import OPEN, Run
 
 MOST = 64  # they are small: their records are delivered and dropped
 
@@ -18,23 +18,23 @@ class RememberedRuns:
     """The last ``MOST`` runs; the sequence number of an autograd node identifies its run."""
 
     def __init__(self) -> None:
-        self._runs: deque[RunContext] = deque(maxlen=MOST)
-        self._served: list[RunContext] = []  # those whose graphs a backward pass has reached
-        self._replayed: tuple[int, RunContext] | None = None  # backward pass, recomputed run
+        self._runs: deque[Run] = deque(maxlen=MOST)
+        self._served: list[Run] = []  # those whose graphs a backward pass has reached
+        self._replayed: tuple[int, Run] | None = None  # backward pass, recomputed run
 
-    def add(self, run: RunContext) -> None:
+    def add(self, run: Run) -> None:
         self._runs.append(run)
 
-    def begin(self, run: RunContext) -> None:
+    def begin(self, run: Run) -> None:
         """Add a run that begins, outside of any backward pass."""
         self.add(run)
         self._replayed = None
 
-    def serve(self, run: RunContext) -> None:
+    def serve(self, run: Run) -> None:
         """Keep a run, however old, while a backward pass computes its graph."""
         self._served.append(run)
 
-    def unserve(self, run: RunContext) -> None:
+    def unserve(self, run: Run) -> None:
         """End ``serve``: the pass is over."""
         self._served.remove(run)
 
@@ -43,7 +43,7 @@ class RememberedRuns:
         self._replayed = None
 
     @property
-    def last(self) -> RunContext | None:
+    def last(self) -> Run | None:
         """The last run of this FlexModel, except batches of sequential runs."""
         return next((run for run in reversed(self._runs) if run.save_ctx is None), None)
 
@@ -52,7 +52,7 @@ class RememberedRuns:
         """The number after that of the last node of all runs that are over."""
         return max((run.last_node for run in self._runs if run.last_node < OPEN), default=0)
 
-    def of_backward(self, is_in_run: bool, lone_run: Callable[[], RunContext]) -> RunContext | None:
+    def of_backward(self, is_in_run: bool, lone_run: Callable[[], Run]) -> Run | None:
         """Return the run whose graph is being computed; None if it is not remembered.
 
         Args:
@@ -74,7 +74,7 @@ class RememberedRuns:
             return self._replayed[1]  # a checkpoint nested in one that is being recomputed
         return lone_run()
 
-    def _note_replay(self, run: RunContext) -> None:
+    def _note_replay(self, run: Run) -> None:
         """Note that the running backward pass recomputes a part of ``run``. Reentrant checkpointing
         makes new nodes there, and runs a nested backward pass on them.
         """
@@ -92,3 +92,8 @@ class RememberedRuns:
 def backward_task() -> int:
     """Return the number of the running backward pass; -1 if there is none."""
     return torch._C._current_graph_task_id()
+
+
+def in_backward() -> bool:
+    """Return whether a backward pass is running."""
+    return torch._C._current_graph_task_id() != -1

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flex_model import _C
-from flex_model.hooks.remembered_runs import RememberedRuns, backward_task
+from flex_model.runs.remembered_runs import RememberedRuns, backward_task
 
 if TYPE_CHECKING:
-    from flex_model.hooks.context import RunContext
     from flex_model.hooks.registration import Registration
     from flex_model.hooks.table import HookTable
+    from flex_model.runs.run import Run
 
 
 class Graph:
@@ -46,7 +46,7 @@ class Graph:
         "__weakref__", "_graphs", "entered", "is_used", "outputs", "owner", "removed", "run",
     )  # fmt: skip
 
-    def __init__(self, run: RunContext, graphs: Graphs) -> None:
+    def __init__(self, run: Run, graphs: Graphs) -> None:
         self.run = run
         self.removed: list[Registration] = []
         self.owner: object = None
@@ -111,13 +111,13 @@ class Graphs:
         self._served: weakref.WeakValueDictionary[int, _Served] = weakref.WeakValueDictionary()
         self._is_left = False  # the FlexModel is gone
 
-    def add(self, run: RunContext) -> Graph:
+    def add(self, run: Run) -> Graph:
         """Make a graph, which lives as long as an autograd node holds it."""
         graph = Graph(run, self)
         self._graphs.add(graph)
         return graph
 
-    def watch(self, run: RunContext, output: Any) -> None:
+    def watch(self, run: Run, output: Any) -> None:
         """Watch for backward passes that begin at an output, or reach it from behind. Local."""
         if not torch.is_grad_enabled():
             return
@@ -225,7 +225,7 @@ def is_in_checkpoint() -> bool:
     return not torch.is_grad_enabled() or saved_by is not None
 
 
-def _nodes_inside(run: RunContext, outputs: Sequence[Any]) -> Iterator[Any]:
+def _nodes_inside(run: Run, outputs: Sequence[Any]) -> Iterator[Any]:
     """Yield the nodes that lead to these outputs and were made during the run."""
     seen, pending = set(outputs), list(outputs)
     while pending:

@@ -1,0 +1,112 @@
+"""The digests by which ranks compare their hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flex_model.distributed.communicator import Communicator
+from flex_model.distributed.header import Header, site_hash, sites_hash
+from flex_model.hooks.table import HookTable
+from flex_model.layouts.statements import Statements
+
+
+class HookDigests:
+    """Digests of the hooks that are registered on this rank, and of those active in a run.
+
+    Args:
+        settings: Settings of the FlexModel that must be equal on all ranks, too.
+
+    Attributes:
+        has_hooks: Whether any hook is registered, on this rank's model or for other ranks.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        table: HookTable,
+        statements: Statements,
+        settings: tuple[Any, ...],
+    ) -> None:
+        self._communicator, self._table = communicator, table
+        self._statements, self._settings = statements, settings
+        self._num_published, self._published = 0, site_hash()
+        self._agreed = site_hash()
+        self._active: int | None = None
+        self._has_new = False
+
+    @property
+    def has_hooks(self) -> bool:
+        return self._num_published > 0
+
+    @property
+    def active(self) -> int:
+        """The digest of the active hooks."""
+        if self._active is None:
+            table = self._table
+            sites = (r.site for r in table.registrations if r.index in table.active)
+            self._active = site_hash(*sites)
+        return self._active
+
+    def take_new(self) -> bool:
+        """Return whether hooks were registered or removed since the last call of this."""
+        has_new, self._has_new = self._has_new, False
+        return has_new
+
+    def hooks_changed(self) -> None:
+        """Publish the registered hooks to the other ranks, whether or not this rank runs the model.
+        Local.
+        """
+        self._active = None
+        sites = [registration.site for registration in self._table.registrations]
+        if len(sites) == self._num_published:
+            return
+        new = sites[-1:] if len(sites) == self._num_published + 1 else sites
+        digest = self._published if len(new) < len(sites) else site_hash()
+        for site in new:
+            digest = site_hash(digest, site)
+        self._num_published, self._published = len(sites), digest
+        self._has_new = True
+        self._communicator.publish_hooks(f"{digest:x}" if sites else "")
+
+    def check(self, choice: str) -> None:
+        """Compare the registered hooks, the settings and the statements with those of all ranks.
+        Collective where they are new.
+
+        Args:
+            choice: Describes how the run's hooks were chosen.
+
+        Raises:
+            HookMismatchError: ranks differ.
+        """
+        registrations = self._table.registrations
+        digest = site_hash(
+            sites_hash(*(registration.site for registration in registrations)),
+            *self._settings,
+            self._statements.digest,
+        )
+        if digest == self._agreed:
+            return
+        names = "; ".join(
+            f"{registration.kind} {registration.hook_function!r}" for registration in registrations
+        )
+        self._communicator.check_hooks(
+            Header("registered hooks", site=site_hash(digest, self.active)),
+            f"the start of a run of {choice} (edit_on, output_ranks, mesh, save_ctx_on: "
+            f"{self._settings}) with these hooks: {names}",
+        )
+        self._agreed = digest
+
+    def described(self, only_active: bool = False) -> list[Any]:
+        """Describe what records depend on, as JSON."""
+        return [
+            {
+                "kind": r.kind,
+                "module": r.name,
+                "tensor": r.hook_function.unpack_idx,
+                "record": r.hook_function.record_name if r.hook_function.record else None,
+                "edits": r.edits,
+                "select": None if r.select is None else repr(r.select),
+            }
+            for r in self._table.registrations
+            if not only_active or r.index in self._table.active
+        ]

@@ -1,0 +1,294 @@
+"""What happens when torch calls a hook of one FlexModel: in a forward, in its recomputation, with a
+gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from flex_model.distributed.communicator import Communicator
+from flex_model.distributed.header import ERROR, FAILED
+from flex_model.errors import HookError, UnpackIndexError, agreed, is_agreed
+from flex_model.hooks.call import HookCaller
+from flex_model.hooks.evidence import Evidence
+from flex_model.hooks.hook_call import HookCall
+from flex_model.hooks.registration import Registration
+from flex_model.hooks.site import Handler
+from flex_model.hooks.tracking import Tracking
+from flex_model.layouts import follow
+from flex_model.runs import remembered_runs
+from flex_model.runs.backward import BackwardPasses
+from flex_model.runs.graphs import Graphs, is_in_checkpoint
+from flex_model.runs.lifecycle import Runs
+from flex_model.runs.remembered_runs import in_backward
+from flex_model.runs.run import Run
+from flex_model.runs.step import Step
+
+# The exception by which torch's checkpointing ends a recomputation early.
+_STOPS_RECOMPUTATION = "_StopRecomputationError"
+
+
+class HookHandlers:
+    """Finds the run of each call of a hook, calls it, and handles its errors.
+
+    Attributes:
+        runs: The runs of the FlexModel.
+    """
+
+    def __init__(
+        self,
+        runs: Runs,
+        backwards: BackwardPasses,
+        graphs: Graphs,
+        communicator: Communicator,
+        tracking: Tracking,
+        caller: HookCaller,
+        step: Step | None,
+        on_failure: Callable[[Registration, Exception], None] | None,
+    ) -> None:
+        self.runs, self._backwards, self._graphs = runs, backwards, graphs
+        self._communicator, self._tracking, self._caller = communicator, tracking, caller
+        self._step, self._on_failure = step, on_failure
+
+    # ---- Forward ---------------------------------------------------------------------------------
+
+    def forward(self, registration: Registration, module: nn.Module, tree: Any) -> Any:
+        """Run a forward or forward-pre hook; return the tree that the model continues with."""
+        if self._is_silent():
+            return tree
+        self.runs.check_entry()
+        if in_backward():
+            return self._replay(registration, module, tree)
+        if registration.hook.replays:
+            return tree  # it is installed for a backward that runs in another thread
+        run = self.runs.current or self.runs.begin_deferred()
+        if run is not None:
+            return self._call(run, registration, module, tree)
+        run = self.runs.begin_lone(registration)
+        error = None
+        try:
+            after = self._call(run, registration, module, tree)
+            if registration.edits:
+                self._graphs.watch(run, after)
+            return after
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self.runs.end(run, error)
+
+    def _call(self, run: Run, registration: Registration, module: nn.Module, tree: Any) -> Any:
+        if registration.edits and is_in_checkpoint():
+            run.note_recomputation()
+        try:
+            number = self._tracking.number(registration)
+            with follow.paused():
+                leaf = registration.leaf(tree)
+                evidence = self._tracking.evidence(registration, leaf, number)
+                call = HookCall(registration, module, run, False, number, evidence)
+                return self._caller.activation(call, leaf, tree)
+        except Exception as error:
+            self.hook_failed(registration, error)
+            return tree
+
+    def edit_whole(
+        self, registration: Registration, module: nn.Module, leaf: Tensor, full: Tensor
+    ) -> Tensor | None:
+        """Edit a tensor that this process alone holds, in a run; ``full`` is its copy. Return the
+        tensor that the model continues with; None: its own.
+        """
+        runs, run = self.runs, self.runs.current
+        try:
+            if runs.thread != threading.get_ident() or self._communicator.edit_of:
+                runs.check_entry()
+            assert run is not None
+            if not run.is_recomputed and is_in_checkpoint():
+                run.note_recomputation()
+            call = HookCall(registration, module, run)
+            (edited,) = self._caller.function.run(call, (full,), leaf, {})
+            # A copy: the model may change it in place, and the user may keep it.
+            return None if edited is None else edited.clone()
+        except Exception as error:
+            self.hook_failed(registration, error)
+            return None
+
+    def _replay(self, registration: Registration, module: nn.Module, tree: Any) -> Any:
+        """Run an edit again while the model is recomputed during backward (activation
+        checkpointing): those that its forward ran, without records.
+        """
+        if not registration.edits:
+            return tree
+        if self._step is None:
+            self._backwards.watch.watch()
+        run = self._backwards.run_of_current()
+        try:
+            if run is None:
+                raise HookError(
+                    f"{registration.describe()}: the model is recomputed in backward, the backward "
+                    "began inside the model, and its forward is not among the last "
+                    f"{remembered_runs.MOST} runs, so its edit can't be repeated; "
+                    "begin backward at the model's output, run it sooner, or do without "
+                    "checkpointing"
+                )
+            if registration.index not in run.active:
+                return tree
+            with follow.paused():
+                leaf = registration.leaf(tree)
+                evidence = self._tracking.evidence_of_replay(registration, leaf, ())
+                call = HookCall(registration, module, run, True, None, evidence)
+                return self._caller.activation(call, leaf, tree)
+        except Exception as error:
+            if type(error).__name__ == _STOPS_RECOMPUTATION or self._communicator.is_local:
+                raise
+            if run is not None:
+                self._backwards.begin(run)
+            # The graph differs from those of ranks that edit, so it can't be run to its end.
+            self.hook_failed(registration, error, FAILED)
+            return tree
+
+    def note_activations(self, registrations: Sequence[Registration], tree: Any) -> None:
+        """Collect evidence of the activations of gradient hooks in a forward without gradients,
+        whose recomputation may call those hooks. Local.
+        """
+        if self.runs.current is not None and not in_backward():
+            self.runs.current.note_recomputation()
+        if not self._tracking.is_following or in_backward():
+            return
+        with follow.paused():
+            for registration in registrations:
+                with contextlib.suppress(HookError):  # no tensor there, so no gradient either
+                    leaf = registration.leaf(tree)
+                    number = self._tracking.number(registration)
+                    self._tracking.evidence(registration, leaf, number)
+
+    def active_in_replay(self, registrations: Sequence[Registration]) -> Sequence[Registration]:
+        """Return the active hooks; in a recomputation, those that its forward had, too."""
+        if self._is_silent():
+            return ()
+        if not in_backward():
+            return registrations
+        run = self._backwards.run_of_current()
+        return [r for r in registrations if run is None or r.index in run.active]
+
+    # ---- Gradients -------------------------------------------------------------------------------
+
+    def backward_handler(
+        self, registrations: Sequence[Registration], module: nn.Module, leaf: Tensor
+    ) -> Handler:
+        """Return the handler of an edge at the module, which gets the gradient of ``leaf``."""
+        run = self.runs.current
+        if run is None:
+            run = self._backwards.run_of_current() if in_backward() else None
+            run = run or self.runs.lone_run()
+        numbers = [
+            None if in_backward() else self._tracking.number(registration)
+            for registration in registrations
+        ]
+        with follow.paused():
+            evidences = [
+                self._tracking.evidence_of_replay(registration, leaf, run.keys)
+                if number is None
+                else self._tracking.evidence(registration, leaf, number)
+                for registration, number in zip(registrations, numbers)
+            ]
+        module_ref = weakref.ref(module)
+        graph = self._graphs.add(run)
+
+        def handle(grad: Tensor | None) -> Tensor | None:
+            module = module_ref()
+            if grad is None or module is None or self._is_silent():
+                return grad
+            graph.enter()
+            self._backwards.begin(run)
+            for registration, number, evidence in zip(registrations, numbers, evidences):
+                if self._communicator.held is not None:
+                    break
+                call = HookCall(registration, module, run, False, number, evidence)
+                grad = self._gradient(call, grad, run.batch)
+            return grad
+
+        return Handler(handle, evidences)
+
+    def run_parameter_hooks(
+        self, registrations: Sequence[Registration], grad: Tensor | None
+    ) -> Tensor | None:
+        """Run the hooks on a parameter's gradient; return the gradient that replaces it. Without a
+        gradient they are not called; ranks that have one find this one at the end of the backward.
+        """
+        run = self.runs.of_parameters()
+        self._backwards.begin(run)
+        if grad is None:
+            return None
+        for registration in registrations:
+            if self._communicator.held is not None:
+                break
+            evidence = Evidence(key=self._tracking.num_followed)
+            grad = self._gradient(HookCall(registration, None, run, evidence=evidence), grad, None)
+        return grad
+
+    def refuse_parameter_hooks(self, registration: Registration, error: Exception) -> None:
+        """Fail with an error that all ranks raise, instead of ``run_parameter_hooks``."""
+        self._backwards.begin(self.runs.of_parameters())
+        self.hook_failed(registration, agreed(error))
+
+    def _gradient(self, call: HookCall, grad: Tensor, batch: int | None) -> Tensor:
+        """Run one hook on a gradient; return the gradient that the backward continues with."""
+        name, order = call.registration.hook_function.record_name, self._backwards.order
+        position = order.position(name)
+        try:
+            self._backwards.check_open(call.run)
+            self._backwards.check_is_of_loss(call.registration)
+            with follow.paused():  # FSDP2 has its hooks run by a node of the model
+                grad = self._caller.summed(grad)
+                grad = self._caller.gradient(call, grad)
+            order.add(name, position, batch)
+        except Exception as error:
+            self.hook_failed(call.registration, error)
+        return grad
+
+    # ---- Errors ----------------------------------------------------------------------------------
+
+    def hook_failed(self, registration: Registration, error: Exception, state: int = ERROR) -> None:
+        """Handle an error of one hook. One rank: raise it. Several: continue without the edit, and
+        all raise at the next exchange; in a backward at its end, for an aborted backward leaves the
+        state of FSDP2 and DDP unfinished. In a step of a pipeline: when it is over.
+        """
+        if self._on_failure is not None:
+            self._on_failure(registration, error)
+            return
+        self._tracking.forget()
+        text = registration.failure(error)
+        if self._step is not None:
+            self._fail_in_step(self._step, text, error)
+            return
+        if is_agreed(error):
+            if isinstance(error, HookError) or not self._communicator.may_hold:
+                try:
+                    raise error
+                finally:
+                    del error  # else it keeps its own traceback, and the frames in that, alive
+            self._communicator.hold(error)
+            return
+        if self._communicator.is_local:
+            kind = UnpackIndexError if isinstance(error, UnpackIndexError) else HookError
+            raise agreed(kind(text)) from error
+        self._communicator.set_error(text, error, state)
+
+    def _fail_in_step(self, step: Step, text: str, error: BaseException) -> None:
+        """Keep an error until the step ends: the schedule continues, without edits on all ranks of
+        the stage from the same exchange on. Raising it now would leave other stages waiting.
+        """
+        if self._communicator.is_local or is_agreed(error):
+            step.silence()
+            step.fail(text, error)
+        else:
+            self._communicator.set_error(f"{text} ({step.where})", error)
+
+    def _is_silent(self) -> bool:
+        return self._step is not None and not self._step.calls_hooks()

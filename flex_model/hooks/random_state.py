@@ -1,0 +1,91 @@
+"""The random numbers of editing functions: the same on any sharding, apart from the model's own."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+
+import torch
+from torch import Tensor
+
+from flex_model import _C
+
+# The offset of the first word of the twister in a state of torch's CPU generator (after its seed
+# and counters; CPUGeneratorImplStateLegacy in ATen/CPUGeneratorImpl.cpp), and its unused bits.
+_FIRST_WORD, _UNREAD_BITS = 24, 2**31 - 1
+
+
+def seed_of_state() -> int:
+    """Return a seed from the state of torch's CPU generator, without drawing from it, so that
+    ``torch.manual_seed`` determines it.
+    """
+    state = torch.default_generator.get_state()
+    return int(torch.ops.flex_model.fingerprint(state)[0]) & (2**63 - 1)
+
+
+def seed_of_call(run_seed: int, site: int, call: int) -> int:
+    """Return the seed of one call of a hook in a run."""
+    digest = hashlib.blake2b(f"{run_seed} {site} {call}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+# Runs have the same seed until something draws, and seeding a twister costs more than a copy of its
+# state: 5 KiB each.
+@functools.lru_cache(maxsize=256)
+def _seeded_state(run_seed: int, site: int, call: int) -> tuple[Tensor, bytes]:
+    generator = torch.Generator()
+    generator.manual_seed(seed_of_call(run_seed, site, call))
+    state = generator.get_state()
+    return state, bytes(state.tolist())
+
+
+class RandomState:
+    """Seeds torch's generators (CPU, and the CUDA device of a tensor) for one call of an editing
+    function, until ``restore``.
+    """
+
+    __slots__ = ("_before", "_cuda", "_seeded")
+
+    def __init__(self, run_seed: int, site: int, call: int, tensor: Tensor) -> None:
+        state, self._seeded = _seeded_state(run_seed, site, call)
+        self._before = torch.default_generator.get_state()
+        torch.default_generator.set_state(state)
+        self._cuda: tuple[torch.Generator, Tensor, Tensor] | None = None
+        if tensor.is_cuda:
+            generator = torch.cuda.default_generators[tensor.device.index]
+            before = generator.get_state()
+            generator.manual_seed(seed_of_call(run_seed, site, call))
+            self._cuda = generator, before, generator.get_state()
+
+    def restore(self) -> bool:
+        """Restore the generators; return whether the function drew from one of them."""
+        has_drawn = not _C.has_bytes(torch.default_generator.get_state(), self._seeded)
+        torch.default_generator.set_state(self._before)
+        if self._cuda is not None:
+            generator, before, seeded = self._cuda
+            has_drawn |= not torch.equal(generator.get_state(), seeded)
+            generator.set_state(before)
+        return has_drawn
+
+
+def renew_seed() -> None:
+    """Make the edits of the next run draw other numbers. The stream of torch's CPU generator does
+    not change: a model's dropout draws the same numbers as without hooks.
+
+    The seed of a run is a hash of the generator's state, and this increments 31 bits of that state
+    which the generator never reads: of its first word, a Mersenne twister uses the highest bit only
+    (19937 = 624 * 32 - 31). So ``manual_seed`` resets the edits too, and a state that is saved and
+    restored gives the same numbers again.
+
+    Source: Matsumoto and Nishimura 1998, section 2.1.
+    """
+    state = torch.default_generator.get_state()
+    word = state[_FIRST_WORD : _FIRST_WORD + 4].view(torch.int32)
+    first = int(word)
+    word.fill_((first & ~_UNREAD_BITS) | (first + 1 & _UNREAD_BITS))
+    torch.default_generator.set_state(state)
+
+
+def advance_generator() -> None:
+    """Advance torch's CPU generator by one draw."""
+    torch.empty((), dtype=torch.int64).random_()

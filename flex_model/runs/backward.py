@@ -1,0 +1,115 @@
+"""The backward passes through the graphs of a FlexModel's runs: which run a pass belongs to, and
+the delivery of records at its end.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flex_model.distributed.communicator import Communicator
+from flex_model.errors import HookError, agreed
+from flex_model.hooks.registration import Registration
+from flex_model.hooks.tracking import Tracking
+from flex_model.records.records import Records
+from flex_model.runs.backward_order import BackwardOrder
+from flex_model.runs.backward_watch import BackwardWatch
+from flex_model.runs.lifecycle import Runs
+from flex_model.runs.remembered_runs import backward_task
+from flex_model.runs.run import Run
+
+if TYPE_CHECKING:
+    from flex_model.runs.step import Step
+
+
+class BackwardPasses:
+    """The backward passes of one FlexModel.
+
+    Attributes:
+        order: Puts the records of several batches in order.
+        watch: Detects passes that are aborted.
+    """
+
+    def __init__(
+        self,
+        runs: Runs,
+        watch: BackwardWatch,
+        communicator: Communicator,
+        records: Records,
+        tracking: Tracking,
+        step: Step | None,
+    ) -> None:
+        self.order = BackwardOrder(records.output_ptr)
+        self.watch = watch
+        self._runs, self._step = runs, step
+        self._communicator, self._records, self._tracking = communicator, records, tracking
+
+    def run_of_current(self) -> Run | None:
+        """Return the run whose graph is being computed; None if it is not remembered."""
+        runs = self._runs
+        return runs.remembered.of_backward(runs.current is not None, runs.lone_run)
+
+    def check_open(self, run: Run) -> None:
+        """HookError where records of a backward would be added to another batch, or to a store
+        that is closed.
+        """
+        runs = self._runs
+        if runs.had_store:
+            raise HookError(
+                "the backward of a graph comes after restore(), when the store that its records "
+                "belong to is closed; run backward before restore()"
+            )
+        if runs.session is not None:
+            current = None if runs.current is None else runs.current.entry
+            runs.session.check_open(run.entry, current)
+
+    def check_is_of_loss(self, registration: Registration) -> None:
+        """ValueError where the backward runs inside the model's forward."""
+        if self._tracking.forward.depth > 0 and self._communicator.mesh.dp_size > 1:
+            raise agreed(
+                ValueError(
+                    f"{registration.describe()}: a backward that begins inside the model's forward "
+                    "(torch.autograd.grad, as of an energy) reaches it; under data parallelism "
+                    "hooks assume that a backward begins at a loss that is averaged over ranks; "
+                    "hook the forward's tensors, or run the backward outside of the forward"
+                )
+            )
+
+    def begin(self, run: Run) -> None:
+        """Deliver this backward's records when it ends, once; in a pipeline, the step does."""
+        if self._step is not None:
+            return
+        task = backward_task()
+        if task == -1 or not run.begin_backward(task):
+            return
+        communicator, session, has_begun = self._communicator, self._runs.session, False
+        if not communicator.is_local:
+            communicator.backwards.add(task)
+        if session is not None:
+            session.begin_backward(run.entry)
+        self.order.begin(task)
+        self.watch.watch()
+
+        def end() -> None:
+            nonlocal has_begun
+            try:
+                has_begun = True
+                run.end_backward()
+                communicator.backwards.discard(task)
+                self._raise_held(run)
+                self._runs.deliver(run, "end of the backward")
+                self.order.end()
+                if session is not None:
+                    session.end_backward(run.entry)
+            except BaseException as error:
+                self._tracking.forget()
+                self._runs.interrupted(error)
+                raise
+
+        self.watch.at_end(end, lambda: has_begun)
+
+    def _raise_held(self, run: Run) -> None:
+        """Raise an error that was held during the backward. Local: all ranks hold one."""
+        held = self._communicator.take_held()
+        if held is not None:
+            self._records.forget(run)
+            raise held

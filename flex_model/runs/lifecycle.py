@@ -1,0 +1,445 @@
+"""The runs of one FlexModel: when a run begins, which hooks it has, and what happens at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import warnings
+import weakref
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from flex_model.distributed.communicator import Communicator
+from flex_model.errors import HookError, HookNotCalledWarning, is_agreed, see
+from flex_model.hooks.digests import HookDigests
+from flex_model.hooks.random_state import renew_seed
+from flex_model.hooks.registration import Registration
+from flex_model.hooks.save_ctx import SentToAll
+from flex_model.hooks.table import EVERYTHING, Choice, HookTable, describe_choice
+from flex_model.hooks.tracking import Tracking
+from flex_model.integrations import context_parallel
+from flex_model.integrations.compiled import HookGuards
+from flex_model.parameters.trainable import Replicas
+from flex_model.records.records import Records, Resolve
+from flex_model.records.store.activation_store import ActivationStore
+from flex_model.records.store.session import Session
+from flex_model.runs.backward_watch import BackwardWatch
+from flex_model.runs.remembered_runs import RememberedRuns, in_backward
+from flex_model.runs.run import Run, next_sequence
+from flex_model.runs.step import Step
+
+_GRADIENTS = ("full_backward", "full_backward_pre", "tensor")
+
+
+class Runs:
+    """Begins and ends the runs of one FlexModel, and delivers their records.
+
+    Args:
+        replicas: Checks trainable modules, where every rank runs editing functions; else None.
+        resolve: Returns the plan by which a record is gathered; see ``Records.join``.
+        warns: Whether a hook whose module is not called is reported.
+
+    Attributes:
+        current: The run that goes on; None between runs.
+        number: Counts outermost runs.
+        thread: The thread that runs the model in the current or last run.
+        default_choice: The choice of hooks between runs.
+        remembered: The last runs, whose graphs may still run backward.
+        session: Where records go to a store; ``had_store``: whether they did until it was closed.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        communicator: Communicator,
+        table: HookTable,
+        records: Records,
+        tracking: Tracking,
+        digests: HookDigests,
+        remembered: RememberedRuns,
+        watch: BackwardWatch,
+        save_ctx: Namespace,
+        sent_to_all: SentToAll | None,
+        replicas: Replicas | None,
+        resolve: Resolve,
+        observers: Sequence[Any],
+        step: Step | None,
+        warns: bool,
+    ) -> None:
+        self._module, self._communicator, self._table = module, communicator, table
+        self._records, self._tracking, self._digests = records, tracking, digests
+        self._watch, self._save_ctx, self._sent_to_all = watch, save_ctx, sent_to_all
+        self._replicas, self._resolve = replicas, resolve
+        self._observers, self._step = observers, step
+        self.remembered = remembered
+        self.current: Run | None = None
+        self.number = 0
+        self.thread: int | None = None
+        self.default_choice: Choice = EVERYTHING
+        self.session: Session | None = None
+        self.had_store = False
+        self._guards = HookGuards(module)
+        self._not_called_yet = weakref.WeakValueDictionary[int, Registration]()
+        self._warns = warns and step is None
+        # One run that begins with the first call of a module, and has not begun: True.
+        self._is_deferred = False
+        self._deferred_run: Run | None = None
+
+    # ---- Hooks -----------------------------------------------------------------------------------
+
+    def hooks_registered(self, registrations: Sequence[Registration]) -> None:
+        """Note new hooks: compiled code must call them, and a run should."""
+        self._guards.renew(has_new_hooks=False)
+        if registrations[0].kind in ("forward", "forward_pre"):
+            self._not_called_yet.update((r.index, r) for r in registrations)
+
+    def hooks_changed(self) -> None:
+        """Include hooks that have become active in the current run. Collective in a run."""
+        if self.current is not None:
+            self.current.activate(self._table.active)
+            self._include(self.current)
+
+    def active_hooks(self) -> Iterator[Registration]:
+        """Return the active hooks, in the order of their registration."""
+        return (r for r in self._table.registrations if r.index in self._table.active)
+
+    # ---- Begin -----------------------------------------------------------------------------------
+
+    def begin(self, choice: Choice, direct: bool = False) -> Run:
+        """Begin an outermost run: choose hooks, check them on all ranks where they are new, empty
+        their record lists.
+        """
+        self.check_entry()
+        self._guards.renew(self._digests.take_new())
+        # A run without gradients leaves parameters to the graph of the run before it.
+        keeps = not torch.is_grad_enabled()
+        self._table.choose(choice, self._table.choices[1] if keeps else choice, in_run=True)
+        self.note_forward()
+        run = Run(
+            self._table.active,
+            direct_depth=int(direct),
+            first_node=next_sequence(),
+            outer_error=sys.exc_info()[1],
+        )
+        self.thread = threading.get_ident()
+        self._watch.begin_run(self.thread)
+        self._communicator.begin_run()
+        self._tracking.reset()
+        self.current = run
+        self.number += 1
+        self.remembered.begin(run)
+        try:
+            if self.session is not None:
+                run.enter_store(self.session.begin_run())
+            self._include(run)
+        except BaseException:
+            self._batch_failed()
+            self._close(run)
+            raise
+        return run
+
+    def begin_direct(self) -> None:
+        """Begin a run at a direct call of the wrapped module, or go on with the one that it is in.
+        Collective where a run begins.
+        """
+        run = self.current
+        if run is not None:
+            run.enter_call()
+            if self._communicator.has_skipped:
+                self.note_forward()
+        elif self.begin_deferred() is None:
+            self.begin(EVERYTHING, direct=True)
+
+    def begin_deferred(self) -> Run | None:
+        """Begin the run of ``one_run_at_most`` if one is expected; return it."""
+        if self._is_deferred and self._deferred_run is None:
+            self._deferred_run = self.begin(EVERYTHING)
+            return self._deferred_run
+        return None
+
+    def begin_lone(self, registration: Registration) -> Run:
+        """Begin a run at a hook of a part of the model that is called on its own."""
+        if self.session is not None:
+            self.session.begin_run()
+        self.current = self.lone_run()
+        self.thread = threading.get_ident()
+        self._records.clear(registration.hook_function.record_name)
+        return self.current
+
+    def lone_run(self) -> Run:
+        """Make a run for a part of the model that is called on its own; it includes the autograd
+        nodes made since the last run.
+        """
+        run = Run(
+            self._table.active,
+            set(self._table.active),
+            first_node=self.remembered.last_node,
+            last_node=next_sequence() + 1,
+            entry=0 if self.session is None else self.session.number,
+        )
+        self.remembered.add(run)
+        return run
+
+    def of_parameters(self) -> Run:
+        """Return the run that a parameter's gradient is recorded in."""
+        return self.current or self.remembered.last or self.lone_run()
+
+    def _include(self, run: Run) -> None:
+        """Include newly chosen hooks in an outermost run: empty their lists, check on all ranks."""
+        new = run.active - run.hooks_seen
+        if not new:
+            return
+        communicator = self._communicator
+        if not communicator.is_local:
+            context_parallel.check_run()
+        self._table.clear_records(new)
+        run.hooks_seen.update(new)
+        # Observers see only the hooks that Python runs, not those that the dispatcher runs.
+        self._table.set_in_run(not self._observers)
+        if not communicator.is_local:
+            choice = describe_choice(self._table.choices[0])
+            communicator.publish_run(self._digests.active, choice, self._mode)
+            self._digests.check(choice)
+            if self._replicas is not None and self._step is None:
+                self._replicas.check(any(r.edits for r in self.active_hooks()))
+        if self.session is not None and not self.session.is_sequential:
+            self.session.check_hooks(self._digests.described())
+
+    def note_forward(self) -> None:
+        """Publish that a forward begins with the current choice. Local."""
+        if self._communicator.is_local or not self._digests.has_hooks:
+            return
+        choice = describe_choice(self._table.choices[0])
+        has_hooks = bool(self._table.active)
+        self._communicator.note_forward(has_hooks, self._mode, self._digests.active, choice)
+
+    @property
+    def _mode(self) -> int:
+        """The mode of forwards that begin now, as ``Communicator.note_forward`` compares it."""
+        return 2 * self._module.training + torch.is_grad_enabled()
+
+    # ---- Inside a run ----------------------------------------------------------------------------
+
+    def check_entry(self) -> None:
+        """HookError where the model must not run now."""
+        refusal = self.refusal()
+        if refusal:
+            raise HookError(refusal)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a run or a backward pass goes on."""
+        return self.current is not None or in_backward()
+
+    def refusal(self) -> str:
+        """Return why the model must not run now; empty where it may."""
+        if (
+            self.current is not None
+            and self.thread not in (None, threading.get_ident())
+            and not in_backward()
+        ):
+            or_wrap = ", or make a FlexModel per thread" if self._communicator.is_local else ""
+            return (
+                "the model is called from a second thread while a run of this FlexModel goes on in "
+                f"another; run the model from one thread at a time{or_wrap} ({see('two-threads')})"
+            )
+        if self._communicator.edit_of:
+            return (
+                f"{self._communicator.edit_of}: the hooked model, or a hooked part of it, is run "
+                "inside an editing function; compute there with plain tensors, with "
+                "HookFunction(parameters=...) or with modules of register_trainable_module "
+                f"({see('inside-an-editing-function')})"
+            )
+        return ""
+
+    @contextlib.contextmanager
+    def chosen(self, choice: Choice) -> Iterator[None]:
+        """A context with another choice of hooks inside a run; the run's own, if none is made."""
+        self.check_entry()
+        before, parent = self._table.choices, self.current
+        in_recomputation = parent is None or in_backward()
+        if in_recomputation or choice in (EVERYTHING, before[0]):
+            if not in_recomputation:
+                self.note_forward()
+            yield
+            return
+        assert parent is not None
+        # A part of the run with its own choice; recomputation will find it by its nodes.
+        part = parent.part()
+        self.current = part
+        self.remembered.add(part)
+        try:
+            self._table.choose(choice, choice, in_run=True)
+            self.note_forward()
+            part.activate(self._table.active)
+            self._include(part)
+            yield
+        finally:
+            parent.add_part(part)
+            self.current = None
+            self._table.choose(*before, in_run=True)
+            self.current = parent
+
+    @contextlib.contextmanager
+    def one_run_at_most(self) -> Iterator[None]:
+        """A context in which all calls of the model are one run, which begins with the first."""
+        if self.current is not None or self._is_deferred or in_backward():
+            yield
+            return
+        self._is_deferred = True
+        try:
+            yield
+        except BaseException as error:
+            self._end_deferred(error)
+            raise
+        self._end_deferred(None)
+
+    def _end_deferred(self, error: BaseException | None) -> None:
+        run, self._deferred_run, self._is_deferred = self._deferred_run, None, False
+        if run is not None:
+            self.end(run, error)
+
+    def exchange(self, run: Run | None) -> Run | None:
+        """Make another batch's run the current one; return the former."""
+        before, self.current = self.current, run
+        return before
+
+    def choose_by_default(self, choice: Choice) -> None:
+        """Set the choice of hooks between runs."""
+        self.default_choice = choice
+
+    # ---- End -------------------------------------------------------------------------------------
+
+    def end(self, run: Run, error: BaseException | None) -> None:
+        """Finish an outermost run: deliver its records, exchange errors. Collective where hooks
+        were active.
+        """
+        if self.current is not run:
+            return
+        try:
+            if error is not None:
+                self._fail(run, error)
+            elif run.hooks_seen:
+                self.deliver(run, "end of the run")
+                self._batch_ended()
+        except BaseException:
+            self._batch_failed()
+            raise
+        finally:
+            self._close(run)
+        if error is None and self._not_called_yet and self._warns:
+            self._warn_of_hooks_not_called(run)
+
+    def end_direct(self, error: BaseException | None) -> None:
+        """Leave the wrapped module; end the run that a direct call of it began. Collective where it
+        ends.
+        """
+        run = self.current
+        if run is not None and run.leave_call():
+            self.end(run, error)
+
+    def deliver(self, run: Run, kind: str) -> None:
+        """Deliver the records; renew the seed if an edit drew random numbers on any rank."""
+        has_drawn = run.has_drawn
+        if not self._communicator.is_local:
+            self._tracking.finish()
+            has_drawn = self._records.join(run, kind, self._resolve)
+        run.take_draws()
+        if has_drawn:
+            renew_seed()
+        if self._sent_to_all is not None:
+            self._sent_to_all.send(self._save_ctx if run.save_ctx is None else run.save_ctx)
+
+    def _batch_ended(self) -> None:
+        """Pass all records of the run to the store; gradients may follow. Collective."""
+        if self.session is not None and not self.session.is_sequential:
+            self.session.end_run(all(r.kind not in _GRADIENTS for r in self._table.registrations))
+
+    def _batch_failed(self) -> None:
+        """Drop the records of a run that failed, and the layouts that it showed."""
+        self._tracking.forget()
+        if self.session is not None:
+            self.session.fail_run()
+
+    def _close(self, run: Run) -> None:
+        self._tracking.reset()
+        self._communicator.forget_forward()
+        run.end()
+        if run.pending:
+            self._records.forget(run)
+        self.current = None
+        if self.session is not None:
+            self.session.leave_run()
+        self._table.set_in_run(False)
+        self._table.choose(self.default_choice, self._table.choices[1])
+
+    def _fail(self, run: Run, error: BaseException) -> None:
+        self._batch_failed()
+        self._records.forget(run)
+        self._table.forget_calls()
+        if self._sent_to_all is not None:
+            self._sent_to_all.forget()
+        if self._communicator.is_local or not run.hooks_seen or is_agreed(error):
+            return
+        if not isinstance(error, Exception):
+            self._abort(error)  # else: a batch that a sequential run aborts, as on all ranks
+            return
+        self._communicator.report_failure(
+            f"the model's own forward failed: {type(error).__name__}: {error}",
+            error,
+            "end of the run",
+        )
+
+    def interrupted(self, error: BaseException) -> None:
+        """Report a Ctrl-C on this rank to the ranks that may wait for it. Local."""
+        if self._table.active:
+            self._abort(error)
+
+    def _abort(self, error: BaseException) -> None:
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            self._communicator.abort_on(error)
+
+    def _warn_of_hooks_not_called(self, run: Run) -> None:
+        """Warn once per hook: it may be registered at a module that the model never calls."""
+        if not run.ran_model or run.was_cut:
+            return
+        chosen = [r for index, r in self._not_called_yet.items() if index in run.hooks_seen]
+        for registration in chosen:
+            del self._not_called_yet[registration.index]
+        missing = [r for r in chosen if r.places and not r.was_called(self.number)]
+        if missing:
+            names = [r.describe() for r in missing[:5]]
+            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+            warnings.warn(
+                f"{', '.join(names)}{more}: not called in this run, since the model did not call "
+                "the module; flex.explain() shows this for each run. Hook a module that this "
+                "forward calls (a container, such as a ModuleList, is never called itself), or "
+                "leave the hook out of the run with groups=",
+                HookNotCalledWarning,
+                stacklevel=3,
+            )
+
+    # ---- Stores ----------------------------------------------------------------------------------
+
+    def open_store(self, store: ActivationStore, config: str | None) -> None:
+        """Send records to the store from now on. Collective."""
+        self.session = Session(store, self._communicator, config, self._records.take)
+        self._records.keep_parts(not self._communicator.is_local)
+
+    def close_store(self) -> None:
+        """Send records to ``output_ptr`` again. Local; what was not flushed is lost."""
+        self._records.keep_parts(False)
+        if self.session is not None:
+            session, self.session = self.session, None
+            session.abandon()
+
+    def close(self) -> None:
+        """Forget the current run, and close the store. Local."""
+        self.had_store = self.session is not None
+        self.close_store()
+        self.current = None

@@ -1,0 +1,84 @@
+"""Torch's hooks of the wrapped module itself: begin and end of its forwards."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+
+from flex_model.hooks.table import HookTable
+from flex_model.hooks.tracking import Tracking
+from flex_model.integrations import compiled
+from flex_model.runs.backward_watch import BackwardWatch
+from flex_model.runs.graphs import Graphs
+from flex_model.runs.lifecycle import Runs
+from flex_model.runs.remembered_runs import in_backward
+
+
+class RootHooks:
+    """Begins and ends the runs of direct calls of the wrapped module, and follows its forwards.
+
+    Args:
+        watches: Whether backward passes are watched here; a pipeline's schedule runs its own.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        runs: Runs,
+        table: HookTable,
+        tracking: Tracking,
+        graphs: Graphs,
+        watch: BackwardWatch,
+        watches: bool,
+    ) -> None:
+        self._module, self._runs, self._table, self._tracking = module, runs, table, tracking
+        self._graphs, self._watch, self._watches = graphs, watch, watches
+        self._handles: list[Any] = []
+
+    def install(self) -> None:
+        """Register the hooks, outside of all others on the module."""
+        self.remove()
+        root = self
+
+        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if module is root._module:  # not a copy, which was copied with its hooks
+                root._begin(args, kwargs)
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            if module is root._module:
+                root._end(output)
+
+        begin.begins_runs_of = self._runs  # type: ignore[attr-defined]
+        begin, end = compiled.outside_graphs(begin), compiled.outside_graphs(end)
+        # `begin` runs before all other hooks of the root, `end` after them: hooks on the root
+        # itself run inside
+        self._handles = [
+            self._module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
+            self._module.register_forward_hook(end, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Remove the hooks; do nothing if there are none."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _begin(self, args: Any, kwargs: Any) -> None:
+        self._runs.check_entry()
+        if not in_backward():
+            self._runs.begin_direct()
+            self._tracking.begin(args, kwargs, self._runs.active_hooks())
+
+    def _end(self, output: Any) -> None:
+        run = self._runs.current
+        if run is None or in_backward() or self._runs.refusal():
+            return
+        error = sys.exc_info()[1]
+        error = None if error is run.outer_error else error
+        self._tracking.end(output, failed=error is not None)
+        if self._table.acts_in_backward and self._watches:
+            self._graphs.watch(run, output)
+            self._watch.watch_from(output)
+        self._runs.end_direct(error)

@@ -1,0 +1,177 @@
+"""The state of one run of a model: one call, or everything inside one ``active()``."""
+
+from __future__ import annotations
+
+import bisect
+from argparse import Namespace
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from flex_model.records.records import PendingRecord
+
+OPEN = 2**63  # the last node of a run that has not ended
+
+
+class Turns:
+    """Which of several batches made autograd's nodes, whose numbers are those of one thread.
+
+    Attributes:
+        batch: Whose turn it is; None: the caller's.
+    """
+
+    def __init__(self) -> None:
+        self.batch: int | None = None
+        self._ends: list[int] = []  # numbers of the first nodes after each turn
+        self._batches: list[int | None] = []
+
+    def begin(self, batch: int | None) -> None:
+        """End the current turn, and begin the turn of this batch."""
+        number = next_sequence()
+        if not self._ends or number != self._ends[-1]:
+            self._ends.append(number)
+            self._batches.append(self.batch)
+        self.batch = batch
+
+    def batch_of(self, node: int) -> int | None:
+        """Return the batch in whose turn the node of this number was made."""
+        place = bisect.bisect(self._ends, node)
+        return self._batches[place] if place < len(self._ends) else self.batch
+
+
+@dataclass(eq=False, slots=True)
+class Run:
+    """The state of one run. The graph of its forward holds it, so backward and recomputation find
+    it.
+
+    Attributes:
+        active: Indices of the registrations that it chose, of any kind.
+        hooks_seen: Indices of all registrations chosen during one outermost run, whose lists the
+            run has cleared.
+        direct_depth: For a run begun by a direct call of the wrapped module: the depth of such
+            calls inside each other.
+        seed: Random seed of the run, rank 0's; None until an edit needs it.
+        has_drawn: Whether an edit drew random numbers.
+        calls: By registration index: how often its editing function was called.
+        random_calls: By registration index: fingerprint of the input -> call number, for calls that
+            drew random numbers.
+        keys: The keys of its forwards (see ``layouts.cache``), for their recomputation.
+        outer_error: The exception that was being handled when the run began; a different one at the
+            end is the run's own.
+        ran_model: Whether the wrapped module was called in it.
+        is_recomputed: Whether an edit, or a hook on gradients, ran in a part of the model that a
+            checkpoint may recompute.
+        was_cut: Whether ``run_until`` ended one of its forwards early.
+        first_node, last_node: Sequence numbers of the autograd nodes made during the run: from
+            ``first_node`` to before ``last_node``.
+        backward_task: The backward pass at whose end its records will be delivered; -1 if none
+            runs.
+        entry: Its number among the runs of a store.
+        save_ctx, batch, turns: For a batch of a sequential run: its own ``save_ctx``, its index,
+            and which batch made which nodes. None: the FlexModel's, no batch, one thread.
+    """
+
+    active: frozenset[int] = frozenset()
+    hooks_seen: set[int] = field(default_factory=set)
+    direct_depth: int = 0
+    seed: int | None = None
+    has_drawn: bool = False
+    calls: dict[int, int] = field(default_factory=dict)
+    random_calls: dict[int, dict[int, int]] = field(default_factory=dict)
+    keys: set[int | None] = field(default_factory=set)
+    pending: list[PendingRecord] = field(default_factory=list)
+    outer_error: BaseException | None = None
+    ran_model: bool = False
+    is_recomputed: bool = False
+    was_cut: bool = False
+    first_node: int = 0
+    last_node: int = OPEN
+    backward_task: int = -1
+    entry: int = 0
+    save_ctx: Namespace | None = None
+    batch: int | None = None
+    turns: Turns | None = None
+
+    def holds(self, node: object) -> bool:
+        """Whether an autograd node was made during this run."""
+        number = node._sequence_nr()  # type: ignore[attr-defined]
+        return self.first_node <= number < self.last_node and (
+            self.turns is None or self.turns.batch_of(number) == self.batch
+        )
+
+    def activate(self, active: frozenset[int]) -> None:
+        """Add hooks that were chosen during the run."""
+        self.active |= active
+
+    def enter_call(self) -> None:
+        """Enter the wrapped module again, inside a run that a direct call of it began."""
+        self.direct_depth += bool(self.direct_depth)
+
+    def leave_call(self) -> bool:
+        """Leave the wrapped module; return whether the direct call that began the run is over."""
+        self.ran_model = True
+        if not self.direct_depth:
+            return False
+        self.direct_depth -= 1
+        return not self.direct_depth
+
+    def serve_batch(self, batch: int, save_ctx: Namespace, seed: int | None, turns: Turns) -> None:
+        """Make it the run of one batch of a sequential run."""
+        self.batch, self.save_ctx, self.seed, self.turns = batch, save_ctx, seed, turns
+
+    def enter_store(self, entry: int) -> None:
+        """Set the run's number among those of a store."""
+        self.entry = entry
+
+    def cut(self) -> None:
+        """Note that ``run_until`` ended a forward early."""
+        self.was_cut = True
+
+    def note_recomputation(self) -> None:
+        """Note that a checkpoint may recompute a part that hooks act on."""
+        self.is_recomputed = True
+
+    def use_seed(self, seed: int) -> None:
+        """Set the seed of the run's edits: rank 0's, or that of a batch."""
+        self.seed = seed
+
+    def note_draws(self) -> None:
+        """Note that an edit drew random numbers."""
+        self.has_drawn = True
+
+    def take_draws(self) -> bool:
+        """Return whether edits drew random numbers since the last call of this."""
+        has_drawn, self.has_drawn = self.has_drawn, False
+        return has_drawn
+
+    def begin_backward(self, task: int) -> bool:
+        """Note that a backward pass reached the run; return whether it is the first time."""
+        if self.backward_task == task:
+            return False
+        self.backward_task = task
+        return True
+
+    def end_backward(self) -> None:
+        """End the backward pass: the next one delivers records of its own."""
+        self.backward_task = -1
+
+    def end(self) -> None:
+        """End the run: nodes made from now on are not its own."""
+        self.last_node = next_sequence()
+        self.outer_error = None
+
+    def part(self) -> Run:
+        """Return a part of the run with a choice of hooks of its own, which ``add_part`` ends."""
+        return replace(self, active=frozenset(), direct_depth=0, first_node=next_sequence())
+
+    def add_part(self, part: Run) -> None:
+        """End a part: the run goes on with its random state."""
+        part.end()
+        self.seed, self.has_drawn = part.seed, part.has_drawn
+
+
+def next_sequence() -> int:
+    """Return the sequence number that autograd gives to the next node made in this thread."""
+    return torch._C._autograd._get_sequence_nr()
