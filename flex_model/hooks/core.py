@@ -30,7 +30,7 @@ from flex_model.names import clean
 from flex_model.parameters.full import Parameters
 from flex_model.parameters.trainable import Replicas
 from flex_model.records.records import Records, Resolve
-from flex_model.runs.backward import BackwardPasses
+from flex_model.runs.backward_passes import BackwardPasses
 from flex_model.runs.backward_watch import BackwardWatch
 from flex_model.runs.graphs import Graphs
 from flex_model.runs.lifecycle import Runs

@@ -40,6 +40,33 @@ class Evidence:
     is_passing: bool = False
     obstacles: dict[str, str] = field(default_factory=dict)
 
+    def settle(self) -> None:
+        """Keep what the follower has proven, at the end of the forward. Local."""
+        assert self.follower is not None
+        self.note_obstacles()
+        self.pair, self.follower = self.placements, None
+
+    def note_obstacles(self) -> None:
+        """Note the operations where proofs fail. Local."""
+        assert self.follower is not None
+        self.obstacles = self.follower.obstacles(self.value)
+
+    def note_graph(self, graph: Follower, value: Any) -> None:
+        """Note the follower of the forward, which follows its backward too, and its value."""
+        self.graph, self.value = graph, value
+
+    def note_gradient(self, gradient: Pair) -> None:
+        """Note the placements of the gradient that the forward proves."""
+        self.gradient = gradient
+
+    def note_passing(self, is_passing: bool) -> None:
+        """Note whether the gradient's placement was inferred from a part of its backward only."""
+        self.is_passing = is_passing
+
+    def note_edit(self, value: Any) -> None:
+        """Note the follower's value for the tensor that replaces the hook's."""
+        self.edited = value
+
     def move_to(self, edge: Tensor) -> None:
         """Infer the gradient of this tensor, which replaces the hooked one, from now on. Local."""
         if self.graph is not None:
@@ -78,3 +105,31 @@ class Forward:
     seen: dict[Place, tuple[Evidence, tuple[int, ...]]] = field(default_factory=dict)
     stack: ExitStack | None = None
     parameters: list[Registration] = field(default_factory=list)
+
+    def enter(self) -> bool:
+        """Enter the wrapped module; return whether it is called inside itself."""
+        self.depth += 1
+        return self.depth > 1
+
+    def leave(self) -> bool:
+        """Leave the wrapped module; return whether the forward is over."""
+        self.depth = max(0, self.depth - 1)
+        return self.depth == 0
+
+    def begin(self, key: Key, layouts: ForwardLayouts | None) -> None:
+        """Set the key of the forward, and the layouts that are known for it."""
+        self.key, self.layouts = key, layouts
+
+    def follow(self, follower: Follower, stack: ExitStack) -> None:
+        """Note that the forward is followed, until ``close``."""
+        self.follower, self.is_over, self.stack = follower, False, stack
+
+    def finish(self) -> None:
+        """Note that the ranks compare what they have followed: the forward is over."""
+        self.is_over = True
+
+    def close(self) -> None:
+        """Stop following operations; do nothing if it has stopped already."""
+        stack, self.stack = self.stack, None
+        if stack is not None:
+            stack.close()

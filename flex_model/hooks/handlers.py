@@ -23,7 +23,7 @@ from flex_model.hooks.site import Handler
 from flex_model.hooks.tracking import Tracking
 from flex_model.layouts import follow
 from flex_model.runs import remembered_runs
-from flex_model.runs.backward import BackwardPasses
+from flex_model.runs.backward_passes import BackwardPasses
 from flex_model.runs.graphs import Graphs, is_in_checkpoint
 from flex_model.runs.lifecycle import Runs
 from flex_model.runs.remembered_runs import in_backward

@@ -123,6 +123,13 @@ class Registration:
             is_served and self.edits,
         )
 
+    def drop_hook(self) -> None:
+        """Drop the dispatcher's object, which holds the registration; no garbage collector would
+        see the cycle.
+        """
+        del self.hook
+        self.places.clear()
+
     @staticmethod
     def place_of(function: HookFunction, kind: str) -> tuple[str, str, int]:
         return kind, function.module_name, function.unpack_idx

@@ -176,7 +176,6 @@ class ModuleSite:
             if name in self._handles:
                 continue
             hook = compiled.outside_graphs(hook)
-            hook.place_among_wraps = self._number
             if name.startswith("pre"):
                 self._handles[name] = module.register_forward_pre_hook(hook, with_kwargs=True)
                 _put_in_order(module._forward_pre_hooks, self._number)
@@ -195,7 +194,9 @@ class ModuleSite:
         for site in self.sites.values():
             self._dispatcher.remove_site(site)
 
-    def _forward_hook(self):
+    # torch's hooks have their number beside them: see `_put_in_order`.
+
+    def _forward_hook(self) -> Any:
         call = self.site("forward").call
         runs = self._owner.runs
 
@@ -203,9 +204,10 @@ class ModuleSite:
             self.last_run = runs.number
             return call(module, output)
 
+        hook.place_among_wraps = self._number  # type: ignore[attr-defined]
         return hook
 
-    def _pre_hook(self, with_edges: bool):
+    def _pre_hook(self, with_edges: bool) -> Any:
         call = self.site("forward_pre").call
         runs = self._owner.runs
 
@@ -222,6 +224,8 @@ class ModuleSite:
                 tree = self._put_input_edges(module, tree)
             return tree
 
+        hook.place_among_wraps = self._number  # type: ignore[attr-defined]
+        hook_with_edges.place_among_wraps = self._number  # type: ignore[attr-defined]
         return hook_with_edges if with_edges else hook
 
     def _was_taken_off(self) -> None:
@@ -235,7 +239,7 @@ class ModuleSite:
                 "before or after the run"
             )
 
-    def _edges_hook(self, inputs: bool, outputs: bool):
+    def _edges_hook(self, inputs: bool, outputs: bool) -> Any:
         call = self.site("forward").call
         runs = self._owner.runs
 
@@ -250,6 +254,7 @@ class ModuleSite:
                 output = self._put_output_edges(module, output, (args, kwargs))
             return output
 
+        hook.place_among_wraps = self._number  # type: ignore[attr-defined]
         return hook
 
     def _put_input_edges(self, module: nn.Module, tree: Any) -> Any:

@@ -239,9 +239,7 @@ class HookTable:
                     place.remove()
                     del table[key]
         for registration in registrations:
-            # It holds the registration, and no garbage collector would see the cycle.
-            del registration.hook
-            registration.places.clear()
+            registration.drop_hook()
 
     # The backward of a graph may need hooks that are not active now.
 

@@ -103,18 +103,19 @@ class Tracking:
         Args:
             part: Which of the wrapped modules runs, if they are several stages of a pipeline.
         """
-        self.forward.depth += 1
-        if self.forward.depth > 1:
+        if self.forward.enter():
             return
-        forward = self.forward = Forward(depth=1, states=states_of(args, kwargs))
         if self._communicator.is_local:
+            self.forward = Forward(depth=1)
             return
         active = list(active)
-        forward.parameters = [
+        parameters = [
             r
             for r in active
             if r.kind == "tensor" and any(self.asks_for_parameter(r, axis) for axis in AXES)
         ]
+        states = states_of(args, kwargs)
+        forward = self.forward = Forward(depth=1, states=states, parameters=parameters)
         sites = [r.site for r in active]
         if not sites:
             return
@@ -128,12 +129,13 @@ class Tracking:
         numbers = self._memory.key_numbers(form, sizes)
         header = Header("inputs", site=site, shape=numbers)
         headers = self._communicator.check_consistency(header, "the start of a forward")
-        forward.key, forward.layouts = self._memory.begin([other.shape for other in headers])
-        layouts = forward.layouts
+        key, layouts = self._memory.begin([other.shape for other in headers])
         if layouts is None or layouts.needs_gradients() or self._follow == "always":
-            forward.layouts = None
+            forward.begin(key, None)
             self._begin_to_follow(forward, args, kwargs)
-        elif torch.is_grad_enabled():
+            return
+        forward.begin(key, layouts)
+        if torch.is_grad_enabled():
             self._mixed.append(layouts.mixed)
             if forward.parameters:
                 self._repeated.append(layouts)
@@ -157,11 +159,10 @@ class Tracking:
         with follow.paused():  # another FlexModel may be following already
             self.seed(follower, args, kwargs)
         self.num_followed += 1
-        forward.follower, forward.is_over = follower, False
         with ExitStack() as stack:
             stack.enter_context(compiled.nothing_compiled())
             stack.enter_context(follower)
-            forward.stack = stack.pop_all()
+            forward.follow(follower, stack.pop_all())
 
     def seed(self, follower: Follower, args: Any, kwargs: Any) -> None:
         """Give the follower the placements of the inputs. Collective; see `seed_inputs`."""
@@ -192,15 +193,15 @@ class Tracking:
         any rank.
         """
         forward = self.forward
-        forward.depth = max(0, forward.depth - 1)
-        if forward.depth == 0:
-            self._leave(forward)
-            if not failed:
-                self.finish(output)
-                if forward.layouts is not None:
-                    self._note_state(forward, forward.layouts, output)
-                    if self._buffers is not None:
-                        self._buffers.note(forward.layouts.buffers)
+        if not forward.leave():
+            return
+        forward.close()
+        if not failed:
+            self.finish(output)
+            if forward.layouts is not None:
+                self._note_state(forward, forward.layouts, output)
+                if self._buffers is not None:
+                    self._buffers.note(forward.layouts.buffers)
 
     def _note_state(self, forward: Forward, layouts: ForwardLayouts, output: Any) -> None:
         """Note the placements of state after a forward that was not followed."""
@@ -216,7 +217,7 @@ class Tracking:
         forward = self.forward
         if forward.follower is None or forward.is_over:
             return
-        forward.is_over = True
+        forward.finish()
         forward.follower.note_outputs(output)
         left = [forward.follower.joint_value(one) for one in _tensors([forward.states, output])]
         assert self._buffers is not None
@@ -231,17 +232,13 @@ class Tracking:
             if forward.follower.has_written(tensor)
         ]
         self._compare(forward.follower, is_over=True)
-        self.last = forward.follower
+        follower = self.last = forward.follower
         self._last_values = {place: seen.value for place, (seen, _) in forward.seen.items()}
-        follower, layouts = forward.follower, ForwardLayouts()
         of_gradients: dict[Place, tuple[Any, Evidence | None]] = {}
-        for place, (evidence, shape) in forward.seen.items():
-            evidence.obstacles = follower.obstacles(evidence.value)
-            evidence.pair, evidence.follower = evidence.placements, None
-            layouts.pairs[place], layouts.shapes[place] = evidence.pair, shape
+        for place, (evidence, _) in forward.seen.items():
+            evidence.settle()
             if evidence.needs_gradient:
-                value = evidence.current
-                of_gradients[place] = value, evidence
+                of_gradients[place] = evidence.current, evidence
         assert forward.key is not None
         if forward.parameters and torch.is_grad_enabled():
             self._graphs.append((forward.key.forward, follower))
@@ -249,17 +246,24 @@ class Tracking:
                 of_weight = _weight_in(follower, registration)
                 if of_weight is not None:
                     of_gradients[Place(registration.site, 0)] = of_weight, None
-        self._note_gradients(follower, layouts, of_gradients)
-        layouts.state = list(map(follower.placements, left))
-        layouts.comparisons = follower.recorder.comparisons
-        layouts.mixed = follower.mixed_in_dtensor
+        gradients = self._note_gradients(follower, of_gradients)
         if torch.is_grad_enabled():
-            self._mixed.append(layouts.mixed)
+            self._mixed.append(follower.mixed_in_dtensor)
         self._kept.note(follower, attributes)
-        layouts.attributes = {
-            name: self._kept.pair(tensor) for name, tensor in self._attributes.tensors().items()
-        }
-        layouts.buffers = {name: follower.placements(value) for name, value in written.items()}
+        layouts = ForwardLayouts(
+            pairs={place: evidence.pair for place, (evidence, _) in forward.seen.items()},
+            gradients=gradients,
+            graph=follower if any(None in pair for pair in gradients.values()) else None,
+            values={place: value for place, (value, _) in of_gradients.items()},
+            shapes={place: shape for place, (_, shape) in forward.seen.items()},
+            state=list(map(follower.placements, left)),
+            buffers={name: follower.placements(value) for name, value in written.items()},
+            attributes={
+                name: self._kept.pair(tensor) for name, tensor in self._attributes.tensors().items()
+            },
+            comparisons=follower.recorder.comparisons,
+            mixed=follower.mixed_in_dtensor,
+        )
         self._buffers.note(layouts.buffers)
         self._memory.remember(forward.key, layouts)
         forward.seen.clear()
@@ -271,13 +275,8 @@ class Tracking:
 
     def reset(self) -> None:
         """Drop the running forward: a run begins, or has ended in whatever state."""
-        self._leave(self.forward)
+        self.forward.close()
         self.forward = Forward()
-
-    def _leave(self, forward: Forward) -> None:
-        stack, forward.stack = forward.stack, None
-        if stack is not None:
-            stack.close()
 
     @property
     def is_following(self) -> bool:
@@ -307,7 +306,7 @@ class Tracking:
             gradient = layouts.gradients.get(place, UNKNOWN)
             known = Evidence(forward.key.forward, pair, gradient, place=place)
             if None in gradient and layouts.graph is not None:
-                known.graph, known.value = layouts.graph, layouts.values.get(place)
+                known.note_graph(layouts.graph, layouts.values.get(place))
             return known
         key = forward.key.forward
         if self._follow == "always":
@@ -351,7 +350,7 @@ class Tracking:
         known = Evidence(next(iter(keys), None), pairs.pop()) if len(pairs) == 1 else Evidence()
         graph = next((one for one in follow.recording() if one.follows(self._root)), None)
         if graph is not None:
-            known.graph, known.value = graph, graph.joint_value(tensor)
+            known.note_graph(graph, graph.joint_value(tensor))
         return known
 
     def prove(self, evidence: Evidence) -> Pair:
@@ -361,23 +360,18 @@ class Tracking:
         if evidence.follower is not None and not self.forward.is_over:
             with follow.paused(evidence.follower):
                 self._compare(evidence.follower)
-            evidence.obstacles = evidence.follower.obstacles(evidence.value)
+            evidence.note_obstacles()
         return evidence.placements
 
     def _note_gradients(
-        self,
-        follower: Follower,
-        layouts: ForwardLayouts,
-        values: Mapping[Place, tuple[Any, Evidence | None]],
-    ) -> None:
-        """Note the gradients' placements that the forward proves. Collective if there are any."""
+        self, follower: Follower, values: Mapping[Place, tuple[Any, Evidence | None]]
+    ) -> dict[Place, Pair]:
+        """Return the gradients' placements that the forward proves. Collective if there are any."""
         pairs = self._agreed([follower.gradient_placements(value) for value, _ in values.values()])
-        for (place, (value, evidence)), pair in zip(values.items(), pairs):
-            layouts.gradients[place], layouts.values[place] = pair, value
+        for (_, evidence), pair in zip(values.values(), pairs):
             if evidence is not None:
-                evidence.gradient = pair
-            if None in pair:
-                layouts.graph = follower
+                evidence.note_gradient(pair)
+        return dict(zip(values, pairs))
 
     def _agreed(self, pairs: Sequence[Pair]) -> list[Pair]:
         """Return the placements that all ranks of the grid have proven alike, None elsewhere: each
@@ -410,7 +404,7 @@ class Tracking:
         gradient, of_part = self._of_backward(graph, value)
         if evidence.place is not None:
             self._memory.note_gradient(evidence.key, evidence.place, gradient)
-        evidence.is_passing = None in gradient
+        evidence.note_passing(None in gradient)
         return of_part if evidence.is_passing else gradient
 
     def _of_backward(self, graph: Follower, value: Any) -> list[Pair]:
@@ -489,7 +483,7 @@ class Tracking:
     def note(self, evidence: Evidence, tensor: Tensor, original: Tensor, placed: Pair) -> None:
         """Note the placements of a hook's replacement for a tensor. Local."""
         if evidence.graph is not None and evidence.graph in follow.recording():
-            evidence.edited = evidence.graph.place_edited(tensor, original, placed)
+            evidence.note_edit(evidence.graph.place_edited(tensor, original, placed))
 
 
 def _weight_in(graph: Follower, registration: Registration) -> Any:

@@ -18,7 +18,7 @@ from flex_model.errors import HookError
 from flex_model.hooks.function import name_of
 from flex_model.hooks.hook_call import HookCall
 from flex_model.hooks.random_state import RandomState, seed_of_state
-from flex_model.hooks.save_ctx import StageContext, begin_call, end_call
+from flex_model.hooks.save_ctx import StageContext, use_of
 from flex_model.integrations import dtensor
 
 if TYPE_CHECKING:
@@ -88,13 +88,13 @@ class UserFunction:
             if parameters:
                 function.pass_parameters(parameters)
             if is_staged:
-                begin_call(save_ctx, registration.index)
+                use_of(save_ctx).begin_call(registration.index)
             random = RandomState(seed, registration.seed, number, fulls[0])
             result: object = function.editing_function(  # type: ignore[misc]
                 call.module, passed, save_ctx, self._modules
             )
             if is_staged:
-                end_call(save_ctx)
+                use_of(save_ctx).end_call()
         finally:
             has_drawn = random is not None and random.restore()
             communicator.set_edit(outer)

@@ -182,7 +182,7 @@ class Graphs:
             r for r in found if (self._is_left if r.kind == "tensor" else r.edits or r.is_backward)
         ]
         self._table.put_back(acts)
-        served.put_back += acts
+        served.put_back.extend(acts)
 
     def left(self, served: _Served) -> None:
         """Remove what was installed for a pass that ended or was aborted."""

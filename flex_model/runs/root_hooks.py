@@ -38,7 +38,9 @@ class RootHooks:
         self._handles: list[Any] = []
 
     def install(self) -> None:
-        """Register the hooks, outside of all others on the module."""
+        """Register the hooks, outside of all others on the module; do nothing if they are there."""
+        if self._are_outermost():
+            return
         self.remove()
         root = self
 
@@ -51,13 +53,21 @@ class RootHooks:
                 root._end(output)
 
         begin.begins_runs_of = self._runs  # type: ignore[attr-defined]
-        begin, end = compiled.outside_graphs(begin), compiled.outside_graphs(end)
         # `begin` runs before all other hooks of the root, `end` after them: hooks on the root
         # itself run inside
         self._handles = [
-            self._module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
-            self._module.register_forward_hook(end, always_call=True),
+            self._module.register_forward_pre_hook(
+                compiled.outside_graphs(begin), prepend=True, with_kwargs=True
+            ),
+            self._module.register_forward_hook(compiled.outside_graphs(end), always_call=True),
         ]
+
+    def _are_outermost(self) -> bool:
+        if not self._handles:
+            return False
+        first, last = self._module._forward_pre_hooks, self._module._forward_hooks
+        begin, end = self._handles
+        return next(iter(first), None) == begin.id and next(reversed(last), None) == end.id
 
     def remove(self) -> None:
         """Remove the hooks; do nothing if there are none."""
