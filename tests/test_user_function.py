@@ -1,5 +1,8 @@
 """What an editing function is given, and in which state it runs."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,8 +10,11 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.testing import assert_close
 
+import flex_model
 import models
 from flex_model import FlexModel, HookError, HookFunction, Select
+
+LIBRARY = Path(flex_model.__file__).parent
 
 
 class Net(nn.Module):
@@ -119,3 +125,44 @@ def test_a_pre_hook_on_an_input_made_before_inference_mode_on_two_ranks(name, ed
         with torch.inference_mode():
             assert_close(flex(rows), parallelism.my_rows(expected))
         assert_close(flex(rows), parallelism.my_rows(expected))
+
+
+# ---- The frames between torch and the function ---------------------------------------------------
+
+
+def frames_of_the_library():
+    """How many frames of flex_model are between torch's hook and the function that calls this."""
+    frame, count = sys._getframe(2), 0
+    while Path(frame.f_code.co_filename).is_relative_to(LIBRARY):
+        count, frame = count + 1, frame.f_back
+    return count
+
+
+def counted(parallelism, edit_on="all"):
+    """By kind of hook: the number of frames."""
+    counts = {}
+    model = parallelism.shard(models.seeded(models.MLP).double())
+    flex = FlexModel(model, edit_on=edit_on, **parallelism.sizes)
+    for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
+
+        def count(module, full, save_ctx, modules, kind=kind):
+            counts[kind] = frames_of_the_library()
+
+        getattr(flex, f"register_{kind}_hook")(HookFunction("fc1", None, count, record=False))
+    rows = parallelism.my_rows(models.random(4, 6)).requires_grad_()
+    flex(rows).sum().backward()
+    return counts
+
+
+def test_at_most_six_frames_are_between_torch_and_the_function():
+    counts = counted(models.ONE_RANK)
+    assert len(counts) == 4 and max(counts.values()) <= 6
+    assert counts["forward"] <= 3
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("edit_on", ["all", "rank0"])
+def test_at_most_six_frames_are_between_torch_and_the_function_on_two_ranks(edit_on):
+    counts = counted(models.TWO_RANKS["dp"], edit_on)
+    if edit_on == "all" or dist.get_rank() == 0:
+        assert len(counts) == 4 and max(counts.values()) <= 6

@@ -32,11 +32,10 @@ def seed_of_call(run_seed: int, site: int, call: int) -> int:
 # Runs have the same seed until something draws, and seeding a twister costs more than a copy of its
 # state: 5 KiB each.
 @functools.lru_cache(maxsize=256)
-def _seeded_state(run_seed: int, site: int, call: int) -> tuple[Tensor, bytes]:
+def _seeded_state(run_seed: int, site: int, call: int) -> Tensor:
     generator = torch.Generator()
     generator.manual_seed(seed_of_call(run_seed, site, call))
-    state = generator.get_state()
-    return state, bytes(state.tolist())
+    return generator.get_state()
 
 
 class RandomState:
@@ -47,9 +46,9 @@ class RandomState:
     __slots__ = ("_before", "_cuda", "_seeded")
 
     def __init__(self, run_seed: int, site: int, call: int, tensor: Tensor) -> None:
-        state, self._seeded = _seeded_state(run_seed, site, call)
+        self._seeded = _seeded_state(run_seed, site, call)
         self._before = torch.default_generator.get_state()
-        torch.default_generator.set_state(state)
+        torch.default_generator.set_state(self._seeded)
         self._cuda: tuple[torch.Generator, Tensor, Tensor] | None = None
         if tensor.is_cuda:
             generator = torch.cuda.default_generators[tensor.device.index]
@@ -59,7 +58,7 @@ class RandomState:
 
     def restore(self) -> bool:
         """Restore the generators; return whether the function drew from one of them."""
-        has_drawn = not _C.has_bytes(torch.default_generator.get_state(), self._seeded)
+        has_drawn = not _C.same_bytes(torch.default_generator.get_state(), self._seeded)
         torch.default_generator.set_state(self._before)
         if self._cuda is not None:
             generator, before, seeded = self._cuda

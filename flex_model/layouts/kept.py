@@ -13,6 +13,8 @@ from flex_model.layouts import memory_map
 from flex_model.layouts.follow import Follower, Pair
 from flex_model.layouts.placement_encoding import encode
 
+_MIN_LIMIT = 64
+
 
 @dataclass(frozen=True)
 class _Kept:
@@ -30,6 +32,7 @@ class KeptTensors:
     def __init__(self) -> None:
         self._kept: dict[tuple[int, Any], _Kept] = {}
         self._num_forwards = 0
+        self._limit = _MIN_LIMIT  # the number of tensors at which those that are gone are dropped
 
     def note(self, follower: Follower, written: Iterable[tuple[Tensor, Any]]) -> None:
         """Keep the tensors of a followed forward, after the ranks' logs were compared.
@@ -54,7 +57,9 @@ class KeptTensors:
 
     def _begin(self) -> None:
         self._num_forwards += 1
-        self._kept = {k: kept for k, kept in self._kept.items() if not kept.storage.expired()}
+        if len(self._kept) >= self._limit:  # rarely: a cache may be many tensors
+            self._kept = {k: kept for k, kept in self._kept.items() if not kept.storage.expired()}
+            self._limit = max(_MIN_LIMIT, 2 * len(self._kept))
 
     def _add(self, tensor: Tensor, name: str, pair: Pair) -> None:
         storage = memory_map.storage_of(memory_map.plain(tensor))
