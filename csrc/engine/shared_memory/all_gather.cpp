@@ -39,6 +39,12 @@ Owned view_of(Group& group, const Place& home, int64_t bytes,
 }
 
 // One all_gather of tensors that are too large for a message.
+//
+// Each rank writes its shard straight to its place in every rank's full tensors, so that a byte is
+// copied once per full tensor and no rank reads another's shard. Full tensors that are expected to
+// be read only are one lease of the first rank, which all ranks map copy-on-write: that one is
+// written once for all of them. Tensors outside of the arena can't be reached by peers, and get
+// their shards through messages.
 class LargeAllGather {
  public:
   LargeAllGather(Group& group, const GatherPlan& plan, const char* shard,
@@ -90,6 +96,7 @@ LargeAllGather::LargeAllGather(Group& group, const GatherPlan& plan, const char*
 }
 
 void LargeAllGather::add_full(char* full) {
+  // The caller may have got memory elsewhere: where the arena was full, or for small tensors.
   const bool is_pooled = Arena::of_process().place_of(full, bytes()).segment >= 0;
   (is_pooled ? in_arena_ : elsewhere_).push_back(full);
 }
@@ -116,10 +123,13 @@ void LargeAllGather::post_targets(int64_t num_views) {
                num_views,
                -1,
                {}};
+  // Peers write to these from the moment they read the message until the round of end(). A rank
+  // that is late after a failure may do so even later, so they are retired before they are posted.
   std::vector<char*> offered = in_arena_;
   if (group_.rank() == kHome && num_views > 0) {
     const Arena::Shared lease = arena.lease_shared(bytes());
     if (lease.data != nullptr) {
+      // Takes over the count that the lease begins with, so that it outlives the views only.
       writer_ = group_.reader(kHome, lease.number);
       offered.push_back(lease.data);
       mine.shared = lease.number;
@@ -146,7 +156,7 @@ void LargeAllGather::read_targets() {
     num_streamed_ += theirs.num_streamed;
     num_readers_ += theirs.num_views;
     if (r == kHome) home_ = theirs;
-    if (r == me) {
+    if (r == me) {  // by our own addresses, which need no mapping
       targets_.insert(targets_.end(), in_arena_.begin(), in_arena_.end());
       continue;
     }
@@ -160,6 +170,7 @@ void LargeAllGather::read_targets() {
 
 void LargeAllGather::write() {
   assemble_into_each(plan_.boxes().boxes, group_.rank(), shard_, targets_);
+  // Collective: all ranks send, if any rank has a tensor that only messages reach.
   if (num_streamed_ == 0) return;
   const Boxes& boxes = plan_.boxes();
   std::vector<Bytes> all;
@@ -176,6 +187,8 @@ void LargeAllGather::end() {
         static_cast<int32_t>(num_readers_));
   }
   group_.post(Op::kDone, plan_.hash());
+  // A rank posts after its last write, and the post releases what it wrote: when all have posted,
+  // this rank's tensors are complete, and nobody will write to them again.
   wait_for_all(group_);
   in_flight_->done();
 }
@@ -204,6 +217,8 @@ std::vector<Owned> all_gather(Group& group, const GatherPlan& plan, const char* 
     gather.end();
     return gather.views();
   }
+  // Small: every rank reads all shards out of the messages and assembles its own tensors. One
+  // round, and no second one at the end: the next round's begin() protects the messages.
   std::vector<Owned> views;
   for (int64_t i = 0; i < num_views; ++i) views.push_back(own_memory(boxes.full_bytes));
   const int64_t me = group.rank(), size = group.size();

@@ -38,7 +38,8 @@ Arena::Shared Arena::lease_shared(int64_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!has_peers_) return {};
   end_unread();
-  int64_t number = 0;  // the first that is free
+  // Numbers are reused, lowest first: peers know a lease by its number and its entry in the table.
+  int64_t number = 0;
   for (auto used = shared_.begin(); used != shared_.end() && used->first == number; ++used) {
     ++number;
   }
@@ -59,6 +60,7 @@ void ArenaTable::release_reader(int64_t shared) {
 // Ends the shared leases that have no reader.
 void Arena::end_unread() {
   if (shared_.empty() || is_forked_) return;
+  // A counter tells whether any lease has lost its last reader: without one, nothing is searched.
   const int64_t num_unread = own_table().num_unread.load(std::memory_order_acquire);
   if (num_unread == num_unread_) return;
   num_unread_ = num_unread;
@@ -117,7 +119,9 @@ void Arena::end(char* data) {
   Held* held = find(data, &index);
   auto part = held->parts.find(data - held->segment.data());
   leased_bytes_ -= part->second.bytes;
+  // A late peer of a failed transfer may still write here: the memory is never used again.
   if (part->second.is_retired) return;
+  // Joined with its free neighbours, so that large leases find room again.
   int64_t offset = part->first, bytes = part->second.bytes;
   const auto next = std::next(part);
   if (next != held->parts.end() && next->second.is_free) {

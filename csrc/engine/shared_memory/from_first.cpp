@@ -22,6 +22,7 @@ void from_first(Group& group, const char* first, int64_t bytes, uint64_t detail,
   Owned copy{};
   if (is_first) {
     Place place = arena.place_of(first, bytes);
+    // Peers reach the arena only: a tensor elsewhere is copied there once, and read by all.
     if (place.segment < 0) copy = lease(bytes);
     if (copy.data != nullptr) {
       detail::stream(copy.data, first, bytes);
@@ -35,7 +36,7 @@ void from_first(Group& group, const char* first, int64_t bytes, uint64_t detail,
   std::memcpy(&place, group.message(0), sizeof(place));
   if (place.segment >= 0) {
     use(is_first ? first : group.peer(0, place, bytes));
-  } else {
+  } else {  // the arena is full
     std::vector<int64_t> bytes_of_rank(group.size(), 0);
     bytes_of_rank[0] = bytes;
     std::vector<Bytes> all;

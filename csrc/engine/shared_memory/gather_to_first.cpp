@@ -26,8 +26,12 @@ OpenGather::OpenGather(Group& group, const std::vector<Gathered>& tensors)
     for (size_t i = 0; i < tensor.ranks.size(); ++i) {
       bytes_of_rank.at(tensor.ranks[i]) += tensor.plan->boxes().shard_bytes.at(i);
     }
+    // Order counts: ranks that gather the same tensors in another order must not be taken for
+    // equal.
     hash_ = hash_ * 0x9e3779b97f4a7c15 + tensor.plan->hash();
   }
+  // The same on all ranks, since it depends on the plans only: it decides how many rounds there
+  // are.
   is_small_ = largest(bytes_of_rank) <= kMessageBytes;
   if (!is_small_) exchange_targets();
 }
@@ -63,7 +67,7 @@ void OpenGather::exchange_targets() {
     const auto* sent = reinterpret_cast<const Place*>(group_.message(0));
     for (size_t t = first; t < first + count; ++t) {
       const Place& place = sent[t - first];
-      has_place_[t] = place.segment >= 0;
+      has_place_[t] = place.segment >= 0;  // on all ranks: those without shards count rounds, too
       if (!has_place_[t] || place_of_me(t) < 0) continue;
       if (is_first) {
         targets_[t] = {tensors_[t].full, arena.segment_of(tensors_[t].full)};
@@ -76,6 +80,7 @@ void OpenGather::exchange_targets() {
 }
 
 void OpenGather::end(const std::vector<const char*>& shards) {
+  // Before anything is sent: a rank that throws after its peers have begun would break the group.
   for (size_t t = 0; t < tensors_.size(); ++t) {
     const int64_t i = place_of_me(t);
     const bool is_needed =
@@ -92,6 +97,7 @@ void OpenGather::end(const std::vector<const char*>& shards) {
   const bool streams = std::find(has_place_.begin(), has_place_.end(), false) != has_place_.end();
   if (streams) move_through_messages(shards);
   if (is_small_) return;
+  // Only the first rank waits: the others' shards are copied, and they may go on computing.
   group_.begin();
   group_.post(Op::kDone, hash_);
   if (group_.rank() != 0) return;
@@ -134,7 +140,7 @@ void OpenGather::move_through_messages(const std::vector<const char*>& shards) {
     group_.post(Op::kGather, hash_);
     if (!is_first) return;
     unpack([&](int64_t r) { return group_.message(r); });
-    wait_for_all(group_);
+    wait_for_all(group_);  // also for ranks without shards, which may be out of step
     return;
   }
   Bytes packed(new char[std::max<int64_t>(1, bytes_of_rank[group_.rank()])]);

@@ -85,8 +85,11 @@ Group::Group(std::shared_ptr<Segment> control, std::vector<Rank> ranks, int64_t 
     peers_[r].table = std::make_shared<Segment>(Segment::open(ranks_[r].arena_table));
   }
   for (const Rank& other : ranks_) {
+    // A descriptor and not the number: a number may be given to another process after the rank
+    // ended.
     watches_.push_back(static_cast<int>(syscall(SYS_pidfd_open, other.pid, 0)));
   }
+  // More ranks than processors: a rank that spins keeps the one that it waits for from running.
   backoff_.spins = size() <= num_processors();
 }
 
@@ -126,11 +129,12 @@ void Group::begin_abort() {
 void Group::abort(const std::string& reason) {
   if (pid_ != getpid()) return;
   begin_abort();
-  if (is_aborting_) {
+  if (is_aborting_) {  // else another rank was first, and its reason is kept
     control().reason.write(reason);
     control().state.store(2, std::memory_order_release);
     is_aborting_ = false;
   }
+  // Ranks that sleep on any flag must see the state now, not at the end of their sleep.
   for (int64_t r = 0; r < size(); ++r) wake_all(control().ranks[r].posted);
 }
 
@@ -172,11 +176,13 @@ void Group::post(Op op, uint64_t detail) {
   mine.round = round_;
   mine.op = op;
   mine.detail = detail;
-  raise(control().ranks[rank_].posted, round_);
+  raise(control().ranks[rank_].posted, round_);  // releases the message and all writes before it
 }
 
 const char* Group::message(int64_t rank) {
   wait(rank, round_);
+  // The headers of hooks have been compared before, so this finds only errors of our own, and ranks
+  // that an aborted transfer left apart.
   const Message& message = message_at(rank, round_);
   if (message.round != round_ || message.op != op_ || message.detail != detail_) {
     fail(WaitError::kOutOfStep, {rank},
@@ -201,7 +207,7 @@ void Group::on_poll(int64_t rank, uint32_t round) {
   check_unbroken();
   try {
     if (watch_) watch_(now() - waiting_since_);
-  } catch (...) {
+  } catch (...) {  // such as KeyboardInterrupt: this rank will not take part any more
     begin_abort();
     throw;
   }
@@ -253,7 +259,7 @@ std::shared_ptr<CowMapping> Group::views(int64_t rank, const Place& place) {
 }
 
 char* Group::peer(int64_t rank, const Place& place, int64_t bytes, MemoryRange* range) {
-  if (ranks_[rank].pid == pid_) {
+  if (ranks_[rank].pid == pid_) {  // a thread of this process: the arena is shared already
     char* data = Arena::of_process().at(place);
     if (range != nullptr) *range = Arena::of_process().segment_of(data);
     return data;

@@ -29,6 +29,7 @@ void stream(Group& group, const char* mine, const std::vector<int64_t>& bytes_of
     char* message = group.begin();
     if (piece(group.rank()) > 0) std::memcpy(message, mine + at, piece(group.rank()));
     group.post(Op::kStream, at);
+    // A rank that only sends takes part in every round: begin() waits for its posts.
     if (into == nullptr) continue;
     for (int64_t r = 0; r < group.size(); ++r) {
       const char* sent = group.message(r);
@@ -37,6 +38,7 @@ void stream(Group& group, const char* mine, const std::vector<int64_t>& bytes_of
   }
 }
 
+// Reads every rank's message of this round, which is what checks that they are at the same one.
 void wait_for_all(Group& group) {
   for (int64_t r = 0; r < group.size(); ++r) group.message(r);
 }
