@@ -31,6 +31,7 @@ class HookDigests:
         self._statements, self._settings = statements, settings
         self._num_published, self._published = 0, site_hash()
         self._agreed = site_hash()
+        self._checked: str | None = None  # the digest of the statements, until hooks change
         self._active: int | None = None
         self._has_new = False
 
@@ -65,7 +66,7 @@ class HookDigests:
         for site in new:
             digest = site_hash(digest, site)
         self._num_published, self._published = len(sites), digest
-        self._has_new = True
+        self._has_new, self._checked = True, None
         self._communicator.publish_hooks(f"{digest:x}" if sites else "")
 
     def check(self, choice: str) -> None:
@@ -78,13 +79,16 @@ class HookDigests:
         Raises:
             HookMismatchError: ranks differ.
         """
+        if self._checked == self._statements.digest:
+            return
         registrations = self._table.registrations
         digest = site_hash(
             sites_hash(*(registration.site for registration in registrations)),
             *self._settings,
             self._statements.digest,
         )
-        if digest == self._agreed:
+        if digest == self._agreed:  # hooks may have come and gone, on this rank only
+            self._checked = self._statements.digest
             return
         names = "; ".join(
             f"{registration.kind} {registration.hook_function!r}" for registration in registrations
@@ -94,7 +98,7 @@ class HookDigests:
             f"the start of a run of {choice} (edit_on, output_ranks, mesh, save_ctx_on: "
             f"{self._settings}) with these hooks: {names}",
         )
-        self._agreed = digest
+        self._agreed, self._checked = digest, self._statements.digest
 
     def described(self, only_active: bool = False) -> list[Any]:
         """Describe what records depend on, as JSON."""
