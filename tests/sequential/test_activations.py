@@ -9,22 +9,22 @@ from test_engine import BATCHES, Stack, assert_equal, assert_nothing_left
 from torch import nn
 
 from flex_model import sequential
-from flex_model.sequential.activations import ActivationKeeper
+from flex_model.sequential.activations import ActivationOffloader
 
 pytest.importorskip("safetensors")
 
 
 @pytest.fixture
 def moved(monkeypatch):
-    """Bytes that each keeper moved, and how much of it was on disk meanwhile."""
+    """Bytes that each offloader moved, and how much of it was on disk meanwhile."""
     counts = []
-    close = ActivationKeeper.close
+    close = ActivationOffloader.close
 
     def counted(self):
         counts.append(self.bytes_moved)
         close(self)
 
-    monkeypatch.setattr(ActivationKeeper, "close", counted)
+    monkeypatch.setattr(ActivationOffloader, "close", counted)
     return counts
 
 
@@ -127,8 +127,8 @@ def test_what_a_killed_run_left_is_deleted_and_not_that_of_one_that_goes_on(tmp_
     killed.mkdir()
     (killed / ".tmpAbCdEf").write_bytes(b"which safetensors began")
     (tmp_path / "mine").mkdir()
-    first = ActivationKeeper(nn.Linear(1, 1), "disk", tmp_path)
-    second = ActivationKeeper(nn.Linear(1, 1), "disk", tmp_path)
+    first = ActivationOffloader(nn.Linear(1, 1), "disk", tmp_path)
+    second = ActivationOffloader(nn.Linear(1, 1), "disk", tmp_path)
     assert not killed.exists() and len(list(tmp_path.iterdir())) == 3
     first.close()
     second.close()

@@ -8,15 +8,16 @@
 namespace flex_model {
 namespace {
 
-const void* library_of(void* address) {
+Dl_info info_of(uintptr_t address) {
   Dl_info info;
-  return dladdr(address, &info) != 0 ? info.dli_fbase : nullptr;
+  return dladdr(reinterpret_cast<void*>(address), &info) != 0 ? info : Dl_info{"", nullptr};
 }
+
+const void* const kPython = info_of(reinterpret_cast<uintptr_t>(&PyObject_Call)).dli_fbase;
+const void* const kOwn = info_of(reinterpret_cast<uintptr_t>(&native_frames)).dli_fbase;
 
 struct Walk {
   uintptr_t base;
-  const void* python = library_of(reinterpret_cast<void*>(&PyObject_Call));
-  const void* own = library_of(reinterpret_cast<void*>(&native_frames));
   bool is_outside = false;  // of the functions that ask
   std::vector<NativeFrame> found;
 };
@@ -25,15 +26,15 @@ _Unwind_Reason_Code visit(_Unwind_Context* context, void* argument) {
   Walk& walk = *static_cast<Walk*>(argument);
   if (_Unwind_GetCFA(context) > walk.base) return _URC_END_OF_STACK;
   // A return address may be the first byte after a function that calls something at its very end.
-  void* code = reinterpret_cast<void*>(_Unwind_GetIP(context) - 1);
-  Dl_info info;
-  if (dladdr(code, &info) == 0) return _URC_NO_REASON;
-  if (info.dli_fbase == walk.python) walk.is_outside = true;
-  if (info.dli_fbase == walk.python || (info.dli_fbase == walk.own && !walk.is_outside)) {
+  const uintptr_t code = _Unwind_GetIP(context) - 1;
+  const Dl_info info = info_of(code);
+  walk.is_outside |= info.dli_fbase == kPython;
+  if (info.dli_fbase == nullptr || info.dli_fbase == kPython ||
+      (info.dli_fbase == kOwn && !walk.is_outside)) {
     return _URC_NO_REASON;
   }
-  void* function = _Unwind_FindEnclosingFunction(code);
-  walk.found.push_back({info.dli_fname, reinterpret_cast<uintptr_t>(function)});
+  void* function = _Unwind_FindEnclosingFunction(reinterpret_cast<void*>(code));
+  walk.found.emplace_back(info.dli_fname, reinterpret_cast<uintptr_t>(function));
   return _URC_NO_REASON;
 }
 
@@ -41,11 +42,7 @@ _Unwind_Reason_Code visit(_Unwind_Context* context, void* argument) {
 
 uintptr_t stack_pointer() { return reinterpret_cast<uintptr_t>(__builtin_frame_address(0)); }
 
-NativeFrame code_at(uintptr_t function) {
-  Dl_info info;
-  const bool is_known = dladdr(reinterpret_cast<void*>(function), &info) != 0;
-  return {is_known ? info.dli_fname : "", function};
-}
+NativeFrame code_at(uintptr_t function) { return {info_of(function).dli_fname, function}; }
 
 std::vector<NativeFrame> native_frames(uintptr_t base) {
   Walk walk{base};

@@ -1,19 +1,18 @@
-// The C functions that have called Python, which has called us: what lies between two Python
+// The C functions that have called Python on this thread's stack: what lies between two Python
 // frames.
 #pragma once
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace flex_model {
 
-struct NativeFrame {
-  std::string file;    // the library or program of its code
-  uintptr_t function;  // where the function begins
-};
+// The library or program that holds a function, and the address at which the function begins.
+using NativeFrame = std::pair<std::string, uintptr_t>;
 
-// Where the stack of this thread ends now.
+// The address at which the stack of this thread ends now.
 uintptr_t stack_pointer();
 
 NativeFrame code_at(uintptr_t function);

@@ -11,9 +11,9 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from flex_model.errors import TraceError
-from flex_model.sequential import trace_check
 from flex_model.sequential.targets import get_sequential_ancestors, match_modules
-from flex_model.sequential.tracer import SequentialTracer
+from flex_model.sequential.traced import trace_check
+from flex_model.sequential.traced.tracer import SequentialTracer
 
 
 @dataclass

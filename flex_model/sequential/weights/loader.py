@@ -14,12 +14,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
-from flex_model.sequential.absent import absent
 from flex_model.sequential.interrupts import deferred
-from flex_model.sequential.inventory import Inventory, Weight
-from flex_model.sequential.shards import local_of, part_of, with_local
 from flex_model.sequential.targets import Target
-from flex_model.sequential.weights import WeightSource
+from flex_model.sequential.weights.absent import absent
+from flex_model.sequential.weights.inventory import Inventory, Weight
+from flex_model.sequential.weights.shards import local_of, part_of, with_local
+from flex_model.sequential.weights.source import WeightSource
 
 _ALIGNMENT = 64  # bytes, as torch's own allocator: kernels' results may depend on it
 _OWN = 2  # references to the storage of a lone tensor: the tensor's, and that of who asks

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from flex_model.hooks.core import HookCore
-from flex_model.sequential import heap, inventory, rebuild
-from flex_model.sequential.loading import WeightLoader
 from flex_model.sequential.targets import Target
-from flex_model.sequential.weights import WeightSource, as_source
+from flex_model.sequential.weights import heap, inventory, rebuild
+from flex_model.sequential.weights.loader import WeightLoader
+from flex_model.sequential.weights.source import WeightSource, as_source
 
 
 @contextlib.contextmanager

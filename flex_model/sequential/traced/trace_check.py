@@ -15,7 +15,7 @@ from flex_model import _C
 from flex_model.errors import TraceError
 
 if TYPE_CHECKING:
-    from flex_model.sequential.subgraph import Subgraph
+    from flex_model.sequential.traced.subgraph import Subgraph
 
 ADVICE = "Use flex_model.sequential.run, which traces nothing and is exact for any model"
 _MORE_ROWS, _MORE_TOKENS = 1, 3

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flex_model.sequential.inventory import Weight
+from flex_model.sequential.weights.inventory import Weight
 
 
 @contextlib.contextmanager
