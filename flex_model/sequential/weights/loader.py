@@ -1,19 +1,20 @@
-"""Brings the weights of each step into the model, reads those of the next one meanwhile, and leaves
+"""Loads the weights of each step into the model, reads those of the next one meanwhile, and leaves
 the model as it was.
 
-Weights are copied into a few flat buffers, each large enough for the largest step, which are used
-again and again: memory that is freed and taken anew for every step would pile up in the heap.
+Weights are copied into a few flat buffers, each large enough for the largest step, which are
+reused: memory that is freed and allocated for every step would pile up in the heap.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
 
+from flex_model.integrations import torch_private
 from flex_model.sequential.interrupts import deferred
 from flex_model.sequential.targets import Target
 from flex_model.sequential.weights.absent import absent
@@ -22,18 +23,18 @@ from flex_model.sequential.weights.shards import local_of, part_of, with_local
 from flex_model.sequential.weights.source import WeightSource
 
 _ALIGNMENT = 64  # bytes, as torch's own allocator: kernels' results may depend on it
-_OWN = 2  # references to the storage of a lone tensor: the tensor's, and that of who asks
+_OWN = 2  # references to the storage of a single tensor: its own, and that of the reader
 
 
 class WeightLoader:
-    """Of one run. ``close()`` puts back what the modules had.
+    """The weights of one run. ``close()`` puts back what the modules had.
 
     Args:
-        prefetch: How many steps are read ahead; 0: none, and there is no thread.
+        prefetch: The number of steps that are read ahead; 0: none, and there is no thread.
 
     Attributes:
-        loads: By target name, how often its weights were brought in.
-        bytes_read: Bytes that the source gave, in its own dtype.
+        loads: By target name, how often its weights were loaded.
+        bytes_read: Bytes read from the source, in its own dtype.
     """
 
     def __init__(
@@ -48,9 +49,7 @@ class WeightLoader:
         self.loads: Counter[str] = Counter()
         self.bytes_read = 0
         self._source, self._inventory, self._device = source, inventory, device
-        self._names: dict[int, list[str]] = {}
-        for target in targets:
-            self._names.setdefault(target.step, []).append(target.name)
+        self._targets = targets
         self._buffer_bytes = max(map(_size_of, inventory.steps.values()), default=0)
         self._free: list[_Buffer] = []
         self._loaded: dict[int, _Buffer] = {}
@@ -58,46 +57,48 @@ class WeightLoader:
         self._reader = ThreadPoolExecutor(1, "flex_model weights") if prefetch else None
 
     def load_resident(self) -> None:
-        """What stays for the whole run: embeddings, norms, heads, weights that targets share. All
-        else is absent until it is acquired.
+        """Load what stays for the whole run: embeddings, norms, heads, weights that targets share.
+        All others are absent until they are acquired.
         """
         for weights in self._inventory.steps.values():
             for weight in weights:
                 weight.put(absent(weight))
         for weight in self._inventory.resident:
-            if weight.given_as is None and weight.tensor.device == self._device:
-                continue
-            local = torch.empty_like(local_of(weight.tensor), device=self._device)
-            self._read_into(local.detach(), weight)
-            weight.put(_as_weight(local, weight))
+            if weight in self._inventory.sources or weight.tensor.device != self._device:
+                local = torch.empty_like(local_of(weight.tensor), device=self._device)
+                self._read_into(local.detach(), weight)
+                weight.put(_as_weight(local, weight))
 
     def acquire(self, steps: set[int]) -> None:
-        """Have the weights of exactly these steps in the model."""
-        for step in [step for step in self._loaded if step not in steps]:
-            self._release(step)
+        """Load the weights of exactly these steps into the model."""
+        for step in self._loaded.keys() - steps:
+            buffer = self._loaded.pop(step)
+            if buffer.release():
+                self._free.append(buffer)
         for step in sorted(steps - self._loaded.keys()):
-            read = self._ahead.pop(step, None)
-            buffer = self._read(step) if read is None else read.result()
-            for weight, local in buffer.parts:
-                weight.put(_as_weight(local, weight))
+            if self._reader is None:
+                buffer = self._fill(step, self._buffer())
+            else:
+                buffer = (self._ahead.pop(step, None) or self._submit(self._reader, step)).result()
             self._loaded[step] = buffer
-            self.loads.update(self._names[step])
+            buffer.put()
+            self.loads.update(target.name for target in self._targets if target.step == step)
 
     def read_ahead(self, steps: Iterable[int]) -> None:
-        """Begin to read what will probably be acquired next; what was read in vain is dropped."""
+        """Begin to read what will probably be acquired next, and drop what was read in vain."""
         if self._reader is None:
             return
         wanted = [step for step in steps if step not in self._loaded][: self.prefetch]
-        for step in [step for step in self._ahead if step not in wanted]:
+        for step in self._ahead.keys() - set(wanted):
             self._free.append(self._ahead.pop(step).result())
         for step in wanted:
             if step not in self._ahead:
-                self._ahead[step] = self._submitted(step)
+                self._ahead[step] = self._submit(self._reader, step)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in the memory of a step's weights, which others will take."""
+        """Whether a tensor is in the memory of a step's weights, which others will take."""
         local = local_of(tensor)
-        if type(local) is not Tensor:  # what a collective will have made
+        if type(local) is not Tensor:  # the result of a collective in progress
             return False
         place = local.untyped_storage().data_ptr()
         return any(buffer.memory.data_ptr() == place for buffer in self._loaded.values())
@@ -106,59 +107,34 @@ class WeightLoader:
         """Put back what the modules had, and end the reading thread."""
         if self._reader is not None:
             self._reader.shutdown(wait=True, cancel_futures=True)
-        for weights in (self._inventory.resident, *self._inventory.steps.values()):
-            for weight in weights:  # all: what was being loaded may have been interrupted
-                weight.put(weight.tensor)
+        for weight in self._inventory.loaded:  # all: loading some may have been interrupted
+            weight.put(weight.tensor)
         self._loaded.clear()
         self._ahead.clear()
         self._free.clear()
 
-    def _release(self, step: int) -> None:
-        buffer = self._loaded.pop(step)
-        for weight in [part[0] for part in buffer.parts]:
-            weight.put(absent(weight))
-        buffer.parts = []
-        if buffer.is_held:
-            return  # by what a target kept of its weights: theirs for good
-        if self._device.type == "cuda":
-            buffer.is_free_after = torch.cuda.Event()
-            buffer.is_free_after.record(torch.cuda.current_stream(self._device))
-        self._free.append(buffer)
-
     def _buffer(self) -> _Buffer:
         return self._free.pop() if self._free else _Buffer(self._buffer_bytes, self._device)
 
-    def _read(self, step: int) -> _Buffer:
-        """Read now; in the reading thread where there is one, after what it is at."""
-        if self._reader is None:
-            return self._fill(step, self._buffer())
-        return self._submitted(step).result()
-
-    def _submitted(self, step: int) -> Future[_Buffer]:
-        assert self._reader is not None
-        with deferred():  # the first one starts the thread, which the reader must know of
-            return self._reader.submit(self._fill, step, self._buffer())
+    def _submit(self, reader: ThreadPoolExecutor, step: int) -> Future[_Buffer]:
+        with deferred():  # the first one starts the thread, which the reader must have noted
+            return reader.submit(self._fill, step, self._buffer())
 
     def _fill(self, step: int, buffer: _Buffer) -> _Buffer:
-        with torch.no_grad():
-            buffer.parts = buffer.cut(self._inventory.steps.get(step, []))
-            buffer.begin()
-            for weight, local in buffer.parts:
-                self._read_into(buffer.staged(local), weight)
-            buffer.finish()
+        buffer.fill(self._inventory.steps.get(step, []), self._read_into)
         return buffer
 
     def _read_into(self, local: Tensor, weight: Weight) -> None:
-        """Copy this rank's part of what the source, or the model itself, has; casts the dtype."""
-        if weight.given_as is None:
+        """Copy this rank's part from the source, or from the model itself; casts the dtype."""
+        name = self._inventory.sources.get(weight)
+        if name is None or self._source is None:
             local.copy_(local_of(weight.tensor))
             return
-        assert self._source is not None
-        full = self._source.read(weight.given_as)
+        full = self._source.read(name)
         if not isinstance(full, Tensor):
             raise TypeError(
-                f"sequential.run: the weights give a {type(full).__name__} for "
-                f"{weight.given_as!r}; read() must return a torch.Tensor"
+                f"sequential.run: the weights give a {type(full).__name__} for {name!r}; read() "
+                "must return a torch.Tensor"
             )
         if full.shape != weight.tensor.shape:
             raise ValueError(
@@ -171,51 +147,56 @@ class WeightLoader:
 
 
 class _Buffer:
-    """Memory for the weights of one step. On a CUDA device they are read into pinned memory, and
-    copied from there on a stream of their own.
+    """Memory for the weights of one step. For a CUDA device they are read into pinned memory, and
+    copied from there on a stream of the buffer's own.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self.parts: list[tuple[Weight, Tensor]] = []
-        self.is_free_after: torch.cuda.Event | None = None
-        self._staging: Tensor | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._parts: list[tuple[Weight, Tensor]] = []
+        self._is_free_after: torch.cuda.Event | None = None
+        self._staging: tuple[Tensor, torch.cuda.Stream] | None = None
 
-    @property
-    def is_held(self) -> bool:
-        """Whether other tensors lie in this memory."""
-        return torch._C._storage_Use_Count(self.memory.untyped_storage()._cdata) > _OWN
-
-    def cut(self, weights: list[Weight]) -> list[tuple[Weight, Tensor]]:
-        """A part for each weight, of its local shape and dtype."""
+    def fill(self, weights: list[Weight], read_into: Callable[[Tensor, Weight], None]) -> None:
+        """Read weights into it."""
+        device = self.memory.device
+        if device.type == "cuda" and self._staging is None:
+            pinned = torch.empty(self.memory.shape, dtype=torch.uint8, pin_memory=True)
+            self._staging = pinned, torch.cuda.Stream(device)
         parts, start = [], 0
-        for weight in weights:
-            local = local_of(weight.tensor)
-            parts.append((weight, _part(self.memory, start, local)))
-            start += _aligned(local.nbytes)
-        return parts
+        with torch.no_grad():
+            for weight in weights:
+                local = local_of(weight.tensor)
+                parts.append((weight, _part(self.memory, start, local)))
+                read_into(
+                    _part(self._staging[0] if self._staging else self.memory, start, local), weight
+                )
+                start += _aligned(local.nbytes)
+            self._parts = parts
+            if self._staging is not None:
+                pinned, stream = self._staging
+                with torch.cuda.stream(stream):
+                    if self._is_free_after is not None:
+                        stream.wait_event(self._is_free_after)
+                    self.memory.copy_(pinned, non_blocking=True)
+                stream.synchronize()
 
-    def begin(self) -> None:
-        if self.memory.device.type == "cuda" and self._staging is None:
-            self._staging = torch.empty(self.memory.shape, dtype=torch.uint8, pin_memory=True)
-            self._stream = torch.cuda.Stream(self.memory.device)
+    def put(self) -> None:
+        """Replace the weights in the modules by the parts of this memory."""
+        for weight, local in self._parts:
+            weight.put(_as_weight(local, weight))
 
-    def staged(self, local: Tensor) -> Tensor:
-        """Where to write a part."""
-        if self._staging is None:
-            return local
-        start = local.data_ptr() - self.memory.data_ptr()
-        return _part(self._staging, start, local)
-
-    def finish(self) -> None:
-        if self._staging is None or self._stream is None:
-            return
-        with torch.cuda.stream(self._stream):
-            if self.is_free_after is not None:
-                self._stream.wait_event(self.is_free_after)
-            self.memory.copy_(self._staging, non_blocking=True)
-        self._stream.synchronize()
+    def release(self) -> bool:
+        """Take the weights out of the modules. Returns whether the memory can be reused: not if
+        other tensors are in it, such as a weight that a target kept.
+        """
+        for weight in [part[0] for part in self._parts]:  # none of them stays referenced here
+            weight.put(absent(weight))
+        self._parts = []
+        if self.memory.device.type == "cuda":
+            self._is_free_after = torch.cuda.Event()
+            self._is_free_after.record(torch.cuda.current_stream(self.memory.device))
+        return torch_private.num_references(self.memory.untyped_storage()) <= _OWN
 
 
 def _part(memory: Tensor, start: int, like: Tensor) -> Tensor:

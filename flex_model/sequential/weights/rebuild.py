@@ -1,6 +1,4 @@
-"""Buffers that no checkpoint has: a Hugging Face model on meta computes them from its
-configuration.
-"""
+"""Computes buffers that no checkpoint has from a Hugging Face model's configuration."""
 
 from __future__ import annotations
 
@@ -16,10 +14,10 @@ from flex_model.sequential.weights.inventory import Weight
 
 @contextlib.contextmanager
 def rebuilt(model: nn.Module, buffers: list[Weight], device: torch.device) -> Iterator[None]:
-    """Inside, the modules have these buffers, computed anew; on meta again afterwards.
+    """A context in which the modules have these buffers, computed; afterwards those on meta again.
 
     Raises:
-        ValueError: a buffer that nothing gives, by its name.
+        ValueError: the name of a buffer that can't be computed.
     """
     try:
         for weight in buffers:
@@ -39,7 +37,7 @@ def rebuilt(model: nn.Module, buffers: list[Weight], device: torch.device) -> It
 
 
 def _initializer(model: nn.Module, name: str) -> Callable[[nn.Module], Any] | None:
-    """``_init_weights`` of the innermost Hugging Face model that holds the buffer."""
+    """Return ``_init_weights`` of the innermost Hugging Face model that holds the buffer."""
     found = None
     module: Any = model
     for part in ["", *name.split(".")[:-1]]:
@@ -50,29 +48,25 @@ def _initializer(model: nn.Module, name: str) -> Callable[[nn.Module], Any] | No
 
 
 def _made(weight: Weight, initialize: Callable[[nn.Module], Any]) -> Tensor | None:
-    """The buffer as the model's own initialization writes it; None if that does not."""
+    """Return the buffer as the model's own initialization writes it; None if that does not."""
     module, name = weight.places[0]
-    others = {
-        key: table for key, table in vars(module).items() if key in ("_parameters", "_buffers")
-    }
-    kept = {key: dict(table) for key, table in others.items()}
+    tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+    before, generator = [dict(table) for table in tables], torch.get_rng_state()
     made = torch.empty_like(weight.tensor, device="cpu")
-    before = torch.get_rng_state()
+    version = made._version
     try:
         for key, buffer in module._buffers.items():  # they are written together
             if buffer is not None and buffer.is_meta:
                 module._buffers[key] = torch.empty_like(buffer, device="cpu")
         module._buffers[name] = made
-        version = made._version
-        # Weights are drawn too, on meta: into nothing.
         for key, parameter in module._parameters.items():
-            if parameter is not None:
+            if parameter is not None:  # it is drawn, too: on meta, into nothing
                 module._parameters[key] = nn.Parameter(parameter.detach().to("meta"), False)
         with torch.no_grad(), contextlib.suppress(NotImplementedError):
             initialize(module)
     finally:
-        torch.set_rng_state(before)
-        for key, table in others.items():
+        torch.set_rng_state(generator)
+        for table, entries in zip(tables, before):
             table.clear()
-            table.update(kept[key])
+            table.update(entries)
     return made if made._version != version else None

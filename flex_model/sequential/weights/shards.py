@@ -1,4 +1,4 @@
-"""This rank's part of a weight that is a DTensor; a plain one is its own part."""
+"""Converts DTensor weights to this rank's part and back; plain ones are their own part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flex_model.integrations import dtensor
 
 
 def local_of(tensor: Any) -> Tensor:
-    """The plain tensor that this rank holds, or would hold, on meta."""
+    """Return the plain tensor that this rank holds, or would hold, on meta."""
     if not dtensor.is_dtensor(tensor):
         return tensor.detach()
     with torch.no_grad():
@@ -19,7 +19,7 @@ def local_of(tensor: Any) -> Tensor:
 
 
 def part_of(full: Tensor, tensor: Any) -> Tensor:
-    """What this rank holds of ``full``, which is split as ``tensor`` is: a view."""
+    """Return this rank's part of ``full``, sharded as ``tensor`` is: a view."""
     if not dtensor.is_dtensor(tensor):
         return full
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -33,5 +33,5 @@ def part_of(full: Tensor, tensor: Any) -> Tensor:
 
 
 def with_local(tensor: Any, local: Tensor) -> Tensor:
-    """``local`` in the place of what this rank holds."""
+    """Return ``tensor`` with ``local`` as this rank's part."""
     return dtensor.like(local, tensor) if dtensor.is_dtensor(tensor) else local
