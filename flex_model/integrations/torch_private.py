@@ -144,3 +144,12 @@ tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
 def num_references(storage: Any) -> int:
     """How many tensors and other holders a storage has."""
     return int(_C._storage_Use_Count(storage._cdata))
+
+
+def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """This rank's part of a DTensor: its sizes, and where it begins."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )

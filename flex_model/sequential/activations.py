@@ -7,9 +7,6 @@ batch that reads it all the same, such as a cached mask that both share, reads t
 
 from __future__ import annotations
 
-import fcntl
-import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +19,6 @@ from flex_model import _C
 from flex_model.integrations import torch_private
 from flex_model.sequential.engine import Batch
 
-_PREFIX = "flex_model-activations-"
 _OWN = 2  # references to the storage of a single tensor: its own, and that of the reader
 
 
@@ -31,7 +27,8 @@ class ActivationOffloader:
 
     Args:
         where: ``"cpu"`` or ``"disk"``.
-        folder: For ``"disk"``: where a folder for the run is made (default: the system's own).
+        folder: For ``"disk"``: the folder whose disk is used (default: the system's for temporary
+            files).
 
     Attributes:
         bytes_moved: Bytes that were moved away.
@@ -41,7 +38,10 @@ class ActivationOffloader:
         self.bytes_moved = 0
         self._model = model
         self._moved: dict[int, list[tuple[Tensor, torch.device]]] = {}  # with where each one was
-        self._folder = _OwnFolder(folder) if where == "disk" else None
+        self._folder: Path | None = None
+        if where == "disk":
+            self._folder = Path(tempfile.gettempdir() if folder is None else folder)
+            self._folder.mkdir(parents=True, exist_ok=True)
 
     def offload(self, batch: Batch) -> None:
         """Move the inputs that the batch waits with."""
@@ -50,7 +50,7 @@ class ActivationOffloader:
         self.bytes_moved += sum(content.nbytes for content in contents)
         contents = [content.cpu() for content in contents]
         if self._folder is not None:
-            contents = self._folder.mapped(batch.index, contents)
+            contents = _on_disk(contents, self._folder)
         for (tensor, _), content in zip(moved, contents):
             _set_memory(tensor, content)
         self._moved[batch.index] = moved
@@ -63,11 +63,6 @@ class ActivationOffloader:
             content = _memory_of(tensor)
             is_there = content.device == device
             _set_memory(tensor, content.clone() if is_there else content.to(device))
-
-    def close(self) -> None:
-        """Delete what is on disk."""
-        if self._folder is not None:
-            self._folder.close()
 
     def _movable(self, batch: Batch) -> Iterator[Tensor]:
         """Tensors that only the batch's functions hold, as far as can be seen."""
@@ -97,54 +92,15 @@ class ActivationOffloader:
                     yield from (item for item in items if isinstance(item, Tensor))
 
 
-class _OwnFolder:
-    """A folder of this process's own in ``parent``, which it has locked. Those of killed processes
-    are not locked any more, and are deleted.
+def _on_disk(contents: list[Tensor], folder: Path) -> list[Tensor]:
+    """Write tensors to disk; return them memory-mapped. The file has no name: the system deletes it
+    with the last mapping, also after a kill.
     """
-
-    def __init__(self, parent: str | Path | None) -> None:
-        parent = Path(tempfile.gettempdir() if parent is None else parent)
-        parent.mkdir(parents=True, exist_ok=True)
-        for other in parent.glob(f"{_PREFIX}*"):
-            lock = _locked(other)
-            if lock is not None:
-                shutil.rmtree(other, ignore_errors=True)
-                os.close(lock)
-        while True:
-            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-            lock = _locked(self.path)
-            if lock is not None and self.path.exists():  # not deleted in between
-                break
-        self._lock = lock
-
-    def mapped(self, index: int, contents: list[Tensor]) -> list[Tensor]:
-        """Write tensors to disk, and return them memory-mapped."""
-        from safetensors import safe_open
-        from safetensors.torch import save_file
-
-        path = self.path / f"{index}.safetensors"
-        save_file({str(i): content for i, content in enumerate(contents)}, path)
-        with safe_open(str(path), framework="pt") as file:
-            mapped = [file.get_tensor(str(i)) for i in range(len(contents))]
-        path.unlink()  # the disk has it as long as it is mapped, even after a kill
-        return mapped
-
-    def close(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
-
-
-def _locked(folder: Path) -> int | None:
-    """Return a descriptor that holds the lock of a folder; None if another process has it."""
-    descriptor = None
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # locked, gone, or another user's
-        if descriptor is not None:
-            os.close(descriptor)
-        return None
-    return descriptor
+    with tempfile.TemporaryFile(dir=folder) as file:
+        torch.save(contents, file)
+        file.flush()
+        mapped: list[Tensor] = torch.load(f"/proc/self/fd/{file.fileno()}", mmap=True)
+    return mapped
 
 
 def _memory_of(tensor: Tensor) -> Tensor:

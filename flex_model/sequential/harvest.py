@@ -4,7 +4,6 @@ than memory. ``python -m flex_model harvest`` runs it.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import inspect
 import json
@@ -134,22 +133,16 @@ def _on_meta(folder: Path, dtype: torch.dtype | None) -> nn.Module:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder)
-    name = (getattr(config, "architectures", None) or [None])[0]
-    kind = getattr(transformers, name or "", None)
+    kind = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
     own = getattr(config, "dtype", None)
-    with torch.device("meta"), _default_dtype(dtype or own or torch.float32):
-        model = transformers.AutoModel.from_config(config) if kind is None else kind(config)
-    return model.eval()
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(dtype or own or torch.float32)
     try:
-        yield
+        with torch.device("meta"):
+            model = transformers.AutoModel.from_config(config) if kind is None else kind(config)
     finally:
         torch.set_default_dtype(before)
+    return model.eval()
 
 
 def _tokenizer(folder: Path) -> Any:

@@ -98,7 +98,7 @@ def run(
         prefetch: The number of steps that are read ahead in a thread; 0: none.
         offload_activations: Where a waiting batch's activations are: ``"none"`` (where they were
             computed), ``"cpu"`` or ``"disk"``.
-        offload_dir: For ``"disk"``: where a folder for them is made; it is deleted at the end.
+        offload_dir: For ``"disk"``: the folder whose disk is used; the files have no names.
         device: Where it runs. Default: where the model is; for meta, the current CUDA device if
             there is one, else the CPU. With weights to load, batches are moved there; those of a
             model that is elsewhere in memory are copied there target by target, too.
@@ -165,7 +165,6 @@ def run(
                 loader = stack.enter_context(made)
             if offload_activations != "none":
                 offloader = ActivationOffloader(module, offload_activations, offload_dir)
-                stack.callback(offloader.close)
             is_shown = progress and (core is None or core.communicator.mesh.rank == 0)
             bar = stack.enter_context(Progress(is_shown, batches, window, found, loader))
         if loader is not None:

@@ -55,31 +55,37 @@ class SuspendedCall:
         self._function = function
         self._before = before
         self._deferral = deferral
-        self._is_abandoned = False
         self._base = 0  # of its stack
         self.greenlet = greenlet(functools.partial(contextvars.copy_context().run, self._run))
 
     def resume(self) -> None:
         """Run it until it is suspended or done. Raises what it raises."""
+        self._enter(self.greenlet.switch)
+
+    def suspend(self) -> None:
+        """Called inside: switch to the caller, until the next ``resume()``."""
+        self._deferral.hold()
+        parent = self.greenlet.parent
+        assert parent is not None
+        with self._before.during() as has_changed:
+            self.has_changed_thread |= has_changed
+            parent.switch()
+        self._deferral.release()
+
+    def abandon(self) -> None:
+        """End it where it is suspended. Raises what it raises."""
+        if self.greenlet:  # begun, not done
+            self._enter(functools.partial(self.greenlet.throw, AbandonedError))
+        else:
+            self.is_done = True
+
+    def _enter(self, switch: Callable[[], Any]) -> None:
         try:
-            ended_by = self.greenlet.switch()
+            ended_by = switch()
         finally:
             self._deferral.hold()
         if ended_by:  # a GreenletExit, which a greenlet returns
             raise ended_by
-
-    def suspend(self) -> None:
-        """Called inside: switch to the caller, until the next ``resume()``."""
-        if not self._is_abandoned:
-            self._deferral.hold()
-            parent = self.greenlet.parent
-            assert parent is not None
-            with self._before.during() as has_changed:
-                self.has_changed_thread |= has_changed
-                parent.switch()
-        if self._is_abandoned:  # and left without an interruption
-            raise AbandonedError
-        self._deferral.release()
 
     def take_value(self) -> Any:
         """Return what it returned, and drop it here."""
@@ -98,14 +104,6 @@ class SuspendedCall:
             if function == begins_at.get(file, function) and _is_made_with_pybind11(file):
                 return file
         return ""
-
-    def abandon(self) -> None:
-        """End it where it is suspended. Raises what it raises."""
-        self._is_abandoned = True
-        if self.greenlet:  # begun, not done
-            self.resume()
-        else:
-            self.is_done = True
 
     def _run(self) -> None:
         self._base = _C.stack_pointer()

@@ -84,6 +84,7 @@ class ThreadState(NamedTuple):
             with deferred():
                 for stack, modes in zip(MODE_STACKS, self.modes):
                     stack.write(modes)
+                self._pop_saved_hooks()
                 if torch.is_inference_mode_enabled() != self.has_inference:
                     # Its end would restore the present state.
                     _never_ending.append(torch_private.InferenceMode(self.has_inference))
@@ -98,7 +99,6 @@ class ThreadState(NamedTuple):
             # gradients, and the gradients of all would be summed in the low precision.
             torch.clear_autocast_cache()
             undo.callback(torch.clear_autocast_cache)
-        torch_private.enable_saved_hooks()
         if found.transforms < self.transforms:
             raise RuntimeError(
                 "sequential.run: a target is called where torch.func has set a transform aside "
@@ -110,14 +110,22 @@ class ThreadState(NamedTuple):
             if old != new:
                 undo.callback(stack.write, old)
                 stack.write(new)
-        while (hooks := torch_private.top_saved_hooks()) not in (None, self.saved_hooks):
-            torch_private.pop_saved_hooks()
+        for hooks in self._pop_saved_hooks():
             undo.callback(torch_private.push_saved_hooks, *hooks)
             undo.callback(torch_private.enable_saved_hooks)
         if found.has_inference != self.has_inference:
             undo.enter_context(torch_private.InferenceMode(self.has_inference))
         self._set_values()
         undo.enter_context(torch_private.ForceDispatchKeys(self.included, self.excluded))
+
+    def _pop_saved_hooks(self) -> list[tuple[Any, Any]]:
+        """Pop the hooks for saved tensors that are inside this state's; return them."""
+        popped: list[tuple[Any, Any]] = []
+        torch_private.enable_saved_hooks()
+        while (hooks := torch_private.top_saved_hooks()) not in (None, self.saved_hooks):
+            torch_private.pop_saved_hooks()
+            popped.append(hooks)
+        return popped
 
     def _set_values(self) -> None:
         if self.cuda is not None:

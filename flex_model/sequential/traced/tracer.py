@@ -156,14 +156,10 @@ class SequentialTracer(torch.fx.Tracer):
         proxies = {
             name: self.create_proxy("placeholder", name, (), {}) for name in self.sample_input
         }
-        parameters = inspect.signature(self.root.forward).parameters
-        kinds = {name: parameter.kind for name, parameter in parameters.items()}
-        concrete = {
-            name: value
-            for name, value in (concrete_args or {}).items()
-            if kinds.get(name)
-            not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        }
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        parameters = inspect.signature(self.root.forward).parameters.values()
+        left_out = {parameter.name for parameter in parameters if parameter.kind in variadic}
+        concrete = {k: v for k, v in (concrete_args or {}).items() if k not in left_out}
         root: Any = self.root
         return (lambda: root.forward(**proxies, **concrete)), []
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flex_model.integrations import dtensor
+from flex_model.integrations import dtensor, torch_private
 
 
 def local_of(tensor: Any) -> Tensor:
@@ -22,11 +22,7 @@ def part_of(full: Tensor, tensor: Any) -> Tensor:
     """Return this rank's part of ``full``, sharded as ``tensor`` is: a view."""
     if not dtensor.is_dtensor(tensor):
         return full
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    sizes, starts = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
+    sizes, starts = torch_private.local_shape_and_offset(tensor)
     for dim, (size, start) in enumerate(zip(sizes, starts)):
         full = full.narrow(dim, start if size else 0, size)
     return full
