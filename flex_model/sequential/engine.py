@@ -12,6 +12,7 @@ import itertools
 import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from flex_model.sequential.activations import ActivationOffloader
 
 
+@dataclass(eq=False)
 class Batch:
     """One batch on its way through the model.
 
@@ -43,19 +45,14 @@ class Batch:
         path: The targets that it is inside of, outermost first.
     """
 
-    def __init__(
-        self,
-        index: int,
-        arguments: Any,
-        call: SuspendedCall,
-        hooks: BatchRun | None,
-        process: ProcessState,
-    ) -> None:
-        self.index, self.arguments, self.call = index, arguments, call
-        self.hooks, self.process = hooks, process
-        self.waits_at: Target | None = None
-        self.inputs: tuple[Any, Any] | None = None
-        self.path: list[Target] = []
+    index: int
+    arguments: Any
+    call: SuspendedCall
+    hooks: BatchRun | None
+    process: ProcessState
+    waits_at: Target | None = None
+    inputs: tuple[Any, Any] | None = None
+    path: list[Target] = field(default_factory=list)
 
     def wait(self, target: Target, inputs: tuple[Any, Any]) -> None:
         """Called inside: suspend it until that target's turn."""
@@ -231,17 +228,14 @@ class Engine:
     def _steps_after(self, step: int, waited_for: set[int], is_followed: bool) -> list[int]:
         """The steps that will probably be next: those seen to follow, or that others wait at."""
         ahead: list[int] = []
-        while len(ahead) < (0 if self._loader is None else self._loader.prefetch):
+        for _ in range(0 if self._loader is None else self._loader.prefetch):
             candidates = waited_for - set(ahead)
             following = self._followers.get(step, step + 1)
-            if following < self._num_steps:
-                candidates.add(following)
-            elif is_followed:
-                candidates.add(0)
-            if not candidates:
-                break
-            step = min(candidates)
-            ahead.append(step)
+            if following < self._num_steps or is_followed:
+                candidates.add(following % self._num_steps)
+            if candidates:
+                step = min(candidates)
+                ahead.append(step)
         return ahead
 
     def _resume(self, batches: list[Batch]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -45,20 +46,13 @@ class TextBatches:
         return -(-self._num_lines // self._batch_size)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        lines: list[str] = []
-        for line in self._lines():
-            lines.append(line)
-            if len(lines) == self._batch_size:
-                yield self._batch(lines)
-                lines = []
-        if lines:
-            yield self._batch(lines)
+        lines = self._lines()
+        while some := list(itertools.islice(lines, self._batch_size)):
+            yield self._batch(some)
 
     def _lines(self) -> Iterator[str]:
         with self._file.open(encoding="utf-8") as file:
-            for line in file:
-                if line.strip():
-                    yield line.rstrip("\n")
+            yield from (line.rstrip("\n") for line in file if line.strip())
 
     def _batch(self, lines: list[str]) -> dict[str, Any]:
         made = self._tokenizer(

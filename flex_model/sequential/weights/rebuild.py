@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,13 +39,12 @@ def rebuilt(model: nn.Module, buffers: list[Weight], device: torch.device) -> It
 
 def _initializer(model: nn.Module, name: str) -> Callable[[nn.Module], Any] | None:
     """Return ``_init_weights`` of the innermost Hugging Face model that holds the buffer."""
-    found = None
-    module: Any = model
-    for part in ["", *name.split(".")[:-1]]:
-        module = module if not part else getattr(module, part)
+    prefixes = list(itertools.accumulate(name.split(".")[:-1], "{}.{}".format))
+    for prefix in ["", *prefixes][::-1]:
+        module = model.get_submodule(prefix)
         if hasattr(module, "config") and callable(getattr(module, "_init_weights", None)):
-            found = module._init_weights
-    return found
+            return module._init_weights  # type: ignore[return-value]
+    return None
 
 
 def _made(weight: Weight, initialize: Callable[[nn.Module], Any]) -> Tensor | None:
