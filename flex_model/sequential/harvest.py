@@ -189,20 +189,17 @@ def _key(folder: Path, model: nn.Module, batch_size: int, max_length: int) -> di
 def report(result: RunResult, out: str | Path, as_json: bool = False) -> None:
     """Print what a harvest wrote, and what it cost."""
     store = ActivationStore(out)
-    loads = sum(result.loads.values())
+    facts = {
+        "out": str(out),
+        "modules": store.names,
+        "num_batches": store.num_batches,
+        "num_targets": len(result.loads),
+        "num_loads": sum(result.loads.values()),
+        "bytes_read": result.bytes_read,
+    }
     if as_json:
-        facts = {
-            "out": str(out),
-            "modules": store.names,
-            "num_batches": store.num_batches,
-            "num_targets": len(result.loads),
-            "num_loads": loads,
-            "bytes_read": result.bytes_read,
-        }
         print(json.dumps(facts, indent=2))
         return
     print(f"{out}: {store.num_batches} batches of {', '.join(store.names)}")
-    print(
-        f"{loads} loads of {len(result.loads)} targets, {result.bytes_read / 2**20:.1f} MiB read",
-        file=sys.stderr,
-    )
+    costs = "{num_loads} loads of {num_targets} targets, {0:.1f} MiB read"
+    print(costs.format(result.bytes_read / 2**20, **facts), file=sys.stderr)

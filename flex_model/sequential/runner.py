@@ -135,7 +135,8 @@ def run(
         Exception: what a batch raised, with its own type (``HookError`` for editing functions);
             ``error.batch_index`` is the batch. No thread, hook or loaded weight is left.
     """
-    checks.check_kinds(model, batches, call=call, on_output=on_output, on_target_end=on_target_end)
+    functions = {"call": call, "on_output": on_output, "on_target_end": on_target_end}
+    checks.check_types(model, batches, device, **functions)
     core = model._core if isinstance(model, FlexModel) else None
     module: nn.Module = model.module if isinstance(model, FlexModel) else model
     checks.check_device(device)

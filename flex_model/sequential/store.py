@@ -155,7 +155,6 @@ def _add(digest: Any, value: Any) -> None:
             _add(digest, value.tolist())
         else:
             digest.update(value.tobytes())
-    elif value is None or isinstance(value, (bool, int, float, str, bytes)):
-        digest.update(repr(value).encode())
     else:
-        digest.update(type(value).__qualname__.encode())
+        is_plain = value is None or isinstance(value, (bool, int, float, str, bytes))
+        digest.update((repr(value) if is_plain else type(value).__qualname__).encode())

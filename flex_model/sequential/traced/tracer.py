@@ -81,7 +81,7 @@ class SampledProxy(torch.fx.Proxy):
         return float(self._answer())
 
     def __contains__(self, item: Any) -> bool:
-        return _sample_of(item) in self._answer()
+        return (item.sample if isinstance(item, SampledProxy) else item) in self._answer()
 
     def __iter__(self) -> Iterator[Any]:
         if self.sample is _NO_SAMPLE:
@@ -89,10 +89,6 @@ class SampledProxy(torch.fx.Proxy):
         if isinstance(self.sample, dict):
             return iter(self.sample)
         return iter([operator.getitem(self, i) for i in range(len(self.sample))])
-
-
-def _sample_of(value: Any) -> Any:
-    return value.sample if isinstance(value, SampledProxy) else value
 
 
 class SequentialTracer(torch.fx.Tracer):
