@@ -80,16 +80,12 @@ class ActivationOffloader:
                 yield tensor
 
     def _tensors_of_model(self) -> Iterator[Tensor]:
-        """Parameters, buffers, and what modules keep in attributes: caches of masks and tables."""
-        yield from self._model.parameters()
-        yield from self._model.buffers()
+        """Yield parameters, buffers, and tensors in attributes of modules: caches, tables."""
         for module in self._model.modules():
-            for name, value in vars(module).items():
-                if isinstance(value, Tensor):
-                    yield value
-                elif isinstance(value, (dict, list, tuple)) and not name.startswith("_"):
-                    items = value.values() if isinstance(value, dict) else value
-                    yield from (item for item in items if isinstance(item, Tensor))
+            for value in vars(module).values():
+                items = value.values() if isinstance(value, dict) else value
+                items = items if isinstance(value, (dict, list, tuple)) else (value,)
+                yield from (item for item in items if isinstance(item, Tensor))
 
 
 def _on_disk(contents: list[Tensor], folder: Path) -> list[Tensor]:

@@ -91,7 +91,7 @@ class Engine:
         deliver: Callable[[Batch], None],
         on_step: Callable[[], None],
         on_target_end: Callable[[str, list[int]], Any] | None,
-        on_window_end: Callable[[], None] | None,
+        on_window_end: Callable[[], None],
     ) -> None:
         self._targets = {target.module: target for target in targets}
         self._num_steps = max(target.step for target in targets) + 1
@@ -141,9 +141,8 @@ class Engine:
                         failure = error
                 self._run_window(under_way, bool(following))
                 self.has_drawn |= any(batch.process.has_drawn for batch in under_way)
-                if self._on_window_end is not None:
-                    with self._deferral.released():
-                        self._on_window_end()
+                with self._deferral.released():
+                    self._on_window_end()
                 if failure is not None:
                     raise failure
                 if window is not None:

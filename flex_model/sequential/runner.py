@@ -196,7 +196,7 @@ def run(
             deliver=deliver,
             on_step=bar.step,
             on_target_end=on_target_end,
-            on_window_end=None if records is None else records.end_window,
+            on_window_end=(lambda: None) if records is None else records.end_window,
         )
         num_stored = 0 if records is None else records.num_stored
         if records is not None and hooks is not None:

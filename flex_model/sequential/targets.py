@@ -32,9 +32,8 @@ def match_modules(model: nn.Module, target_names: list[str]) -> set[nn.Module]:
 
 def _names(targets: str | Iterable[str]) -> list[str]:
     """Return one name or several as a list."""
-    names: list[object] = [targets]
-    if isinstance(targets, Iterable) and not isinstance(targets, str):
-        names = list(targets)
+    is_one = isinstance(targets, str) or not isinstance(targets, Iterable)
+    names: list[Any] = [targets] if is_one else list(targets)
     for name in names:
         if not isinstance(name, str):
             raise TypeError(
@@ -43,7 +42,7 @@ def _names(targets: str | Iterable[str]) -> list[str]:
             )
         if name.startswith("re:"):
             _compiled(name)
-    return [str(name) for name in names]
+    return names
 
 
 def _compiled(target: str) -> re.Pattern[str]:

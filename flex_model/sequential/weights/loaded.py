@@ -119,7 +119,7 @@ def _check_complete(inventory: Inventory) -> None:
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(
-            f"sequential.run: nothing gives {missing[0]!r}{more}: it is on meta, and the weights "
+            f"sequential.run: no source for {missing[0]!r}{more}: it is on meta, and the weights "
             "do not have it. If they have it by another name: CheckpointWeights(path, rename=...); "
             "if the model is to be run as it is, build it on a real device"
         )

@@ -50,7 +50,8 @@ class WeightLoader:
         self.bytes_read = 0
         self._source, self._inventory, self._device = source, inventory, device
         self._targets = targets
-        self._buffer_bytes = max(map(_size_of, inventory.steps.values()), default=0)
+        sizes = (map(_size_of, weights) for weights in inventory.steps.values())
+        self._buffer_bytes = max(map(sum, sizes), default=0)
         self._free: list[_Buffer] = []
         self._loaded: dict[int, _Buffer] = {}
         self._ahead: dict[int, Future[_Buffer]] = {}
@@ -79,21 +80,19 @@ class WeightLoader:
             if self._reader is None:
                 buffer = self._fill(step, self._buffer())
             else:
-                buffer = (self._ahead.pop(step, None) or self._submit(self._reader, step)).result()
+                buffer = (self._ahead.pop(step, None) or self._submit(step)).result()
             self._loaded[step] = buffer
             buffer.put()
             self.loads.update(target.name for target in self._targets if target.step == step)
 
     def read_ahead(self, steps: Iterable[int]) -> None:
         """Begin to read what will probably be acquired next, and drop what was read in vain."""
-        if self._reader is None:
-            return
         wanted = [step for step in steps if step not in self._loaded][: self.prefetch]
         for step in self._ahead.keys() - set(wanted):
             self._free.append(self._ahead.pop(step).result())
         for step in wanted:
             if step not in self._ahead:
-                self._ahead[step] = self._submit(self._reader, step)
+                self._ahead[step] = self._submit(step)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor is in the memory of a step's weights, which others will take."""
@@ -116,9 +115,10 @@ class WeightLoader:
     def _buffer(self) -> _Buffer:
         return self._free.pop() if self._free else _Buffer(self._buffer_bytes, self._device)
 
-    def _submit(self, reader: ThreadPoolExecutor, step: int) -> Future[_Buffer]:
+    def _submit(self, step: int) -> Future[_Buffer]:
+        assert self._reader is not None
         with deferred():  # the first one starts the thread, which the reader must have noted
-            return reader.submit(self._fill, step, self._buffer())
+            return self._reader.submit(self._fill, step, self._buffer())
 
     def _fill(self, step: int, buffer: _Buffer) -> _Buffer:
         buffer.fill(self._inventory.steps.get(step, []), self._read_into)
@@ -171,7 +171,7 @@ class _Buffer:
                 read_into(
                     _part(self._staging[0] if self._staging else self.memory, start, local), weight
                 )
-                start += _aligned(local.nbytes)
+                start += _size_of(weight)
             self._parts = parts
             if self._staging is not None:
                 pinned, stream = self._staging
@@ -209,9 +209,6 @@ def _as_weight(local: Tensor, weight: Weight) -> Tensor:
     return nn.Parameter(tensor, requires_grad=False) if weight.is_parameter else tensor
 
 
-def _size_of(weights: list[Weight]) -> int:
-    return sum(_aligned(local_of(weight.tensor).nbytes) for weight in weights)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+def _size_of(weight: Weight) -> int:
+    """Return the bytes of this rank's part, aligned."""
+    return -(-local_of(weight.tensor).nbytes // _ALIGNMENT) * _ALIGNMENT

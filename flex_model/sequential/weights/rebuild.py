@@ -26,7 +26,7 @@ def rebuilt(model: nn.Module, buffers: list[Weight], device: torch.device) -> It
             made = None if initialize is None else _made(weight, initialize)
             if made is None:
                 raise ValueError(
-                    f"sequential.run: nothing gives the buffer {weight.names[0]!r}: the weights do "
+                    f"sequential.run: no source for the buffer {weight.names[0]!r}: the weights do "
                     f"not have it, and {type(model).__name__} can't compute it; make it "
                     "persistent, add it to the weights, or build that module on the CPU"
                 )
