@@ -9,8 +9,6 @@ from typing import Any
 from flex_model.sequential.targets import Target
 from flex_model.sequential.weights.loader import WeightLoader
 
-_MIB = 2**20
-
 
 class Progress(AbstractContextManager["Progress"]):
     """A bar on stderr that counts steps in all windows, with the batches that are done, the loads
@@ -69,5 +67,5 @@ class Progress(AbstractContextManager["Progress"]):
         facts = {"batches": f"{self._num_delivered}{self._total}"}
         if self._loader is not None:
             facts["loads"] = str(sum(self._loader.loads.values()))
-            facts["read"] = f"{self._loader.bytes_read / _MIB:.0f} MiB"
+            facts["read"] = f"{self._loader.bytes_read / 2**20:.0f} MiB"
         self._bar.set_postfix(facts, refresh=False)

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ _NOTES = {"input_ids": "token_ids", "attention_mask": "attention_mask"}
 __all__ = ["ActivationStore", "StoredRecords", "hash_of"]
 
 
-class StoredRecords:
+class StoredRecords(AbstractContextManager["StoredRecords"]):
     """What one run puts into a store, as a context: what was delivered is on disk at its end,
     however it ends. Collective: made, entered, left, ``take`` and ``flush``.
 
@@ -50,9 +51,6 @@ class StoredRecords:
             self.__exit__(type(error))
             raise
         self.num_stored = self._session.num_batches
-
-    def __enter__(self) -> StoredRecords:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None = None, *exc_info: object) -> None:
         session = self._session

@@ -168,9 +168,8 @@ class _Buffer:
             for weight in weights:
                 local = local_of(weight.tensor)
                 parts.append((weight, _part(self.memory, start, local)))
-                read_into(
-                    _part(self._staging[0] if self._staging else self.memory, start, local), weight
-                )
+                memory = self._staging[0] if self._staging else self.memory
+                read_into(_part(memory, start, local), weight)
                 start += _size_of(weight)
             self._parts = parts
             if self._staging is not None:
