@@ -67,18 +67,24 @@ def _write(full_name: str, weights: Any, key: str, value: Tensor) -> None:
         )
 
 
-def tied_names(root: nn.Module, full_name: str) -> list[str]:
-    """Return other names of this parameter, as Hugging Face models state them: offloading separates
-    tied parameters. Local.
+def tied_groups(root: nn.Module) -> dict[str, set[str]]:
+    """Return, by name, the names of one parameter that Hugging Face models state to be tied: also
+    those of several tensors, as offloading and the meta device separate them. Local.
     """
     groups: dict[str, set[str]] = {}
     for prefix, module in root.named_modules():
         stated = getattr(module, "all_tied_weights_keys", None)
         for target, source in (stated if isinstance(stated, Mapping) else {}).items():
             dot = prefix and f"{prefix}."
-            groups.setdefault(dot + source, {dot + source}).add(dot + target)
-    tied = {name for group in groups.values() if full_name in group for name in group}
-    return sorted(tied - {full_name})
+            names = {dot + source, dot + target}
+            group = names.union(*(groups.get(name, ()) for name in names))
+            groups.update(dict.fromkeys(group, group))
+    return groups
+
+
+def tied_names(root: nn.Module, full_name: str) -> list[str]:
+    """Return other names of this parameter, as Hugging Face models state them. Local."""
+    return sorted(tied_groups(root).get(full_name, set()) - {full_name})
 
 
 def _known_place(root: nn.Module, full_name: str) -> tuple[Any, str]:

@@ -1,9 +1,14 @@
 """Sequential runs: a model over a data set, target by target, with hooks and edits."""
 
-from flex_model.sequential.dispatch import dispatch_for_sequential
 from flex_model.sequential.runner import RunResult, run
 from flex_model.sequential.store import ActivationStore
-from flex_model.sequential.subgraph import (
+from flex_model.sequential.targets import (
+    get_sequential_ancestors,
+    get_sequential_targets,
+    match_modules,
+)
+from flex_model.sequential.traced.dispatch import dispatch_for_sequential
+from flex_model.sequential.traced.subgraph import (
     Subgraph,
     find_target_nodes,
     graph_is_well_formed,
@@ -13,13 +18,8 @@ from flex_model.sequential.subgraph import (
     trace_consumed_names,
     trace_subgraphs,
 )
-from flex_model.sequential.targets import (
-    get_sequential_ancestors,
-    get_sequential_targets,
-    match_modules,
-)
-from flex_model.sequential.tracer import SequentialTracer
-from flex_model.sequential.weights import CheckpointWeights, DictWeights, WeightSource
+from flex_model.sequential.traced.tracer import SequentialTracer
+from flex_model.sequential.weights.source import CheckpointWeights, DictWeights, WeightSource
 
 __all__ = [
     "ActivationStore",

@@ -1,18 +1,14 @@
-"""Where the activations of a suspended batch are: what it has given to the target that it waits at.
+"""Offloads the activations of a suspended batch: the inputs of the target that it waits at.
 
 Only memory that no other tensor shares is moved, and the tensor objects stay the same ones, since
-the functions that wait hold them too. A tensor on disk is a memory-mapped file meanwhile: whoever
-reads it after all, say another batch that shares a cached mask, reads the right values.
+the suspended functions hold them too. A tensor on disk is a memory-mapped file meanwhile: another
+batch that reads it all the same, such as a cached mask that both share, reads the right values.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
-import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from flex_model import _C
+from flex_model.integrations import torch_private
 from flex_model.sequential.engine import Batch
 
-_PREFIX = "flex_model-activations-"
-_OWN = 2  # references to the storage of a lone tensor: the tensor's, and that of who asks
+_OWN = 2  # references to the storage of a single tensor: its own, and that of the reader
 
 
-@dataclass(frozen=True)
-class _Moved:
-    tensor: Tensor
-    device: torch.device  # where it was
-
-
-class ActivationKeeper:
-    """Of one run.
+class ActivationOffloader:
+    """Moves the activations of one run's waiting batches away, and back.
 
     Args:
         where: ``"cpu"`` or ``"disk"``.
-        folder: For ``"disk"``: where a folder for the run is made (default: the system's own).
+        folder: For ``"disk"``: the folder whose disk is used (default: the system's for temporary
+            files).
 
     Attributes:
         bytes_moved: Bytes that were moved away.
@@ -46,38 +37,35 @@ class ActivationKeeper:
     def __init__(self, model: nn.Module, where: str, folder: str | Path | None) -> None:
         self.bytes_moved = 0
         self._model = model
-        self._folder = _OwnFolder(folder) if where == "disk" else None
+        self._moved: dict[int, list[tuple[Tensor, torch.device]]] = {}  # with where each one was
+        self._folder: Path | None = None
+        if where == "disk":
+            self._folder = Path(tempfile.gettempdir() if folder is None else folder)
+            self._folder.mkdir(parents=True, exist_ok=True)
 
-    def put_away(self, batch: Batch) -> None:
-        """Move what the batch waits with."""
-        moved = [_Moved(tensor, tensor.device) for tensor in self._movable(batch)]
-        contents = [_memory_of(one.tensor) for one in moved]
+    def offload(self, batch: Batch) -> None:
+        """Move the inputs that the batch waits with."""
+        moved = [(tensor, tensor.device) for tensor in self._movable(batch)]
+        contents = [_memory_of(tensor) for tensor, _ in moved]
         self.bytes_moved += sum(content.nbytes for content in contents)
+        contents = [content.cpu() for content in contents]
         if self._folder is not None:
-            contents = self._on_disk(batch.index, contents)
-        else:
-            contents = [content.cpu() for content in contents]
-        for one, content in zip(moved, contents):
-            _give_memory(one.tensor, content)
-        batch.put_away = moved
+            contents = _on_disk(contents, self._folder)
+        for (tensor, _), content in zip(moved, contents):
+            _set_memory(tensor, content)
+        self._moved[batch.index] = moved
 
     def bring_back(self, batch: Batch) -> None:
-        """Put it where it was: in memory of its own, aligned as torch aligns it, on which the bits
-        of later results may depend.
+        """Move them to where they were: to memory of their own, aligned as torch aligns it, on
+        which the bits of later results may depend.
         """
-        for one in batch.put_away or ():
-            content = _memory_of(one.tensor)
-            is_there = content.device == one.device
-            _give_memory(one.tensor, content.clone() if is_there else content.to(one.device))
-        batch.put_away = None
-
-    def close(self) -> None:
-        """Delete what is on disk."""
-        if self._folder is not None:
-            self._folder.close()
+        for tensor, device in self._moved.pop(batch.index, ()):
+            content = _memory_of(tensor)
+            is_there = content.device == device
+            _set_memory(tensor, content.clone() if is_there else content.to(device))
 
     def _movable(self, batch: Batch) -> Iterator[Tensor]:
-        """Tensors that the batch's functions alone hold, as far as can be seen."""
+        """Tensors that only the batch's functions hold, as far as can be seen."""
         theirs = {id(tensor) for tensor in self._tensors_of_model()}
         theirs |= {id(tensor) for tensor in _C.flatten(batch.arguments)[0]}
         for tensor in _C.flatten(batch.inputs)[0]:
@@ -87,82 +75,39 @@ class ActivationKeeper:
                 continue
             if self._folder is None and tensor.device.type == "cpu":
                 continue
-            if torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == _OWN:
+            if torch_private.num_references(tensor.untyped_storage()) == _OWN:
                 theirs.add(id(tensor))
                 yield tensor
 
     def _tensors_of_model(self) -> Iterator[Tensor]:
-        """Parameters, buffers, and what modules keep in attributes: caches of masks and tables."""
-        yield from self._model.parameters()
-        yield from self._model.buffers()
+        """Yield parameters, buffers, and tensors in attributes of modules: caches, tables."""
         for module in self._model.modules():
-            for name, value in vars(module).items():
-                if isinstance(value, Tensor):
-                    yield value
-                elif isinstance(value, (dict, list, tuple)) and not name.startswith("_"):
-                    items = value.values() if isinstance(value, dict) else value
-                    yield from (item for item in items if isinstance(item, Tensor))
-
-    def _on_disk(self, index: int, contents: list[Tensor]) -> list[Tensor]:
-        from safetensors import safe_open
-        from safetensors.torch import save_file
-
-        assert self._folder is not None
-        path = self._folder.path / f"{index}.safetensors"
-        save_file({str(i): content.cpu() for i, content in enumerate(contents)}, path)
-        with safe_open(str(path), framework="pt") as file:
-            mapped = [file.get_tensor(str(i)) for i in range(len(contents))]
-        path.unlink()  # the disk has it as long as it is mapped, even after a kill
-        return mapped
+            for value in vars(module).values():
+                items = value.values() if isinstance(value, dict) else value
+                items = items if isinstance(value, (dict, list, tuple)) else (value,)
+                yield from (item for item in items if isinstance(item, Tensor))
 
 
-class _OwnFolder:
-    """A folder of this process's own in ``parent``, which it has locked. Those of processes that
-    were killed are not locked any more, and are deleted.
+def _on_disk(contents: list[Tensor], folder: Path) -> list[Tensor]:
+    """Write tensors to disk; return them memory-mapped. The file has no name: the system deletes it
+    with the last mapping, also after a kill.
     """
-
-    def __init__(self, parent: str | Path | None) -> None:
-        parent = Path(tempfile.gettempdir() if parent is None else parent)
-        parent.mkdir(parents=True, exist_ok=True)
-        for other in parent.glob(f"{_PREFIX}*"):
-            lock = _locked(other)
-            if lock is not None:
-                shutil.rmtree(other, ignore_errors=True)
-                os.close(lock)
-        while True:
-            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-            lock = _locked(self.path)
-            if lock is not None and self.path.exists():  # not deleted in between
-                break
-        self._lock = lock
-
-    def close(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
-
-
-def _locked(folder: Path) -> int | None:
-    """A descriptor that holds the lock of a folder; None if another process has it."""
-    descriptor = None
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # locked, gone, or another user's
-        if descriptor is not None:
-            os.close(descriptor)
-        return None
-    return descriptor
+    with tempfile.TemporaryFile(dir=folder) as file:
+        torch.save(contents, file)
+        file.flush()
+        mapped: list[Tensor] = torch.load(f"/proc/self/fd/{file.fileno()}", mmap=True)
+    return mapped
 
 
 def _memory_of(tensor: Tensor) -> Tensor:
-    """All bytes of its storage."""
+    """Return all bytes of its storage."""
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         made = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         return made.set_(tensor.untyped_storage())
 
 
-def _give_memory(tensor: Tensor, content: Tensor) -> None:
-    """Have the tensor lie in these bytes, as it lies in its own."""
+def _set_memory(tensor: Tensor, content: Tensor) -> None:
+    """Make the tensor a view of these bytes, with its own offset, sizes and strides."""
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         made: Any = torch.empty(0, dtype=tensor.dtype, device=content.device)
         made.set_(

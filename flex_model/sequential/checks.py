@@ -1,8 +1,9 @@
-"""What can be wrong with the arguments of a sequential run, before its first batch."""
+"""Checks the arguments of a sequential run before its first batch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,40 +14,29 @@ from flex_model.records.store import ActivationStore
 from flex_model.sequential.targets import Target
 
 
-def check_kinds(model: object, batches: object, **functions: object) -> None:
-    """TypeError for what can't be a model, batches, or one of the functions."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"sequential.run: expected an nn.Module or a FlexModel, got {type(model).__name__}"
-        )
+def check_types(model: object, batches: object, device: object, **functions: object) -> None:
+    """TypeError for a model, batches, a device or functions of a wrong type."""
+    checked: list[tuple[str, object, Any, str]] = [
+        ("expected an nn.Module or a FlexModel", model, nn.Module, ""),
+        ("batches must be an iterable", batches, Iterable, "; of one batch: [batch]"),
+        ("device must be a str, a torch.device or None", device, str | torch.device | None, ""),
+    ]
+    for name, function in functions.items():
+        checked.append((f"{name} must be a function or None", function, Callable | None, ""))
+    for expected, value, kind, advice in checked:
+        if not isinstance(value, kind):
+            raise TypeError(f"sequential.run: {expected}, got {type(value).__name__}{advice}")
     if "schedule" in vars(model):
         raise TypeError(
             "sequential.run: the model is a FlexModel over a schedule, which alone runs its "
             "stages; give the unsplit model"
         )
-    if not isinstance(batches, Iterable):
-        raise TypeError(
-            f"sequential.run: batches must be an iterable, got {type(batches).__name__}; of one "
-            "batch: [batch]"
-        )
-    for name, function in functions.items():
-        if function is not None and not callable(function):
-            raise TypeError(
-                f"sequential.run: {name} must be a function or None, got {type(function).__name__}"
-            )
 
 
-def check_device(device: object) -> None:
-    """ValueError for where nothing can run, TypeError for what is no device."""
-    if device is None:
-        return
-    if not isinstance(device, (str, torch.device)):
-        raise TypeError(
-            "sequential.run: device must be a str, a torch.device or None, got "
-            f"{type(device).__name__}"
-        )
+def check_device(device: str | torch.device | None) -> None:
+    """ValueError for a device that nothing can run on."""
     try:
-        torch.empty(0, device=device)
+        torch.empty(0, device=device or "cpu")
     except Exception as error:  # of another type for each kind of device
         raise ValueError(
             f"sequential.run: device {str(device)!r} can't be used: {error}; give 'cpu' or a "
@@ -80,7 +70,7 @@ def check_offload(offload_activations: str, has_weights: bool) -> None:
 
 
 def store_of(store: object, core: HookCore | None) -> ActivationStore | None:
-    """Where records go: the store given, or the FlexModel's own; None: into ``output_ptr``."""
+    """Return where records go: the store passed, or the FlexModel's own; None: ``output_ptr``."""
     own = None if core is None or core.runs.session is None else core.runs.session.store
     if store is None:
         return own
@@ -103,10 +93,10 @@ def store_of(store: object, core: HookCore | None) -> ActivationStore | None:
 
 
 def check_not_compiled(module: nn.Module, found: list[Target]) -> None:
+    """ValueError for targets inside compiled modules."""
+    targets = {target.module for target in found}
     for name, part in module.named_modules():
-        if not is_compiled_itself(part):
-            continue
-        if any(target.module in set(part.modules()) for target in found):
+        if is_compiled_itself(part) and not targets.isdisjoint(part.modules()):
             raise ValueError(
                 f"sequential.run: {name or 'the model'} is compiled, and compiled code can't be "
                 "suspended at a target inside; run the module that was compiled (._orig_mod)"
@@ -114,11 +104,12 @@ def check_not_compiled(module: nn.Module, found: list[Target]) -> None:
 
 
 def check_no_other_hooks(module: nn.Module, found: list[Target], core: HookCore | None) -> None:
-    """Hooks of another FlexModel would take the batches that are under way at once for one run."""
-    targets = {target.module for target in found}
+    """RuntimeError for hooks of another FlexModel, for which the batches in progress would be one
+    run.
+    """
+    targets, own = {target.module for target in found}, None if core is None else core.runs
     for name, part in module.named_modules():
         hooks = part._forward_pre_hooks.values()
-        own = None if core is None else core.runs
         has_others = any(getattr(hook, "begins_runs_of", own) is not own for hook in hooks)
         if has_others and not targets.isdisjoint(set(part.modules()) - {part}):
             raise RuntimeError(

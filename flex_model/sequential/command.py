@@ -1,4 +1,4 @@
-"""The options of ``python -m flex_model harvest``."""
+"""The subcommand ``python -m flex_model harvest`` and its options."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from importlib.util import find_spec
 
 import torch
 
+from flex_model.sequential.harvest import harvest, report
+
+_OWN = ("command", "run", "json")  # the options that are not arguments of `harvest`
+
 
 def add_harvest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The subcommand ``harvest``."""
+    """Add the subcommand ``harvest``."""
     parser = commands.add_parser(
         "harvest",
         help="a model's activations for a text file, on disk; the model may be larger than memory",
@@ -30,7 +34,7 @@ def add_harvest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     parser.add_argument("--data", required=True, help="a text file; each line is one sequence")
     parser.add_argument("--out", required=True, help="folder for the activations")
-    parser.add_argument("--inputs", action="store_true", help="the modules' inputs instead")
+    parser.add_argument("--inputs", action="store_true", help="write the modules' inputs instead")
     parser.add_argument("--batch-size", type=_at_least_1, default=8, metavar="LINES")
     parser.add_argument("--max-length", type=_at_least_1, default=512, metavar="TOKENS")
     parser.add_argument(
@@ -38,13 +42,14 @@ def add_harvest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=_at_least_1,
         default=16,
         metavar="BATCHES",
-        help="under way at once: more take more memory and fewer loads (default 16)",
+        help="in progress at once: more need more memory and fewer loads (default 16)",
     )
     parser.add_argument(
         "--targets",
         nargs="+",
+        default="auto",
         metavar="NAME",
-        help="what is loaded at a time, as --modules (default: the model's layers)",
+        help="modules that are loaded one at a time, as --modules (default: the model's layers)",
     )
     parser.add_argument("--dtype", type=_dtype, help="such as bfloat16 (default: the model's own)")
     parser.add_argument("--device", help="such as cuda (default: a GPU where there is one)")
@@ -52,9 +57,9 @@ def add_harvest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--offload-activations",
         choices=("none", "cpu", "disk"),
         default="none",
-        help="where batches wait",
+        help="where activations of waiting batches are",
     )
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument("--quiet", dest="progress", action="store_false", help="no progress bar")
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
     parser.set_defaults(run=_harvest)
 
@@ -74,22 +79,7 @@ def _dtype(value: str) -> torch.dtype:
 
 
 def _harvest(options: argparse.Namespace) -> int:
-    from flex_model.sequential import harvest  # with transformers and safetensors
-
-    result = harvest.harvest(
-        options.model,
-        options.modules,
-        options.data,
-        options.out,
-        batch_size=options.batch_size,
-        max_length=options.max_length,
-        window=options.window,
-        dtype=options.dtype,
-        inputs=options.inputs,
-        progress=not options.quiet and find_spec("tqdm") is not None,
-        targets=options.targets or "auto",
-        device=options.device,
-        offload_activations=options.offload_activations,
-    )
-    harvest.report(result, options.out, as_json=options.json)
+    settings = {key: value for key, value in vars(options).items() if key not in _OWN}
+    settings["progress"] &= find_spec("tqdm") is not None
+    report(harvest(**settings), options.out, as_json=options.json)
     return 0

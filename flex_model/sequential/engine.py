@@ -12,96 +12,68 @@ import itertools
 import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from greenlet import getcurrent
-from torch import Tensor, nn
-from torch.autograd import forward_ad
+from torch import nn
 
 from flex_model import _C
+from flex_model.integrations import torch_private
 from flex_model.runs.batches import BatchRun, BatchRuns
-from flex_model.sequential import replaced
-from flex_model.sequential.interrupts import Deferral, NoDeferral, deferrable
-from flex_model.sequential.suspension import SuspendedCall
+from flex_model.sequential.interrupts import Deferral, deferrable
+from flex_model.sequential.suspension import SuspendedCall, is_in_functional_call
 from flex_model.sequential.targets import Target
 from flex_model.sequential.thread_state import ProcessState, ThreadState
+from flex_model.sequential.weights.loader import WeightLoader
+
+if TYPE_CHECKING:
+    from flex_model.sequential.activations import ActivationOffloader
 
 
-class Loader(Protocol):
-    """Brings weights into the model."""
-
-    prefetch: int
-
-    def acquire(self, steps: set[int]) -> None:
-        """Have the weights of exactly these steps in the model."""
-
-    def read_ahead(self, steps: list[int]) -> None:
-        """Begin to read what will probably be acquired next."""
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in memory that other weights will take."""
-
-
-class Keeper(Protocol):
-    """Keeps what a suspended batch was given."""
-
-    def put_away(self, batch: Batch) -> None: ...
-    def bring_back(self, batch: Batch) -> None: ...
-
-
+@dataclass(eq=False)
 class Batch:
     """One batch on its way through the model.
 
     Attributes:
+        call: The model's call with it, which is suspended at targets.
+        hooks: Its state in the hook core; None without hooks.
+        process: The state of the process when its last turn ended.
         waits_at: The target at whose entry it is suspended; None before the first and at the end.
-        inputs: What that target was called with.
+        inputs: The arguments of that target.
         path: The targets that it is inside of, outermost first.
-        hooks: What the hook core keeps of it; None without hooks.
-        process: What the process was like when its last turn ended.
-        num_replacing: How many calls of ``functional_call`` it is inside of.
     """
 
+    index: int
+    arguments: Any
     call: SuspendedCall
+    hooks: BatchRun | None
+    process: ProcessState
+    waits_at: Target | None = None
+    inputs: tuple[Any, Any] | None = None
+    path: list[Target] = field(default_factory=list)
 
-    def __init__(
-        self, index: int, arguments: Any, hooks: BatchRun | None, process: ProcessState
-    ) -> None:
-        self.index = index
-        self.arguments = arguments
-        self.hooks = hooks
-        self.waits_at: Target | None = None
-        self.inputs: tuple[Any, Any] | None = None
-        self.path: list[Target] = []
-        self.begins_with = self.process = process
-        self.put_away: Any = None
-        self.num_replacing = 0
-
-
-@dataclass(frozen=True)
-class Reports:
-    """Whom the engine tells.
-
-    Attributes:
-        deliver: Gets the batches that are done, in their order.
-        on_target_end: Gets a target's name and the batches that left it in a step.
-        on_step: Called after each step.
-        on_window: Called when all batches of a window are done.
-    """
-
-    deliver: Callable[[Batch], None]
-    on_target_end: Callable[[str, list[int]], Any] | None
-    on_step: Callable[[], None] | None
-    on_window: Callable[[], None]
+    def wait(self, target: Target, inputs: tuple[Any, Any]) -> None:
+        """Called inside: suspend it until that target's turn."""
+        self.waits_at, self.inputs = target, inputs
+        try:
+            self.call.suspend()
+        finally:
+            self.waits_at = self.inputs = None
 
 
 class Engine:
     """One sequential run.
 
     Args:
-        hooks: The hook core's part; None for a module without hooks.
-        loader, keeper: None where there is nothing to load, or to keep elsewhere.
+        call: Calls the model with a batch.
+        hooks: The runs of the batches in the hook core; None for a module without hooks.
+        loader, offloader: None if there is nothing to load, or to offload.
+        deliver: Called with the batches that are done, in their order.
+        on_step: Called after each step.
+        on_target_end: Called with a target's name and the batches that left it in a step.
+        on_window_end: Called when all batches of a window are done.
 
     Attributes:
         has_drawn: Whether a batch drew random numbers.
@@ -110,57 +82,54 @@ class Engine:
     def __init__(
         self,
         targets: list[Target],
+        call: Callable[[Any], Any],
         hooks: BatchRuns | None,
-        loader: Loader | None,
-        keeper: Keeper | None,
-        reports: Reports,
+        loader: WeightLoader | None,
+        offloader: ActivationOffloader | None,
+        *,
         cuda_device: int | None,
+        deliver: Callable[[Batch], None],
+        on_step: Callable[[], None],
+        on_target_end: Callable[[str, list[int]], Any] | None,
+        on_window_end: Callable[[], None],
     ) -> None:
         self._targets = {target.module: target for target in targets}
         self._num_steps = max(target.step for target in targets) + 1
-        self._hooks, self._loader, self._keeper = hooks, loader, keeper
-        self._reports = reports
+        self._call, self._hooks, self._loader, self._offloader = call, hooks, loader, offloader
         self._cuda_device = cuda_device
-        self._deferral: Deferral | NoDeferral = NoDeferral()
-        self._ends_matter = loader is not None or reports.on_target_end is not None
+        self._deliver, self._on_step = deliver, on_step
+        self._on_target_end, self._on_window_end = on_target_end, on_window_end
+        self._deferral = Deferral()
+        self._ends_matter = loader is not None or on_target_end is not None
         self._ended_from: ThreadState | None = None
-        self._away = contextlib.ExitStack()
-        self._is_away = False
+        self._away: contextlib.ExitStack | None = None
         self._current: Batch | None = None
         self._step: int | None = None
         self._left: dict[Target, set[int]] = {}
         self._are_several = False
         self._changes_thread = False
-        self._safe_depths: set[int] = set()  # of calls that could be stopped
+        self._safe_depths: set[int] = set()  # of calls that can be suspended
         self._followers: dict[int, int] = {}  # the step that came after a step, as last seen
         self.has_drawn = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
-        """For copies of the model that are made meanwhile: its hooks are copied with it."""
+        """A copy of the model that is made meanwhile has its hooks, and these this engine."""
         return self
 
-    def run(
-        self,
-        batches: Iterable[Any],
-        window: int | None,
-        call: Callable[[Any], Any],
-        first: int = 0,
-    ) -> None:
-        """Run ``call(batch)`` for all of them, numbered from ``first``. An exception of a batch has
-        its ``batch_index``.
-        """
+    def run(self, batches: Iterable[Any], window: int | None, first: int) -> None:
+        """Run all batches, numbered from ``first``. An exception of one has its ``batch_index``."""
         self._caller = ThreadState.now()
         source = self._drawn(iter(batches))
-        begins_with = ProcessState.now(self._cuda_device)
+        begin_of = ProcessState.now(self._cuda_device).seeder()
         reads_ahead = self._loader is not None and self._loader.prefetch > 0
         with self._suspending():
             following = list(itertools.islice(source, window))
             while following:
                 self._caller = self._ended_from or ThreadState.now()
                 self._are_several = len(following) > 1
-                window_batches = [
-                    self._made(first + i, batch, call, begins_with)
-                    for i, batch in enumerate(following)
+                under_way = [
+                    self._made(index, arguments, begin_of(index))
+                    for index, arguments in enumerate(following, first)
                 ]
                 first += len(following)
                 failure: Exception | None = None
@@ -170,53 +139,43 @@ class Engine:
                         following += itertools.islice(source, 1)
                     except Exception as error:  # it is not this window's
                         failure = error
-                self._run_window(window_batches, bool(following))
-                if not self.has_drawn:
-                    states = [(batch.begins_with, batch.process) for batch in window_batches]
-                    self.has_drawn = ProcessState.differ(states)
+                self._run_window(under_way, bool(following))
+                self.has_drawn |= any(batch.process.has_drawn for batch in under_way)
                 with self._deferral.released():
-                    self._reports.on_window()
+                    self._on_window_end()
                 if failure is not None:
                     raise failure
                 if window is not None:
                     following += itertools.islice(source, window - len(following))
 
     def _drawn(self, batches: Iterator[Any]) -> Iterator[Any]:
-        end, before = object(), self._caller
+        end = object()
         while True:
-            if not before.is_now:
-                before = ThreadState.now()
+            before = ThreadState.now()
             with self._deferral.released():
                 batch = next(batches, end)
             if batch is end:
-                if not before.is_now:  # a generator's contexts, which its batches are run in
+                if ThreadState.now() != before:  # a generator's contexts, its batches' ones, too
                     self._ended_from = before
                 return
             yield batch
 
-    def _made(
-        self,
-        index: int,
-        arguments: Any,
-        call: Callable[[Any], Any],
-        begins_with: ProcessState,
-    ) -> Batch:
+    def _made(self, index: int, arguments: Any, process: ProcessState) -> Batch:
         hooks = None if self._hooks is None else self._hooks.made()
 
         def function() -> Any:
             if hooks is None or self._hooks is None:
-                return call(arguments)
+                return self._call(arguments)
             with self._hooks.run(hooks):
-                return call(arguments)
+                return self._call(arguments)
 
-        batch = Batch(index, arguments, hooks, begins_with.of_batch(index))
-        batch.call = SuspendedCall(function, self._caller, self._deferral)
-        return batch
+        call = SuspendedCall(function, self._caller, self._deferral)
+        return Batch(index, arguments, call, hooks, process)
 
     def _run_window(self, batches: list[Batch], is_followed: bool) -> None:
         todo = list(batches)
         try:
-            self._go_on(batches)
+            self._resume(batches)
             self._deliver_done(todo)
             while waiting := [batch for batch in todo if batch.waits_at is not None]:
                 self._take_step(waiting, is_followed)
@@ -236,178 +195,170 @@ class Engine:
         while todo and todo[0].call.is_done:
             self._return_to_caller()
             with self._deferral.released():
-                self._reports.deliver(todo.pop(0))
+                self._deliver(todo.pop(0))
 
     def _take_step(self, waiting: list[Batch], is_followed: bool) -> None:
-        """Let all that wait at the first target go on, beyond the targets of its step."""
+        """Resume all that wait at the first target; they pass the targets of its step."""
         steps = [batch.waits_at.step for batch in waiting if batch.waits_at]
-        step = min(steps)
+        self._step = step = min(steps)
         going = [batch for batch, its in zip(waiting, steps) if its == step]
-        self._step = step
         try:
             if self._loader is not None:
                 self._return_to_caller()
                 entered = {target.step for batch in waiting for target in batch.path[:-1]}
-                others = [batch for batch in waiting if batch not in going]
-                ahead = self._steps_after(step, others, is_followed)
+                ahead = self._steps_after(step, set(steps) - {step}, is_followed)
                 with self._deferral.released():
                     self._loader.acquire(entered | {step})
                     self._loader.read_ahead(ahead)
-            self._go_on(going)
+            self._resume(going)
         finally:
             self._step = None
-        if self._loader is not None:
-            for batch in going:
-                if batch.waits_at is not None:
-                    self._followers[step] = batch.waits_at.step
-        if self._reports.on_target_end is not None:
+        for batch in going:
+            if batch.waits_at is not None:
+                self._followers[step] = batch.waits_at.step
+        if self._on_target_end is not None:
             left, self._left = self._left, {}
             self._return_to_caller()
             for target, indices in left.items():  # the inner ones first
                 with self._deferral.released():
-                    self._reports.on_target_end(target.name, sorted(indices))
-        if self._reports.on_step is not None:
-            self._reports.on_step()
+                    self._on_target_end(target.name, sorted(indices))
+        self._on_step()
 
-    def _steps_after(self, step: int, others: list[Batch], is_followed: bool) -> list[int]:
+    def _steps_after(self, step: int, waited_for: set[int], is_followed: bool) -> list[int]:
         """The steps that will probably be next: those seen to follow, or that others wait at."""
-        waited_for = {batch.waits_at.step for batch in others if batch.waits_at}
         ahead: list[int] = []
-        while len(ahead) < (0 if self._loader is None else self._loader.prefetch):
+        for _ in range(0 if self._loader is None else self._loader.prefetch):
             candidates = waited_for - set(ahead)
             following = self._followers.get(step, step + 1)
-            if following < self._num_steps:
-                candidates.add(following)
-            elif is_followed:
-                candidates.add(0)
-            if not candidates:
-                break
-            step = min(candidates)
-            ahead.append(step)
+            if following < self._num_steps or is_followed:
+                candidates.add(following % self._num_steps)
+            if candidates:
+                step = min(candidates)
+                ahead.append(step)
         return ahead
 
-    def _go_on(self, batches: list[Batch]) -> None:
-        """Let them go on, one after the other, each until it waits at a target of another step or
-        is done.
+    def _resume(self, batches: list[Batch]) -> None:
+        """Resume them one after the other, each until it waits at a target of another step or is
+        done.
         """
         self._leave_caller()
         for batch in batches:
-            if self._keeper is not None:
-                self._keeper.bring_back(batch)
+            if self._offloader is not None:
+                self._offloader.bring_back(batch)
             self._take_turn(batch, batch.call.resume)
-            if self._keeper is not None and batch.waits_at is not None:
-                self._keeper.put_away(batch)
+            if self._offloader is not None and batch.waits_at is not None:
+                self._offloader.offload(batch)
 
-    def _take_turn(self, batch: Batch, go_on: Callable[[], None]) -> None:
-        """Have it ``go_on``: meanwhile all is as the batch left it."""
+    def _take_turn(self, batch: Batch, resume: Callable[[], None]) -> None:
+        """Resume it; meanwhile everything is as the batch left it."""
         try:
-            batch.waits_at = batch.inputs = None
             batch.process.restore()
             self._current = batch
             if self._hooks is not None and batch.hooks is not None:
                 self._hooks.resume(batch.hooks)
-            go_on()
+            resume()
         except BaseException as error:
-            with contextlib.suppress(AttributeError):
-                error.batch_index = batch.index  # type: ignore[attr-defined]
+            vars(error)["batch_index"] = batch.index
             raise
         finally:
             if self._hooks is not None and batch.hooks is not None:
                 self._hooks.suspend(batch.hooks)
             self._current = None
-            batch.process = ProcessState.now(self._cuda_device)
+            batch.process.update()
             self._changes_thread |= batch.call.has_changed_thread
             if batch.call.is_done:
                 self._caller.restore()
-                if self._changes_thread and not self._caller.has_autocast:
+                if self._changes_thread and not self._caller.autocast[0]:
                     torch.clear_autocast_cache()  # as the end of the last autocast would
 
     def _leave_caller(self) -> None:
-        """The thread is as it was when the window began, until ``_return_to_caller``, before any
-        code of the user's but the batches' own.
+        """Give the thread the state that it had when the window began, until
+        ``_return_to_caller``, before any code of the user's but the batches' own.
         """
-        if not self._is_away:
-            self._is_away = True
+        if self._away is None:
+            self._away = contextlib.ExitStack()
             if self._hooks is not None:
                 self._hooks.caller_went_on()
             self._away.callback(ProcessState.now(self._cuda_device).restore)
             self._away.enter_context(self._caller.during())
 
     def _return_to_caller(self) -> None:
-        if self._is_away:
-            self._is_away = False
-            self._away.close()
+        away, self._away = self._away, None
+        if away is not None:
+            away.close()
 
     def _abandon(self, batches: list[Batch]) -> None:
-        """End all that are under way; the last begun first, as they would be in one stack."""
+        """End all that have begun; the last one first, as they would be in one stack."""
         for batch in reversed(batches):
             while not batch.call.is_done:
-                # What it raises on its way out is nobody's: the first error is raised.
+                # Nobody sees what it raises on its way out: the first error is raised.
                 with contextlib.suppress(BaseException):
                     self._leave_caller()
                     self._take_turn(batch, batch.call.abandon)
 
-    # What torch's hooks call.
+    # Called by torch's hooks.
 
     @contextlib.contextmanager
     def _suspending(self) -> Iterator[None]:
-        """Inside, batches can wait, and Ctrl-C does where no code of the user's is run."""
-        handles = []
+        """A context in which batches can wait, and Ctrl-C does while no code of the user's runs."""
         with (
             deferrable() as self._deferral,
             self._deferral.held(),
-            replaced.noted(self._batch_here),
+            contextlib.ExitStack() as handles,
         ):
-            try:
-                for module in self._targets:
-                    enter = module.register_forward_pre_hook(
-                        self._enter, prepend=True, with_kwargs=True
-                    )
-                    handles.append(enter)
-                    if self._ends_matter:
-                        leave = module.register_forward_hook(self._leave, always_call=True)
-                        handles.append(leave)
-                yield
-            finally:
-                for handle in handles:
-                    handle.remove()
+            for module in self._targets:
+                enter = module.register_forward_pre_hook(
+                    self._enter, prepend=True, with_kwargs=True
+                )
+                handles.callback(enter.remove)
+                if self._ends_matter:
+                    leave = module.register_forward_hook(self._leave, always_call=True)
+                    handles.callback(leave.remove)
+            yield
 
-    def _batch_here(self) -> Batch | None:
-        """The batch that the code which asks belongs to."""
-        batch = self._current
-        return batch if batch is not None and getcurrent() is batch.call.greenlet else None
-
-    def _is_outside(self, batch: Batch) -> bool:
-        """Not the run's business: another thread, a recomputation in backward, an editing
-        function's own computation.
+    def _current_target(self, module: nn.Module) -> tuple[Batch, Target] | None:
+        """The batch and the target of a call; None for a copy of a target, and where no batch can
+        wait: in another thread, a recomputation in backward, an editing function's own computation.
         """
-        return (
-            getcurrent() is not batch.call.greenlet
-            or torch._C._current_graph_task_id() != -1
+        batch, target = self._current, self._targets.get(module)
+        if (
+            batch is None
+            or target is None
+            or getcurrent() is not batch.call.greenlet
+            or torch_private.current_graph_task() != -1
             or (self._hooks is not None and self._hooks.communicator.edit_of != "")
-        )
+        ):
+            return None
+        return batch, target
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        batch, target = self._current, self._targets.get(module)
-        if batch is None or target is None or self._is_outside(batch):
-            if self._loader is not None:
-                self._check_is_loaded(target)
+        current = self._current_target(module)
+        if current is None:
+            if self._loader is not None and module in self._targets:
+                self._check_is_loaded(self._targets[module])
             return
+        batch, target = current
         if self._ends_matter:
             batch.path.append(target)
         if target.step == self._step:
             return  # of one step with the target before, or that one again: its weights are there
-        if batch.num_replacing or forward_ad._current_level >= 0:
-            self._check_shares_nothing(batch, target)
+        if self._are_several:
+            self._check_shares_nothing(target)
         depth = batch.call.depth()
         if depth not in self._safe_depths:
-            self._check_can_stop(batch, target)
+            library = batch.call.unsuspendable_in()
+            if library:
+                raise RuntimeError(
+                    f"sequential.run: the target {target.name!r} is called by way of compiled "
+                    f"code, a function of {os.path.basename(library)} (an operator of "
+                    "torch.library, say), inside of which a batch can't wait; choose a target "
+                    "that holds that call, targets=[...]"
+                )
             self._safe_depths.add(depth)
-        batch.waits_at, batch.inputs = target, (args, kwargs)
-        batch.call.stop()
+        batch.wait(target, (args, kwargs))
 
-    def _check_is_loaded(self, target: Target | None) -> None:
-        if target is None or target.step == self._step:
+    def _check_is_loaded(self, target: Target) -> None:
+        if target.step == self._step:
             return
         if self._hooks is not None and self._hooks.communicator.edit_of:
             raise RuntimeError(
@@ -421,42 +372,29 @@ class Engine:
             "inside the run or in a callback of the run; call it in the batch's own forward"
         )
 
-    def _check_shares_nothing(self, batch: Batch, target: Target) -> None:
+    def _check_shares_nothing(self, target: Target) -> None:
         shared = ""
-        if batch.num_replacing:
+        if is_in_functional_call():
             shared = "with functional_call, whose parameters for the model"
-        elif forward_ad._current_level != self._caller.dual_level:
+        elif torch_private.forward_mode_level() != self._caller.dual_level:
             shared = "in forward-mode differentiation, whose tangents"
-        if shared and self._are_several:
+        if shared:
             raise RuntimeError(
                 f"sequential.run: the target {target.name!r} is called {shared} are one for the "
                 "whole process: other batches would change them; run one batch at a time, window=1"
             )
 
-    def _check_can_stop(self, batch: Batch, target: Target) -> None:
-        hinderer = batch.call.hinderer
-        if hinderer:
-            raise RuntimeError(
-                f"sequential.run: the target {target.name!r} is called by way of compiled code, a "
-                f"function of {os.path.basename(hinderer)} (an operator of torch.library, say), "
-                "inside of which a batch can't wait; choose a target that holds that call, "
-                "targets=[...]"
-            )
-
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        batch, target = self._current, self._targets.get(module)
-        if batch is None or target is None or self._is_outside(batch):  # a copy, say
+        current = self._current_target(module)
+        if current is None:
             return None
+        batch, target = current
         batch.path.pop()
-        if self._reports.on_target_end is not None:
+        if self._on_target_end is not None:
             self._left.setdefault(target, set()).add(batch.index)
-        return self._owned(output) if self._loader is not None else None
-
-    def _owned(self, output: Any) -> Any:
-        """A target may return a part of a weight of its own, whose memory the next ones take."""
-        assert self._loader is not None
-        if output is None:  # it raised
+        if self._loader is None or output is None:  # None: it raised
             return None
+        # A target may return a part of its own weights, whose memory the next ones take.
         for index, leaf in enumerate(_C.flatten(output)[0]):
             if self._loader.holds(leaf):
                 output = _C.replace_leaf(output, index, leaf.clone())

@@ -1,12 +1,12 @@
-"""``python -m flex_model harvest``: the activations of a Hugging Face model over a text file, on
-disk; the model may be larger than memory.
+"""Writes the activations of a Hugging Face model over a text file to disk; the model may be larger
+than memory. ``python -m flex_model harvest`` runs it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import inspect
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,12 +25,12 @@ from flex_model.sequential.targets import match_modules
 
 
 class TextBatches:
-    """The lines of a text file that are not empty, ``batch_size`` at a time, tokenized and padded
-    to the longest of them. Sized, and read anew for each iteration.
+    """Batches of ``batch_size`` lines of a text file that are not empty, tokenized and padded to
+    the longest of them. Has a length; each iteration reads the file again.
 
     Args:
-        max_length: Tokens of a line; what is longer is cut.
-        names: Of the arguments that the model takes.
+        max_length: The most tokens of a line; the rest is dropped.
+        names: The names of the model's arguments.
     """
 
     def __init__(
@@ -46,20 +46,13 @@ class TextBatches:
         return -(-self._num_lines // self._batch_size)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        lines: list[str] = []
-        for line in self._lines():
-            lines.append(line)
-            if len(lines) == self._batch_size:
-                yield self._batch(lines)
-                lines = []
-        if lines:
-            yield self._batch(lines)
+        lines = self._lines()
+        while some := list(itertools.islice(lines, self._batch_size)):
+            yield self._batch(some)
 
     def _lines(self) -> Iterator[str]:
         with self._file.open(encoding="utf-8") as file:
-            for line in file:
-                if line.strip():
-                    yield line.rstrip("\n")
+            yield from (line.rstrip("\n") for line in file if line.strip())
 
     def _batch(self, lines: list[str]) -> dict[str, Any]:
         made = self._tokenizer(
@@ -86,7 +79,7 @@ def harvest(
     **settings: Any,
 ) -> RunResult:
     """Write the activations of chosen modules for every line of a text file into an
-    ``ActivationStore``. Called again after a kill, it goes on where it was.
+    ``ActivationStore``. Called again after a kill, it continues where it was.
 
     Example::
 
@@ -97,13 +90,13 @@ def harvest(
     Args:
         model: A Hugging Face folder with a tokenizer.
         modules: Names, class names or ``re:`` patterns, as in ``match_modules``.
-        data: One text a line; empty lines are skipped.
-        dtype: What the model computes in (default: its configuration's own).
-        inputs: Take what modules are given (their first tensor) rather than what they return.
+        data: One text per line; empty lines are skipped.
+        dtype: The dtype that the model computes in (default: its configuration's own).
+        inputs: Write the modules' inputs (their first tensor) rather than their outputs.
         settings: As in ``run``: ``targets``, ``prefetch``, ``offload_activations``, ``device``, ...
 
     Raises:
-        ValueError: no module is like that, or no text.
+        ValueError: a name that matches no module, or no text.
         FileNotFoundError: there is no such folder or file.
     """
     folder = Path(model)
@@ -134,22 +127,16 @@ def _on_meta(folder: Path, dtype: torch.dtype | None) -> nn.Module:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder)
-    name = (getattr(config, "architectures", None) or [None])[0]
-    kind = getattr(transformers, name or "", None)
+    kind = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
     own = getattr(config, "dtype", None)
-    with torch.device("meta"), _default_dtype(dtype or own or torch.float32):
-        model = transformers.AutoModel.from_config(config) if kind is None else kind(config)
-    return model.eval()
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(dtype or own or torch.float32)
     try:
-        yield
+        with torch.device("meta"):
+            model = transformers.AutoModel.from_config(config) if kind is None else kind(config)
     finally:
         torch.set_default_dtype(before)
+    return model.eval()
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -162,8 +149,8 @@ def _tokenizer(folder: Path) -> Any:
             f"harvest: no tokenizer in {folder} ({error}); save it there with save_pretrained, or "
             "call flex_model.sequential.run with batches of your own"
         ) from error
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token is None and tokenizer.eos_token is not None:
+        tokenizer.add_special_tokens({"pad_token": tokenizer.eos_token})
     return tokenizer
 
 
@@ -173,20 +160,20 @@ def _arguments_of(model: nn.Module) -> set[str]:
 
 def _names(model: nn.Module, wanted: Sequence[str]) -> list[str]:
     names = {module: name for name, module in model.named_modules() if name}
-    found: set[str] = set()
+    found: set[nn.Module] = set()
     for pattern in wanted:
-        matched = {names[module] for module in match_modules(model, [pattern]) if module in names}
+        matched = match_modules(model, [pattern]) & names.keys()
         if not matched:
             raise ValueError(
                 f"harvest: {pattern!r} matches no module of {type(model).__name__}; "
                 f"{nearest(pattern, names.values(), 'module')}"
             )
         found |= matched
-    return [name for name in names.values() if name in found]
+    return [name for module, name in names.items() if module in found]
 
 
 def _key(folder: Path, model: nn.Module, batch_size: int, max_length: int) -> dict[str, Any]:
-    """What records depend on beside hooks and inputs; by content, so that folders may move."""
+    """Return what records depend on beside hooks and inputs; by content, so folders may move."""
     digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
     for file in sorted(folder.glob("*.safetensors")):
         digest.update(f"{file.name} {file.stat().st_size}".encode())
@@ -200,22 +187,19 @@ def _key(folder: Path, model: nn.Module, batch_size: int, max_length: int) -> di
 
 
 def report(result: RunResult, out: str | Path, as_json: bool = False) -> None:
-    """Say what a harvest wrote, and what it cost."""
+    """Print what a harvest wrote, and what it cost."""
     store = ActivationStore(out)
-    loads = sum(result.loads.values())
+    facts = {
+        "out": str(out),
+        "modules": store.names,
+        "num_batches": store.num_batches,
+        "num_targets": len(result.loads),
+        "num_loads": sum(result.loads.values()),
+        "bytes_read": result.bytes_read,
+    }
     if as_json:
-        facts = {
-            "out": str(out),
-            "modules": store.names,
-            "num_batches": store.num_batches,
-            "num_targets": len(result.loads),
-            "num_loads": loads,
-            "bytes_read": result.bytes_read,
-        }
         print(json.dumps(facts, indent=2))
         return
     print(f"{out}: {store.num_batches} batches of {', '.join(store.names)}")
-    print(
-        f"{loads} loads of {len(result.loads)} targets, {result.bytes_read / 2**20:.1f} MiB read",
-        file=sys.stderr,
-    )
+    costs = "{num_loads} loads of {num_targets} targets, {0:.1f} MiB read"
+    print(costs.format(result.bytes_read / 2**20, **facts), file=sys.stderr)

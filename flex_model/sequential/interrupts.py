@@ -1,4 +1,4 @@
-"""Ctrl-C while a run cleans up or hands over: it waits until all is in order."""
+"""Ctrl-C while a run cleans up or switches batches: it is handled when all is in order."""
 
 from __future__ import annotations
 
@@ -10,87 +10,73 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
-_PATIENCE = 3  # who presses Ctrl-C that often gets it now
+_MOST_NOTED = 3  # the third Ctrl-C that waits is handled at once
 
 
 class Deferral:
-    """A handler of SIGINT that can wait.
+    """A handler of SIGINT that can defer it.
 
-    Attributes:
-        is_held: SIGINT is noted, to be handled later as it would have been.
+    Args:
+        handler: The handler that it replaces; None if this one is never called.
     """
 
-    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
-        self.is_held = False
+    def __init__(self, handler: Callable[[int, FrameType | None], Any] | None = None) -> None:
+        self._is_held = False
         self._handler = handler
         self._noted: list[FrameType | None] = []
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.is_held:
-            self._noted.append(frame)
-            if len(self._noted) >= _PATIENCE:
-                self.handle_noted()
-            return
-        # What it raises unwinds without another interruption, where that has left ``released``.
-        self.is_held = True
-        self._handler(number, frame)
-        self.is_held = False
+        is_held, self._is_held = self._is_held, True
+        self._noted.append(frame)
+        if not is_held or len(self._noted) >= _MOST_NOTED:
+            # An exception of the handler unwinds without another one, also out of ``released``.
+            self._handle_noted()
+            self._is_held = is_held
+
+    def hold(self) -> None:
+        """From now on SIGINT is noted, to be handled later."""
+        self._is_held = True
 
     def release(self) -> None:
-        """It is ``is_held`` no longer."""
-        self.is_held = False
-        if self._noted:
-            self.handle_noted()
+        """From now on SIGINT is handled at once, and what was noted is handled now."""
+        self._is_held = False
+        self._handle_noted()
 
     def held(self) -> AbstractContextManager[None]:
-        """Inside, SIGINT is noted; at the end of the outermost one it is handled."""
-        return _Held(self, True)
+        """A context in which SIGINT is noted; it is handled at the end of the outermost one."""
+        return self._set(True)
 
     def released(self) -> AbstractContextManager[None]:
-        """Inside of ``held``: SIGINT is handled at once."""
-        return _Held(self, False)
+        """A context inside ``held`` in which SIGINT is handled at once."""
+        return self._set(False)
 
-    def handle_noted(self) -> None:
-        if self._noted:
+    @contextlib.contextmanager
+    def _set(self, is_held: bool) -> Iterator[None]:
+        before = self._is_held
+        if not is_held:
+            self._handle_noted()
+        self._is_held = is_held
+        try:
+            yield
+        finally:
+            self._is_held = before
+            if not before:
+                self._handle_noted()
+
+    def _handle_noted(self) -> None:
+        if self._noted and self._handler is not None:
             frame = self._noted[0]
             self._noted.clear()
             self._handler(signal.SIGINT, frame)
 
 
-class _Held:
-    __slots__ = "_before", "_deferral", "_is_held"
-
-    def __init__(self, deferral: Deferral, is_held: bool) -> None:
-        self._deferral, self._is_held = deferral, is_held
-
-    def __enter__(self) -> None:
-        self._before = self._deferral.is_held
-        if not self._is_held:
-            self._deferral.handle_noted()
-        self._deferral.is_held = self._is_held
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._deferral.is_held = self._before
-        if not self._before:
-            self._deferral.handle_noted()
-
-
-class NoDeferral:
-    """In place of one where no SIGINT is handled."""
-
-    is_held = False
-    held = released = contextlib.nullcontext
-
-    def release(self) -> None: ...
-
-
 @contextlib.contextmanager
-def deferrable() -> Iterator[Deferral | NoDeferral]:
-    """Inside, the contexts of what is yielded, and ``deferred()``, cost little."""
+def deferrable() -> Iterator[Deferral]:
+    """A context with a Deferral as the handler of SIGINT, inside which ``deferred()`` is cheap."""
     handler = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or not callable(handler):  # only Python's main thread handles signals
-        yield NoDeferral()
+        yield Deferral()
     elif isinstance(handler, Deferral):
         yield handler
     else:
@@ -106,7 +92,7 @@ def deferrable() -> Iterator[Deferral | NoDeferral]:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Inside, SIGINT is noted; it is handled at the end as it would have been."""
+    """A context in which SIGINT is noted; it is handled at the end as it would have been."""
     with deferrable() as deferral, deferral.held():
         yield
 

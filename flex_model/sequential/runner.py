@@ -15,13 +15,19 @@ from flex_model.model import FlexModel
 from flex_model.runs.batches import BatchRuns
 from flex_model.sequential import checks
 from flex_model.sequential import targets as choosing
-from flex_model.sequential.activations import ActivationKeeper
-from flex_model.sequential.engine import Batch, Engine, Reports
+from flex_model.sequential.activations import ActivationOffloader
+from flex_model.sequential.engine import Batch, Engine
 from flex_model.sequential.interrupts import Cleanup, deferred
-from flex_model.sequential.loaded import device_of, loaded, moved, needs_loading, weights_of_hooks
 from flex_model.sequential.progress import Progress
 from flex_model.sequential.store import ActivationStore, StoredRecords
-from flex_model.sequential.weights import WeightSource
+from flex_model.sequential.weights.loaded import (
+    device_of,
+    loaded,
+    moved,
+    needs_loading,
+    weights_of_hooks,
+)
+from flex_model.sequential.weights.source import WeightSource
 
 
 class RunResult(list[Any]):
@@ -64,8 +70,8 @@ def run(
     each target's weights are loaded once per window of batches.
 
     The result equals ``[model(**batch) for batch in batches]`` bit for bit, hooks and edits
-    included, for any Python control flow: each batch's forward is a plain one that is suspended
-    at the entry of a target until that target's turn comes.
+    included, for any Python control flow: each batch's forward is an ordinary one, suspended at the
+    entry of a target until that target's turn comes.
 
     Example::
 
@@ -77,22 +83,22 @@ def run(
 
     Args:
         model: A module, or a FlexModel, whose hooks run. ``save_ctx`` of an editing function is its
-            batch's own, begun as a shallow copy of ``flex.save_ctx``; ``flex.shared_ctx`` is one
-            for all. ``output_ptr`` is in batch order, then call order.
+            batch's own, and starts as a shallow copy of ``flex.save_ctx``; ``flex.shared_ctx`` is
+            shared by all. ``output_ptr`` is in batch order, then call order.
         batches: Read a window at a time; with ``prefetch``, where weights are loaded, also the
-            first of the next one. A Mapping is called as ``model(**batch)``, a tuple or list as
-            ``model(*batch)``, anything else as ``model(batch)``. Shapes may differ.
+            first of the next one. The model is called as ``model(**batch)`` with a Mapping, as
+            ``model(*batch)`` with a tuple or list, else as ``model(batch)``. Shapes may differ.
         targets: ``"auto"`` (the model's ``_no_split_modules``, else the members of its largest
             ModuleList), or names, class names and ``re:`` patterns, as in ``match_modules``.
         weights: None: the model's own. Else a safetensors file, a Hugging Face folder or a
-            ``WeightSource``: the model may be on meta, gradients are off, and what targets don't
-            hold (embedding, norm, head) is loaded once. Parameters are what they were afterwards.
-        window: How many batches are under way at once (default: all). Memory grows with it.
-        targets_per_step: How many neighbouring targets are loaded together.
-        prefetch: How many steps are read ahead in a thread; 0: none.
-        offload_activations: Where a waiting batch's activations are: ``"none"`` (where they came to
-            be), ``"cpu"`` or ``"disk"``.
-        offload_dir: For ``"disk"``: where a folder for them is made; it is deleted at the end.
+            ``WeightSource``: the model may be on meta, gradients are off, and weights outside
+            targets (embedding, norm, head) are loaded once. The model's parameters are put back.
+        window: The number of batches in progress at once (default: all). Memory grows with it.
+        targets_per_step: The number of neighbouring targets that are loaded together.
+        prefetch: The number of steps that are read ahead in a thread; 0: none.
+        offload_activations: Where a waiting batch's activations are: ``"none"`` (where they were
+            computed), ``"cpu"`` or ``"disk"``.
+        offload_dir: For ``"disk"``: the folder whose disk is used; the files have no names.
         device: Where it runs. Default: where the model is; for meta, the current CUDA device if
             there is one, else the CPU. With weights to load, batches are moved there; those of a
             model that is elsewhere in memory are copied there target by target, too.
@@ -101,35 +107,36 @@ def run(
         on_output: ``on_output(index, output)``, in batch order; what it returns is kept instead.
         on_target_end: ``on_target_end(name, indices)``, when these batches have left the target.
         progress: Show a bar on stderr (needs tqdm).
-        store: Where records go instead of ``output_ptr``, on disk (the FlexModel's own store, if
-            it has one). Batches that it has are not run: their outputs are None. Files are begun
-            anew after each window, so a run that was killed goes on from there when it is called
-            again. ``input_ids`` and ``attention_mask`` of a batch are kept with it.
+        store: Where records go instead of ``output_ptr``, on disk (default: the FlexModel's own
+            store, if it has one). Batches that it has are not run: their outputs are None. Each
+            window has files of its own, so a run that was killed continues after its last window
+            when it is called again. ``input_ids`` and ``attention_mask`` of a batch are stored too.
 
     Returns:
         The outputs in batch order, with ``save_ctxs``, ``loads`` and ``bytes_read``.
 
-    Bits are those of a model whose weights lie where torch puts them, at multiples of 64 bytes.
-    ``from_pretrained`` leaves them where they are in the file, on which the last bits of some
-    matrix products depend on CPUs.
+    The bits are those of a model whose weights are where torch puts them, at multiples of 64 bytes.
+    ``from_pretrained`` leaves them where they are in the file; on CPUs the last bits of some matrix
+    products depend on that.
 
-    Random numbers: the first batch begins with the caller's random state, the others each with
-    one of their own that follows from it, the same for every window. Random edits draw what they
-    draw in a plain loop, if those of every batch draw: the next batch begins before that is known.
+    Random numbers: the first batch starts with the caller's random state, the others each with a
+    random state derived from it, the same for every window. Random edits draw what they draw in a
+    plain loop, if those of every batch draw: the next batch starts before that is known.
 
-    Not equal to a loop: forwards that depend on the batches before (BatchNorm in training, a state
+    Not equal to a loop: forwards that depend on earlier batches (BatchNorm in training, a state
     kept in the model).
 
-    Collective on a sharded model: every rank gives the same number of batches in the same order.
+    Collective on a sharded model: every rank passes the same number of batches in the same order.
 
     Raises:
-        ValueError: a target that matches nothing; a weight that nothing gives, named, before the
-            first batch; activations to be offloaded with gradients on.
+        ValueError: a target that matches nothing; a weight that is on meta and in no source, named,
+            before the first batch; activations to be offloaded with gradients on.
         TypeError: an argument of a wrong type, before the first batch.
         Exception: what a batch raised, with its own type (``HookError`` for editing functions);
-            ``error.batch_index`` says which batch. No thread, hook or loaded weight is left.
+            ``error.batch_index`` is the batch. No thread, hook or loaded weight is left.
     """
-    checks.check_kinds(model, batches, call=call, on_output=on_output, on_target_end=on_target_end)
+    functions = {"call": call, "on_output": on_output, "on_target_end": on_target_end}
+    checks.check_types(model, batches, device, **functions)
     core = model._core if isinstance(model, FlexModel) else None
     module: nn.Module = model.module if isinstance(model, FlexModel) else model
     checks.check_device(device)
@@ -144,8 +151,8 @@ def run(
     with Cleanup() as stack:
         place = device_of(module, device)
         is_loaded = weights is not None or needs_loading(module, device, place)
-        hooks = loader = keeper = records = None
-        with deferred():  # so that nothing begins of which the stack does not know
+        hooks = loader = offloader = records = None
+        with deferred():  # so that nothing begins that the stack does not have
             if is_loaded:
                 stack.enter_context(torch.no_grad())
             if core is not None:
@@ -158,47 +165,47 @@ def run(
                 made = loaded(module, found, weights, place, prefetch, wanted)
                 loader = stack.enter_context(made)
             if offload_activations != "none":
-                keeper = ActivationKeeper(module, offload_activations, offload_dir)
-                stack.callback(keeper.close)
+                offloader = ActivationOffloader(module, offload_activations, offload_dir)
             is_shown = progress and (core is None or core.communicator.mesh.rank == 0)
             bar = stack.enter_context(Progress(is_shown, batches, window, found, loader))
         if loader is not None:
             loader.load_resident()
 
         def deliver(batch: Batch) -> None:
-            output, batch.call.value = batch.call.value, None
+            output = batch.call.take_value()
             result.save_ctxs.append(Namespace() if batch.hooks is None else batch.hooks.save_ctx)
             if hooks is not None and batch.hooks is not None:
                 if records is not None:
                     records.take(batch)
                 hooks.delivered(batch.hooks)
             result.append(output if on_output is None else on_output(batch.index, output))
-            bar.delivered()
-
-        def end_of_window() -> None:
-            if records is not None:
-                records.end_window()
+            bar.deliver()
 
         def forward(batch: Any) -> Any:
             if loader is not None:
                 batch = moved(batch, place)
             return _call(module, batch) if call is None else call(model, batch)
 
-        if records is not None and hooks is not None:
-            batches = records.missing(batches)
-            hooks.skip(records.num_done)
-            result.extend([None] * records.num_done)
-            result.save_ctxs.extend(Namespace() for _ in range(records.num_done))
-            bar.delivered(records.num_done)
         engine = Engine(
             found,
+            forward,
             hooks,
             loader,
-            keeper,
-            Reports(deliver, on_target_end, bar.step if is_shown else None, end_of_window),
-            place.index if place.type == "cuda" else None,
+            offloader,
+            cuda_device=place.index if place.type == "cuda" else None,
+            deliver=deliver,
+            on_step=bar.step,
+            on_target_end=on_target_end,
+            on_window_end=(lambda: None) if records is None else records.end_window,
         )
-        engine.run(batches, window, forward, first=0 if records is None else records.num_done)
+        num_stored = 0 if records is None else records.num_stored
+        if records is not None and hooks is not None:
+            batches = records.missing(batches)
+            hooks.skip(num_stored)
+            result.extend([None] * num_stored)
+            result.save_ctxs.extend(Namespace() for _ in range(num_stored))
+            bar.deliver(num_stored)
+        engine.run(batches, window, first=num_stored)
         if records is not None:
             records.flush()
         if loader is not None:

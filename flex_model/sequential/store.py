@@ -1,11 +1,13 @@
-"""What a sequential run puts into a store: each batch once, in order, and which ones are there."""
+"""The records that a sequential run writes to a store: each batch once, in order."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,19 +26,22 @@ _NOTES = {"input_ids": "token_ids", "attention_mask": "attention_mask"}
 __all__ = ["ActivationStore", "StoredRecords", "hash_of"]
 
 
-class StoredRecords:
+class StoredRecords(AbstractContextManager["StoredRecords"]):
     """What one run puts into a store, as a context: what was delivered is on disk at its end,
     however it ends. Collective: made, entered, left, ``take`` and ``flush``.
+
+    Attributes:
+        num_stored: The number of batches that the store has already.
     """
 
     def __init__(self, store: ActivationStore, core: HookCore) -> None:
         self._core, self._store = core, store
-        self._is_own = core.runs.session is None  # else it is the wrap's, and stays open
+        self._is_own = core.runs.session is None  # else it is the FlexModel's, and stays open
         if self._is_own:
             core.runs.open_store(store, config_hash(core.module))
         assert core.runs.session is not None
         self._session = core.runs.session
-        self._session.is_sequential = True
+        self._session.take_whole_batches(True)
         self._hashes: dict[int, str] = {}
         try:
             if not self._is_own:
@@ -45,10 +50,7 @@ class StoredRecords:
         except BaseException as error:
             self.__exit__(type(error))
             raise
-        self.num_done = self._session.num_batches
-
-    def __enter__(self) -> StoredRecords:
-        return self
+        self.num_stored = self._session.num_batches
 
     def __exit__(self, kind: type[BaseException] | None = None, *exc_info: object) -> None:
         session = self._session
@@ -60,27 +62,31 @@ class StoredRecords:
             else:
                 session.flush_after_error(kind)
         finally:
-            session.is_sequential = False
+            session.take_whole_batches(False)
             if self._is_own:
                 self._core.runs.close_store()
 
     def missing(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches that are not there; those that are must be the same ones."""
-        problem, is_told = None, not self.num_done
-        for index, batch in enumerate(batches):
-            if index < self.num_done:
-                problem = problem or self._difference(index, batch)
-                continue
-            if not is_told:
-                is_told = True
-                self._tell(problem)
+        """Yield the batches that are not stored; those that are must be the same ones. Collective
+        before the first one.
+        """
+        source = iter(batches)
+        problems = [
+            self._difference(index, batch)
+            for index, batch in enumerate(itertools.islice(source, self.num_stored))
+        ]
+        if self.num_stored:
+            first = next((text for text in problems if text), None)
+            texts = exchange_json(self._core.communicator, first, "the batches that a store has")
+            found = next((text for text in texts if text), None)
+            if found:
+                raise agreed(ValueError(found))
+        for index, batch in enumerate(source, self.num_stored):
             self._hashes[index] = hash_of(batch)
             yield batch
-        if not is_told:
-            self._tell(problem)
 
     def _difference(self, index: int, batch: Any) -> str | None:
-        """Rank 0's inputs count, whose hash is in the store."""
+        """Compare a batch with rank 0's inputs, whose hash is in the store."""
         if self._core.communicator.mesh.rank or self._store.inputs_hash(index) == hash_of(batch):
             return None
         return (
@@ -88,21 +94,16 @@ class StoredRecords:
             "than those given now; give the same batches in the same order, or another folder"
         )
 
-    def _tell(self, problem: str | None) -> None:
-        told = exchange_json(self._core.communicator, problem, "the batches that a store has")
-        found = next((text for text in told if text), None)
-        if found:
-            raise agreed(ValueError(found))
-
     def take(self, batch: Batch) -> None:
         """Put a batch's records into the store rather than into ``output_ptr``, with its tokens."""
         assert batch.hooks is not None
-        records, batch.hooks.records = batch.hooks.records, {}
-        given = batch.arguments if isinstance(batch.arguments, Mapping) else {}
+        records = dict(batch.hooks.records)
+        batch.hooks.records.clear()
+        arguments = batch.arguments if isinstance(batch.arguments, Mapping) else {}
         notes = {
-            name: given[key].detach().cpu()
+            name: arguments[key].detach().cpu()
             for key, name in _NOTES.items()
-            if isinstance(given.get(key), Tensor)
+            if isinstance(arguments.get(key), Tensor)
         }
         self._session.append(records, self._hashes.pop(batch.index), notes)
 
@@ -111,13 +112,13 @@ class StoredRecords:
         self._session.synchronize(ends_group=True)
 
     def flush(self) -> None:
-        """All is on disk, and no more to come."""
+        """Write everything, and mark the store as complete."""
         self._session.flush(is_complete=True)
 
 
 def hash_of(inputs: Any) -> str:
-    """Of a batch: its structure, the values of its tensors and arrays, plain numbers and strings;
-    of objects of other kinds the name of the class alone.
+    """Return the hash of a batch: of its structure, the values of its tensors and arrays, plain
+    numbers and strings, and of objects of other kinds only the name of the class.
     """
     digest = hashlib.blake2b(digest_size=16)
     _add(digest, inputs)
@@ -152,7 +153,6 @@ def _add(digest: Any, value: Any) -> None:
             _add(digest, value.tolist())
         else:
             digest.update(value.tobytes())
-    elif value is None or isinstance(value, (bool, int, float, str, bytes)):
-        digest.update(repr(value).encode())
     else:
-        digest.update(type(value).__qualname__.encode())
+        is_plain = value is None or isinstance(value, (bool, int, float, str, bytes))
+        digest.update((repr(value) if is_plain else type(value).__qualname__).encode())

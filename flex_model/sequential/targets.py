@@ -1,4 +1,4 @@
-"""Which modules a sequential run stops at, in which order, and how many are taken in one step."""
+"""The targets of a sequential run: the modules that are loaded and run one step at a time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from flex_model.names import clean
 
 
 def match_modules(model: nn.Module, target_names: list[str]) -> set[nn.Module]:
-    """The modules whose name or class name is among ``target_names``, or whose name (from its
-    start) or class name fits a pattern there that begins with ``re:``.
+    """Return the modules whose name or class name is among ``target_names``, or whose name (from
+    its start) or class name matches a pattern there that starts with ``re:``.
 
     Example::
 
@@ -31,10 +31,9 @@ def match_modules(model: nn.Module, target_names: list[str]) -> set[nn.Module]:
 
 
 def _names(targets: str | Iterable[str]) -> list[str]:
-    """One name or several, as a list."""
-    names: list[object] = [targets]
-    if isinstance(targets, Iterable) and not isinstance(targets, str):
-        names = list(targets)
+    """Return one name or several as a list."""
+    is_one = isinstance(targets, str) or not isinstance(targets, Iterable)
+    names: list[Any] = [targets] if is_one else list(targets)
     for name in names:
         if not isinstance(name, str):
             raise TypeError(
@@ -43,7 +42,7 @@ def _names(targets: str | Iterable[str]) -> list[str]:
             )
         if name.startswith("re:"):
             _compiled(name)
-    return [str(name) for name in names]
+    return names
 
 
 def _compiled(target: str) -> re.Pattern[str]:
@@ -64,25 +63,23 @@ def _fits(target: str, model: nn.Module, name: str, module: nn.Module) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A module that a run stops at.
+    """A module at whose entry batches are suspended.
 
     Attributes:
-        index: Its place in the order of the model's modules.
-        step: Number of the step that takes it, with its neighbours.
+        step: The number of the step that runs it, with its neighbours.
     """
 
     name: str
     module: nn.Module
-    index: int
     step: int
 
 
 def choose(model: nn.Module, targets: str | Sequence[str], per_step: int) -> list[Target]:
-    """The targets of a run, in the order of the model's modules.
+    """Return the targets of a run, in the order of the model's modules.
 
     Raises:
-        ValueError: nothing matches, or nothing says what "auto" would be.
-        TypeError: something that is no name.
+        ValueError: a name matches nothing, or "auto" finds nothing.
+        TypeError: a target that is no name.
     """
     if isinstance(targets, str) and targets == "auto":
         modules = set(_automatic(model))
@@ -97,27 +94,24 @@ def choose(model: nn.Module, targets: str | Sequence[str], per_step: int) -> lis
             raise ValueError(
                 "sequential.run: targets is empty; name some modules, or leave it at 'auto'"
             )
-        modules = match_modules(model, names)
+        modules = set()
         for name in names:
-            if not match_modules(model, [name]):
+            matched = match_modules(model, [name])
+            if not matched:
+                choices = [one for one, _ in model.named_modules() if one]
+                choices += sorted({type(module).__name__ for module in model.modules()})
                 raise ValueError(
                     f"sequential.run: the target {name!r} matches no module of "
-                    f"{type(model).__name__}; {nearest(name, _choices(model), 'name')}"
+                    f"{type(model).__name__}; {nearest(name, choices, 'name')}"
                 )
+            modules |= matched
     found = [(name, module) for name, module in model.named_modules() if module in modules]
-    return [
-        Target(name, module, index, index // per_step) for index, (name, module) in enumerate(found)
-    ]
-
-
-def _choices(model: nn.Module) -> Iterable[str]:
-    names = [name for name, _ in model.named_modules() if name]
-    return [*names, *sorted({type(module).__name__ for module in model.modules()})]
+    return [Target(name, module, i // per_step) for i, (name, module) in enumerate(found)]
 
 
 def _automatic(model: nn.Module) -> Iterable[nn.Module]:
-    """What the model itself says must not be split, else the largest list of modules. The
-    outermost ones: a block rather than the blocks in it.
+    """Return the modules that the model's ``_no_split_modules`` name, else the members of its
+    largest ModuleList; the outermost ones: a block rather than the blocks in it.
     """
     modules = list(model.modules())
     stated = {
@@ -128,7 +122,7 @@ def _automatic(model: nn.Module) -> Iterable[nn.Module]:
         inner = {child for m in found for child in m.modules() if child is not m}
         lists = [m for m in modules if isinstance(m, (nn.ModuleList, nn.Sequential))]
         blocks = {child for one in lists for child in one}
-        # An embedding may be stated too: it isn't one of many, and is left with the rest.
+        # An embedding may be named too: it isn't one of many, and stays with the rest.
         outer = [m for m in found if m not in inner]
         return [m for m in outer if m in blocks] or outer
     lists = [m for m in modules if isinstance(m, nn.ModuleList) and len(m)]
@@ -139,7 +133,7 @@ def _automatic(model: nn.Module) -> Iterable[nn.Module]:
 
 
 def get_sequential_ancestors(model: nn.Module, targets: set[nn.Module]) -> set[nn.Module]:
-    """The modules that hold a target, at any depth; targets themselves are none."""
+    """Return the modules that hold a target, at any depth, without the targets themselves."""
     return {
         module
         for module in model.modules()
@@ -148,8 +142,8 @@ def get_sequential_ancestors(model: nn.Module, targets: set[nn.Module]) -> set[n
 
 
 def get_sequential_targets(modifiers: Sequence[Any], model: nn.Module, args: Any) -> list[str]:
-    """What to take as targets: ``sequential_targets`` of the one modifier that has them, else of
-    ``args``, else the class names of what "auto" finds.
+    """Return the targets: ``sequential_targets`` of the one modifier that has them, else of
+    ``args``, else the class names of the modules that "auto" finds.
 
     Raises:
         ValueError: several modifiers have them, or both a modifier and ``args``.

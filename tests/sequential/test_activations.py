@@ -9,23 +9,22 @@ from test_engine import BATCHES, Stack, assert_equal, assert_nothing_left
 from torch import nn
 
 from flex_model import sequential
-from flex_model.sequential.activations import ActivationKeeper
+from flex_model.sequential.activations import ActivationOffloader
 
 pytest.importorskip("safetensors")
 
 
 @pytest.fixture
 def moved(monkeypatch):
-    """Bytes that each keeper moved, and how much of it was on disk meanwhile."""
-    counts = []
-    close = ActivationKeeper.close
+    """The bytes that the last offloader moved."""
+    made, init = [], ActivationOffloader.__init__
 
-    def counted(self):
-        counts.append(self.bytes_moved)
-        close(self)
+    def noted(self, *args):
+        made.append(self)
+        init(self, *args)
 
-    monkeypatch.setattr(ActivationKeeper, "close", counted)
-    return counts
+    monkeypatch.setattr(ActivationOffloader, "__init__", noted)
+    return lambda: made[-1].bytes_moved
 
 
 @pytest.mark.parametrize("where", ["cpu", "disk"])
@@ -41,7 +40,7 @@ def test_families_are_equal(name, where, tmp_path, moved):
         for output, batch in zip(outputs, batches):
             assert_equal(output, model(**batch))
     # They are on the CPU already; on disk is at least what one block of one batch was given.
-    assert moved == [0] if where == "cpu" else moved[0] > 32 * 4 * 5
+    assert moved() == 0 if where == "cpu" else moved() > 32 * 4 * 5
     assert list(tmp_path.rglob("*")) == ([tmp_path / "waiting"] if where == "disk" else [])
 
 
@@ -74,7 +73,7 @@ def test_strides_views_dtypes_and_arguments(mode, moved):
         outputs = sequential.run(model, batches, offload_activations="disk")
         for output, batch in zip(outputs, batches):
             assert_equal(output, model(batch))
-    assert moved[0] > 0
+    assert moved() > 0
 
 
 def test_a_mask_that_batches_share_is_right_meanwhile(moved):
@@ -105,7 +104,7 @@ def test_a_mask_that_batches_share_is_right_meanwhile(moved):
         outputs = sequential.run(model, BATCHES, offload_activations="disk")
         for output, batch in zip(outputs, BATCHES):
             assert torch.equal(output, model(batch))
-    assert moved[0] > 0
+    assert moved() > 0
 
 
 def test_inputs_of_the_user_stay_where_they_are():
@@ -121,18 +120,18 @@ def test_inputs_of_the_user_stay_where_they_are():
     assert seen == [True, True]
 
 
-def test_what_a_killed_run_left_is_deleted_and_not_that_of_one_that_goes_on(tmp_path):
-    """A folder is the run's own as long as its process holds the lock."""
-    killed = tmp_path / "flex_model-activations-killed"
-    killed.mkdir()
-    (killed / ".tmpAbCdEf").write_bytes(b"which safetensors began")
-    (tmp_path / "mine").mkdir()
-    first = ActivationKeeper(nn.Linear(1, 1), "disk", tmp_path)
-    second = ActivationKeeper(nn.Linear(1, 1), "disk", tmp_path)
-    assert not killed.exists() and len(list(tmp_path.iterdir())) == 3
-    first.close()
-    second.close()
-    assert list(tmp_path.iterdir()) == [tmp_path / "mine"]
+def test_files_on_disk_have_no_names(tmp_path, moved):
+    """So that a killed run leaves nothing."""
+    seen = []
+    with torch.no_grad():
+        sequential.run(
+            Stack(4),
+            BATCHES,
+            offload_activations="disk",
+            offload_dir=tmp_path,
+            on_target_end=lambda *_: seen.append(list(tmp_path.iterdir())),
+        )
+    assert seen == [[]] * 4 and moved() > 0
 
 
 def test_nothing_is_left_after_an_exception(tmp_path):

@@ -692,6 +692,22 @@ def test_ctrl_c_at_any_moment_leaves_nothing(is_loaded):
     assert num_interrupted > 5
 
 
+class InterruptedAtItsEnd(torch.autograd.graph.saved_tensors_hooks):
+    def __exit__(self, *exc_info):
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_at_the_end_of_a_context_of_saved_tensors():
+    def call(model, batch):
+        with InterruptedAtItsEnd(lambda t: t, lambda t: t):
+            return model(batch)
+
+    before = ThreadState.now()
+    with pytest.raises(KeyboardInterrupt):
+        sequential.run(Stack(3), BATCHES, call=call)
+    assert ThreadState.now() == before
+
+
 def test_a_model_that_swallows_its_end_is_ended():
     class Stubborn(Stack):
         def forward(self, x):

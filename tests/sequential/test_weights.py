@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import models
 from flex_model import FlexModel, HookFunction, sequential
+from flex_model.sequential.weights import loader
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -89,6 +90,18 @@ def test_each_target_is_read_once_per_window(tmp_path, prefetch, per_step):
     assert outputs.loads == {f"blocks.{i}": 3 for i in range(4)}
     assert outputs.bytes_read == 3 * stack_weights(model)
     assert_as_before(empty, state)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_the_memory_of_weights_is_reused(monkeypatch, prefetch):
+    made, init = [], loader._Buffer.__init__
+    monkeypatch.setattr(
+        loader._Buffer, "__init__", lambda self, *args: (made.append(self), init(self, *args))[1]
+    )
+    model = Stack(4)
+    settings = {"window": 2, "prefetch": prefetch, "device": "cpu"}
+    sequential.run(on_meta(model), BATCHES, weights=model.state_dict(), **settings)
+    assert len(made) == prefetch + 1
 
 
 @pytest.mark.parametrize(
@@ -266,12 +279,12 @@ def test_what_nothing_gives_is_named_before_the_first_batch(tmp_path):
         yield
 
     empty = on_meta(model)
-    with pytest.raises(ValueError, match=r"nothing gives 'blocks.1.bias': it is on meta"):
+    with pytest.raises(ValueError, match=r"no source for 'blocks.1.bias': it is on meta"):
         sequential.run(empty, batches(), weights=state)
     with pytest.raises(ValueError, match=r"'blocks.0.weight' and 3 more"):
         sequential.run(empty, batches())
     empty.register_buffer("table", torch.ones(2, device="meta"), persistent=False)
-    with pytest.raises(ValueError, match="nothing gives the buffer 'table'"):
+    with pytest.raises(ValueError, match="no source for the buffer 'table'"):
         sequential.run(empty, batches(), weights=model.state_dict())
     assert_nothing_left(empty)
 

@@ -109,6 +109,10 @@ class Session:
             )
         self._hooks, self._are_hooks_checked = hooks, True
 
+    def take_whole_batches(self, is_sequential: bool) -> None:
+        """Begin, or end, a sequential run, which passes whole batches."""
+        self.is_sequential = is_sequential
+
     def begin_run(self) -> int:
         """Begin an outermost run, and end the previous one's batch; return the run's number."""
         self._check_usable()

@@ -1,4 +1,4 @@
-"""Where a model's weights are while its subgraphs are run by hand."""
+"""Keeps a model's weights on the CPU while its subgraphs are run by hand on a GPU."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 def dispatch_for_sequential(model: _Model) -> _Model:
-    """Keep a model's weights on the CPU, and have each module's on the GPU while it runs; hooks of
-    an earlier dispatch are taken off. Without a GPU it stays on the CPU, with a warning. The same
-    object is returned.
+    """Keep a model's weights on the CPU, and move each module's to the GPU while it runs; hooks of
+    an earlier dispatch are removed. Without a GPU it stays on the CPU, with a warning. Returns the
+    same object.
 
     Example::
 

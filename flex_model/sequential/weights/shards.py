@@ -1,4 +1,4 @@
-"""This rank's part of a weight that is a DTensor; a plain one is its own part."""
+"""Converts DTensor weights to this rank's part and back; plain ones are their own part."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flex_model.integrations import dtensor
+from flex_model.integrations import dtensor, torch_private
 
 
 def local_of(tensor: Any) -> Tensor:
-    """The plain tensor that this rank holds, or would hold, on meta."""
+    """Return the plain tensor that this rank holds, or would hold, on meta."""
     if not dtensor.is_dtensor(tensor):
         return tensor.detach()
     with torch.no_grad():
@@ -19,19 +19,15 @@ def local_of(tensor: Any) -> Tensor:
 
 
 def part_of(full: Tensor, tensor: Any) -> Tensor:
-    """What this rank holds of ``full``, which is split as ``tensor`` is: a view."""
+    """Return this rank's part of ``full``, sharded as ``tensor`` is: a view."""
     if not dtensor.is_dtensor(tensor):
         return full
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    sizes, starts = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
+    sizes, starts = torch_private.local_shape_and_offset(tensor)
     for dim, (size, start) in enumerate(zip(sizes, starts)):
         full = full.narrow(dim, start if size else 0, size)
     return full
 
 
 def with_local(tensor: Any, local: Tensor) -> Tensor:
-    """``local`` in the place of what this rank holds."""
+    """Return ``tensor`` with ``local`` as this rank's part."""
     return dtensor.like(local, tensor) if dtensor.is_dtensor(tensor) else local

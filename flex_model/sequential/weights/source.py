@@ -1,4 +1,4 @@
-"""Where a sequential run reads weights from."""
+"""Sources of weights: state dicts, safetensors files and objects of the user's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flex_model.integrations import checkpoints
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """Anything that has weights by their names in the model's ``state_dict()``.
+    """Weights by their names in the model's ``state_dict()``: any object with these methods.
 
     Example::
 
@@ -36,7 +36,7 @@ class WeightSource(Protocol):
 
 
 class DictWeights:
-    """The weights of a state dict. The tensors are not copied.
+    """Weights of a state dict. The tensors are not copied.
 
     Example::
 
@@ -47,17 +47,17 @@ class DictWeights:
         self._tensors = dict(state_dict)
 
     def names(self) -> Iterable[str]:
-        """The names of the dict."""
+        """Return the names of the dict."""
         return self._tensors.keys()
 
     def read(self, name: str) -> Tensor:
-        """The very tensor of the dict."""
+        """Return the tensor of the dict itself."""
         return self._tensors[name]
 
 
 class CheckpointWeights:
-    """The weights of safetensors files: memory-mapped, so that reading one copies nothing and takes
-    no memory of the process.
+    """Weights of safetensors files: memory-mapped, so that reading one copies nothing and takes no
+    memory of the process.
 
     Example::
 
@@ -66,8 +66,8 @@ class CheckpointWeights:
     Args:
         path: A ``.safetensors`` file, or a folder: with an index, as ``save_pretrained`` writes
             it, or with any number of ``.safetensors`` files.
-        rename: From a name in the model to that in the files. By default the same, or as
-            transformers renames, merges and splits tensors for models of its own.
+        rename: From a name in the model to the name in the files. By default the same, or as
+            transformers renames, merges and splits tensors for its own models.
 
     Raises:
         FileNotFoundError: there is no such file, or no safetensors file in the folder.
@@ -92,7 +92,7 @@ class CheckpointWeights:
             self._files.update(dict.fromkeys(opened.keys(), opened))
 
     def names(self) -> Iterable[str]:
-        """The names in the files."""
+        """Return the names in the files."""
         return self._files.keys()
 
     def has(self, name: str) -> bool:
@@ -100,7 +100,7 @@ class CheckpointWeights:
         return self._rename(name) in self._files
 
     def read(self, name: str) -> Tensor:
-        """The tensor that the model calls ``name``, in the file's memory: not to be written to.
+        """Return the tensor that the model calls ``name``, in the file's memory: don't write to it.
 
         Raises:
             ValueError: the files do not have it; the message has the nearest names.
@@ -124,30 +124,17 @@ def _files_of(path: Path) -> list[Path]:
             "save_pretrained writes it"
         )
     index = path / "model.safetensors.index.json"
-    if index.is_file():
-        shards = _shards_in(index)
-        missing = [shard for shard in shards if not (path / shard).is_file()]
-        if missing:
+    if not index.is_file():
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
             raise FileNotFoundError(
-                f"CheckpointWeights: {path} lacks {', '.join(missing)}, which its index lists; "
-                "download the checkpoint again"
+                f"CheckpointWeights: {path} has no .safetensors file; save the model with "
+                "save_pretrained (files of torch.save are not read)"
             )
-        return [path / shard for shard in shards]
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(
-            f"CheckpointWeights: {path} has no .safetensors file; save the model with "
-            "save_pretrained (files of torch.save are not read)"
-        )
-    return files
-
-
-def _shards_in(index: Path) -> list[str]:
+        return files
     try:
         shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        is_index = all(
-            not Path(shard).is_absolute() and ".." not in Path(shard).parts for shard in shards
-        )
+        is_index = not any(Path(s).is_absolute() or ".." in Path(s).parts for s in shards)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         is_index = False
     if not is_index:
@@ -155,11 +142,17 @@ def _shards_in(index: Path) -> list[str]:
             f"CheckpointWeights: {index} is no index of safetensors files beside it, which has "
             '{"weight_map": {name: file}}; download the checkpoint again'
         )
-    return shards
+    missing = [shard for shard in shards if not (path / shard).is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"CheckpointWeights: {path} lacks {', '.join(missing)}, which its index lists; "
+            "download the checkpoint again"
+        )
+    return [path / shard for shard in shards]
 
 
 def as_source(weights: str | Path | WeightSource, model: nn.Module) -> WeightSource:
-    """The source that ``run(weights=...)`` means."""
+    """Return the source of ``run(weights=...)``."""
     if isinstance(weights, (str, Path)):
         weights = CheckpointWeights(weights)
     if isinstance(weights, CheckpointWeights) and not weights.is_renamed:

@@ -1,4 +1,4 @@
-"""Keeps what glibc's allocator holds back small, where memory is what a run is about."""
+"""Makes glibc's allocator return freed memory to the system during a run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ _LARGEST_BYTES = 32 * 2**20  # up to here
 
 @contextlib.contextmanager
 def small() -> Iterator[None]:
-    """Inside, blocks of 128 KiB and more go back to the system when they are freed. Else what
-    activations took is kept for others: 210 MiB instead of 162 for 8 batches of a 724 MiB model.
+    """A context in which blocks of 128 KiB and more return to the system when they are freed. Else
+    the memory of activations is kept for reuse: 210 MiB instead of 162 for 8 batches of a 724 MiB
+    model.
 
     Afterwards blocks up to 32 MiB are kept for reuse, as glibc does in a process that has freed one
-    of that size. Nothing is done for other allocators, or where the environment tunes glibc.
+    of that size. Does nothing with other allocators, or if the environment tunes glibc.
     """
     is_tuned = "GLIBC_TUNABLES" in os.environ or any(n.startswith("MALLOC_") for n in os.environ)
     libc = ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" and not is_tuned else None

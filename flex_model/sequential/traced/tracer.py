@@ -1,16 +1,17 @@
 """Traces the modules around a model's targets into a ``torch.fx`` graph.
 
-Every value that the traced code meets has a sample beside it: the model is run, on the sample,
-while it is traced. So any question that code asks (a length, a truth, an index) has an answer, and
-functions that the tracer can't look into (masks, caches) become single nodes, which are called
-again with real values when the graph is run. What was true of the sample only, makes a graph that
-is wrong for others: `trace_check` finds out.
+The tracer keeps a sample of every value that the traced code computes: the model runs on the sample
+input while it is traced. So any question of that code (a length, a truth, an index) has an answer,
+and functions that the tracer can't look into (masks, caches) become single nodes, which are called
+again with real values when the graph runs. An answer that holds for the sample only makes a graph
+that is wrong for other inputs: `trace_check` finds out.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import operator
 import types
@@ -23,21 +24,22 @@ from torch import Tensor, nn
 from torch.fx.node import map_arg
 
 from flex_model.errors import TraceError
+from flex_model.integrations.torch_private import tree_flatten, tree_unflatten
 
-# Factories of tensors: torch does not ask their arguments, which may be sizes, for their type.
+# Factories of tensors: torch does not dispatch on the type of their arguments, which may be sizes.
 _FACTORIES = (
     *("arange", "as_tensor", "empty", "eye", "full", "full_like", "linspace"),
     *("ones", "rand", "randn", "tensor", "zeros"),
 )
-# What gives Python values of tensors.
+# Functions and methods that return the values of tensors to Python.
 _READERS = ("item", "tolist", "equal", "allclose", torch.equal, torch.allclose, torch.is_nonzero)
 _NO_SAMPLE = object()
 
 
 class SampledProxy(torch.fx.Proxy):
-    """A proxy that knows what it is for the sample. Sizes stay proxies; dtypes, devices and the
-    like are taken to be the same for all inputs, and so are lengths, truths and indices. Python is
-    not told the values in a tensor of the input: no comparison could tell what others would do.
+    """A proxy with its value for the sample. Sizes stay proxies; dtypes, devices and the like are
+    taken to be the same for all inputs, and so are lengths, truths and indices. Reading the values
+    of a tensor of the input is an error: no comparison could show what other values would do.
     """
 
     @property
@@ -55,8 +57,8 @@ class SampledProxy(torch.fx.Proxy):
         return value
 
     def _answer(self) -> Any:
-        """The sample, where no value of the input decides what it is."""
-        if self.tracer.reads_values(self.node):  # type: ignore[attr-defined]
+        """Return the sample, unless values of the input determine it."""
+        if self.node in self.tracer.value_nodes:  # type: ignore[attr-defined]
             raise TraceError(
                 f"the code around the targets asks in Python for the values of {self.node.name!r}, "
                 "a tensor (an if, .item(), bool(), int())"
@@ -79,7 +81,7 @@ class SampledProxy(torch.fx.Proxy):
         return float(self._answer())
 
     def __contains__(self, item: Any) -> bool:
-        return _sample_of(item) in self._answer()
+        return (item.sample if isinstance(item, SampledProxy) else item) in self._answer()
 
     def __iter__(self) -> Iterator[Any]:
         if self.sample is _NO_SAMPLE:
@@ -87,10 +89,6 @@ class SampledProxy(torch.fx.Proxy):
         if isinstance(self.sample, dict):
             return iter(self.sample)
         return iter([operator.getitem(self, i) for i in range(len(self.sample))])
-
-
-def _sample_of(value: Any) -> Any:
-    return value.sample if isinstance(value, SampledProxy) else value
 
 
 class SequentialTracer(torch.fx.Tracer):
@@ -109,8 +107,10 @@ class SequentialTracer(torch.fx.Tracer):
 
     Attributes:
         sample_input: Arguments of the model by name. They become the graph's inputs. Without them
-            it is a plain ``torch.fx.Tracer``.
-        samples: By node, what it is for ``sample_input``.
+            this is a plain ``torch.fx.Tracer``.
+        samples: The value of each node for ``sample_input``.
+        value_nodes: Nodes whose samples follow from values in tensors of the input: not from sizes,
+            and not from weights alone.
     """
 
     def __init__(self, ancestors: set[nn.Module], offloaded: set[nn.Module]) -> None:
@@ -119,6 +119,8 @@ class SequentialTracer(torch.fx.Tracer):
         self.offloaded = set(offloaded) - self.ancestors
         self.sample_input: dict[str, Any] | None = None
         self.samples: dict[torch.fx.Node, Any] = {}
+        self.value_nodes: set[torch.fx.Node] = set()
+        self._input_nodes: set[torch.fx.Node] = set()  # those that follow from the input
         self._is_sampling = False
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
@@ -140,41 +142,38 @@ class SequentialTracer(torch.fx.Tracer):
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
-        """The model's call, with a proxy for each argument of the sample and the concrete ones."""
+        """Return the model's call, with a proxy for each argument of the sample, and the concrete
+        arguments.
+        """
         if self.sample_input is None:
             return super().create_args_for_root(root_fn, is_module, concrete_args)
         self.samples = {}
+        self.value_nodes, self._input_nodes = set(), set()
         proxies = {
             name: self.create_proxy("placeholder", name, (), {}) for name in self.sample_input
         }
-        parameters = inspect.signature(self.root.forward).parameters
-        kinds = {name: parameter.kind for name, parameter in parameters.items()}
-        concrete = {
-            name: value
-            for name, value in (concrete_args or {}).items()
-            if kinds.get(name)
-            not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        }
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        parameters = inspect.signature(self.root.forward).parameters.values()
+        left_out = {parameter.name for parameter in parameters if parameter.kind in variadic}
+        concrete = {k: v for k, v in (concrete_args or {}).items() if k not in left_out}
         root: Any = self.root
         return (lambda: root.forward(**proxies, **concrete)), []
 
-    def create_proxy(
-        self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any, **settings: Any
-    ) -> Any:
-        proxy = super().create_proxy(kind, target, args, kwargs, *more, **settings)
-        node = proxy.node
-        if self.sample_input is not None:
+    def create_node(self, kind: str, *args: Any, **settings: Any) -> torch.fx.Node:
+        node = super().create_node(kind, *args, **settings)
+        if self.sample_input is not None and kind != "output":
             self._is_sampling = True
             try:
                 with torch.no_grad():
                     self.samples[node] = self._run(node)
             finally:
                 self._is_sampling = False
-        return proxy
+            self._note_values(node)
+        return node
 
     def _run(self, node: torch.fx.Node) -> Any:
         assert self.sample_input is not None
-        args, kwargs = map_arg((node.args, node.kwargs), self._sample_of)
+        args, kwargs = map_arg((node.args, node.kwargs), self.samples.__getitem__)
         target: Any = node.target
         if node.op == "placeholder":
             return self.sample_input[target]
@@ -186,28 +185,17 @@ class SequentialTracer(torch.fx.Tracer):
             return getattr(args[0], target)(*args[1:], **kwargs)
         return target(*args, **kwargs)
 
-    def _sample_of(self, node: torch.fx.Node) -> Any:
-        if node not in self.samples:  # made for an argument: a weight, a constant
-            self.samples[node] = self._run(node)
-        return self.samples[node]
-
-    def reads_values(self, node: torch.fx.Node) -> bool:
-        """Whether what a node is for the sample follows from values in tensors of the input: not
-        from sizes, and not from weights alone.
-        """
-        todo = [node]
-        while todo:
-            node = todo.pop()
-            is_tensor = isinstance(self.samples.get(node), Tensor)
-            if (is_tensor or _gives_values(node)) and _is_of_inputs(node):
-                return True
-            if not is_tensor:
-                todo += (
-                    one
-                    for one in node.all_input_nodes
-                    if not isinstance(self.samples.get(one), Tensor)
-                )
-        return False
+    def _note_values(self, node: torch.fx.Node) -> None:
+        inputs = node.all_input_nodes
+        is_tensor = isinstance(self.samples[node], Tensor)
+        if node.op == "placeholder" or not self._input_nodes.isdisjoint(inputs):
+            self._input_nodes.add(node)
+            is_reader = node.op in ("call_method", "call_function") and node.target in _READERS
+            if is_tensor or is_reader:
+                self.value_nodes.add(node)
+        numbers = (one for one in inputs if not isinstance(self.samples[one], Tensor))
+        if not is_tensor and not self.value_nodes.isdisjoint(numbers):
+            self.value_nodes.add(node)
 
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, Tensor) and not self._is_of_model(a):
@@ -226,51 +214,57 @@ class SequentialTracer(torch.fx.Tracer):
 
     @contextlib.contextmanager
     def leaf_functions(self, ignore: set[str]) -> Iterator[None]:
-        """Inside, functions that the ancestors' code calls, and methods in ``ignore``, are single
-        nodes where they are given proxies.
+        """A context in which functions that the ancestors' code calls, and methods in ``ignore``,
+        become single nodes if their arguments hold proxies.
         """
-        with contextlib.ExitStack() as stack:
-            for name in _FACTORIES:
-                stack.enter_context(_set(torch.__dict__, name, self._as_node(getattr(torch, name))))
-            for table, name in _functions_of(self.ancestors):
-                stack.enter_context(_set(table, name, self._as_node(table[name])))
-            for module in self.ancestors:
-                for name in ignore:
-                    method = getattr(module, name, None)
-                    if isinstance(method, types.MethodType):
-                        stack.enter_context(_set(module.__dict__, name, self._as_node(method)))
+        tables = [(vars(torch), name) for name in _FACTORIES] + _functions_of(self.ancestors)
+        functions = [(table, name, table[name]) for table, name in tables]
+        functions += [
+            (vars(module), name, getattr(module, name))
+            for module in self.ancestors
+            for name in ignore
+            if isinstance(getattr(module, name, None), types.MethodType)
+        ]
+        with contextlib.ExitStack() as undo:
+            for table, name, function in functions:
+                if name in table:
+                    undo.callback(table.__setitem__, name, table[name])
+                else:
+                    undo.callback(table.__delitem__, name)
+                table[name] = self._as_node(function)
             yield
 
     def _as_node(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function, updated=())
         def call(*args: Any, **kwargs: Any) -> Any:
-            found: list[Any] = []
-            template = _with_slots((args, kwargs), found)
-            if not found:
+            leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_leaf)
+            places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.fx.Proxy)]
+            if not places:
                 return function(*args, **kwargs)
-            return self.create_proxy("call_function", _bound(function, template), tuple(found), {})
 
-        call.__wrapped__ = function  # type: ignore[attr-defined]
+            # All but the proxies (configurations, flags) is no value of a graph, and is kept here.
+            @functools.wraps(function, ("__name__", "__qualname__"), ())
+            def bound(*values: Any) -> Any:
+                filled = list(leaves)
+                for place, value in zip(places, values):
+                    filled[place] = value
+                args, kwargs = tree_unflatten(filled, spec)
+                return function(*args, **kwargs)
+
+            proxies = tuple(leaves[place] for place in places)
+            return self.create_proxy("call_function", bound, proxies, {})
+
         return call
 
 
-def _gives_values(node: torch.fx.Node) -> bool:
-    return node.op in ("call_method", "call_function") and node.target in _READERS
-
-
-def _is_of_inputs(node: torch.fx.Node) -> bool:
-    todo, seen = [node], {node}
-    while todo:
-        node = todo.pop()
-        if node.op == "placeholder":
-            return True
-        new = set(node.all_input_nodes) - seen
-        seen |= new
-        todo += new
-    return False
+def _is_leaf(value: Any) -> bool:
+    return type(value) not in (tuple, list, dict)
 
 
 def _constant(tensor: Tensor) -> Callable[[], Tensor]:
-    """A tensor of neither inputs nor weights. The graph holds it: the model gets no attribute."""
+    """Return a function that returns a tensor, of neither inputs nor weights. The graph holds it:
+    the model gets no attribute.
+    """
 
     def constant() -> Tensor:
         return tensor
@@ -278,62 +272,10 @@ def _constant(tensor: Tensor) -> Callable[[], Tensor]:
     return constant
 
 
-@dataclasses.dataclass(frozen=True)
-class _Slot:
-    index: int
-
-
-def _with_slots(value: Any, found: list[Any]) -> Any:
-    """The value with a slot for each proxy in it; the proxies go to ``found``."""
-    if isinstance(value, torch.fx.Proxy):
-        found.append(value)
-        return _Slot(len(found) - 1)
-    if type(value) in (tuple, list):
-        return type(value)(_with_slots(item, found) for item in value)
-    if type(value) is dict:
-        return {key: _with_slots(item, found) for key, item in value.items()}
-    return value
-
-
-def _filled(template: Any, values: tuple[Any, ...]) -> Any:
-    if isinstance(template, _Slot):
-        return values[template.index]
-    if type(template) in (tuple, list):
-        return type(template)(_filled(item, values) for item in template)
-    if type(template) is dict:
-        return {key: _filled(item, values) for key, item in template.items()}
-    return template
-
-
-def _bound(function: Callable[..., Any], template: Any) -> Callable[..., Any]:
-    """``function`` of what fills the slots. All else (configurations, flags) is no value of a
-    graph, and is kept here.
-    """
-
-    def bound(*values: Any) -> Any:
-        args, kwargs = _filled(template, values)
-        return function(*args, **kwargs)
-
-    bound.__name__ = bound.__qualname__ = getattr(function, "__name__", "function")
-    return bound
-
-
-@contextlib.contextmanager
-def _set(table: dict[str, Any], name: str, value: Any) -> Iterator[None]:
-    missing = object()
-    before = table.get(name, missing)
-    table[name] = value
-    try:
-        yield
-    finally:
-        if before is missing:
-            del table[name]
-        else:
-            table[name] = before
-
-
 def _functions_of(ancestors: set[nn.Module]) -> list[tuple[dict[str, Any], str]]:
-    """Python functions that the methods of these modules name, and the tables they are found in."""
+    """Return the Python functions that the methods of these modules name, as the tables that hold
+    them and their names.
+    """
     found: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
     for module in ancestors:
         for kind in type(module).__mro__:

@@ -1,19 +1,19 @@
-"""A model as a list of subgraphs, each with one target: for models that trace."""
+"""Splits a traced model into subgraphs, each with one target."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from flex_model.errors import TraceError
-from flex_model.sequential import trace_check
 from flex_model.sequential.targets import get_sequential_ancestors, match_modules
-from flex_model.sequential.tracer import SequentialTracer
+from flex_model.sequential.traced import trace_check
+from flex_model.sequential.traced.tracer import SequentialTracer
 
 
 @dataclass
@@ -32,27 +32,28 @@ class Subgraph:
                 values.update(output)
 
     Attributes:
-        graph: What it computes.
+        graph: Its operations.
         input_names: Names of the values that ``forward`` takes: arguments of the model, and outputs
-            of subgraphs before.
-        consumed_names: Those of them that no later one takes.
+            of earlier subgraphs.
+        consumed_names: Those of them that no later subgraph takes.
     """
 
     graph: Graph
     input_names: set[str]
     consumed_names: set[str]
-    _forward: Any = field(default=None, repr=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it: ``forward(model, **values)``. A dict by node name; the last one of a model gives
-        what the model returns.
+        """Run it: ``forward(model, **values)``. Returns a dict by node name; the last one of a
+        model returns what the model returns.
         """
-        if self._forward is None:
-            code = self.graph.python_code("self")
-            found = dict(code.globals)
-            exec(compile(code.src, "<subgraph>", "exec"), found)
-            self._forward = found["forward"]
-        return self._forward(*args, **kwargs)
+        return self._function(*args, **kwargs)
+
+    @cached_property
+    def _function(self) -> Any:
+        code = self.graph.python_code("self")
+        found = dict(code.globals)
+        exec(compile(code.src, "<subgraph>", "exec"), found)
+        return found["forward"]
 
 
 def trace_subgraphs(
@@ -65,10 +66,10 @@ def trace_subgraphs(
     model, also on other batch sizes, lengths and masks.
 
     Args:
-        sample_input: Arguments by name. Their lengths and truths are taken to be those of all; code
-            that asks in Python for values in tensors does not trace.
+        sample_input: Arguments by name. Their lengths and truths are taken to be those of all
+            inputs; code that reads the values of tensors in Python does not trace.
         sequential_targets: As in ``match_modules``.
-        ignore: Names of methods, of the modules around targets, not to look into.
+        ignore: Names of methods, of the modules around targets, not to trace through.
 
     Raises:
         TraceError: the model does not trace, a target is missing or called twice, or the subgraphs
@@ -93,39 +94,27 @@ def trace_subgraphs(
             "meta; load the model, or use sequential.run(model, batches, weights=...)"
         )
     concrete_args = populate_concrete_args(model, sample_input)
-    with trace_check.quiet(model):
-        graph = _traced(model, targets, sample_input, concrete_args, set(ignore))
-        trace_check.targets_once(model, graph, targets)
+    with trace_check.without_hooks(model):
+        tracer = SequentialTracer(get_sequential_ancestors(model, targets), set())
+        tracer.sample_input = dict(sample_input)
+        try:
+            with tracer.leaf_functions(set(ignore)):
+                graph = GraphModule(model, tracer.trace(model, concrete_args))
+        except Exception as error:
+            raise trace_check.trace_error(
+                f"{type(model).__name__} does not trace: {type(error).__name__}: {error}"
+            ) from error
+        trace_check.check_targets(model, graph, targets)
         partitions = topological_partition(graph, targets)
         subgraphs = partition_graph(model, partitions)
         trace_consumed_names(subgraphs)
-        trace_check.equal(model, subgraphs, len(targets), sample_input, concrete_args)
+        trace_check.check_equal(model, subgraphs, len(targets), sample_input, concrete_args)
     return subgraphs
 
 
-def _traced(
-    model: nn.Module,
-    targets: set[nn.Module],
-    sample_input: dict[str, Any],
-    concrete_args: dict[str, Any],
-    ignore: set[str],
-) -> GraphModule:
-    tracer = SequentialTracer(get_sequential_ancestors(model, targets), set())
-    tracer.sample_input = dict(sample_input)
-    try:
-        with tracer.leaf_functions(ignore):
-            graph = tracer.trace(model, concrete_args)
-        return GraphModule(model, graph)
-    except Exception as error:
-        raise TraceError(
-            f"trace_subgraphs: {type(model).__name__} does not trace: {type(error).__name__}: "
-            f"{error}. {trace_check.ADVICE}"
-        ) from error
-
-
 def populate_concrete_args(model: nn.Module, sample_input: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of ``model.forward`` that the sample does not have, by name: their defaults, an
-    empty list or dict for variadic ones, and no cache.
+    """Return the arguments of ``model.forward`` that the sample does not have, by name: their
+    defaults, an empty list or dict for variadic ones, and no cache.
 
     Raises:
         ValueError: one that has no default.
@@ -151,7 +140,7 @@ def populate_concrete_args(model: nn.Module, sample_input: dict[str, Any]) -> di
 
 
 def find_target_nodes(graph: GraphModule, targets: set[nn.Module]) -> set[Node]:
-    """The nodes that call a target."""
+    """Return the nodes that call a target."""
     return {
         node
         for node in graph.graph.nodes
@@ -160,8 +149,8 @@ def find_target_nodes(graph: GraphModule, targets: set[nn.Module]) -> set[Node]:
 
 
 def topological_partition(graph: GraphModule, targets: set[nn.Module]) -> list[list[Node]]:
-    """The nodes in the order of the graph, cut after each target; weights are fetched where they
-    are first used.
+    """Return the nodes in the order of the graph, split after each target; weights are fetched
+    where they are first used.
     """
     if not graph_is_well_formed(graph.graph):
         raise ValueError("topological_partition: users and inputs of the graph's nodes differ")
@@ -182,40 +171,32 @@ def topological_partition(graph: GraphModule, targets: set[nn.Module]) -> list[l
 
 
 def partition_graph(model: nn.Module, partitions: list[list[Node]]) -> list[Subgraph]:
-    """A Subgraph for each partition; ``trace_consumed_names`` fills their ``consumed_names``."""
+    """Return a Subgraph for each partition; ``trace_consumed_names`` fills ``consumed_names``."""
     return [_subgraph_of(model, nodes) for nodes in partitions]
 
 
 def _subgraph_of(model: nn.Module, nodes: list[Node]) -> Subgraph:
     inside = set(nodes)
-    outside = {n: None for node in nodes for n in node.all_input_nodes if n not in inside}
+    inputs = {n: None for node in nodes for n in node.all_input_nodes if n not in inside}
+    inputs |= {node: None for node in nodes if node.op == "placeholder"}
     graph = Graph()
-    graph.owning_module = None
-    copies: dict[Node, Node] = {}
-    for node in [*outside, *(node for node in nodes if node.op == "placeholder")]:
-        copies[node] = graph.placeholder(node.name)
+    copies = {node: graph.placeholder(node.name) for node in inputs}
     for node in nodes:
         if node.op != "placeholder":
-            copies[node] = graph.node_copy(node, lambda n: copies[n])
+            copies[node] = graph.node_copy(node, copies.__getitem__)
     if not any(node.op == "output" for node in nodes):
-        graph.output(
-            {
-                node.name: copies[node]
-                for node in nodes
-                if any(user not in inside for user in node.users)
-            }
-        )
+        outputs = [node for node in nodes if not inside.issuperset(node.users)]
+        graph.output({node.name: copies[node] for node in outputs})
     graph.lint()
-    return Subgraph(graph, {node.name for node in graph.nodes if node.op == "placeholder"}, set())
+    return Subgraph(graph, {copies[node].name for node in inputs}, set())
 
 
 def trace_consumed_names(subgraphs: list[Subgraph]) -> None:
     """Fill ``consumed_names``: each input belongs to the last subgraph that takes it."""
-    for subgraph in subgraphs:
-        subgraph.consumed_names = set()
     later: set[str] = set()
     for subgraph in reversed(subgraphs):
-        subgraph.consumed_names |= subgraph.input_names - later
+        subgraph.consumed_names.clear()
+        subgraph.consumed_names.update(subgraph.input_names - later)
         later |= subgraph.input_names
 
 

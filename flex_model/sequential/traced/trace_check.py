@@ -1,4 +1,4 @@
-"""Whether a traced model is the model: nothing is returned that was not compared with it."""
+"""Checks that subgraphs compute what their model does, before they are returned."""
 
 from __future__ import annotations
 
@@ -15,65 +15,73 @@ from flex_model import _C
 from flex_model.errors import TraceError
 
 if TYPE_CHECKING:
-    from flex_model.sequential.subgraph import Subgraph
+    from flex_model.sequential.traced.subgraph import Subgraph
 
-ADVICE = "Use flex_model.sequential.run, which traces nothing and is exact for any model"
 _MORE_ROWS, _MORE_TOKENS = 1, 3
 
 
+def trace_error(problem: str) -> TraceError:
+    return TraceError(
+        f"trace_subgraphs: {problem}. Use flex_model.sequential.run, which traces nothing and is "
+        "exact for any model"
+    )
+
+
 @contextlib.contextmanager
-def quiet(model: nn.Module) -> Iterator[None]:
-    """Inside, no hook of the model runs, and there are no gradients."""
-    tables = ("_forward_hooks", "_forward_pre_hooks")
-    kept = [(vars(module), name) for module in model.modules() for name in tables]
-    before = [dict(table[name]) for table, name in kept]
-    for table, name in kept:
-        table[name].clear()
+def without_hooks(model: nn.Module) -> Iterator[None]:
+    """A context in which no hook of the model runs, and there are no gradients."""
+    tables = [
+        table
+        for module in model.modules()
+        for table in (module._forward_hooks, module._forward_pre_hooks)
+    ]
+    before = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
     try:
         with torch.no_grad():
             yield
     finally:
-        for (table, name), hooks in zip(kept, before):
-            table[name].update(hooks)
+        for table, hooks in zip(tables, before):
+            table.update(hooks)
 
 
-def targets_once(model: nn.Module, graph: GraphModule, targets: set[nn.Module]) -> None:
-    """Each target is one node.
+def check_targets(model: nn.Module, graph: GraphModule, targets: set[nn.Module]) -> None:
+    """Check that each target is one node.
 
     Raises:
         TraceError: one is missing, or there twice.
     """
     calls = Counter(
-        id(graph.get_submodule(str(node.target)))
+        graph.get_submodule(str(node.target))
         for node in graph.graph.nodes
         if node.op == "call_module"
     )
     for name, module in model.named_modules():
-        if module in targets and calls[id(module)] != 1:
-            what = "never called" if not calls[id(module)] else "called more than once"
-            raise TraceError(
-                f"trace_subgraphs: the target {name!r} is {what} by the code that was traced; it "
-                "may be called in a part that is not traced, inside another target, or in a loop. "
-                f"{ADVICE}"
+        if module in targets and calls[module] != 1:
+            what = "never called" if not calls[module] else "called more than once"
+            raise trace_error(
+                f"the target {name!r} is {what} by the code that was traced; it may be called in a "
+                "part that is not traced, inside another target, or in a loop"
             )
 
 
-def equal(
+def check_equal(
     model: nn.Module,
     subgraphs: list[Subgraph],
     num_targets: int,
     sample_input: dict[str, Any],
     concrete_args: dict[str, Any],
 ) -> None:
-    """The subgraphs compute what the model does: on the sample, and on another shape and mask.
+    """Check that the subgraphs compute what the model does: on the sample, and on another shape and
+    mask.
 
     Raises:
         TraceError: they don't.
     """
     if len(subgraphs) != num_targets + 1:
-        raise TraceError(
-            f"trace_subgraphs: expected {num_targets + 1} subgraphs for {num_targets} targets, got "
-            f"{len(subgraphs)}. {ADVICE}"
+        raise trace_error(
+            f"expected {num_targets + 1} subgraphs for {num_targets} targets, got {len(subgraphs)}"
         )
     settings = {"use_cache": False} if "use_cache" in concrete_args else {}
     expected = model(**sample_input, **settings)
@@ -91,28 +99,27 @@ def _compare(
     model: nn.Module, subgraphs: list[Subgraph], inputs: dict[str, Any], expected: Any, what: str
 ) -> None:
     try:
-        output = run_all(model, subgraphs, inputs)
+        output = _run(model, subgraphs, inputs)
     except Exception as error:
-        raise TraceError(
-            f"trace_subgraphs: {what}, the subgraphs of {type(model).__name__} fail "
-            f"({type(error).__name__}: {error}), and the model does not. {ADVICE}"
+        raise trace_error(
+            f"{what}, the subgraphs of {type(model).__name__} fail ({type(error).__name__}: "
+            f"{error}), and the model does not"
         ) from error
     if type(output) is not type(expected):
-        raise TraceError(
-            f"trace_subgraphs: the last subgraph returns a {type(output).__name__}, the model a "
-            f"{type(expected).__name__}. {ADVICE}"
+        raise trace_error(
+            f"the last subgraph returns a {type(output).__name__}, the model a "
+            f"{type(expected).__name__}"
         )
     found, wanted = _C.flatten(output)[0], _C.flatten(expected)[0]
     if len(found) != len(wanted) or not wanted:
-        raise TraceError(
-            f"trace_subgraphs: {what}, the last subgraph returns {len(found)} tensors, the model "
-            f"{len(wanted)}. {ADVICE}"
+        raise trace_error(
+            f"{what}, the last subgraph returns {len(found)} tensors, the model {len(wanted)}"
         )
     for index, (one, other) in enumerate(zip(found, wanted)):
         if one.shape != other.shape or not _same(one, other):
-            raise TraceError(
-                f"trace_subgraphs: {what}, tensor {index} of the output differs from the model's: "
-                f"what was traced holds for the sample only. {ADVICE}"
+            raise trace_error(
+                f"{what}, tensor {index} of the output differs from the model's: what was traced "
+                "holds for the sample only"
             )
 
 
@@ -120,8 +127,8 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
-def run_all(model: nn.Module, subgraphs: list[Subgraph], inputs: dict[str, Any]) -> Any:
-    """The output of the last of them, run in order."""
+def _run(model: nn.Module, subgraphs: list[Subgraph], inputs: dict[str, Any]) -> Any:
+    """Return the output of the last of them, run in order."""
     values, output = dict(inputs), None
     for subgraph in subgraphs:
         output = subgraph.forward(model, **{name: values[name] for name in subgraph.input_names})
@@ -133,20 +140,20 @@ def run_all(model: nn.Module, subgraphs: list[Subgraph], inputs: dict[str, Any])
 
 
 def _others(sample: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Inputs of other shapes, the boldest ones first."""
-    for what, tokens, features in (
+    """Yield inputs of other shapes, those that differ most first."""
+    for what, tokens, has_features in (
         ("more rows, longer sequences and another mask", _MORE_TOKENS, True),
         ("more rows, longer sequences and another mask", _MORE_TOKENS, False),
         ("more rows and another mask", 0, False),
     ):
-        yield what, {name: _other(name, v, tokens, features) for name, v in sample.items()}
+        yield what, {name: _other(name, v, tokens, has_features) for name, v in sample.items()}
 
 
-def _other(name: str, value: Any, tokens: int, features: bool) -> Any:
+def _other(name: str, value: Any, tokens: int, has_features: bool) -> Any:
     if not isinstance(value, Tensor) or not value.dim():
         return value
     is_tokens = value.dim() == 2 and not value.dtype.is_floating_point
-    is_features = value.dim() == 3 and value.dtype.is_floating_point and features
+    is_features = value.dim() == 3 and value.dtype.is_floating_point and has_features
     value = _longer(value, 0, _MORE_ROWS)
     if is_tokens or is_features:
         value = _longer(value, 1, tokens)
@@ -157,6 +164,6 @@ def _other(name: str, value: Any, tokens: int, features: bool) -> Any:
 
 
 def _longer(value: Tensor, dim: int, by: int) -> Tensor:
-    """With ``by`` more along ``dim``: the first ones once more."""
+    """Return it with ``by`` more along ``dim``: the first ones repeated."""
     size = value.shape[dim]
     return value.index_select(dim, torch.arange(size + by, device=value.device) % max(1, size))

@@ -1,6 +1,6 @@
-"""What modules have in the place of weights that are not loaded: it tells what the weight is like,
-and any use of its values is an error. Torch's own answer would be wrong numbers: those that the
-model had before, or, of a weight on meta, whatever lies in memory.
+"""Stands in for a weight that is not loaded. Its shape, dtype and the like can be read; any use of
+its values is an error, where torch would compute wrong numbers: with the values that the model had
+before, or, for a weight on meta, with whatever is in memory.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from flex_model.sequential.inventory import Weight
+from flex_model.integrations import torch_private
+from flex_model.sequential.weights.inventory import Weight
 
-# Besides attributes; they don't need values.
+# Methods that don't need values, besides attributes.
 _HARMLESS = (
     *("dim", "ndimension", "size", "numel", "nelement", "stride", "storage_offset", "element_size"),
     *("get_device", "is_complex", "is_contiguous", "is_floating_point", "is_inference"),
@@ -21,10 +21,17 @@ _HARMLESS = (
 )
 
 
-class _Absent(Tensor):
+class AbsentWeight(Tensor):
     _name: str
     _weight: Tensor
-    _is_param: bool  # what torch asks for in isinstance(..., nn.Parameter)
+    _is_param: bool  # what torch reads in isinstance(..., nn.Parameter)
+
+    @staticmethod
+    def __new__(cls, weight: Weight) -> AbsentWeight:
+        own = weight.tensor
+        self: AbsentWeight = torch_private.make_subclass(cls, own.detach(), own.requires_grad)
+        self._name, self._weight, self._is_param = weight.names[0], own, weight.is_parameter
+        return self
 
     @classmethod
     def __torch_function__(
@@ -32,12 +39,12 @@ class _Absent(Tensor):
     ) -> Any:
         name = getattr(func, "__name__", "")
         if name == "__get__" or name in _HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch_private.DisableTorchFunction():
                 found = func(*args, **(kwargs or {}))
             if not isinstance(found, Tensor):
                 return found
         leaves = (*args, *(kwargs or {}).values())
-        names = [leaf._name for leaf in leaves if isinstance(leaf, _Absent)]
+        names = [leaf._name for leaf in leaves if isinstance(leaf, AbsentWeight)]
         raise RuntimeError(
             f"sequential.run: the weight {names[0] if names else '(one of several)'!r} is used "
             "outside of the call of its target, and is not there now; choose targets=[...] without "
@@ -52,10 +59,8 @@ class _Absent(Tensor):
 
 
 def absent(weight: Weight) -> Tensor:
-    """In its place while it is not loaded."""
-    own = weight.tensor
-    if type(own) not in (Tensor, nn.Parameter):  # shards, which no operation mixes with tensors
-        return own
-    made = Tensor._make_subclass(_Absent, own.detach(), own.requires_grad)
-    made._name, made._weight, made._is_param = weight.names[0], own, weight.is_parameter
-    return made
+    """Return the stand-in for a weight. A sharded one is its own: no operation mixes it with plain
+    tensors.
+    """
+    is_plain = type(weight.tensor) in (Tensor, nn.Parameter)
+    return AbsentWeight(weight) if is_plain else weight.tensor

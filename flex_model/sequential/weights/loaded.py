@@ -1,4 +1,4 @@
-"""A model whose weights come from elsewhere for the time of a run."""
+"""A model whose weights come from elsewhere during a run."""
 
 from __future__ import annotations
 
@@ -11,62 +11,51 @@ import torch
 from torch import Tensor, nn
 
 from flex_model.hooks.core import HookCore
-from flex_model.sequential import heap, inventory, rebuild
-from flex_model.sequential.loading import WeightLoader
+from flex_model.integrations import offload
 from flex_model.sequential.targets import Target
-from flex_model.sequential.weights import WeightSource, as_source
+from flex_model.sequential.weights import heap, rebuild
+from flex_model.sequential.weights.inventory import Inventory, take_inventory
+from flex_model.sequential.weights.loader import WeightLoader
+from flex_model.sequential.weights.source import WeightSource, as_source
 
 
 @contextlib.contextmanager
 def loaded(
     module: nn.Module,
-    found: list[Target],
+    targets: list[Target],
     weights: str | Path | WeightSource | None,
     place: torch.device,
     prefetch: int,
-    wanted: Iterable[str],
+    needed: Iterable[str],
 ) -> Iterator[WeightLoader]:
-    """Inside, weights come and go; the model is as it was afterwards."""
+    """A context in which weights are loaded and dropped; the model is as it was afterwards."""
     source = None if weights is None else as_source(weights, module)
-    stock = inventory.take(module, found, _finder(module, source), wanted)
-    _check_given(module, stock)
-    loader = WeightLoader(source, stock, found, place, prefetch)
+    inventory = take_inventory(module, targets, _finder(module, source), needed)
+    _check_complete(inventory)
+    loader = WeightLoader(source, inventory, targets, place, prefetch)
     try:
-        with heap.small(), rebuild.rebuilt(module, stock.rebuilt, place):
+        with heap.small(), rebuild.rebuilt(module, inventory.rebuilt, place):
             yield loader
     finally:
         loader.close()
 
 
 def _finder(module: nn.Module, source: WeightSource | None) -> Callable[[list[str]], str | None]:
-    """By which of its names the source has a weight."""
+    """Return the function from a weight's names to the one that the source has."""
     if source is None:
         return lambda names: None
-    tied = _tied_names(module)
+    tied = offload.tied_groups(module)
     has = getattr(source, "has", None) or set(source.names()).__contains__
 
     def find(names: list[str]) -> str | None:
-        others = [other for name in names for other in tied.get(name, ())]
+        others = [other for name in names for other in sorted(tied.get(name, ()))]
         return next((name for name in [*names, *others] if has(name)), None)
 
     return find
 
 
-def _tied_names(module: nn.Module) -> dict[str, set[str]]:
-    """What Hugging Face models state to be tied: also where it is several tensors, on meta."""
-    groups: dict[str, set[str]] = {}
-    for prefix, part in module.named_modules():
-        stated = getattr(part, "all_tied_weights_keys", None)
-        for target, source in (stated if isinstance(stated, Mapping) else {}).items():
-            dot = prefix and f"{prefix}."
-            group = groups.get(dot + source) or groups.get(dot + target) or set()
-            group |= {dot + source, dot + target}
-            groups.update(dict.fromkeys(group, group))
-    return groups
-
-
 def weights_of_hooks(core: HookCore) -> list[str]:
-    """Parameters that editing functions are handed: they may be those of another target."""
+    """Return the parameters that editing functions use: they may be those of another target."""
     return [
         name
         for registration in core.table.registrations
@@ -76,6 +65,7 @@ def weights_of_hooks(core: HookCore) -> list[str]:
 
 
 def device_of(module: nn.Module, device: str | torch.device | None) -> torch.device:
+    """Return the device that a run with this argument ``device`` takes place on."""
     if device is None:
         devices = dict.fromkeys(tensor.device for tensor in _tensors_of(module))
         own = next((one for one in devices if one.type != "meta"), None)
@@ -89,7 +79,7 @@ def device_of(module: nn.Module, device: str | torch.device | None) -> torch.dev
 
 
 def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    """Shared ones several times."""
+    """Yield every parameter and buffer; shared ones several times."""
     for part in module.modules():
         for tensor in (*part._parameters.values(), *part._buffers.values()):
             if tensor is not None:
@@ -99,8 +89,8 @@ def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
 def needs_loading(
     module: nn.Module, device: str | torch.device | None, place: torch.device
 ) -> bool:
-    """Whether the model's own weights must come to ``place``, or are nowhere. A model of several
-    devices, or one whose own hooks bring its weights (accelerate), is run as it is.
+    """Whether the model's own weights must be copied to ``place``, or are on meta. A model on
+    several devices, or one whose own hooks load its weights (accelerate), is run as it is.
     """
     if device is not None:
         return any(tensor.device != place for tensor in _tensors_of(module))
@@ -110,6 +100,7 @@ def needs_loading(
 
 
 def moved(batch: Any, place: torch.device) -> Any:
+    """Return a batch with its tensors on ``place``."""
     if isinstance(batch, Tensor):
         return batch.to(place)
     if isinstance(batch, Mapping):
@@ -119,13 +110,16 @@ def moved(batch: Any, place: torch.device) -> Any:
     return batch
 
 
-def _check_given(module: nn.Module, stock: inventory.Inventory) -> None:
-    every = [*stock.resident, *(weight for part in stock.steps.values() for weight in part)]
-    missing = [w.names[0] for w in every if w.given_as is None and w.tensor.is_meta]
+def _check_complete(inventory: Inventory) -> None:
+    missing = [
+        weight.names[0]
+        for weight in inventory.loaded
+        if weight not in inventory.sources and weight.tensor.is_meta
+    ]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(
-            f"sequential.run: nothing gives {missing[0]!r}{more}: it is on meta, and the weights "
+            f"sequential.run: no source for {missing[0]!r}{more}: it is on meta, and the weights "
             "do not have it. If they have it by another name: CheckpointWeights(path, rename=...); "
             "if the model is to be run as it is, build it on a real device"
         )

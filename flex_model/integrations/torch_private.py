@@ -1,0 +1,155 @@
+"""Private functions of torch, each named once. Tried with torch 2.11."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch._C import _autograd, _functorch
+from torch._C._dynamo import eval_frame
+from torch.autograd import forward_ad
+from torch.nn.utils import stateless
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _device, _pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+# ---- Sequential runs: what torch keeps per thread or process ---------------------------------
+# There is no public way to read these, or to set them without a context. Without one of them, a
+# batch that changes the setting around a target would change it for other batches.
+
+_C: Any = torch._C
+
+
+def _set_saved_hooks_error(message: str | None) -> None:
+    if message is None:
+        _autograd._saved_tensors_hooks_enable()
+    else:
+        _autograd._saved_tensors_hooks_disable(message, False)
+
+
+def _set_default_device(device: Any) -> None:
+    _device.CURRENT_DEVICE = device
+
+
+def _set_device_context(context: Any) -> None:
+    torch._GLOBAL_DEVICE_CONTEXT.device_context = context
+
+
+# How each setting is read, and set. The attention kernels are one choice for the process.
+THREAD_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (_C._get_torch_function_state, _C._set_torch_function_state),
+    (lambda: _device.CURRENT_DEVICE, _set_default_device),  # of `with torch.device`
+    (
+        lambda: getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None),
+        _set_device_context,  # of `torch.set_default_device`
+    ),
+    (torch.is_grad_enabled, _C._set_grad_enabled),
+    (_C._is_fwd_grad_enabled, _C._set_fwd_grad_enabled),
+    (_C._is_multithreading_enabled, _C._set_multithreading_enabled),
+    (_C._is_view_replay_enabled, _C._set_view_replay_enabled),
+    (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
+    (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
+    (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
+    (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
+    (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
+    *(
+        (functools.partial(read, kind), functools.partial(write, kind))
+        for kind in ("cpu", "cuda")
+        for read, write in (
+            (torch.is_autocast_enabled, torch.set_autocast_enabled),
+            (torch.get_autocast_dtype, torch.set_autocast_dtype),
+        )
+    ),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    (_C._get_dtensor_allow_implicit_replication, _C._set_dtensor_allow_implicit_replication),
+    (_autograd._saved_tensors_hooks_get_disabled_error_message, _set_saved_hooks_error),
+    # What torch.compile has called for each Python frame: last, since ours are not to be compiled.
+    (eval_frame.get_eval_frame_callback, eval_frame.set_eval_frame),
+)
+
+
+class ModeStack(NamedTuple):
+    """One of torch's stacks of modes. Modes are pushed and popped here, not entered and left."""
+
+    read: Callable[[], list[Any]]
+    pop: Callable[[], Any]
+    push: Callable[[Any], None]
+
+    def write(self, modes: list[Any]) -> None:
+        for _ in self.read():
+            self.pop()
+        for mode in modes:
+            self.push(mode)
+
+
+MODE_STACKS = (
+    ModeStack(
+        _get_current_function_mode_stack,
+        _C._pop_torch_function_stack,
+        _C._push_on_torch_function_stack,
+    ),
+    ModeStack(
+        _get_current_dispatch_mode_stack,
+        functools.partial(_C._pop_torch_dispatch_stack, None),  # of any kind
+        _C._push_on_torch_dispatch_stack,
+    ),
+)
+
+InferenceMode = _C._InferenceMode  # a guard: its end restores what was there when it was made
+ForceDispatchKeys = _C._ForceDispatchKeyGuard
+is_any_autocast_enabled = _C._is_any_autocast_enabled
+included_dispatch_keys = _C._dispatch_tls_local_include_set
+excluded_dispatch_keys = _C._dispatch_tls_local_exclude_set
+
+enable_saved_hooks = _autograd._saved_tensors_hooks_enable
+top_saved_hooks = functools.partial(_autograd._top_saved_tensors_default_hooks, True)
+push_saved_hooks = _autograd._push_saved_tensors_default_hooks
+pop_saved_hooks = _autograd._pop_saved_tensors_default_hooks
+
+num_transforms = _functorch.get_dynamic_layer_stack_depth  # of torch.func that are in progress
+pop_transform = _functorch.pop_dynamic_layer_stack
+push_transform = _functorch.push_dynamic_layer_stack
+
+
+def cuda_stream() -> tuple[int, dict[str, int]]:
+    """The current CUDA device and stream."""
+    stream = torch.cuda.current_stream()
+    names = ("stream_id", "device_index", "device_type")
+    return stream.device_index, {name: getattr(stream, name) for name in names}
+
+
+def set_cuda_stream(device: int, stream: dict[str, int]) -> None:
+    torch.cuda.set_device(device)
+    _C._cuda_setStream(**stream)
+
+
+def forward_mode_level() -> int:
+    """The level of forward-mode differentiation, one for the process; -1 outside of it."""
+    return forward_ad._current_level
+
+
+# ---- Sequential runs: the rest ---------------------------------------------------------------
+
+current_graph_task = _C._current_graph_task_id  # -1: no backward is running in this thread
+functional_call_code = stateless._functional_call.__code__  # of the frame in which the model runs
+# A function of pybind11 in torch's library: its code is that of all others there.
+PYBIND11_FUNCTION = _C._dispatch_tls_local_include_set
+make_subclass = torch.Tensor._make_subclass
+DisableTorchFunction = _C.DisableTorchFunctionSubclass
+tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
+
+
+def num_references(storage: Any) -> int:
+    """How many tensors and other holders a storage has."""
+    return int(_C._storage_Use_Count(storage._cdata))
+
+
+def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """This rank's part of a DTensor: its sizes, and where it begins."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )

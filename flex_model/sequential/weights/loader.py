@@ -1,0 +1,213 @@
+"""Loads the weights of each step into the model, reads those of the next one meanwhile, and leaves
+the model as it was.
+
+Weights are copied into a few flat buffers, each large enough for the largest step, which are
+reused: memory that is freed and allocated for every step would pile up in the heap.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor, nn
+
+from flex_model.integrations import torch_private
+from flex_model.sequential.interrupts import deferred
+from flex_model.sequential.targets import Target
+from flex_model.sequential.weights.absent import absent
+from flex_model.sequential.weights.inventory import Inventory, Weight
+from flex_model.sequential.weights.shards import local_of, part_of, with_local
+from flex_model.sequential.weights.source import WeightSource
+
+_ALIGNMENT = 64  # bytes, as torch's own allocator: kernels' results may depend on it
+_OWN = 2  # references to the storage of a single tensor: its own, and that of the reader
+
+
+class WeightLoader:
+    """The weights of one run. ``close()`` puts back what the modules had.
+
+    Args:
+        prefetch: The number of steps that are read ahead; 0: none, and there is no thread.
+
+    Attributes:
+        loads: By target name, how often its weights were loaded.
+        bytes_read: Bytes read from the source, in its own dtype.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource | None,
+        inventory: Inventory,
+        targets: list[Target],
+        device: torch.device,
+        prefetch: int,
+    ) -> None:
+        self.prefetch = prefetch
+        self.loads: Counter[str] = Counter()
+        self.bytes_read = 0
+        self._source, self._inventory, self._device = source, inventory, device
+        self._targets = targets
+        sizes = (map(_size_of, weights) for weights in inventory.steps.values())
+        self._buffer_bytes = max(map(sum, sizes), default=0)
+        self._free: list[_Buffer] = []
+        self._loaded: dict[int, _Buffer] = {}
+        self._ahead: dict[int, Future[_Buffer]] = {}
+        self._reader = ThreadPoolExecutor(1, "flex_model weights") if prefetch else None
+
+    def load_resident(self) -> None:
+        """Load what stays for the whole run: embeddings, norms, heads, weights that targets share.
+        All others are absent until they are acquired.
+        """
+        for weights in self._inventory.steps.values():
+            for weight in weights:
+                weight.put(absent(weight))
+        for weight in self._inventory.resident:
+            if weight in self._inventory.sources or weight.tensor.device != self._device:
+                local = torch.empty_like(local_of(weight.tensor), device=self._device)
+                self._read_into(local.detach(), weight)
+                weight.put(_as_weight(local, weight))
+
+    def acquire(self, steps: set[int]) -> None:
+        """Load the weights of exactly these steps into the model."""
+        for step in self._loaded.keys() - steps:
+            buffer = self._loaded.pop(step)
+            if buffer.release():
+                self._free.append(buffer)
+        for step in sorted(steps - self._loaded.keys()):
+            if self._reader is None:
+                buffer = self._fill(step, self._buffer())
+            else:
+                buffer = (self._ahead.pop(step, None) or self._submit(step)).result()
+            self._loaded[step] = buffer
+            buffer.put()
+            self.loads.update(target.name for target in self._targets if target.step == step)
+
+    def read_ahead(self, steps: Iterable[int]) -> None:
+        """Begin to read what will probably be acquired next, and drop what was read in vain."""
+        wanted = [step for step in steps if step not in self._loaded][: self.prefetch]
+        for step in self._ahead.keys() - set(wanted):
+            self._free.append(self._ahead.pop(step).result())
+        for step in wanted:
+            if step not in self._ahead:
+                self._ahead[step] = self._submit(step)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in the memory of a step's weights, which others will take."""
+        local = local_of(tensor)
+        if type(local) is not Tensor:  # the result of a collective in progress
+            return False
+        place = local.untyped_storage().data_ptr()
+        return any(buffer.memory.data_ptr() == place for buffer in self._loaded.values())
+
+    def close(self) -> None:
+        """Put back what the modules had, and end the reading thread."""
+        if self._reader is not None:
+            self._reader.shutdown(wait=True, cancel_futures=True)
+        for weight in self._inventory.loaded:  # all: loading some may have been interrupted
+            weight.put(weight.tensor)
+        self._loaded.clear()
+        self._ahead.clear()
+        self._free.clear()
+
+    def _buffer(self) -> _Buffer:
+        return self._free.pop() if self._free else _Buffer(self._buffer_bytes, self._device)
+
+    def _submit(self, step: int) -> Future[_Buffer]:
+        assert self._reader is not None
+        with deferred():  # the first one starts the thread, which the reader must have noted
+            return self._reader.submit(self._fill, step, self._buffer())
+
+    def _fill(self, step: int, buffer: _Buffer) -> _Buffer:
+        buffer.fill(self._inventory.steps.get(step, []), self._read_into)
+        return buffer
+
+    def _read_into(self, local: Tensor, weight: Weight) -> None:
+        """Copy this rank's part from the source, or from the model itself; casts the dtype."""
+        name = self._inventory.sources.get(weight)
+        if name is None or self._source is None:
+            local.copy_(local_of(weight.tensor))
+            return
+        full = self._source.read(name)
+        if not isinstance(full, Tensor):
+            raise TypeError(
+                f"sequential.run: the weights give a {type(full).__name__} for {name!r}; read() "
+                "must return a torch.Tensor"
+            )
+        if full.shape != weight.tensor.shape:
+            raise ValueError(
+                f"sequential.run: {weight.names[0]!r} has shape {tuple(weight.tensor.shape)} in "
+                f"the model, but {tuple(full.shape)} in the weights; give the weights of this "
+                "model, or build it with their configuration"
+            )
+        self.bytes_read += full.nbytes
+        local.copy_(part_of(full, weight.tensor))
+
+
+class _Buffer:
+    """Memory for the weights of one step. For a CUDA device they are read into pinned memory, and
+    copied from there on a stream of the buffer's own.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._parts: list[tuple[Weight, Tensor]] = []
+        self._is_free_after: torch.cuda.Event | None = None
+        self._staging: tuple[Tensor, torch.cuda.Stream] | None = None
+
+    def fill(self, weights: list[Weight], read_into: Callable[[Tensor, Weight], None]) -> None:
+        """Read weights into it."""
+        device = self.memory.device
+        if device.type == "cuda" and self._staging is None:
+            pinned = torch.empty(self.memory.shape, dtype=torch.uint8, pin_memory=True)
+            self._staging = pinned, torch.cuda.Stream(device)
+        parts, start = [], 0
+        with torch.no_grad():
+            for weight in weights:
+                local = local_of(weight.tensor)
+                parts.append((weight, _part(self.memory, start, local)))
+                memory = self._staging[0] if self._staging else self.memory
+                read_into(_part(memory, start, local), weight)
+                start += _size_of(weight)
+            self._parts = parts
+            if self._staging is not None:
+                pinned, stream = self._staging
+                with torch.cuda.stream(stream):
+                    if self._is_free_after is not None:
+                        stream.wait_event(self._is_free_after)
+                    self.memory.copy_(pinned, non_blocking=True)
+                stream.synchronize()
+
+    def put(self) -> None:
+        """Replace the weights in the modules by the parts of this memory."""
+        for weight, local in self._parts:
+            weight.put(_as_weight(local, weight))
+
+    def release(self) -> bool:
+        """Take the weights out of the modules. Returns whether the memory can be reused: not if
+        other tensors are in it, such as a weight that a target kept.
+        """
+        for weight in [part[0] for part in self._parts]:  # none of them stays referenced here
+            weight.put(absent(weight))
+        self._parts = []
+        if self.memory.device.type == "cuda":
+            self._is_free_after = torch.cuda.Event()
+            self._is_free_after.record(torch.cuda.current_stream(self.memory.device))
+        return torch_private.num_references(self.memory.untyped_storage()) <= _OWN
+
+
+def _part(memory: Tensor, start: int, like: Tensor) -> Tensor:
+    flat = memory[start : start + like.nbytes]
+    return flat.view(like.dtype).view(like.shape)
+
+
+def _as_weight(local: Tensor, weight: Weight) -> Tensor:
+    tensor = with_local(weight.tensor, local)
+    return nn.Parameter(tensor, requires_grad=False) if weight.is_parameter else tensor
+
+
+def _size_of(weight: Weight) -> int:
+    """Return the bytes of this rank's part, aligned."""
+    return -(-local_of(weight.tensor).nbytes // _ALIGNMENT) * _ALIGNMENT
