@@ -3,6 +3,7 @@
 import copy
 import gc
 import inspect
+import pickle
 import warnings
 import weakref
 
@@ -449,10 +450,18 @@ def test_what_cannot_be_split_is_refused(kind, message):
     assert "can be split" in str(error.value) or "It has no ModuleList" in str(error.value)
 
 
-def test_a_decision_by_a_value_that_later_stages_lack_is_refused():
+READS = {
+    "bool": lambda tensor: bool(tensor.any()),
+    "tolist": lambda tensor: any(map(any, tensor.tolist())),
+    "numpy": lambda tensor: tensor.numpy().any(),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_decision_by_a_value_that_later_stages_lack_is_refused(read):
     class Masked(Tower):
         def forward(self, x):
-            is_padded = bool((x == 0).any())  # not so in the example
+            is_padded = READS[read](x == 0)  # not so in the example
             return super().forward(x, x.new_zeros(len(x), 1) if is_padded else None)
 
     model, x = seeded(Masked), torch.randn(4, 5)
@@ -462,6 +471,39 @@ def test_a_decision_by_a_value_that_later_stages_lack_is_refused():
     pipe = pipeline(model, (), {"x": x}, split_spec=split, method="modules")
     x[0, 0] = 0
     assert_equal(pipe(x=x), model(x))
+
+
+def test_calls_that_the_example_was_not_like_are_refused():
+    class Optional(Tower):
+        def __init__(self):
+            super().__init__()
+            self.extra = nn.Linear(16, 16)
+
+        def forward(self, x, shift=None, more=False):
+            hidden = self.inp(x)
+            for layer in self.layers:
+                hidden = layer(hidden, shift)
+                hidden = self.extra(hidden) if more else hidden
+            return self.out(self.norm(hidden))
+
+    model, x, shift = seeded(Optional), torch.randn(4, 5), torch.randn(4, 1)
+    split = {"layers.2": BEGINNING}
+    pipe = pipeline(model, (x,), {"shift": shift}, split_spec=split, method="modules")
+    with pytest.raises(TypeError, match="give it by keyword"):  # stage 1 would lack the shift
+        pipe(x, shift)
+    with pytest.raises(RuntimeError, match="'extra', which another stage has"):
+        pipe(x, more=True)
+    with pytest.raises(RuntimeError, match="sizes do not follow from the example's"):
+        pipe(torch.randn(4, 2, 5))
+    assert_equal(pipe(x, shift=shift), model(x, shift))
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec")  # torch's, about its own specs
+def test_stages_can_be_pickled():
+    model, x = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]), torch.ones(2, 4)
+    pipe = pipeline(model, (x,), split_spec={"1": BEGINNING}, method="modules")
+    stage = pipe.get_stage_module(1)
+    assert_equal(pickle.loads(pickle.dumps(stage))(x), stage(x))
 
 
 def test_a_stage_keeps_no_other_stages_weights_alive():

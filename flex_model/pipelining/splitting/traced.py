@@ -23,8 +23,8 @@ from torch.distributed.pipelining.stage import _PipelineStage, _RecvInfo
 
 from flex_model import pytree
 from flex_model.errors import TraceError
-from flex_model.pipelining.splitting.clones import clone_tree, tensors_of
-from flex_model.pipelining.splitting.observe import restore
+from flex_model.pipelining.splitting.clones import clone_tree
+from flex_model.pipelining.splitting.observe import unchanged
 
 Policy = Callable[[fx.GraphModule], fx.GraphModule]
 
@@ -97,17 +97,11 @@ def _verify(
     pipe: Pipe, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str
 ) -> None:
     reference = clone_tree(model, _without_cache(model), with_hooks=False)
-    buffers = [(buffer, buffer.clone()) for buffer in [*model.buffers(), *pipe.buffers()]]
-    devices = {t.device.index for t in tensors_of(model) if t.device.type == "cuda"}
 
     def run(module: nn.Module) -> list[Tensor]:
-        with torch.random.fork_rng(devices=sorted(devices)), torch.no_grad():
+        with unchanged(model, pipe):
             torch.manual_seed(0)  # dropout draws in the same order in both
-            try:
-                output = module(*args, **kwargs)
-            finally:
-                restore(buffers)
-        return pytree.flatten(output)[0]
+            return pytree.flatten(module(*args, **kwargs))[0]
 
     expected = run(reference)
     try:
