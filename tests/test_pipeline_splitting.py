@@ -473,6 +473,21 @@ def test_a_decision_by_a_value_that_later_stages_lack_is_refused(read):
     assert_equal(pipe(x=x), model(x))
 
 
+def test_a_length_that_later_stages_lack_is_refused():
+    class Cut(Tower):
+        def __init__(self):
+            super().__init__()
+            self.inp = nn.Embedding(64, 16)
+
+        def forward(self, ids):
+            longest = int((ids > 0).sum(1).max())  # all of it, in the example
+            return super().forward(ids)[:, :longest]
+
+    split = {"layers.2": BEGINNING}
+    with pytest.raises(ValueError, match=r"depends on values that it does not have .input ids."):
+        pipeline(seeded(Cut), (tokens(),), split_spec=split, method="modules")
+
+
 def test_calls_that_the_example_was_not_like_are_refused():
     class Optional(Tower):
         def __init__(self):

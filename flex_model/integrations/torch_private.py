@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.distributed.pipelining._IR import _modify_graph_op_device as modify_graph_op_device
+from torch.distributed.pipelining._utils import PipeInfo
+from torch.distributed.pipelining.stage import _PipelineStage as GraphStage
+from torch.distributed.pipelining.stage import _RecvInfo as RecvInfo
+
+__all__ = ["GraphStage", "PipeInfo", "RecvInfo", "modify_graph_op_device", "storage_key"]
 
 # ---- pipelining/splitting --------------------------------------------------------------------
 

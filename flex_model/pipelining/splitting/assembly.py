@@ -12,15 +12,15 @@ from flex_model.pipelining.splitting.block_list import BlockList
 from flex_model.pipelining.splitting.clones import clone_tree
 from flex_model.pipelining.splitting.learning import Learned
 from flex_model.pipelining.splitting.stage_forward import StageForward
-from flex_model.pipelining.splitting.stand_in import Entry, Exit, StandIn
-from flex_model.pipelining.splitting.templates import Observed, Template
+from flex_model.pipelining.splitting.stand_in import Entry, StandIn
+from flex_model.pipelining.splitting.templates import Template
 
 Parts = dict[str, nn.Module | nn.Parameter]
 
 
 def find_parts(model: nn.Module, blocks: BlockList, called: Iterable[str]) -> Parts:
-    """What stages hold or do not hold as a whole, by name: blocks, other modules that are called,
-    and parameters of modules that are not. What has no parameters is in every stage.
+    """What a stage holds or does not hold as a whole, by name: a block, another module that is
+    called, or a parameter of a module that is not. What has no parameters is in every stage.
     """
     called, parts, seen = set(called), Parts(), set()
 
@@ -53,20 +53,18 @@ def build(
     *,
     with_hooks: bool,
 ) -> nn.Module:
-    """A stage that holds these parts, and stand-ins of the others."""
+    """Make a stage that holds the parts of these names, and stand-ins of the others."""
     blocks = learned.blocks
     enters = learned.crossings[index - 1] if index else None
     leaves = learned.crossings[index] if index < len(learned.crossings) else None
     own = blocks.of_stage(index)
+    ends = {} if leaves is None else {blocks.blocks[own.stop]: leaves.argument}
     exchange: dict[int, Any] = {}
     for name, part in parts.items():
         if name in held or isinstance(part, nn.Parameter):
             continue
-        if leaves is not None and name == blocks.blocks[own.stop]:
-            exchange[id(part)] = Exit(part, name, leaves.argument)
-        else:
-            outputs = [Template(name, runs, enters) for runs in learned.outputs(name)]
-            exchange[id(part)] = StandIn(part, name, outputs)
+        outputs = [Template(name, runs, enters) for runs in learned.outputs(name)]
+        exchange[id(part)] = StandIn(part, name, outputs, ends.get(name))
     stage = clone_tree(model, exchange, with_hooks=with_hooks)
     for name, part in parts.items():
         if name not in held and isinstance(part, nn.Parameter):
@@ -76,7 +74,6 @@ def build(
         stage.get_submodule(blocks.blocks[own.start]).register_forward_pre_hook(
             Entry(enters.argument), prepend=True, with_kwargs=True
         )
-    positional = learned.positional()
     stage.forward = StageForward(
         stage.forward,
         is_first=index == 0,
@@ -84,10 +81,8 @@ def build(
         signature=learned.signature,
         num_positional=len(learned.examples[0][0]),
         absent={
-            name: Template(
-                f"input {name}", [Observed.of(each[name]) for each in positional], enters
-            )
-            for name in positional[0]
+            name: Template(f"input {name}", runs, enters)
+            for name, runs in learned.positional().items()
         },
         fixed=learned.fixed,
     )

@@ -28,7 +28,8 @@ class Dependence(TorchDispatchMode):
     make their result depend on it. What Python does with a value that it reads can't be followed.
 
     Args:
-        lie: Python reads other values than there are, where they depend on marked ones.
+        lie: By how much numbers that Python reads are off, where they depend on marked values;
+            then booleans are the opposite.
 
     Attributes:
         read: Labels of what Python has read (``.item()``, ``if tensor:``, ``.tolist()``).
@@ -36,7 +37,7 @@ class Dependence(TorchDispatchMode):
 
     _SIZES_ONLY = re.compile(r"(^new_.*)|(.*_like$)|(^sym_.*)|(^resize_$)")
 
-    def __init__(self, *, lie: bool = False) -> None:
+    def __init__(self, *, lie: int = 0) -> None:
         super().__init__()
         self.read: set[str] = set()
         self._lie = lie
@@ -69,7 +70,7 @@ class Dependence(TorchDispatchMode):
         self.read |= labels
         if not labels or not self._lie:
             return tensor
-        return ~tensor if tensor.dtype == torch.bool else (tensor + 1).nan_to_num()
+        return ~tensor if tensor.dtype == torch.bool else (tensor + self._lie).nan_to_num()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -79,7 +80,7 @@ class Dependence(TorchDispatchMode):
             return result
         if isinstance(result, (bool, int, float)):
             self.read |= labels
-            return _another(result) if self._lie else result
+            return self._change(result) if self._lie else result
         if not self._SIZES_ONLY.match(func.overloadpacket.__name__):
             given = {**dict(enumerate(args)), **kwargs}
             arguments = enumerate(func._schema.arguments)
@@ -87,8 +88,7 @@ class Dependence(TorchDispatchMode):
             self.mark((result, written), labels)
         return result
 
-
-def _another(value: bool | int | float) -> bool | int | float:
-    if isinstance(value, bool):
-        return not value
-    return value + 1 if value == value else 0.0
+    def _change(self, value: bool | int | float) -> bool | int | float:
+        if isinstance(value, bool):
+            return not value
+        return value + self._lie if value == value else 0.0

@@ -1,4 +1,4 @@
-"""What a model does, learned from runs on the example: which modules it calls, how the hidden state
+"""Runs of a model on the example, and what they show: which modules it calls, how the hidden state
 passes the boundaries, which sizes values have.
 """
 
@@ -12,17 +12,26 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint
 
-from flex_model import pytree
 from flex_model.pipelining.splitting.block_list import BlockList, cannot_split, find_block_list
 from flex_model.pipelining.splitting.clones import clone_tree
 from flex_model.pipelining.splitting.dependence import Dependence
-from flex_model.pipelining.splitting.observe import Arguments, Recording, other_examples
+from flex_model.pipelining.splitting.observe import Arguments, Recording, other_examples, tensors_in
 from flex_model.pipelining.splitting.templates import Crossing, Observed, Seen
 
 
 @dataclass(frozen=True)
 class Learned:
-    """What the runs on the example showed."""
+    """What runs on the example showed.
+
+    Attributes:
+        signature: Of the model's forward.
+        fixed: Keyword arguments that are always these (``use_cache=False``).
+        examples: Arguments of each run: the example, and others like it of other sizes.
+        recordings: What the model did in each run.
+        answers: The tensors that it returned.
+        blocks: Where it is split.
+        crossings: How the hidden state passes each boundary.
+    """
 
     signature: inspect.Signature
     fixed: dict[str, Any]
@@ -32,9 +41,10 @@ class Learned:
     blocks: BlockList
     crossings: list[Crossing]
 
-    def positional(self) -> list[dict[str, Any]]:
-        """Per example, the positional arguments by name: what only the first stage gets."""
-        return [dict(self.signature.bind_partial(*args).arguments) for args, _ in self.examples]
+    def positional(self) -> dict[str, list[Observed]]:
+        """Positional arguments, which only the first stage gets: by name, in each run."""
+        runs = [self.signature.bind_partial(*args).arguments for args, _ in self.examples]
+        return {name: [Observed.of(run[name]) for run in runs] for name in runs[0]}
 
     def outputs(self, name: str) -> list[list[Observed]]:
         """Per call of a module, what it returned in each run."""
@@ -47,6 +57,7 @@ def learn(
     kwargs: dict[str, Any],
     split_spec: Mapping[str, SplitPoint],
 ) -> Learned:
+    """Run the model on the example and on others like it. ValueError if it can't be split there."""
     twin = clone_tree(model, with_hooks=False)
     signature = inspect.signature(twin.forward)
     fixed = {"use_cache": False} if "use_cache" in signature.parameters else {}
@@ -69,7 +80,7 @@ def learn(
         if recording.calls == first.calls:  # else nothing can be learned from it
             examples.append(example)
             recordings.append(recording)
-            answers.append(pytree.flatten(output)[0])
+            answers.append(tensors_in(output))
     if not answers or not answers[0]:
         raise ValueError(
             f"{type(model).__name__} returns no tensor on the example, or calls other modules each "

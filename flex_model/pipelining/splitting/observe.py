@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
+from flex_model import pytree
 from flex_model.pipelining.splitting.clones import tensors_of
 from flex_model.pipelining.splitting.dependence import active_dependence
 from flex_model.pipelining.splitting.templates import Observed
@@ -120,6 +121,28 @@ def quietly(model: nn.Module) -> Iterator[None]:
     with unchanged(model), warnings.catch_warnings(), ComparableRun():
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # checkpoint
         yield
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """The tensors of an output, in order."""
+    return pytree.flatten(output)[0]
+
+
+def find_difference(got: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
+    """How two outputs differ; None if they do not: bit for bit where kernels are deterministic, and
+    some of those on a GPU are not.
+    """
+    if len(got) != len(expected):
+        return f"{len(got)} tensors, not {len(expected)}"
+    for ours, theirs in zip(got, expected):
+        if theirs.is_meta and (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype):
+            continue  # no values to compare
+        try:
+            torch.testing.assert_close(ours, theirs, equal_nan=True)
+        except AssertionError as error:
+            lines = str(error).splitlines()
+            return next((line for line in lines if "Greatest absolute" in line), lines[0])
+    return None
 
 
 def other_examples(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Arguments]:

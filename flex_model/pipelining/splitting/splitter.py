@@ -6,9 +6,10 @@ of earlier blocks are run through, the first own block is given what the stage h
 the call of the block after the last own one ends the forward. So masks, rotary embeddings and all
 else without parameters are computed in every stage, by the model's own code.
 
-What is whose, how the hidden state is passed and which sizes values have is learnt from runs of
-the model on the example. Then every stage is run and examined: its output must not depend on any
-value that stood in for another, and all stages together must equal the model.
+Runs of the model on the example show how the hidden state is passed and which sizes values have.
+Then every stage is run with all values that are not its own marked: what its output depends on is
+what it must hold. It may not depend on another stage's block, nor on an input that only the first
+stage gets, and all stages together must equal the model.
 """
 
 from __future__ import annotations
@@ -16,17 +17,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.pipelining import SplitPoint
 
-from flex_model import pytree
 from flex_model.pipelining.splitting.assembly import Parts, build, find_parts
 from flex_model.pipelining.splitting.block_list import BlockList, cannot_split
 from flex_model.pipelining.splitting.clones import users_hooks
 from flex_model.pipelining.splitting.dependence import Dependence
 from flex_model.pipelining.splitting.learning import Learned, learn
-from flex_model.pipelining.splitting.observe import quietly
+from flex_model.pipelining.splitting.observe import find_difference, quietly, tensors_in
 
 
 def split_modules(
@@ -48,7 +47,7 @@ def split_modules(
             held.append(names)
             given = (output,)
         order = [name for name, _ in model.named_modules()]
-        for name in parts.keys() - set().union(*held):  # nobody needed it on the example
+        for name in parts.keys() - set().union(*held):  # no stage needed it on the example
             holder = name if name in order else name.rpartition(".")[0]
             is_in_front = order.index(holder) < order.index(blocks.blocks[0])
             held[0 if is_in_front else -1].add(name)
@@ -93,6 +92,13 @@ def _examine(
             why = f"stage {index} does not run without the others: {error}"
             raise ValueError(cannot_split(model, why)) from error
 
+    def is_same_with(lie: int) -> bool:
+        try:
+            other = follow(Dependence(lie=lie))
+        except ValueError:
+            return False
+        return find_difference(tensors_in(other), tensors_in(output)) is None
+
     while True:
         stage = build(model, learned, parts, index, held, with_hooks=False)
         output = follow(dependence := Dependence())
@@ -102,20 +108,11 @@ def _examine(
             break
         held |= needed
     _refuse(model, index, labels)
-    if dependence.read:
-        # Python decided something by a value that is not here. It must not matter how.
-        try:
-            other = follow(Dependence(lie=True))
-            matters = not all(map(_is_same, leaves_of(other), leaves_of(output)))
-        except ValueError:
-            matters = True
-        if matters:
-            read = ", ".join(sorted(dependence.read))
-            why = (
-                f"what stage {index} runs depends on values that it does not have ({read}): "
-                ".item(), or an if"
-            )
-            raise ValueError(cannot_split(model, why))
+    # Where Python decides something by a value that is not here, it must not matter how.
+    if dependence.read and not all(is_same_with(lie) for lie in (1, -1)):
+        read = ", ".join(sorted(dependence.read))
+        why = f"what stage {index} runs depends on values that it does not have ({read})"
+        raise ValueError(cannot_split(model, f"{why}: .item(), .tolist(), or an if"))
     return held, output
 
 
@@ -123,7 +120,7 @@ def _refuse(model: nn.Module, index: int, labels: set[str]) -> None:
     """ValueError if a stage's output depends on these: inputs of the first, or other blocks."""
     if not labels:
         return
-    label = min(labels, key=lambda label: (not label.startswith("input "), label))
+    label = min(labels, key=lambda label: (label.startswith("input "), label))
     name = label.removeprefix("input ")
     if name != label:
         why = (
@@ -141,22 +138,14 @@ def _refuse(model: nn.Module, index: int, labels: set[str]) -> None:
 
 def _compare(stages: list[nn.Module], learned: Learned, name: str) -> None:
     for (args, kwargs), answer in zip(learned.examples, learned.answers):
-        output = run_stages(stages, args, kwargs)
-        leaves = leaves_of(output)
-        if len(leaves) != len(answer):
+        difference = find_difference(tensors_in(run_stages(stages, args, kwargs)), answer)
+        if difference is not None:
             raise ValueError(
-                f"the stages of {name} return {len(leaves)} tensors where the model returns "
-                f"{len(answer)}: it returns values of blocks beside the hidden state "
-                "(output_hidden_states, output_attentions?), which only their own stages have"
+                f"the stages of {name} do not compute what the model computes on the example "
+                f"({difference}). Does it return values of blocks beside the hidden state "
+                "(output_hidden_states, output_attentions), draw random numbers other than by "
+                "dropout, or keep state from call to call? In eval() it may not"
             )
-        for got, expected in zip(leaves, answer):
-            if not _is_same(got, expected):
-                raise ValueError(
-                    f"the stages of {name} do not compute what the model computes on the example "
-                    f"(largest difference {_difference(got, expected)}). Does it draw random "
-                    "numbers other than by dropout, or keep state from call to call? In eval() it "
-                    "may not"
-                )
 
 
 def run_stages(stages: list[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -165,27 +154,3 @@ def run_stages(stages: list[nn.Module], args: tuple[Any, ...], kwargs: Mapping[s
     for stage in stages[1:]:
         output = stage(output, **kwargs)
     return output
-
-
-def _is_same(got: Tensor, expected: Tensor) -> bool:
-    if got.shape != expected.shape or got.dtype != expected.dtype:
-        return False
-    if got.is_meta or not got.dtype.is_floating_point:
-        return got.is_meta or torch.equal(got, expected)
-    # Bit for bit where kernels are deterministic; some of those on a GPU are not.
-    try:
-        torch.testing.assert_close(got, expected, equal_nan=True)
-    except AssertionError:
-        return False
-    return True
-
-
-def _difference(got: Tensor, expected: Tensor) -> str:
-    if got.shape != expected.shape:
-        return f"shapes {tuple(got.shape)} and {tuple(expected.shape)}"
-    return f"{(got.double() - expected.double()).abs().max().item():.2g}"
-
-
-def leaves_of(output: Any) -> list[Tensor]:
-    """The tensors of an output."""
-    return pytree.flatten(output)[0]

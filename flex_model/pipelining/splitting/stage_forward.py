@@ -141,7 +141,10 @@ class StageForward:
         kwargs, filled = dict(kwargs), OrderedDict[str, Any]()
         dependence = active_dependence()
         for name, template in self._absent.items():
-            filled[name] = kwargs.pop(name) if name in kwargs else template.make(hidden)
+            if name in kwargs:
+                filled[name] = kwargs.pop(name)
+                continue
+            filled[name] = template.make(hidden)
             if dependence is not None:
                 dependence.mark(filled[name], {f"input {name}"})
         bound = inspect.BoundArguments(self._signature, filled)

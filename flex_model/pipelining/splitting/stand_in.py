@@ -22,44 +22,43 @@ class StandIn(PassThrough):
     What it returns is of the structure, sizes and dtypes that the module returns and without
     meaning: NaN, so that a value that should not be used is seen. What model code reads of it is
     there: plain attributes (``layer_idx``), modules in it as stand-ins too, sizes and dtypes of
-    its parameters (``embed.weight.dtype``). None of it is registered.
+    its parameters (``embed.weight.dtype``).
 
     Args:
         original: The module; nothing of it is kept alive.
         name: Its name in the model.
         outputs: What it returns, per call in one run of the model.
+        ends: Which of its arguments is the hidden state, of the block after the stage's last one: a
+            call of it ends the stage's forward.
     """
 
-    def __init__(self, original: nn.Module, name: str, outputs: Sequence[Template] = ()) -> None:
+    def __init__(
+        self,
+        original: nn.Module,
+        name: str,
+        outputs: Sequence[Template] = (),
+        ends: int | None = None,
+    ) -> None:
         super().__init__()
-        own = set(self.__dict__)
-        for key, value in original.__dict__.items():
-            if key not in own and _is_plain(value):
-                self.__dict__[key] = value
-        self.training = original.training
+        # None of it is registered: what is in __dict__ is no parameter or module of the stage.
+        kept = {key: value for key, value in original.__dict__.items() if _is_plain(value)}
+        for key, child in original._modules.items():
+            kept[key] = None if child is None else StandIn(child, f"{name}.{key}")
+        self.__dict__.update({**kept, **self.__dict__, "training": original.training})
         self.stands_for = f"{name}: {type(original).__name__}"
-        self._name = name
-        self._outputs = tuple(outputs)
-        self._parts: dict[str, Any] = {
-            key: StandIn(child, f"{name}.{key}")
-            for key, child in original._modules.items()
-            if child is not None
-        }
-        for key, tensor in (*original._parameters.items(), *original._buffers.items()):
-            if tensor is not None:
-                self._parts[key] = Seen.of(tensor)
+        self._name, self._outputs, self._ends = name, tuple(outputs), ends
+        tensors = (*original._parameters.items(), *original._buffers.items())
+        self._tensors = {key: Seen.of(tensor) for key, tensor in tensors if tensor is not None}
 
     def __getattr__(self, name: str) -> Any:
-        part = self.__dict__.get("_parts", {}).get(name)
-        if part is None:
+        seen = self.__dict__.get("_tensors", {}).get(name)
+        if seen is None:
             return super().__getattr__(name)
-        if isinstance(part, StandIn):
-            return part
-        call, dtype, device = current_call(), part.dtype, part.device
+        call, dtype, device = current_call(), seen.dtype, seen.device
         if call is not None and call.hidden is not None:
             dtype = call.hidden.dtype if dtype.is_floating_point else dtype
             device = call.hidden.device
-        tensor = torch.full((), part.fill, dtype=dtype, device=device).expand(part.sizes)
+        tensor = torch.full((), seen.fill, dtype=dtype, device=device).expand(seen.sizes)
         dependence = active_dependence()
         if dependence is not None:
             dependence.mark(tensor, {self._name})
@@ -69,6 +68,8 @@ class StandIn(PassThrough):
         call = current_call()
         if call is None:
             return super().forward(*args, **kwargs)
+        if self._ends is not None:
+            raise StageEnd(call, _pytree.tree_leaves((args, kwargs))[self._ends])
         if not self._outputs:
             raise RuntimeError(
                 f"a pipeline stage calls {self._name!r}, which another stage has, and the example "
@@ -83,24 +84,6 @@ class StandIn(PassThrough):
 
     def extra_repr(self) -> str:
         return f"for {self.stands_for}"
-
-
-class Exit(StandIn):
-    """The block after a stage's last one: a call of it ends the stage's forward.
-
-    Args:
-        leaf: Which of its arguments is the hidden state.
-    """
-
-    def __init__(self, original: nn.Module, name: str, leaf: int) -> None:
-        super().__init__(original, name)
-        self._leaf = leaf
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        call = current_call()
-        if call is None:
-            return PassThrough.forward(self, *args, **kwargs)
-        raise StageEnd(call, _pytree.tree_leaves((args, kwargs))[self._leaf])
 
 
 class Entry:
@@ -126,7 +109,8 @@ class Entry:
         elif stand_in not in self._received:
             # A checkpointed block is computed again in the backward, on the very same tensor.
             raise RuntimeError(
-                "the first block of a pipeline stage was called outside of its stage; run the stage"
+                "the first block of a pipeline stage was run outside of its stage; if the model "
+                "checkpoints several blocks at once, checkpoint each on its own"
             )
         leaves[self._leaf] = self._received[stand_in]
         return _pytree.tree_unflatten(leaves, spec)
