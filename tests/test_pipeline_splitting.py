@@ -488,6 +488,27 @@ def test_a_length_that_later_stages_lack_is_refused():
         pipeline(seeded(Cut), (tokens(),), split_spec=split, method="modules")
 
 
+def test_keywords_with_which_later_stages_lack_something_are_refused():
+    class Padded(Tower):
+        def __init__(self):
+            super().__init__()
+            self.inp = nn.Embedding(64, 16)
+
+        def forward(self, ids, mask=None, scale=None):
+            mask = ids != 0 if mask is None else mask
+            output = super().forward(ids, mask[..., None])
+            return output if scale is None else output * scale
+
+    model, ids = seeded(Padded), tokens()
+    split, mask = {"layers.2": BEGINNING}, torch.ones(4, 8, dtype=torch.bool)
+    pipe = pipeline(model, (ids,), {"mask": mask}, split_spec=split, method="modules")
+    assert_equal(pipe(ids, mask=mask, scale=3), model(ids, mask, 3))
+    with pytest.raises(RuntimeError, match="needs input ids, which it does not have"):
+        pipe(ids)
+    pipe = pipeline(model, (), {"ids": ids}, split_spec=split, method="modules")
+    assert_equal(pipe(ids=ids), model(ids))
+
+
 def test_calls_that_the_example_was_not_like_are_refused():
     class Optional(Tower):
         def __init__(self):
@@ -511,6 +532,9 @@ def test_calls_that_the_example_was_not_like_are_refused():
     with pytest.raises(RuntimeError, match="sizes do not follow from the example's"):
         pipe(torch.randn(4, 2, 5))
     assert_equal(pipe(x, shift=shift), model(x, shift))
+    for y, kwargs in ((x, {"more": True}), (torch.randn(4, 2, 5), {})):
+        pipe = pipeline(model, (y,), kwargs, split_spec=split, method="modules")
+        assert_equal(pipe(y, **kwargs), model(y, **kwargs))
 
 
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec")  # torch's, about its own specs

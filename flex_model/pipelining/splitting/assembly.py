@@ -59,12 +59,15 @@ def build(
     leaves = learned.crossings[index] if index < len(learned.crossings) else None
     own = blocks.of_stage(index)
     ends = {} if leaves is None else {blocks.blocks[own.stop]: leaves.argument}
+
+    def outputs_of(name: str) -> list[Template]:
+        return [Template(name, runs, enters) for runs in learned.outputs(name)]
+
     exchange: dict[int, Any] = {}
     for name, part in parts.items():
         if name in held or isinstance(part, nn.Parameter):
             continue
-        outputs = [Template(name, runs, enters) for runs in learned.outputs(name)]
-        exchange[id(part)] = StandIn(part, name, outputs, ends.get(name))
+        exchange[id(part)] = StandIn(part, name, outputs_of, name, ends.get(name))
     stage = clone_tree(model, exchange, with_hooks=with_hooks)
     for name, part in parts.items():
         if name not in held and isinstance(part, nn.Parameter):
@@ -85,6 +88,7 @@ def build(
             for name, runs in learned.positional().items()
         },
         fixed=learned.fixed,
+        example=learned.examples[0][1],
     )
     return stage
 

@@ -16,9 +16,17 @@ from flex_model.integrations.torch_private import storage_key
 _active: ContextVar[Dependence | None] = ContextVar("flex_model_dependence", default=None)
 
 
-def active_dependence() -> Dependence | None:
-    """The one that follows the operations of this run."""
-    return _active.get()
+def mark_absent(tree: Any, name: str, sources: Any = ()) -> None:
+    """Where a run is followed, label what is there instead of a value, made of ``sources``."""
+    dependence = _active.get()
+    if dependence is not None:
+        dependence.mark(tree, {name} | dependence.labels_of(sources))
+
+
+def read_tensor(tensor: Tensor) -> Tensor:
+    """What Python is given where it reads a whole tensor, which is no operation to follow."""
+    dependence = _active.get()
+    return tensor if dependence is None else dependence.read_tensor(tensor)
 
 
 class Dependence(TorchDispatchMode):
@@ -65,7 +73,6 @@ class Dependence(TorchDispatchMode):
         return {label for leaf in leaves for label in self._labels.get(storage_key(leaf), ())}
 
     def read_tensor(self, tensor: Tensor) -> Tensor:
-        """What Python is given where it reads a whole tensor, which is no operation."""
         labels = self.labels_of(tensor)
         self.read |= labels
         if not labels or not self._lie:

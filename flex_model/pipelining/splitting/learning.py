@@ -14,7 +14,6 @@ from torch.distributed.pipelining import SplitPoint
 
 from flex_model.pipelining.splitting.block_list import BlockList, cannot_split, find_block_list
 from flex_model.pipelining.splitting.clones import clone_tree
-from flex_model.pipelining.splitting.dependence import Dependence
 from flex_model.pipelining.splitting.observe import Arguments, Recording, other_examples, tensors_in
 from flex_model.pipelining.splitting.templates import Crossing, Observed, Seen
 
@@ -71,7 +70,7 @@ def learn(
     for example in [(args, kwargs), *other_examples(args, kwargs)]:
         recording = Recording(twin, blocks.blocks)
         try:
-            with recording.on(), Dependence():
+            with recording.on():
                 output = twin(*example[0], **example[1])
         except Exception:
             if not examples:

@@ -16,7 +16,7 @@ from torch.utils import _pytree
 
 from flex_model import pytree
 from flex_model.pipelining.splitting.clones import tensors_of
-from flex_model.pipelining.splitting.dependence import active_dependence
+from flex_model.pipelining.splitting.dependence import Dependence, read_tensor
 from flex_model.pipelining.splitting.templates import Observed
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -29,8 +29,7 @@ class Recording:
         calls: Names of the modules called, in order of the calls' beginnings.
         outputs: By name, what each call returned.
         arguments: By name of a block, what it was given.
-        dependent: By name of a block, which leaves of its arguments depend on blocks before it; of
-            runs in a ``Dependence``.
+        dependent: By name of a block, which leaves of its arguments depend on blocks before it.
     """
 
     def __init__(self, model: nn.Module, blocks: Iterable[str] = ()) -> None:
@@ -39,9 +38,10 @@ class Recording:
         self.arguments: dict[str, Observed] = {}
         self.dependent: dict[str, list[int]] = {}
         self._model, self._blocks = model, set(blocks)
+        self._dependence = Dependence()
 
     @contextmanager
-    def on(self) -> Iterator[Recording]:
+    def on(self) -> Iterator[None]:
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
                 before, after = self._hooks(name)
@@ -49,23 +49,22 @@ class Recording:
                     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
                 )
                 stack.enter_context(module.register_forward_hook(after))
-            yield self
+            stack.enter_context(self._dependence)
+            yield
 
     def _hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             self.calls.append(name)
-            dependence = active_dependence()
-            if name in self._blocks and dependence is not None:
+            if name in self._blocks:
                 leaves = _pytree.tree_leaves((args, kwargs))
                 self.arguments[name] = Observed.of(leaves)
-                found = [i for i, leaf in enumerate(leaves) if dependence.labels_of(leaf)]
+                found = [i for i, leaf in enumerate(leaves) if self._dependence.labels_of(leaf)]
                 self.dependent[name] = found
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             self.outputs[name].append(Observed.of(output))
-            dependence = active_dependence()
-            if name in self._blocks and dependence is not None:
-                dependence.mark(output, {name})
+            if name in self._blocks:
+                self._dependence.mark(output, {name})
 
         return before, after
 
@@ -89,9 +88,8 @@ class ComparableRun(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        dependence = active_dependence()
-        if func in self._READS and dependence is not None:
-            return func(dependence.read_tensor(args[0]), *args[1:], **kwargs)
+        if func in self._READS:
+            return func(read_tensor(args[0]), *args[1:], **kwargs)
         if func in self._DROPOUTS:
             return args[0] if args else kwargs["input"]
         if func is F.scaled_dot_product_attention:

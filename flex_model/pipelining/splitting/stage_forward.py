@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flex_model import pytree
 from flex_model.pipelining.own_tensor import OwnTensor
-from flex_model.pipelining.splitting.dependence import active_dependence
+from flex_model.pipelining.splitting.dependence import Dependence, mark_absent
 from flex_model.pipelining.splitting.templates import Template
 
 _current: ContextVar[StageCall | None] = ContextVar("flex_model_stage_call", default=None)
@@ -75,6 +75,7 @@ class StageForward:
         num_positional: How many positional arguments the first stage gets.
         absent: What a later stage gives the model for them, by parameter name.
         fixed: Keyword arguments that are always these (``use_cache=False``).
+        example: Keyword arguments on which the stage was examined.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class StageForward:
         num_positional: int,
         absent: Mapping[str, Template],
         fixed: Mapping[str, Any],
+        example: Mapping[str, Any],
     ) -> None:
         self._forward = forward
         self._is_first, self._is_last = is_first, is_last
@@ -94,10 +96,31 @@ class StageForward:
         self._num_positional = num_positional
         self._absent = dict(absent)
         self._fixed = dict(fixed)
+        self._examined = {self._kind(example)}
         self.__name__ = "forward"
         self.__signature__ = signature if is_first else _later_signature(signature, absent)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kind = self._kind(kwargs)
+        if self._is_first or kind in self._examined:
+            return self._run(args, kwargs)
+        with Dependence() as dependence:  # the model may do something else with these
+            output = self._run(args, kwargs)
+        needed = sorted(dependence.labels_of(output))
+        if needed:
+            raise RuntimeError(
+                f"a pipeline stage needs {', '.join(needed)}, which it does not have, when the "
+                f"keyword arguments are {sorted(kind)}; give pipeline() an example with these, and "
+                "by keyword what every stage needs"
+            )
+        self._examined.add(kind)
+        return output
+
+    def _kind(self, kwargs: Mapping[str, Any]) -> frozenset[str]:
+        given = {name for name, value in kwargs.items() if value is not None}
+        return frozenset(given | self._fixed.keys())
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = StageCall(None if self._is_first else self._hidden(args))
         token = _current.set(call)
         try:
@@ -139,14 +162,12 @@ class StageForward:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The model's arguments, with something of the right size for those that are not here."""
         kwargs, filled = dict(kwargs), OrderedDict[str, Any]()
-        dependence = active_dependence()
         for name, template in self._absent.items():
             if name in kwargs:
                 filled[name] = kwargs.pop(name)
-                continue
-            filled[name] = template.make(hidden)
-            if dependence is not None:
-                dependence.mark(filled[name], {f"input {name}"})
+            else:
+                filled[name] = template.make(hidden)
+                mark_absent(filled[name], f"input {name}")
         bound = inspect.BoundArguments(self._signature, filled)
         return bound.args, {**bound.kwargs, **kwargs}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.utils import _pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flex_model.pipelining.pass_through import PassThrough
-from flex_model.pipelining.splitting.dependence import active_dependence
+from flex_model.pipelining.splitting.dependence import mark_absent
 from flex_model.pipelining.splitting.stage_forward import StageEnd, current_call
 from flex_model.pipelining.splitting.templates import Seen, Template
 
@@ -27,7 +27,8 @@ class StandIn(PassThrough):
     Args:
         original: The module; nothing of it is kept alive.
         name: Its name in the model.
-        outputs: What it returns, per call in one run of the model.
+        outputs_of: What modules return, by name: per call in one run of the model.
+        part: The name of what another stage has as a whole: this module, or one that it is in.
         ends: Which of its arguments is the hidden state, of the block after the stage's last one: a
             call of it ends the stage's forward.
     """
@@ -36,17 +37,19 @@ class StandIn(PassThrough):
         self,
         original: nn.Module,
         name: str,
-        outputs: Sequence[Template] = (),
+        outputs_of: Callable[[str], Sequence[Template]],
+        part: str,
         ends: int | None = None,
     ) -> None:
         super().__init__()
         # None of it is registered: what is in __dict__ is no parameter or module of the stage.
         kept = {key: value for key, value in original.__dict__.items() if _is_plain(value)}
         for key, child in original._modules.items():
-            kept[key] = None if child is None else StandIn(child, f"{name}.{key}")
+            kept[key] = None if child is None else StandIn(child, f"{name}.{key}", outputs_of, part)
         self.__dict__.update({**kept, **self.__dict__, "training": original.training})
         self.stands_for = f"{name}: {type(original).__name__}"
-        self._name, self._outputs, self._ends = name, tuple(outputs), ends
+        self._name, self._part, self._ends = name, part, ends
+        self._outputs = tuple(outputs_of(name))
         tensors = (*original._parameters.items(), *original._buffers.items())
         self._tensors = {key: Seen.of(tensor) for key, tensor in tensors if tensor is not None}
 
@@ -59,9 +62,7 @@ class StandIn(PassThrough):
             dtype = call.hidden.dtype if dtype.is_floating_point else dtype
             device = call.hidden.device
         tensor = torch.full((), seen.fill, dtype=dtype, device=device).expand(seen.sizes)
-        dependence = active_dependence()
-        if dependence is not None:
-            dependence.mark(tensor, {self._name})
+        mark_absent(tensor, self._part)
         return tensor
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -77,9 +78,7 @@ class StandIn(PassThrough):
             )
         output = self._outputs[min(call.counts[self], len(self._outputs) - 1)].make(call.hidden)
         call.counts[self] += 1
-        dependence = active_dependence()
-        if dependence is not None:
-            dependence.mark(output, {self._name} | dependence.labels_of((args, kwargs)))
+        mark_absent(output, self._part, (args, kwargs))
         return output
 
     def extra_repr(self) -> str:
