@@ -94,7 +94,7 @@ def build(
 
 
 def _forget(module: nn.Module, key: str, parameter: nn.Parameter) -> None:
-    """Put a buffer without meaning in the parameter's place."""
+    """Replace a parameter by a placeholder: a buffer of NaN."""
     fill = float("nan") if parameter.dtype.is_floating_point else 0
     nothing = torch.full((), fill, dtype=parameter.dtype, device=parameter.device)
     delattr(module, key)

@@ -1,4 +1,4 @@
-"""Which values depend on marked ones, followed through the operations of a run."""
+"""Tracking of the tensors that depend on marked ones, through the operations of a run."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _active: ContextVar[Dependence | None] = ContextVar("flex_model_dependence", def
 
 
 def mark_absent(tree: Any, name: str, sources: Any = ()) -> None:
-    """Where a run is followed, label what is there instead of a value, made of ``sources``."""
+    """Label the placeholder of a value, computed from ``sources``, if this run is tracked."""
     dependence = _active.get()
     if dependence is not None:
         dependence.mark(tree, {name} | dependence.labels_of(sources))
 
 
 def read_tensor(tensor: Tensor) -> Tensor:
-    """What Python is given where it reads a whole tensor, which is no operation to follow."""
+    """The tensor that Python reads as a whole (``tolist``), which is no operation of torch."""
     dependence = _active.get()
     return tensor if dependence is None else dependence.read_tensor(tensor)
 
 
 class Dependence(TorchDispatchMode):
-    """Follows which tensors depend on marked ones, by their memory.
+    """Tracks which tensors depend on marked ones, by their memory.
 
     Operations that only take sizes and dtypes from a tensor (``zeros_like``, ``new_ones``) do not
     make their result depend on it. What Python does with a value that it reads can't be followed.

@@ -65,7 +65,7 @@ class StageEnd(BaseException):  # no Exception: model code that catches those is
 
 
 class StageForward:
-    """What a stage's module has as ``forward``.
+    """The function that replaces the ``forward`` of a stage's module.
 
     Args:
         forward: The model's.
@@ -73,7 +73,7 @@ class StageForward:
         is_last: It returns the model's output; the others the hidden state.
         signature: Of the model's forward.
         num_positional: How many positional arguments the first stage gets.
-        absent: What a later stage gives the model for them, by parameter name.
+        absent: Placeholders for them in a later stage, by parameter name.
         fixed: Keyword arguments that are always these (``use_cache=False``).
         example: Keyword arguments on which the stage was examined.
     """
@@ -160,7 +160,7 @@ class StageForward:
     def _complete(
         self, hidden: Tensor, kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The model's arguments, with something of the right size for those that are not here."""
+        """The model's arguments, with placeholders for those that this stage does not get."""
         kwargs, filled = dict(kwargs), OrderedDict[str, Any]()
         for name, template in self._absent.items():
             if name in kwargs:

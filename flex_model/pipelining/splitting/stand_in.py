@@ -1,4 +1,4 @@
-"""What stands where other stages have their modules, in a stage that runs the model's own code."""
+"""Modules that stand in for those of other stages, in a stage that runs the model's own code."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from flex_model.pipelining.splitting.templates import Seen, Template
 class StandIn(PassThrough):
     """A module of another stage, in a stage whose model code still calls it.
 
-    What it returns is of the structure, sizes and dtypes that the module returns and without
-    meaning: NaN, so that a value that should not be used is seen. What model code reads of it is
-    there: plain attributes (``layer_idx``), modules in it as stand-ins too, sizes and dtypes of
-    its parameters (``embed.weight.dtype``).
+    It returns placeholders of the structure, sizes and dtypes that the module returns: NaN, so that
+    one that should not be used is seen. Attributes that model code reads are there: plain ones
+    (``layer_idx``), modules in it as stand-ins too, sizes and dtypes of its parameters
+    (``embed.weight.dtype``).
 
     Args:
         original: The module; nothing of it is kept alive.

@@ -1,7 +1,7 @@
-"""What a stage has in place of values that it does not have.
+"""Placeholders for values that a stage does not have.
 
 A later stage runs the model's code without the model's first inputs and without the modules that
-turn them into the hidden state. What is there instead must have the right sizes, for batches of any
+turn them into the hidden state. Their placeholders must have the right sizes, for batches of any
 size and length: they are inferred from those in runs of the model on two or three sizes.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 Sizes = tuple[int, ...]
+Rule = tuple[int, int, int, int, int]  # dim, x, y, dx, dy: y + (hidden.shape[dim] - x) * dy / dx
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Seen:
-    """A tensor of a run: what is kept of it."""
+    """The sizes, dtype and device of a tensor of a run, and a number to fill a placeholder with."""
 
     sizes: Sizes
     dtype: torch.dtype
@@ -56,7 +58,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Observed:
-    """A tree of values of a run."""
+    """The structure of a value of a run, and its leaves: a tensor is a `Seen`."""
 
     spec: Any
     leaves: tuple[Any, ...]
@@ -75,8 +77,8 @@ def _keep(leaf: Any) -> Any:
 
 
 class Template:
-    """Makes trees of the structure, sizes and dtypes of a value of the model, and without meaning:
-    NaN, or for integers a value that the example had.
+    """Makes placeholders for a value of the model, of its structure, sizes and dtypes: NaN, or for
+    integers a value of the example.
 
     Args:
         name: What it is, for errors.
@@ -93,44 +95,49 @@ class Template:
 
     def make(self, hidden: Tensor | None) -> Any:
         first = self._runs[0]
-        if any(run.spec != first.spec for run in self._runs):
-            raise self._unknown_sizes()
-        leaves = [
-            self._tensor(index, leaf, hidden) if isinstance(leaf, Seen) else leaf
-            for index, leaf in enumerate(first.leaves)
-        ]
+        leaves = list(first.leaves)
+        for index, seen in enumerate(leaves):
+            if not isinstance(seen, Seen):
+                continue
+            sizes, dtype, device = list(seen.sizes), seen.dtype, seen.device
+            if hidden is not None and self._crossing is not None:
+                sizes = [self._size(rule, hidden) for rule in self._rules[index]]
+                dtype = hidden.dtype if dtype == self._crossing.dtype else dtype
+                device = hidden.device
+            leaves[index] = torch.full(sizes, seen.fill, dtype=dtype, device=device)
         return _pytree.tree_unflatten(leaves, first.spec)
 
-    def _tensor(self, index: int, seen: Seen, hidden: Tensor | None) -> Tensor:
-        if hidden is None or self._crossing is None:
-            return torch.full(seen.sizes, seen.fill, dtype=seen.dtype, device=seen.device)
-        shapes = self._shapes(index)
-        if len(set(map(len, shapes))) != 1:
+    def _size(self, rule: Rule, hidden: Tensor) -> int:
+        dim, x, y, dx, dy = rule
+        steps, rest = divmod((hidden.shape[dim] - x) * dy, dx)
+        if rest:
             raise self._unknown_sizes()
-        sizes = [self._infer(dim, of_dim, hidden) for dim, of_dim in enumerate(zip(*shapes))]
-        dtype = hidden.dtype if seen.dtype == self._crossing.dtype else seen.dtype
-        return torch.full(sizes, seen.fill, dtype=dtype, device=hidden.device)
+        return y + steps
 
-    def _infer(self, position: int, sizes: Sizes, hidden: Tensor) -> int:
-        """The size of a dim: constant, or linear in the size of one dim of the hidden state."""
+    @cached_property
+    def _rules(self) -> list[list[Rule]]:
+        """Per leaf, of the dims of a tensor."""
+        trees = [[getattr(leaf, "sizes", ()) for leaf in run.leaves] for run in self._runs]
+        if any([*map(len, tree)] != [*map(len, trees[0])] for tree in trees):
+            raise self._unknown_sizes()
+        return [
+            [self._infer(dim, sizes) for dim, sizes in enumerate(zip(*of_leaf))]
+            for of_leaf in zip(*trees)
+        ]
+
+    def _infer(self, position: int, sizes: Sizes) -> Rule:
+        """How the size of a dim follows: constant, or linear in one size of the hidden state."""
         if len(set(sizes)) == 1:
-            return sizes[0]
+            return 0, 0, sizes[0], 1, 0
         assert self._crossing is not None
-        dims = sorted(range(hidden.dim()), key=lambda dim: dim != position)  # its own dim first
-        for dim in dims:
-            points = [(shape[dim], size) for shape, size in zip(self._crossing.shapes, sizes)]
+        by_dim = list(zip(*self._crossing.shapes))
+        for dim in sorted(range(len(by_dim)), key=lambda dim: dim != position):  # its own dim first
+            points = list(zip(by_dim[dim], sizes))
             x, y = points[0]
             dx, dy = next(((px - x, py - y) for px, py in points if px != x), (0, 0))
             if dx and all((py - y) * dx == (px - x) * dy for px, py in points):
-                steps, rest = divmod((hidden.shape[dim] - x) * dy, dx)
-                if not rest:
-                    return y + steps
+                return dim, x, y, dx, dy
         raise self._unknown_sizes()
-
-    def _shapes(self, index: int) -> list[Sizes]:
-        return [
-            run.leaves[index].sizes for run in self._runs if isinstance(run.leaves[index], Seen)
-        ]
 
     def _unknown_sizes(self) -> RuntimeError:
         sizes = [
