@@ -3,6 +3,7 @@
 import copy
 import gc
 import inspect
+import pickle
 import warnings
 import weakref
 
@@ -449,10 +450,18 @@ def test_what_cannot_be_split_is_refused(kind, message):
     assert "can be split" in str(error.value) or "It has no ModuleList" in str(error.value)
 
 
-def test_a_decision_by_a_value_that_later_stages_lack_is_refused():
+READS = {
+    "bool": lambda tensor: bool(tensor.any()),
+    "tolist": lambda tensor: any(map(any, tensor.tolist())),
+    "numpy": lambda tensor: tensor.numpy().any(),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_decision_by_a_value_that_later_stages_lack_is_refused(read):
     class Masked(Tower):
         def forward(self, x):
-            is_padded = bool((x == 0).any())  # not so in the example
+            is_padded = READS[read](x == 0)  # not so in the example
             return super().forward(x, x.new_zeros(len(x), 1) if is_padded else None)
 
     model, x = seeded(Masked), torch.randn(4, 5)
@@ -462,6 +471,78 @@ def test_a_decision_by_a_value_that_later_stages_lack_is_refused():
     pipe = pipeline(model, (), {"x": x}, split_spec=split, method="modules")
     x[0, 0] = 0
     assert_equal(pipe(x=x), model(x))
+
+
+def test_a_length_that_later_stages_lack_is_refused():
+    class Cut(Tower):
+        def __init__(self):
+            super().__init__()
+            self.inp = nn.Embedding(64, 16)
+
+        def forward(self, ids):
+            longest = int((ids > 0).sum(1).max())  # all of it, in the example
+            return super().forward(ids)[:, :longest]
+
+    split = {"layers.2": BEGINNING}
+    with pytest.raises(ValueError, match=r"depends on values that it does not have .input ids."):
+        pipeline(seeded(Cut), (tokens(),), split_spec=split, method="modules")
+
+
+def test_keywords_with_which_later_stages_lack_something_are_refused():
+    class Padded(Tower):
+        def __init__(self):
+            super().__init__()
+            self.inp = nn.Embedding(64, 16)
+
+        def forward(self, ids, mask=None, scale=None):
+            mask = ids != 0 if mask is None else mask
+            output = super().forward(ids, mask[..., None])
+            return output if scale is None else output * scale
+
+    model, ids = seeded(Padded), tokens()
+    split, mask = {"layers.2": BEGINNING}, torch.ones(4, 8, dtype=torch.bool)
+    pipe = pipeline(model, (ids,), {"mask": mask}, split_spec=split, method="modules")
+    assert_equal(pipe(ids, mask=mask, scale=3), model(ids, mask, 3))
+    with pytest.raises(RuntimeError, match="needs input ids, which it does not have"):
+        pipe(ids)
+    pipe = pipeline(model, (), {"ids": ids}, split_spec=split, method="modules")
+    assert_equal(pipe(ids=ids), model(ids))
+
+
+def test_calls_that_the_example_was_not_like_are_refused():
+    class Optional(Tower):
+        def __init__(self):
+            super().__init__()
+            self.extra = nn.Linear(16, 16)
+
+        def forward(self, x, shift=None, more=False):
+            hidden = self.inp(x)
+            for layer in self.layers:
+                hidden = layer(hidden, shift)
+                hidden = self.extra(hidden) if more else hidden
+            return self.out(self.norm(hidden))
+
+    model, x, shift = seeded(Optional), torch.randn(4, 5), torch.randn(4, 1)
+    split = {"layers.2": BEGINNING}
+    pipe = pipeline(model, (x,), {"shift": shift}, split_spec=split, method="modules")
+    with pytest.raises(TypeError, match="give it by keyword"):  # stage 1 would lack the shift
+        pipe(x, shift)
+    with pytest.raises(RuntimeError, match="'extra', which another stage has"):
+        pipe(x, more=True)
+    with pytest.raises(RuntimeError, match="sizes do not follow from the example's"):
+        pipe(torch.randn(4, 2, 5))
+    assert_equal(pipe(x, shift=shift), model(x, shift))
+    for y, kwargs in ((x, {"more": True}), (torch.randn(4, 2, 5), {})):
+        pipe = pipeline(model, (y,), kwargs, split_spec=split, method="modules")
+        assert_equal(pipe(y, **kwargs), model(y, **kwargs))
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec")  # torch's, about its own specs
+def test_stages_can_be_pickled():
+    model, x = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]), torch.ones(2, 4)
+    pipe = pipeline(model, (x,), split_spec={"1": BEGINNING}, method="modules")
+    stage = pipe.get_stage_module(1)
+    assert_equal(pickle.loads(pickle.dumps(stage))(x), stage(x))
 
 
 def test_a_stage_keeps_no_other_stages_weights_alive():

@@ -153,3 +153,14 @@ def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...
     return compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
+
+
+# ---- Splitting of models into stages ---------------------------------------------------------
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return what tensors over the same memory have in common, while it lives; on meta too."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # a wrapper around other tensors
+        return id(tensor)

@@ -19,9 +19,9 @@ class BlockList:
 
     Attributes:
         name: Of the container, "" for the model itself.
-        blocks: Names of its modules in order.
-        boundaries: Increasing; ``b`` means in front of block ``b``, the number of blocks means
-            behind the last.
+        blocks: Names of its modules in order; if it is split behind the last, then of the module
+            that is called next, too.
+        boundaries: Increasing; ``b`` means in front of block ``b``.
     """
 
     name: str
@@ -36,23 +36,10 @@ class BlockList:
         """Whether the list is, or is in, the module of this name: so it is in all stages."""
         return name in ("", self.name) or self.name.startswith(f"{name}.")
 
-    def start(self, stage: int) -> int:
-        """Index of the stage's first block."""
-        return self.boundaries[stage - 1] if stage else 0
-
-    def end(self, stage: int) -> int:
-        """One past the index of the stage's last block."""
-        return len(self.blocks) if stage == self.num_stages - 1 else self.boundaries[stage]
-
-    def stage_of(self, position: int) -> int:
-        """The stage that does what comes at a position of the model's run: -1 is all in front of
-        block 0, i is block i and what follows it, and what follows the last is the last stage's.
-        """
-        if position == len(self.blocks):
-            return self.num_stages - 1
-        if position < 0:
-            return 0
-        return sum(boundary <= position for boundary in self.boundaries)
+    def of_stage(self, stage: int) -> range:
+        """The indices of a stage's blocks."""
+        edges = (0, *self.boundaries, len(self.blocks))
+        return range(edges[stage], edges[stage + 1])
 
 
 def check_split_spec(module: nn.Module, split_spec: Mapping[str, SplitPoint]) -> None:
@@ -110,7 +97,19 @@ def find_block_list(
     boundaries = {
         blocks.index(point) + (where is SplitPoint.END) for point, where in split_spec.items()
     }
+    if len(blocks) in boundaries:
+        blocks += (_called_behind(module, blocks[-1], calls),)
     return BlockList(name, blocks, tuple(sorted(boundaries)))
+
+
+def _called_behind(module: nn.Module, last: str, calls: Sequence[str]) -> str:
+    for name in calls[calls.index(last) + 1 :]:
+        if not name.startswith(f"{last}.") and calls.count(name) == 1:
+            return name
+    raise ValueError(
+        f"cannot split {type(module).__name__} behind {last!r}: no other module is called there. "
+        + _what_can_be_split(module, calls)
+    )
 
 
 def _members(name: str, container: nn.Module) -> tuple[str, ...]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_REGISTRIES = ("_parameters", "_buffers")
-_CONTAINERS = (list, tuple, dict, OrderedDict)
+_REGISTRIES = ("_parameters", "_buffers", "_non_persistent_buffers_set")
 
 
 def clone_tree(
@@ -58,16 +58,13 @@ class _Cloning:
         for name, value in module.__dict__.items():
             if name == "_modules":
                 clone.__dict__[name] = children
-            elif name in _REGISTRIES or name == "_non_persistent_buffers_set":
+            elif name in _REGISTRIES:
                 clone.__dict__[name] = value.copy()
             elif is_hook_registry(name, value):
-                kept = {
-                    key: hook
-                    for key, hook in value.items()
-                    if self._with_hooks or not is_users_hook(value, hook)
-                }
                 clone.__dict__[name] = OrderedDict(
-                    (key, self._value(hook)) for key, hook in kept.items()
+                    (key, self._value(hook))
+                    for key, hook in value.items()
+                    if self._with_hooks or not is_users_hook(hook)
                 )
             else:
                 clone.__dict__[name] = self._value(value)
@@ -77,27 +74,26 @@ class _Cloning:
         """``value``, leading to clones where it leads to modules; itself where it does not."""
         if id(value) in self._clones:
             return self._clones[id(value)]
-        if type(value) in _CONTAINERS:
-            if isinstance(value, dict):
-                changed: Any = type(value)((key, self._value(item)) for key, item in value.items())
-                items = zip(value.values(), changed.values())
-            else:
-                changed = type(value)(self._value(item) for item in value)
-                items = zip(value, changed)
-            return value if all(before is after for before, after in items) else changed
-        if isinstance(value, types.MethodType):
-            owner = self._value(value.__self__)
-            return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
-        if isinstance(value, partial):
-            parts = (value.func, value.args, value.keywords)
-            changed_parts = tuple(self._value(part) for part in parts)
-            if all(before is after for before, after in zip(parts, changed_parts)):
-                return value
-            function, args, keywords = changed_parts
-            return partial(function, *args, **keywords)
-        if isinstance(value, weakref.ref) and id(value()) in self._clones:
-            return weakref.ref(self._clones[id(value())])
-        return value
+        parts, join = _take_apart(value)
+        changed = [self._value(part) for part in parts]
+        return value if all(map(operator.is_, parts, changed)) else join(changed)
+
+
+def _take_apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """What a value leads to, and how to make another that leads elsewhere."""
+    kind = type(value)
+    if kind in (list, tuple):
+        return list(value), kind
+    if kind in (dict, OrderedDict):
+        return list(value.values()), lambda parts: kind(zip(value, parts))
+    if kind is types.MethodType:
+        return [value.__self__], lambda parts: types.MethodType(value.__func__, *parts)
+    if kind is partial:
+        parts = [value.func, value.args, value.keywords]
+        return parts, lambda parts: partial(parts[0], *parts[1], **parts[2])
+    if kind is weakref.ref:
+        return [value()], lambda parts: weakref.ref(*parts)
+    return [], lambda parts: value
 
 
 def is_hook_registry(name: str, value: Any) -> bool:
@@ -105,7 +101,7 @@ def is_hook_registry(name: str, value: Any) -> bool:
     return name.startswith("_") and "_hooks" in name and isinstance(value, dict)
 
 
-def is_users_hook(registry: dict[int, Any], hook: Any) -> bool:
+def is_users_hook(hook: Any) -> bool:
     """Whether it is neither torch's nor transformers'; the side tables of flags (with_kwargs,
     always_called) hold booleans.
     """
@@ -119,12 +115,12 @@ def users_hooks(module: nn.Module) -> Iterator[tuple[str, Any]]:
             # Those of state dicts do not run when the model does.
             if is_hook_registry(attribute, registry) and "state_dict" not in attribute:
                 for hook in registry.values():
-                    if is_users_hook(registry, hook):
+                    if is_users_hook(hook):
                         yield name, hook
     for name, parameter in module.named_parameters():
         for attribute in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             for hook in (getattr(parameter, attribute, None) or {}).values():
-                if is_users_hook({}, hook):
+                if is_users_hook(hook):
                     yield name, hook
 
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._utils import PipeInfo
 
+from flex_model.integrations.torch_pipelining import PipeInfo
 from flex_model.pipelining.splitting.splitter import run_stages
 
 

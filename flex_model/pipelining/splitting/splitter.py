@@ -6,9 +6,10 @@ of earlier blocks are run through, the first own block is given what the stage h
 the call of the block after the last own one ends the forward. So masks, rotary embeddings and all
 else without parameters are computed in every stage, by the model's own code.
 
-What is whose, how the hidden state is passed and which sizes values have is learnt from runs of
-the model on the example. Then every stage is run and examined: its output must not depend on any
-value that stood in for another, and all stages together must equal the model.
+Runs of the model on the example show how the hidden state is passed and which sizes values have.
+Then every stage is run with all values that are not its own marked: what its output depends on is
+what it must hold. It may not depend on another stage's block, nor on an input that only the first
+stage gets, and all stages together must equal the model.
 """
 
 from __future__ import annotations
@@ -16,16 +17,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.pipelining import SplitPoint
 
-from flex_model import pytree
-from flex_model.pipelining.splitting.assembly import build
-from flex_model.pipelining.splitting.block_list import cannot_split
+from flex_model.pipelining.splitting.assembly import Parts, build, find_parts
+from flex_model.pipelining.splitting.block_list import BlockList, cannot_split
 from flex_model.pipelining.splitting.clones import users_hooks
-from flex_model.pipelining.splitting.learning import Learnt, learn
-from flex_model.pipelining.splitting.observe import Dependence, quietly
+from flex_model.pipelining.splitting.dependence import Dependence
+from flex_model.pipelining.splitting.learning import Learned, learn
+from flex_model.pipelining.splitting.observe import find_difference, quietly, tensors_in
 
 
 def split_modules(
@@ -36,136 +36,116 @@ def split_modules(
 ) -> list[nn.Module]:
     """The stages, verified. ValueError if there is no right split at these points."""
     with quietly(model):
-        learnt = learn(model, args, kwargs, split_spec)
-        _check_hooks(model, learnt)
-        held = _examine(model, learnt)
-        _compare(
-            [
-                build(model, learnt, index, held[index], with_hooks=False)
-                for index in range(learnt.blocks.num_stages)
-            ],
-            learnt,
-            type(model).__name__,
-        )
-    return [
-        build(model, learnt, index, held[index], with_hooks=True)
-        for index in range(learnt.blocks.num_stages)
-    ]
+        learned = learn(model, args, kwargs, split_spec)
+        blocks = learned.blocks
+        _check_hooks(model, blocks)
+        parts = find_parts(model, blocks, learned.recordings[0].calls)
+        held: list[set[str]] = []
+        given: tuple[Any, ...] = args
+        for index in range(blocks.num_stages):
+            names, output = _examine(model, learned, parts, index, given)
+            held.append(names)
+            given = (output,)
+        order = [name for name, _ in model.named_modules()]
+        for name in parts.keys() - set().union(*held):  # no stage needed it on the example
+            holder = name if name in order else name.rpartition(".")[0]
+            is_in_front = order.index(holder) < order.index(blocks.blocks[0])
+            held[0 if is_in_front else -1].add(name)
+
+        def stages(with_hooks: bool) -> list[nn.Module]:
+            return [
+                build(model, learned, parts, index, names, with_hooks=with_hooks)
+                for index, names in enumerate(held)
+            ]
+
+        _compare(stages(with_hooks=False), learned, type(model).__name__)
+    return stages(with_hooks=True)
 
 
-def _check_hooks(model: nn.Module, learnt: Learnt) -> None:
+def _check_hooks(model: nn.Module, blocks: BlockList) -> None:
     """ValueError for hooks on what no stage has as a whole."""
     for name, _ in users_hooks(model):
-        if learnt.blocks.is_in(name):
+        if blocks.is_in(name):
             raise ValueError(
                 f"{type(model).__name__} has a hook on {name!r}, which is spread over all stages; "
                 "remove it before pipeline() and hook what is in one stage"
             )
 
 
-def _examine(model: nn.Module, learnt: Learnt) -> list[set[str]]:
-    """What each stage must hold beside its own: modules in front of the blocks whose output its
-    blocks are given. ValueError if a stage depends on a value that it cannot have.
+def _examine(
+    model: nn.Module, learned: Learned, parts: Parts, index: int, given: tuple[Any, ...]
+) -> tuple[set[str], Any]:
+    """The parts that a stage must hold, and what it returns: its blocks, and all that its output
+    depends on. ValueError if it depends on a value that it cannot have.
     """
-    args, kwargs = learnt.examples[0]
-    held: list[set[str]] = []
-    given = args
-    for index in range(learnt.blocks.num_stages):
-        needed: set[str] = set()
-        while True:
-            stage = build(model, learnt, index, needed, with_hooks=False)
-            dependence = Dependence()
-            output = _follow_run(model, index, stage, dependence, given, kwargs)
-            labels = {label for leaf in leaves_of(output) for label in dependence.labels_of(leaf)}
-            _refuse(model, learnt, index, labels)
-            if labels <= needed:
-                break
-            needed |= labels
-        if dependence.read:
-            # Python decided something by a value that is not here. It must not matter how.
-            read = ", ".join(sorted(dependence.read))
-            try:
-                other = _follow_run(model, index, stage, Dependence(lie=True), given, kwargs)
-                matters = not all(map(_is_same, leaves_of(other), leaves_of(output)))
-            except ValueError:
-                matters = True
-            if matters:
-                raise ValueError(
-                    cannot_split(
-                        model,
-                        f"what stage {index} runs depends on values that it does not have "
-                        f"({read}): .item(), or an if",
-                    )
-                )
-        held.append(needed)
-        given = (output,)
-    return held
+    kwargs = learned.examples[0][1]
+    held = {learned.blocks.blocks[number] for number in learned.blocks.of_stage(index)}
+
+    def follow(dependence: Dependence) -> Any:
+        for name, buffer in stage.named_buffers():
+            if name in parts:
+                dependence.mark(buffer, {name})
+        try:
+            with dependence:
+                return stage(*given, **kwargs)
+        except Exception as error:
+            why = f"stage {index} does not run without the others: {error}"
+            raise ValueError(cannot_split(model, why)) from error
+
+    def is_same_with(lie: int) -> bool:
+        try:
+            other = follow(Dependence(lie=lie))
+        except ValueError:
+            return False
+        return find_difference(tensors_in(other), tensors_in(output)) is None
+
+    while True:
+        stage = build(model, learned, parts, index, held, with_hooks=False)
+        output = follow(dependence := Dependence())
+        labels = dependence.labels_of(output)
+        needed = {name for name in labels & parts.keys() if name not in learned.blocks.blocks}
+        if not needed:
+            break
+        held |= needed
+    _refuse(model, index, labels)
+    # Where Python decides something by a value that is not here, it must not matter how.
+    if dependence.read and not all(is_same_with(lie) for lie in (1, -1)):
+        read = ", ".join(sorted(dependence.read))
+        why = f"what stage {index} runs depends on values that it does not have ({read})"
+        raise ValueError(cannot_split(model, f"{why}: .item(), .tolist(), or an if"))
+    return held, output
 
 
-def _follow_run(
-    model: nn.Module,
-    index: int,
-    stage: nn.Module,
-    dependence: Dependence,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Run a stage, its values without meaning marked."""
-    forward: Any = stage.forward
-    forward.labels = dependence
-    for name in forward.absent_parameters:
-        dependence.mark(stage.get_buffer(name), name)
-    try:
-        with dependence:
-            return stage(*args, **kwargs)
-    except Exception as error:
-        raise ValueError(
-            cannot_split(model, f"stage {index} does not run without the others: {error!r}")
-        ) from error
-    finally:
-        forward.labels = None
-
-
-def _refuse(model: nn.Module, learnt: Learnt, index: int, labels: set[str]) -> None:
-    inputs = sorted(label[len("input ") :] for label in labels if label.startswith("input "))
-    if inputs:
-        raise ValueError(
-            cannot_split(
-                model,
-                f"stage {index} needs the model's input {inputs[0]!r}, which only the first stage "
-                "is given (a skip connection past the blocks, or a mask made of it?); give it by "
-                f"keyword, so that every stage has it: mb_kwargs={{{inputs[0]!r}: ...}}",
-            )
+def _refuse(model: nn.Module, index: int, labels: set[str]) -> None:
+    """ValueError if a stage's output depends on these: inputs of the first, or other blocks."""
+    if not labels:
+        return
+    label = min(labels, key=lambda label: (label.startswith("input "), label))
+    name = label.removeprefix("input ")
+    if name != label:
+        why = (
+            f"stage {index} needs the model's input {name!r}, which only the first stage is given "
+            "(a skip connection past the blocks, or a mask made of it?); give it by keyword, so "
+            f"that every stage has it: mb_kwargs={{{name!r}: ...}}"
         )
-    blocks = sorted(label for label in labels if label in learnt.blocks.blocks)
-    if blocks:
-        raise ValueError(
-            cannot_split(
-                model,
-                f"what stage {index} computes depends on blocks of other stages ({blocks[0]!r}) "
-                "other than by the hidden state",
-            )
+    else:
+        why = (
+            f"what stage {index} computes depends on blocks of other stages ({name!r}) other than "
+            "by the hidden state"
         )
+    raise ValueError(cannot_split(model, why))
 
 
-def _compare(stages: list[nn.Module], learnt: Learnt, name: str) -> None:
-    for (args, kwargs), answer in zip(learnt.examples, learnt.answers):
-        output = run_stages(stages, args, kwargs)
-        leaves = leaves_of(output)
-        if len(leaves) != len(answer):
+def _compare(stages: list[nn.Module], learned: Learned, name: str) -> None:
+    for (args, kwargs), answer in zip(learned.examples, learned.answers):
+        difference = find_difference(tensors_in(run_stages(stages, args, kwargs)), answer)
+        if difference is not None:
             raise ValueError(
-                f"the stages of {name} return {len(leaves)} tensors where the model returns "
-                f"{len(answer)}: it returns values of blocks beside the hidden state "
-                "(output_hidden_states, output_attentions?), which only their own stages have"
+                f"the stages of {name} do not compute what the model computes on the example "
+                f"({difference}). Does it return values of blocks beside the hidden state "
+                "(output_hidden_states, output_attentions), draw random numbers other than by "
+                "dropout, or keep state from call to call? In eval() it may not"
             )
-        for got, expected in zip(leaves, answer):
-            if not _is_same(got, expected):
-                raise ValueError(
-                    f"the stages of {name} do not compute what the model computes on the example "
-                    f"(largest difference {_difference(got, expected)}). Does it draw random "
-                    "numbers other than by dropout, or keep state from call to call? In eval() it "
-                    "may not"
-                )
 
 
 def run_stages(stages: list[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -174,27 +154,3 @@ def run_stages(stages: list[nn.Module], args: tuple[Any, ...], kwargs: Mapping[s
     for stage in stages[1:]:
         output = stage(output, **kwargs)
     return output
-
-
-def _is_same(got: Tensor, expected: Tensor) -> bool:
-    if got.shape != expected.shape or got.dtype != expected.dtype:
-        return False
-    if got.is_meta or not got.dtype.is_floating_point:
-        return got.is_meta or torch.equal(got, expected)
-    # Bit for bit where kernels are deterministic; some of those on a GPU are not.
-    try:
-        torch.testing.assert_close(got, expected, equal_nan=True)
-    except AssertionError:
-        return False
-    return True
-
-
-def _difference(got: Tensor, expected: Tensor) -> str:
-    if got.shape != expected.shape:
-        return f"shapes {tuple(got.shape)} and {tuple(expected.shape)}"
-    return f"{(got.double() - expected.double()).abs().max().item():.2g}"
-
-
-def leaves_of(output: Any) -> list[Tensor]:
-    """The tensors of an output."""
-    return pytree.flatten(output)[0]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flex_model import pytree
 from flex_model.pipelining.own_tensor import OwnTensor
-from flex_model.pipelining.splitting.templates import TreeTemplate
+from flex_model.pipelining.splitting.dependence import Dependence, mark_absent
+from flex_model.pipelining.splitting.templates import Template
 
 _current: ContextVar[StageCall | None] = ContextVar("flex_model_stage_call", default=None)
 
@@ -22,61 +24,35 @@ def current_call() -> StageCall | None:
     return _current.get()
 
 
-class Labels(Protocol):
-    """Told of every value that stands in for one that a stage does not have."""
-
-    def mark(self, tensor: Tensor, label: str) -> None: ...
-
-
 class StageCall:
-    """One run of a stage's forward: all that it must know of its micro-batch.
+    """One run of a stage's forward: what belongs to its micro-batch.
 
-    Args:
+    Attributes:
         hidden: What the stage has received; None for the first.
-        labels: Told of stand-ins' values, while a split is examined.
+        counts: How often each stand-in was called.
     """
 
-    def __init__(self, hidden: Tensor | None, labels: Labels | None = None) -> None:
+    def __init__(self, hidden: Tensor | None) -> None:
         self.hidden = hidden
-        self.labels = labels
-        self._counts: dict[int, int] = {}
-        self._made: dict[Any, Tensor] = {}
+        self.counts: Counter[Any] = Counter()
 
-    def receive(self) -> Tensor | None:
-        """What the stage has received, at the place where it goes on."""
+    def receive(self, stand_in: Tensor) -> Tensor:
+        """What the stage has received, in place of ``stand_in``."""
         hidden = self.hidden
-        if hidden is not None and hidden.requires_grad and not torch.is_grad_enabled():
+        assert hidden is not None
+        if hidden.requires_grad and not torch.is_grad_enabled():
             raise RuntimeError(
                 "the hidden state that a pipeline stage has received would lose its gradient: the "
                 "model runs the block there without gradients. If it checkpoints blocks, pass "
                 "use_reentrant=False"
             )
+        if stand_in.shape != hidden.shape:
+            raise RuntimeError(
+                f"a pipeline stage has received a hidden state of sizes {tuple(hidden.shape)}, and "
+                f"the model would run its first block on {tuple(stand_in.shape)}: its sizes do not "
+                "follow from the example's; give pipeline() an example of these sizes"
+            )
         return hidden
-
-    def count(self, module: nn.Module) -> int:
-        """How often it was called before, in this run."""
-        count = self._counts.get(id(module), 0)
-        self._counts[id(module)] = count + 1
-        return count
-
-    def make(
-        self, template: TreeTemplate, label: str, given: Mapping[int, Tensor] | None = None
-    ) -> Any:
-        """A tree of values without meaning, but for the leaves given."""
-        made = None if self.labels else self._made
-        tree = template.make(self.hidden, given or {}, made)
-        if self.labels is not None:
-            for index, leaf in enumerate(template.tensors_of(tree)):
-                if leaf is not None and index not in (given or {}):
-                    self.labels.mark(leaf, label)
-        return tree
-
-    def __enter__(self) -> StageCall:
-        self._token = _current.set(self)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        _current.reset(self._token)
 
 
 class StageEnd(BaseException):  # no Exception: model code that catches those is not meant
@@ -89,126 +65,126 @@ class StageEnd(BaseException):  # no Exception: model code that catches those is
 
 
 class StageForward:
-    """What a stage's module has as ``forward``.
+    """The function that replaces the ``forward`` of a stage's module.
 
     Args:
-        module: The stage's module tree.
+        forward: The model's.
         is_first: It takes the model's inputs; the others take the hidden state first.
         is_last: It returns the model's output; the others the hidden state.
         signature: Of the model's forward.
-        absent: What a later stage gives the model for inputs that only the first stage gets, by
-            parameter name.
-        absent_parameters: Names of other stages' parameters, for which there is a buffer.
+        num_positional: How many positional arguments the first stage gets.
+        absent: Placeholders for them in a later stage, by parameter name.
         fixed: Keyword arguments that are always these (``use_cache=False``).
-        leaving: The block after whose hooks the stage ends, where no later block is called.
+        example: Keyword arguments on which the stage was examined.
     """
 
     def __init__(
         self,
-        module: nn.Module,
         forward: Callable[..., Any],
         *,
         is_first: bool,
         is_last: bool,
         signature: inspect.Signature,
-        absent: Mapping[str, TreeTemplate],
-        absent_parameters: Sequence[str],
+        num_positional: int,
+        absent: Mapping[str, Template],
         fixed: Mapping[str, Any],
-        leaving: tuple[nn.Module, int] | None = None,
+        example: Mapping[str, Any],
     ) -> None:
-        self._module = module
         self._forward = forward
-        self.is_first, self.is_last = is_first, is_last
-        self.labels: Labels | None = None
-        self._parameters = dict(signature.parameters)
+        self._is_first, self._is_last = is_first, is_last
+        self._signature = signature
+        self._num_positional = num_positional
         self._absent = dict(absent)
-        self.absent_parameters = tuple(absent_parameters)
         self._fixed = dict(fixed)
-        self._leaving = leaving
+        self._examined = {self._kind(example)}
         self.__name__ = "forward"
         self.__signature__ = signature if is_first else _later_signature(signature, absent)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = None
-        if not self.is_first:
-            hidden, args, kwargs = self._later_inputs(args, kwargs)
-        kwargs.update(self._fixed)
-        if self._leaving is not None:  # after all hooks that others have put there
-            block, key = self._leaving
-            block._forward_hooks.move_to_end(key)  # type: ignore[attr-defined]
-        call = StageCall(hidden, self.labels)
+        kind = self._kind(kwargs)
+        if self._is_first or kind in self._examined:
+            return self._run(args, kwargs)
+        with Dependence() as dependence:  # the model may do something else with these
+            output = self._run(args, kwargs)
+        needed = sorted(dependence.labels_of(output))
+        if needed:
+            raise RuntimeError(
+                f"a pipeline stage needs {', '.join(needed)}, which it does not have, when the "
+                f"keyword arguments are {sorted(kind)}; give pipeline() an example with these, and "
+                "by keyword what every stage needs"
+            )
+        self._examined.add(kind)
+        return output
+
+    def _kind(self, kwargs: Mapping[str, Any]) -> frozenset[str]:
+        given = {name for name, value in kwargs.items() if value is not None}
+        return frozenset(given | self._fixed.keys())
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = StageCall(None if self._is_first else self._hidden(args))
+        token = _current.set(call)
         try:
-            with call:
-                if hidden is not None:
-                    args, kwargs = self._fill(call, kwargs)
-                output = self._forward(*args, **kwargs)
+            if call.hidden is not None:
+                args, kwargs = self._complete(call.hidden, kwargs)
+            elif len(args) > self._num_positional:
+                raise TypeError(
+                    f"a pipeline stage got {len(args)} positional arguments, and the example given "
+                    f"to pipeline() had {self._num_positional}: later stages would lack what was "
+                    "a keyword argument there; give it by keyword"
+                )
+            output = self._forward(*args, **{**kwargs, **self._fixed})
         except StageEnd as end:
             if end.call is not call:
                 raise
             return end.hidden.contiguous()  # torch sends nothing else
-        if not self.is_last:
+        finally:
+            _current.reset(token)
+        if not self._is_last:
             raise RuntimeError(
-                f"{type(self._module).__name__} came to its end without calling the block where "
-                "this pipeline stage ends; it ran otherwise on the example given to pipeline()"
+                "the model came to its end without calling the block where this pipeline stage "
+                "ends; it ran otherwise on the example given to pipeline()"
             )
         return as_tensors(output)
 
-    def _later_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+    def _hidden(self, args: tuple[Any, ...]) -> Tensor:
         if len(args) != 1 or not isinstance(args[0], Tensor):
             raise TypeError(
                 "a later pipeline stage takes the hidden state, one tensor, and keyword "
                 f"arguments of the model; got {len(args)} positional arguments"
             )
         hidden = args[0]
-        if hidden.requires_grad:
-            hidden = OwnTensor.apply(hidden) if torch.is_grad_enabled() else hidden.detach()
-        return hidden, (), kwargs
+        if not hidden.requires_grad:
+            return hidden
+        return OwnTensor.apply(hidden) if torch.is_grad_enabled() else hidden.detach()
 
-    def _fill(self, call: StageCall, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-        """The model's arguments, with something of the right size for those that are not here."""
-        positional: list[Any] = []
+    def _complete(
+        self, hidden: Tensor, kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The model's arguments, with placeholders for those that this stage does not get."""
+        kwargs, filled = dict(kwargs), OrderedDict[str, Any]()
         for name, template in self._absent.items():
             if name in kwargs:
-                continue
-            value = call.make(template, f"input {name}")
-            parameter = self._parameters.get(name)
-            if parameter is None or parameter.kind is parameter.POSITIONAL_ONLY:
-                positional.append(value)
-            elif parameter.kind is parameter.VAR_POSITIONAL:
-                positional.extend(value)
+                filled[name] = kwargs.pop(name)
             else:
-                kwargs[name] = value
-        if positional:  # what comes before *args is positional too
-            head = []
-            for name, parameter in self._parameters.items():
-                if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
-                    break
-                if not any(p.kind is p.VAR_POSITIONAL for p in self._parameters.values()):
-                    break
-                if name not in kwargs:
-                    break
-                head.append(kwargs.pop(name))
-            positional = head + positional
-        return tuple(positional), kwargs
+                filled[name] = template.make(hidden)
+                mark_absent(filled[name], f"input {name}")
+        bound = inspect.BoundArguments(self._signature, filled)
+        return bound.args, {**bound.kwargs, **kwargs}
 
 
 def _later_signature(
-    signature: inspect.Signature, absent: Mapping[str, TreeTemplate]
+    signature: inspect.Signature, absent: Mapping[str, Template]
 ) -> inspect.Signature:
     hidden = inspect.Parameter("hidden_states", inspect.Parameter.POSITIONAL_ONLY)
     others = []
     for name, parameter in signature.parameters.items():
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
-            continue
         if parameter.kind is parameter.VAR_KEYWORD:
             others.append(parameter)
-            continue
-        default = None if name in absent else parameter.default
+        elif parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            default = None if name in absent else parameter.default
+            others.append(parameter.replace(kind=parameter.KEYWORD_ONLY, default=default))
         if name == hidden.name:
             hidden = hidden.replace(name=f"received_{name}")
-        others.append(parameter.replace(kind=parameter.KEYWORD_ONLY, default=default))
     return inspect.Signature([hidden, *others])
 
 

@@ -1,16 +1,16 @@
-"""Sizes of a model's values, as they follow from those of the hidden state.
+"""Placeholders for values that a stage does not have.
 
 A later stage runs the model's code without the model's first inputs and without the modules that
-turn them into the hidden state. What stands there must have the right sizes, for batches of any
-size and length; they are learnt from runs on two or three of them.
+turn them into the hidden state. Their placeholders must have the right sizes, for batches of any
+size and length: they are inferred from those in runs of the model on two or three sizes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,185 +18,133 @@ from torch import Tensor
 from torch.utils import _pytree
 
 Sizes = tuple[int, ...]
+Rule = tuple[int, int, int, int, int]  # dim, x, y, dx, dy: y + (hidden.shape[dim] - x) * dy / dx
 
 
 @dataclass(frozen=True)
-class Size:
-    """One size: ``scale * hidden.shape[dim] + offset``, or ``offset`` where dim is None."""
-
-    offset: int
-    dim: int | None = None
-    scale: Fraction = Fraction(1)
-
-    @staticmethod
-    def learn(hiddens: Sequence[Sizes], sizes: Sequence[int], position: int) -> Size:
-        """The simplest rule that gave ``sizes``; ``position`` is the dim whose size it is."""
-        if len(set(sizes)) == 1:
-            return Size(sizes[0])
-        ndim = len(hiddens[0])
-        dims = sorted(range(ndim), key=lambda dim: dim != position)  # its own dim first
-        rules = [Size(0, dim) for dim in dims]
-        for dim in dims:
-            if hiddens[0][dim]:
-                rules.append(Size(0, dim, Fraction(sizes[0], hiddens[0][dim])))
-            rules.append(Size(sizes[0] - hiddens[0][dim], dim))
-        for rule in rules:
-            if all(rule.of(hidden) == size for hidden, size in zip(hiddens, sizes)):
-                return rule
-        raise NoRuleError
-
-    def of(self, hidden: Sizes) -> int:
-        if self.dim is None:
-            return self.offset
-        numerator, denominator = self.scale.as_integer_ratio()
-        size = hidden[self.dim] * numerator  # ints, that follow a size to its tensor
-        return -1 if size % denominator else size // denominator + self.offset
-
-
-class NoRuleError(Exception):
-    """Sizes that do not follow from the hidden state's."""
-
-
-@dataclass(frozen=True)
-class TensorTemplate:
-    """A tensor without meaning: NaN, or for integers a value that the example had.
+class Crossing:
+    """How the hidden state passes one boundary.
 
     Attributes:
-        sizes: As they were in the example.
-        rules: One per dim.
-        follows: Whether its dtype is that of the hidden state.
+        argument: Index of the leaf in the arguments of the block behind the boundary.
+        shapes: Its sizes in each run.
+        dtype: Its dtype.
     """
 
-    sizes: Sizes
-    rules: tuple[Size, ...]
+    argument: int
+    shapes: tuple[Sizes, ...]
     dtype: torch.dtype
-    device: torch.device
-    follows: bool
-    fill: float | int | bool
-
-    def make(self, hidden: Tensor | None) -> Tensor:
-        if hidden is None:
-            return torch.full(self.sizes, self.fill, dtype=self.dtype, device=self.device)
-        sizes = self.sizes_for(tuple(hidden.shape))
-        dtype = hidden.dtype if self.follows else self.dtype
-        return torch.full(sizes, self.fill, dtype=dtype, device=hidden.device)
-
-    def sizes_for(self, hidden: Sizes) -> Sizes:
-        return tuple(rule.of(hidden) for rule in self.rules)
-
-
-@dataclass(frozen=True)
-class Constant:
-    """A leaf that is no tensor."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
-class TreeTemplate:
-    """Arguments or an output: its structure, and a template per tensor."""
-
-    spec: Any
-    leaves: tuple[TensorTemplate | Constant, ...]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TreeTemplate:
-        return self  # torch warns about copies of its specs
-
-    @staticmethod
-    def learn(
-        observed: Sequence[Observed], hiddens: Sequence[Sizes], hidden_dtype: torch.dtype
-    ) -> TreeTemplate:
-        """From the same value in several runs, in which the hidden state had these sizes."""
-        first = observed[0]
-        leaves: list[TensorTemplate | Constant] = []
-        for index, leaf in enumerate(first.leaves):
-            if isinstance(leaf, Constant):
-                leaves.append(leaf)
-                continue
-            same = [other.leaves[index] for other in observed if other.has_same_tree(first)]
-            if len(same) != len(observed) or not all(isinstance(x, Seen) for x in same):
-                raise NoRuleError
-            shapes = [x.sizes for x in same if isinstance(x, Seen)]
-            if len({len(sizes) for sizes in shapes}) != 1:
-                raise NoRuleError
-            rules = tuple(
-                Size.learn(hiddens, [sizes[dim] for sizes in shapes], dim)
-                for dim in range(len(leaf.sizes))
-            )
-            follows = leaf.dtype == hidden_dtype
-            leaves.append(
-                TensorTemplate(leaf.sizes, rules, leaf.dtype, leaf.device, follows, leaf.fill)
-            )
-        return TreeTemplate(first.spec, tuple(leaves))
-
-    def make(
-        self,
-        hidden: Tensor | None,
-        given: Mapping[int, Tensor],
-        made: dict[Any, Tensor] | None = None,
-    ) -> Any:
-        """The tree. Values of the same kind are one tensor, kept in ``made``, if given."""
-        leaves = []
-        for index, leaf in enumerate(self.leaves):
-            if index in given:
-                leaves.append(given[index])
-            elif isinstance(leaf, Constant):
-                leaves.append(leaf.value)
-            elif made is None:
-                leaves.append(leaf.make(hidden))
-            else:
-                if leaf not in made:
-                    made[leaf] = leaf.make(hidden)
-                leaves.append(made[leaf])
-        return _pytree.tree_unflatten(leaves, self.spec)
-
-    def tensors_of(self, tree: Any) -> list[Tensor | None]:
-        leaves = _pytree.tree_leaves(tree)
-        return [leaf if isinstance(leaf, Tensor) else None for leaf in leaves]
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A tensor that was seen: what is kept of it."""
+    """The sizes, dtype and device of a tensor of a run, and a number to fill a placeholder with."""
 
     sizes: Sizes
     dtype: torch.dtype
     device: torch.device
     fill: float | int | bool
 
-    def nothing(self, hidden: Tensor | None = None) -> Tensor:
-        """A tensor without meaning that takes no memory, to read its sizes and dtype."""
-        dtype, device = self.dtype, self.device
-        if hidden is not None:
-            dtype = hidden.dtype if dtype.is_floating_point else dtype
-            device = hidden.device
-        return torch.full((), self.fill, dtype=dtype, device=device).expand(self.sizes)
+    @staticmethod
+    def of(tensor: Tensor) -> Seen:
+        fill: float | int | bool = math.nan
+        if tensor.dtype == torch.bool:
+            fill = True
+        elif not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
+            # A value of the example is a valid index, where it is an index.
+            fill = 0 if tensor.is_meta or not tensor.numel() else int(tensor.reshape(-1)[0])
+        return Seen(tuple(tensor.shape), tensor.dtype, tensor.device, fill)
 
 
 @dataclass(frozen=True)
 class Observed:
-    """A tree of values that was seen in a run."""
+    """The structure of a value of a run, and its leaves: a tensor is a `Seen`."""
 
     spec: Any
-    leaves: tuple[Seen | Constant, ...]
+    leaves: tuple[Any, ...]
 
     @staticmethod
     def of(tree: Any) -> Observed:
         leaves, spec = _pytree.tree_flatten(tree)
-        return Observed(spec, tuple(_seen(leaf) for leaf in leaves))
-
-    def has_same_tree(self, other: Observed) -> bool:
-        return len(self.leaves) == len(other.leaves) and self.spec == other.spec
+        return Observed(spec, tuple(map(_keep, leaves)))
 
 
-def _seen(leaf: Any) -> Seen | Constant:
-    if not isinstance(leaf, Tensor):
-        plain = isinstance(leaf, (bool, int, float, str, type(None), torch.dtype, torch.device))
-        return Constant(leaf if plain else None)
-    fill: float | int | bool = math.nan
-    if leaf.dtype == torch.bool:
-        fill = True
-    elif not leaf.dtype.is_floating_point and not leaf.dtype.is_complex:
-        # A value of the example is a valid index, where it is an index.
-        fill = 0 if leaf.is_meta or not leaf.numel() else int(leaf.reshape(-1)[0])
-    return Seen(tuple(leaf.shape), leaf.dtype, leaf.device, fill)
+def _keep(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return Seen.of(leaf)
+    plain = isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device))
+    return leaf if plain else None
+
+
+class Template:
+    """Makes placeholders for a value of the model, of its structure, sizes and dtypes: NaN, or for
+    integers a value of the example.
+
+    Args:
+        name: What it is, for errors.
+        runs: The value in each run.
+        crossing: The hidden state in these runs. None in the first stage, which receives none: it
+            has the sizes of the first run.
+    """
+
+    def __init__(self, name: str, runs: Sequence[Observed], crossing: Crossing | None) -> None:
+        self._name, self._runs, self._crossing = name, runs, crossing
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Template:
+        return self  # torch warns about copies of its specs
+
+    def make(self, hidden: Tensor | None) -> Any:
+        first = self._runs[0]
+        leaves = list(first.leaves)
+        for index, seen in enumerate(leaves):
+            if not isinstance(seen, Seen):
+                continue
+            sizes, dtype, device = list(seen.sizes), seen.dtype, seen.device
+            if hidden is not None and self._crossing is not None:
+                sizes = [self._size(rule, hidden) for rule in self._rules[index]]
+                dtype = hidden.dtype if dtype == self._crossing.dtype else dtype
+                device = hidden.device
+            leaves[index] = torch.full(sizes, seen.fill, dtype=dtype, device=device)
+        return _pytree.tree_unflatten(leaves, first.spec)
+
+    def _size(self, rule: Rule, hidden: Tensor) -> int:
+        dim, x, y, dx, dy = rule
+        steps, rest = divmod((hidden.shape[dim] - x) * dy, dx)
+        if rest:
+            raise self._unknown_sizes()
+        return y + steps
+
+    @cached_property
+    def _rules(self) -> list[list[Rule]]:
+        """Per leaf, of the dims of a tensor."""
+        trees = [[getattr(leaf, "sizes", ()) for leaf in run.leaves] for run in self._runs]
+        if any([*map(len, tree)] != [*map(len, trees[0])] for tree in trees):
+            raise self._unknown_sizes()
+        return [
+            [self._infer(dim, sizes) for dim, sizes in enumerate(zip(*of_leaf))]
+            for of_leaf in zip(*trees)
+        ]
+
+    def _infer(self, position: int, sizes: Sizes) -> Rule:
+        """How the size of a dim follows: constant, or linear in one size of the hidden state."""
+        if len(set(sizes)) == 1:
+            return 0, 0, sizes[0], 1, 0
+        assert self._crossing is not None
+        by_dim = list(zip(*self._crossing.shapes))
+        for dim in sorted(range(len(by_dim)), key=lambda dim: dim != position):  # its own dim first
+            points = list(zip(by_dim[dim], sizes))
+            x, y = points[0]
+            dx, dy = next(((px - x, py - y) for px, py in points if px != x), (0, 0))
+            if dx and all((py - y) * dx == (px - x) * dy for px, py in points):
+                return dim, x, y, dx, dy
+        raise self._unknown_sizes()
+
+    def _unknown_sizes(self) -> RuntimeError:
+        sizes = [
+            [leaf.sizes for leaf in run.leaves if isinstance(leaf, Seen)] for run in self._runs
+        ]
+        hidden = [] if self._crossing is None else list(self._crossing.shapes)
+        return RuntimeError(
+            f"the sizes of {self._name!r} ({sizes}) do not follow from those of the hidden state "
+            f"({hidden})"
+        )

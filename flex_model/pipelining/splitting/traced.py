@@ -18,13 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.pipelining import Pipe, SplitPoint
 from torch.distributed.pipelining import pipeline as torch_pipeline
-from torch.distributed.pipelining._utils import PipeInfo
-from torch.distributed.pipelining.stage import _PipelineStage, _RecvInfo
 
-from flex_model import pytree
 from flex_model.errors import TraceError
-from flex_model.pipelining.splitting.clones import clone_tree, tensors_of
-from flex_model.pipelining.splitting.observe import restore
+from flex_model.integrations.torch_pipelining import GraphStage, RecvInfo, modify_graph_op_device
+from flex_model.pipelining.splitting.clones import clone_tree
+from flex_model.pipelining.splitting.observe import find_difference, tensors_in, unchanged
 
 Policy = Callable[[fx.GraphModule], fx.GraphModule]
 
@@ -38,7 +36,7 @@ def split_traced(
 ) -> Pipe:
     """Torch's ``Pipe``, verified. TraceError if the model does not trace, or not rightly."""
     name = type(model).__name__
-    twin = clone_tree(model, _without_cache(model), with_hooks=False)
+    twin, reference = (clone_tree(model, _without_cache(model), with_hooks=False) for _ in range(2))
     spec = dict(split_spec) if split_spec else None
     try:
         with warnings.catch_warnings():  # torch's, about its own internals
@@ -48,14 +46,16 @@ def split_traced(
     except Exception as error:
         raise TraceError(
             f"torch could not trace or split {name}: {_last_line(error)}. "
-            + _advice(split_spec is not None)
+            'With a split_spec, method="modules" splits without tracing, in lists of blocks'
         ) from error
-    _check_stages(pipe, split_spec, name)
-    _verify(pipe, model, args, kwargs, name)
+    if split_spec and pipe.num_stages < 2:  # torch drops a stage that computes nothing
+        raise TraceError(
+            f"splitting {name} at {', '.join(map(repr, split_spec))} left one stage: nothing is "
+            "computed before or behind these points"
+        )
+    _verify(pipe, reference, args, kwargs, name)
     _check_edges(pipe, name)
-    _use_own_parameters(pipe, model)
-    pipe.__class__ = TracedPipe
-    return pipe
+    return TracedPipe(pipe, model)
 
 
 def _without_cache(model: nn.Module) -> dict[int, Any]:
@@ -69,25 +69,10 @@ def _without_cache(model: nn.Module) -> dict[int, Any]:
     return exchange
 
 
-def _advice(has_spec: bool) -> str:
-    if has_spec:
-        return 'method="modules" splits without tracing, in lists of blocks'
-    return 'With a split_spec, method="modules" splits without tracing, in lists of blocks'
-
-
 def _last_line(error: BaseException) -> str:
     cause = error.__cause__ or error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     return f"{type(cause).__name__}: {lines[0] if lines else ''}"[:300]
-
-
-def _check_stages(pipe: Pipe, split_spec: Mapping[str, SplitPoint] | None, name: str) -> None:
-    """Torch drops a stage that computes nothing, and counts one that runs nothing."""
-    if split_spec and pipe.num_stages < 2:
-        raise TraceError(
-            f"splitting {name} at {', '.join(map(repr, split_spec))} left one stage: nothing is "
-            "computed before or behind these points"
-        )
 
 
 # ---- Does it compute the same? ---------------------------------------------------------------
@@ -96,40 +81,25 @@ def _check_stages(pipe: Pipe, split_spec: Mapping[str, SplitPoint] | None, name:
 def _verify(
     pipe: Pipe, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str
 ) -> None:
-    reference = clone_tree(model, _without_cache(model), with_hooks=False)
-    buffers = [(buffer, buffer.clone()) for buffer in [*model.buffers(), *pipe.buffers()]]
-    devices = {t.device.index for t in tensors_of(model) if t.device.type == "cuda"}
 
     def run(module: nn.Module) -> list[Tensor]:
-        with torch.random.fork_rng(devices=sorted(devices)), torch.no_grad():
+        with unchanged(model, pipe):
             torch.manual_seed(0)  # dropout draws in the same order in both
-            try:
-                output = module(*args, **kwargs)
-            finally:
-                restore(buffers)
-        return pytree.flatten(output)[0]
+            return tensors_in(module(*args, **kwargs))
 
-    expected = run(reference)
+    expected = run(model)
     try:
         got = run(pipe)
     except Exception as error:
         raise TraceError(
             f"torch's stages of {name} do not run on the example: {_last_line(error)}"
         ) from error
-    if len(got) != len(expected):
+    difference = find_difference(got, expected)
+    if difference is not None:
         raise TraceError(
-            f"torch's stages of {name} return {len(got)} tensors, the model {len(expected)}"
+            f"torch's stages of {name} do not compute what the model computes on the example "
+            f"({difference}). Does it draw random numbers, or depend on values?"
         )
-    for ours, theirs in zip(got, expected):
-        if theirs.is_meta:  # no values to compare
-            continue
-        try:
-            torch.testing.assert_close(ours, theirs, equal_nan=True)
-        except AssertionError as error:
-            raise TraceError(
-                f"torch's stages of {name} do not compute what the model computes on the example: "
-                f"{_last_line(error)}. Does it draw random numbers, or depend on values?"
-            ) from error
 
 
 def _check_edges(pipe: Pipe, name: str) -> None:
@@ -147,16 +117,6 @@ def _check_edges(pipe: Pipe, name: str) -> None:
                 )
 
 
-def _use_own_parameters(pipe: Pipe, model: nn.Module) -> None:
-    """Torch gives every stage a copy of a tied weight."""
-    own = dict(model.named_parameters(remove_duplicate=False))
-    for names in pipe.replicated_params:
-        parameter = next(own[name] for name in names.values() if name in own)
-        for stage, name in names.items():
-            parent, _, key = name.rpartition(".")
-            setattr(pipe.split_gm.get_submodule(stage).get_submodule(parent), key, parameter)
-
-
 def _values_of(node: fx.Node) -> list[fx.Node]:
     picked = [user for user in node.users if user.target is operator.getitem]
     return picked or [node]
@@ -166,19 +126,31 @@ def _values_of(node: fx.Node) -> list[fx.Node]:
 
 
 class TracedPipe(Pipe):
-    """Torch's ``Pipe``, with stages that can train where masks or indices cross."""
+    """Torch's ``Pipe`` over the model's own parameters, with stages that can train where masks or
+    indices cross.
+    """
+
+    def __init__(self, pipe: Pipe, model: nn.Module) -> None:
+        replicated = pipe.replicated_params
+        super().__init__(pipe.split_gm, pipe.num_stages, pipe.has_loss_and_backward, pipe.loss_spec)
+        self.replicated_params = replicated
+        # Torch gives every stage a copy of a tied weight.
+        own = dict(model.named_parameters(remove_duplicate=False))
+        for names in replicated:
+            parameter = next(own[name] for name in names.values() if name in own)
+            for stage, name in names.items():
+                parent, _, key = name.rpartition(".")
+                setattr(self.split_gm.get_submodule(stage).get_submodule(parent), key, parameter)
 
     def build_stage(
         self, stage_index: int, device: torch.device, group: dist.ProcessGroup | None = None
-    ) -> _PipelineStage:
+    ) -> GraphStage:
         module = self.get_stage_module(stage_index)
-        torch.distributed.pipelining._IR._modify_graph_op_device(
-            cast(fx.GraphModule, module), device
-        )
+        modify_graph_op_device(cast(fx.GraphModule, module), device)
         return TracedStage(module, stage_index, self.info(), device, group)
 
 
-class TracedStage(_PipelineStage):
+class TracedStage(GraphStage):
     """Torch's traced stage, for values of any dtype between stages.
 
     Torch asks for gradients of all that it receives; masks and indices have none, so none are
@@ -192,13 +164,13 @@ class TracedStage(_PipelineStage):
         finally:
             self.has_backward = has_backward
         for info in infos:
-            if isinstance(info, _RecvInfo) and _has_grad(info.buffer) and has_backward:
-                info.buffer.requires_grad_(True)
+            if isinstance(info, RecvInfo):
+                info.buffer.requires_grad_(has_backward and _has_grad(info.buffer))
         return infos
 
     def _create_grad_send_info(self, args_recv_info):
         return [
-            info.source if isinstance(info, _RecvInfo) and _has_grad(info.buffer) else None
+            info.source if isinstance(info, RecvInfo) and _has_grad(info.buffer) else None
             for info in args_recv_info
         ]
 
@@ -210,14 +182,11 @@ class TracedStage(_PipelineStage):
         return tuple(None if info is None else info.buffer for info in recv_infos)
 
     def set_local_fwd_input(self, prev_stage_outputs, mb_index):
-        values = (
-            prev_stage_outputs if isinstance(prev_stage_outputs, tuple) else (prev_stage_outputs,)
-        )
+        is_tuple = isinstance(prev_stage_outputs, tuple)
+        values = prev_stage_outputs if is_tuple else (prev_stage_outputs,)
         for info, tensor in zip(self.args_recv_info[mb_index], values):
-            assert isinstance(info, _RecvInfo)
-            info.buffer = tensor.detach()
-            if _has_grad(tensor):
-                info.buffer.requires_grad_(True)
+            assert isinstance(info, RecvInfo)
+            info.buffer = tensor.detach().requires_grad_(_has_grad(tensor))
 
     def set_local_bwd_input(self, next_stage_bwd_outputs, mb_index):
         for info, tensor in zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs):
@@ -227,6 +196,3 @@ class TracedStage(_PipelineStage):
 
 def _has_grad(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-__all__ = ["PipeInfo", "TracedPipe", "TracedStage", "split_traced"]
