@@ -105,6 +105,10 @@ class RunContext:
     batch: int | None = None
     turns: Turns | None = None
 
+    def note_cut(self) -> None:
+        """Note that ``run_until`` ended a forward early."""
+        self.was_cut = True
+
     def holds(self, node: object) -> bool:
         """Whether an autograd node was made during this run."""
         number = node._sequence_nr()  # type: ignore[attr-defined]

@@ -12,8 +12,9 @@ from torch import nn
 
 from flex_model.distributed.communicator import Communicator
 from flex_model.errors import nearest
+from flex_model.hooks.groups import matches
 from flex_model.layouts.resolve import ParameterSources
-from flex_model.layouts.statements import Statements
+from flex_model.layouts.statements import Statement, Statements
 from flex_model.names import check_name, clean, find_module, find_parameter
 from flex_model.parameters.full import Parameters
 from flex_model.pipelining.pass_through import PassThrough
@@ -28,6 +29,7 @@ class LocalStages(nn.Module):
         super().__init__()
         for stage in stages:
             self.add_module(f"stage{stage.stage_index}", stage.submod)
+        self.register_load_state_dict_pre_hook(_with_stage_prefix)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -56,19 +58,23 @@ class LocalStages(nn.Module):
             found.update(stage.state_dict(*args, prefix=prefix, **kwargs))
         return found
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        taken: set[str] = set()
-        for stage in self.children():
-            names = set(stage.state_dict())
-            taken |= names
-            own = {name: value for name, value in state_dict.items() if name in names}
-            stage.load_state_dict(own, strict, assign)
-        unexpected = sorted(set(state_dict) - taken)
-        if strict and unexpected:
-            raise RuntimeError(f"no stage of this rank has {', '.join(map(repr, unexpected))}")
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("stages are run by their schedule; call the FlexModel")
+
+
+def _with_stage_prefix(root: LocalStages, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Rename the entries of each stage, which have the original names, to those that torch loads
+    its children from.
+    """
+    found = {
+        f"{prefix}{child}.{name}": f"{prefix}{name}"
+        for child, stage in root.named_children()
+        for name in stage.state_dict()
+    }
+    values = {name: state_dict[old] for name, old in found.items() if old in state_dict}
+    for old in found.values():
+        state_dict.pop(old, None)
+    state_dict.update(values)
 
 
 class StageParameters:
@@ -200,6 +206,18 @@ class Directory:
     def called_names(self) -> list[str]:
         """Of modules that can be hooked, and of those spread over several stages."""
         return [name for name in self.module_names if name in self._called]
+
+    def hookable_names(self, kind: str) -> list[str]:
+        """The names that a group's substring or regex is matched against."""
+        return self.parameter_names if kind == "tensor" else self.called_names
+
+    def names_of_statement(self, statement: Statement) -> list[str]:
+        """The modules or parameters that a statement matches."""
+        if isinstance(statement.pattern, type):
+            return self.names_of_type(statement.pattern)[0]
+        is_parameter = statement.kind == "parameter"
+        names = self.parameter_names if is_parameter else self.module_names
+        return [name for name in names if matches(statement.pattern, name)]
 
     def names_of_type(self, kind: type) -> tuple[list[str], list[str]]:
         """The modules of a type; and the names of all types."""

@@ -7,7 +7,7 @@ trainable modules and errors do when it is over, through groups of our own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from flex_model.hooks.core import HookCore
 from flex_model.hooks.step import Step
 from flex_model.hooks.until import Until
 from flex_model.layouts.resolve import ExpectedShape
+from flex_model.names import shapes_by_name
 from flex_model.pipelining import chunks, shapes, step_records
 from flex_model.pipelining.agreement import (
     Plan,
@@ -308,7 +309,7 @@ class Pipeline:
             for registration in self.core.table.chosen(call.choice)
             for name in registration.hook_function.parameter_names
         }
-        found = {name: self.parameter(name, None, sharded=False) for name in names}
+        found = {name: self.get(name, None) for name in names}
         self.core.caller.full_parameter = found.__getitem__
 
     def _end_run(self, run: RunContext) -> bool:
@@ -350,9 +351,17 @@ class Pipeline:
 
     # Parameters.
 
-    def parameter(self, name: str, expected_shape: Any, sharded: bool = True) -> Tensor:
+    def get(self, name: str, expected_shape: Any, *, sharded: bool = False) -> Tensor:
         """A full parameter, from the first stage that has it. Collective."""
         return self._read(name, lambda p: p.get(name, expected_shape, sharded=sharded))
+
+    def iterate(
+        self, expected_shapes: Mapping[str, Sequence[int | None]] | None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and full parameters, one at a time. Collective."""
+        names = self.directory.parameter_names
+        shapes = shapes_by_name(expected_shapes, {name: name for name in names})
+        return ((name, self.get(name, shapes.get(name), sharded=True)) for name in names)
 
     def gradient(self, name: str, expected_shape: Any) -> Tensor | None:
         """A parameter's full gradient, from the first stage that has it. Collective."""
@@ -370,7 +379,7 @@ class Pipeline:
         received = from_rank(self.line, place, tensors, told[place][1])
         return received[0] if received else None
 
-    def set_parameter(self, name: str, full: Tensor) -> None:
+    def set(self, name: str, full: Tensor) -> None:
         """Write a full parameter on all stages that have it. Collective."""
         error = None
         for stage in self.directory.holders_of_parameter(name):

@@ -315,7 +315,21 @@ def sequential_run(is_split):
         sequential.run(flex, [X], "layers.0")
 
 
+def of_a_module(**settings):
+    FlexModel(make_mlp(), process_group=alone_group(), **settings).restore()
+
+
 TWO_RANKS = [
+    Row(
+        "FlexModel(schedule, ...), or leave it out",
+        lambda: of_a_module(batch_mode="full"),
+        lambda: (of_a_module(), step(batch_mode="full")),
+    ),
+    Row(
+        "which has no stages; wrap the schedule of a pipeline",
+        lambda: FlexModel(make_mlp(), process_group=alone_group()).stages_of("layers.0"),
+        lambda: step(call=lambda flex, *_, **__: flex.stages_of("layers.0")),
+    ),
     Row(
         "but the schedule has no loss_fn; make it with one",
         lambda: step(loss_fn=None),

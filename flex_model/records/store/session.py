@@ -149,6 +149,10 @@ class Session:
             self._end_batch()
         self.synchronize(batch, {name: v for name, v in annotations.items() if name not in notes})
 
+    def leave_run(self) -> None:
+        """End a run that recorded nothing: there is no batch of it."""
+        self.in_run = False
+
     def fail_run(self) -> None:
         """Drop the records of a run, its gradients included."""
         self.in_run = False
