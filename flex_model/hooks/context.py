@@ -105,6 +105,11 @@ class RunContext:
     batch: int | None = None
     turns: Turns | None = None
 
+    def take_consumed(self) -> bool:
+        """Return whether an edit drew random numbers, and forget it."""
+        consumed, self.consumed = self.consumed, False
+        return consumed
+
     def note_cut(self) -> None:
         """Note that ``run_until`` ended a forward early."""
         self.was_cut = True

@@ -13,7 +13,7 @@ import threading
 import warnings
 import weakref
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -44,12 +44,13 @@ from flex_model.hooks.graphs import Graphs, is_in_checkpoint
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.remembered_runs import RememberedRuns, backward_task
 from flex_model.hooks.save_ctx import SentToAll
-from flex_model.hooks.step import Step
+from flex_model.hooks.step import MicrobatchState
 from flex_model.hooks.table import EVERYTHING, Choice, HookTable, describe_choice
 from flex_model.hooks.tracking import Follow, Tracking
 from flex_model.integrations import compiled, context_parallel
 from flex_model.layouts import follow
 from flex_model.layouts.sources import BatchDim
+from flex_model.layouts.statements import Statements
 from flex_model.names import clean
 from flex_model.parameters.full import Parameters
 from flex_model.parameters.trainable import Replicas
@@ -81,10 +82,11 @@ class HookCore:
         edit_on: str,
         output_ranks: str,
         timeout_s: float,
-        step: Step | None = None,
+        step: MicrobatchState | None = None,
         save_ctx_on: str = "rank0",
         batch_dim: BatchDim = 0,
         follow: Follow = "new",
+        make_parameters: Callable[[Any, Communicator, Statements], Any] = Parameters,
     ) -> None:
         self.module = module
         self.mesh = mesh
@@ -94,9 +96,7 @@ class HookCore:
         self.backward_order = BackwardOrder(output_ptr)
         self.backward_watch = BackwardWatch(self.communicator)
         self.tracking = Tracking(module, self.communicator, batch_dim, follow)
-        self.parameters: Any = Parameters(  # or a pipeline's
-            module, self.communicator, self.tracking.statements
-        )
+        self.parameters = make_parameters(module, self.communicator, self.tracking.statements)
         is_sent = save_ctx_on == "all" and edit_on == "rank0" and step is None
         self._sent_to_all: SentToAll | None = None
         if is_sent and not self.communicator.is_local:
@@ -256,7 +256,7 @@ class HookCore:
             self.module.register_forward_hook(end, always_call=True),
         ]
 
-    def begin(self, choice: Choice, direct: bool = False) -> RunContext:
+    def begin(self, choice: Choice, direct: bool = False, seed: int | None = None) -> RunContext:
         """Begin an outermost run: choose hooks, check them on all ranks where they are new, empty
         their record lists.
         """
@@ -267,7 +267,9 @@ class HookCore:
         keeps = not torch.is_grad_enabled()
         self.table.choose(choice, self.table.choices[1] if keeps else choice)
         self._note_forward()
-        run = RunContext(self.table.active, direct_depth=int(direct), first_node=next_sequence())
+        run = RunContext(
+            self.table.active, direct_depth=int(direct), seed=seed, first_node=next_sequence()
+        )
         self.thread = threading.get_ident()
         self.backward_watch.thread = self.thread
         self.backward_watch.report_deferred()
@@ -669,12 +671,12 @@ class HookCore:
             raise agreed(kind(text)) from error
         self.communicator.set_error(text, error, state)
 
-    def _fail_in_step(self, step: Step, text: str, error: BaseException) -> None:
+    def _fail_in_step(self, step: MicrobatchState, text: str, error: BaseException) -> None:
         """Keep an error until the step ends: the schedule continues, without edits on all ranks of
         the stage from the same exchange on. Raising it now would leave other stages waiting.
         """
         if self.communicator.is_local or is_agreed(error):
-            step.is_silent = True
+            step.mute()
         else:
             text = f"{text} ({step.where})"
             self.communicator.set_error(text, error)

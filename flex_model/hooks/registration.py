@@ -106,6 +106,10 @@ class Registration:
             *(() if function.record else ("no record",)),
         )
 
+    def expect_microbatches(self, split_dim: int | None, shape: ExpectedShape) -> None:
+        """Set the dim along which micro-batches split the tensor, and the shape of a part."""
+        self.split_dim, self.expected_shape = split_dim, shape
+
     @staticmethod
     def place_of(function: HookFunction, kind: str) -> tuple[str, str, int]:
         return kind, function.module_name, function.unpack_idx

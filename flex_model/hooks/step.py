@@ -10,17 +10,17 @@ from dataclasses import dataclass
 
 from flex_model.errors import HookError, see
 
-_under_way: list[Step] = []  # the innermost last
+_under_way: list[MicrobatchState] = []  # the innermost last
 
 
 @dataclass(eq=False)
-class Step:
+class MicrobatchState:
     """The state of a pipeline's step, reused by each step of a FlexModel.
 
     Attributes:
         is_running: Whether a step runs; hooked stages must not run outside of one.
         stage, microbatch: Those being computed; -1 in between.
-        is_silent: Whether no hook is called: shapes are being inferred, or a hook failed, and the
+        is_muted: Whether no hook is called: shapes are being inferred, or a hook failed, and the
             step is finished without edits so that no other stage waits for this one.
         failure: The message to report to the other ranks when the step is over, and its cause.
         is_of_model: Whether the model itself failed.
@@ -30,10 +30,33 @@ class Step:
     is_running: bool = False
     stage: int = -1
     microbatch: int = -1
-    is_silent: bool = False
+    is_muted: bool = False
     failure: tuple[str, BaseException] | None = None
     is_of_model: bool = False
     rows: Sequence[Sequence[int]] = ()
+
+    @contextlib.contextmanager
+    def running(self, rows: Sequence[Sequence[int]]) -> Iterator[None]:
+        """A context for one step."""
+        self.is_running, self.is_muted, self.rows = True, False, rows
+        self.failure, self.is_of_model = None, False
+        try:
+            yield
+        finally:
+            self.is_running = self.is_muted = False
+
+    @contextlib.contextmanager
+    def muted(self) -> Iterator[None]:
+        """A context in which no hook is called."""
+        self.is_muted = True
+        try:
+            yield
+        finally:
+            self.is_muted = False
+
+    def mute(self) -> None:
+        """Call no hook until the step ends."""
+        self.is_muted = True
 
     def calls_hooks(self) -> bool:
         """Return whether a hook that is reached now is called.
@@ -47,7 +70,7 @@ class Step:
                 "part of the batch only; call flex(...) or schedule.step(...), or restore() first "
                 f"({see('a-stage-is-run-on-its-own')})"
             )
-        return not self.is_silent
+        return not self.is_muted
 
     def fail(self, text: str, cause: BaseException) -> None:
         """Keep a failure to report; the first one counts."""

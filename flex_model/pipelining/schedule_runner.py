@@ -16,16 +16,18 @@ from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.save_ctx import StageContext
 from flex_model.hooks.site import Moment
-from flex_model.hooks.step import Step
+from flex_model.hooks.step import MicrobatchState
 from flex_model.hooks.table import EVERYTHING, Choice
 from flex_model.integrations import cut, fsdp
 from flex_model.integrations.mesh_sources import Source
 from flex_model.names import find_parameter
-from flex_model.pipelining.agreement import StepCall, check_dims
-from flex_model.pipelining.pictures import modules_of
 from flex_model.pipelining.schedule import stages_of
-from flex_model.pipelining.stages import LocalStages, targets
-from flex_model.pipelining.steps import Pipeline
+from flex_model.pipelining.stage_map import modules_of
+from flex_model.pipelining.stage_parameters import StageParameters
+from flex_model.pipelining.stages import LocalStages, find_targets
+from flex_model.pipelining.step_plan import StepCall, check_dims
+from flex_model.pipelining.step_runner import StepRunner
+from flex_model.records.store.opening import config_hash
 from flex_model.records.store.session import Session
 from flex_model.runs.module import check_open
 from flex_model.runs.settings import Settings
@@ -53,7 +55,7 @@ class ScheduleRunner:
         of_pipeline = Mesh(ranks, ranks.index(dist.get_rank()), pp_size=len(ranks))
         source = Source("the stages' process group", of_pipeline, is_exact=False)
         mesh = settings.find_mesh(root, [source])
-        step, timeout_s = Step(), float(settings.timeout)
+        state, timeout_s = MicrobatchState(), float(settings.timeout)
         self.core = core = HookCore(
             root,
             mesh,
@@ -63,9 +65,10 @@ class ScheduleRunner:
             settings.edit_on,
             "rank0",
             timeout_s,
-            step,
+            state,
             batch_dim=settings.batch_dim,
             follow=settings.follow,
+            make_parameters=StageParameters,
         )
         output_ptr = settings.output_ptr
         self._records = output_ptr if isinstance(output_ptr, dict) else {}
@@ -74,25 +77,27 @@ class ScheduleRunner:
         self._schedule = schedule
         self._choice: Choice | None = None  # of an active()
         self._is_first_of_run, self._has_batch = True, False
-        pipeline = None
+        self.session: Session | None = None  # of the store that records go to
+        steps = None
         try:
-            self._pipeline = pipeline = Pipeline(
+            self._steps = steps = StepRunner(
                 schedule,
                 core,
-                step,
+                state,
                 timeout_s,
                 [settings.edit_on, settings.output_ranks, mesh.describe(), settings.save_ctx_on],
                 settings.output_ranks == "all",
                 settings.save_ctx_on == "all",
             )
-            check_dims(self.microbatch_dim, pipeline.directory)
+            self.index, self.parameters = steps.index, steps.parameters
+            check_dims(self.microbatch_dim, self.index)
             if not isinstance(output_ptr, dict):
-                pipeline.open_store(output_ptr, self._take_records)
+                config, take = config_hash(stages[0].submod), self._take_records
+                self.session = Session(output_ptr, steps.world, config, take, mesh.dp_size)
         except BaseException:
-            (core if pipeline is None else pipeline).close()
+            (core if steps is None else steps).close()
             raise
-        self.close, self.run_idle = pipeline.close, self.run
-        self.index, self.parameters = pipeline.directory, pipeline
+        self.run_idle = self.run
         # Until close(), which removes these.
         vars(schedule).update(step=self._run_schedule_step, eval=self._run_schedule_eval)
 
@@ -101,15 +106,18 @@ class ScheduleRunner:
         self._records.clear()
         return taken
 
-    @property
-    def session(self) -> Session | None:
-        """The session of the store that records go to, if any."""
-        return self._pipeline.session
+    def close(self) -> None:
+        """Leave stages and schedule as they were, and free groups and files. Local."""
+        if self.session is not None:
+            self.session.abandon()
+        for name in ("step", "eval"):
+            vars(self._schedule).pop(name, None)
+        self._steps.close()
 
     @property
     def communicators(self) -> dict[str, Communicator]:
         """The communicators that hooks use; the first is to all ranks."""
-        world, line = self._pipeline.world, self._pipeline.line
+        world, line = self._steps.world, self._steps.line
         found = {"all": world, "line": line, "stage": self.core.communicator}
         if line is world:
             del found["line"]
@@ -191,7 +199,7 @@ class ScheduleRunner:
                     self._has_batch = False
                 self._has_batch |= bool(self.core.table.chosen(choice))
                 session.check_hooks(self.core.described_hooks())
-            result = self._pipeline.run(call, self._records)
+            result = self._steps.run(call, self._records)
         except BaseException:
             if session is not None:
                 session.fail_run()
@@ -256,7 +264,7 @@ class ScheduleRunner:
         return found
 
     def interrupted(self, error: BaseException) -> None:
-        """Nothing to report: a step reports a Ctrl-C when it ends."""
+        """Do nothing: a step reports a Ctrl-C when it ends."""
 
     # Hooks.
 
@@ -268,11 +276,11 @@ class ScheduleRunner:
         """
         for parameter in function.parameter_names:
             self.index.holders_of_parameter(parameter)
-        name, stages = function.module_name, self._pipeline.runner.stages
+        name, stages = function.module_name, self._steps.local.stages
         if kind != "tensor":
             index = self.index.stage_of(name)
             roots = [stage.submod for stage in stages if stage.stage_index == index]
-            return [module for root in roots for module in targets(root, name)], "requested"
+            return [module for root in roots for module in find_targets(root, name)], "requested"
         holders = self.index.holders_of_parameter(name)
         if len(holders) > 1:
             raise ValueError(

@@ -27,7 +27,7 @@ from flex_model.records.store.record_layout import RecordLayout, RecordShard
 if TYPE_CHECKING:
     from flex_model.hooks.context import Call
     from flex_model.hooks.registration import Registration
-    from flex_model.hooks.step import Step
+    from flex_model.hooks.step import MicrobatchState
 
 _MAX_DIMS = 64  # torch's own limit
 _REMEMBERED_RUNS = 64  # generation may bring new shapes with every step
@@ -66,7 +66,7 @@ class Records:
         output_ptr: dict[Any, list[Tensor]],
         communicator: Communicator,
         output_ranks: str,
-        step: Step | None = None,
+        step: MicrobatchState | None = None,
     ) -> None:
         self.output_ptr = output_ptr
         self._ranks = output_ranks

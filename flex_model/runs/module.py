@@ -200,7 +200,7 @@ class ModuleRunner:
         )
 
     def check_runs_whole_model(self, operation: str) -> None:
-        """Nothing to refuse: the ranks run the whole model."""
+        """Do nothing: the ranks run the whole model."""
 
     def stages_of(self, name: str) -> tuple[int, ...]:
         """TypeError: there are no stages."""

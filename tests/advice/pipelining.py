@@ -319,7 +319,17 @@ def of_a_module(**settings):
     FlexModel(make_mlp(), process_group=alone_group(), **settings).restore()
 
 
+def traced(num_microbatches):
+    x, y = X[:4], Y[:4]
+    example, split_spec = (x[: 4 // num_microbatches],), {"layers.4": SplitPoint.BEGINNING}
+    pipe = pipeline(make_mlp(), example, split_spec=split_spec, method="trace")
+    stage = pipe.build_stage(dist.get_rank(), torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, num_microbatches, loss_fn=MSE)
+    step(HookFunction("layers.1"), HookFunction("layers.6"), x=x, target=y, schedule=schedule)
+
+
 TWO_RANKS = [
+    Row("give micro-batches of two rows or more", lambda: traced(4), lambda: traced(2)),
     Row(
         "FlexModel(schedule, ...), or leave it out",
         lambda: of_a_module(batch_mode="full"),
