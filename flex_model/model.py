@@ -41,7 +41,7 @@ def _step_setting(name: str) -> Any:
     """Return a property for a setting of a pipeline's next steps."""
 
     def read(flex: FlexModel) -> Any:
-        return getattr(flex._runner, name)
+        return flex._runner.step_settings[name]
 
     def write(flex: FlexModel, value: Any) -> None:
         if name in CHOICES:
@@ -331,7 +331,7 @@ class FlexModel(nn.Module):
                 nothing; the next step works.
             HookMismatchError: ranks differ in hooks, shapes or dtypes, or in how they call it.
         """
-        return self._runner.run(*args, groups=groups, complement=complement, **kwargs)
+        return self._runner.run(args, kwargs, groups, complement)
 
     @contextlib.contextmanager
     def active(
@@ -384,7 +384,7 @@ class FlexModel(nn.Module):
             RuntimeError: the forward ran to its end without calling one of the modules.
         """
         self._check_open()
-        self._runner.run_until(module_name, *args, groups=groups, complement=complement, **kwargs)
+        self._runner.run_until(module_name, args, kwargs, groups, complement)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -427,9 +427,7 @@ class FlexModel(nn.Module):
             ValueError: an unknown module (the message has the nearest names), a hook that is
                 registered already, or one with the same record name as another kind of hook.
         """
-        if _is_of_torch(hook_function):
-            return self._register_torch_hook("forward", hook_function, settings)
-        return self._register(hook_function, "forward")
+        return self._register(hook_function, "forward", settings=settings)
 
     def register_forward_pre_hook(  # type: ignore[override]
         self, hook_function: HookFunction, **settings: Any
@@ -437,9 +435,7 @@ class FlexModel(nn.Module):
         """Record or edit a module's input. ``unpack_idx`` counts positional, then keyword
         arguments. As ``register_forward_hook``.
         """
-        if _is_of_torch(hook_function):
-            return self._register_torch_hook("forward_pre", hook_function, settings)
-        return self._register(hook_function, "forward_pre")
+        return self._register(hook_function, "forward_pre", settings=settings)
 
     def register_full_backward_hook(  # type: ignore[override]
         self, hook_function: HookFunction, **settings: Any
@@ -450,17 +446,13 @@ class FlexModel(nn.Module):
         values are gradients of that loss. If ranks have different numbers of rows, weight each
         rank's loss by ``dp_size * rows / all_rows``, and everything equals the unsharded run.
         """
-        if _is_of_torch(hook_function):
-            return self._register_torch_hook("full_backward", hook_function, settings)
-        return self._register(hook_function, "full_backward")
+        return self._register(hook_function, "full_backward", settings=settings)
 
     def register_full_backward_pre_hook(  # type: ignore[override]
         self, hook_function: HookFunction, **settings: Any
     ) -> HookHandle:
         """Record or edit the gradient of a module's output. As ``register_full_backward_hook``."""
-        if _is_of_torch(hook_function):
-            return self._register_torch_hook("full_backward_pre", hook_function, settings)
-        return self._register(hook_function, "full_backward_pre")
+        return self._register(hook_function, "full_backward_pre", settings=settings)
 
     def register_hook(self, hook_function: HookFunction) -> HookHandle:
         """Record or edit a parameter's gradient, in full and averaged over data-parallel ranks.
@@ -473,12 +465,15 @@ class FlexModel(nn.Module):
         """
         return self._register(hook_function, "tensor")
 
-    def _register_torch_hook(self, kind: str, hook: Any, settings: dict[str, Any]) -> Any:
-        return getattr(nn.Module, f"register_{kind}_hook")(self, hook, **settings)
-
     def _register(
-        self, hook_function: HookFunction, kind: str, groups: Iterable[str] = ()
+        self,
+        hook_function: HookFunction,
+        kind: str,
+        groups: Iterable[str] = (),
+        settings: dict[str, Any] | None = None,
     ) -> HookHandle:
+        if settings is not None and _is_of_torch(hook_function):
+            return getattr(nn.Module, f"register_{kind}_hook")(self, hook_function, **settings)
         if not isinstance(hook_function, HookFunction):
             raise TypeError(f"expected a HookFunction, got {type(hook_function).__name__}")
         self._check_open()

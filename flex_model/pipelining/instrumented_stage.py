@@ -36,17 +36,11 @@ _REPLACED = (
 
 
 class InstrumentedStage:
-    """A stage of torch's that never raises during a step.
+    """A stage of torch's that never raises during a step."""
 
-    Args:
-        trainable: The modules that editing functions use.
-    """
-
-    def __init__(
-        self, stage: Any, state: MicrobatchState, core: HookCore, trainable: nn.Module
-    ) -> None:
+    def __init__(self, stage: Any, state: MicrobatchState, core: HookCore) -> None:
         self.stage, self.index = stage, stage.stage_index
-        self._state, self._core, self._trainable = state, core, trainable
+        self._state, self._core = state, core
         self._accepted = accepted_kwargs(stage.submod)
         self._is_skipped = False  # these two: see `begin`
         self._until: Until | None = None
@@ -276,7 +270,7 @@ class InstrumentedStage:
         """A context in which trainable modules count as the stage's own: zero-bubble schedules
         compute the gradients of the parameters that the stage's module has, and no others.
         """
-        submod, trainable = self.stage.submod, list(self._trainable.parameters())
+        submod, trainable = self.stage.submod, list(self._core.modules.parameters())
         if not trainable:
             yield
             return

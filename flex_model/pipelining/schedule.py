@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import schedules
 from torch.utils import _pytree as pytree
 
@@ -35,23 +35,16 @@ def stages_of(schedule: Any) -> list[Any]:
 class LocalSchedule:
     """This rank's part of a schedule.
 
-    Args:
-        trainable: The modules that editing functions use.
-
     Attributes:
         stages: Torch's stages.
         instrumented: Those with their methods replaced.
     """
 
-    def __init__(
-        self, schedule: Any, state: MicrobatchState, core: HookCore, trainable: nn.Module
-    ) -> None:
+    def __init__(self, schedule: Any, state: MicrobatchState, core: HookCore) -> None:
         self._schedule, self._state = schedule, state
         self.stages = stages_of(schedule)
         self.has_last = any(stage.is_last for stage in self.stages)
-        self.instrumented = [
-            InstrumentedStage(stage, state, core, trainable) for stage in self.stages
-        ]
+        self.instrumented = [InstrumentedStage(stage, state, core) for stage in self.stages]
         self._is_connected = False
         self._before = {
             name: vars(schedule)[name]

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.tensor_dicts import (
     DTYPE_OF_NAME,
     Description,
@@ -25,17 +24,12 @@ from flex_model.distributed.tensor_dicts import (
 )
 from flex_model.hooks.registration import Registration
 from flex_model.pipelining.instrumented_stage import InstrumentedStage, sendable, to_meta
-from flex_model.pipelining.stage_index import StageIndex
+from flex_model.pipelining.local_pipeline import LocalPipeline
 from flex_model.pipelining.stages import find_targets, is_traced
 
 
 def infer_shapes(
-    stages: Sequence[InstrumentedStage],
-    index: StageIndex,
-    line: Communicator,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    has_backward: bool,
+    pipeline: LocalPipeline, args: tuple[Any, ...], kwargs: dict[str, Any], has_backward: bool
 ) -> None:
     """Set the shapes of the inputs and outputs of this rank's stages. Collective over the stages of
     one pipeline.
@@ -46,7 +40,7 @@ def infer_shapes(
     Raises:
         ValueError: a stage can't run these inputs; on every rank of the pipeline.
     """
-    local = {stage.index: stage for stage in stages}
+    index, local = pipeline.index, {stage.index: stage for stage in pipeline.local.instrumented}
     shapes: Sequence[Description] = []
     for number in range(index.num_stages):
         own: dict[str, Any] = {}
@@ -59,7 +53,7 @@ def infer_shapes(
                     _check_floats(own["shapes"])
             except Exception as error:
                 own["error"] = f"stage {number}: {type(error).__name__}: {error}"
-        gathered = exchange_json(line, own, f"the shapes of stage {number}")
+        gathered = exchange_json(pipeline.line, own, f"the shapes of stage {number}")
         of_stage = gathered[index.pp_ranks[number]]
         if "error" in of_stage:
             raise ValueError(f"the pipeline can't run these inputs: {of_stage['error']}")

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.serialization import decode, encode
 from flex_model.distributed.tensor_dicts import (
     describe,
@@ -19,39 +18,20 @@ from flex_model.distributed.tensor_dicts import (
 from flex_model.errors import HookError, HookMismatchError, agreed, is_agreed, see
 from flex_model.hooks import save_ctx
 from flex_model.hooks.context import renew_seed
-from flex_model.hooks.core import HookCore
-from flex_model.hooks.step import MicrobatchState
 from flex_model.pipelining import step_records
 from flex_model.pipelining.gradients import Gradients
-from flex_model.pipelining.schedule import LocalSchedule
-from flex_model.pipelining.stage_index import StageIndex
+from flex_model.pipelining.local_pipeline import LocalPipeline
 from flex_model.pipelining.step_plan import StepCall
 
 
 class StepEnd:
-    """Ends the steps of one pipeline. ``finish`` is collective over all its ranks.
+    """Ends the steps of one pipeline. ``finish`` is collective over all its ranks."""
 
-    Args:
-        world, line: Communicators to all ranks, and to those of this rank's pipeline.
-        on_all_ranks: Whether all ranks keep records, instead of rank 0.
-        context_on_all: Whether all ranks get what a stage wrote into ``save_ctx``.
-    """
-
-    def __init__(
-        self,
-        core: HookCore,
-        state: MicrobatchState,
-        local: LocalSchedule,
-        index: StageIndex,
-        world: Communicator,
-        line: Communicator,
-        on_all_ranks: bool,
-        context_on_all: bool,
-    ) -> None:
-        self._core, self._state, self._local = core, state, local
-        self._index, self._world, self._line = index, world, line
-        self._on_all_ranks, self._context_on_all = on_all_ranks, context_on_all
-        self._num_ranks = len(core.mesh.stage_ranks)  # of a stage
+    def __init__(self, pipeline: LocalPipeline) -> None:
+        self._pipeline, self._core, self._state = pipeline, pipeline.core, pipeline.state
+        self._world, self._line, self._local = pipeline.world, pipeline.line, pipeline.local
+        self._on_all_ranks = pipeline.settings.output_ranks == "all"
+        self._context_on_all = pipeline.settings.save_ctx_on == "all"
 
     def finish(
         self,
@@ -104,10 +84,10 @@ class StepEnd:
         described = [of_rank["records"] for of_rank in gathered]
         step_records.deliver(self._world, records, described, self._on_all_ranks, output_ptr)
         self._merge_contexts([of_rank["written"] for of_rank in gathered], sent)
-        along = gathered[mesh.group_rank :: self._num_ranks]  # this rank's pipeline
+        along = gathered[mesh.group_rank :: len(mesh.stage_ranks)]  # this rank's pipeline
         gradients.add_stages(self._line, [of_rank["gradients"] for of_rank in along])
         if call.return_on == "all" and call.return_outputs:
-            last = self._index.pp_ranks[-1]
+            last = self._pipeline.index.pp_ranks[-1]
             structure, shapes = along[last]["output"]
             tensors = from_rank(self._line, last, outputs, shapes)
             device = self._local.stages[0].device
@@ -211,9 +191,11 @@ class StepEnd:
                 save_ctx.set_elsewhere(context, of_rank[0], rank)
 
     def _is_same_stage(self, one: int, other: int) -> bool:
-        return one // self._num_ranks == other // self._num_ranks
+        return self._pipeline.pp_rank_of(one) == self._pipeline.pp_rank_of(other)
 
     def _describe_writer(self, rank: int) -> str:
-        pp_rank = rank // self._num_ranks
-        stages = [str(i) for i, other in enumerate(self._index.pp_ranks) if other == pp_rank]
+        pp_rank = self._pipeline.pp_rank_of(rank)
+        stages = [
+            str(i) for i, other in enumerate(self._pipeline.index.pp_ranks) if other == pp_rank
+        ]
         return f"stage {', '.join(stages)} (rank {rank})"

@@ -5,23 +5,22 @@ where some rank can't continue.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import site_hash
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import agreed
 from flex_model.hooks.context import seed_of_state
-from flex_model.hooks.core import HookCore
 from flex_model.hooks.table import Choice
 from flex_model.parameters.trainable import refuse_different
 from flex_model.pipelining import microbatches
 from flex_model.pipelining.agreement import check_equal, gather_checked
+from flex_model.pipelining.local_pipeline import LocalPipeline
 from flex_model.pipelining.stage_index import StageIndex
 
 
@@ -41,12 +40,12 @@ class StepCall:
     losses: list[Tensor] | None
     return_outputs: bool
     choice: Choice
+    has_backward: bool
+    appends: bool
+    until: list[tuple[str, str]] | None
     batch_mode: str
     return_on: str
     microbatch_dim: int | Mapping[str, int] | None
-    has_backward: bool
-    appends: bool
-    until: list[tuple[str, str]] | None = None
 
 
 @dataclass(eq=False)
@@ -71,15 +70,7 @@ class StepPlan:
     seed: int
 
 
-def plan_step(
-    call: StepCall,
-    schedule: Any,
-    stages: Sequence[Any],
-    core: HookCore,
-    index: StageIndex,
-    world: Communicator,
-    prepared: int | None,
-) -> StepPlan:
+def plan_step(call: StepCall, pipeline: LocalPipeline, prepared: int | None) -> StepPlan:
     """Check the call on all ranks, and split its inputs. Collective.
 
     Args:
@@ -89,9 +80,9 @@ def plan_step(
         ValueError, TypeError: inputs that can't be run, on some rank.
         HookMismatchError: ranks call it differently, or have different hooks.
     """
-    mesh = core.mesh
-    has_first = any(stage.is_first for stage in stages)
-    has_last = any(stage.is_last for stage in stages)
+    core, schedule, index = pipeline.core, pipeline.schedule, pipeline.index
+    mesh, stages, world = core.mesh, pipeline.local.stages, pipeline.world
+    has_first, has_last = stages[0].is_first, stages[-1].is_last
     number = 1 if call.batch_mode == "full" else schedule._n_microbatches
     args = call.args if has_first else ()
     target = call.target if has_last else None

@@ -12,134 +12,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.mesh import Mesh
-from flex_model.errors import HookError, agreed
+from flex_model.errors import HookError
 from flex_model.hooks import save_ctx
 from flex_model.hooks.context import RunContext
-from flex_model.hooks.core import HookCore
 from flex_model.hooks.registration import Registration
-from flex_model.hooks.step import MicrobatchState
 from flex_model.hooks.until import Site
 from flex_model.layouts.resolve import ExpectedShape
 from flex_model.pipelining import microbatches, step_records
 from flex_model.pipelining.agreement import gather_checked
 from flex_model.pipelining.gradients import Gradients
-from flex_model.pipelining.schedule import LocalSchedule
+from flex_model.pipelining.local_pipeline import LocalPipeline
 from flex_model.pipelining.shapes import find_batched, infer_shapes
-from flex_model.pipelining.stage_index import StageIndex
-from flex_model.pipelining.stage_parameters import PipelineParameters
-from flex_model.pipelining.stages import describe_stage, find_targets
+from flex_model.pipelining.stages import find_targets
 from flex_model.pipelining.step_end import StepEnd
 from flex_model.pipelining.step_plan import StepCall, StepPlan, plan_step
 
 
 class StepRunner:
-    """Runs the steps of a schedule over all ranks. The constructor and ``run`` are collective.
+    """Runs the steps of one pipeline. ``run`` is collective over all its ranks."""
 
-    Args:
-        core: The engine of this rank's stages.
-        settings: What must be equal on all ranks, besides the arguments of a step.
-
-    Attributes:
-        world, line: Communicators to all ranks, and to those of this rank's pipeline.
-        index: The modules and parameters of all stages.
-        local: This rank's part of the schedule.
-        parameters: Reads and writes the parameters of all stages.
-    """
-
-    def __init__(
-        self,
-        schedule: Any,
-        core: HookCore,
-        state: MicrobatchState,
-        timeout_s: float,
-        settings: list[Any],
-        on_all_ranks: bool,
-        context_on_all: bool,
-    ) -> None:
-        mesh = core.mesh
-        self._schedule, self._core, self._state = schedule, core, state
-        along = mesh.axis_ranks("pp")
-        self.world = Communicator(Mesh(mesh.ranks, mesh.rank, tp_size=mesh.num_ranks), timeout_s)
-        self.line = (
-            self.world
-            if len(along) == mesh.num_ranks
-            else Communicator(Mesh(along, mesh.coordinates["pp"], tp_size=len(along)), timeout_s)
-        )
-        self.local = LocalSchedule(schedule, state, core, core.modules)
-        try:
-            self.index = self._index_stages(settings)
-        except BaseException:
-            self.close()
-            raise
-        self.parameters = PipelineParameters(core.parameters, self.index, self.world, self.line)
-        self._end = StepEnd(
-            core,
-            state,
-            self.local,
-            self.index,
-            self.world,
-            self.line,
-            on_all_ranks,
-            context_on_all,
-        )
+    def __init__(self, pipeline: LocalPipeline) -> None:
+        self._pipeline, self._core, self._state = pipeline, pipeline.core, pipeline.state
+        self._schedule, self._local = pipeline.schedule, pipeline.local
+        self._index, self._end = pipeline.index, StepEnd(pipeline)
         self._prepared: int | None = None  # the inputs that the stages have buffers for
-        self._batched: tuple[Any, dict[int, bool]] | None = None  # see `_find_batched`
-
-    def close(self) -> None:
-        """Leave the stages as they were, and free groups. Local."""
-        self.local.close()
-        self._core.close()
-        for communicator in {self.world, self.line}:
-            communicator.close()
-
-    def _index_stages(self, settings: list[Any]) -> StageIndex:
-        schedule, num_ranks = self._schedule, len(self._core.mesh.stage_ranks)
-        gathered = gather_checked(
-            self.world,
-            "FlexModel over a schedule: its stages",
-            lambda: [describe_stage(stage) for stage in self.local.stages],
-            {
-                "the schedule of a pipeline": [
-                    type(schedule).__name__,
-                    schedule._n_microbatches,
-                    schedule._loss_fn is not None,
-                    schedule.scale_grads,
-                    schedule._num_stages,
-                ],
-                "the settings of a pipeline": settings,
-            },
-        )
-        described: dict[int, Any] = {}
-        pp_ranks: dict[int, int] = {}
-        for rank, stages in enumerate(gathered):
-            for stage in stages:
-                index, pp_rank = stage["index"], rank // num_ranks
-                if pp_ranks.setdefault(index, pp_rank) != pp_rank:
-                    raise agreed(
-                        ValueError(
-                            f"FlexModel: stage {index} is at the places {pp_ranks[index]} and "
-                            f"{pp_rank} of the pipeline; give each stage to one rank of a "
-                            "pipeline, and data_parallel_size or tensor_parallel_size where "
-                            "several ranks hold it"
-                        )
-                    )
-                described[index] = stage
-        order = range(schedule._num_stages)
-        missing = [index for index in order if index not in described]
-        if missing:
-            raise agreed(ValueError(f"FlexModel: no rank of the pipeline has the stages {missing}"))
-        return StageIndex([described[i] for i in order], [pp_ranks[i] for i in order])
-
-    # A step.
+        self._batched: dict[Any, dict[int, bool]] = {}  # of such inputs: see `_find_batched`
 
     def run(self, call: StepCall, output_ptr: dict[str, list[Tensor]]) -> Any:
         """Run one step; return the result of the call on this rank."""
         core = self._core
-        plan = plan_step(
-            call, self._schedule, self.local.stages, core, self.index, self.world, self._prepared
-        )
+        plan = plan_step(call, self._pipeline, self._prepared)
         chosen = core.table.chosen(call.choice)
         with self._state.running(plan.rows):
             try:
@@ -158,16 +60,15 @@ class StepRunner:
         if plan.is_prepared:
             return
         self._prepared = None
+        self._batched.clear()
         args, kwargs = plan.arg_chunks[0], plan.kwarg_chunks[0]
         with torch.inference_mode(False):
             gather_checked(
-                self.world,
+                self._pipeline.world,
                 "the shapes of the pipeline's stages",
-                lambda: infer_shapes(
-                    self.local.instrumented, self.index, self.line, args, kwargs, call.has_backward
-                ),
+                lambda: infer_shapes(self._pipeline, args, kwargs, call.has_backward),
             )
-            self.local.connect(plan.number, call.has_backward, args, kwargs)
+            self._local.connect(plan.number, call.has_backward, args, kwargs)
         self._prepared = plan.inputs
 
     def _find_batched(
@@ -178,28 +79,23 @@ class StepRunner:
         """
         if plan.number == 1 or sum(of_rank[0] for of_rank in plan.rows) != 1:
             return {}
-        local = [r for r in chosen if r.module is not None]
-        key = (plan.inputs, tuple(r.index for r in local))
+        local = [r for r in chosen if r.module is not None and r.kind != "tensor"]
+        key = tuple(r.index for r in local), str(call.microbatch_dim)
 
         def find() -> None:
-            if self._batched is None or self._batched[0] != key:
-                self._batched = (
-                    key,
-                    find_batched(
-                        self.local.instrumented,
-                        [r for r in local if r.kind != "tensor"],
-                        plan.arg_chunks[0],
-                        plan.kwarg_chunks[0],
-                        lambda r: self._dim(call, chosen, r.hook_function.record_name),
-                    ),
+            if key not in self._batched:
+                self._batched[key] = find_batched(
+                    self._local.instrumented,
+                    local,
+                    plan.arg_chunks[0],
+                    plan.kwarg_chunks[0],
+                    lambda r: self._dim(call, chosen, r.hook_function.record_name),
                 )
 
-        gather_checked(self.world, "a step of micro-batches of one row", find)
-        by_index = {} if self._batched is None else self._batched[1]
+        gather_checked(self._pipeline.world, "a step of micro-batches of one row", find)
+        found = self._batched[key]
         return {
-            (r.hook_function.record_name, r.kind): by_index[r.index]
-            for r in local
-            if r.index in by_index
+            (r.hook_function.record_name, r.kind): found[r.index] for r in local if r.index in found
         }
 
     def _run(
@@ -211,7 +107,7 @@ class StepRunner:
         output_ptr: dict[str, list[Tensor]],
     ) -> Any:
         core, state = self._core, self._state
-        self.parameters.read_for_hooks(
+        self._pipeline.parameters.read_for_hooks(
             name for r in chosen for name in r.hook_function.parameter_names
         )
         for registration in chosen:
@@ -229,7 +125,7 @@ class StepRunner:
         output = None
         before = save_ctx.begin_step(core.save_ctx)
         try:
-            output = self.local.run(
+            output = self._local.run(
                 plan.arg_chunks,
                 plan.kwarg_chunks,
                 plan.target_chunks,
@@ -253,22 +149,22 @@ class StepRunner:
             gradients.restore(is_failed=True)
             raise
         gradients.restore(is_failed=False)
-        if call.losses is not None and self.local.has_last:
+        if call.losses is not None and self._local.has_last:
             call.losses[:] = losses  # none, where there is no target
         return output
 
     def _begin_stages(self, call: StepCall) -> None:
         """Begin the step on all stages; with ``until``, for what the last of these sites needs."""
-        last = self.index.num_stages
+        last = self._index.num_stages
         if call.until is not None:
-            last = max(self.index.stage_of(name) for name, _ in call.until)
-        for stage in self.local.instrumented:
+            last = max(self._index.stage_of(name) for name, _ in call.until)
+        for stage in self._local.instrumented:
             sites: list[Site] | None = None
             if call.until is not None and stage.index == last:
                 sites = [
                     (find_targets(stage.stage.submod, name), kind)
                     for name, kind in call.until
-                    if self.index.stage_of(name) == last
+                    if self._index.stage_of(name) == last
                 ]
             stage.begin(call.has_backward, stage.index > last, sites)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -21,7 +21,7 @@ from flex_model.layouts.statements import Statement
 from flex_model.names import clean, find_module, find_parameter, module_names
 from flex_model.records.store.opening import config_hash
 from flex_model.records.store.session import Session
-from flex_model.runs.settings import Settings
+from flex_model.runs.settings import Groups, Settings
 
 
 class ModuleIndex:
@@ -69,19 +69,9 @@ class ModuleRunner:
         mesh, output_ptr = settings.find_mesh(module), settings.output_ptr
         if mesh.pp_size > 1:
             raise ValueError(model_mesh.pipeline_refusal(module, mesh.pp_size))
-        self.core = core = HookCore(
-            module,
-            mesh,
-            output_ptr if isinstance(output_ptr, dict) else {},
-            Namespace(),
-            nn.ModuleDict(),
-            settings.edit_on,
-            settings.output_ranks,
-            float(settings.timeout),
-            save_ctx_on=settings.save_ctx_on,
-            batch_dim=settings.batch_dim,
-            follow=settings.follow,
-        )
+        records = output_ptr if isinstance(output_ptr, dict) else {}
+        core = settings.make_core(module, mesh, records, Namespace(), settings.output_ranks)
+        self.core = core
         if not isinstance(output_ptr, dict):
             try:
                 core.open_store(output_ptr, config_hash(module))
@@ -108,11 +98,7 @@ class ModuleRunner:
     # Running.
 
     def run(
-        self,
-        *args: Any,
-        groups: str | Iterable[str] = "all",
-        complement: bool = False,
-        **kwargs: Any,
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], groups: Groups, complement: bool
     ) -> Any:
         """Run the module with the hooks of ``groups``. Collective while hooks are active."""
         core = self.core
@@ -134,7 +120,7 @@ class ModuleRunner:
         return result
 
     @contextlib.contextmanager
-    def active(self, groups: str | Iterable[str], complement: bool) -> Iterator[None]:
+    def active(self, groups: Groups, complement: bool) -> Iterator[None]:
         """A context in which all calls of the module are one run."""
         core = self.core
         choice = core.table.choice(groups, complement)
@@ -153,10 +139,10 @@ class ModuleRunner:
     def run_until(
         self,
         module_name: str | None,
-        *args: Any,
-        groups: str | Iterable[str],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        groups: Groups,
         complement: bool,
-        **kwargs: Any,
     ) -> None:
         """Run the forward until this module, or the last of the hooked ones, was called."""
         core = self.core
