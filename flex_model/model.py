@@ -100,12 +100,12 @@ class FlexModel(nn.Module):
             sharded: ``"new"``: those whose inputs have new shapes, dtypes or modes. ``"always"``:
             every one, for models whose control flow depends on values. The layouts of a forward are
             remembered for forwards with inputs of the same kind, until a run fails.
-        batch_mode: Of a schedule. ``"micro"``: an editing function is called once per micro-batch,
+        batch_mode: For schedules. ``"micro"``: an editing function is called once per micro-batch,
             with its rows. ``"full"``: a step runs as one micro-batch, whatever the schedule: the
             function sees the whole batch. Can be set; each step reads it.
-        return_on: Of a schedule. ``"last"``: ranks with the last stage get the output, the others
+        return_on: For schedules. ``"last"``: ranks with the last stage get the output, the others
             None; ``"all"``: every rank gets it, detached. Can be set.
-        microbatch_dim: Of a schedule: the dim along which the records of micro-batches are joined,
+        microbatch_dim: For schedules: the dim along which the records of micro-batches are joined,
             or a dict of it by module name. Default: as the schedule splits its first input, else 0.
             Tensors that have no rows of the batch are the same in all micro-batches, and kept once.
             Can be set.
@@ -291,7 +291,7 @@ class FlexModel(nn.Module):
             return self._runner.run_idle(*args, **kwargs)
         try:
             return super().__call__(*args, groups=groups, complement=complement, **kwargs)
-        except BaseException as error:  # whenever it came: before the run began, for one
+        except BaseException as error:  # at any time: before the run began, for one
             self._runner.interrupted(error)
             raise
 

@@ -592,7 +592,7 @@ def test_calls_that_cannot_be_run():
             ([x[:3]], {"target": y[:4]}, "the batch has 3 rows"),
             ([x[:6]], {"target": y}, "the batch has 6 rows"),
             ([], {"target": y}, "the batch has no tensor"),
-            ([x], {}, "no target was given"),
+            ([x], {}, "no target was passed"),
             ([x], {"target": y[:5]}, "target has 5 rows"),
             ([x], {"target": y[:4]}, "the batch has 8 rows, and target 4"),
             ([x], {"target": y, "mask": y}, "no stage's forward takes a keyword argument 'mask'"),

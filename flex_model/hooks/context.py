@@ -105,12 +105,16 @@ class RunContext:
     batch: int | None = None
     turns: Turns | None = None
 
-    def take_consumed(self) -> bool:
+    def use_seed(self, seed: int) -> None:
+        """Draw from rank 0's seed."""
+        self.seed = seed
+
+    def take_draws(self) -> bool:
         """Return whether an edit drew random numbers, and forget it."""
         consumed, self.consumed = self.consumed, False
         return consumed
 
-    def note_cut(self) -> None:
+    def cut(self) -> None:
         """Note that ``run_until`` ended a forward early."""
         self.was_cut = True
 

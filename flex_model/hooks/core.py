@@ -256,7 +256,7 @@ class HookCore:
             self.module.register_forward_hook(end, always_call=True),
         ]
 
-    def begin(self, choice: Choice, direct: bool = False, seed: int | None = None) -> RunContext:
+    def begin(self, choice: Choice, direct: bool = False) -> RunContext:
         """Begin an outermost run: choose hooks, check them on all ranks where they are new, empty
         their record lists.
         """
@@ -267,9 +267,7 @@ class HookCore:
         keeps = not torch.is_grad_enabled()
         self.table.choose(choice, self.table.choices[1] if keeps else choice)
         self._note_forward()
-        run = RunContext(
-            self.table.active, direct_depth=int(direct), seed=seed, first_node=next_sequence()
-        )
+        run = RunContext(self.table.active, direct_depth=int(direct), first_node=next_sequence())
         self.thread = threading.get_ident()
         self.backward_watch.thread = self.thread
         self.backward_watch.report_deferred()
@@ -676,7 +674,7 @@ class HookCore:
         the stage from the same exchange on. Raising it now would leave other stages waiting.
         """
         if self.communicator.is_local or is_agreed(error):
-            step.mute()
+            step.silence()
         else:
             text = f"{text} ({step.where})"
             self.communicator.set_error(text, error)

@@ -20,7 +20,7 @@ class MicrobatchState:
     Attributes:
         is_running: Whether a step runs; hooked stages must not run outside of one.
         stage, microbatch: Those being computed; -1 in between.
-        is_muted: Whether no hook is called: shapes are being inferred, or a hook failed, and the
+        is_silent: Whether no hook is called: shapes are being inferred, or a hook failed, and the
             step is finished without edits so that no other stage waits for this one.
         failure: The message to report to the other ranks when the step is over, and its cause.
         is_of_model: Whether the model itself failed.
@@ -30,7 +30,7 @@ class MicrobatchState:
     is_running: bool = False
     stage: int = -1
     microbatch: int = -1
-    is_muted: bool = False
+    is_silent: bool = False
     failure: tuple[str, BaseException] | None = None
     is_of_model: bool = False
     rows: Sequence[Sequence[int]] = ()
@@ -38,25 +38,25 @@ class MicrobatchState:
     @contextlib.contextmanager
     def running(self, rows: Sequence[Sequence[int]]) -> Iterator[None]:
         """A context for one step."""
-        self.is_running, self.is_muted, self.rows = True, False, rows
+        self.is_running, self.is_silent, self.rows = True, False, rows
         self.failure, self.is_of_model = None, False
         try:
             yield
         finally:
-            self.is_running = self.is_muted = False
+            self.is_running = self.is_silent = False
 
     @contextlib.contextmanager
-    def muted(self) -> Iterator[None]:
+    def silenced(self) -> Iterator[None]:
         """A context in which no hook is called."""
-        self.is_muted = True
+        self.is_silent = True
         try:
             yield
         finally:
-            self.is_muted = False
+            self.is_silent = False
 
-    def mute(self) -> None:
+    def silence(self) -> None:
         """Call no hook until the step ends."""
-        self.is_muted = True
+        self.is_silent = True
 
     def calls_hooks(self) -> bool:
         """Return whether a hook that is reached now is called.
@@ -70,7 +70,7 @@ class MicrobatchState:
                 "part of the batch only; call flex(...) or schedule.step(...), or restore() first "
                 f"({see('a-stage-is-run-on-its-own')})"
             )
-        return not self.is_muted
+        return not self.is_silent
 
     def fail(self, text: str, cause: BaseException) -> None:
         """Keep a failure to report; the first one counts."""

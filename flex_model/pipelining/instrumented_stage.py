@@ -141,9 +141,7 @@ class InstrumentedStage:
             return self._make_zero_output(fwd_chunk_id, save_forward_output)
 
     def _keep_tensors(self, microbatch: int) -> None:
-        """Drop the inputs that are no tensors: a split backward asks each of its inputs whether it
-        needs a gradient.
-        """
+        """Drop the inputs that are no tensors: a split backward reads ``requires_grad`` of each."""
         cache = self.stage.fwd_cache
         outputs, inputs = cache[microbatch]
         cache[microbatch] = outputs, [value for value in inputs if isinstance(value, Tensor)]
@@ -162,7 +160,7 @@ class InstrumentedStage:
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         core = self._core
-        if self._state.is_muted:
+        if self._state.is_silent:
             return sendable(self._of_torch("forward_maybe_with_nosync", *args, **kwargs))
         core.tracking.begin(args, kwargs, core.active_registrations(), part=self.index)
         output = None
@@ -217,7 +215,7 @@ class InstrumentedStage:
         return microbatch not in self._failed
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        """Return nothing where the step has no backward: V schedules ask all the same."""
+        """Return nothing where the step has no backward: V schedules call this all the same."""
         if self.stage.has_backward:
             return self._of_torch("get_local_bwd_output", mb_index)
         return ()
@@ -245,7 +243,7 @@ class InstrumentedStage:
         self._failed.add(microbatch)
         cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
         if is_agreed(cause):
-            self._state.mute()
+            self._state.silence()
         self._state.fail_in_model(cause)
 
     def _make_zero_output(self, microbatch: int, save_forward_output: bool) -> Any:

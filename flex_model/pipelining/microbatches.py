@@ -154,7 +154,7 @@ def join(
         raise ValueError(
             f"the tensors of the micro-batches, of shapes {[tuple(p.shape) for p in parts]}, are "
             f"neither the same nor rows of the batch along dim {dim}, of which they would have "
-            f"{in_all}; say along which dim they are joined with microbatch_dim=, or use "
+            f"{in_all}; pass the dim along which they are joined as microbatch_dim=, or use "
             'batch_mode="full"'
         )
     if len(rows) > 1 and dim in (0, -first.dim()):

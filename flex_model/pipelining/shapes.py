@@ -2,7 +2,7 @@
 stage that can't run is an error on every rank, and no rank waits for it.
 
 Each stage is run once on zeros, in the order of the stages, with no hook and no gradient, and left
-as it was: buffers (BatchNorm's) and random generators are put back.
+as it was: buffers (BatchNorm's) and random generators are restored.
 """
 
 from __future__ import annotations

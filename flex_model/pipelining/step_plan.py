@@ -160,13 +160,13 @@ def _check_target(call: StepCall, schedule: Any, number: int) -> None:
     if schedule._loss_fn is None:
         if call.target is not None or call.losses is not None:
             raise ValueError(
-                "target or losses were given, but the schedule has no loss_fn; make it with one"
+                "target or losses were passed, but the schedule has no loss_fn; make it with one"
             )
         return
     if call.target is None:
         if call.has_backward:
             raise ValueError(
-                "the schedule has a loss_fn, and no target was given on the last stage's rank; "
+                "the schedule has a loss_fn, and no target was passed on the last stage's rank; "
                 "give target=, or run it under torch.no_grad()"
             )
         return

@@ -42,7 +42,7 @@ def join(
         rows: By data-parallel rank: its rows of each micro-batch.
         dim_of: Returns the dim along which they are joined, by name.
         is_batched: Returns whether they have rows along it, by name and kind; None: unknown.
-        expected: By name and kind: their ``expected_shape``, where one was given.
+        expected: By name and kind: their ``expected_shape``, where it has one.
 
     Raises:
         ValueError: the micro-batches' tensors don't fit together, or not with ``expected``.

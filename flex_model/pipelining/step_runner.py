@@ -45,7 +45,7 @@ class StepRunner:
         chosen = core.table.chosen(call.choice)
         with self._state.running(plan.rows):
             try:
-                with self._state.muted():
+                with self._state.silenced():
                     self._prepare(call, plan)
                     batched = self._find_batched(call, plan, chosen)
                 if not call.appends:
@@ -117,7 +117,8 @@ class StepRunner:
                 shape = microbatches.part_of_shape(shape, dim, plan.rows)
                 registration.expect_microbatches(dim if plan.number > 1 else None, shape)
         divisor = plan.number if self._schedule.scale_grads else 1
-        run = core.begin(call.choice, seed=plan.seed)
+        run = core.begin(call.choice)
+        run.use_seed(plan.seed)
         core.caller.average_over(divisor)
         gradients = Gradients(core, divisor)
         self._begin_stages(call)
@@ -134,7 +135,7 @@ class StepRunner:
                 call.has_backward,
             )
             gradients.scale()
-            if call.has_backward and not state.is_muted:
+            if call.has_backward and not state.is_silent:
                 gradients.run_hooks()
         except BaseException as error:
             state.fail_in_model(error, "schedule")
@@ -180,7 +181,7 @@ class StepRunner:
         """Deliver the records of the stage's ranks to its first; return whether an edit drew random
         numbers on this rank.
         """
-        consumed = run.take_consumed()  # all ranks of the pipeline renew the seed together
+        consumed = run.take_draws()  # all ranks of the pipeline renew the seed together
         try:
             self._core.end(run, None)
         except HookError as error:

@@ -153,7 +153,7 @@ class ModuleRunner:
             with until.installed(), until.one_forward():
                 core.module(*args, **kwargs)
             if core.run is not None:
-                core.run.note_cut()
+                core.run.cut()
             cut.clean_up(core.module)
             if not until.is_reached:
                 raise RuntimeError(cut.not_reached(module_name))

@@ -381,7 +381,7 @@ TWO_RANKS = [
         lambda: (scaled(SCALE), scaled(SCALE[:2], spec=_Replicate)),
     ),
     Row(
-        "say along which dim they are joined with microbatch_dim=",
+        "pass the dim along which they are joined as microbatch_dim=",
         turned,
         lambda: (turned(microbatch_dim={"layers.2.act.inner": 1}), turned(batch_mode="full")),
     ),
