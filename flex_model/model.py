@@ -529,9 +529,7 @@ class FlexModel(nn.Module):
                     expected_shape,
                     editing_function,
                     unpack_idx,
-                    output_name=None
-                    if output_name is None
-                    else output_name.replace("{name}", name),
+                    output_name=output_name and output_name.replace("{name}", name),
                     parameters=parameters,
                 )
                 handles.append(self._register(function, hook_type, [group_name]))
@@ -544,9 +542,10 @@ class FlexModel(nn.Module):
     def _matching(self, constructor: str | re.Pattern | type, hook_type: str) -> list[str]:
         index = self._runner.index
         names = index.hookable_names(hook_type)
+        what = "parameter" if hook_type == "tensor" else "module"
         if isinstance(constructor, type) and hook_type != "tensor":
             found, names = index.names_of_type(constructor)
-            text = constructor.__name__
+            text, what = constructor.__name__, "module type"
         elif isinstance(constructor, (str, re.Pattern)):
             found = [
                 name
@@ -561,13 +560,6 @@ class FlexModel(nn.Module):
                 f"{constructor!r}"
             )
         if not found:
-            what = (
-                "parameter"
-                if hook_type == "tensor"
-                else "module type"
-                if isinstance(constructor, type)
-                else "module"
-            )
             raise ValueError(
                 f"create_hook_group: {text} matches no {what}; "
                 f"{nearest(text.strip(chr(39)), names, what)}"

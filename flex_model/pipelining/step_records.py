@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,10 +123,10 @@ def deliver(
         received = gathered
     found = []
     for entries, of_rank in zip(described, received, strict=True):
-        at = 0
+        tensors_left = iter(of_rank)
         for name, kind, stage, descriptions in entries:
-            found.append(StageRecords(name, kind, stage, of_rank[at : at + len(descriptions)]))
-            at += len(descriptions)
+            own = list(itertools.islice(tensors_left, len(descriptions)))
+            found.append(StageRecords(name, kind, stage, own))
     # In the order in which the unsplit model calls its modules.
     found.sort(key=lambda record: -record.stage if record.kind in _BACKWARD else record.stage)
     for record in found:
