@@ -79,10 +79,6 @@ class Settings:
             )
         check_batch_dim(self.batch_dim)
 
-    @property
-    def store(self) -> ActivationStore | None:
-        return self.output_ptr if isinstance(self.output_ptr, ActivationStore) else None
-
     def make_core(
         self,
         module: nn.Module,
@@ -103,10 +99,10 @@ class Settings:
             output_ranks,
             float(self.timeout),
             state,
-            self.save_ctx_on,
-            self.batch_dim,
-            self.follow,
-            make_parameters,
+            save_ctx_on=self.save_ctx_on,
+            batch_dim=self.batch_dim,
+            follow=self.follow,
+            make_parameters=make_parameters,
         )
 
     def find_mesh(self, root: nn.Module, stages: Sequence[Source] = ()) -> Mesh:
