@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import os
 import re
 import sys
@@ -21,27 +20,35 @@ from flex_model import inspection, visualize
 from flex_model.compat.parallel_state import ParallelState
 from flex_model.diagnostics.timeline import Timeline, recorded
 from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.mesh import Mesh, initialize_from_launcher, is_distributed
 from flex_model.errors import nearest
-from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import KINDS, EditingFunction, HookFunction
 from flex_model.hooks.groups import Members, matches, pattern_text
 from flex_model.hooks.groups import check_name as check_group_name
 from flex_model.hooks.registration import HookHandle
-from flex_model.hooks.table import EVERYTHING
 from flex_model.hooks.tracking import Follow
 from flex_model.inspection import DryRun, Explanation, Layouts, VerifyReport
-from flex_model.integrations import cut, fsdp, model_mesh
-from flex_model.integrations.mesh_sources import Source
-from flex_model.layouts.sources import BatchDim, check_batch_dim
-from flex_model.layouts.statements import Statement, statement_of
-from flex_model.names import clean, find_module, find_parameter, module_names
+from flex_model.layouts.sources import BatchDim
+from flex_model.layouts.statements import statement_of
+from flex_model.names import clean, module_names
 from flex_model.parameters import checkpoint
 from flex_model.parameters.trainable import check_name, send_from_rank_0
 from flex_model.records.store import ActivationStore
-from flex_model.records.store.opening import config_hash
-from flex_model.records.store.session import Session
-from flex_model.runs.until import Site, Until
+from flex_model.runs.module import ModuleRunner, check_open
+from flex_model.runs.settings import CHOICES, Settings, check_choice
+
+
+def _step_setting(name: str) -> Any:
+    """Return a property for a setting of a pipeline's next steps."""
+
+    def read(flex: FlexModel) -> Any:
+        return flex._runner.step_settings[name]
+
+    def write(flex: FlexModel, value: Any) -> None:
+        if name in CHOICES:
+            check_choice(name, value)
+        flex._runner.change(name, value)
+
+    return property(read, write)
 
 
 class FlexModel(nn.Module):
@@ -59,8 +66,8 @@ class FlexModel(nn.Module):
 
     Args:
         module: Any ``nn.Module``. It is not changed, and hooked only while a hook of an active
-            group is registered. Or a schedule of ``torch.distributed.pipelining``: that makes a
-            ``flex_model.pipelining.pipelined_model.PipelinedFlexModel``, with further arguments.
+            group is registered. Or a schedule of ``torch.distributed.pipelining``, before its first
+            step: see "Pipelines" below.
         output_ptr: Dict that receives the records: ``name -> [tensor, ...]`` in call order, CPU
             copies of the full tensors as they were before the edit, on rank 0 (see
             ``output_ranks``). Complete when the forward (or backward) returns. Every run empties
@@ -93,9 +100,34 @@ class FlexModel(nn.Module):
             sharded: ``"new"``: those whose inputs have new shapes, dtypes or modes. ``"always"``:
             every one, for models whose control flow depends on values. The layouts of a forward are
             remembered for forwards with inputs of the same kind, until a run fails.
+        batch_mode: For schedules. ``"micro"``: an editing function is called once per micro-batch,
+            with its rows. ``"full"``: a step runs as one micro-batch, whatever the schedule: the
+            function sees the whole batch. Can be set; each step reads it.
+        return_on: For schedules. ``"last"``: ranks with the last stage get the output, the others
+            None; ``"all"``: every rank gets it, detached. Can be set.
+        microbatch_dim: For schedules: the dim along which the records of micro-batches are joined,
+            or a dict of it by module name. Default: as the schedule splits its first input, else 0.
+            Tensors that have no rows of the batch are the same in all micro-batches, and kept once.
+            Can be set.
+
+    Pipelines::
+
+        stage = PipelineStage(my_part, rank, 2, device)  # or pipe.build_stage(rank, device)
+        flex = FlexModel(ScheduleGPipe(stage, 4, loss_fn=mse), activations := {})
+        flex.register_forward_hook(HookFunction("layers.3.fc1", editing_function=halve))
+        out = flex(x, target=y, losses=(losses := []))
+        # rank 0: activations["layers.3.fc1"][0] is (batch, ...); out is on the last stage's rank
+
+    Names are those of the unsplit model, as the stages have them; hooks are registered in the same
+    order on every rank, also for modules of other ranks. Records are of the whole batch, on rank 0
+    when the call returns. Gradients are those of the mean loss over micro-batches
+    (``scale_grads=True``). After the step rank 0's ``save_ctx`` has what any stage wrote, or every
+    rank's (``save_ctx_on="all"``). Sizes left at 1 come from the stages' group and from the
+    modules' own mesh; ``process_group`` has the ranks of all stages.
 
     Attributes:
-        module: The wrapped model.
+        module: The wrapped model; of a schedule, this rank's stages.
+        schedule: The wrapped schedule.
         output_ptr: The dict, or store, that was passed.
         save_ctx: A ``Namespace`` in which editing functions keep values, from run to run; in a
             sequential run, the batch's own.
@@ -106,11 +138,13 @@ class FlexModel(nn.Module):
 
     Raises:
         ValueError: sizes that do not multiply to the number of ranks, or contradict the model's own
-            mesh.
+            mesh, or the stages' groups; stages that no rank has.
+        TypeError: an argument of schedules, and the model is none.
+        HookMismatchError: ranks pass different schedules or settings.
 
     Collective over the ranks of the model: the constructor, running the model while hooks are
-    active, everything about parameters, and registering, sending, saving and loading trainable
-    modules. All else is local, but every rank must make the same calls.
+    active (a schedule: always), everything about parameters, and registering, sending, saving and
+    loading trainable modules. All else is local, but every rank must make the same calls.
     """
 
     def __init__(
@@ -129,87 +163,81 @@ class FlexModel(nn.Module):
         timeout: float = 60.0,
         batch_dim: BatchDim = 0,
         follow: Follow = "new",
+        batch_mode: str = "micro",
+        return_on: str = "last",
+        microbatch_dim: int | Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
-        check_arguments(module, output_ptr, edit_on, output_ranks, save_ctx_on, timeout, follow)
-        sizes = (tensor_parallel_size, pipeline_parallel_size, data_parallel_size)
-        mesh = find_mesh(module, sizes, process_group, device_mesh, float(timeout))
-        if mesh.pp_size > 1:
-            raise ValueError(model_mesh.pipeline_refusal(module, mesh.pp_size))
-        core = HookCore(
-            module,
-            mesh,
-            output_ptr if isinstance(output_ptr, dict) else {},
-            Namespace(),
-            nn.ModuleDict(),
+        if isinstance(module, FlexModel):
+            raise TypeError("the module is a FlexModel already; wrap its .module")
+        runner_class: Any = ModuleRunner
+        if _is_schedule(module):  # else torch's pipelining is not imported
+            from flex_model.pipelining.schedule_runner import ScheduleRunner
+
+            runner_class = ScheduleRunner
+        elif not isinstance(module, nn.Module):
+            raise TypeError(f"FlexModel: expected an nn.Module, got {type(module).__name__}")
+        settings = Settings(
+            {} if output_ptr is None else output_ptr,
+            (tensor_parallel_size, pipeline_parallel_size, data_parallel_size),
+            process_group,
+            device_mesh,
             edit_on,
             output_ranks,
-            float(timeout),
-            save_ctx_on=save_ctx_on,
-            batch_dim=check_batch_dim(batch_dim),
-            follow=follow,
+            save_ctx_on,
+            timeout,
+            batch_dim,
+            follow,
+            batch_mode,
+            return_on,
+            microbatch_dim,
         )
-        if isinstance(output_ptr, ActivationStore):
-            self._open_store(core, output_ptr)
-        self._hold(core, process_group, core.close)
-
-    def _hold(
-        self, core: HookCore, process_group: dist.ProcessGroup | None, close: Callable[[], None]
-    ) -> None:
-        """Keep the core; ``close`` ends it at ``restore()``, and must not refer to this object."""
-        self.__dict__["module"] = core.module  # found before nn.Module's slower look-up
+        runner = runner_class(module, settings)
+        core = runner.core
+        # In __dict__, where they are found before nn.Module's slower look-up.
+        vars(self).update(_runner=runner, _core=core, module=core.module)
         self._modules["module"] = core.module
+        if core.module is not module:
+            self.schedule = module
+        self._output_ptr = settings.output_ptr
         self.trainable_modules = core.modules
         self.mesh = core.mesh
         self.process_group = process_group
-        self.__dict__["_core"] = core
         self.shared_ctx = Namespace()
-        self.__dict__["_finalizer"] = weakref.finalize(self, close)
-
-    def _open_store(self, core: HookCore, store: ActivationStore) -> None:
-        self.__dict__["_store"] = store
-        try:
-            core.runs.open_store(store, config_hash(core.module))
-        except BaseException:
-            core.close()
-            raise
-
-    def __new__(cls, module: Any = None, *args: Any, **kwargs: Any) -> FlexModel:
-        schedules = sys.modules.get("torch.distributed.pipelining.schedules")
-        if cls is FlexModel and schedules and isinstance(module, schedules._PipelineSchedule):
-            # Here, since that module needs this one.
-            from flex_model.pipelining.pipelined_model import PipelinedFlexModel
-
-            return super().__new__(PipelinedFlexModel)
-        return super().__new__(cls)
-
-    # Without it help() and inspect.signature() show `(module, *args, **kwargs)`.
-    __new__.__signature__ = inspect.signature(__init__)  # type: ignore[attr-defined]
-
-    @property
-    def _session(self) -> Session | None:
-        """The session of the store that records go to, if any."""
-        return self._core.runs.session
+        self._timeline: Timeline | None = None
+        self._finalizer = weakref.finalize(self, runner.close)  # it doesn't refer to this object
 
     @property
     def _communicator(self) -> Communicator:
         """The communicator to all ranks of the model."""
-        return self._core.communicator
+        return next(iter(self._runner.communicators.values()))
 
     @property
     def output_ptr(self) -> dict[str, list[Tensor]] | ActivationStore:
-        return self.__dict__.get("_store") or self._core.records.output_ptr
+        return self._output_ptr
 
     @property
     def _dict_records(self) -> dict[str, list[Tensor]]:
         """The records in ``output_ptr``; empty if they go to a store."""
-        records = self.output_ptr
-        return records if isinstance(records, dict) else {}
+        return self._output_ptr if isinstance(self._output_ptr, dict) else {}
 
     @property
     def save_ctx(self) -> Namespace:
         run = self._core.runs.current
         return self._core.save_ctx if run is None or run.save_ctx is None else run.save_ctx
+
+    batch_mode = _step_setting("batch_mode")
+    return_on = _step_setting("return_on")
+    microbatch_dim = _step_setting("microbatch_dim")
+
+    def stages_of(self, name: str) -> tuple[int, ...]:
+        """Return the indices of the stages of a pipeline that have a module of this name. Local.
+
+        Raises:
+            ValueError: there is none; the message has the nearest names.
+            TypeError: there is no pipeline.
+        """
+        return self._runner.stages_of(name)
 
     @property
     def tp_size(self) -> int:
@@ -260,11 +288,11 @@ class FlexModel(nn.Module):
             and not complement
             and self._compiled_call_impl is None
         ):
-            return self.module(*args, **kwargs)
+            return self._runner.run_idle(*args, **kwargs)
         try:
             return super().__call__(*args, groups=groups, complement=complement, **kwargs)
-        except BaseException as error:  # whenever it came: before the run began, for one
-            self._core.runs.interrupted(error)
+        except BaseException as error:  # at any time: before the run began, for one
+            self._runner.interrupted(error)
             raise
 
     def forward(
@@ -287,28 +315,23 @@ class FlexModel(nn.Module):
         until the next call with gradients enabled. Inside ``active()`` a call without ``groups``
         keeps that choice. Collective over the ranks of the model while hooks are active.
 
+        Over a schedule this is one step, collective over all ranks of the pipeline: forward and,
+        with a ``loss_fn`` and gradients on, backward. ``args`` are inputs of the whole batch, used
+        on the rank of the first stage; keyword arguments are passed on every rank, and each stage
+        gets those that its forward takes. Further ones: ``target`` and ``losses`` (a list that
+        receives one loss per micro-batch), used on the rank of the last stage;
+        ``return_outputs=False``. It returns the merged output on the rank of the last stage, else
+        None (see ``return_on``).
+
         Raises:
-            ValueError: an unknown group; the message has the nearest names.
-            HookError: an editing function failed on some rank; raised on every rank.
-            HookMismatchError: ranks differ in hooks, shapes or dtypes.
+            ValueError: an unknown group; the message has the nearest names. Over a schedule, inputs
+                that can't be split or run: on every rank, before anything is sent.
+            HookError: an editing function failed on some rank; raised on every rank. Over a
+                schedule after the step was finished without edits: gradients of that step mean
+                nothing; the next step works.
+            HookMismatchError: ranks differ in hooks, shapes or dtypes, or in how they call it.
         """
-        core = self._core
-        choice = (
-            EVERYTHING
-            if groups == "all" and not complement
-            else core.table.choice(groups, complement)
-        )
-        if core.runs.is_inside:
-            with core.runs.chosen(choice):
-                return self.module(*args, **kwargs)
-        run = core.runs.begin(choice)
-        try:
-            result = self.module(*args, **kwargs)
-        except BaseException as error:
-            core.runs.end(run, error)
-            raise
-        core.runs.end(run, None)
-        return result
+        return self._runner.run(args, kwargs, groups, complement)
 
     @contextlib.contextmanager
     def active(
@@ -322,22 +345,13 @@ class FlexModel(nn.Module):
             with flex.active("steer"):
                 tokens = model.generate(prompt)
 
+        With a store, the steps of a schedule in it are one batch, and its end is collective.
+
         Raises:
             ValueError: an unknown group; the message has the nearest names.
         """
-        core = self._core
-        choice = core.table.choice(groups, complement)
-        if core.runs.is_inside:
-            with core.runs.chosen(choice):
-                yield self
-            return
-        run = core.runs.begin(choice)
-        try:
+        with self._runner.active(groups, complement):
             yield self
-        except BaseException as error:
-            core.runs.end(run, error)
-            raise
-        core.runs.end(run, None)
 
     def run_until(
         self,
@@ -369,49 +383,28 @@ class FlexModel(nn.Module):
                 can't be ended early (FSDP1, DeepSpeed ZeRO-3, ``torch.compile``).
             RuntimeError: the forward ran to its end without calling one of the modules.
         """
-        core = self._core
         self._check_open()
-        choice = core.table.choice(groups, complement)
-        cut.check(self.module)
-        is_inside = core.runs.is_inside
-        with core.runs.chosen(choice) if is_inside else self.active(groups, complement):
-            until = Until(self._sites_until(module_name))
-            with until.installed(), until.one_forward():
-                self.module(*args, **kwargs)
-            if core.runs.current is not None:
-                core.runs.current.cut()
-            cut.clean_up(self.module)
-            if not until.is_reached:
-                raise RuntimeError(cut.not_reached(module_name))
-
-    def _sites_until(self, module_name: str | None) -> list[Site]:
-        if module_name is not None:
-            return [([find_module(self.module, module_name)], "forward")]
-        sites: list[Site] = [
-            ([module], registration.kind)
-            for registration in self._core.runs.active_hooks()
-            if registration.kind in ("forward", "forward_pre")
-            and registration.module is not None
-            and (module := registration.module()) is not None
-        ]
-        if not sites:
-            raise ValueError(cut.NO_HOOK)
-        return sites
+        self._runner.run_until(module_name, args, kwargs, groups, complement)
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            module = self.__dict__.get("module")
-            if module is None or not hasattr(module, name):
+            wrapped = self._wrapped
+            if wrapped is None or not hasattr(wrapped, name):
                 raise AttributeError(
-                    f"neither FlexModel nor the wrapped {type(module).__name__} has an attribute "
+                    f"neither FlexModel nor the wrapped {type(wrapped).__name__} has an attribute "
                     f"{name!r}"
                 ) from None
-        value = getattr(module, name)
-        if isinstance(value, types.MethodType) and value.__self__ is module:
+        value = getattr(wrapped, name)
+        if isinstance(value, types.MethodType) and value.__self__ is vars(self)["module"]:
             return self._as_run(value)
         return value
+
+    @property
+    def _wrapped(self) -> Any:
+        """The schedule or module that was passed; None before."""
+        return vars(self).get("schedule", vars(self).get("module"))
 
     def _as_run(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Make a method of the wrapped model one run, begun when it first calls the model."""
@@ -434,9 +427,7 @@ class FlexModel(nn.Module):
             ValueError: an unknown module (the message has the nearest names), a hook that is
                 registered already, or one with the same record name as another kind of hook.
         """
-        if _is_of_torch(hook_function):
-            return self._register_torch_hook("forward", hook_function, settings)
-        return self._register(hook_function, "forward")
+        return self._register(hook_function, "forward", settings=settings)
 
     def register_forward_pre_hook(  # type: ignore[override]
         self, hook_function: HookFunction, **settings: Any
@@ -444,9 +435,7 @@ class FlexModel(nn.Module):
         """Record or edit a module's input. ``unpack_idx`` counts positional, then keyword
         arguments. As ``register_forward_hook``.
         """
-        if _is_of_torch(hook_function):
-            return self._register_torch_hook("forward_pre", hook_function, settings)
-        return self._register(hook_function, "forward_pre")
+        return self._register(hook_function, "forward_pre", settings=settings)
 
     def register_full_backward_hook(  # type: ignore[override]
         self, hook_function: HookFunction, **settings: Any
@@ -457,17 +446,13 @@ class FlexModel(nn.Module):
         values are gradients of that loss. If ranks have different numbers of rows, weight each
         rank's loss by ``dp_size * rows / all_rows``, and everything equals the unsharded run.
         """
-        if _is_of_torch(hook_function):
-            return self._register_torch_hook("full_backward", hook_function, settings)
-        return self._register(hook_function, "full_backward")
+        return self._register(hook_function, "full_backward", settings=settings)
 
     def register_full_backward_pre_hook(  # type: ignore[override]
         self, hook_function: HookFunction, **settings: Any
     ) -> HookHandle:
         """Record or edit the gradient of a module's output. As ``register_full_backward_hook``."""
-        if _is_of_torch(hook_function):
-            return self._register_torch_hook("full_backward_pre", hook_function, settings)
-        return self._register(hook_function, "full_backward_pre")
+        return self._register(hook_function, "full_backward_pre", settings=settings)
 
     def register_hook(self, hook_function: HookFunction) -> HookHandle:
         """Record or edit a parameter's gradient, in full and averaged over data-parallel ranks.
@@ -480,44 +465,22 @@ class FlexModel(nn.Module):
         """
         return self._register(hook_function, "tensor")
 
-    def _register_torch_hook(self, kind: str, hook: Any, settings: dict[str, Any]) -> Any:
-        return getattr(nn.Module, f"register_{kind}_hook")(self, hook, **settings)
-
     def _register(
-        self, hook_function: HookFunction, kind: str, groups: Iterable[str] = ()
+        self,
+        hook_function: HookFunction,
+        kind: str,
+        groups: Iterable[str] = (),
+        settings: dict[str, Any] | None = None,
     ) -> HookHandle:
+        if settings is not None and _is_of_torch(hook_function):
+            return getattr(nn.Module, f"register_{kind}_hook")(self, hook_function, **settings)
         if not isinstance(hook_function, HookFunction):
             raise TypeError(f"expected a HookFunction, got {type(hook_function).__name__}")
         self._check_open()
-        for name in hook_function.parameter_names:
-            if not fsdp.is_flattened(self.module, name):
-                find_parameter(self.module, name)
-        core = self._core
-        if kind == "tensor":
-            parameter, after = self._hookable_parameter(hook_function.module_name)
-            moment = "accumulated" if after else "computed"
-            registrations = core.register(hook_function, kind, [parameter], groups, moment)
-        else:
-            module = find_module(self.module, hook_function.module_name)
-            registrations = core.register(hook_function, kind, [module], groups)
-        return HookHandle(functools.partial(core.table.unregister, registrations), hook_function)
-
-    def _hookable_parameter(self, name: str) -> tuple[nn.Parameter, bool]:
-        if fsdp.wrapper_of_parameter(self.module, name) is not None:
-            raise ValueError(
-                f"register_hook: parameter {clean(self.module, name)!r} belongs to a "
-                "FullyShardedDataParallel (FSDP1) module, which gives "
-                "hooks a local, flattened gradient; use torch.distributed.fsdp.fully_shard, or "
-                "hook the module's gradients"
-            )
-        _, _, parameter = find_parameter(self.module, name)
-        if not parameter.requires_grad:
-            raise ValueError(
-                f"register_hook: parameter {clean(self.module, name)!r} does not require a "
-                "gradient; call requires_grad_(True) first"
-            )
-        after = fsdp.owner_fsdp2(self.module, name) is not None
-        return fsdp.sharded_parameter(self.module, name, parameter), after
+        targets, moment = self._runner.targets_of(hook_function, kind)
+        table = self._core.table
+        registrations = self._core.register(hook_function, kind, targets, groups, moment)
+        return HookHandle(functools.partial(table.unregister, registrations), hook_function)
 
     def create_hook_group(
         self,
@@ -566,9 +529,7 @@ class FlexModel(nn.Module):
                     expected_shape,
                     editing_function,
                     unpack_idx,
-                    output_name=None
-                    if output_name is None
-                    else output_name.replace("{name}", name),
+                    output_name=output_name and output_name.replace("{name}", name),
                     parameters=parameters,
                 )
                 handles.append(self._register(function, hook_type, [group_name]))
@@ -579,10 +540,12 @@ class FlexModel(nn.Module):
         return [handle.hook_function for handle in handles]
 
     def _matching(self, constructor: str | re.Pattern | type, hook_type: str) -> list[str]:
-        names = self._hookable_names(hook_type)
+        index = self._runner.index
+        names = index.hookable_names(hook_type)
+        what = "parameter" if hook_type == "tensor" else "module"
         if isinstance(constructor, type) and hook_type != "tensor":
-            found, names = self._names_of_type(constructor)
-            text = constructor.__name__
+            found, names = index.names_of_type(constructor)
+            text, what = constructor.__name__, "module type"
         elif isinstance(constructor, (str, re.Pattern)):
             found = [
                 name
@@ -597,30 +560,11 @@ class FlexModel(nn.Module):
                 f"{constructor!r}"
             )
         if not found:
-            what = (
-                "parameter"
-                if hook_type == "tensor"
-                else "module type"
-                if isinstance(constructor, type)
-                else "module"
-            )
             raise ValueError(
                 f"create_hook_group: {text} matches no {what}; "
                 f"{nearest(text.strip(chr(39)), names, what)}"
             )
         return found
-
-    def _hookable_names(self, hook_type: str) -> list[str]:
-        """Return the names that a group's substring or regex is matched against."""
-        if hook_type == "tensor":
-            return [name for name, _ in self.module.named_parameters()]
-        return self.wrapped_module_names
-
-    def _names_of_type(self, kind: type) -> tuple[list[str], list[str]]:
-        """Return the names of the modules of a type, and of all types."""
-        named = [(name, module) for name, module in self.module.named_modules() if name]
-        found = [name for name, module in named if isinstance(module, kind)]
-        return found, sorted({type(module).__name__ for _, module in named})
 
     def update_hook_groups(self, group_constructor: Members, group_name: str) -> list[HookFunction]:
         """Add registered hooks to a group: a HookFunction, a list of them, or a substring or regex
@@ -711,17 +655,13 @@ class FlexModel(nn.Module):
         Local, but every rank must make the same call, which the next run checks.
         """
         statement = statement_of(pattern, kind, index, tp, dp, sizes, part_sizes)
-        if not self._names_of_statement(statement):
+        if not self._runner.index.names_of_statement(statement):
             what = "parameter" if kind == "parameter" else "module"
             raise ValueError(
                 f"{statement.describe()}: no {what} of {type(self.module).__name__} matches; see "
                 "flex.wrapped_module_names"
             )
         self._core.tracking.state(statement)
-
-    def _names_of_statement(self, statement: Statement) -> list[str]:
-        """Return the names of the modules or parameters that a statement matches."""
-        return self._core.tracking.statements.names(statement)
 
     def explain(self) -> Explanation:
         """Return the cost of the last run, and of its backward, at each hook: the transport,
@@ -763,6 +703,7 @@ class FlexModel(nn.Module):
             RuntimeError: called during a run.
         """
         self._check_open()
+        self._runner.check_runs_whole_model("dry_run")
         return inspection.dry_run.dry_run(self._core, args, kwargs)
 
     @contextlib.contextmanager
@@ -785,13 +726,9 @@ class FlexModel(nn.Module):
             RuntimeError: one is being recorded already.
         """
         self._check_open()
-        with recorded(self._core, self._communicators(), Timeline()) as timeline:
-            self.__dict__["_timeline"] = timeline
+        with recorded(self._core, self._runner.communicators, Timeline()) as timeline:
+            self._timeline = timeline
             yield timeline
-
-    def _communicators(self) -> dict[str, Communicator]:
-        """The communicators that hooks use; the first is to all ranks."""
-        return {"ranks": self._core.communicator}
 
     def show(
         self,
@@ -830,23 +767,17 @@ class FlexModel(nn.Module):
                 f"show: rank must be one of the model's, 0 to {self.mesh.num_ranks - 1}, or None "
                 f"for all, got {rank!r}"
             )
-        modules = self._modules_to_show(args)
+        self._check_open()
+        modules = self._runner.modules_to_show(args)
         if rank not in (None, self.mesh.rank):
             return
         picture = visualize.model_map.model_map(
-            self._core, self._dict_records, modules, self.__dict__.get("_timeline")
+            self._core, self._dict_records, modules, self._timeline
         )
         if html is None:
             picture.print(show_all)
         else:
             visualize.html.write(picture, html)
-
-    def _modules_to_show(self, args: tuple[Any, ...]) -> visualize.model_map.Modules:
-        self._check_open()
-        modules = visualize.model_map.modules_of(self._core)
-        if args:
-            inspection.observed.fill(self._core, modules.nodes, args)
-        return modules
 
     def verify(
         self,
@@ -895,6 +826,7 @@ class FlexModel(nn.Module):
             RuntimeError: called during a run.
         """
         self._check_open()
+        self._runner.check_runs_whole_model("verify")
         report = inspection.verify.verify(
             self._core, reference, args, kwargs, loss, rtol, atol, reference_timeout, edits
         )
@@ -919,7 +851,7 @@ class FlexModel(nn.Module):
                 one, that of other shards is stated with ``annotate_layout(kind="parameter")``.
         """
         self._check_open()
-        return self._core.parameters.get(parameter_name, expected_shape, sharded=True)
+        return self._runner.parameters.get(parameter_name, expected_shape, sharded=True)
 
     def set_module_parameter(self, parameter_name: str, full: Tensor) -> None:
         """Write a full value, the same on every rank, into the parameter's shards. Collective, as
@@ -932,7 +864,7 @@ class FlexModel(nn.Module):
                 differ between ranks.
         """
         self._check_open()
-        self._core.parameters.set(parameter_name, full)
+        self._runner.parameters.set(parameter_name, full)
 
     def iterate_parameters(
         self, expected_shapes: Mapping[str, Sequence[int | None]] | None = None
@@ -956,7 +888,7 @@ class FlexModel(nn.Module):
             ValueError: as ``get_module_parameter``.
         """
         self._check_open()
-        return self._core.parameters.iterate(expected_shapes)
+        return self._runner.parameters.iterate(expected_shapes)
 
     def get_module_gradient(
         self, parameter_name: str, expected_shape: Sequence[int | None] | None = None
@@ -969,7 +901,7 @@ class FlexModel(nn.Module):
                 FSDP1 with ``use_orig_params=False``, which keeps one for all parameters of a unit.
         """
         self._check_open()
-        return self._core.parameters.gradient(parameter_name, expected_shape)
+        return self._runner.parameters.gradient(parameter_name, expected_shape)
 
     def register_trainable_module(self, name: str, module: nn.Module) -> None:
         """Register a module that editing functions use as ``modules[name]``. Collective: rank 0's
@@ -1092,8 +1024,8 @@ class FlexModel(nn.Module):
 
     @property
     def wrapped_module_names(self) -> list[str]:
-        """Names of all modules of the wrapped model, as they are."""
-        return module_names(self.module)
+        """Names of all modules of the wrapped model, as they are; of all stages of a pipeline."""
+        return self._runner.index.module_names
 
     @property
     def trainable_modules_names(self) -> list[str]:
@@ -1107,8 +1039,9 @@ class FlexModel(nn.Module):
 
     # The end.
 
-    def restore(self) -> nn.Module:
-        """Remove all hooks and return the wrapped model as it was; free process groups and files.
+    def restore(self) -> Any:
+        """Remove all hooks and return the wrapped model, or schedule, as it was; free process
+        groups and files.
 
         Repeated calls do nothing. The backward of a graph made before it still has its hooks, and
         checkpointed parts are recomputed with their edits; with several ranks, the memory for that
@@ -1117,18 +1050,18 @@ class FlexModel(nn.Module):
         """
         self.__dict__.pop("fmps", None)  # with its connections
         try:
-            if self._session is not None:
-                self._session.close()
+            if self._runner.session is not None:
+                self._runner.session.close()
         finally:
             self._finalizer()
-        return self.module
+        return self._wrapped
 
     def __enter__(self) -> FlexModel:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
-        if self._session is not None:
-            self._session.close_on_exit(kind)
+        if self._runner.session is not None:
+            self._runner.session.close_on_exit(kind)
         self.restore()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlexModel:
@@ -1143,8 +1076,7 @@ class FlexModel(nn.Module):
         )
 
     def _check_open(self) -> None:
-        if self._core.is_closed:
-            raise RuntimeError("this FlexModel was restored; wrap the model again")
+        check_open(self._core)
 
 
 def _is_of_torch(hook: object) -> bool:
@@ -1154,57 +1086,7 @@ def _is_of_torch(hook: object) -> bool:
     return callable(hook) and str(getattr(hook, "__module__", "")).startswith("torch.")
 
 
-def check_arguments(
-    module: object,
-    output_ptr: object,
-    edit_on: str,
-    output_ranks: str,
-    save_ctx_on: str,
-    timeout: object,
-    follow: object = "new",
-) -> None:
-    """TypeError or ValueError for arguments that no FlexModel can be made with."""
-    if isinstance(module, FlexModel):
-        raise TypeError("the module is a FlexModel already; wrap its .module")
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"FlexModel: expected an nn.Module, got {type(module).__name__}")
-    if output_ptr is not None and not isinstance(output_ptr, (dict, ActivationStore)):
-        kind = type(output_ptr).__name__
-        hint = " (copy it into a dict)" if isinstance(output_ptr, Mapping) else ""
-        raise TypeError(
-            f"FlexModel: output_ptr must be a dict, an ActivationStore or None, got {kind}{hint}"
-        )
-    if isinstance(output_ptr, ActivationStore) and output_ranks != "rank0":
-        raise ValueError(
-            "FlexModel: output_ranks is for records in a dict; what an ActivationStore has can be "
-            "read on every rank after flush()"
-        )
-    for name, value, choices in (
-        ("edit_on", edit_on, ("all", "rank0")),
-        ("output_ranks", output_ranks, ("rank0", "all")),
-        ("save_ctx_on", save_ctx_on, ("rank0", "all")),
-        ("follow", follow, ("new", "always")),
-    ):
-        if value not in choices:
-            raise ValueError(
-                f"FlexModel: {name} must be {choices[0]!r} or {choices[1]!r}, got {value!r}"
-            )
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise ValueError(f"FlexModel: timeout must be a number of seconds above 0, got {timeout!r}")
-
-
-def find_mesh(
-    module: nn.Module,
-    sizes: tuple[int, int, int],
-    process_group: dist.ProcessGroup | None,
-    device_mesh: dist.DeviceMesh | None,
-    timeout_s: float,
-    stages: Sequence[Source] = (),
-) -> Mesh:
-    """Return the mesh that the user set, or that of the model (or its pipeline's stages); they must
-    not contradict each other.
-    """
-    if sizes != (1, 1, 1):
-        initialize_from_launcher()
-    own = model_mesh.find(module, stages) if is_distributed() else None
-    return model_mesh.choose(own, sizes, process_group, device_mesh, timeout_s)
+def _is_schedule(value: object) -> bool:
+    """Return whether it is a schedule of a pipeline, whose module is not imported for the test."""
+    schedules = sys.modules.get("torch.distributed.pipelining.schedules")
+    return schedules is not None and isinstance(value, schedules._PipelineSchedule)

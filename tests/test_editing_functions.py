@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import models
 from flex_model import FlexModel, editing
-from flex_model.runs.step import Step, current_microbatch, current_rows
+from flex_model.runs.step import MicrobatchState, current_microbatch, current_rows
 
 X = models.random(3, 5, 8)  # rows, positions, units
 VECTOR = models.random(8, seed=3)
@@ -335,7 +335,7 @@ def test_how_edits_show_themselves():
 
 
 def test_rows_of_a_micro_batch():
-    step = Step(rows=[[2, 2], [1, 1]])
+    step = MicrobatchState(rows=[[2, 2], [1, 1]])
     assert current_rows() is None
     with step.at(0, 1):
         assert (current_microbatch(), current_rows()) == (1, ([2, 3, 5], 6))

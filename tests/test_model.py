@@ -12,7 +12,6 @@ from torch.testing import assert_close
 
 import models
 from flex_model import DummyModule, FlexModel, HookFunction
-from flex_model.pipelining.pipelined_model import PipelinedFlexModel
 
 BATCH = models.random(4, 6)
 
@@ -46,11 +45,22 @@ def test_attributes():
     assert isinstance(FlexModel(models.mlp()).output_ptr, dict)
 
 
-@pytest.mark.parametrize("kind", [FlexModel, PipelinedFlexModel])
-def test_the_signature_of_the_class_is_that_of_its_constructor(kind):
-    found = list(inspect.signature(kind).parameters.values())
-    assert found == list(inspect.signature(kind.__init__).parameters.values())[1:]
+def test_the_signature_of_the_class_is_that_of_its_constructor():
+    found = list(inspect.signature(FlexModel).parameters.values())
+    assert found == list(inspect.signature(FlexModel.__init__).parameters.values())[1:]
     assert [parameter.default for parameter in found[1:6]] == [None, 1, 1, 1, None]
+
+
+def test_what_belongs_to_schedules_is_refused_for_a_module():
+    for setting in ({"batch_mode": "full"}, {"return_on": "all"}, {"microbatch_dim": 1}):
+        with pytest.raises(TypeError, match="is a setting of the steps of a pipeline"):
+            FlexModel(models.mlp(), **setting)
+    flex = FlexModel(models.mlp(), batch_mode="micro")
+    with pytest.raises(TypeError, match="is a setting of the steps of a pipeline"):
+        flex.batch_mode = "full"
+    with pytest.raises(TypeError, match="which has no stages"):
+        flex.stages_of("fc1")
+    assert not hasattr(flex, "batch_mode") and not hasattr(flex, "schedule")
 
 
 @pytest.mark.ranks(4)

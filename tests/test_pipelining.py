@@ -141,7 +141,7 @@ def test_a_step_on_four_ranks(kind):
 
 
 def is_last(flex):
-    return any(stage.is_last for stage in flex._pipeline.runner.stages)
+    return any(stage.is_last for stage in stages_of(flex.schedule))
 
 
 def rank_of(flex):
@@ -171,7 +171,7 @@ def test_functions_are_called_once_per_microbatch(kind):
         mine = sum(
             flex.stages_of(f"layers.{i}.fc1")[0] == stage.stage_index
             for i in (0, 1, 4, 7)
-            for stage in flex._pipeline.runner.stages
+            for stage in stages_of(flex.schedule)
         )
         for _ in range(3):
             calls.clear(), gradients.clear()
@@ -380,7 +380,14 @@ def test_parameters_by_name_from_every_stage():
             assert_near(found, grad)
         state = flex.state_dict()
         assert all(name.removeprefix("module.") in expected["grads"] for name in state)
-        flex.load_state_dict(state)
+        weight = next(name for name in state if name.endswith("fc1.weight"))
+        flex.load_state_dict({**state, weight: state[weight] + 1})
+        assert_near(
+            flex.state_dict()[weight], model.state_dict()[weight.removeprefix("module.")] + 1
+        )
+        state["module.layers.9.fc1.weight"] = state.pop(weight)
+        with pytest.raises(RuntimeError, match=r"Missing.*fc1.weight(?s:.*)module.layers.9"):
+            flex.load_state_dict(state)
 
 
 @pytest.mark.ranks(2)
@@ -585,7 +592,7 @@ def test_calls_that_cannot_be_run():
             ([x[:3]], {"target": y[:4]}, "the batch has 3 rows"),
             ([x[:6]], {"target": y}, "the batch has 6 rows"),
             ([], {"target": y}, "the batch has no tensor"),
-            ([x], {}, "no target was given"),
+            ([x], {}, "no target was passed"),
             ([x], {"target": y[:5]}, "target has 5 rows"),
             ([x], {"target": y[:4]}, "the batch has 8 rows, and target 4"),
             ([x], {"target": y, "mask": y}, "no stage's forward takes a keyword argument 'mask'"),
@@ -607,7 +614,7 @@ def test_calls_that_cannot_be_run():
         flex(x, target=y)
         with pytest.raises(RuntimeError, match="dry_run runs a model"):
             flex.dry_run(x)
-        submod = flex._pipeline.runner.stages[0].submod
+        submod = stages_of(flex.schedule)[0].submod
         if rank == 0:
             with pytest.raises(RuntimeError, match="outside of a step of its schedule"):
                 submod(x)
@@ -911,7 +918,7 @@ def test_training_mode_leaves_buffers_and_random_numbers_alone():
         flex(x, target=y)
         assert torch.equal(before, torch.default_generator.get_state())
         if rank_of(flex) == 1:
-            norm = flex._pipeline.runner.stages[0].submod.layers[6].act[1]
+            norm = stages_of(flex.schedule)[0].submod.layers[6].act[1]
             assert norm.num_batches_tracked == 4  # not the run that finds out shapes
 
 

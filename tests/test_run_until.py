@@ -9,6 +9,7 @@ from torch.testing import assert_close
 import models
 import pipelines
 from flex_model import FlexModel, HookError, HookFunction
+from flex_model.pipelining.schedule import stages_of
 
 BATCH = models.random(4, 6)
 
@@ -158,7 +159,7 @@ def test_pipelines(kind):
     expected = model(x)
     schedule = pipelines.make_schedule(kind, pipelines.make_mlp(), 4)
     with FlexModel(schedule, records, return_on="all") as flex:
-        calls = [count_calls(stage.submod) for stage in flex._pipeline.runner.stages]
+        calls = [count_calls(stage.submod) for stage in stages_of(flex.schedule)]
         flex.register_forward_hook(HookFunction(first))
         flex.register_forward_hook(HookFunction(middle))
         late = flex.register_forward_hook(HookFunction(last))

@@ -96,7 +96,7 @@ class Runs:
     """A context in which an experiment registers hooks in groups, and runs the model with some."""
 
     def __init__(self, flex: FlexModel, groups: Iterable[str]) -> None:
-        if flex._core.runs.current is not None or vars(flex).get("_choice") is not None:
+        if flex._runner.is_running:
             raise RuntimeError(
                 "an experiment runs the model itself; call it outside of active(), forward passes "
                 "and editing functions, and name further hooks with groups="

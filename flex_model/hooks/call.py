@@ -78,6 +78,10 @@ class HookCaller:
         # Dividing this rank's gradients by it gives those of the mean loss.
         self.gradient_scale = communicator.mesh.dp_size
 
+    def average_over(self, num_microbatches: int) -> None:
+        """Pass gradients of the mean loss over this many micro-batches, from now on."""
+        self.gradient_scale = self._communicator.mesh.dp_size * num_microbatches
+
     def activation(self, call: HookCall, leaf: Tensor, tree: Any) -> Any:
         """Run a forward or forward-pre hook on one tensor of a tree; return the tree that the model
         continues with.

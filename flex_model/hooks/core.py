@@ -26,6 +26,7 @@ from flex_model.hooks.save_ctx import SentToAll
 from flex_model.hooks.table import HookTable
 from flex_model.hooks.tracking import Follow, Tracking
 from flex_model.layouts.sources import BatchDim
+from flex_model.layouts.statements import Statements
 from flex_model.names import clean
 from flex_model.parameters.full import Parameters
 from flex_model.parameters.trainable import Replicas
@@ -36,7 +37,7 @@ from flex_model.runs.graphs import Graphs
 from flex_model.runs.lifecycle import Runs
 from flex_model.runs.remembered_runs import RememberedRuns
 from flex_model.runs.root_hooks import RootHooks
-from flex_model.runs.step import Step
+from flex_model.runs.step import MicrobatchState
 
 
 class HookCore:
@@ -44,6 +45,7 @@ class HookCore:
     with the FlexModel that made it.
 
     Args:
+        make_parameters: Makes what reads and writes full parameters; a pipeline has them by stage.
         on_failure: Called with a hook that failed, and its error, instead of raising that.
         resolve: Returns the plan by which a record is gathered, instead of ``HookLayouts.lookup``.
         warns: Whether hooks whose module is not called are reported.
@@ -65,10 +67,11 @@ class HookCore:
         edit_on: str,
         output_ranks: str,
         timeout_s: float,
-        step: Step | None = None,
+        step: MicrobatchState | None = None,
         save_ctx_on: str = "rank0",
         batch_dim: BatchDim = 0,
         follow: Follow = "new",
+        make_parameters: Callable[[Any, Communicator, Statements], Any] = Parameters,
         on_failure: Callable[[Registration, Exception], None] | None = None,
         resolve: Resolve | None = None,
         warns: bool = True,
@@ -79,7 +82,7 @@ class HookCore:
         self.communicator = communicator = Communicator(mesh, timeout_s, device)
         self.records = records = Records(output_ptr, communicator, output_ranks, step)
         self.tracking = tracking = Tracking(module, communicator, batch_dim, follow)
-        self.parameters: Any = Parameters(module, communicator, tracking.statements)
+        self.parameters = make_parameters(module, communicator, tracking.statements)
         self.replicas = Replicas(communicator, modules)
         is_sent = save_ctx_on == "all" and edit_on == "rank0" and step is None
         sent = SentToAll(communicator, device) if is_sent and not communicator.is_local else None

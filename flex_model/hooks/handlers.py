@@ -28,7 +28,7 @@ from flex_model.runs.graphs import Graphs, is_in_checkpoint
 from flex_model.runs.lifecycle import Runs
 from flex_model.runs.remembered_runs import in_backward
 from flex_model.runs.run import Run
-from flex_model.runs.step import Step
+from flex_model.runs.step import MicrobatchState
 
 # The exception by which torch's checkpointing ends a recomputation early.
 _STOPS_RECOMPUTATION = "_StopRecomputationError"
@@ -49,7 +49,7 @@ class HookHandlers:
         communicator: Communicator,
         tracking: Tracking,
         caller: HookCaller,
-        step: Step | None,
+        step: MicrobatchState | None,
         on_failure: Callable[[Registration, Exception], None] | None,
     ) -> None:
         self.runs, self._backwards, self._graphs = runs, backwards, graphs
@@ -280,7 +280,7 @@ class HookHandlers:
             raise agreed(kind(text)) from error
         self._communicator.set_error(text, error, state)
 
-    def _fail_in_step(self, step: Step, text: str, error: BaseException) -> None:
+    def _fail_in_step(self, step: MicrobatchState, text: str, error: BaseException) -> None:
         """Keep an error until the step ends: the schedule continues, without edits on all ranks of
         the stage from the same exchange on. Raising it now would leave other stages waiting.
         """

@@ -110,6 +110,10 @@ class Registration:
             *(() if function.record else ("no record",)),
         )
 
+    def expect_microbatches(self, split_dim: int | None, shape: ExpectedShape) -> None:
+        """Set the dim along which micro-batches split the tensor, and the shape of a part."""
+        self.split_dim, self.expected_shape = split_dim, shape
+
     def make_hook(self, is_served: bool) -> None:
         """Make the dispatcher's object; ``is_served``: whether the dispatcher runs the hook itself,
         on one process.

@@ -1,7 +1,8 @@
 """Pipelines: models split into stages, with the names of ``torch.distributed.pipelining``.
 
-Hooks over a schedule: ``model`` (the FlexModel), ``steps`` (one step: ``agreement`` before it,
-``schedule`` during it, ``ending`` after it), ``stages`` (names). Stages: ``splitting``.
+Hooks over a schedule: ``schedule_runner`` (the calls of a FlexModel), ``step_runner`` (one step:
+``step_plan`` before it, ``schedule`` during it, ``step_end`` after it), ``stage_index`` (names).
+``splitting`` makes stages of a model.
 """
 
 from torch.distributed.pipelining import (

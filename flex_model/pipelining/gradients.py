@@ -1,5 +1,5 @@
-"""Gradients that a step of a pipeline leaves in parameters, one micro-batch after the other: made
-what one backward of the unsplit model would leave.
+"""Turns the gradients that a step of a pipeline adds up in parameters into those of one backward of
+the unsplit model.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from flex_model.integrations import fsdp
 
 
 class Gradients:
-    """Of one step. What parameters had before is put aside, and added again at the end.
+    """The gradients of one step. Those that parameters had before are added again at its end.
 
     Args:
-        divisor: What makes gradients of the mean loss of sums over micro-batches.
+        divisor: Makes gradients of the mean loss from sums over micro-batches.
     """
 
     def __init__(self, core: HookCore, divisor: int) -> None:
         self._core, self._divisor = core, divisor
         self._hooked = core.table.parameters()
-        # A stage whose editing functions use a trainable module has its part of the gradient.
+        # Each stage whose editing functions use a trainable module has a part of its gradient.
         self._trainable = [p for p in core.modules.parameters() if p.requires_grad]
         self._before: list[tuple[nn.Parameter, Tensor | None]] = []
         stages = [
@@ -40,7 +40,7 @@ class Gradients:
             parameter.grad = None
 
     def scale(self) -> None:
-        """Make them those of the mean loss. Local."""
+        """Divide the sums over micro-batches. Local."""
         if self._divisor > 1:
             for parameter, _ in self._before:
                 if parameter.grad is not None:
@@ -59,27 +59,27 @@ class Gradients:
             if parameter.grad is not None:
                 parameter.grad = self._core.run_parameter_hooks(registrations, parameter.grad)
 
-    def told(self) -> list[bool]:
-        """Which trainable parameters have a part of their gradient here. JSON can hold it."""
+    def describe(self) -> list[bool]:
+        """Return which trainable parameters have a part of their gradient here, as JSON."""
         return [parameter.grad is not None for parameter in self._trainable]
 
-    def add_stages(self, line: Communicator, told: Sequence[Sequence[bool]]) -> None:
-        """Give every rank the sum over stages of trainable parameters' gradients. Collective over
-        the stages of a pipeline.
+    def add_stages(self, line: Communicator, described: Sequence[Sequence[bool]]) -> None:
+        """Set the sum over stages of trainable parameters' gradients on every rank. Collective
+        over the stages of a pipeline.
 
         Args:
-            told: By stage's rank, what ``told`` said there.
+            described: By rank along the pipeline: the result of ``describe`` there.
         """
         for index, parameter in enumerate(self._trainable):
-            if not any(of_rank[index] for of_rank in told):
+            if not any(of_rank[index] for of_rank in described):
                 continue
             grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
             if not line.is_local:
                 grad = line.all_reduce_sum(GRID, grad.detach().cpu()).to(parameter.device)
             parameter.grad = grad
 
-    def put_back(self, is_failed: bool) -> None:
-        """Add what was there before the step; if it failed, leave only that. Local."""
+    def restore(self, is_failed: bool) -> None:
+        """Add the gradients from before the step; if it failed, restore them. Local."""
         for parameter, before in self._before:
             if before is None:
                 if is_failed:

@@ -1,23 +1,21 @@
-"""What goes from stage to stage: found out before a step, by all ranks together, so that a stage
-that can't run is an error on every rank and nobody waits for it.
+"""Infers the shapes that stages send each other, before a step and by all ranks together, so that a
+stage that can't run is an error on every rank, and no rank waits for it.
 
 Each stage is run once on zeros, in the order of the stages, with no hook and no gradient, and left
-as it was: buffers (BatchNorm's) and random generators are put back.
+as it was: buffers (BatchNorm's) and random generators are restored.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.tensor_dicts import (
     DTYPE_OF_NAME,
     Description,
@@ -25,76 +23,70 @@ from flex_model.distributed.tensor_dicts import (
     exchange_json,
 )
 from flex_model.hooks.registration import Registration
-from flex_model.pipelining.overlaid_stage import OverlaidStage, whole
-from flex_model.pipelining.stages import Directory, is_traced, targets
+from flex_model.pipelining.instrumented_stage import InstrumentedStage, sendable, to_meta
+from flex_model.pipelining.local_pipeline import LocalPipeline
+from flex_model.pipelining.stages import find_targets, is_traced
 
 
-def settle(
-    overlaid: Sequence[OverlaidStage],
-    directory: Directory,
-    line: Communicator,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    has_backward: bool,
-) -> str:
-    """Tell every stage of this rank the shapes of its inputs and outputs. What is wrong, in words;
-    empty where nothing is. Collective over the stages of one pipeline.
+def infer_shapes(
+    pipeline: LocalPipeline, args: tuple[Any, ...], kwargs: dict[str, Any], has_backward: bool
+) -> None:
+    """Set the shapes of the inputs and outputs of this rank's stages. Collective over the stages of
+    one pipeline.
 
     Args:
-        args, kwargs: Of one micro-batch; ``args`` count on the first stage's rank.
+        args, kwargs: A micro-batch's; ``args`` count on the first stage's rank.
+
+    Raises:
+        ValueError: a stage can't run these inputs; on every rank of the pipeline.
     """
-    mine = {one.stage.stage_index: one for one in overlaid}
+    index, local = pipeline.index, {stage.index: stage for stage in pipeline.local.instrumented}
     shapes: Sequence[Description] = []
-    for index in range(directory.num_stages):
-        told: dict[str, Any] = {}
-        if index in mine:
-            one = mine[index]
+    for number in range(index.num_stages):
+        own: dict[str, Any] = {}
+        if number in local:
+            stage = local[number]
             try:
-                inputs = args if index == 0 else zeros(shapes, one.stage.device)
-                told["shapes"] = _outputs_of(one, inputs, one.accepted(kwargs))
+                inputs = args if number == 0 else _zeros(shapes, stage.stage.device)
+                own["shapes"] = _output_shapes(stage, inputs, stage.accepted(kwargs))
+                if has_backward and number < index.num_stages - 1:
+                    _check_floats(own["shapes"])
             except Exception as error:
-                told["error"] = f"stage {index}: {type(error).__name__}: {error}"
-            is_last = index == directory.num_stages - 1
-            if "error" not in told and has_backward and not is_last:
-                told["error"] = _refused_by_torch(index, told["shapes"])
-        answer = exchange_json(line, told, f"the shapes of stage {index}")
-        answer = answer[directory.places[index]]
-        if answer.get("error"):
-            return answer["error"]
-        shapes = answer["shapes"]
-    return ""
+                own["error"] = f"stage {number}: {type(error).__name__}: {error}"
+        gathered = exchange_json(pipeline.line, own, f"the shapes of stage {number}")
+        of_stage = gathered[index.pp_ranks[number]]
+        if "error" in of_stage:
+            raise ValueError(f"the pipeline can't run these inputs: {of_stage['error']}")
+        shapes = of_stage["shapes"]
 
 
-def _refused_by_torch(index: int, shapes: Sequence[Description]) -> str:
-    """Torch's stages send a gradient back for every tensor."""
+def _check_floats(shapes: Sequence[Description]) -> None:
     others = [name for name, _ in shapes if not DTYPE_OF_NAME[name].is_floating_point]
-    if not others:
-        return ""
-    return (
-        f"stage {index} sends a tensor of {others[0]} to the next one, and torch's stages need a "
-        "gradient for all that they receive; give it to the stages as a keyword argument (a mask, "
-        "position ids), split the model elsewhere, or run it under torch.no_grad()"
-    )
+    if others:
+        raise TypeError(
+            f"it sends a tensor of {others[0]} to the next one, and torch's stages need a gradient "
+            "for all that they receive; give it to the stages as a keyword argument (a mask, "
+            "position ids), split the model elsewhere, or run it under torch.no_grad()"
+        )
 
 
-def zeros(shapes: Sequence[Description], device: torch.device) -> tuple[Tensor, ...]:
+def _zeros(shapes: Sequence[Description], device: torch.device) -> tuple[Tensor, ...]:
     return tuple(
         torch.zeros(sizes, dtype=DTYPE_OF_NAME[name], device=device) for name, sizes in shapes
     )
 
 
-def _outputs_of(
-    one: OverlaidStage, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+def _output_shapes(
+    stage: InstrumentedStage, inputs: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Sequence[Description]:
-    stage = one.stage
     tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    if is_traced(stage):
-        return _outputs_of_traced(stage, tensors)
-    metas = tuple(_meta(tensor) for tensor in tensors)
-    if stage.inputs_meta is not None and not hasattr(stage, "_settled"):  # the user's
-        _check_equal("input_args", stage.inputs_meta, metas)
-        return describe(stage.get_outputs_meta())
-    outputs = run_on_zeros(stage.submod, inputs, kwargs)
+    if is_traced(stage.stage):
+        return _output_shapes_of_traced(stage.stage, tensors)
+    metas = tuple(map(to_meta, tensors))
+    if stage.fixed_inputs is not None:
+        _check_equal("input_args", stage.fixed_inputs, metas)
+        return describe(stage.stage.get_outputs_meta())
+    outputs = run_on_zeros(stage.stage.submod, inputs, kwargs)
     if isinstance(outputs, Tensor):
         outputs = [outputs]
     is_sent = isinstance(outputs, (tuple, list)) and all(isinstance(o, Tensor) for o in outputs)
@@ -103,28 +95,26 @@ def _outputs_of(
             f"the stage returns a {type(outputs).__name__}; pipeline stages return a tensor or a "
             "tuple of tensors"
         )
-    stage.inputs_meta = metas
-    stage._outputs_meta = tuple(_meta(output) for output in outputs)
-    stage._settled = True
-    return describe(stage._outputs_meta)
+    stage.set_shapes(metas, tuple(map(to_meta, outputs)))
+    return describe(outputs)
 
 
-def _outputs_of_traced(stage: Any, given: Sequence[Tensor]) -> Sequence[Description]:
+def _output_shapes_of_traced(stage: Any, inputs: Sequence[Tensor]) -> Sequence[Description]:
     graph = stage.submod.graph
     examples = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
     if stage.is_first:
-        _check_equal("its example", examples[: len(given)], given)
+        _check_equal("its example", examples[: len(inputs)], inputs)
     values = pytree.tree_leaves([node.args for node in graph.nodes if node.op == "output"])
     return describe([value.meta["val"] for value in values])
 
 
-def _check_equal(what: str, expected: Sequence[Any], given: Sequence[Any]) -> None:
-    wanted, got = describe(expected), describe(given)
-    if wanted != got:
+def _check_equal(source: str, expected: Sequence[Any], inputs: Sequence[Any]) -> None:
+    required, got = describe(expected), describe(inputs)
+    if required != got:
         raise ValueError(
-            f"it was made for inputs {_text(wanted)} ({what}), and a micro-batch is {_text(got)}; "
-            "give batches of that size, or make the stage without input_args (split the model with "
-            'pipeline(method="modules")) for batches of any size'
+            f"it was made for inputs {_text(required)} ({source}), and a micro-batch is "
+            f"{_text(got)}; give batches of that size, or make the stage without input_args (split "
+            'the model with pipeline(method="modules")) for batches of any size'
         )
 
 
@@ -132,12 +122,8 @@ def _text(shapes: Sequence[Description]) -> str:
     return ", ".join(f"{tuple(sizes)} of {name}" for name, sizes in shapes) or "none"
 
 
-def _meta(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
 def run_on_zeros(module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The module's output for tensors of zeros like ``inputs``; the module is left as it was."""
+    """Return the module's output for zeros of the inputs' shapes; the module is left as it was."""
     inputs = pytree.tree_map_only(Tensor, torch.zeros_like, inputs)
     with (
         torch.inference_mode(False),
@@ -146,7 +132,7 @@ def run_on_zeros(module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, A
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # of zeros and of no gradients; the step itself warns
-        return whole(module(*inputs, **kwargs))
+        return sendable(module(*inputs, **kwargs))
 
 
 @contextlib.contextmanager
@@ -162,56 +148,67 @@ def _left_as_it_was(module: nn.Module) -> Iterator[None]:
                     buffer.copy_(before)
 
 
-def have_rows(
-    overlaid: Sequence[OverlaidStage],
+def find_batched(
+    stages: Sequence[InstrumentedStage],
     registrations: Sequence[Registration],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    dim_of: Any,
+    dim_of: Callable[[Registration], int],
 ) -> dict[int, bool]:
-    """By index: whether the tensor that a hook is about has rows of the batch. For micro-batches of
-    one row, whose size does not tell it: the stages are run on one row and on two. Local.
+    """Return whether the tensor of each hook has rows of the batch, by the hook's index. For
+    micro-batches of one row, whose size does not show it: the stages are run on one row and on two.
+    Local.
 
     Args:
-        dim_of: ``(registration) -> dim`` along which records are joined.
+        dim_of: Returns the dim along which a hook's records are joined.
     """
     found: dict[int, bool] = {}
-    for one in overlaid:
-        stage = one.stage
-        inputs = args if stage.is_first else zeros(describe(stage.inputs_meta), stage.device)
-        sizes = []
-        for times in (1, 2):
-            given = pytree.tree_map_only(
-                Tensor, functools.partial(_rows, times), (inputs, one.accepted(kwargs))
+    for stage in stages if registrations else ():
+        try:
+            one, two = (
+                _sizes(stage, registrations, args, kwargs, dim_of, num_rows) for num_rows in (1, 2)
             )
-            sizes.append(_sizes(stage.submod, registrations, given[0], given[1], dim_of))
-        for index, size in sizes[0].items():
-            found[index] = sizes[1].get(index) != size
+        except Exception as error:
+            raise ValueError(
+                f"micro-batches have one row, and stage {stage.index} can't be run on two, which "
+                "would show which of its tensors have rows of the batch: "
+                f"{type(error).__name__}: {error}; give micro-batches of two rows or more"
+            ) from error
+        found.update({index: two.get(index) != size for index, size in one.items()})
     return found
 
 
-def _rows(times: int, tensor: Tensor) -> Tensor:
-    return tensor.repeat_interleave(times, 0) if tensor.dim() and tensor.shape[0] == 1 else tensor
-
-
 def _sizes(
-    root: nn.Module,
+    stage: InstrumentedStage,
     registrations: Sequence[Registration],
-    inputs: tuple[Any, ...],
+    args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    dim_of: Any,
+    dim_of: Callable[[Registration], int],
+    num_rows: int,
 ) -> dict[int, int]:
+    torch_stage, root = stage.stage, stage.stage.submod
+    if is_traced(torch_stage):
+        raise TypeError("torch's tracer made it for one row")
+    inputs = args
+    if not torch_stage.is_first:
+        inputs = _zeros(describe(torch_stage.inputs_meta), torch_stage.device)
+
+    def repeat(tensor: Tensor) -> Tensor:
+        is_row = tensor.dim() and tensor.shape[0] == 1
+        return tensor.repeat_interleave(num_rows, 0) if is_row else tensor
+
+    inputs, kwargs = pytree.tree_map_only(Tensor, repeat, (inputs, stage.accepted(kwargs)))
     found: dict[int, int] = {}
     handles = []
     for registration in registrations:
         is_input = registration.kind in ("forward_pre", "full_backward")
 
         def note(module, args, kwargs, output, registration=registration, is_input=is_input):
-            with contextlib.suppress(Exception):  # the hook itself will say what is wrong
+            with contextlib.suppress(Exception):  # the hook's own call raises it
                 shape = registration.leaf((args, kwargs) if is_input else output).shape
                 found.setdefault(registration.index, shape[dim_of(registration)])
 
-        for module in targets(root, registration.name):
+        for module in find_targets(root, registration.name):
             handles.append(module.register_forward_hook(note, with_kwargs=True))
     try:
         run_on_zeros(root, inputs, kwargs)

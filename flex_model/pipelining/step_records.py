@@ -1,7 +1,8 @@
-"""Records of a step: those of each micro-batch put together, on the ranks that keep them."""
+"""Joins the records of a step's micro-batches, and sends them to the ranks that keep them."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +12,14 @@ from torch import Tensor
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.tensor_dicts import describe, from_rank, gather_to_first
 from flex_model.layouts.resolve import ExpectedShape
-from flex_model.pipelining import chunks
+from flex_model.pipelining import microbatches
 
 _BACKWARD = ("full_backward", "full_backward_pre")
 
 
 @dataclass(eq=False)
 class StageRecords:
-    """What one stage recorded under one name, of the whole batch, in the order of its calls."""
+    """The records of one stage under one name, of the whole batch, in the order of its calls."""
 
     name: str
     kind: str
@@ -26,7 +27,7 @@ class StageRecords:
     tensors: list[Tensor]
 
 
-def joined(
+def join(
     recorded: dict[Any, list[Tensor]],
     number: int,
     rows: Sequence[Sequence[int]],
@@ -34,15 +35,15 @@ def joined(
     is_batched: Callable[[str, str], bool | None],
     expected: Mapping[tuple[str, str], ExpectedShape],
 ) -> list[StageRecords]:
-    """What this rank's stages recorded.
+    """Return the records of this rank's stages.
 
     Args:
-        recorded: By name, kind and (stage, micro-batch), as ``outputs.Records`` keeps it.
-        number: Of micro-batches.
+        recorded: By name, kind and (stage, micro-batch), as ``records.Records`` keeps them.
+        number: The number of micro-batches.
         rows: By data-parallel rank: its rows of each micro-batch.
-        dim_of: By name: along which dim they are joined.
-        is_batched: By name and kind: whether they have rows along it; None if it is not known.
-        expected: By name and kind: their ``expected_shape``, where one was given.
+        dim_of: Returns the dim along which they are joined, by name.
+        is_batched: Returns whether they have rows along it, by name and kind; None: unknown.
+        expected: By name and kind: their ``expected_shape``, where it has one.
 
     Raises:
         ValueError: the micro-batches' tensors don't fit together, or not with ``expected``.
@@ -52,7 +53,7 @@ def joined(
         found.setdefault((name, kind, stage), {})[microbatch] = tensors
     result = []
     for (name, kind, stage), by_microbatch in found.items():
-        if kind == "tensor":  # of the step
+        if kind == "tensor":  # once per step
             (tensors,) = by_microbatch.values()
             result.append(StageRecords(name, kind, stage, tensors))
             continue
@@ -61,12 +62,12 @@ def joined(
             raise ValueError(
                 f"the {kind} hooks that record {name!r} were called "
                 f"{[len(tensors) for tensors in lists]} times in the micro-batches of stage "
-                f"{stage}, and what belongs together can't be told; hook a module that is called "
+                f"{stage}, so the parts of a call can't be found; hook a module that is called "
                 'equally often in each, or use batch_mode="full"'
             )
         try:
             whole = [
-                chunks.join(parts, dim_of(name), rows, is_batched(name, kind))
+                microbatches.join(parts, dim_of(name), rows, is_batched(name, kind))
                 for parts in zip(*lists, strict=True)
             ]
             for tensor in whole:
@@ -79,7 +80,7 @@ def joined(
 
 def _check_shape(whole: Tensor, expected: ExpectedShape) -> None:
     if expected is None or len(expected) != whole.dim():
-        return  # a hook that was called knows it already
+        return  # the hook's own call checks it
     if any(size not in (None, got) for size, got in zip(expected, whole.shape)):
         raise ValueError(
             f"expected_shape is {expected}, but the tensor of the whole batch has the shape "
@@ -87,8 +88,8 @@ def _check_shape(whole: Tensor, expected: ExpectedShape) -> None:
         )
 
 
-def told(records: Sequence[StageRecords]) -> list[Any]:
-    """What the other ranks must know of them. JSON can hold it."""
+def describe_records(records: Sequence[StageRecords]) -> list[Any]:
+    """Describe them for the other ranks, as JSON."""
     return [
         [record.name, record.kind, record.stage, describe(record.tensors)] for record in records
     ]
@@ -96,35 +97,37 @@ def told(records: Sequence[StageRecords]) -> list[Any]:
 
 def deliver(
     communicator: Communicator,
-    mine: Sequence[StageRecords],
-    told_by_all: Sequence[Sequence[Any]],
+    records: Sequence[StageRecords],
+    described: Sequence[Sequence[Any]],
     on_all_ranks: bool,
     output_ptr: dict[str, list[Tensor]],
 ) -> None:
-    """Put the records of all stages into ``output_ptr`` on rank 0, or on all ranks. Collective."""
-    tensors = [tensor for record in mine for tensor in record.tensors]
-    described = [
-        [description for entry in entries for description in entry[3]] for entries in told_by_all
-    ]
+    """Append the records of all stages to ``output_ptr`` on rank 0, or on all ranks. Collective.
+
+    Args:
+        described: By rank: the result of ``describe_records`` there.
+    """
+    tensors = [tensor for record in records for tensor in record.tensors]
+    tensors_of = [[one for entry in entries for one in entry[3]] for entries in described]
     if on_all_ranks:
         received = [
             from_rank(
                 communicator, rank, tensors if rank == communicator.mesh.group_rank else (), of_rank
             )
-            for rank, of_rank in enumerate(described)
+            for rank, of_rank in enumerate(tensors_of)
         ]
     else:
-        gathered = gather_to_first(communicator, tensors, described)
+        gathered = gather_to_first(communicator, tensors, tensors_of)
         if gathered is None:
             return
         received = gathered
     found = []
-    for entries, of_rank in zip(told_by_all, received, strict=True):
-        at = 0
+    for entries, of_rank in zip(described, received, strict=True):
+        tensors_left = iter(of_rank)
         for name, kind, stage, descriptions in entries:
-            found.append(StageRecords(name, kind, stage, of_rank[at : at + len(descriptions)]))
-            at += len(descriptions)
-    # In the order in which an unsplit model would have come to them.
+            own = list(itertools.islice(tensors_left, len(descriptions)))
+            found.append(StageRecords(name, kind, stage, own))
+    # In the order in which the unsplit model calls its modules.
     found.sort(key=lambda record: -record.stage if record.kind in _BACKWARD else record.stage)
     for record in found:
         output_ptr.setdefault(record.name, []).extend(record.tensors)

@@ -28,7 +28,7 @@ from flex_model.records.store.record_layout import RecordLayout, RecordShard
 if TYPE_CHECKING:
     from flex_model.hooks.hook_call import HookCall
     from flex_model.hooks.registration import Registration
-    from flex_model.runs.step import Step
+    from flex_model.runs.step import MicrobatchState
 
 _MAX_DIMS = 64  # torch's own limit
 _REMEMBERED_RUNS = 64  # generation may bring new shapes with every step
@@ -70,7 +70,7 @@ class Records:
         output_ptr: dict[Any, list[Tensor]],
         communicator: Communicator,
         output_ranks: str,
-        step: Step | None = None,
+        step: MicrobatchState | None = None,
     ) -> None:
         self.output_ptr = output_ptr
         self._ranks = output_ranks

@@ -18,7 +18,7 @@ from flex_model.runs.remembered_runs import backward_task
 from flex_model.runs.run import Run
 
 if TYPE_CHECKING:
-    from flex_model.runs.step import Step
+    from flex_model.runs.step import MicrobatchState
 
 
 class BackwardPasses:
@@ -36,7 +36,7 @@ class BackwardPasses:
         communicator: Communicator,
         records: Records,
         tracking: Tracking,
-        step: Step | None,
+        step: MicrobatchState | None,
     ) -> None:
         self.order = BackwardOrder(records.output_ptr)
         self.watch = watch

@@ -31,7 +31,7 @@ from flex_model.records.store.session import Session
 from flex_model.runs.backward_watch import BackwardWatch
 from flex_model.runs.remembered_runs import RememberedRuns, in_backward
 from flex_model.runs.run import Run, next_sequence
-from flex_model.runs.step import Step
+from flex_model.runs.step import MicrobatchState
 
 _GRADIENTS = ("full_backward", "full_backward_pre", "tensor")
 
@@ -68,7 +68,7 @@ class Runs:
         replicas: Replicas | None,
         resolve: Resolve,
         observers: Sequence[Any],
-        step: Step | None,
+        step: MicrobatchState | None,
         warns: bool,
     ) -> None:
         self._module, self._communicator, self._table = module, communicator, table

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from flex_model.errors import HookError, see
 
-_under_way: list[Step] = []  # the innermost last
+_under_way: list[MicrobatchState] = []  # the innermost last
 
 
 @dataclass(eq=False)
-class Step:
+class MicrobatchState:
     """The state of a pipeline's step, reused by each step of a FlexModel.
 
     Attributes:
@@ -35,6 +35,29 @@ class Step:
     is_of_model: bool = False
     rows: Sequence[Sequence[int]] = ()
 
+    @contextlib.contextmanager
+    def running(self, rows: Sequence[Sequence[int]]) -> Iterator[None]:
+        """A context for one step."""
+        self.is_running, self.is_silent, self.rows = True, False, rows
+        self.failure, self.is_of_model = None, False
+        try:
+            yield
+        finally:
+            self.is_running = self.is_silent = False
+
+    @contextlib.contextmanager
+    def silenced(self) -> Iterator[None]:
+        """A context in which no hook is called."""
+        self.is_silent = True
+        try:
+            yield
+        finally:
+            self.is_silent = False
+
+    def silence(self) -> None:
+        """Call no hook until the step ends."""
+        self.is_silent = True
+
     def calls_hooks(self) -> bool:
         """Return whether a hook that is reached now is called.
 
@@ -48,10 +71,6 @@ class Step:
                 f"({see('a-stage-is-run-on-its-own')})"
             )
         return not self.is_silent
-
-    def silence(self) -> None:
-        """Call no more hooks in this step."""
-        self.is_silent = True
 
     def fail(self, text: str, cause: BaseException) -> None:
         """Keep a failure to report; the first one counts."""

@@ -315,7 +315,31 @@ def sequential_run(is_split):
         sequential.run(flex, [X], "layers.0")
 
 
+def of_a_module(**settings):
+    FlexModel(make_mlp(), process_group=alone_group(), **settings).restore()
+
+
+def traced(num_microbatches):
+    x, y = X[:4], Y[:4]
+    example, split_spec = (x[: 4 // num_microbatches],), {"layers.4": SplitPoint.BEGINNING}
+    pipe = pipeline(make_mlp(), example, split_spec=split_spec, method="trace")
+    stage = pipe.build_stage(dist.get_rank(), torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, num_microbatches, loss_fn=MSE)
+    step(HookFunction("layers.1"), HookFunction("layers.6"), x=x, target=y, schedule=schedule)
+
+
 TWO_RANKS = [
+    Row("give micro-batches of two rows or more", lambda: traced(4), lambda: traced(2)),
+    Row(
+        "FlexModel(schedule, ...), or leave it out",
+        lambda: of_a_module(batch_mode="full"),
+        lambda: (of_a_module(), step(batch_mode="full")),
+    ),
+    Row(
+        "which has no stages; wrap the schedule of a pipeline",
+        lambda: FlexModel(make_mlp(), process_group=alone_group()).stages_of("layers.0"),
+        lambda: step(call=lambda flex, *_, **__: flex.stages_of("layers.0")),
+    ),
     Row(
         "but the schedule has no loss_fn; make it with one",
         lambda: step(loss_fn=None),
@@ -357,7 +381,7 @@ TWO_RANKS = [
         lambda: (scaled(SCALE), scaled(SCALE[:2], spec=_Replicate)),
     ),
     Row(
-        "say along which dim they are joined with microbatch_dim=",
+        "pass the dim along which they are joined as microbatch_dim=",
         turned,
         lambda: (turned(microbatch_dim={"layers.2.act.inner": 1}), turned(batch_mode="full")),
     ),

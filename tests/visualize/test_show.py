@@ -198,7 +198,7 @@ def test_a_pipeline_shows_all_stages():
     assert "Schedule1F1B   (pp 2 x dp 1 x tp 1)" in shown
     for name, stage in (("emb", 0), ("0", 0), ("3", 0), ("4", 1), ("7", 1), ("head", 1)):
         assert re.search(rf"-- {name}  \w+  \(stage {stage}\)", shown)
-    there = f"; rank {1 - me} knows what it cost"
+    there = f"; rank {1 - me} has its cost"
     lines = [line for line in shown.splitlines() if "edits: double" in line]
     if me == 0:  # where the records are, of the whole batch
         assert lines[0].endswith("float32 8 x 16; moved nothing")

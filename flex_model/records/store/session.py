@@ -143,10 +143,6 @@ class Session:
     def end_backward(self, number: int) -> None:
         self._num_backwards -= number == self.number
 
-    def leave_run(self) -> None:
-        """Note that no run goes on."""
-        self.in_run = False
-
     def end_run(self, is_whole: bool) -> None:
         """Open the batch of a run with delivered records; ``is_whole``: no gradients follow."""
         self.in_run = False
@@ -156,6 +152,10 @@ class Session:
         if is_whole:
             self._end_batch()
         self.synchronize(batch, {name: v for name, v in annotations.items() if name not in notes})
+
+    def leave_run(self) -> None:
+        """Note that no run goes on; there is no batch of it."""
+        self.in_run = False
 
     def fail_run(self) -> None:
         """Drop the records of a run, its gradients included."""

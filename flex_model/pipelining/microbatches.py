@@ -1,5 +1,5 @@
-"""Inputs of the whole batch, cut into micro-batches along the schedule's own specs, and outputs put
-together again.
+"""Splits the inputs of a batch into micro-batches along the schedule's own specs, and joins the
+tensors of micro-batches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flex_model.distributed.tensor_dicts import Description, describe
 
 
 def batch_dim(schedule: Any) -> int:
-    """Along which dim the schedule splits its first tensor input."""
+    """Return the dim along which the schedule splits its first tensor input."""
     specs, _ = pytree.tree_flatten(schedule._args_chunk_spec)
     return next((spec.split_dim for spec in specs if isinstance(spec, TensorChunkSpec)), 0)
 
@@ -28,10 +28,10 @@ def batch_dim(schedule: Any) -> int:
 def num_rows(
     schedule: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number: int
 ) -> int | None:
-    """The size of the batch: of the first input that is split; None without such an input.
+    """Return the number of rows of the first input that is split; None without such an input.
 
     Raises:
-        ValueError: an input can't be cut into ``number`` micro-batches of one size.
+        ValueError: an input can't be split into ``number`` micro-batches of one size.
     """
     rows = None
     arg_specs, kwarg_specs = schedule._args_chunk_spec, schedule._kwargs_chunk_spec
@@ -53,13 +53,13 @@ def num_rows(
 def _split_tensors(
     values: dict[Any, Any], specs: dict[Any, Any] | None
 ) -> Iterator[tuple[Any, Tensor, int]]:
-    """What is split along the specs: whose it is, the tensor, along which dim. Without specs all
-    tensors, along their first.
+    """Yield the tensors that the specs split: the argument's name, the tensor, the dim. Without
+    specs all tensors are split, along their first.
     """
     if values and specs is not None and set(specs) != set(values):
         raise ValueError(
             f"the schedule's chunk spec is for the arguments {list(specs)}, and {list(values)} "
-            "were given; give what the spec is for, or make the schedule with another"
+            "were passed; give what the spec is for, or make the schedule with another"
         )
     for name, value in values.items():
         leaves, tree = pytree.tree_flatten(value)
@@ -71,16 +71,16 @@ def _split_tensors(
 
 
 def check_divides(rows: int, number: int, what: str) -> None:
-    """ValueError for a batch that can't be cut into this many micro-batches of one size."""
+    """ValueError for a batch that can't be split into this many micro-batches of one size."""
     if number > 1 and (rows < number or rows % number):
         raise ValueError(
-            f"{what} has {rows} rows, and the schedule cuts it into {number} micro-batches of one "
-            f"size; give a multiple of {number} rows, or use batch_mode='full'"
+            f"{what} has {rows} rows, and the schedule splits it into {number} micro-batches of "
+            f"one size; give a multiple of {number} rows, or use batch_mode='full'"
         )
 
 
 def _check_is_shared(name: str, size: int, rows: int | None, number: int) -> None:
-    """ValueError for what seems to be of one micro-batch, and would go to all of them."""
+    """ValueError for a tensor that seems to be one micro-batch's, and would be passed to all."""
     if number > 1 and size > 1 and size * number == rows:
         raise ValueError(
             f"keyword argument {name!r} has {size} rows, as many as a micro-batch, and the batch "
@@ -90,7 +90,7 @@ def _check_is_shared(name: str, size: int, rows: int | None, number: int) -> Non
 
 
 def split_args(schedule: Any, args: tuple[Any, ...], number: int) -> list[tuple[Any, ...]]:
-    """The positional inputs of each micro-batch."""
+    """Return the positional inputs of each micro-batch."""
     if not args or number == 1:
         return [args] * number
     specs = schedule._args_chunk_spec
@@ -103,8 +103,8 @@ def split_args(schedule: Any, args: tuple[Any, ...], number: int) -> list[tuple[
 def split_kwargs(
     schedule: Any, kwargs: dict[str, Any], number: int, rows: int | None
 ) -> list[dict[str, Any]]:
-    """The keyword inputs of each micro-batch. Without a spec, tensors that have a row for each of
-    the batch's ``rows`` are split, and all else goes to every micro-batch.
+    """Return the keyword inputs of each micro-batch. Without a spec, tensors that have a row for
+    each of the batch's ``rows`` are split, and all else is passed to every micro-batch.
     """
     if not kwargs or number == 1:
         return [kwargs] * number
@@ -124,24 +124,22 @@ def _default_specs(value: Any, rows: int | None) -> Any:
 
 
 def shapes_of(values: Any) -> list[Description]:
-    """What tells one kind of input from another: dtypes and shapes of tensors. JSON can hold it."""
+    """Return the dtypes and shapes of all tensors in it, as JSON."""
     return describe([leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)])
 
 
 def join(
     parts: Sequence[Tensor], dim: int, rows: Sequence[Sequence[int]], is_batched: bool | None
 ) -> Tensor:
-    """What the hook of an unsplit run sees, from what it saw of each micro-batch.
+    """Return the tensor that the hook of an unsplit run sees, from those of the micro-batches.
 
     Args:
         parts: By micro-batch.
         rows: By data-parallel rank: its rows of each micro-batch.
-        is_batched: Whether the tensor has rows of the batch along ``dim``; None if only its size
-            can tell.
+        is_batched: Whether the tensor has rows of the batch along ``dim``; None: its size decides.
 
     Raises:
-        ValueError: neither can it be joined along ``dim``, nor is it the same for all
-            micro-batches.
+        ValueError: they are neither parts along ``dim`` nor equal.
     """
     if len(parts) == 1:
         return parts[0]
@@ -156,12 +154,12 @@ def join(
         raise ValueError(
             f"the tensors of the micro-batches, of shapes {[tuple(p.shape) for p in parts]}, are "
             f"neither the same nor rows of the batch along dim {dim}, of which they would have "
-            f"{in_all}; say along which dim they are joined with microbatch_dim=, or use "
+            f"{in_all}; pass the dim along which they are joined as microbatch_dim=, or use "
             'batch_mode="full"'
         )
     if len(rows) > 1 and dim in (0, -first.dim()):
-        # Each part has the rows of all data-parallel ranks, one rank after the other; so must the
-        # whole.
+        # Each part has the rows of all data-parallel ranks, one rank after the other, as the whole
+        # must have.
         pieces = [part.split([of_rank[i] for of_rank in rows], dim) for i, part in enumerate(parts)]
         return torch.cat([piece[rank] for rank in range(len(rows)) for piece in pieces], dim)
     return torch.cat(list(parts), dim)
@@ -170,7 +168,7 @@ def join(
 def part_of_shape(
     shape: tuple[int | None, ...] | None, dim: int, rows: Sequence[Sequence[int]]
 ) -> tuple[int | None, ...] | None:
-    """What a micro-batch's tensor must have, where the whole batch's has ``shape``.
+    """Return the shape of a micro-batch's tensor, where that of the whole batch has ``shape``.
 
     Args:
         rows: As of ``join``.

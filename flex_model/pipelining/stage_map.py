@@ -5,38 +5,34 @@ from __future__ import annotations
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.registration import Registration
 from flex_model.inspection.tree import Node
-from flex_model.pipelining.stages import Directory
+from flex_model.pipelining.stage_index import StageIndex
 from flex_model.visualize.model_map import Modules
 
 
-def modules_of(core: HookCore, directory: Directory, schedule: str) -> Modules:
-    """As the unsplit model has them. Local, and the same on every rank.
+def modules_of(core: HookCore, index: StageIndex, schedule: str) -> Modules:
+    """Return the modules of the unsplit model. Local, and the same on every rank.
 
     Args:
-        schedule: Its class, which stands for the model.
+        schedule: The name of its class, which stands for the model.
     """
-    called, classes = set(directory.called_names), directory.class_names
+    called, classes = set(index.called_names), index.class_names
     nodes = {"": Node("", schedule, has_forward=False, was_run=False)}
     stages: dict[str, str] = {}
-    for name in directory.module_names:
+    for name in index.module_names:
         for above in _above(name):  # a stage may hold the module without those above it
             nodes.setdefault(above, Node(above, "(of several stages)", False, was_run=False))
         nodes[name] = Node(name, classes[name], name in called, was_run=False)
-        on = directory.stages_of(name)
-        stages[name] = f"stage{'s' * (len(on) > 1)} {', '.join(map(str, on))}"
+        numbers = index.stages_of(name)
+        stages[name] = f"stage{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
     num_ranks = len(core.mesh.stage_ranks)
 
-    def stage_of(registration: Registration) -> int:
-        if registration.kind == "tensor":
-            return directory.holders_of_parameter(registration.name)[0]
-        return directory.stage_of(registration.name)
-
     def where_of(registration: Registration) -> str:
-        stage = stage_of(registration)
-        place = directory.places[stage]
-        if place == core.mesh.coordinates["pp"]:
+        is_parameter = registration.kind == "tensor"
+        find = index.holders_of_parameter if is_parameter else index.stages_of
+        pp_rank = index.pp_ranks[find(registration.name)[0]]
+        if pp_rank == core.mesh.coordinates["pp"]:
             return ""
-        return f"rank {core.mesh.ranks[place * num_ranks]} knows what it cost"
+        return f"rank {core.mesh.ranks[pp_rank * num_ranks]} has its cost"
 
     def owner_of(registration: Registration) -> str:
         is_parameter = registration.kind == "tensor"

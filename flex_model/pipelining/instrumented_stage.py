@@ -1,0 +1,304 @@
+"""A stage of torch's with methods replaced: hooks know which micro-batch it computes, and an
+exception in the middle of a schedule leaves no other stage waiting, for zeros replace what failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.stage import _RecvInfo
+from torch.nn.parallel import DistributedDataParallel
+
+from flex_model.errors import is_agreed
+from flex_model.hooks.core import HookCore
+from flex_model.integrations import cut
+from flex_model.pipelining.own_tensor import OwnTensor
+from flex_model.pipelining.stages import accepted_kwargs, is_traced
+from flex_model.runs.step import MicrobatchState
+from flex_model.runs.until import Site, Until
+
+_REPLACED = (
+    "forward_one_chunk",
+    "forward_maybe_with_nosync",
+    "backward_one_chunk",
+    "backward_weight_one_chunk",
+    "scale_grads",
+    "get_local_bwd_output",
+    "set_local_bwd_input",
+    "_get_init_p2p_neighbors_ops",
+    "_validate_fwd_input",
+)
+
+
+class InstrumentedStage:
+    """A stage of torch's that never raises during a step."""
+
+    def __init__(self, stage: Any, state: MicrobatchState, core: HookCore) -> None:
+        self.stage, self.index = stage, stage.stage_index
+        self._state, self._core = state, core
+        self._accepted = accepted_kwargs(stage.submod)
+        self._is_skipped = False  # these two: see `begin`
+        self._until: Until | None = None
+        self._failed: set[int] = set()  # micro-batches that continue with zeros
+        self._num_backwards = 0
+        self._shapes_are_inferred = False
+        # DDP and FSDP reduce gradients after a whole backward only: where a zero-bubble schedule
+        # splits it, torch leaves some gradients out of the reduction.
+        self._splits_backward = not any(
+            isinstance(module, (DistributedDataParallel, FSDPModule))
+            for module in stage.submod.modules()
+        )
+        vars(stage).update({name: getattr(self, name.lstrip("_")) for name in _REPLACED})
+
+    def restore(self) -> None:
+        """Leave the stage as it was."""
+        for name in _REPLACED:
+            vars(self.stage).pop(name, None)
+        if self._shapes_are_inferred:
+            vars(self.stage).update(inputs_meta=None, _outputs_meta=None)
+
+    def begin(self, has_backward: bool, is_skipped: bool, sites: list[Site] | None) -> None:
+        """Begin a step.
+
+        Args:
+            is_skipped: Whether the step needs nothing of the stage.
+            sites: The modules after which its forwards end; None: they run to their end.
+        """
+        self._failed.clear()
+        self._num_backwards = 0
+        self._is_skipped, self._until = is_skipped, None if sites is None else Until(sites)
+        self.stage.has_backward = has_backward
+        self.stage.clear_runtime_states()
+
+    def prepare(
+        self, number: int, has_backward: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Make the buffers of torch's stage for a step of ``number`` micro-batches."""
+        stage = self.stage
+        stage.has_backward = has_backward
+        stage.args_recv_info.clear()
+        stage.grad_recv_info.clear()
+        # Torch prepares a stage once, and has no method that undoes it.
+        vars(stage).update(act_send_info={}, grad_send_info=None, chunks=number)
+        if is_traced(stage):
+            vars(stage).update(_outputs_meta=None)
+        stage._prepare_forward_infra(number, args if stage.is_first else (), kwargs)
+        if is_traced(stage):  # contiguous, as `sendable` makes them
+            vars(stage).update(_outputs_meta=tuple(map(to_meta, stage._outputs_meta)))
+        if has_backward:
+            stage._prepare_backward_infra(number)
+
+    @property
+    def fixed_inputs(self) -> tuple[Tensor, ...] | None:
+        """The inputs that the user made the stage for; None: it takes any."""
+        return None if self._shapes_are_inferred else self.stage.inputs_meta
+
+    def set_shapes(self, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
+        """Set the shapes of its inputs and outputs, in place of torch's own inference."""
+        vars(self.stage).update(inputs_meta=inputs, _outputs_meta=outputs)
+        self._shapes_are_inferred = True
+
+    def accepted(self, kwargs: dict[str, Any] | None) -> dict[str, Any]:
+        """Return those of the step's keyword arguments that this stage takes."""
+        return {
+            name: value
+            for name, value in (kwargs or {}).items()
+            if self._accepted is None or name in self._accepted
+        }
+
+    def _of_torch(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(type(self.stage), name)(self.stage, *args, **kwargs)
+
+    # The replaced methods, with torch's signatures.
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        with self._state.at(self.index, fwd_chunk_id):
+            try:
+                if not self._is_skipped:
+                    with self._one_forward():
+                        output = self._of_torch(
+                            "forward_one_chunk",
+                            fwd_chunk_id,
+                            args,
+                            self.accepted(kwargs),
+                            save_forward_output=save_forward_output,
+                        )
+                        self._keep_tensors(fwd_chunk_id)
+                        return output
+            except BaseException as error:
+                self._fail(fwd_chunk_id, error)
+            return self._make_zero_output(fwd_chunk_id, save_forward_output)
+
+    def _keep_tensors(self, microbatch: int) -> None:
+        """Drop the inputs that are no tensors: a split backward reads ``requires_grad`` of each."""
+        cache = self.stage.fwd_cache
+        outputs, inputs = cache[microbatch]
+        cache[microbatch] = outputs, [value for value in inputs if isinstance(value, Tensor)]
+
+    @contextlib.contextmanager
+    def _one_forward(self) -> Iterator[None]:
+        """A context for a forward, which ends early in a step of ``run_until``."""
+        if self._until is None:
+            yield
+            return
+        with self._until.installed(), self._until.one_forward():
+            yield
+        cut.clean_up(self.stage.submod)
+        if not self._until.is_reached:
+            raise RuntimeError(cut.not_reached(None))
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        core = self._core
+        if self._state.is_silent:
+            return sendable(self._of_torch("forward_maybe_with_nosync", *args, **kwargs))
+        core.tracking.begin(args, kwargs, core.runs.active_hooks(), part=self.index)
+        output = None
+        try:
+            output = self._of_torch("forward_maybe_with_nosync", *args, **kwargs)
+        finally:
+            core.tracking.end(output)
+        return sendable(output)
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        stage = self.stage
+        if not stage.has_backward:
+            return
+        self._num_backwards += 1
+        if not self._splits_backward:
+            full_backward, last_backward = True, self._num_backwards == stage.chunks
+        if not self._run_backward(
+            "backward_one_chunk",
+            bwd_chunk_id,
+            loss=loss,
+            full_backward=full_backward,
+            last_backward=last_backward,
+        ):
+            stage.fwd_cache.pop(bwd_chunk_id, None)
+            stage.bwd_cache[bwd_chunk_id] = tuple(
+                torch.zeros_like(info.buffer) if isinstance(info, _RecvInfo) else None
+                for info in stage.args_recv_info[bwd_chunk_id]
+            )
+            stage.dw_runner[bwd_chunk_id] = lambda: None
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if self._splits_backward and not self._run_backward(
+            "backward_weight_one_chunk", bwd_chunk_id, last_backward=last_backward
+        ):
+            self.stage.dw_runner.pop(bwd_chunk_id, None)
+            self.stage.backward_state.pop(bwd_chunk_id, None)
+
+    def _run_backward(self, name: str, microbatch: int, **kwargs: Any) -> bool:
+        """Run torch's method; return whether the micro-batch has not failed."""
+        with self._state.at(self.index, microbatch), self._with_trainable():
+            if microbatch not in self._failed:
+                try:
+                    self._of_torch(name, microbatch, **kwargs)
+                except BaseException as error:
+                    self._fail(microbatch, error)
+        return microbatch not in self._failed
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """Return nothing where the step has no backward: V schedules call this all the same."""
+        if self.stage.has_backward:
+            return self._of_torch("get_local_bwd_output", mb_index)
+        return ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.stage.has_backward:
+            self._of_torch("set_local_bwd_input", next_stage_bwd_outputs, mb_index)
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Do nothing: ``Gradients`` scales, once for a parameter of two stages, and not what was
+        there before the step.
+        """
+
+    def get_init_p2p_neighbors_ops(self) -> list[Any]:
+        """Leave out transfers of a rank to itself (V schedules), which gloo can't do."""
+        operations = self._of_torch("_get_init_p2p_neighbors_ops")
+        return [op for op in operations if op.group_peer != self.stage.group_rank]
+
+    def validate_fwd_input(self, args: Any, kwargs: Any) -> None:
+        """Do nothing: all ranks agreed on the inputs before the step."""
+
+    # After a failure.
+
+    def _fail(self, microbatch: int, error: BaseException) -> None:
+        self._failed.add(microbatch)
+        cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
+        if is_agreed(cause):
+            self._state.silence()
+        self._state.fail_in_model(cause)
+
+    def _make_zero_output(self, microbatch: int, save_forward_output: bool) -> Any:
+        stage = self.stage
+        outputs = tuple(
+            torch.zeros(
+                meta.shape,
+                dtype=meta.dtype,
+                device=stage.device,
+                requires_grad=stage.has_backward and meta.dtype.is_floating_point,
+            )
+            for meta in stage.get_outputs_meta()
+        )
+        output = outputs[0] if len(outputs) == 1 else outputs
+        stage.fwd_cache[microbatch] = (outputs, [])
+        if stage.is_last and save_forward_output:
+            stage.output_chunks.append(output)
+        return output
+
+    @contextlib.contextmanager
+    def _with_trainable(self) -> Iterator[None]:
+        """A context in which trainable modules count as the stage's own: zero-bubble schedules
+        compute the gradients of the parameters that the stage's module has, and no others.
+        """
+        submod, trainable = self.stage.submod, list(self._core.modules.parameters())
+        if not trainable:
+            yield
+            return
+        parameters = type(submod).parameters
+
+        def all_parameters(recurse: bool = True) -> Iterator[nn.Parameter]:
+            yield from parameters(submod, recurse)
+            yield from (parameter for parameter in trainable if parameter.requires_grad)
+
+        vars(submod)["parameters"] = all_parameters
+        try:
+            yield
+        finally:
+            del vars(submod)["parameters"]
+
+
+def to_meta(tensor: Tensor) -> Tensor:
+    """Return a contiguous meta tensor of the same shape and dtype."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def sendable(output: Any) -> Any:
+    """Return a stage's output as it can be sent and, later, detached in place: contiguous, no view,
+    and not an input of the stage itself.
+    """
+    if type(output) in (tuple, list):
+        return type(output)(sendable(item) for item in output)
+    if not isinstance(output, Tensor):
+        return output
+    output = output.contiguous()
+    if output.requires_grad and (output._is_view() or output.grad_fn is None):
+        return OwnTensor.apply(output)
+    return output

@@ -1,0 +1,115 @@
+"""Reads and writes the full parameters of a pipeline's stages, by the unsplit model's names."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from flex_model.distributed.communicator import Communicator
+from flex_model.distributed.tensor_dicts import describe, from_rank
+from flex_model.layouts.resolve import ParameterSources
+from flex_model.layouts.statements import Statements
+from flex_model.names import find_parameter, shapes_by_name
+from flex_model.parameters.full import ExpectedShape, Parameters
+from flex_model.pipelining.agreement import gather_checked
+from flex_model.pipelining.stage_index import StageIndex
+from flex_model.pipelining.stages import LocalStages
+
+
+class StageParameters:
+    """The parameters of this rank's stages, as hooks need them.
+
+    Attributes:
+        by_stage: By index of the stage: its parameters, collective over the ranks of the stage.
+    """
+
+    def __init__(
+        self, root: LocalStages, communicator: Communicator, statements: Statements
+    ) -> None:
+        self._modules = root.by_index
+        self.by_stage = {
+            index: Parameters(module, communicator, statements)
+            for index, module in root.by_index.items()
+        }
+        self._full: dict[str, Tensor] = {}
+
+    def keep(self, full: dict[str, Tensor]) -> None:
+        """Keep the full parameters that the hooks of the next step named."""
+        self._full = full
+
+    def get(self, name: str) -> Tensor:
+        """Return a full parameter that was kept for this step. Local."""
+        return self._full[name]
+
+    def sources_of(self, name: str) -> ParameterSources:
+        """Return the placements stated for a parameter, by the first stage that has it. Local."""
+        for index, module in self._modules.items():
+            with contextlib.suppress(ValueError):
+                find_parameter(module, name)
+                return self.by_stage[index].sources_of(name)
+        raise ValueError(f"no stage of this rank has a parameter {name!r}")
+
+
+class PipelineParameters:
+    """The parameters of all stages of a pipeline. All methods are collective.
+
+    Args:
+        local: Those of this rank's stages.
+        world, line: Communicators to all ranks, and to those of this rank's pipeline.
+    """
+
+    def __init__(
+        self, local: StageParameters, index: StageIndex, world: Communicator, line: Communicator
+    ) -> None:
+        self._local, self._index = local, index
+        self._world, self._line = world, line
+
+    def get(
+        self, name: str, expected_shape: ExpectedShape = None, *, sharded: bool = False
+    ) -> Tensor:
+        """Return the full parameter, from the first stage that has it."""
+        return self._read(name, lambda p: p.get(name, expected_shape, sharded=sharded))
+
+    def gradient(self, name: str, expected_shape: ExpectedShape = None) -> Tensor | None:
+        """Return the full gradient, from the first stage that has the parameter."""
+        return self._read(name, lambda p: p.gradient(name, expected_shape))
+
+    def iterate(
+        self, expected_shapes: Mapping[str, ExpectedShape] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and full parameters, one at a time."""
+        names = self._index.parameter_names
+        shapes = shapes_by_name(expected_shapes, {name: name for name in names})
+        return ((name, self.get(name, shapes.get(name), sharded=True)) for name in names)
+
+    def read_for_hooks(self, names: Iterable[str]) -> None:
+        """Keep the full parameters that hooks of the next step named, whichever stage has them."""
+        self._local.keep({name: self.get(name) for name in dict.fromkeys(names)})
+
+    def set(self, name: str, full: Tensor) -> None:
+        """Write the full parameter on all stages that have it."""
+        stages = self._index.holders_of_parameter(name)
+
+        def write() -> None:
+            for stage in stages:
+                if stage in self._local.by_stage:
+                    self._local.by_stage[stage].set(name, full)
+
+        gather_checked(self._world, f"a new value of parameter {name!r}", write)
+
+    def _read(self, name: str, read: Callable[[Parameters], Tensor | None]) -> Any:
+        stage = self._index.holders_of_parameter(name)[0]
+        pp_rank, found = self._index.pp_ranks[stage], []
+
+        def read_here() -> Any:
+            if stage in self._local.by_stage:
+                value = read(self._local.by_stage[stage])
+                found.extend([] if value is None else [value])
+            return describe(found)
+
+        described = gather_checked(self._line, f"parameter {name!r}", read_here)[pp_rank]
+        received = from_rank(self._line, pp_rank, found, described)
+        return received[0] if received else None

@@ -1,0 +1,218 @@
+"""Runs the steps of a pipeline with hooks: planned by all ranks before anything is sent, run along
+the schedule, and ended together.
+
+Nothing of ours crosses stages while the schedule runs: records, ``save_ctx``, gradients of
+trainable modules and errors do when it is over, through groups of our own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flex_model.errors import HookError
+from flex_model.hooks import save_ctx
+from flex_model.hooks.registration import Registration
+from flex_model.layouts.resolve import ExpectedShape
+from flex_model.pipelining import microbatches, step_records
+from flex_model.pipelining.agreement import gather_checked
+from flex_model.pipelining.gradients import Gradients
+from flex_model.pipelining.local_pipeline import LocalPipeline
+from flex_model.pipelining.shapes import find_batched, infer_shapes
+from flex_model.pipelining.stages import find_targets
+from flex_model.pipelining.step_end import StepEnd
+from flex_model.pipelining.step_plan import StepCall, StepPlan, plan_step
+from flex_model.runs.run import Run
+from flex_model.runs.until import Site
+
+
+class StepRunner:
+    """Runs the steps of one pipeline. ``run`` is collective over all its ranks."""
+
+    def __init__(self, pipeline: LocalPipeline) -> None:
+        self._pipeline, self._core, self._state = pipeline, pipeline.core, pipeline.state
+        self._schedule, self._local = pipeline.schedule, pipeline.local
+        self._index, self._end = pipeline.index, StepEnd(pipeline)
+        self._prepared: int | None = None  # the inputs that the stages have buffers for
+        self._batched: dict[Any, dict[int, bool]] = {}  # of such inputs: see `_find_batched`
+
+    def run(self, call: StepCall, output_ptr: dict[str, list[Tensor]]) -> Any:
+        """Run one step; return the result of the call on this rank."""
+        core = self._core
+        plan = plan_step(call, self._pipeline, self._prepared)
+        chosen = core.table.chosen(call.choice)
+        with self._state.running(plan.rows):
+            try:
+                with self._state.silenced():
+                    self._prepare(call, plan)
+                    batched = self._find_batched(call, plan, chosen)
+                if not call.appends:
+                    for registration in chosen:
+                        output_ptr.pop(registration.hook_function.record_name, None)
+                return self._run(call, plan, chosen, batched, output_ptr)
+            finally:
+                core.records.output_ptr.clear()
+
+    def _prepare(self, call: StepCall, plan: StepPlan) -> None:
+        """Infer shapes and make buffers, where some rank has them for other inputs."""
+        if plan.is_prepared:
+            return
+        self._prepared = None
+        self._batched.clear()
+        args, kwargs = plan.arg_chunks[0], plan.kwarg_chunks[0]
+        with torch.inference_mode(False):
+            gather_checked(
+                self._pipeline.world,
+                "the shapes of the pipeline's stages",
+                lambda: infer_shapes(self._pipeline, args, kwargs, call.has_backward),
+            )
+            self._local.connect(plan.number, call.has_backward, args, kwargs)
+        self._prepared = plan.inputs
+
+    def _find_batched(
+        self, call: StepCall, plan: StepPlan, chosen: list[Registration]
+    ) -> dict[tuple[str, str], bool]:
+        """Return whether the tensors of records have rows of the batch, by their name and kind; for
+        micro-batches of one row only.
+        """
+        if plan.number == 1 or sum(of_rank[0] for of_rank in plan.rows) != 1:
+            return {}
+        local = [r for r in chosen if r.module is not None and r.kind != "tensor"]
+        key = tuple(r.index for r in local), str(call.microbatch_dim)
+
+        def find() -> None:
+            if key not in self._batched:
+                self._batched[key] = find_batched(
+                    self._local.instrumented,
+                    local,
+                    plan.arg_chunks[0],
+                    plan.kwarg_chunks[0],
+                    lambda r: self._dim(call, chosen, r.hook_function.record_name),
+                )
+
+        gather_checked(self._pipeline.world, "a step of micro-batches of one row", find)
+        found = self._batched[key]
+        return {
+            (r.hook_function.record_name, r.kind): found[r.index] for r in local if r.index in found
+        }
+
+    def _run(
+        self,
+        call: StepCall,
+        plan: StepPlan,
+        chosen: list[Registration],
+        batched: dict[tuple[str, str], bool],
+        output_ptr: dict[str, list[Tensor]],
+    ) -> Any:
+        core, state = self._core, self._state
+        self._pipeline.parameters.read_for_hooks(
+            name for r in chosen for name in r.hook_function.parameter_names
+        )
+        for registration in chosen:
+            dim = self._dim(call, chosen, registration.hook_function.record_name)
+            if registration.kind != "tensor":
+                shape = registration.hook_function.expected_shape
+                shape = microbatches.part_of_shape(shape, dim, plan.rows)
+                registration.expect_microbatches(dim if plan.number > 1 else None, shape)
+        divisor = plan.number if self._schedule.scale_grads else 1
+        run = core.runs.begin(call.choice)
+        run.use_seed(plan.seed)
+        core.caller.average_over(divisor)
+        gradients = Gradients(core, divisor)
+        self._begin_stages(call)
+        losses: list[Tensor] = []
+        output = None
+        before = save_ctx.begin_step(core.save_ctx)
+        try:
+            output = self._local.run(
+                plan.arg_chunks,
+                plan.kwarg_chunks,
+                plan.target_chunks,
+                losses,
+                call.return_outputs,
+                call.has_backward,
+            )
+            gradients.scale()
+            if call.has_backward and not state.is_silent:
+                gradients.run_hooks()
+        except BaseException as error:
+            state.fail_in_model(error, "schedule")
+        consumed = self._end_run(run)
+        records = self._join_records(call, plan, chosen, batched)
+        try:
+            output = self._end.finish(
+                call, records, before, gradients, consumed, output, output_ptr
+            )
+        except BaseException:
+            self._prepared = None  # what failed may have left buffers in use
+            gradients.restore(is_failed=True)
+            raise
+        gradients.restore(is_failed=False)
+        if call.losses is not None and self._local.has_last:
+            call.losses[:] = losses  # none, where there is no target
+        return output
+
+    def _begin_stages(self, call: StepCall) -> None:
+        """Begin the step on all stages; with ``until``, for what the last of these sites needs."""
+        last = self._index.num_stages
+        if call.until is not None:
+            last = max(self._index.stage_of(name) for name, _ in call.until)
+        for stage in self._local.instrumented:
+            sites: list[Site] | None = None
+            if call.until is not None and stage.index == last:
+                sites = [
+                    (find_targets(stage.stage.submod, name), kind)
+                    for name, kind in call.until
+                    if self._index.stage_of(name) == last
+                ]
+            stage.begin(call.has_backward, stage.index > last, sites)
+
+    def _dim(self, call: StepCall, chosen: list[Registration], name: str) -> int:
+        """Return the dim along which the micro-batches' records of this name are joined."""
+        dim, default = call.microbatch_dim, microbatches.batch_dim(self._schedule)
+        if isinstance(dim, int):
+            return dim
+        modules = [r.name for r in chosen if r.hook_function.record_name == name]
+        return next((dim[module] for module in modules if dim and module in dim), default)
+
+    def _end_run(self, run: Run) -> bool:
+        """Deliver the records of the stage's ranks to its first; return whether an edit drew random
+        numbers on this rank.
+        """
+        consumed = run.take_draws()  # all ranks of the pipeline renew the seed together
+        try:
+            self._core.runs.end(run, None)
+        except HookError as error:
+            self._state.fail(str(error), error)
+        self._core.table.forget_calls()
+        return consumed
+
+    def _join_records(
+        self,
+        call: StepCall,
+        plan: StepPlan,
+        chosen: list[Registration],
+        batched: dict[tuple[str, str], bool],
+    ) -> list[step_records.StageRecords]:
+        records = self._core.records
+        if self._state.failure or not records.keeps_full:
+            return []
+        shapes: dict[tuple[str, str], list[ExpectedShape]] = {}
+        for registration in chosen:
+            function = registration.hook_function
+            shape = function.expected_shape if function.select is None else None
+            shapes.setdefault((function.record_name, registration.kind), []).append(shape)
+        try:
+            return step_records.join(
+                records.output_ptr,
+                plan.number,
+                plan.rows,
+                lambda name: self._dim(call, chosen, name),
+                lambda name, kind: batched.get((name, kind)),
+                {key: of_key[0] for key, of_key in shapes.items() if len(of_key) == 1},
+            )
+        except ValueError as error:
+            self._state.fail(str(error), error)
+            return []

@@ -1,0 +1,240 @@
+"""Runs a wrapped module with hooks, and finds its modules and parameters by name."""
+
+from __future__ import annotations
+
+import contextlib
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from flex_model import inspection, visualize
+from flex_model.distributed.communicator import Communicator
+from flex_model.hooks.core import HookCore
+from flex_model.hooks.function import HookFunction
+from flex_model.hooks.site import Moment
+from flex_model.hooks.table import EVERYTHING
+from flex_model.integrations import cut, fsdp, model_mesh
+from flex_model.layouts.statements import Statement
+from flex_model.names import clean, find_module, find_parameter, module_names
+from flex_model.records.store.opening import config_hash
+from flex_model.records.store.session import Session
+from flex_model.runs.settings import Groups, Settings
+from flex_model.runs.until import Site, Until
+
+
+class ModuleIndex:
+    """The names of the modules and parameters of a wrapped model."""
+
+    def __init__(self, core: HookCore) -> None:
+        self._root, self._statements = core.module, core.tracking.statements
+
+    @property
+    def module_names(self) -> list[str]:
+        return module_names(self._root)
+
+    def hookable_names(self, kind: str) -> list[str]:
+        """Return the names that a group's substring or regex is matched against."""
+        if kind == "tensor":
+            return [name for name, _ in self._root.named_parameters()]
+        return self.module_names
+
+    def names_of_type(self, kind: type) -> tuple[list[str], list[str]]:
+        """Return the names of the modules of a type, and of all types."""
+        named = [(name, module) for name, module in self._root.named_modules() if name]
+        found = [name for name, module in named if isinstance(module, kind)]
+        return found, sorted({type(module).__name__ for _, module in named})
+
+    def names_of_statement(self, statement: Statement) -> list[str]:
+        """Return the names of the modules or parameters that a statement matches."""
+        return self._statements.names(statement)
+
+
+class ModuleRunner:
+    """Runs a wrapped module with hooks.
+
+    Attributes:
+        core: The engine of its hooks.
+        index: The names of its modules and parameters.
+        parameters: Reads and writes them in full.
+        run_idle: Runs it while no hook is active: the module itself.
+    """
+
+    def __init__(self, module: nn.Module, settings: Settings) -> None:
+        defaults = {"batch_mode": "micro", "return_on": "last", "microbatch_dim": None}
+        for name, default in defaults.items():
+            if getattr(settings, name) != default:
+                self.change(name, getattr(settings, name))
+        mesh, output_ptr = settings.find_mesh(module), settings.output_ptr
+        if mesh.pp_size > 1:
+            raise ValueError(model_mesh.pipeline_refusal(module, mesh.pp_size))
+        records = output_ptr if isinstance(output_ptr, dict) else {}
+        core = settings.make_core(module, mesh, records, Namespace(), settings.output_ranks)
+        self.core = core
+        if not isinstance(output_ptr, dict):
+            try:
+                core.runs.open_store(output_ptr, config_hash(module))
+            except BaseException:
+                core.close()
+                raise
+        self.close, self.run_idle = core.close, module
+        self.index, self.parameters = ModuleIndex(core), core.parameters
+
+    @property
+    def session(self) -> Session | None:
+        """The session of the store that records go to, if any."""
+        return self.core.runs.session
+
+    @property
+    def communicators(self) -> dict[str, Communicator]:
+        """The communicators that hooks use; the first is to all ranks."""
+        return {"ranks": self.core.communicator}
+
+    @property
+    def is_running(self) -> bool:
+        return self.core.runs.current is not None
+
+    # Running.
+
+    def run(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], groups: Groups, complement: bool
+    ) -> Any:
+        """Run the module with the hooks of ``groups``. Collective while hooks are active."""
+        core = self.core
+        choice = (
+            EVERYTHING
+            if groups == "all" and not complement
+            else core.table.choice(groups, complement)
+        )
+        if core.runs.is_inside:
+            with core.runs.chosen(choice):
+                return core.module(*args, **kwargs)
+        run = core.runs.begin(choice)
+        try:
+            result = core.module(*args, **kwargs)
+        except BaseException as error:
+            core.runs.end(run, error)
+            raise
+        core.runs.end(run, None)
+        return result
+
+    @contextlib.contextmanager
+    def active(self, groups: Groups, complement: bool) -> Iterator[None]:
+        """A context in which all calls of the module are one run."""
+        core = self.core
+        choice = core.table.choice(groups, complement)
+        if core.runs.is_inside:
+            with core.runs.chosen(choice):
+                yield
+            return
+        run = core.runs.begin(choice)
+        try:
+            yield
+        except BaseException as error:
+            core.runs.end(run, error)
+            raise
+        core.runs.end(run, None)
+
+    def run_until(
+        self,
+        module_name: str | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        groups: Groups,
+        complement: bool,
+    ) -> None:
+        """Run the forward until this module, or the last of the hooked ones, was called."""
+        core = self.core
+        core.table.choice(groups, complement)
+        cut.check(core.module)
+        with self.active(groups, complement):
+            until = Until(self._sites_until(module_name))
+            with until.installed(), until.one_forward():
+                core.module(*args, **kwargs)
+            if core.runs.current is not None:
+                core.runs.current.cut()
+            cut.clean_up(core.module)
+            if not until.is_reached:
+                raise RuntimeError(cut.not_reached(module_name))
+
+    def _sites_until(self, module_name: str | None) -> list[Site]:
+        if module_name is not None:
+            return [([find_module(self.core.module, module_name)], "forward")]
+        sites: list[Site] = [
+            ([module], registration.kind)
+            for registration in self.core.runs.active_hooks()
+            if registration.kind in ("forward", "forward_pre")
+            and registration.module is not None
+            and (module := registration.module()) is not None
+        ]
+        if not sites:
+            raise ValueError(cut.NO_HOOK)
+        return sites
+
+    def interrupted(self, error: BaseException) -> None:
+        """Report a Ctrl-C on this rank to the ranks that may wait for it. Local."""
+        self.core.runs.interrupted(error)
+
+    # What belongs to pipelines.
+
+    def change(self, name: str, value: object) -> None:
+        """TypeError: there are no steps here whose setting could change."""
+        raise TypeError(
+            f"FlexModel: {name} is a setting of the steps of a pipeline; wrap a schedule of "
+            "torch.distributed.pipelining, FlexModel(schedule, ...), or leave it out"
+        )
+
+    def check_runs_whole_model(self, operation: str) -> None:
+        """Do nothing: the ranks run the whole model."""
+
+    def stages_of(self, name: str) -> tuple[int, ...]:
+        """TypeError: there are no stages."""
+        raise TypeError(
+            f"stages_of({name!r}): this FlexModel wraps a {type(self.core.module).__name__}, which "
+            "has no stages; wrap the schedule of a pipeline"
+        )
+
+    # Hooks.
+
+    def targets_of(
+        self, function: HookFunction, kind: str
+    ) -> tuple[Sequence[nn.Module | nn.Parameter], Moment]:
+        """Return the module, or parameter, of a hook, and when it gets a parameter's gradient."""
+        root, name = self.core.module, function.module_name
+        for parameter_name in function.parameter_names:
+            if not fsdp.is_flattened(root, parameter_name):
+                find_parameter(root, parameter_name)
+        if kind != "tensor":
+            return [find_module(root, name)], "computed"
+        if fsdp.wrapper_of_parameter(root, name) is not None:
+            raise ValueError(
+                f"register_hook: parameter {clean(root, name)!r} belongs to a "
+                "FullyShardedDataParallel (FSDP1) module, which gives "
+                "hooks a local, flattened gradient; use torch.distributed.fsdp.fully_shard, or "
+                "hook the module's gradients"
+            )
+        _, _, parameter = find_parameter(root, name)
+        if not parameter.requires_grad:
+            raise ValueError(
+                f"register_hook: parameter {clean(root, name)!r} does not require a "
+                "gradient; call requires_grad_(True) first"
+            )
+        after = fsdp.owner_fsdp2(root, name) is not None
+        target = fsdp.sharded_parameter(root, name, parameter)
+        return [target], "accumulated" if after else "computed"
+
+    # Inspection.
+
+    def modules_to_show(self, args: tuple[Any, ...]) -> visualize.model_map.Modules:
+        """Return the modules for ``show``; with inputs, with the tensors of a run on shapes."""
+        modules = visualize.model_map.modules_of(self.core)
+        if args:
+            inspection.observed.fill(self.core, modules.nodes, args)
+        return modules
+
+
+def check_open(core: HookCore) -> None:
+    """RuntimeError after ``restore()``."""
+    if core.is_closed:
+        raise RuntimeError("this FlexModel was restored; wrap the model again")

@@ -1,0 +1,124 @@
+"""The arguments that every FlexModel is made with, checked, and the mesh that they choose."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flex_model.distributed.mesh import Mesh, initialize_from_launcher, is_distributed
+from flex_model.hooks.core import HookCore
+from flex_model.hooks.tracking import Follow
+from flex_model.integrations import model_mesh
+from flex_model.integrations.mesh_sources import Source
+from flex_model.layouts.sources import BatchDim, check_batch_dim
+from flex_model.parameters.full import Parameters
+from flex_model.records.store import ActivationStore
+from flex_model.runs.step import MicrobatchState
+
+Groups = str | Iterable[str]
+
+#: The choices of each argument that is one.
+CHOICES = {
+    "edit_on": ("all", "rank0"),
+    "output_ranks": ("rank0", "all"),
+    "save_ctx_on": ("rank0", "all"),
+    "follow": ("new", "always"),
+    "batch_mode": ("micro", "full"),
+    "return_on": ("last", "all"),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of ``FlexModel``, which describes them.
+
+    Attributes:
+        sizes: The tensor-, pipeline- and data-parallel sizes.
+
+    Raises:
+        ValueError, TypeError: an argument that no FlexModel can be made with.
+    """
+
+    output_ptr: dict[str, list[Tensor]] | ActivationStore
+    sizes: tuple[int, int, int]
+    process_group: dist.ProcessGroup | None
+    device_mesh: dist.DeviceMesh | None
+    edit_on: str
+    output_ranks: str
+    save_ctx_on: str
+    timeout: float
+    batch_dim: BatchDim
+    follow: Follow
+    batch_mode: str
+    return_on: str
+    microbatch_dim: int | Mapping[str, int] | None
+
+    def __post_init__(self) -> None:
+        output_ptr, timeout = self.output_ptr, self.timeout
+        if not isinstance(output_ptr, (dict, ActivationStore)):
+            hint = " (copy it into a dict)" if isinstance(output_ptr, Mapping) else ""
+            raise TypeError(
+                "FlexModel: output_ptr must be a dict, an ActivationStore or None, got "
+                f"{type(output_ptr).__name__}{hint}"
+            )
+        if isinstance(output_ptr, ActivationStore) and self.output_ranks != "rank0":
+            raise ValueError(
+                "FlexModel: output_ranks is for records in a dict; what an ActivationStore has can "
+                "be read on every rank after flush()"
+            )
+        for name in CHOICES:
+            check_choice(name, getattr(self, name))
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+            raise ValueError(
+                f"FlexModel: timeout must be a number of seconds above 0, got {timeout!r}"
+            )
+        check_batch_dim(self.batch_dim)
+
+    def make_core(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        output_ptr: dict[str, list[Tensor]],
+        save_ctx: Namespace,
+        output_ranks: str,
+        state: MicrobatchState | None = None,
+        make_parameters: Any = Parameters,
+    ) -> HookCore:
+        return HookCore(
+            module,
+            mesh,
+            output_ptr,
+            save_ctx,
+            nn.ModuleDict(),
+            self.edit_on,
+            output_ranks,
+            float(self.timeout),
+            state,
+            save_ctx_on=self.save_ctx_on,
+            batch_dim=self.batch_dim,
+            follow=self.follow,
+            make_parameters=make_parameters,
+        )
+
+    def find_mesh(self, root: nn.Module, stages: Sequence[Source] = ()) -> Mesh:
+        """Return the mesh that the user set, or that of the model (or its pipeline's stages); they
+        must not contradict each other.
+        """
+        if self.sizes != (1, 1, 1):
+            initialize_from_launcher()
+        own = model_mesh.find(root, stages) if is_distributed() else None
+        return model_mesh.choose(
+            own, self.sizes, self.process_group, self.device_mesh, float(self.timeout)
+        )
+
+
+def check_choice(name: str, value: object) -> None:
+    """ValueError for a value that is not one of an argument's choices."""
+    first, second = CHOICES[name]
+    if value not in (first, second):
+        raise ValueError(f"FlexModel: {name} must be {first!r} or {second!r}, got {value!r}")
