@@ -24,6 +24,7 @@ from flex_model.distributed.transports import transport
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.transport import Gathered
 from flex_model.errors import HookError, HookMismatchError, UnpackIndexError, agreed, see
+from flex_model.integrations.torch_private import current_graph_task
 
 _TEXT_BYTES = 2048
 _GRACE_S = 10.0  # how long a rank whose model failed tries to report it
@@ -94,7 +95,7 @@ class Communicator(GroupPool):
     @property
     def may_hold(self) -> bool:
         """Whether an error may be deferred in ``held`` now: inside a backward that raises it."""
-        return torch._C._current_graph_task_id() in self.backwards
+        return current_graph_task() in self.backwards
 
     def set_error(self, text: str, cause: BaseException | None, state: int = ERROR) -> None:
         """Set a pending error of this rank, which all ranks raise at the next exchange. The first
@@ -304,14 +305,13 @@ class Communicator(GroupPool):
             _note(cause, broken)
             return
         self.set_error(text, cause, FAILED)
-        timeout_s, self.timeout_s = self.timeout_s, min(self.timeout_s, grace_s)
         try:
-            self.check_consistency(Header(kind), f"{kind}, after {text}")
+            with self.deadline(min(self.timeout_s, grace_s)):
+                self.check_consistency(Header(kind), f"{kind}, after {text}")
         except HookError as error:
             if any(group.broken for group in self._groups.values()):
                 _note(cause, str(error))
         finally:
-            self.timeout_s = timeout_s
             self.clear_error()
 
     # Payload. Every method is collective over the ranks of `axes`, and follows a
@@ -345,7 +345,6 @@ class Communicator(GroupPool):
         self.meter.payload(0, name)
         num_bytes = 0
         for tensor in tensors:
-            tensor.shard = plain(tensor.shard)
             moved = costs.of_gather_to_first(tensor.plan, tensor.ranks, to.group.rank)
             self.meter.part_of_payload(tensor.site, moved, name)
             num_bytes += moved

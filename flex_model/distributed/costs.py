@@ -51,6 +51,14 @@ class Spent:
     num_bytes: int = 0
     transports: set[str] = field(default_factory=set)
 
+    def add_header(self) -> None:
+        self.headers += 1
+
+    def add(self, num_bytes: int, transport: str, payloads: int = 0) -> None:
+        self.payloads += payloads
+        self.num_bytes += num_bytes
+        self.transports.add(transport)
+
 
 class Meter:
     """Counts the costs of a communicator's transfers, by the site of the last header before them.
@@ -71,7 +79,7 @@ class Meter:
     def header(self, site: int) -> None:
         """Count a header of ``site``, and count what follows for it."""
         self.turn_to(site)
-        self._current.headers += 1
+        self._current.add_header()
 
     def turn_to(self, site: int) -> None:
         """Count what follows for ``site``."""
@@ -79,18 +87,13 @@ class Meter:
         self._current = self.of(site)
 
     def payload(self, num_bytes: int, transport: str) -> None:
-        current = self._current
-        current.payloads += 1
-        current.num_bytes += num_bytes
-        current.transports.add(transport)
+        self._current.add(num_bytes, transport, payloads=1)
 
     def part_of_payload(self, site: int, num_bytes: int, transport: str) -> None:
         """Count bytes of ``site`` (0: the last header's) in a collective shared with other
         sites.
         """
-        spent = self.of(site) if site else self._current
-        spent.num_bytes += num_bytes
-        spent.transports.add(transport)
+        (self.of(site) if site else self._current).add(num_bytes, transport)
 
     def of(self, site: int) -> Spent:
         spent = self.spent.get(site)

@@ -221,6 +221,10 @@ class GatherSpec:
             full = _copy(full)
         return self.slice(self.communicator.broadcast(full, like_full))
 
+    def note_gradient(self, of_replicas: Placement) -> None:
+        """Note the gradient's placement on tp ranks that hold the same tensor, for later calls."""
+        self.gradient_of_replicas = of_replicas
+
     def of_gradient(self, tp: Placement) -> GatherSpec:
         """Return the plan of the tensor's gradient: sharded as the tensor is, replicated where the
         tensor is partial; ``tp`` is the gradient's placement where tp ranks hold the same tensor.
@@ -253,6 +257,11 @@ class GatherContext:
     record: Tensor | None = None
     _gradient: GatherSpec | None = None
 
+    def take_record(self, fulls: list[Tensor]) -> Tensor:
+        """Keep the record of several full tensors, if there is one; return the first."""
+        self.record = fulls[1] if self.num_records else None
+        return fulls[0]
+
     def gradient(self, grad: Tensor | None = None) -> GatherSpec:
         """Return the plan of the gradient. That of a replicated tensor is replicated (the model has
         reduced it), or partial (the model will reduce it). Collective where that is unknown yet.
@@ -262,7 +271,7 @@ class GatherContext:
             if tp is None:
                 tp, holds = self.of_replicas(grad)
                 if holds:
-                    self.spec.gradient_of_replicas = tp
+                    self.spec.note_gradient(tp)
             self._gradient = self.spec.of_gradient(tp)
         return self._gradient
 
@@ -272,11 +281,6 @@ def _copy(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cpu":
         return memory.copy(tensor)
     return tensor.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _first_of(context: GatherContext, fulls: list[Tensor]) -> Tensor:
-    context.record = fulls[1] if context.num_records else None
-    return fulls[0]
 
 
 def _aborting_at_ctrl_c(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -300,7 +304,7 @@ class _Gather(Function):
     def forward(ctx, shard, context):
         ctx.context = context
         num_read = context.num_records + context.is_read
-        return _first_of(context, context.spec.copies(shard, 1 + context.num_records, num_read))
+        return context.take_record(context.spec.copies(shard, 1 + context.num_records, num_read))
 
     @staticmethod
     @_aborting_at_ctrl_c
@@ -349,7 +353,7 @@ class _GatherToFirst(Function):
         ctx.context = context
         ctx.like = shard.detach()
         fulls = context.spec.copies_on_first(shard, 1 + context.num_records)
-        return shard.new_empty(0) if fulls is None else _first_of(context, fulls).to(shard.device)
+        return shard.new_empty(0) if fulls is None else context.take_record(fulls).to(shard.device)
 
     @staticmethod
     @_aborting_at_ctrl_c

@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from flex_model.distributed.transports.choice import choose
 from flex_model.distributed.transports.host_gather import HostGather
 from flex_model.distributed.transports.transport import Transport
 from flex_model.errors import HookError, HookMismatchError, agreed, see
+from flex_model.integrations.torch_private import current_transform, is_batched
 
 GRID: tuple[Axis, ...] = ("dp", "tp")  # all ranks of a stage
 
@@ -134,10 +135,8 @@ class GroupPool:
         self._by_axes.clear()
         while self._groups:
             group = self._groups.popitem()[1]
-            if group.watcher is self and group.hosts.here is not None:
-                group.watcher = None
-                group.hosts.here.set_watch(None)
-            process_groups.release(group)
+            group.forget_watch(self._compare)
+            group.release()
 
     # Notices of this rank's hooks and runs, which others read during a long wait.
 
@@ -214,6 +213,15 @@ class GroupPool:
 
     # Waiting.
 
+    @contextlib.contextmanager
+    def deadline(self, timeout_s: float) -> Iterator[None]:
+        """Inside, one wait lasts at most ``timeout_s`` seconds. Local."""
+        before, self.timeout_s = self.timeout_s, timeout_s
+        try:
+            yield
+        finally:
+            self.timeout_s = before
+
     def abort_on(self, error: BaseException) -> None:
         """Abort because this rank stops in the middle of a run (by Ctrl-C, for example). Local."""
         if not (self.is_local or self.is_child or any(g.broken for g in self._groups.values())):
@@ -243,16 +251,7 @@ class GroupPool:
         self._check_no_transform(args)
         self._check_usable()
         to = self.transport(axes)
-        here = to.group.hosts.here
-        if here is not None:
-            if to.group.watcher is not self:
-                to.group.watcher = self
-                here.set_watch(self._compare)
-            wait_settings = (self.where, self.timeout_s)
-            if wait_settings != to.group.wait_settings:
-                to.group.wait_settings = wait_settings
-                here.set_position(self.where)
-                here.set_timeout(self.timeout_s)
+        to.group.prepare_wait(self._compare, self.where, self.timeout_s)
         ends: Sequence[Callable[[], None]] = ()
         if self.observers:
             name = transfer if isinstance(transfer, str) else transfer.__name__
@@ -288,8 +287,7 @@ class GroupPool:
             )
 
     def _check_no_transform(self, args: tuple[Any, ...]) -> None:
-        is_batched = torch._C._functorch.is_legacy_batchedtensor  # by grad(is_grads_batched=True)
-        if torch._C._functorch.peek_interpreter_stack() is not None or any(
+        if current_transform() is not None or any(
             isinstance(arg, torch.Tensor) and is_batched(arg) for arg in args
         ):
             raise agreed(
@@ -419,7 +417,7 @@ class GroupPool:
                 with contextlib.suppress(RuntimeError):  # the store may have ended with its host
                     if not group.store.check(["broken"]):
                         group.store.set("broken", reason)
-                process_groups.abort(group, reason)
+                group.abort(reason)
                 logger.error("%s Last steps: %s", reason, self.steps)
         anchor = "ranks-differ" if kind is HookMismatchError else "a-rank-is-missing"
         return agreed(

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from flex_model.integrations.torch_private import root_mesh
+
 # Names that device meshes give to their dims, and our axis for each.
 AXIS_OF_DIM = {
     "pp": "pp",
@@ -97,8 +99,7 @@ def _groups(device_mesh: dist.DeviceMesh) -> Iterator[tuple[str, tuple[int, ...]
     """Yield this rank's groups, with the names of their dims, in a mesh, in its root mesh, and in
     all meshes made from that. torch has no public function for these.
     """
-    find_root = getattr(device_mesh, "_get_root_mesh", None)
-    root: Any = device_mesh if find_root is None else find_root()
+    root = root_mesh(device_mesh) or device_mesh
     flattened = getattr(root, "_flatten_mapping", {}).values()
     for mesh in (device_mesh, root, *flattened):
         for dim, name in enumerate(mesh.mesh_dim_names or ()):

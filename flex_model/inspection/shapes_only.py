@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from flex_model.distributed.mesh import Mesh
 from flex_model.integrations import compiled, dtensor, fsdp
+from flex_model.integrations.torch_private import FakeTensor, FakeTensorMode
 from flex_model.layouts.follow import Follower
 
 _LRU_CACHE = type(functools.lru_cache(lambda: None))

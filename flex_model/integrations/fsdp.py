@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from flex_model import names
+from flex_model.integrations.torch_private import fsdp2_state
 
 
 def _fsdp1_class() -> Any:
@@ -39,7 +40,7 @@ def mesh_of_fsdp2(module: Any) -> Any:
     DTensors may have an equal mesh with another root mesh, from torch's caches. Torch has no public
     attribute for it.
     """
-    group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
+    group = getattr(fsdp2_state(module), "_fsdp_param_group", None)
     return getattr(getattr(group, "mesh_info", None), "mesh", None)
 
 

@@ -15,6 +15,7 @@ from flex_model import _C
 from flex_model.distributed.layout import Placement, Replicate, Shape, Shard
 from flex_model.distributed.mesh import Mesh
 from flex_model.integrations import layers
+from flex_model.integrations.torch_private import find_group
 from flex_model.layouts import recorder
 from flex_model.layouts.backward_nodes import is_framework_hook
 from flex_model.layouts.operation_log import Chunk, Log, Value
@@ -412,6 +413,11 @@ class Follower:
         digest = self.log.digest
         self.proofs.follow(exchange(self.log.take(), digest))
 
+    def infer_from(self, proofs: Proofs, chunks: Sequence[Chunk]) -> None:
+        """Infer placements by these proofs, from the whole logs of all ranks of the grid. Local."""
+        self.proofs = proofs
+        proofs.follow(chunks)
+
     def _axes_of(self, args: Any, kwargs: Any) -> tuple[str, ...] | None:
         """Return the axes along which a collective's group runs; None for a group that is
         no axis.
@@ -450,7 +456,7 @@ def group_of(value: Any) -> Any:
     """
     if isinstance(value, str):
         try:
-            return dist.distributed_c10d._resolve_process_group(value)  # type: ignore[arg-type]
+            return find_group(value)
         except (LookupError, RuntimeError, ValueError):
             return None
     try:

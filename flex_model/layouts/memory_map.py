@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_iter
 
 from flex_model.integrations import dtensor
+from flex_model.integrations.torch_private import unset_fake_temporarily
 
 Geometry = tuple[Any, ...]  # offset, shape, strides, dtype
 

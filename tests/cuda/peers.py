@@ -129,7 +129,7 @@ def main():
     second = transport_of(means, group, device)
     all_reduce_sum(second, torch.ones(3, device=device))
     second.close()
-    process_groups.release(group)
+    group.release()
     dist.destroy_process_group()
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flex_model._C import GatherPlan
 from flex_model.distributed import memory
+from flex_model.distributed.plain import plain
 from flex_model.distributed.process_groups import PrivateGroup
 from flex_model.distributed.transports import buffer_layout
 from flex_model.distributed.transports.host_copies import Ready
@@ -47,6 +48,9 @@ class Gathered:
     num_copies: int = 1
     site: int = 0
     ready: Ready | None = None
+
+    def __post_init__(self) -> None:
+        self.shard = plain(self.shard)
 
     def copies(self, full: Tensor) -> list[Tensor]:
         """Return a full tensor and its copies, ``num_copies`` in all."""

@@ -9,6 +9,7 @@ from functools import cache
 import torch
 
 from flex_model.distributed.layout import Partial, Shard
+from flex_model.integrations.torch_private import all_operation_names
 from flex_model.layouts.propagation.labels import (
     Input,
     Output,
@@ -105,7 +106,7 @@ _NOT_POINTWISE = {"equal", "max", "min"}
 def names() -> frozenset[str]:
     """Return the names of ATen's pointwise operations."""
     found = set(_LINEAR) | set(_UNTAGGED)
-    for qualified in torch._C._dispatch_get_all_op_names():
+    for qualified in all_operation_names():
         namespace, _, rest = qualified.partition("::")
         name, _, overload = rest.partition(".")
         if namespace != "aten" or overload.endswith("out") or name.startswith("_foreach"):
