@@ -236,12 +236,15 @@ class Communicator(GroupPool):
 
     def exchange_text(self, text: str) -> list[str]:
         """Gather a text of every rank, truncated to 2 KiB."""
-        data = text.encode()[:_TEXT_BYTES]
-        row = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
-        row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
-        return [
-            bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in self.exchange(row)
-        ]
+        data = bytearray(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES))
+        rows = self.exchange(torch.frombuffer(data, dtype=torch.uint8))
+        # No numpy: errors must be reported without it, too.
+        return [bytes(row.tolist()).rstrip().decode(errors="replace") for row in rows]
+
+    def exchange_padded(self, data: bytes, width: int) -> list[bytes]:
+        """Gather the bytes of every rank, with spaces up to a ``width`` that is the same on all."""
+        row = torch.frombuffer(bytearray(data.ljust(width)), dtype=torch.uint8)
+        return [other.numpy().tobytes() for other in self.exchange(row)]
 
     def _exchange_wide_shapes(self, header: Header, headers: list[Header]) -> list[Header]:
         row = torch.full((65,), -1, dtype=torch.int64)
@@ -328,7 +331,7 @@ class Communicator(GroupPool):
         """Return ``num_copies`` full tensors, of which the last ``num_read`` are expected to be
         read only; both numbers may differ by rank.
         """
-        moved = self._count(axes, costs.of_all_gather(plan))
+        moved = self._count(axes, plan.full_bytes)
         args = plain(shard), plan, num_copies, num_read
         return self.call("all_gather", axes, *args, num_bytes=moved)
 
@@ -361,13 +364,13 @@ class Communicator(GroupPool):
 
     def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
         """Return the tensor of the stage's first rank on every rank."""
-        moved = self._count(GRID, costs.of_broadcast(like.nbytes))
+        moved = self._count(GRID, like.nbytes)
         tensor = None if tensor is None else plain(tensor)
         return self.call("broadcast", GRID, tensor, like, num_bytes=moved)
 
     def all_reduce_sum(self, axes: tuple[Axis, ...], tensor: Tensor) -> Tensor:
         """Return the sum over the ranks along ``axes``, on every rank."""
-        moved = self._count(axes, costs.of_all_reduce(tensor.nbytes))
+        moved = self._count(axes, 2 * tensor.nbytes)  # its summand and the sum
         return self.call(transport.all_reduce_sum, axes, plain(tensor), num_bytes=moved)
 
     def _count(self, axes: tuple[Axis, ...], num_bytes: int) -> int:

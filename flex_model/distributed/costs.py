@@ -12,27 +12,12 @@ from dataclasses import dataclass, field
 from flex_model._C import GatherPlan
 
 
-def of_all_gather(plan: GatherPlan) -> int:
-    """The bytes of an all-gather on any rank of the plan."""
-    return plan.full_bytes
-
-
 def of_gather_to_first(plan: GatherPlan, ranks: Sequence[int], rank: int) -> int:
     """The bytes of a gather to the first rank, or of a scatter from it, on ``rank``; ``ranks`` hold
     the plan's shards.
     """
     own = plan.shard_bytes[ranks.index(rank)] if rank in ranks else 0
     return plan.full_bytes - own if rank == 0 else own
-
-
-def of_broadcast(num_bytes: int) -> int:
-    """The bytes of a broadcast on any rank."""
-    return num_bytes
-
-
-def of_all_reduce(num_bytes: int) -> int:
-    """The bytes of an all-reduce on any rank: its summand and the sum."""
-    return 2 * num_bytes
 
 
 @dataclass
@@ -78,7 +63,8 @@ class Meter:
 
     def header(self, site: int) -> None:
         """Count a header of ``site``, and count what follows for it."""
-        self.turn_to(site)
+        self.site = site
+        self._current = self.of(site)
         self._current.add_header()
 
     def turn_to(self, site: int) -> None:

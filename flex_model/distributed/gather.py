@@ -59,9 +59,10 @@ class GatherSpec:
         plan: The plan of the ranks along ``axes``, in their order.
         rank: This rank's index among them.
         full_shape: The shape of the full tensor.
-        pick: The selected part of this rank's shard; None for all of it.
-        picked: The boxes of the ranks' selected parts, as ``boxes``.
         grad_scale: dp where the batch is split over dp, else 1.
+        boxes: The boxes of the shards of the ranks along ``axes``: the index of the rank, the start
+            in the full tensor, the start in the shard, and the sizes.
+        pick: The selected part of this rank's shard; None for all of it.
         gradient_of_replicas: The placement of the gradient on tp ranks that hold the same tensor:
             replicated or partial; None as long as it is unknown.
     """
@@ -73,8 +74,8 @@ class GatherSpec:
     rank: int
     full_shape: Shape
     grad_scale: int
+    boxes: list[Piece]
     pick: Pick | None = None
-    picked: list[Piece] | None = None
     gradient_of_replicas: Placement | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -102,19 +103,18 @@ class GatherSpec:
         dp, tp = counts.get("dp", 1), counts.get("tp", 1)
         of_parts = [shapes[place] for place in places]
         full_shape = layout.full_shape(shapes, mesh.dp_size, mesh.tp_size)
-        rank = places.index(mesh.group_rank)
+        rank, pick = places.index(mesh.group_rank), None
         if select is None:
-            plan = layout.plan(of_parts, dp, tp, dtype.itemsize)
-            return GatherSpec(communicator, layout, axes, plan, rank, full_shape, dp)
-        moved_dtype = select.dtype_of(dtype)
-        casts_last = bool(layout.partial_axes)
-        item_bytes = (dtype if casts_last else moved_dtype).itemsize
-        indices = select.indices(full_shape, split_dim)
-        plan, held, pieces = layout.plan_of(indices, of_parts, dp, tp, item_bytes)
-        # Where nothing is gathered, the pick itself puts the part in the selected order.
-        pick = Pick(held[rank] if axes else indices, select.dtype, casts_last)
-        part_shape = tuple(plan.full_sizes)
-        return GatherSpec(communicator, layout, axes, plan, rank, part_shape, dp, pick, pieces)
+            plan, _, boxes = layout.plan_of({}, of_parts, dp, tp, dtype.itemsize)
+        else:
+            moved_dtype, casts_last = select.dtype_of(dtype), bool(layout.partial_axes)
+            item_bytes = (dtype if casts_last else moved_dtype).itemsize
+            indices = select.indices(full_shape, split_dim)
+            plan, held, boxes = layout.plan_of(indices, of_parts, dp, tp, item_bytes)
+            # Where nothing is gathered, the pick itself puts the part in the selected order.
+            pick = Pick(held[rank] if axes else indices, select.dtype, casts_last)
+            full_shape = tuple(plan.full_sizes)
+        return GatherSpec(communicator, layout, axes, plan, rank, full_shape, dp, boxes, pick)
 
     def all_gather(self, shard: Tensor) -> Tensor:
         """Return the full tensor on every rank. Collective along the axes that shard or sum; a copy
@@ -161,17 +161,6 @@ class GatherSpec:
         shard = memory.empty(self.plan.shard_sizes[self.rank], full.dtype)
         _C.split_into(self.plan, self.rank, host, shard)
         return shard.to(full.device)
-
-    @property
-    def boxes(self) -> list[Piece]:
-        """The boxes of the shards of the ranks along ``axes``: the index of the rank, the start in
-        the full tensor, the start in the shard, and the sizes.
-        """
-        if self.picked is not None:
-            return self.picked
-        dp_size = self.grad_scale
-        shapes = [tuple(sizes) for sizes in self.plan.shard_sizes]
-        return self.layout.without_copies.place(shapes, dp_size, len(shapes) // dp_size)[1]
 
     @property
     def is_whole(self) -> bool:

@@ -12,27 +12,18 @@ import torch.distributed as dist
 
 from flex_model.integrations.torch_private import root_mesh
 
+# Names of dims with data-parallel ranks that never include context-parallel ones; "fsdp" may.
+_ROWS = {"dp", "data", "batch", "ddp", "replicate", "dp_replicate", "dp_shard"}
+
 # Names that device meshes give to their dims, and our axis for each.
 AXIS_OF_DIM = {
     "pp": "pp",
     "pipeline": "pp",
-    "dp": "dp",
-    "data": "dp",
-    "batch": "dp",
-    "ddp": "dp",
-    "fsdp": "dp",
-    "hsdp": "dp",
-    "replicate": "dp",
-    "shard": "dp",
-    "dp_replicate": "dp",
-    "dp_shard": "dp",
     "tp": "tp",
     "tensor": "tp",
     "model": "tp",
+    **dict.fromkeys((*_ROWS, "fsdp", "hsdp", "shard"), "dp"),
 }
-
-# Of these, the names of dims that never include context-parallel ranks; "fsdp" may.
-_ROWS = {"dp", "data", "batch", "ddp", "replicate", "dp_replicate", "dp_shard"}
 
 # Words in the names of dims that split the sequence, alone or with others ("dp_shard_cp").
 _CONTEXT = {"cp", "context", "ulysses", "ring"}

@@ -15,11 +15,11 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -41,6 +41,13 @@ _broken: list[Any] = []  # backends with unfinished work: never destroyed while 
 _groups: dict[tuple[tuple[int, ...], int], PrivateGroup] = {}
 _spares: list[_Connection] = []  # at most one
 _acquired: Counter[tuple[int, ...]] = Counter()  # requests by ranks: the same on all members
+
+
+class Watcher(Protocol):
+    """Looks after the long waits of a group."""
+
+    def compare(self, waited_s: float) -> None:
+        """Raise if a rank may never arrive."""
 
 
 @dataclass
@@ -73,12 +80,17 @@ class PrivateGroup:
     notices: dict[str, Any] = field(default_factory=dict)
     locks: PageLocks = field(default_factory=PageLocks)
     pid: int = field(default_factory=os.getpid)  # the process that made the group
-    _watch: Callable[[float], None] | None = None  # as shared memory has it
+    _watcher: Watcher | None = None  # as shared memory has it
     _wait_settings: tuple[str, float] | None = None
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def name_of(self, rank: int, position: str = "") -> str:
+        """Return the name of a rank for messages, with the position at which it waits."""
+        last = f"; last seen waiting at: {position}" if position else ""
+        return f"rank {rank} (global rank {self.ranks[rank]}{last})"
 
     def publish(self, what: str, notice: Any) -> None:
         """Publish a notice of this rank, JSON, for others to read while they wait. Local. There is
@@ -104,25 +116,25 @@ class PrivateGroup:
             return None
         return notices.get(what, "")
 
-    def prepare_wait(self, watch: Callable[[float], None], where: str, timeout_s: float) -> None:
-        """Set what shared memory needs for a wait of this rank: the function that it calls in a
+    def prepare_wait(self, watcher: Watcher, where: str, timeout_s: float) -> None:
+        """Set what shared memory needs for a wait of this rank: whose ``compare`` it calls in a
         long one, the rank's position, and the deadline. Local.
         """
         here = self.hosts.here
         if here is None:
             return
-        if self._watch != watch:
-            self._watch = watch
-            here.set_watch(watch)
+        if self._watcher is not watcher:
+            self._watcher = watcher
+            here.set_watch(watcher.compare)
         if self._wait_settings != (where, timeout_s):
             self._wait_settings = (where, timeout_s)
             here.set_position(where)
             here.set_timeout(timeout_s)
 
-    def forget_watch(self, watch: Callable[[float], None]) -> None:
-        """Stop calling this function in long waits. Local."""
-        if self._watch == watch and self.hosts.here is not None:
-            self._watch = None
+    def forget(self, watcher: Watcher) -> None:
+        """Don't call the watcher in long waits any more. Local."""
+        if self._watcher is watcher and self.hosts.here is not None:
+            self._watcher = None
             self.hosts.here.set_watch(None)
 
     def retain(self) -> None:

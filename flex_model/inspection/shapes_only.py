@@ -92,7 +92,7 @@ class _NoTransfers(TorchDispatchMode):
         self._done = _Done()  # kept: torch holds only the C++ part, whose wait() would never end
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, dtensor_class()) for kind in types):
+        if any(issubclass(kind, dtensor.dtensor_class()) for kind in types):
             return NotImplemented  # DTensor then dispatches here again, with plain tensors
         kwargs = kwargs or {}
         if func.namespace != "c10d":
@@ -102,12 +102,6 @@ class _NoTransfers(TorchDispatchMode):
             for returned in func._schema.returns
         ]
         return results[0] if len(results) == 1 else tuple(results)
-
-
-def dtensor_class() -> Any:
-    """Return DTensor for ``issubclass``, or no class if it is not imported."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return () if module is None else module.DTensor
 
 
 @contextlib.contextmanager

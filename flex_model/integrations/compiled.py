@@ -14,12 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from flex_model.integrations.torch_private import (
-    DYNAMO,
-    eval_frame,
-    guard_on_hooks,
-    num_compiled_frames,
-)
+from flex_model.integrations.torch_private import DYNAMO, eval_frame, guard_on_hooks
+from flex_model.integrations.torch_private import num_compiled as num_compiled
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
@@ -42,14 +38,6 @@ def is_compiled_itself(module: nn.Module) -> bool:
         # torch.compile puts this on the functions that it returns
         or hasattr(vars(module).get("forward"), "get_compiler_config")
     )
-
-
-def num_compiled() -> int:
-    """Return a number that changes whenever anything is compiled in this process, also code that
-    ``is_compiled`` can't find: ``generate`` with a static cache keeps a compiled
-    ``model._compiled_call``, and a user's function may do the same. Cheap.
-    """
-    return num_compiled_frames()
 
 
 def nothing_compiled() -> AbstractContextManager[None]:

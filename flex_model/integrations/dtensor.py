@@ -23,10 +23,14 @@ from flex_model.distributed.mesh import Axis, Mesh
 from flex_model.integrations.torch_private import FUNCTIONAL_COLLECTIVES, unset_fake_temporarily
 
 
+def dtensor_class() -> Any:
+    """Return DTensor, or no class if it is not imported, which would take over a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return () if module is None else module.DTensor
+
+
 def is_dtensor(value: object) -> bool:
-    """Whether a value is a DTensor. Does not import ``torch.distributed.tensor``, which takes over
-    a second.
-    """
+    """Whether a value is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 

@@ -45,9 +45,10 @@ current_transform = _functorch.peek_interpreter_stack  # None for none
 DYNAMO = "torch._dynamo"
 
 
-def num_compiled_frames() -> int:
-    """Return a number that changes whenever anything is compiled. Without it: 0, so that compiled
-    code is found in modules alone.
+def num_compiled() -> int:
+    """Return a number that changes whenever anything is compiled in this process, also code that
+    ``compiled.is_compiled`` can't find: ``generate`` with a static cache keeps a compiled
+    ``model._compiled_call``, and a user's function may do the same. Cheap. Without it: 0.
     """
     dynamo: Any = sys.modules.get(DYNAMO)
     return getattr(getattr(dynamo, "convert_frame", None), "FRAME_COUNTER", 0)

@@ -138,6 +138,11 @@ def all_blank(tensor: Tensor) -> Blank | None:
     return Blank(flags, tensor.dtype)
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return a number that changes with each write; -1 for inference tensors, which have none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def is_blank(blank: Blank, place: Geometry) -> bool:
     """Whether nothing was written to any of these elements."""
     offset, shape, strides, dtype = place

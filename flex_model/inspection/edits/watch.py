@@ -22,7 +22,7 @@ from flex_model.inspection.edits.findings import (
     Place,
     Source,
 )
-from flex_model.inspection.shapes_only import dtensor_class
+from flex_model.integrations import dtensor
 from flex_model.integrations.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -127,7 +127,7 @@ class Watch(TorchDispatchMode):
                 "only, so the ranks would deadlock; its tensor is the full one already, and "
                 "weights are named in HookFunction(parameters=...)",
             )
-        if any(issubclass(kind, dtensor_class()) for kind in types):
+        if any(issubclass(kind, dtensor.dtensor_class()) for kind in types):
             return NotImplemented  # its own operations are dispatched again, on plain tensors
         place = self._source.current_line()
         if place is not None:
