@@ -68,6 +68,7 @@ bench: build  ## the benchmarks, each checked and timed against its baseline in 
 
 lint: venv  ## format, lint and types
 	ruff check --quiet .
+	$(PYTHON) .ci/check_assignments.py
 	ruff format --check --quiet .
 	clang-format --dry-run -Werror $(CPP)
 	mypy

@@ -160,7 +160,6 @@ def bench_ranks(args):
         transports = {f"peer_memory ({type(memory).__name__})": PeerMemory(group, memory)}
     if own_gpu:
         transports["nccl"] = nccl.Nccl(group, wait, device)
-        transports["nccl, registered"] = nccl.Nccl(group, wait, device, register=True)
     baseline = "nccl + cat" if own_gpu else "gloo + cat"
 
     rows = []

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from flex_model import demo
 from flex_model.diagnostics import doctor
+from flex_model.diagnostics.local_ranks import RankError
 from flex_model.diagnostics.progress_bar import progress
 from flex_model.distributed.layout import Shape
 from flex_model.inspection import offline
@@ -20,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(arguments)
     try:
         return int(options.run(options))
-    except (ValueError, OSError, ImportError, offline.CannotInspectError, demo.DemoError) as error:
+    except (ValueError, OSError, ImportError, offline.CannotInspectError, RankError) as error:
         print(f"python -m flex_model {options.command}: {error}", file=sys.stderr)
         return 1
 

@@ -12,20 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import io
-import multiprocessing
-import os
 from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from flex_model import editing
+from flex_model.diagnostics.local_ranks import run_on_ranks
 from flex_model.hooks.function import HookFunction
 from flex_model.inspection import text
 from flex_model.model import FlexModel
@@ -38,11 +34,6 @@ _TOKEN, _POSITION = 0, VOCABULARY  # the first unit of each part of a hidden sta
 _BEFORE, _NEXT = VOCABULARY + _LENGTH, 2 * VOCABULARY + _LENGTH
 _WIDTH = 3 * VOCABULARY + _LENGTH
 _TOLERANCE = 1e-9  # float64, sums in another order
-_TIMEOUT_S = 120.0
-
-
-class DemoError(RuntimeError):
-    """A rank failed or sent no result."""
 
 
 class Layer(nn.Module):
@@ -205,54 +196,20 @@ def on_ranks(num_ranks: int, html: str | None = None) -> Findings:
     """Start the ranks, run the experiment, and return the findings of rank 0.
 
     Raises:
-        DemoError: a rank failed or sent no result.
+        RankError: a rank failed or sent no result.
     """
     if num_ranks == 1:
         return explore(CopyingModel().double(), 1, html)
-    context = multiprocessing.get_context("spawn")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks, pipes = [], []
-    for rank in range(num_ranks):
-        here, there = context.Pipe()
-        arguments = (rank, num_ranks, store.port, there, html)
-        ranks.append(context.Process(target=_rank, args=arguments, daemon=True))
-        ranks[-1].start()
-        there.close()
-        pipes.append(here)
-    results: list[Any] = []
-    try:
-        for rank, pipe in enumerate(pipes):
-            try:
-                no_result = f"sent no result in {_TIMEOUT_S:.0f} s"
-                results.append(pipe.recv() if pipe.poll(_TIMEOUT_S) else no_result)
-            except EOFError:
-                results.append("ended without a result")
-            if isinstance(results[-1], str):
-                raise DemoError(f"rank {rank} {results[-1]}")
-    finally:
-        for process in ranks:
-            process.join(5)
-            process.kill()
-    best, scores, tensors, losses, picture = results[0]
+    best, scores, tensors, losses, picture = run_on_ranks(num_ranks, _explore, num_ranks, html)[0]
     values = {name: torch.tensor(value, dtype=torch.float64) for name, value in tensors.items()}
     return Findings(best, torch.tensor(scores, dtype=torch.float64), values, losses, picture)
 
 
-def _rank(rank: int, num_ranks: int, port: int, pipe: Connection, html: str | None) -> None:
-    try:
-        torch.set_num_threads(1)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        timeout = timedelta(seconds=_TIMEOUT_S)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout
-        )
-        found = explore(sharded(CopyingModel().double(), num_ranks), num_ranks, html)
-        # Lists, because a tensor would be sent in shared memory that ends with this process.
-        tensors = {name: tensor.tolist() for name, tensor in found.tensors.items()}
-        pipe.send((found.best, found.scores.tolist(), tensors, found.losses, found.picture))
-    except BaseException as error:
-        pipe.send(f"failed: {type(error).__name__}: {error}")
-    os._exit(0)  # gloo's threads sometimes abort during a normal exit
+def _explore(rank: int, num_ranks: int, html: str | None) -> tuple[Any, ...]:
+    found = explore(sharded(CopyingModel().double(), num_ranks), num_ranks, html)
+    # Lists, because a tensor would be sent in shared memory that ends with this process.
+    tensors = {name: tensor.tolist() for name, tensor in found.tensors.items()}
+    return found.best, found.scores.tolist(), tensors, found.losses, found.picture
 
 
 # ---- The command ---------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 the tree keeps the rules of CONTRIBUTING.md.
 """
 
+import importlib.util
 import re
 from collections import Counter
 
@@ -52,3 +53,50 @@ def test_no_file_holds_two_ideas():
     }
     to_be_split = {"flex_model/hooks/core.py"}
     assert long <= {"flex_model/model.py"} | to_be_split
+
+
+def assigned_in(source):
+    path = ROOT / ".ci/check_assignments.py"
+    spec = importlib.util.spec_from_file_location("check_assignments", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return [text for _, text in module.check_source(source)]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "other.size = 1",
+        "other.size += 1",
+        "other.size: int = 1",
+        "del other.size",
+        "first, other.size = 1, 2",
+        "[*other.sizes] = [1, 2]",
+        "for other.size in range(2): pass",
+        "with open('file') as other.file: pass",
+        "self.other.size = 1",
+        "setattr(other, 'size', 1)",
+        "object.__setattr__(other, 'size', 1)",
+        "other = other or Other(); other.size = 1",
+    ],
+)
+def test_assigning_another_objects_attribute_is_found(statement):
+    assert len(assigned_in(f"class Owner:\n def method(self, other):\n  {statement}")) == 1
+    assert assigned_in(f"def function(self, other):\n {statement}")
+    assert assigned_in(f"self = other = Other()\ndef function():\n {statement}")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "self.size = 1",
+        "self.sizes[0] = 1",
+        "made = Other(); made.size = 1",
+        "made = cls.__new__(cls); made.size = 1",
+        "made = copy.copy(other); made.size = 1",
+        "setattr(self, 'size', 1)",
+        "tensor.grad = None",
+    ],
+)
+def test_an_object_assigns_its_own_attributes(statement):
+    assert not assigned_in(f"class Owner:\n def method(self, other):\n  {statement}")

@@ -52,7 +52,7 @@ def test_ranks_without_gpus_stay_with_the_cpu():
         assert "nccl: ranks [0, 1] have no GPU" in reason
         assert dist.get_world_size() == 2
     finally:
-        process_groups.release(group)
+        group.release()
 
 
 class Broken:
@@ -91,4 +91,4 @@ def test_all_ranks_fall_back_if_one_fails():
         assert f"peer_memory: {said}" in reason
     finally:
         patch.undo()
-        process_groups.release(group)
+        group.release()

@@ -35,7 +35,7 @@ class OverGloo(Nccl):
 def connected():
     group, _ = process_groups.acquire(tuple(range(dist.get_world_size())), 20.0)
     yield OverGloo(group, wait, torch.device("cpu"))
-    process_groups.release(group)
+    group.release()
 
 
 def case(dtype, sizes=(5, 7), cuts=([2], [])):

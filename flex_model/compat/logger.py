@@ -8,13 +8,16 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _FORMAT = "%(asctime)s | %(rank)s%(name)s | %(funcName)s | %(message)s"
 
 
-class _Handler(logging.StreamHandler):
-    """A handler that writes to stderr, with the rank that the process has at that time."""
+class _Rank:
+    """Prints as the rank that the process has at that time."""
 
-    def format(self, record: logging.LogRecord) -> str:
+    def __str__(self) -> str:
         has_rank = dist.is_available() and dist.is_initialized()
-        record.rank = f"rank {dist.get_rank()} | " if has_rank else ""
-        return super().format(record)
+        return f"rank {dist.get_rank()} | " if has_rank else ""
+
+
+class _Handler(logging.StreamHandler):
+    """The handler of ``setup_logger``, which a second call replaces."""
 
 
 def setup_logger(level: str) -> None:
@@ -42,7 +45,7 @@ def setup_logger(level: str) -> None:
         )
     logger = logging.getLogger("flex_model")
     handler = _Handler()  # a new one each time, for stderr may have been replaced since
-    handler.setFormatter(logging.Formatter(_FORMAT))
+    handler.setFormatter(logging.Formatter(_FORMAT, defaults={"rank": _Rank()}))
     others = [other for other in logger.handlers if not isinstance(other, _Handler)]
     logger.handlers[:] = [*others, handler]
     logger.setLevel(level.strip().upper())

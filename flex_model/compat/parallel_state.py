@@ -12,6 +12,7 @@ from torch import nn
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.layout import chunk_sizes
 from flex_model.distributed.mesh import Mesh, initialize_from_launcher, is_distributed
+from flex_model.integrations.torch_private import group_world
 
 logger = logging.getLogger(__name__)
 
@@ -254,7 +255,7 @@ def _new_torch_group(ranks: tuple[int, ...], timeout_s: float) -> dist.ProcessGr
     numbers, and those with fewer groups make temporary ones of themselves alone.
     Source: https://github.com/pytorch/pytorch/pull/189073.
     """
-    num_groups = len(dist.distributed_c10d._world.pg_names)
+    num_groups = len(group_world.pg_names)
     communicator = Communicator(
         Mesh(ranks, ranks.index(dist.get_rank()), tp_size=len(ranks)), timeout_s
     )

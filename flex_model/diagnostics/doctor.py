@@ -5,21 +5,19 @@ ranks of this machine.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import platform
 import resource
 import time
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from importlib import metadata
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from flex_model import _load
+from flex_model.diagnostics.local_ranks import RankError, run_on_ranks
 from flex_model.diagnostics.progress_bar import progress
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.gather import GatherSpec
@@ -29,7 +27,6 @@ from flex_model.distributed.mesh import Mesh
 
 PACKAGES = ("transformers", "megatron-core", "fairscale", "accelerate", "deepspeed", "safetensors")
 _TRANSPORTS = ("shared_memory", "gloo", "nccl", "peer_memory")
-_START_S = 120  # includes the import of torch in each rank
 _TIMEOUT_S = 30.0
 
 
@@ -119,48 +116,14 @@ def _version(name: str) -> str:
 def _try(transport: str) -> Trial:
     if transport in ("nccl", "peer_memory") and not torch.cuda.is_available():
         return Trial(transport, False, "there is no GPU")
-    context = multiprocessing.get_context("spawn")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes, ranks = [], []
-    for rank in range(2):
-        here, there = context.Pipe()
-        ranks.append(
-            context.Process(target=_rank, args=(rank, store.port, transport, there), daemon=True)
-        )
-        ranks[-1].start()
-        there.close()
-        pipes.append(here)
-    trials = []
-    for rank, pipe in enumerate(pipes):
-        try:
-            result = pipe.recv() if pipe.poll(_START_S) else f"sent no result in {_START_S} s"
-        except EOFError:
-            result = f"ended with status {ranks[rank].exitcode}"
-        trials.append(
-            result
-            if isinstance(result, Trial)
-            else Trial(transport, False, f"rank {rank} {result}")
-        )
-    for process in ranks:
-        process.join(5)
-        process.kill()
+    try:
+        trials = run_on_ranks(2, _trial, transport)
+    except RankError as error:
+        return Trial(transport, False, str(error))
     return next((trial for trial in trials if not trial.works), trials[0])
 
 
-def _rank(rank: int, port: int, transport: str, pipe: Connection) -> None:
-    try:
-        pipe.send(_trial(rank, port, transport))
-    except BaseException as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        pipe.send(Trial(transport, False, text[:300]))
-    os._exit(0)  # gloo's threads sometimes abort during a normal exit
-
-
-def _trial(rank: int, port: int, transport: str) -> Trial:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    timeout = timedelta(seconds=_TIMEOUT_S)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+def _trial(rank: int, transport: str) -> Trial:
     os.environ["FLEX_MODEL_TRANSPORT"] = transport
     on_gpu = transport in ("nccl", "peer_memory")
     device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else None

@@ -72,6 +72,16 @@ class Timeline(list[list[Span]]):
         self.clock = ""
         self.num_forgotten: list[int] = []
 
+    def fill(
+        self,
+        spans: list[list[Span]],
+        ranks: tuple[int, ...],
+        num_forgotten: list[int],
+        clock: str,
+    ) -> None:
+        self[:] = spans
+        self.ranks, self.num_forgotten, self.clock = ranks, num_forgotten, clock
+
     @property
     def end_us(self) -> float:
         """When the last span ended."""
@@ -245,10 +255,12 @@ def recorded(
         if is_complete:
             with everyone.uncounted():
                 told = exchange_json(everyone, mine, "the end of a timeline")
-        timeline[:] = _joined([[_Noted(*row) for row in spans] for _, _, spans in told])
-        timeline.ranks = tuple(rank for rank, _, _ in told)
-        timeline.num_forgotten = [forgotten for _, forgotten, _ in told]
-        timeline.clock = clock if is_complete else f"of this rank alone, after an error; {clock}"
+        timeline.fill(
+            _joined([[_Noted(*row) for row in spans] for _, _, spans in told]),
+            tuple(rank for rank, _, _ in told),
+            [forgotten for _, forgotten, _ in told],
+            clock if is_complete else f"of this rank alone, after an error; {clock}",
+        )
 
 
 def _joined(noted: Sequence[Sequence[_Noted]]) -> list[list[Span]]:

@@ -13,29 +13,21 @@ if TYPE_CHECKING:
     from flex_model.compat.stage_transfers import *  # noqa: F403
     from flex_model.compat.strategies import *  # noqa: F403
 
-_MODULES = {
-    "ActivationTensorAllToAllRoutingStrategy": "strategies",
-    "BaseFunctionStrategy": "strategies",
-    "BaseOffloadStrategy": "strategies",
-    "BaseRoutingStrategy": "strategies",
-    "CPUPagedMemoryOffloadStrategy": "strategies",
-    "CPUPinnedMemoryOffloadStrategy": "strategies",
-    "GPUMemoryOffloadStrategy": "strategies",
-    "NonValidatedFunctionStrategy": "strategies",
-    "NullMemoryOffloadStrategy": "strategies",
-    "ParallelState": "parallel_state",
-    "ParameterTensorParallelRoutingStrategy": "strategies",
-    "all_gather_data_parallel": "mappings",
-    "all_gather_tensor_parallel": "mappings",
-    "batch_isend_irecv_pipeline_parallel": "stage_transfers",
-    "broadcast_data_parallel": "mappings",
-    "broadcast_tensor_parallel": "mappings",
-    "gather_pipeline_parallel_tensor_dicts": "stage_transfers",
-    "initialize_distributed_state": "parallel_state",
-    "scatter_data_parallel": "mappings",
-    "scatter_tensor_parallel": "mappings",
-    "unity": "mappings",
+_NAMES = {
+    "mappings": (
+        "all_gather_data_parallel all_gather_tensor_parallel broadcast_data_parallel "
+        "broadcast_tensor_parallel scatter_data_parallel scatter_tensor_parallel unity"
+    ),
+    "parallel_state": "ParallelState initialize_distributed_state",
+    "stage_transfers": "batch_isend_irecv_pipeline_parallel gather_pipeline_parallel_tensor_dicts",
+    "strategies": (
+        "ActivationTensorAllToAllRoutingStrategy BaseFunctionStrategy BaseOffloadStrategy "
+        "BaseRoutingStrategy CPUPagedMemoryOffloadStrategy CPUPinnedMemoryOffloadStrategy "
+        "GPUMemoryOffloadStrategy NonValidatedFunctionStrategy NullMemoryOffloadStrategy "
+        "ParameterTensorParallelRoutingStrategy"
+    ),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = list(_MODULES)
 
 

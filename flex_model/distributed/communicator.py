@@ -24,6 +24,7 @@ from flex_model.distributed.transports import transport
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.transport import Gathered
 from flex_model.errors import HookError, HookMismatchError, UnpackIndexError, agreed, see
+from flex_model.integrations.torch_private import current_graph_task
 
 _TEXT_BYTES = 2048
 _GRACE_S = 10.0  # how long a rank whose model failed tries to report it
@@ -94,7 +95,7 @@ class Communicator(GroupPool):
     @property
     def may_hold(self) -> bool:
         """Whether an error may be deferred in ``held`` now: inside a backward that raises it."""
-        return torch._C._current_graph_task_id() in self.backwards
+        return current_graph_task() in self.backwards
 
     def begin_run(self) -> None:
         """Forget the backward passes and the costs of the run before. Local."""
@@ -252,12 +253,15 @@ class Communicator(GroupPool):
 
     def exchange_text(self, text: str) -> list[str]:
         """Gather a text of every rank, truncated to 2 KiB."""
-        data = text.encode()[:_TEXT_BYTES]
-        row = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
-        row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
-        return [
-            bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in self.exchange(row)
-        ]
+        data = bytearray(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES))
+        rows = self.exchange(torch.frombuffer(data, dtype=torch.uint8))
+        # No numpy: errors must be reported without it, too.
+        return [bytes(row.tolist()).rstrip().decode(errors="replace") for row in rows]
+
+    def exchange_padded(self, data: bytes, width: int) -> list[bytes]:
+        """Gather the bytes of every rank, with spaces up to a ``width`` that is the same on all."""
+        row = torch.frombuffer(bytearray(data.ljust(width)), dtype=torch.uint8)
+        return [other.numpy().tobytes() for other in self.exchange(row)]
 
     def _exchange_wide_shapes(self, header: Header, headers: list[Header]) -> list[Header]:
         row = torch.full((65,), -1, dtype=torch.int64)
@@ -321,14 +325,13 @@ class Communicator(GroupPool):
             _note(cause, broken)
             return
         self.set_error(text, cause, FAILED)
-        timeout_s, self.timeout_s = self.timeout_s, min(self.timeout_s, grace_s)
         try:
-            self.check_consistency(Header(kind), f"{kind}, after {text}")
+            with self.deadline(min(self.timeout_s, grace_s)):
+                self.check_consistency(Header(kind), f"{kind}, after {text}")
         except HookError as error:
             if any(group.broken for group in self._groups.values()):
                 _note(cause, str(error))
         finally:
-            self.timeout_s = timeout_s
             self.clear_error()
 
     # Payload. Every method is collective over the ranks of `axes`, and follows a
@@ -345,7 +348,7 @@ class Communicator(GroupPool):
         """Return ``num_copies`` full tensors, of which the last ``num_read`` are expected to be
         read only; both numbers may differ by rank.
         """
-        moved = self._count(axes, costs.of_all_gather(plan))
+        moved = self._count(axes, plan.full_bytes)
         args = plain(shard), plan, num_copies, num_read
         return self.call("all_gather", axes, *args, num_bytes=moved)
 
@@ -362,7 +365,6 @@ class Communicator(GroupPool):
         self.meter.payload(0, name)
         num_bytes = 0
         for tensor in tensors:
-            tensor.shard = plain(tensor.shard)
             moved = costs.of_gather_to_first(tensor.plan, tensor.ranks, to.group.rank)
             self.meter.part_of_payload(tensor.site, moved, name)
             num_bytes += moved
@@ -379,13 +381,13 @@ class Communicator(GroupPool):
 
     def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
         """Return the tensor of the stage's first rank on every rank."""
-        moved = self._count(GRID, costs.of_broadcast(like.nbytes))
+        moved = self._count(GRID, like.nbytes)
         tensor = None if tensor is None else plain(tensor)
         return self.call("broadcast", GRID, tensor, like, num_bytes=moved)
 
     def all_reduce_sum(self, axes: tuple[Axis, ...], tensor: Tensor) -> Tensor:
         """Return the sum over the ranks along ``axes``, on every rank."""
-        moved = self._count(axes, costs.of_all_reduce(tensor.nbytes))
+        moved = self._count(axes, 2 * tensor.nbytes)  # its summand and the sum
         return self.call(transport.all_reduce_sum, axes, plain(tensor), num_bytes=moved)
 
     def _count(self, axes: tuple[Axis, ...], num_bytes: int) -> int:

@@ -12,27 +12,12 @@ from dataclasses import dataclass, field
 from flex_model._C import GatherPlan
 
 
-def of_all_gather(plan: GatherPlan) -> int:
-    """The bytes of an all-gather on any rank of the plan."""
-    return plan.full_bytes
-
-
 def of_gather_to_first(plan: GatherPlan, ranks: Sequence[int], rank: int) -> int:
     """The bytes of a gather to the first rank, or of a scatter from it, on ``rank``; ``ranks`` hold
     the plan's shards.
     """
     own = plan.shard_bytes[ranks.index(rank)] if rank in ranks else 0
     return plan.full_bytes - own if rank == 0 else own
-
-
-def of_broadcast(num_bytes: int) -> int:
-    """The bytes of a broadcast on any rank."""
-    return num_bytes
-
-
-def of_all_reduce(num_bytes: int) -> int:
-    """The bytes of an all-reduce on any rank: its summand and the sum."""
-    return 2 * num_bytes
 
 
 @dataclass
@@ -50,6 +35,14 @@ class Spent:
     payloads: int = 0
     num_bytes: int = 0
     transports: set[str] = field(default_factory=set)
+
+    def add_header(self) -> None:
+        self.headers += 1
+
+    def add(self, num_bytes: int, transport: str, payloads: int = 0) -> None:
+        self.payloads += payloads
+        self.num_bytes += num_bytes
+        self.transports.add(transport)
 
 
 class Meter:
@@ -70,8 +63,9 @@ class Meter:
 
     def header(self, site: int) -> None:
         """Count a header of ``site``, and count what follows for it."""
-        self.turn_to(site)
-        self._current.headers += 1
+        self.site = site
+        self._current = self.of(site)
+        self._current.add_header()
 
     def turn_to(self, site: int) -> None:
         """Count what follows for ``site``."""
@@ -79,18 +73,13 @@ class Meter:
         self._current = self.of(site)
 
     def payload(self, num_bytes: int, transport: str) -> None:
-        current = self._current
-        current.payloads += 1
-        current.num_bytes += num_bytes
-        current.transports.add(transport)
+        self._current.add(num_bytes, transport, payloads=1)
 
     def part_of_payload(self, site: int, num_bytes: int, transport: str) -> None:
         """Count bytes of ``site`` (0: the last header's) in a collective shared with other
         sites.
         """
-        spent = self.of(site) if site else self._current
-        spent.num_bytes += num_bytes
-        spent.transports.add(transport)
+        (self.of(site) if site else self._current).add(num_bytes, transport)
 
     def of(self, site: int) -> Spent:
         spent = self.spent.get(site)

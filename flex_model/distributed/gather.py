@@ -59,9 +59,10 @@ class GatherSpec:
         plan: The plan of the ranks along ``axes``, in their order.
         rank: This rank's index among them.
         full_shape: The shape of the full tensor.
-        pick: The selected part of this rank's shard; None for all of it.
-        picked: The boxes of the ranks' selected parts, as ``boxes``.
         grad_scale: dp where the batch is split over dp, else 1.
+        boxes: The boxes of the shards of the ranks along ``axes``: the index of the rank, the start
+            in the full tensor, the start in the shard, and the sizes.
+        pick: The selected part of this rank's shard; None for all of it.
         gradient_of_replicas: The placement of the gradient on tp ranks that hold the same tensor:
             replicated or partial; None as long as it is unknown.
     """
@@ -73,8 +74,8 @@ class GatherSpec:
     rank: int
     full_shape: Shape
     grad_scale: int
+    boxes: list[Piece]
     pick: Pick | None = None
-    picked: list[Piece] | None = None
     gradient_of_replicas: Placement | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -102,19 +103,18 @@ class GatherSpec:
         dp, tp = counts.get("dp", 1), counts.get("tp", 1)
         of_parts = [shapes[place] for place in places]
         full_shape = layout.full_shape(shapes, mesh.dp_size, mesh.tp_size)
-        rank = places.index(mesh.group_rank)
+        rank, pick = places.index(mesh.group_rank), None
         if select is None:
-            plan = layout.plan(of_parts, dp, tp, dtype.itemsize)
-            return GatherSpec(communicator, layout, axes, plan, rank, full_shape, dp)
-        moved_dtype = select.dtype_of(dtype)
-        casts_last = bool(layout.partial_axes)
-        item_bytes = (dtype if casts_last else moved_dtype).itemsize
-        indices = select.indices(full_shape, split_dim)
-        plan, held, pieces = layout.plan_of(indices, of_parts, dp, tp, item_bytes)
-        # Where nothing is gathered, the pick itself puts the part in the selected order.
-        pick = Pick(held[rank] if axes else indices, select.dtype, casts_last)
-        part_shape = tuple(plan.full_sizes)
-        return GatherSpec(communicator, layout, axes, plan, rank, part_shape, dp, pick, pieces)
+            plan, _, boxes = layout.plan_of({}, of_parts, dp, tp, dtype.itemsize)
+        else:
+            moved_dtype, casts_last = select.dtype_of(dtype), bool(layout.partial_axes)
+            item_bytes = (dtype if casts_last else moved_dtype).itemsize
+            indices = select.indices(full_shape, split_dim)
+            plan, held, boxes = layout.plan_of(indices, of_parts, dp, tp, item_bytes)
+            # Where nothing is gathered, the pick itself puts the part in the selected order.
+            pick = Pick(held[rank] if axes else indices, select.dtype, casts_last)
+            full_shape = tuple(plan.full_sizes)
+        return GatherSpec(communicator, layout, axes, plan, rank, full_shape, dp, boxes, pick)
 
     def all_gather(self, shard: Tensor) -> Tensor:
         """Return the full tensor on every rank. Collective along the axes that shard or sum; a copy
@@ -161,17 +161,6 @@ class GatherSpec:
         shard = memory.empty(self.plan.shard_sizes[self.rank], full.dtype)
         _C.split_into(self.plan, self.rank, host, shard)
         return shard.to(full.device)
-
-    @property
-    def boxes(self) -> list[Piece]:
-        """The boxes of the shards of the ranks along ``axes``: the index of the rank, the start in
-        the full tensor, the start in the shard, and the sizes.
-        """
-        if self.picked is not None:
-            return self.picked
-        dp_size = self.grad_scale
-        shapes = [tuple(sizes) for sizes in self.plan.shard_sizes]
-        return self.layout.without_copies.place(shapes, dp_size, len(shapes) // dp_size)[1]
 
     @property
     def is_whole(self) -> bool:
@@ -221,6 +210,10 @@ class GatherSpec:
             full = _copy(full)
         return self.slice(self.communicator.broadcast(full, like_full))
 
+    def note_gradient(self, of_replicas: Placement) -> None:
+        """Note the gradient's placement on tp ranks that hold the same tensor, for later calls."""
+        self.gradient_of_replicas = of_replicas
+
     def of_gradient(self, tp: Placement) -> GatherSpec:
         """Return the plan of the tensor's gradient: sharded as the tensor is, replicated where the
         tensor is partial; ``tp`` is the gradient's placement where tp ranks hold the same tensor.
@@ -258,6 +251,11 @@ class GatherContext:
         """The record, after the gather, in the dtype of the hook."""
         return None if self.record is None else self.spec.cast(self.record)
 
+    def take_record(self, fulls: list[Tensor]) -> Tensor:
+        """Keep the record of several full tensors, if there is one; return the first."""
+        self.record = fulls[1] if self.num_records else None
+        return fulls[0]
+
     def gradient(self, grad: Tensor | None = None) -> GatherSpec:
         """Return the plan of the gradient. That of a replicated tensor is replicated (the model has
         reduced it), or partial (the model will reduce it). Collective where that is unknown yet.
@@ -267,7 +265,7 @@ class GatherContext:
             if tp is None:
                 tp, holds = self.of_replicas(grad)
                 if holds:
-                    self.spec.gradient_of_replicas = tp
+                    self.spec.note_gradient(tp)
             self._gradient = self.spec.of_gradient(tp)
         return self._gradient
 
@@ -277,11 +275,6 @@ def _copy(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cpu":
         return memory.copy(tensor)
     return tensor.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _first_of(context: GatherContext, fulls: list[Tensor]) -> Tensor:
-    context.record = fulls[1] if context.num_records else None
-    return fulls[0]
 
 
 def _aborting_at_ctrl_c(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -305,7 +298,7 @@ class _Gather(Function):
     def forward(ctx, shard, context):
         ctx.context = context
         num_read = context.num_records + context.is_read
-        return _first_of(context, context.spec.copies(shard, 1 + context.num_records, num_read))
+        return context.take_record(context.spec.copies(shard, 1 + context.num_records, num_read))
 
     @staticmethod
     @_aborting_at_ctrl_c
@@ -354,7 +347,7 @@ class _GatherToFirst(Function):
         ctx.context = context
         ctx.like = shard.detach()
         fulls = context.spec.copies_on_first(shard, 1 + context.num_records)
-        return shard.new_empty(0) if fulls is None else _first_of(context, fulls).to(shard.device)
+        return shard.new_empty(0) if fulls is None else context.take_record(fulls).to(shard.device)
 
     @staticmethod
     @_aborting_at_ctrl_c

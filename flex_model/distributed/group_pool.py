@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from flex_model.distributed.transports.choice import choose
 from flex_model.distributed.transports.host_gather import HostGather
 from flex_model.distributed.transports.transport import Transport
 from flex_model.errors import HookError, HookMismatchError, agreed, see
+from flex_model.integrations.torch_private import current_transform, is_batched
 
 GRID: tuple[Axis, ...] = ("dp", "tp")  # all ranks of a stage
 
@@ -34,6 +35,7 @@ _CHECK_S = 0.1  # between checks of the store for a peer's error
 _HOOKS_GRACE_S = 5.0  # how long a rank may take to register its hooks
 _RUN_GRACE_S = 1.0  # how long to wait for the exchange before runs are compared
 _ANSWER_S = 2.0  # how long a rank that lost a connection waits for the others to respond
+_NOT_SEEN = "not seen at any exchange that had to wait"
 _BITS_OF_SEQUENCE = 32  # above them: the number of the FlexModel
 
 
@@ -134,10 +136,8 @@ class GroupPool:
         self._by_axes.clear()
         while self._groups:
             group = self._groups.popitem()[1]
-            if group.watcher is self and group.hosts.here is not None:
-                group.watcher = None
-                group.hosts.here.set_watch(None)
-            process_groups.release(group)
+            group.forget(self)
+            group.release()
 
     # Notices of this rank's hooks and runs, which others read during a long wait.
 
@@ -163,7 +163,7 @@ class GroupPool:
             self._notice = notice
             self._groups[GRID].publish("run", notice)
 
-    def _compare(self, waited_s: float) -> None:
+    def compare(self, waited_s: float) -> None:
         """During a long wait, raise if a rank has other hooks than this one and may never
         arrive.
         """
@@ -214,6 +214,15 @@ class GroupPool:
 
     # Waiting.
 
+    @contextlib.contextmanager
+    def deadline(self, timeout_s: float) -> Iterator[None]:
+        """Inside, one wait lasts at most ``timeout_s`` seconds. Local."""
+        before, self.timeout_s = self.timeout_s, timeout_s
+        try:
+            yield
+        finally:
+            self.timeout_s = before
+
     def abort_on(self, error: BaseException) -> None:
         """Abort because this rank stops in the middle of a run (by Ctrl-C, for example). Local."""
         if not (self.is_local or self.is_child or any(g.broken for g in self._groups.values())):
@@ -243,16 +252,7 @@ class GroupPool:
         self._check_no_transform(args)
         self._check_usable()
         to = self.transport(axes)
-        here = to.group.hosts.here
-        if here is not None:
-            if to.group.watcher is not self:
-                to.group.watcher = self
-                here.set_watch(self._compare)
-            wait_settings = (self.where, self.timeout_s)
-            if wait_settings != to.group.wait_settings:
-                to.group.wait_settings = wait_settings
-                here.set_position(self.where)
-                here.set_timeout(self.timeout_s)
+        to.group.prepare_wait(self, self.where, self.timeout_s)
         ends: Sequence[Callable[[], None]] = ()
         if self.observers:
             name = transfer if isinstance(transfer, str) else transfer.__name__
@@ -288,8 +288,7 @@ class GroupPool:
             )
 
     def _check_no_transform(self, args: tuple[Any, ...]) -> None:
-        is_batched = torch._C._functorch.is_legacy_batchedtensor  # by grad(is_grads_batched=True)
-        if torch._C._functorch.peek_interpreter_stack() is not None or any(
+        if current_transform() is not None or any(
             isinstance(arg, torch.Tensor) and is_batched(arg) for arg in args
         ):
             raise agreed(
@@ -337,14 +336,13 @@ class GroupPool:
         if reason == "broken":
             return text or "another rank aborted, and died before it could report why."
         ranks = [here[place] for place in places]
-        names = ", ".join(f"rank {rank} (global rank {group.ranks[rank]})" for rank in ranks)
+        names = ", ".join(map(group.name_of, ranks))
         if reason == "dead":
             return f"{names} ended or died; rank {group.rank} waited for it at {self.where}."
         if reason == "out of step":
             return f"{text}, at {self.where}."
         listed = ", ".join(
-            f"rank {rank} (global rank {group.ranks[rank]}; last seen waiting at: "
-            f"{hosts.here.position_of(place) or 'not seen at any exchange that had to wait'})"
+            group.name_of(rank, hosts.here.position_of(place) or _NOT_SEEN)
             for rank, place in zip(ranks, places)
         )
         return f"rank {group.rank} waited {self.timeout_s:g} s at {self.where}; missing: {listed}."
@@ -381,7 +379,7 @@ class GroupPool:
                 time.sleep(0.01)
         except RuntimeError:
             return f"{lost} a rank ended or died, and with it the store by which ranks connect."
-        names = ", ".join(f"rank {rank} (global rank {group.ranks[rank]})" for rank in silent)
+        names = ", ".join(map(group.name_of, silent))
         return f"{lost} {names or 'a rank that was there a moment ago'} ended or died."
 
     def _on_poll(self, waited_s: float) -> None:
@@ -393,20 +391,18 @@ class GroupPool:
             raise self.abort(group.store.get("broken").decode())
         if group.store.check(["lost"]):
             group.store.set(f"lives/{group.rank}", "")
-        self._compare(waited_s)
+        self.compare(waited_s)
         if waited_s < self.timeout_s:
             return
         absent = []
         for rank in range(group.size):
             if rank == group.rank:
                 continue
-            sequence, where = -1, "not seen at any exchange that had to wait"
+            sequence, where = -1, _NOT_SEEN
             if group.store.check([f"at/{rank}"]):
                 sequence, where = json.loads(group.store.get(f"at/{rank}"))
             if sequence != self.sequence:
-                absent.append(
-                    f"rank {rank} (global rank {group.ranks[rank]}; last seen waiting at: {where})"
-                )
+                absent.append(group.name_of(rank, where))
         raise self.abort(
             f"rank {group.rank} waited {self.timeout_s:g} s at {self.where}; missing: "
             f"{', '.join(absent) or 'none'}."
@@ -419,7 +415,7 @@ class GroupPool:
                 with contextlib.suppress(RuntimeError):  # the store may have ended with its host
                     if not group.store.check(["broken"]):
                         group.store.set("broken", reason)
-                process_groups.abort(group, reason)
+                group.abort(reason)
                 logger.error("%s Last steps: %s", reason, self.steps)
         anchor = "ranks-differ" if kind is HookMismatchError else "a-rank-is-missing"
         return agreed(

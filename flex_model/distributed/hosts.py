@@ -41,7 +41,7 @@ class Settings:
         return Settings(
             read("FLEX_MODEL_TRANSPORT", "auto"),
             read("FLEX_MODEL_SHARED_MEMORY_LIMIT", ""),
-            read("FLEX_MODEL_HOST") or _boot_id(),
+            read("FLEX_MODEL_HOST") or boot_id(),
         )
 
     def limit_bytes(self) -> int:
@@ -63,7 +63,8 @@ class Settings:
         return int(found[1]) << 10 * " KMGT".index(found[2] or " ")
 
 
-def _boot_id() -> str:
+def boot_id() -> str:
+    """Identifies a running kernel."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
 

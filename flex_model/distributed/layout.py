@@ -181,7 +181,7 @@ class ShardLayout:
         """Shape of the full tensor, from the local shapes of the ranks in the order (dp, tp).
         Local.
         """
-        return self.place(shapes, dp_size, tp_size)[0]
+        return self._along_dims(shapes, dp_size, tp_size)[0]
 
     def plan(
         self, shapes: Sequence[Shape], dp_size: int, tp_size: int, element_bytes: int
@@ -191,10 +191,7 @@ class ShardLayout:
         ``shapes`` are of the ranks that hold *different* parts, in the order (dp, tp): along an
         axis that does not shard, the size to give is 1.
         """
-        full_shape, pieces = self.without_copies.place(shapes, dp_size, tp_size)
-        return GatherPlan(
-            list(full_shape), [list(shape) for shape in shapes], pieces, element_bytes
-        )
+        return self.plan_of({}, shapes, dp_size, tp_size, element_bytes)[0]
 
     def plan_of(
         self,
@@ -220,13 +217,6 @@ class ShardLayout:
             along_dims[dim] = along
         pieces = _boxes(along_dims, len(shapes))
         return GatherPlan(part_shape, part_shapes, pieces, element_bytes), held, pieces
-
-    def place(
-        self, shapes: Sequence[Shape], dp_size: int, tp_size: int
-    ) -> tuple[Shape, list[Piece]]:
-        """Return the full shape, and the boxes of all ranks' shards in it."""
-        full_shape, along_dims = self._along_dims(shapes, dp_size, tp_size)
-        return full_shape, _boxes(along_dims, len(shapes))
 
     def _along_dims(
         self, shapes: Sequence[Shape], dp_size: int, tp_size: int

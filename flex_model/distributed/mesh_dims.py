@@ -10,27 +10,20 @@ from typing import Any
 
 import torch.distributed as dist
 
+from flex_model.integrations.torch_private import root_mesh
+
+# Names of dims with data-parallel ranks that never include context-parallel ones; "fsdp" may.
+_ROWS = {"dp", "data", "batch", "ddp", "replicate", "dp_replicate", "dp_shard"}
+
 # Names that device meshes give to their dims, and our axis for each.
 AXIS_OF_DIM = {
     "pp": "pp",
     "pipeline": "pp",
-    "dp": "dp",
-    "data": "dp",
-    "batch": "dp",
-    "ddp": "dp",
-    "fsdp": "dp",
-    "hsdp": "dp",
-    "replicate": "dp",
-    "shard": "dp",
-    "dp_replicate": "dp",
-    "dp_shard": "dp",
     "tp": "tp",
     "tensor": "tp",
     "model": "tp",
+    **dict.fromkeys((*_ROWS, "fsdp", "hsdp", "shard"), "dp"),
 }
-
-# Of these, the names of dims that never include context-parallel ranks; "fsdp" may.
-_ROWS = {"dp", "data", "batch", "ddp", "replicate", "dp_replicate", "dp_shard"}
 
 # Words in the names of dims that split the sequence, alone or with others ("dp_shard_cp").
 _CONTEXT = {"cp", "context", "ulysses", "ring"}
@@ -97,8 +90,7 @@ def _groups(device_mesh: dist.DeviceMesh) -> Iterator[tuple[str, tuple[int, ...]
     """Yield this rank's groups, with the names of their dims, in a mesh, in its root mesh, and in
     all meshes made from that. torch has no public function for these.
     """
-    find_root = getattr(device_mesh, "_get_root_mesh", None)
-    root: Any = device_mesh if find_root is None else find_root()
+    root = root_mesh(device_mesh) or device_mesh
     flattened = getattr(root, "_flatten_mapping", {}).values()
     for mesh in (device_mesh, root, *flattened):
         for dim, name in enumerate(mesh.mesh_dim_names or ()):

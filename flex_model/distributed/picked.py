@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from flex_model.selection.selectors import as_slice
+
 
 @dataclass(frozen=True)
 class Pick:
@@ -27,11 +29,11 @@ class Pick:
     def take(self, shard: Tensor) -> Tensor:
         """Return the selected part, in the graph: a view where the indices are a range."""
         for dim, indices in self.indices.items():
-            span = _span(indices)
-            if span is None:
-                shard = shard.index_select(dim, self._indices_at(dim, shard.device))
+            chosen = as_slice(indices)
+            if isinstance(chosen, slice):
+                shard = shard[(slice(None),) * dim + (chosen,)]
             else:
-                shard = shard[(slice(None),) * dim + (slice(*span),)]
+                shard = shard.index_select(dim, self._indices_at(dim, shard.device))
         return shard if self.casts_last else self.cast(shard)
 
     def put(self, shard: Tensor, part: Tensor) -> Tensor:
@@ -42,9 +44,9 @@ class Pick:
         if not dims:
             return part
         dim, *inner = dims
-        span = _span(self.indices[dim])
-        if span is not None:
-            start, end = span
+        chosen = as_slice(self.indices[dim])
+        if isinstance(chosen, slice):
+            start, end = chosen.start, chosen.stop
             if inner:
                 part = self._put(into.narrow(dim, start, end - start), part, inner)
             return torch.slice_scatter(into, part, dim, start, end)
@@ -64,11 +66,3 @@ class Pick:
                 found = torch.tensor(list(self.indices[dim]), dtype=torch.int64, device=device)
             self._at[dim, device] = found
         return found
-
-
-def _span(indices: Sequence[int]) -> tuple[int, int] | None:
-    """The range (start, end) of the indices; None if they are not consecutive."""
-    if not indices:
-        return 0, 0
-    start, end = indices[0], indices[-1] + 1
-    return (start, end) if list(indices) == list(range(start, end)) else None

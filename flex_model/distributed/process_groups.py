@@ -1,8 +1,8 @@
 """Private process groups, so that the user's groups are never used, aborted or destroyed.
 
-FlexModels over the same ranks share a group; the last ``release`` frees it. The groups are made
-without torch's registry: only their members take part, and a name is never used twice, so a freed
-group can't collide with a later one.
+FlexModels over the same ranks share a group; the last ``PrivateGroup.release`` frees it. The groups
+are made without torch's registry: only their members take part, and a name is never used twice, so
+a freed group can't collide with a later one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -30,6 +30,7 @@ from flex_model.distributed.page_locks import PageLocks
 from flex_model.distributed.polling import sleeps
 from flex_model.distributed.processes import Processes
 from flex_model.errors import HookError, see
+from flex_model.integrations.torch_private import default_store
 
 # We poll with our own deadline. The backend's is later and ends the work of an abandoned wait,
 # which otherwise the destructor would join without end.
@@ -38,7 +39,15 @@ _CHECK_S = 0.1  # between checks whether the awaited processes live
 
 _broken: list[Any] = []  # backends with unfinished work: never destroyed while the process runs
 _groups: dict[tuple[tuple[int, ...], int], PrivateGroup] = {}
+_spares: list[_Connection] = []  # at most one
 _acquired: Counter[tuple[int, ...]] = Counter()  # requests by ranks: the same on all members
+
+
+class Watcher(Protocol):
+    """Looks after the long waits of a group."""
+
+    def compare(self, waited_s: float) -> None:
+        """Raise if a rank may never arrive."""
 
 
 @dataclass
@@ -54,8 +63,6 @@ class PrivateGroup:
         number: Distinguishes groups of the same ranks; the same on all members.
         notices: This rank's published notices: of each FlexModel (by its number among those of
             these ranks), and of the current run.
-        watcher: The ``GroupPool`` whose callback shared memory calls in a long wait.
-        wait_settings: The position and the deadline that shared memory has for waits of this rank.
         locks: The page locks of other ranks' memory that is mapped with the group.
     """
 
@@ -71,14 +78,19 @@ class PrivateGroup:
     num_users: int = 0
     broken: str | None = None  # why it can't be used any more
     notices: dict[str, Any] = field(default_factory=dict)
-    watcher: Any = None
-    wait_settings: tuple[str, float] | None = None
     locks: PageLocks = field(default_factory=PageLocks)
     pid: int = field(default_factory=os.getpid)  # the process that made the group
+    _watcher: Watcher | None = None  # as shared memory has it
+    _wait_settings: tuple[str, float] | None = None
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def name_of(self, rank: int, position: str = "") -> str:
+        """Return the name of a rank for messages, with the position at which it waits."""
+        last = f"; last seen waiting at: {position}" if position else ""
+        return f"rank {rank} (global rank {self.ranks[rank]}{last})"
 
     def publish(self, what: str, notice: Any) -> None:
         """Publish a notice of this rank, JSON, for others to read while they wait. Local. There is
@@ -103,6 +115,57 @@ class PrivateGroup:
         except ValueError:  # read while it was written, or too long
             return None
         return notices.get(what, "")
+
+    def prepare_wait(self, watcher: Watcher, where: str, timeout_s: float) -> None:
+        """Set what shared memory needs for a wait of this rank: whose ``compare`` it calls in a
+        long one, the rank's position, and the deadline. Local.
+        """
+        here = self.hosts.here
+        if here is None:
+            return
+        if self._watcher is not watcher:
+            self._watcher = watcher
+            here.set_watch(watcher.compare)
+        if self._wait_settings != (where, timeout_s):
+            self._wait_settings = (where, timeout_s)
+            here.set_position(where)
+            here.set_timeout(timeout_s)
+
+    def forget(self, watcher: Watcher) -> None:
+        """Don't call the watcher in long waits any more. Local."""
+        if self._watcher is watcher and self.hosts.here is not None:
+            self._watcher = None
+            self.hosts.here.set_watch(None)
+
+    def retain(self) -> None:
+        """Count a user more. Local."""
+        self.num_users += 1
+
+    def release(self) -> None:
+        """Release the group, which is freed with its last user. Local; does nothing in a forked
+        child.
+        """
+        if self.pid != os.getpid():
+            return
+        self.num_users -= 1
+        if self.num_users <= 0:
+            self.locks.release()
+            _groups.pop((self.ranks, self.number), None)
+        if not _groups:
+            page_locks.of_arena.release()
+            _C.close_arena()
+
+    def abort(self, reason: str) -> None:
+        """Mark the group as unusable, and stop its work as far as gloo can be stopped."""
+        if self.broken is not None:
+            return
+        self.broken = reason
+        if self.hosts.here is not None:
+            self.hosts.here.abort(reason)
+        _broken.append(self.backend)
+        self.backend.abort()
+        if self.leaders is not None:
+            self.leaders.abort(reason)
 
 
 def acquire(
@@ -138,9 +201,9 @@ def acquire(
     )
     held = 0
     if kept is not None and (ranks, kept.number) in _groups:
-        kept.num_users += 1  # FlexModels may be collected during the rendezvous
+        kept.retain()  # FlexModels may be collected during the rendezvous
         held = kept.number
-    with Processes(dist.distributed_c10d._get_default_store(), ranks) as processes:
+    with Processes(default_store(), ranks) as processes:
         rendezvous = _Rendezvous(path, ranks, me, timeout_s, processes)
         try:
             offers = rendezvous.held_by_all(number, held)
@@ -149,15 +212,15 @@ def acquire(
                 1  # as on the ranks that did not arrive: the next try matches theirs
             )
             if held:
-                release(_groups[ranks, held])
+                _groups[ranks, held].release()
             raise
         if held and set(offers) == {held}:
             return _groups[ranks, held], number
         if held:
-            release(_groups[ranks, held])
+            _groups[ranks, held].release()
         group = _make(rendezvous.of(str(number)), number, settings, device)
         _groups[ranks, number] = group
-    group.num_users += 1
+    group.retain()
     return group, number
 
 
@@ -167,20 +230,18 @@ class _Connection:
     the names of both ends, and a name server may be slow to fail.
     """
 
-    _spare: _Connection | None = None
-
     def __init__(self) -> None:
         self._world = dist.group.WORLD
-        self.store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        self.store = default_store().clone()
 
     @staticmethod
     def take() -> _Connection:
-        spare, _Connection._spare = _Connection._spare, None
+        spare = _spares.pop() if _spares else None
         return _Connection() if spare is None or spare._world is not dist.group.WORLD else spare
 
     def give_back(self) -> None:
         if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0":  # else gloo continues to use it
-            _Connection._spare = self
+            _spares[:] = [self]
 
 
 def leave_to_parent(owned: object) -> None:
@@ -191,9 +252,9 @@ def leave_to_parent(owned: object) -> None:
 
 
 def _forked() -> None:
-    leave_to_parent([*_groups.values(), *_broken, _Connection._spare])
+    leave_to_parent([*_groups.values(), *_broken, *_spares])
     _groups.clear()
-    _Connection._spare = None
+    _spares.clear()
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -219,7 +280,7 @@ class _Rendezvous:
 
     @functools.cached_property
     def store(self) -> dist.Store:
-        return self._place_in(dist.distributed_c10d._get_default_store())
+        return self._place_in(default_store())
 
     def _place_in(self, store: dist.Store) -> dist.Store:
         for part in self.path:
@@ -333,32 +394,6 @@ def _make(rendezvous: _Rendezvous, number: int, settings: Settings, device: str)
     # A rank may drop its backend as soon as it is made, while others still connect to it.
     rendezvous.all_gather_strings("made", "")
     return PrivateGroup(ranks, me, backend, store, hosts, leaders, number, timeout_s, world)
-
-
-def release(group: PrivateGroup) -> None:
-    """Release a group, which is freed with its last user. Local; does nothing in a forked child."""
-    if group.pid != os.getpid():
-        return
-    group.num_users -= 1
-    if group.num_users <= 0:
-        group.locks.release()
-        _groups.pop((group.ranks, group.number), None)
-    if not _groups:
-        page_locks.of_arena.release()
-        _C.close_arena()
-
-
-def abort(group: PrivateGroup, reason: str) -> None:
-    """Mark a group as unusable, and stop its work as far as gloo can be stopped."""
-    if group.broken is not None:
-        return
-    group.broken = reason
-    if group.hosts.here is not None:
-        group.hosts.here.abort(reason)
-    _broken.append(group.backend)
-    group.backend.abort()
-    if group.leaders is not None:
-        abort(group.leaders, reason)
 
 
 def num_groups() -> int:

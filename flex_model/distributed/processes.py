@@ -14,6 +14,8 @@ from collections.abc import Iterable
 
 import torch.distributed as dist
 
+from flex_model.distributed.hosts import boot_id
+
 
 class Processes:
     """The processes of some global ranks, as a context. ``store`` is shared by all ranks."""
@@ -73,8 +75,7 @@ def _place(rank: int) -> str:
 
 def _host() -> str:
     """Identifies a kernel and a PID namespace, inside which PIDs are comparable."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _start(pid: int) -> str:

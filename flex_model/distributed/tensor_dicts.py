@@ -39,13 +39,7 @@ def exchange_json(communicator: Communicator, value: Any, where: str) -> list[An
     data = json.dumps(value).encode()
     header = Header("described values", site=site_hash(where), shape=(len(data),))
     lengths = [other.shape[0] for other in communicator.check_consistency(header, where)]
-    row = torch.zeros(max(lengths), dtype=torch.uint8)
-    row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    rows = communicator.exchange(row)
-    return [
-        json.loads(row[:length].numpy().tobytes())
-        for row, length in zip(rows, lengths, strict=True)
-    ]
+    return list(map(json.loads, communicator.exchange_padded(data, max(lengths))))
 
 
 def gather_to_first(

@@ -6,10 +6,10 @@ import weakref
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from flex_model.editing.edit import Edit, Scope, format_call
 from flex_model.editing.region import Region
+from flex_model.integrations.torch_private import FakeTensor
 from flex_model.runs.step import current_microbatch
 from flex_model.selection.selection import SelectionArguments
 

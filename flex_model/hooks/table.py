@@ -18,6 +18,7 @@ from flex_model.hooks.function import KINDS, HookFunction
 from flex_model.hooks.groups import ALL, HookGroups, as_names
 from flex_model.hooks.registration import Joint, Registration
 from flex_model.hooks.site import ModuleSite, Moment, ParameterSite, SiteOwner
+from flex_model.integrations import torch_private
 
 Choice = tuple[tuple[str, ...], bool]  # groups, complement
 EVERYTHING: Choice = ((ALL,), False)
@@ -86,7 +87,7 @@ class HookTable:
             handlers.edit_whole,
             torch.Tensor,
             torch.strided,
-            torch._C._current_graph_task_id,
+            torch_private.current_graph_task,
             torch.is_inference_mode_enabled,
         )
         self._dispatcher = self._make_dispatcher()

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from flex_model.distributed import values
 from flex_model.distributed.communicator import Communicator
@@ -20,6 +19,7 @@ from flex_model.hooks.hook_call import HookCall
 from flex_model.hooks.random_state import RandomState, seed_of_state
 from flex_model.hooks.save_ctx import StageContext, use_of
 from flex_model.integrations import dtensor
+from flex_model.integrations.torch_private import FakeTensor
 
 if TYPE_CHECKING:
     from flex_model.hooks.registration import Registration

@@ -107,49 +107,42 @@ class CallCosts:
         spec, cost = self._spec, Cost()
         if self._on_all:
             if spec.is_shared_over_dp:
-                cost += Cost(headers=1) + self._all_reduce("dp")
+                cost += Cost(headers=1) + self._all_reduce()
             return cost + Cost(headers=1) + self._all_gather() if spec.axes else cost
         if spec.is_shared_over_dp:
-            cost += self._all_reduce("dp")
+            cost += self._all_reduce()
         return cost + Cost(headers=2) + self._to_first() + self._from_first()
 
     def _mean_over_dp(self) -> Cost:
         if self._mesh.dp_size == 1 or self._is_mean:
             return Cost()
-        return Cost(headers=1) + self._all_reduce("dp")
-
-    def _places(self) -> list[int]:
-        return self._mesh.ranks_along(self._spec.axes, place=0) if self._spec.axes else []
+        return Cost(headers=1) + self._all_reduce()
 
     def _sums(self) -> Cost:
-        cost = Cost()
-        for axis in self._spec.layout.partial_axes:
-            cost += self._all_reduce(axis)
-        return cost
+        return sum((self._all_reduce() for _ in self._spec.layout.partial_axes), Cost())
 
-    def _all_reduce(self, axis: str) -> Cost:
-        return Cost(payloads=1, bytes_by_rank=tuple(map(costs.of_all_reduce, self._shard_bytes)))
+    def _all_reduce(self) -> Cost:
+        return Cost(payloads=1, bytes_by_rank=tuple(2 * held for held in self._shard_bytes))
 
     def _all_gather(self) -> Cost:
-        if not self._spec.axes:
-            return Cost()
-        return self._alike(costs.of_all_gather(self._spec.plan))
+        return self._alike() if self._spec.axes else Cost()
 
     def _to_first(self) -> Cost:
         if not self._spec.axes:
             return Cost()
-        holders, plan = self._places(), self._spec.plan
+        holders = self._mesh.ranks_along(self._spec.axes, place=0)
         ranks = range(len(self._shard_bytes))
-        moved = [costs.of_gather_to_first(plan, holders, rank) for rank in ranks]
+        moved = [costs.of_gather_to_first(self._spec.plan, holders, rank) for rank in ranks]
         return Cost(payloads=1, bytes_by_rank=tuple(moved))
 
     def _from_first(self) -> Cost:
         if self._spec.covers_grid and self._spec.axes:
             return self._to_first()
-        return self._alike(costs.of_broadcast(self._full_bytes))
+        return self._alike()
 
-    def _alike(self, num_bytes: int) -> Cost:
-        return Cost(payloads=1, bytes_by_rank=(num_bytes,) * len(self._shard_bytes))
+    def _alike(self) -> Cost:
+        """Of a transfer in which each rank moves the full tensor."""
+        return Cost(payloads=1, bytes_by_rank=(self._full_bytes,) * len(self._shard_bytes))
 
 
 def of_end(core: HookCore, waits: bool, is_backward: bool) -> Cost:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -61,11 +62,7 @@ def observe(
     return found
 
 
-def set_tensors(
-    nodes: Mapping[str, Node],
-    calls: Iterable[Sequence[Observed]],
-    mesh: Mesh,
-) -> None:
+def set_tensors(nodes: dict[str, Node], calls: Iterable[Sequence[Observed]], mesh: Mesh) -> None:
     """Set the nodes' input and output tensors, from the first call of each module.
 
     Args:
@@ -75,7 +72,8 @@ def set_tensors(
         name, kind, _ = per_rank[0]
         if name in nodes and getattr(nodes[name], kind) is None:
             seen = [one for _, _, one in per_rank]
-            setattr(nodes[name], kind, _full_tensor(name, kind, seen, mesh))
+            tensor: Any = {kind: _full_tensor(name, kind, seen, mesh)}
+            nodes[name] = replace(nodes[name], **tensor)
 
 
 def _full_tensor(name: str, kind: str, ranks: Sequence[Seen], mesh: Mesh) -> TensorSeen:
@@ -89,7 +87,7 @@ def _full_tensor(name: str, kind: str, ranks: Sequence[Seen], mesh: Mesh) -> Ten
     return TensorSeen(full, tuple(shapes), ranks[0].dtype, layout)
 
 
-def fill(core: HookCore, nodes: Mapping[str, Node], args: Any) -> None:
+def fill(core: HookCore, nodes: dict[str, Node], args: Any) -> None:
     """Set the input and output tensors of a wrapped model's nodes, from a run on the shapes of
     these inputs. Collective over the mesh.
 
@@ -110,5 +108,5 @@ def fill(core: HookCore, nodes: Mapping[str, Node], args: Any) -> None:
         [(name, kind, seen) for seen in per_rank] for (name, kind, _), per_rank in zip(local, ranks)
     ]
     set_tensors(nodes, calls, core.mesh)
-    for node in nodes.values():
-        node.was_run = True
+    for name, node in nodes.items():
+        nodes[name] = replace(node, was_run=True)

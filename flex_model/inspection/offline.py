@@ -175,7 +175,7 @@ def _tree(
     ranks = tuple(range(dp * tp))
     simulated = ranks if source.is_for_all_ranks else ranks[:tp]  # data-parallel ranks are equal
     calls: list[list[Observed]] = []
-    nodes: list[Node] = []
+    nodes: dict[str, Node] = {}
     modules: dict[str, nn.Module] = {}
     followers: list[Follower] = []
     for rank in progress(simulated, "ranks", show_progress):
@@ -195,21 +195,19 @@ def _tree(
                 ) from error
             if rank == 0:
                 modules = named(module)
-                nodes = [
-                    Node(name, type(part).__name__, has_forward=is_called(part))
+                nodes = {
+                    name: Node(name, type(part).__name__, has_forward=is_called(part))
                     for name, part in modules.items()
-                ]
+                }
     num_copies = len(ranks) // len(simulated)
     chunks = [follower.log.take() for follower in followers] * num_copies
     concluded = []
     for rank, observed in enumerate(calls * num_copies):
         follower = followers[rank % len(followers)]
-        follower.proofs = Proofs(Mesh(ranks, rank, 1, dp, tp))
-        follower.proofs.follow(chunks)
+        follower.infer_from(Proofs(Mesh(ranks, rank, 1, dp, tp)), chunks)
         concluded.append([(name, kind, seen.concluded(follower)) for name, kind, seen in observed])
-    by_name = {node.name: node for node in nodes}
-    set_tensors(by_name, zip(*concluded), Mesh(ranks, 0, 1, dp, tp))
-    return ModelTree(nodes, f"{tp} tensor-parallel x {dp} data-parallel ranks")
+    set_tensors(nodes, zip(*concluded), Mesh(ranks, 0, 1, dp, tp))
+    return ModelTree(list(nodes.values()), f"{tp} tensor-parallel x {dp} data-parallel ranks")
 
 
 def _observe(

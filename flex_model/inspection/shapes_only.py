@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from flex_model.distributed.mesh import Mesh
 from flex_model.integrations import compiled, dtensor, fsdp
+from flex_model.integrations.torch_private import FakeTensor, FakeTensorMode
 from flex_model.layouts.follow import Follower
 
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
@@ -92,7 +92,7 @@ class _NoTransfers(TorchDispatchMode):
         self._done = _Done()  # kept: torch holds only the C++ part, whose wait() would never end
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, dtensor_class()) for kind in types):
+        if any(issubclass(kind, dtensor.dtensor_class()) for kind in types):
             return NotImplemented  # DTensor then dispatches here again, with plain tensors
         kwargs = kwargs or {}
         if func.namespace != "c10d":
@@ -102,12 +102,6 @@ class _NoTransfers(TorchDispatchMode):
             for returned in func._schema.returns
         ]
         return results[0] if len(results) == 1 else tuple(results)
-
-
-def dtensor_class() -> Any:
-    """Return DTensor for ``issubclass``, or no class if it is not imported."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return () if module is None else module.DTensor
 
 
 @contextlib.contextmanager

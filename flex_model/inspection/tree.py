@@ -50,7 +50,7 @@ class TensorSeen:
         }
 
 
-@dataclass
+@dataclass(frozen=True)
 class Node:
     """A module of the tree.
 

@@ -4,13 +4,13 @@ closures, the globals that they name, the attributes of their objects, and rando
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import random
 import sys
 import types
 from argparse import Namespace
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -21,10 +21,10 @@ from flex_model.hooks.user_function import copy_for_replay
 from flex_model.inspection.edits.findings import is_of_library
 from flex_model.inspection.shapes_only import same_torch_random_state
 
-_EDITING = "flex_model.editing."
 _MAX_OBJECTS = 20_000
 _MAX_ARRAY_BYTES = 1 << 24
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, Tensor)
+_CONTAINERS = (dict, list, deque, set, bytearray)
 
 
 @contextlib.contextmanager
@@ -34,16 +34,15 @@ def restored_objects(functions: Iterable[Any], save_ctx: Namespace) -> Iterator[
     """
     kept = dict(vars(save_ctx))
     copies = vars(copy_for_replay(save_ctx))
-    undo = _Undo()
-    for found in (*functions, *kept.values()):
-        undo.visit(found)
+    restore = _snapshots([*functions, *kept.values()])
     vars(save_ctx).update(copies)
     try:
         yield
     finally:
         vars(save_ctx).clear()
         vars(save_ctx).update(kept)
-        undo.run()
+        for step in reversed(restore):
+            step()
 
 
 @contextlib.contextmanager
@@ -61,107 +60,76 @@ def same_random_state() -> Iterator[None]:
                 numpy_random.set_state(numpy_state)
 
 
-class _Undo:
-    """Snapshots of the visited objects, and the steps that restore them."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, Any] = {}
-        self._steps: list[Callable[[], Any]] = []
-
-    def visit(self, start: Any) -> None:
-        queue = collections.deque([start])
-        while queue and len(self._seen) < _MAX_OBJECTS:
-            found = queue.popleft()
-            if isinstance(found, _SCALARS) or id(found) in self._seen:
-                continue
-            self._seen[id(found)] = found
-            queue.extend(self._note(found))
-
-    def run(self) -> None:
-        for step in reversed(self._steps):
-            step()
-
-    def _note(self, found: Any) -> list[Any]:
-        """Take a snapshot of an object; return the objects to visit next."""
+def _snapshots(starts: Iterable[Any]) -> list[Callable[[], Any]]:
+    """Return functions that restore what is reachable from these objects as it is now."""
+    seen: dict[int, Any] = {}
+    steps: list[Callable[[], Any]] = []
+    pending = deque(starts)
+    while pending and len(seen) < _MAX_OBJECTS:
+        found = pending.popleft()
+        if isinstance(found, _SCALARS) or id(found) in seen:
+            continue
+        seen[id(found)] = found
         if isinstance(found, types.FunctionType):
-            return self._note_function(found)
-        if isinstance(found, types.MethodType):
-            return [found.__func__, found.__self__]
-        if isinstance(found, functools.partial):
-            return [found.func, *found.args, *found.keywords.values()]
-        if isinstance(found, dict):
-            return self._note_dict(found)
-        if isinstance(found, (list, collections.deque, set, bytearray)):
-            before = list(found)
-
-            def refill() -> None:
-                if len(found) != len(before) or any(a is not b for a, b in zip(found, before)):
-                    found.clear()
-                    (found.update if isinstance(found, set) else found.extend)(before)
-
-            self._steps.append(refill)
-            return before
-        if isinstance(found, (tuple, frozenset)):
-            return list(found)
-        return self._note_object(found)
-
-    def _note_dict(self, found: dict[Any, Any]) -> list[Any]:
-        before = dict(found)
-
-        def refill() -> None:
-            if list(found) != list(before) or any(found[k] is not v for k, v in before.items()):
-                found.clear()
-                found.update(before)
-
-        self._steps.append(refill)
-        return list(before.values())
-
-    def _note_function(self, function: types.FunctionType) -> list[Any]:
-        found: list[Any] = [function.__defaults__, function.__kwdefaults__, function.__dict__]
-        for cell in function.__closure__ or ():
-            try:
-                value = cell.cell_contents
-            except ValueError:  # the cell is empty
-                continue
-            found.append(value)
-            self._steps.append(functools.partial(setattr, cell, "cell_contents", value))
-        if is_of_library(function.__code__.co_filename):
-            return found
-        space = function.__globals__
-        for name in _names_of(function.__code__):
-            if name not in space:
-                self._steps.append(functools.partial(space.pop, name, None))
-            elif not isinstance(space[name], (types.ModuleType, type)):
-                found.append(space[name])
-                self._steps.append(functools.partial(space.__setitem__, name, space[name]))
-        return found
-
-    def _note_object(self, found: Any) -> list[Any]:
-        if isinstance(found, random.Random):
-            self._steps.append(functools.partial(found.setstate, found.getstate()))
-            return []
-        if isinstance(found, torch.Generator):
-            self._steps.append(functools.partial(found.set_state, found.get_state()))
-            return []
-        kind = type(found)
-        if kind.__module__.startswith("numpy"):
-            self._note_numpy(found)
-            return []
-        if isinstance(found, nn.Module) or not _is_users_class(kind):
-            return []
-        attributes = getattr(found, "__dict__", None)
-        return self._note_dict(attributes) if isinstance(attributes, dict) else []
-
-    def _note_numpy(self, found: Any) -> None:
-        numpy: Any = sys.modules["numpy"]
-        if isinstance(found, numpy.ndarray):
+            pending += [found.__defaults__, found.__kwdefaults__, found.__dict__]
+            cells = [cell for cell in found.__closure__ or () if _has_content(cell)]
+            pending += [cell.cell_contents for cell in cells]
+            steps += [
+                functools.partial(setattr, cell, "cell_contents", cell.cell_contents)
+                for cell in cells
+            ]
+            if not is_of_library(found.__code__.co_filename):
+                space, names = found.__globals__, _names_of(found.__code__)
+                used = {name: space[name] for name in names if name in space}
+                pending += used.values()
+                steps.append(functools.partial(_restore_globals, space, names, used))
+        elif isinstance(found, types.MethodType):
+            pending += [found.__func__, found.__self__]
+        elif isinstance(found, functools.partial):
+            pending += [found.func, *found.args, *found.keywords.values()]
+        elif isinstance(found, _CONTAINERS):
+            pending += found.values() if isinstance(found, dict) else found
+            before = dict(found) if isinstance(found, dict) else list(found)
+            steps.append(functools.partial(_refill, found, before))
+        elif isinstance(found, (tuple, frozenset)):
+            pending += found
+        elif isinstance(found, random.Random):
+            steps.append(functools.partial(found.setstate, found.getstate()))
+        elif isinstance(found, torch.Generator):
+            steps.append(functools.partial(found.set_state, found.get_state()))
+        elif type(found).__module__ == "numpy" and hasattr(found, "nbytes"):
             if found.flags.writeable and found.nbytes <= _MAX_ARRAY_BYTES:
-                before = found.copy()
-                self._steps.append(lambda: numpy.copyto(found, before))
-            return
-        generator = getattr(found, "bit_generator", None) or getattr(found, "_bit_generator", None)
-        if generator is not None:
-            self._steps.append(functools.partial(setattr, generator, "state", generator.state))
+                steps.append(functools.partial(found.__setitem__, ..., found.copy()))
+        elif type(found).__module__.startswith("numpy.random"):
+            bits = getattr(found, "bit_generator", None) or getattr(found, "_bit_generator", found)
+            steps.append(functools.partial(setattr, bits, "state", bits.state))
+        elif not isinstance(found, nn.Module) and _is_users_class(type(found)):
+            pending.append(getattr(found, "__dict__", None))
+    return steps
+
+
+def _refill(container: Any, before: Any) -> None:
+    now, then = (
+        [*each, *(each.values() if isinstance(before, dict) else ())]
+        for each in (container, before)
+    )
+    if len(now) != len(then) or any(a is not b for a, b in zip(now, then)):
+        container.clear()
+        (container.extend if hasattr(container, "extend") else container.update)(before)
+
+
+def _restore_globals(space: dict[str, Any], names: set[str], before: dict[str, Any]) -> None:
+    for name in names - before.keys():
+        space.pop(name, None)
+    space.update(before)
+
+
+def _has_content(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:  # not assigned yet
+        return False
+    return True
 
 
 def _is_users_class(kind: type) -> bool:
@@ -169,7 +137,9 @@ def _is_users_class(kind: type) -> bool:
     the model) are left alone.
     """
     module = kind.__module__
-    if kind in (Namespace, types.SimpleNamespace) or module.startswith((_EDITING, "__main__")):
+    if kind in (Namespace, types.SimpleNamespace):
+        return True
+    if module.startswith(("flex_model.editing.", "__main__")):
         return True
     file = getattr(sys.modules.get(module), "__file__", None)
     return file is not None and not is_of_library(file)
@@ -177,8 +147,5 @@ def _is_users_class(kind: type) -> bool:
 
 def _names_of(code: types.CodeType) -> set[str]:
     """Return the global names that a function, or one defined inside it, uses."""
-    found = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= _names_of(constant)
-    return found
+    inner = (_names_of(each) for each in code.co_consts if isinstance(each, types.CodeType))
+    return set(code.co_names).union(*inner)

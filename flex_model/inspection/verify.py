@@ -130,8 +130,7 @@ def verify(
 
     expected: Found = {}
     flags = torch.zeros(len(sites), 2, dtype=torch.int64)
-    before, communicator.timeout_s = communicator.timeout_s, timeout_s
-    try:
+    with communicator.deadline(timeout_s):
         if mesh.group_rank == 0:
             try:
                 expected, has_site = run_reference(core, reference, sites, inputs, loss, edits)
@@ -145,8 +144,6 @@ def verify(
                 Header("inputs"), "verify, after the reference has run on rank 0"
             )
         flags = communicator.exchange(flags)[0]
-    finally:
-        communicator.timeout_s = before
 
     reached = [i for i in range(len(sites)) if flags[i, 0] == EQUAL]
     found, unresolved = run_sharded(core, sites, reached, (args, kwargs), loss, edits)

@@ -138,11 +138,11 @@ def _twin(hook: HookFunction, number: int) -> HookFunction:
 
     def edit(module: Any, full: Tensor, save_ctx: Namespace, modules: Any) -> Tensor | None:
         before = hook.parameters, hook.save_ctx, hook.modules
-        hook.parameters, hook.save_ctx, hook.modules = twin.parameters, save_ctx, modules
+        hook.provide(twin.parameters, save_ctx, modules)
         try:
             return function(module, full, save_ctx, modules)
         finally:
-            hook.parameters, hook.save_ctx, hook.modules = before
+            hook.provide(*before)
 
     twin.editing_function = functools.update_wrapper(edit, function, updated=())
     return twin

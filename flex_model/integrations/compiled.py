@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._C._dynamo import eval_frame
+
+from flex_model.integrations.torch_private import DYNAMO, eval_frame, guard_on_hooks
+from flex_model.integrations.torch_private import num_compiled as num_compiled
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
@@ -23,7 +25,7 @@ def is_compiled(root: nn.Module) -> bool:
     ``module.compile()``, ``torch.compile(module)``, ``module.forward =
     torch.compile(module.forward)``.
     """
-    if "torch._dynamo" not in sys.modules:  # nothing was compiled
+    if DYNAMO not in sys.modules:  # nothing was compiled
         return False
     return any(is_compiled_itself(module) for module in root.modules())
 
@@ -38,21 +40,12 @@ def is_compiled_itself(module: nn.Module) -> bool:
     )
 
 
-def num_compiled() -> int:
-    """Return a number that changes whenever anything is compiled in this process, also code that
-    ``is_compiled`` can't find: ``generate`` with a static cache keeps a compiled
-    ``model._compiled_call``, and a user's function may do the same. Cheap.
-    """
-    dynamo: Any = sys.modules.get("torch._dynamo")
-    return getattr(getattr(dynamo, "convert_frame", None), "FRAME_COUNTER", 0)  # no public way
-
-
 def nothing_compiled() -> AbstractContextManager[None]:
     """Return a context in which all code runs eagerly. Code that dynamo first traced under a
     dispatch mode would stay uncompiled, or fail, after the mode as well.
     """
     # `flex_attention` imports the compiler when it is called.
-    if not sys.modules.keys() & {"torch._dynamo", "torch.nn.attention.flex_attention"}:
+    if not sys.modules.keys() & {DYNAMO, "torch.nn.attention.flex_attention"}:
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
 
@@ -62,7 +55,7 @@ def outside_graphs(hook: _Hook) -> _Hook:
     compiled. ``torch.compiler.disable`` does the same, but would import the compiler in every
     process and add half a microsecond to every call.
     """
-    if not hasattr(eval_frame, "set_code_exec_strategy"):  # private; there in torch 2.11
+    if not hasattr(eval_frame, "set_code_exec_strategy"):  # else slower
         return torch.compiler.disable(hook)
     marked: Any = hook
     marked._torchdynamo_disable = True
@@ -97,7 +90,5 @@ def see_hooks() -> None:
     """Make dynamo guard on hooks, so that code is recompiled when they change. Code compiled before
     has no such guards, so all of it is dropped, that of other models too.
     """
-    config = torch._dynamo.config
-    if config.skip_nnmodule_hook_guards:
-        config.skip_nnmodule_hook_guards = False
+    if guard_on_hooks():
         torch.compiler.reset()

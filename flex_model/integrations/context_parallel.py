@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from flex_model.errors import HookError, agreed
+from flex_model.integrations.torch_private import CONTEXT_PARALLEL
 from flex_model.names import clean
 
 _REFUSAL = (
@@ -35,9 +36,7 @@ def check_run() -> None:
     """Raise HookError, the same on every rank, inside
     ``torch.distributed.tensor.experimental.context_parallel(...)``.
     """
-    attention: Any = sys.modules.get(
-        "torch.distributed.tensor.experimental._context_parallel._attention"
-    )
+    attention: Any = sys.modules.get(CONTEXT_PARALLEL)
     patched: Any = F.scaled_dot_product_attention
     if patched not in getattr(attention, "_replaced_functions", ()):
         return

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from flex_model.integrations import compiled, fsdp, offload
+from flex_model.integrations.torch_private import fsdp2_state
 
 NO_HOOK = (
     "run_until: no forward or forward-pre hook is active, and no module was named, so no module "
@@ -48,7 +49,7 @@ def _end_forward(module: Any) -> None:
     """Reshard the weights of FSDP2, those being prefetched too, and let the next forward begin at
     the root. Torch does so in forward hooks, which the early exit skipped.
     """
-    state = module._get_fsdp_state()
+    state = fsdp2_state(module)
     state._training_state = type(state._training_state).IDLE
     state._state_ctx.iter_forward_root = None
     group = state._fsdp_param_group

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from flex_model.distributed.layout import (
     Partial,
@@ -21,12 +20,17 @@ from flex_model.distributed.layout import (
     ShardLayout,
 )
 from flex_model.distributed.mesh import Axis, Mesh
+from flex_model.integrations.torch_private import FUNCTIONAL_COLLECTIVES, unset_fake_temporarily
+
+
+def dtensor_class() -> Any:
+    """Return DTensor, or no class if it is not imported, which would take over a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return () if module is None else module.DTensor
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether a value is a DTensor. Does not import ``torch.distributed.tensor``, which takes over
-    a second.
-    """
+    """Whether a value is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -44,7 +48,7 @@ def wait(tensor: Tensor) -> Tensor:
 
     Its own ``wait()`` would detach it from the graph, so this clones it.
     """
-    module = sys.modules.get("torch.distributed._functional_collectives")
+    module = sys.modules.get(FUNCTIONAL_COLLECTIVES)
     if module is not None and isinstance(tensor, module.AsyncCollectiveTensor):
         return tensor.clone()
     return tensor

@@ -10,28 +10,27 @@ from typing import Any
 from torch import Tensor, nn
 
 from flex_model import names
+from flex_model.integrations.torch_private import fsdp2_state
 
 
 def _fsdp1_class() -> Any:
     module = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    return getattr(module, "FullyShardedDataParallel", None)
+    return getattr(module, "FullyShardedDataParallel", ())
 
 
 def _fsdp2_class() -> Any:
     module = sys.modules.get("torch.distributed.fsdp")
-    return getattr(module, "FSDPModule", None)
+    return getattr(module, "FSDPModule", ())
 
 
 def is_fsdp1(module: nn.Module) -> bool:
     """Whether a module is a ``FullyShardedDataParallel`` (FSDP1) wrapper."""
-    cls = _fsdp1_class()
-    return cls is not None and isinstance(module, cls)
+    return isinstance(module, _fsdp1_class())
 
 
 def is_fsdp2(module: nn.Module) -> bool:
     """Whether ``fully_shard`` (FSDP2) was applied to a module."""
-    cls = _fsdp2_class()
-    return cls is not None and isinstance(module, cls)
+    return isinstance(module, _fsdp2_class())
 
 
 def mesh_of_fsdp2(module: Any) -> Any:
@@ -39,13 +38,13 @@ def mesh_of_fsdp2(module: Any) -> Any:
     DTensors may have an equal mesh with another root mesh, from torch's caches. Torch has no public
     attribute for it.
     """
-    group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
+    group = getattr(fsdp2_state(module), "_fsdp_param_group", None)
     return getattr(getattr(group, "mesh_info", None), "mesh", None)
 
 
 def wrapper_of_parameter(root: nn.Module, name: str) -> nn.Module | None:
     """Return the FSDP1 wrapper that owns the parameter of this (clean or wrapped) name, or None."""
-    if _fsdp1_class() is None or not any(is_fsdp1(module) for module in root.modules()):
+    if not any(is_fsdp1(module) for module in root.modules()):
         return None
     target = name.replace("_fsdp_wrapped_module.", "")
     best: tuple[int, nn.Module] | None = None

@@ -14,6 +14,7 @@ from flex_model.distributed.mesh import Mesh, group_ranks
 from flex_model.distributed.mesh_dims import AXIS_OF_DIM, is_foreign, names_of_dims
 from flex_model.integrations import context_parallel, fsdp
 from flex_model.integrations.dtensor import is_dtensor
+from flex_model.integrations.torch_private import root_mesh
 from flex_model.names import clean
 
 
@@ -158,9 +159,8 @@ def _wrapper_groups(root: nn.Module, hidden: list[str]) -> Iterator[Source]:
             seen.add(mesh.ranks)
             yield Source(name, mesh, is_exact)
         # They turn DTensors of a tensor-parallel mesh into plain tensors, but the root of their own
-        # mesh still has the tp dim. Torch has no public way to get the root.
-        find_whole = getattr(device_mesh, "_get_root_mesh", None)
-        whole = None if find_whole is None else find_whole()
+        # mesh still has the tp dim.
+        whole = root_mesh(device_mesh)
         if whole is not None and whole != device_mesh and whole not in seen:
             seen.add(whole)
             axes = _known_axes(whole)

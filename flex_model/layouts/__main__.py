@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from flex_model.integrations.torch_private import OpOverload, all_operation_names, is_composite
 from flex_model.layouts.propagation import has_rule
 
 _GROUPS = (
@@ -30,7 +31,7 @@ _GROUPS = (
 def operations() -> Iterator[str]:
     """Yield the names of the ATen operations that should have a rule."""
     seen = set()
-    for qualified in torch._C._dispatch_get_all_op_names():
+    for qualified in all_operation_names():
         namespace, _, rest = qualified.partition("::")
         name, _, overload = rest.partition(".")
         if namespace != "aten" or name.startswith("_") or name in seen:
@@ -41,16 +42,13 @@ def operations() -> Iterator[str]:
             yield name
 
 
-def _needs_rule(op: torch._ops.OpOverload) -> bool:
+def _needs_rule(op: OpOverload) -> bool:
     schema = op._schema
     if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
         return False
-    is_composed = torch._C._dispatch_has_kernel_for_dispatch_key(
-        op.name(), "CompositeImplicitAutograd"
-    )
     reads = any("Tensor" in str(a.type) for a in schema.arguments)
     makes = any("Tensor" in str(r.type) for r in schema.returns)
-    return reads and makes and not is_composed
+    return reads and makes and not is_composite(op)
 
 
 def without_rule(names: Sequence[str] = ()) -> list[str]:

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from flex_model.layouts import memory_map
 from flex_model.layouts.callers import is_run_by_model
+from flex_model.layouts.propagation.views import TO_SIZES
 from flex_model.layouts.sizes import CallSizes, Expression, encoded, meaning
 
 Encoded = tuple[Any, Any, tuple[Any, ...]]
 
-_VIEWS = {"aten::view", "aten::reshape", "aten::_unsafe_view", "aten::unflatten"}
+_VIEWS = {f"aten::{name}" for name in (*TO_SIZES, "unflatten")}
 
 
 class ArgumentEncoder:

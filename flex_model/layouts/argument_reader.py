@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from flex_model.distributed.layout import Shard
 from flex_model.layouts import pieces
 from flex_model.layouts.operation_log import Entry, Value, dtype_of
+from flex_model.layouts.propagation.labels import words
 from flex_model.layouts.propagation.operation import REPLICATED, Operand, full_size
 from flex_model.layouts.sizes import (
     divides_by,
@@ -23,14 +24,10 @@ if TYPE_CHECKING:
     from flex_model.layouts.proofs import AxisProofs
 
 _SPLITS = {
-    "aten::split",
-    "aten::split_with_sizes",
-    "aten::chunk",
-    "aten::tensor_split",
-    "aten::unsafe_split",
-    "aten::unsafe_chunk",
-    "aten::select",
-    "aten::unbind",
+    f"aten::{name}"
+    for name in words(
+        "split split_with_sizes chunk tensor_split unsafe_split unsafe_chunk select unbind"
+    )
 }
 
 

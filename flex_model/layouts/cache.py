@@ -81,6 +81,17 @@ class ForwardLayouts:
         self.num_retries += 1
         return True
 
+    def replace_in_cache(self, before: ForwardLayouts) -> None:
+        """Count the retries of the forward that this one is a retry of, too."""
+        self.num_retries = before.num_retries
+
+    def note_gradient(self, place: Place, gradient: Pair) -> None:
+        """Note a gradient's placements, if a tensor with a gradient is there."""
+        if place in self.gradients:
+            self.gradients[place] = gradient
+            if not any(None in known for known in self.gradients.values()):
+                self.graph = None
+
     def changes_branch(self) -> bool:
         """Whether a comparison of sizes has another result in the next predicted forward."""
         return any(
@@ -109,7 +120,7 @@ class ForwardLayouts:
         )
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Growing:
     """Calls whose input lengths grow by one from each to the next.
 
@@ -177,14 +188,16 @@ class LayoutCache:
         self._form_keys[self._form] = key.form
         if key.form not in self._growing:
             _make_room(self._growing)
-        growing = self._growing.setdefault(key.form, _Growing())
+        growing = self._growing.get(key.form, _Growing())
         if known is not None:
-            self._growing[key.form] = _Growing(step, known)
+            growing = _Growing(step, known)
         elif step and step == growing.step and growing.is_proven:
             assert growing.layouts is not None
-            known = growing.layouts = _grown(growing.layouts)
+            known = _grown(growing.layouts)
+            growing = replace(growing, layouts=known)
         elif step != growing.step:
-            growing.step, growing.is_proven = step, False
+            growing = _Growing(step, growing.layouts)
+        self._growing[key.form] = growing
         return key, known
 
     def pairs(self, key: int | None, site: int) -> list[Pair]:
@@ -202,26 +215,24 @@ class LayoutCache:
     def note_gradient(self, key: int | None, place: Place, gradient: Pair) -> None:
         """Note a gradient's placements after the backward of a followed forward."""
         layouts = None if key is None else self._forwards.get(key)
-        if layouts is not None and place in layouts.gradients:
-            layouts.gradients[place] = gradient
-            if not any(None in known for known in layouts.gradients.values()):
-                layouts.graph = None
+        if layouts is not None:
+            layouts.note_gradient(place, gradient)
 
     def remember(self, key: Key, layouts: ForwardLayouts) -> None:
         """Cache the layouts of a followed forward."""
         _make_room(self._forwards)
         before = self._forwards.get(key.forward)
         if before is not None:
-            layouts.num_retries = before.num_retries
+            layouts.replace_in_cache(before)
         self._forwards[key.forward] = layouts
         growing = self._growing[key.form]
-        last, growing.layouts = growing.layouts, layouts
+        last, latest = growing.layouts, layouts
         growth = None if last is None or not growing.step else _growth(last, layouts)
         compared = list(zip(() if last is None else last.comparisons, layouts.comparisons))
-        growing.is_proven = growth is not None
         if growth is not None:
             by = [(new[1] - old[1], new[2] - old[2]) for old, new in compared]
-            growing.layouts = replace(layouts, growth=growth, comparison_growth=by)
+            latest = replace(layouts, growth=growth, comparison_growth=by)
+        self._growing[key.form] = _Growing(growing.step, latest, growth is not None)
 
 
 @dataclass(frozen=True)

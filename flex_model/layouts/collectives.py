@@ -13,6 +13,7 @@ from flex_model.layouts.argument_reader import ArgumentReader
 from flex_model.layouts.operation_log import Entry
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation
+from flex_model.layouts.propagation.views import TO_SIZES
 from flex_model.layouts.writes import follow_writes
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ Gathered = tuple[Any, Shard, int | None]
 _KEEP_REPLICAS = {"avg", "max", "min"}
 #: Operations whose result has the same elements.
 SAME_ELEMENTS = {"clone", "contiguous", "alias", "detach", "_to_copy", "to"}
-_VIEWS = {"view", "_unsafe_view", "reshape"}
 
 
 def follow_collective(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
@@ -178,7 +178,7 @@ def joins_all(
     split.
     """
     parts = [known.get(value) for value in values]
-    if len(parts) == 1 and parts[0] is not None and operation.name in _VIEWS:
+    if len(parts) == 1 and parts[0] is not None and operation.name in TO_SIZES:
         return parts[0][2] is None and _is_join(operation, parts[0][1].dim, num_ranks)
     if operation.name != "cat" or len(parts) != num_ranks or parts[0] is None:
         return False

@@ -31,31 +31,24 @@ _NARROW = torch.ops.aten.narrow.default
 _REPEAT_INTERLEAVE = torch.ops.aten.repeat_interleave.self_int
 _TENSOR_SPLIT = torch.ops.aten.tensor_split
 
+_OF_BOTH = {  # functions of torch, and methods of tensors
+    "matmul": _MATMUL,
+    "reshape": _RESHAPE,
+    "flatten": _FLATTEN,
+    "unflatten": _UNFLATTEN,
+    "repeat_interleave": _REPEAT_INTERLEAVE,
+    "tensor_split": _TENSOR_SPLIT.sections,
+    "narrow": _NARROW,
+}
+_RECURRENT = {getattr(torch, name): name for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
 _FOLLOWED = {
-    torch.matmul: _MATMUL,
-    Tensor.matmul: _MATMUL,
+    **{getattr(of, name): op for name, op in _OF_BOTH.items() for of in (torch, Tensor)},
+    **{function: getattr(torch.ops.aten, name).input for function, name in _RECURRENT.items()},
     Tensor.__matmul__: _MATMUL,
     F.linear: torch.ops.aten.linear.default,
-    torch.reshape: _RESHAPE,
-    Tensor.reshape: _RESHAPE,
-    torch.flatten: _FLATTEN,
-    Tensor.flatten: _FLATTEN,
-    torch.unflatten: _UNFLATTEN,
-    Tensor.unflatten: _UNFLATTEN,
     torch.einsum: _EINSUM,
-    torch.repeat_interleave: _REPEAT_INTERLEAVE,
-    Tensor.repeat_interleave: _REPEAT_INTERLEAVE,
-    torch.tensor_split: _TENSOR_SPLIT.sections,
-    Tensor.tensor_split: _TENSOR_SPLIT.sections,
-    torch.narrow: _NARROW,
-    Tensor.narrow: _NARROW,
     F.scaled_dot_product_attention: torch.ops.aten.scaled_dot_product_attention.default,
-    torch.lstm: torch.ops.aten.lstm.input,
-    torch.gru: torch.ops.aten.gru.input,
-    torch.rnn_tanh: torch.ops.aten.rnn_tanh.input,
-    torch.rnn_relu: torch.ops.aten.rnn_relu.input,
 }
-_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
 _REDUCTIONS = {dist.all_reduce, dist.reduce_scatter_tensor} if dist.is_available() else set()
 

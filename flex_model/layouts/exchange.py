@@ -23,17 +23,12 @@ def exchange_chunks(communicator: Communicator, follower: Follower) -> None:
         communicator.check_consistency(
             Header("inputs", site=follower.log.num_syncs), "what a forward has run so far"
         )
-        digests = (
-            communicator.exchange(torch.tensor([digest], dtype=torch.int64)).flatten().tolist()
-        )
+        digests = communicator.exchange(torch.tensor([digest])).flatten().tolist()
         if all(other == digest for other in digests):
             return [chunk] * len(digests)
         packed = chunk.pack()
         lengths = communicator.exchange(torch.tensor([len(packed)])).flatten().tolist()
-        row = torch.zeros(max(lengths), dtype=torch.uint8)
-        row[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        rows = communicator.exchange(row)
-        return [Chunk.unpack(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths)]
+        return list(map(Chunk.unpack, communicator.exchange_padded(packed, max(lengths))))
 
     with communicator.uncounted():
         follower.sync(exchange)

@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from flex_model import _C
-from flex_model.distributed.layout import Placement, Replicate, Shape, Shard
+from flex_model.distributed.layout import Replicate, Shape, Shard
 from flex_model.distributed.mesh import Mesh
 from flex_model.integrations import layers
+from flex_model.integrations.torch_private import find_group
 from flex_model.layouts import recorder
 from flex_model.layouts.backward_nodes import is_framework_hook
 from flex_model.layouts.operation_log import Chunk, Log, Value
-from flex_model.layouts.placement_encoding import encode
+from flex_model.layouts.placement_encoding import UNKNOWN as UNKNOWN
+from flex_model.layouts.placement_encoding import Pair, encode
 from flex_model.layouts.proofs import AxisProofs
 from flex_model.layouts.recorder import Recorder
 from flex_model.layouts.sources import AXES, Weights, stated_by_dtensor
@@ -26,8 +28,6 @@ from flex_model.layouts.statements import Statement, Statements, describe
 from flex_model.names import clean
 
 #: Placements along dp and tp; None where nothing is proven or stated.
-Pair = tuple[Placement | None, Placement | None]
-UNKNOWN: Pair = (None, None)
 
 
 class Proofs:
@@ -412,6 +412,11 @@ class Follower:
         digest = self.log.digest
         self.proofs.follow(exchange(self.log.take(), digest))
 
+    def infer_from(self, proofs: Proofs, chunks: Sequence[Chunk]) -> None:
+        """Infer placements by these proofs, from the whole logs of all ranks of the grid. Local."""
+        self.proofs = proofs
+        proofs.follow(chunks)
+
     def _axes_of(self, args: Any, kwargs: Any) -> tuple[str, ...] | None:
         """Return the axes along which a collective's group runs; None for a group that is
         no axis.
@@ -450,7 +455,7 @@ def group_of(value: Any) -> Any:
     """
     if isinstance(value, str):
         try:
-            return dist.distributed_c10d._resolve_process_group(value)  # type: ignore[arg-type]
+            return find_group(value)
         except (LookupError, RuntimeError, ValueError):
             return None
     try:

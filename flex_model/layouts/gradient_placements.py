@@ -83,6 +83,14 @@ class _Node:
     returned: list[Kind] | None = None
     is_known: bool = False
 
+    def note_received(self, are_known: bool, kinds: Sequence[Kind]) -> None:
+        """Note the kinds of the gradients that it receives, and whether all are known."""
+        self.is_known = are_known
+        self.lost_at = _worst([kind for kind in kinds if isinstance(kind, str)])
+
+    def note_returned(self, kinds: list[Kind]) -> None:
+        self.returned = kinds
+
 
 class Gradients:
     """Infers the placements of gradients along the axis of ``proofs``."""
@@ -241,12 +249,9 @@ class Gradients:
             )
         elif kind == "node":
             self._note_read_by_some(entry[3], f"{entry[2]}, which not all ranks ran")
-        elif kind in ("placed", "stated"):
-            self.invalidate(
-                [entry[4] if kind == "placed" else entry[2]], "a hook that not all ranks ran"
-            )
-        elif kind == "named":
-            self.invalidate([entry[3]], "a hook that not all ranks ran")
+        elif kind in ("placed", "stated", "named"):
+            value = entry[{"placed": 4, "stated": 2, "named": 3}[kind]]
+            self.invalidate([value], "a hook that not all ranks ran")
         elif kind == "hooked":
             self.invalidate([entry[1]], entry[2])
         elif kind == "backward":
@@ -277,9 +282,8 @@ class Gradients:
             place: self.placement(outputs[place]) if place in outputs else None for place in given
         }
         if node is not None:
-            node.is_known = None not in found.values()
             output_kinds = [self._kind(outputs[p]) if p in outputs else node.name for p in found]
-            node.lost_at = _worst([kind for kind in output_kinds if isinstance(kind, str)])
+            node.note_received(None not in found.values(), output_kinds)
         kinds = set(found.values())
         alike = kinds.pop() if len(kinds) == 1 else None
         if node is None or node.name == RECOMPUTES:
@@ -318,10 +322,7 @@ class Gradients:
         return [None if kind is None else placement for placement, kind in zip(found, kinds)]
 
     def note_returned(
-        self,
-        number: Value,
-        by_place: Sequence[Sequence[Any]],
-        stated: Sequence[Placement | None],
+        self, number: Value, by_place: Sequence[Sequence[Any]], stated: Sequence[Placement | None]
     ) -> None:
         """Note the gradients that a node returned to its inputs, by rank; ``stated``: the
         placements of those that are DTensors.
@@ -329,9 +330,8 @@ class Gradients:
         self._received.pop(number, None)
         node = self._nodes.get(number)
         if node is not None:
-            node.returned = [
-                self._returned(node, of_ranks, own) for of_ranks, own in zip(by_place, stated)
-            ]
+            pairs = zip(by_place, stated)
+            node.note_returned([self._returned(node, of_ranks, own) for of_ranks, own in pairs])
 
     def _returned(self, node: _Node, of_ranks: Sequence[Any], stated: Placement | None) -> Kind:
         if node.name == RECOMPUTES or all(value == () for value in of_ranks):
@@ -449,11 +449,9 @@ class Gradients:
             return kind
         if expected is not None:
             return "a gradient that is not placed like its tensor"
-        return (
-            kind
-            if is_free or isinstance(kind, (Replicate, Partial))
-            else "a gradient that is split"
-        )
+        if is_free or isinstance(kind, (Replicate, Partial)):
+            return kind
+        return "a gradient that is split"
 
     def _end_kind(self, value: Value, expected: Placement | None) -> Kind:
         """Return the kind for a value that nothing passes gradients to, except at the end of a

@@ -65,7 +65,7 @@ class KeptTensors:
         storage = memory_map.storage_of(memory_map.plain(tensor))
         if storage is not None:
             text = f"{name} of forward {self._num_forwards}"
-            kept = _Kept(StorageWeakRef(storage), _version(tensor), text, pair)
+            kept = _Kept(StorageWeakRef(storage), memory_map.version_of(tensor), text, pair)
             self._kept[_key(storage, tensor)] = kept
 
     def source(self, tensor: Tensor) -> tuple[str, Any] | None:
@@ -85,14 +85,10 @@ class KeptTensors:
         if storage is None:
             return None
         kept = self._kept.get(_key(storage, tensor))
-        if kept is None or kept.storage.expired() or kept.version != _version(tensor):
+        if kept is None or kept.storage.expired() or kept.version != memory_map.version_of(tensor):
             return None
         return kept
 
 
 def _key(storage: Any, tensor: Tensor) -> tuple[int, Any]:
     return storage._cdata, memory_map.geometry(memory_map.plain(tensor))
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_iter
 
 from flex_model.integrations import dtensor
+from flex_model.integrations.torch_private import unset_fake_temporarily
 
 Geometry = tuple[Any, ...]  # offset, shape, strides, dtype
 
@@ -136,6 +136,11 @@ def all_blank(tensor: Tensor) -> Blank | None:
         flags = torch.zeros(count, dtype=torch.bool)
         flags.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(True)
     return Blank(flags, tensor.dtype)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return a number that changes with each write; -1 for inference tensors, which have none."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def is_blank(blank: Blank, place: Geometry) -> bool:

@@ -18,14 +18,11 @@ from torch import Tensor, nn
 
 from flex_model.distributed import values
 from flex_model.distributed.header import site_hash
-from flex_model.distributed.layout import Placement
 from flex_model.distributed.plain import kind_of
-from flex_model.layouts.placement_encoding import encode
+from flex_model.layouts.placement_encoding import UNKNOWN, Pair, encode
 from flex_model.names import clean
 
-Pair = tuple[Placement | None, Placement | None]
 Mark = tuple[int | None, ...]  # changes with each write to a buffer
-UNKNOWN: Pair = (None, None)
 
 
 @dataclass(frozen=True)

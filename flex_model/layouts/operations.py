@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from flex_model.layouts.propagation.operation import (
     Operand,
     Operation,
 )
+from flex_model.layouts.propagation.views import TO_SIZES
 from flex_model.layouts.writes import follow_writes
 
 if TYPE_CHECKING:
@@ -32,13 +33,7 @@ _MASKS = {
     "masked_fill", "index_put", "_index_put_impl", "mul", "where", "clone", "_to_copy", "transpose",
     "split", "chunk", "cat", "view", "alias", "detach",
 }  # fmt: skip
-_VIEWS = {
-    "aten::view",
-    "aten::reshape",
-    "aten::_unsafe_view",
-    "aten::_reshape_alias",
-    "aten::unflatten",
-}
+_VIEWS = {f"aten::{name}" for name in (*TO_SIZES, "_reshape_alias", "unflatten")}
 
 _Found = list[Placement | None]
 
@@ -48,25 +43,16 @@ class _Call:
     """One call of an operation, read from the entries of all ranks.
 
     Attributes:
+        read: Its arguments; none where torch has no operation of this name.
         operation: As rules see it; None where torch has no operation of this name.
-        values: The values that it reads, in order.
         has_known_numbers: Whether the unsharded program passes the same numbers.
-        ambiguous: Plain numbers that may differ from the unsharded program's.
-        sized_by: The values whose sizes were passed.
-        sizes_passed: The sizes that were passed to a factory, by position.
-        shards_passed: By position: how the tensor is split whose split dim has the size that was
-            passed.
     """
 
     name: str
     entries: tuple[Entry, ...]
+    read: ArgumentReader
     operation: Operation | None = None
-    values: list[Any] = field(default_factory=list)
     has_known_numbers: bool = False
-    ambiguous: list[Any] = field(default_factory=list)
-    sized_by: tuple[Value, ...] = ()
-    sizes_passed: dict[int, int] = field(default_factory=dict)
-    shards_passed: dict[int, Shard] = field(default_factory=dict)
 
     @property
     def written(self) -> Any:
@@ -79,7 +65,7 @@ def follow_operation(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
     """Note the placements of the results of an operation that all ranks ran."""
     _, name, _, _, outputs, _, _, carriers = entries[0]
     call = _read(proofs, name, entries)
-    operation, values = call.operation, call.values
+    operation, values = call.operation, call.read.values
     found: _Found = [None] * len(outputs)
     parts: list[collectives.Gathered | None] = [None] * len(outputs)
     is_ruled = False  # whether a rule covers the ranks' parts
@@ -93,7 +79,8 @@ def follow_operation(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
     elif operation is not None:
         with suppress(ArgumentsDifferError):
             found, parts = _infer(proofs, call, operation)
-            is_ruled = call.has_known_numbers and not call.ambiguous and _has_parts(name, operation)
+            are_known = call.has_known_numbers and not call.read.ambiguous
+            is_ruled = are_known and _has_parts(name, operation)
     if operation is not None and None in found and _has_local_count(operation):
         proofs.note_converted({len(entry[4]) for entry in entries})
     if operation is None or not _are_whole(operation):
@@ -133,8 +120,8 @@ def _note_placement(
         encoded: The placements that a DTensor states for it.
         is_ruled: Whether a rule covers the ranks' parts.
     """
-    inputs = tuple(v for v in call.values if isinstance(v, int))
-    proofs.note_step(value, text, inputs or call.sized_by)
+    inputs = tuple(v for v in call.read.values if isinstance(v, int))
+    proofs.note_step(value, text, inputs or tuple(call.read.sized_by))
     if proofs.is_layer(proofs.module):
         proofs.of_layers.add(value)
     stated = decode(encoded and encoded[proofs.index])
@@ -148,14 +135,14 @@ def _note_placement(
     if is_lost and (is_of_mixed or (is_ruled and not proofs.may_have_diverged)):
         proofs.mixed.add(value)
     if value not in proofs.placements and _is_lost_by_numbers(call):
-        number = f"{text} of {call.ambiguous[0]}, which may be a rank's own number"
+        number = f"{text} of {call.read.ambiguous[0]}, which may be a rank's own number"
         proofs.note_step(value, number, inputs)
 
 
 def _is_lost_by_numbers(call: _Call) -> bool:
     """Whether the only unknown of an operation is a number that the unsharded program passes."""
     operation = call.operation
-    if operation is None or not call.ambiguous:
+    if operation is None or not call.read.ambiguous:
         return False
     is_constant = operation.name == "lift_fresh"
     return is_constant or all(one.placement is not None for one in operation.operands)
@@ -165,9 +152,9 @@ def _note_facts(
     proofs: AxisProofs, call: _Call, operation: Operation, value: Value, output: int
 ) -> None:
     """Note other facts about a result, in addition to its placement or instead of it."""
-    values, name = call.values, operation.name
+    values, name = call.read.values, operation.name
     if factories.is_fill(name):
-        proofs.sizes_passed[value] = call.sizes_passed
+        proofs.sizes_passed[value] = call.read.sizes_passed
     if _is_looked_up(proofs, operation, values):
         proofs.looked_up.add(value)
     if factories.makes_zeros(operation):
@@ -203,7 +190,7 @@ def _infer(
     Raises:
         ArgumentsDifferError: an argument that the result depends on is not the same on all ranks.
     """
-    values, num_ranks = call.values, proofs.num_ranks
+    values, num_ranks = call.read.values, proofs.num_ranks
     made = [output[0] for output in call.entries[0][4]]
     found = _propagate(proofs, call, operation)
     if None in found:
@@ -240,7 +227,7 @@ def _propagate(proofs: AxisProofs, call: _Call, operation: Operation) -> _Found:
         sizes = [size for sizes in operation.full_sizes.values() for size in sizes]
         if numbers.tainted_module is not None and (not sizes or None in sizes):
             return outputs
-        return factories.infer(operation, numbers.split_sizes, call.shards_passed)
+        return factories.infer(operation, numbers.split_sizes, call.read.shards_passed)
     return rules.propagate(operation)
 
 
@@ -317,7 +304,7 @@ def _read(proofs: AxisProofs, name: str, entries: tuple[Entry, ...]) -> _Call:
     """Read the call from the entries of all ranks."""
     overload = overload_of(name)
     if overload is None:
-        return _Call(name, entries)
+        return _Call(name, entries, ArgumentReader(proofs, len(entries)))
     schema = overload._schema
     reader = ArgumentReader(proofs, len(entries), schema.name in _VIEWS)
     arguments = reader.arguments(schema, entries)
@@ -343,17 +330,7 @@ def _read(proofs: AxisProofs, name: str, entries: tuple[Entry, ...]) -> _Call:
         is_bool = bool(outputs) and outputs[0].dtype == torch.bool
         is_local |= numbers.has_read or (is_bool and numbers.has_condition)
         is_local |= numbers.has_converted and not is_shown
-    return _Call(
-        name,
-        entries,
-        operation,
-        reader.values,
-        not is_local,
-        ambiguous,
-        tuple(reader.sized_by),
-        reader.sizes_passed,
-        reader.shards_passed,
-    )
+    return _Call(name, entries, reader, operation, not is_local)
 
 
 def _has_gradient(dtype: str) -> bool:

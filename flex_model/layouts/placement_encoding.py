@@ -6,6 +6,9 @@ from typing import Any
 
 from flex_model.distributed.layout import Partial, Placement, Replicate, Shard
 
+Pair = tuple[Placement | None, Placement | None]  # along dp and tp; None where it is not known
+UNKNOWN: Pair = (None, None)
+
 
 def encode(placement: Placement | None) -> Any:
     """Encode a placement as a tuple of plain values; None stays None."""

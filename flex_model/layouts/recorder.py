@@ -17,6 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from flex_model.integrations import dtensor
+from flex_model.integrations.torch_private import (
+    DisableTorchFunction,
+    OpOverload,
+    current_graph_task,
+    is_composite,
+)
 from flex_model.layouts import memory_map
 from flex_model.layouts.argument_encoder import ArgumentEncoder, Encoded
 from flex_model.layouts.backward_nodes import BackwardNodes, PendingResults, is_framework_hook
@@ -42,11 +48,6 @@ COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_fu
 _UNKNOWN = 0  # stands for no value: such a size has no known counterpart in the unsharded program
 _COPIES = {"aten::_to_copy", "aten::clone", "aten::to"}
 _SAME_MEMORY = {"aten::detach", "aten::alias", "aten::detach_"}
-
-
-def backward_task() -> int:
-    """Return autograd's number of the backward that runs in this thread; -1 for none."""
-    return torch._C._current_graph_task_id()
 
 
 active_recorders: list[Recorder] = []  # the recorders of all FlexModels that are entered
@@ -99,7 +100,7 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self) -> Recorder:
         """Begin to record; no effect if it records already, as in a nested backward."""
-        self._tasks.append(backward_task())
+        self._tasks.append(current_graph_task())
         if len(self._tasks) == 1:
             super().__enter__()
             self._functions.__enter__()
@@ -124,7 +125,7 @@ class Recorder(TorchDispatchMode):
         """
         super().__enter__()
         try:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 yield
         finally:
             super().__exit__(None, None, None)
@@ -134,7 +135,7 @@ class Recorder(TorchDispatchMode):
         """Whether nothing is recorded. True also in a nested backward: its nodes are followed one
         by one.
         """
-        return self.pauses > 0 or (bool(self._tasks) and backward_task() != self._tasks[-1])
+        return self.pauses > 0 or (bool(self._tasks) and current_graph_task() != self._tasks[-1])
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -300,7 +301,7 @@ class Recorder(TorchDispatchMode):
         if self.is_paused:
             return func(*args, **kwargs)
         self.flush()
-        if not isinstance(func, torch._ops.OpOverload):  # such as flex_attention
+        if not isinstance(func, OpOverload):  # such as flex_attention
             result = func(*args, **kwargs)
             self.record(f"higher_order::{func}", args, kwargs, result, None)
             return result
@@ -340,9 +341,7 @@ class Recorder(TorchDispatchMode):
             return False
         if any(dtensor.is_dtensor(leaf) for leaf in tree_iter((args, kwargs))):
             return False
-        return torch._C._dispatch_has_kernel_for_dispatch_key(
-            func.name(), "CompositeImplicitAutograd"
-        )
+        return is_composite(func)
 
     def note_same(self, source: Tensor, result: Any) -> bool:
         """Whether the result is an alias of the source, with the same memory, shape and strides; it

@@ -14,6 +14,7 @@ from flex_model import _C
 from flex_model.distributed.layout import Placement, Replicate, Shard
 from flex_model.distributed.mesh import Mesh
 from flex_model.integrations import dtensor, fsdp, layers
+from flex_model.layouts.memory_map import version_of
 from flex_model.layouts.module_buffers import Buffers
 from flex_model.layouts.placement_encoding import decode, encode
 from flex_model.layouts.statements import Statement, Statements, describe
@@ -36,7 +37,7 @@ class Constants:
 
     def __init__(self, root: nn.Module) -> None:
         self._versions = {
-            id(value): (weakref.ref(value), _version(value))
+            id(value): (weakref.ref(value), version_of(value))
             for module in root.modules()
             for value in vars(module).values()
             if isinstance(value, Tensor)
@@ -44,11 +45,7 @@ class Constants:
 
     def __contains__(self, tensor: Tensor) -> bool:
         known = self._versions.get(id(tensor))
-        return known is not None and known[0]() is tensor and known[1] == _version(tensor)
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+        return known is not None and known[0]() is tensor and known[1] == version_of(tensor)
 
 
 class Weights:

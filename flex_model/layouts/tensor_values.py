@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from flex_model.integrations.torch_private import DisableTorchFunction
 from flex_model.layouts import memory_map
 from flex_model.layouts.memory_map import Geometry
 from flex_model.layouts.operation_log import Value, hash_of
@@ -30,7 +30,7 @@ def without_function_mode(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return method(*args, **kwargs)
 
     return run
@@ -47,6 +47,17 @@ class _Storage:
     reference: StorageWeakRef
     values: dict[Geometry, list[Value]] = field(default_factory=dict)
     blank: memory_map.Blank | None = None
+
+    def note_blank(self, tensor: Tensor) -> None:
+        """Note that nothing was written to it; ``tensor`` is all of it."""
+        self.blank = memory_map.all_blank(tensor)
+
+    def note_write(self, geometry: Geometry) -> bool:
+        """Note a write; whether all of it is written since."""
+        if self.blank is None or not memory_map.write(self.blank, geometry):
+            return False
+        self.blank = None
+        return True
 
 
 class TensorValues:
@@ -193,7 +204,7 @@ class TensorValues:
         plain = memory_map.plain(tensor)
         storage = memory_map.storage_of(plain)
         if storage is not None:
-            self._entry(storage).blank = memory_map.all_blank(plain)
+            self._entry(storage).note_blank(plain)
 
     def write(self, tensor: Tensor, before: Value, value: Value) -> tuple[Any, ...]:
         """Note that the value ``before`` in the tensor's memory was overwritten by another.
@@ -218,12 +229,7 @@ class TensorValues:
         self._replaced[before] = value
         entry.values[geometry] = [value if old == before else old for old in values] or [value]
         self.bind(tensor, value)
-        is_complete = False
-        if entry.blank is not None:
-            is_complete = memory_map.write(entry.blank, geometry)
-            if is_complete:
-                entry.blank = None
-        return before, tuple(others), is_complete
+        return before, tuple(others), entry.note_write(geometry)
 
     def _entry(self, storage: Any) -> _Storage:
         entry = self._storages.get(storage._cdata)

@@ -7,11 +7,11 @@ and reads it.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -365,17 +365,9 @@ def _check(index: dict[str, Any], modules: nn.ModuleDict, optimizer: Any) -> Non
 # ---- Among ranks ----
 
 
-@contextlib.contextmanager
-def _waiting(communicator: Communicator) -> Iterator[None]:
+def _waiting(communicator: Communicator) -> AbstractContextManager[None]:
     """A context for a wait for rank 0's disk; a rank that dies is detected all the same."""
-    before, communicator.timeout_s = (
-        communicator.timeout_s,
-        max(communicator.timeout_s, _FILE_TIMEOUT_S),
-    )
-    try:
-        yield
-    finally:
-        communicator.timeout_s = before
+    return communicator.deadline(max(communicator.timeout_s, _FILE_TIMEOUT_S))
 
 
 def _text(error: Exception | None, where: str = "") -> list[str] | None:

@@ -275,7 +275,7 @@ class Records:
                 site = record.call.registration.layout_site
                 own = record.snapshot.tensor
                 first = replicas.reconciled(self._communicator, site, own, axes)
-                record.snapshot.tensor = owned_copy(first)
+                record.snapshot.replace_by(owned_copy(first))
 
     def _is_replicated(self, layout: ShardLayout) -> bool:
         mesh = self._communicator.mesh

@@ -45,6 +45,10 @@ class Snapshot:
             self.ready = host_copies.ready_now(changed)
         self.tensor = changed
 
+    def replace_by(self, tensor: Tensor) -> None:
+        """Replace the tensor by one whose values are there."""
+        self.tensor, self.ready = tensor, None
+
 
 class Snapshots:
     """The snapshots of a wrapped model's hooks. All methods are local, so ranks may have the shards
@@ -95,7 +99,7 @@ class Snapshots:
                 snapshot.wait()
             copies = [memory.copy(s.tensor) for s in elsewhere]
         for snapshot, copy in zip(elsewhere, copies):
-            snapshot.tensor, snapshot.ready = copy, None
+            snapshot.replace_by(copy)
 
     def drop(self, snapshots: list[Snapshot]) -> None:
         """Free snapshots."""

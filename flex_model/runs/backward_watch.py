@@ -18,6 +18,7 @@ import torch
 
 from flex_model import _C
 from flex_model.distributed.communicator import Communicator
+from flex_model.integrations.torch_private import current_graph_task
 
 _GRACE_S = 0.5  # for the other ranks to receive the report; Ctrl-C must return within a second
 _FAILURE = "the model's own backward failed or was interrupted; see that rank's own traceback"
@@ -48,7 +49,7 @@ class BackwardWatch:
 
     def watch(self) -> None:
         """Watch the running pass, if there is one; repeated calls do nothing. Local."""
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task()
         if task == -1 or task in self._tasks or self._communicator.is_local:
             return
         self._tasks.add(task)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flex_model import _C
+from flex_model.integrations import torch_private
 from flex_model.runs.remembered_runs import RememberedRuns, backward_task
 
 if TYPE_CHECKING:
@@ -206,7 +207,7 @@ class _Served:
         self.task = task
         self.graphs: list[Graph] = []
         self.put_back: list[Registration] = []
-        self._frees = not torch._C._autograd._get_current_graph_task_keep_graph()
+        self._frees = not torch_private.keeps_graph()
 
     def ended(self) -> None:
         """Mark the graphs of a pass that ended well as used, if their memory was freed."""
@@ -221,7 +222,7 @@ def is_in_checkpoint() -> bool:
     """Return whether the running code may be recomputed in backward, if its graph is built at all:
     a checkpoint runs it without a graph, or recomputes the tensors saved for it.
     """
-    saved_by = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    saved_by = torch_private.top_saved_hooks()
     return not torch.is_grad_enabled() or saved_by is not None
 
 

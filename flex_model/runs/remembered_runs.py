@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import torch
 
+from flex_model.integrations import torch_private
+from flex_model.integrations.torch_private import current_graph_task as backward_task
 from flex_model.runs.run import OPEN, Run
 
 MOST = 64  # they are small: their records are delivered and dropped
@@ -58,7 +60,7 @@ class RememberedRuns:
         Args:
             lone_run: Makes a run for a part of the model that was called on its own.
         """
-        node = torch._C._current_autograd_node()
+        node = torch_private.current_node()
         if node is None:
             return self._runs[-1] if self._runs else None
         run = next((run for run in reversed(self._runs) if run.holds(node)), None)
@@ -89,11 +91,6 @@ class RememberedRuns:
         self._replayed = task, run
 
 
-def backward_task() -> int:
-    """Return the number of the running backward pass; -1 if there is none."""
-    return torch._C._current_graph_task_id()
-
-
 def in_backward() -> bool:
     """Return whether a backward pass is running."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_task() != -1

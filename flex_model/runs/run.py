@@ -7,7 +7,7 @@ from argparse import Namespace
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-import torch
+from flex_model.integrations.torch_private import next_sequence
 
 if TYPE_CHECKING:
     from flex_model.records.records import PendingRecord
@@ -170,8 +170,3 @@ class Run:
         """End a part: the run goes on with its random state."""
         part.end()
         self.seed, self.has_drawn = part.seed, part.has_drawn
-
-
-def next_sequence() -> int:
-    """Return the sequence number that autograd gives to the next node made in this thread."""
-    return torch._C._autograd._get_sequence_nr()

@@ -1,6 +1,6 @@
 """Release 0.1.0's import path of its names for :mod:`flex_model.pytree`."""
 
-from flex_model.compat.traverse import (
+from flex_model.compat.traverse import (  # noqa: F401
     InternalNode,
     InternalObject,
     LeafNode,
@@ -10,14 +10,3 @@ from flex_model.compat.traverse import (
     flatten,
     unflatten,
 )
-
-__all__ = [
-    "InternalNode",
-    "InternalObject",
-    "LeafNode",
-    "LeafObject",
-    "ScalarNode",
-    "ScalarObject",
-    "flatten",
-    "unflatten",
-]

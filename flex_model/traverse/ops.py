@@ -1,5 +1,3 @@
 """Release 0.1.0's import path of ``flatten`` and ``unflatten``."""
 
-from flex_model.compat.traverse import flatten, unflatten
-
-__all__ = ["flatten", "unflatten"]
+from flex_model.compat.traverse import flatten, unflatten  # noqa: F401

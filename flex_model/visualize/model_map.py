@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -180,10 +180,14 @@ def model_map(
     for row in costs[len(hooks) :]:
         if row.headers or row.bytes_moved:
             notes.setdefault("", []).append(f"all hooks share: {_counts(row)}")
-    shown = list(modules.nodes.values())
-    for node in shown:
-        node.kind += f"  ({modules.stages[node.name]})" if node.name in modules.stages else ""
-        node.notes = tuple(notes.get(node.name, ()))
+    shown = [
+        replace(
+            node,
+            kind=node.kind + (f"  ({modules.stages[name]})" if name in modules.stages else ""),
+            notes=tuple(notes.get(name, ())),
+        )
+        for name, node in modules.nodes.items()
+    ]
     ranks = core.mesh.describe() if core.mesh.num_ranks > 1 else "1 process"
     rank = core.mesh.ranks[core.mesh.rank]
     return ModelMap(ModelTree(shown, ranks), hooks, costs.transports, timeline, rank)

@@ -37,8 +37,8 @@ def wait(works):
 
 def transport_of(means, group, device):
     on_cpu, _ = choose(group, wait, torch.device("cpu"))
-    if means.startswith("nccl"):
-        return ByDevice(on_cpu, Nccl(group, wait, device, register=means == "nccl, registered"))
+    if means == "nccl":
+        return ByDevice(on_cpu, Nccl(group, wait, device))
     kind = {"symmetric memory": peer_buffers.SymmetricMemory, "cuda ipc": peer_buffers.CudaIpc}
     connect = kind.get(means, peer_buffers.connect)
     return ByDevice(on_cpu, PeerMemory(group, connect(on_cpu, wait, device)))
@@ -129,7 +129,7 @@ def main():
     second = transport_of(means, group, device)
     all_reduce_sum(second, torch.ones(3, device=device))
     second.close()
-    process_groups.release(group)
+    group.release()
     dist.destroy_process_group()
 
 

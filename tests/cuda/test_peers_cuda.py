@@ -23,7 +23,7 @@ def test_processes_that_share_a_gpu(tmp_path, means, num_ranks):
     run(tmp_path, num_ranks, means, share=True)
 
 
-@pytest.mark.parametrize("means", ["symmetric memory", "cuda ipc", "nccl", "nccl, registered"])
+@pytest.mark.parametrize("means", ["symmetric memory", "cuda ipc", "nccl"])
 def test_processes_with_a_gpu_each(tmp_path, means):
     num_ranks = min(torch.cuda.device_count(), 8)
     if num_ranks < 2:
@@ -31,7 +31,7 @@ def test_processes_with_a_gpu_each(tmp_path, means):
     run(tmp_path, num_ranks, means, share=False)
 
 
-@pytest.mark.parametrize("means", ["nccl", "nccl, registered", "symmetric memory", "cuda ipc"])
+@pytest.mark.parametrize("means", ["nccl", "symmetric memory", "cuda ipc"])
 def test_one_rank(tmp_path, means):
     if means.startswith("nccl") and not nccl.is_available():
         pytest.skip("torch has no NCCL")

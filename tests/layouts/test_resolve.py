@@ -58,7 +58,8 @@ def test_rows_and_heads_that_were_joined(order, inside):
     layout = layout_of(shapes, GRID, (shards["dp"], shards["tp"]))
     stated = layout_of(shapes, GRID, (None, None), shards)
     assert replace(stated, source=layout.source) == layout
-    full_shape, boxes = layout.place(shapes, 2, 2)
+    full_shape = layout.full_shape(shapes, 2, 2)
+    _, _, boxes = layout.plan_of({}, shapes, 2, 2, 8)
     found = torch.full(full_shape, -1)
     for rank, (start,), (own,), (size,) in boxes:
         found[start : start + size] = tensors[rank][own : own + size]

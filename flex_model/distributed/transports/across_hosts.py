@@ -12,7 +12,7 @@ from flex_model._C import GatherPlan
 from flex_model.distributed.hosts import Hosts
 from flex_model.distributed.process_groups import PrivateGroup
 from flex_model.distributed.transports import transport
-from flex_model.distributed.transports.gloo import Gloo, assemble, split
+from flex_model.distributed.transports.gloo import Gloo, assemble, assemble_all, split
 from flex_model.distributed.transports.shared_memory import SharedMemory
 from flex_model.distributed.transports.transport import (
     Gathered,
@@ -66,14 +66,7 @@ class AcrossHosts:
         everyone = self._bytes_on_first(data, sizes)
         if everyone is None:
             return None
-        fulls = []
-        for tensor, placed in zip(tensors, starts):
-            shards = [
-                everyone[holder][start : start + num_bytes]
-                for holder, start, num_bytes in zip(tensor.ranks, placed, tensor.plan.shard_bytes)
-            ]
-            fulls += tensor.copies(_put_together(shards, tensor.plan, tensor.shard.dtype))
-        return fulls
+        return assemble_all(torch.cat(everyone), sizes, starts, tensors)
 
     def scatter_from_first(self, full: Tensor | None, like: Tensor, plan: GatherPlan) -> Tensor:
         sizes = [sum(plan.shard_bytes[r] for r in ranks) for ranks in self._ranks_of_hosts]

@@ -8,20 +8,12 @@ from torch import Tensor
 
 from flex_model._C import GatherPlan
 from flex_model.distributed.transports.host_gather import HostGather
-from flex_model.distributed.transports.transport import Gathered, Transport
+from flex_model.distributed.transports.transport import Gathered, TensorTransport, Transport
 
 
-class GpuTransport(Protocol):
-    """The part of ``Transport`` that moves tensors of GPUs."""
+class GpuTransport(TensorTransport, Protocol):
+    """A transport of tensors on GPUs."""
 
-    name: str
-
-    def all_gather(
-        self, shard: Tensor, plan: GatherPlan, num_copies: int = 1, num_read: int = 0
-    ) -> list[Tensor]: ...
-    def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None: ...
-    def scatter_from_first(self, full: Tensor | None, like: Tensor, plan: GatherPlan) -> Tensor: ...
-    def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor: ...
     def close(self) -> None: ...
 
 

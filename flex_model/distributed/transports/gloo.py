@@ -4,6 +4,8 @@ through the CPU.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -53,13 +55,7 @@ class Gloo:
         received = self._exchange_unevenly(data, [data.numel(), *none[1:]], none if rank else sizes)
         if rank != 0:
             return None
-        before = [sum(sizes[:holder]) for holder in range(size)]
-        fulls = []
-        for tensor, placed in zip(tensors, starts):
-            offsets = [before[holder] + start for holder, start in zip(tensor.ranks, placed)]
-            full = assemble(received, offsets, tensor.plan, tensor.shard.dtype)
-            fulls += tensor.copies(full)
-        return fulls
+        return assemble_all(received, sizes, starts, tensors)
 
     def scatter_from_first(self, full: Tensor | None, like: Tensor, plan: GatherPlan) -> Tensor:
         none = [0] * self.group.size
@@ -98,6 +94,18 @@ class Gloo:
 def assemble(gathered: Tensor, offsets: list[int], plan: GatherPlan, dtype: torch.dtype) -> Tensor:
     """Assemble the full tensor from all shards' bytes; rank r's begin at ``offsets[r]``. Local."""
     return torch.ops.flex_model.assemble(gathered, offsets, plan.code, plan.full_sizes, dtype)
+
+
+def assemble_all(
+    received: Tensor, sizes: list[int], starts: list[list[int]], tensors: list[Gathered]
+) -> list[Tensor]:
+    """Return the full tensors, and their copies, of the bytes of ``pack_shards`` of all ranks."""
+    before, fulls = [0, *itertools.accumulate(sizes)], []
+    for tensor, placed in zip(tensors, starts):
+        offsets = [before[holder] + start for holder, start in zip(tensor.ranks, placed)]
+        full = assemble(received, offsets, tensor.plan, tensor.shard.dtype)
+        fulls += tensor.copies(full)
+    return fulls
 
 
 def split(full: Tensor, plan: GatherPlan, rank: int) -> Tensor:

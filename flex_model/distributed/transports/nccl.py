@@ -42,21 +42,15 @@ class Nccl:
         group: The ranks; its gloo backend and its store are used to connect.
         wait: Waits for works with a deadline, then raises what they raise.
         device: This rank's GPU; no two ranks of the group may have the same.
-        register: Whether buffers are registered with NCCL, which saves a copy through its own.
     """
 
     name = "nccl"
 
-    def __init__(
-        self, group: PrivateGroup, wait: Wait, device: torch.device, register: bool = False
-    ) -> None:
+    def __init__(self, group: PrivateGroup, wait: Wait, device: torch.device) -> None:
         self.group = group
         self._host_wait = wait
         self._device = device
-        self._pool: Any = None
         self._backend: Any = self._connect()
-        if register:
-            self._register()
 
     def _connect(self) -> Any:
         group = self.group
@@ -77,43 +71,22 @@ class Nccl:
         self._wait([backend._allgather_base(flags, flags[:1].clone())])
         return backend
 
-    def _register(self) -> None:
-        """Make a pool for our buffers, whose memory NCCL allocates and registers."""
-        self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
-        with torch.cuda.use_mem_pool(self._pool, self._device):
-            torch.empty(1 << 20, dtype=torch.uint8, device=self._device)  # the pool's first segment
-        self._backend.register_mem_pool(self._pool)
-
     def close(self) -> None:
         """End the communicator. Local."""
-        self._abort()
-
-    def _abort(self) -> None:
         backend, self._backend = self._backend, None
-        if backend is None:
-            return
-        with contextlib.suppress(RuntimeError):  # it may be broken already
-            if self._pool is not None:
-                backend.deregister_mem_pool(self._pool)
-            backend.abort()
-        self._pool = None
+        if backend is not None:
+            with contextlib.suppress(RuntimeError):  # it may be broken already
+                backend.abort()
 
     def _wait(self, works: list) -> None:
         try:
             self._host_wait(works)
         except BaseException:
-            self._abort()
+            self.close()
             raise
 
     def _empty(self, num_bytes: int) -> Tensor:
-        """Allocate a buffer for NCCL."""
-        pool = (
-            torch.cuda.use_mem_pool(self._pool, self._device)
-            if self._pool is not None
-            else contextlib.nullcontext()
-        )
-        with pool:
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def _gathered(self, data: Tensor, out: Tensor) -> Tensor:
         """All-gather ``data`` into ``out``, in rank order, and return ``out``."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flex_model.distributed.transports.transport import Transport, Wait
 from flex_model.errors import HookError
+from flex_model.integrations.torch_private import symmetric_memory
 
 MAX_RANKS = 128  # kMaxPeers of csrc/cuda/peers.h
 _FLAG_BYTES = 4096  # of the signal pad at the head of an IPC buffer: a uint32 per rank
@@ -158,14 +159,15 @@ class SymmetricMemory(_CudaBuffers):
         self._handle: Any = None
         # torch finds the ranks by name: of a process group in some versions, of a "group info" in
         # others.
-        c10d = torch._C._distributed_c10d
         self._group: Any = dist.ProcessGroup(self._store, group.rank, group.size)
         self._group._set_group_name(self._name)
-        c10d._register_process_group(self._name, self._group)
-        c10d._SymmetricMemory.set_group_info(self._name, group.rank, group.size, self._store)
+        symmetric_memory._register_process_group(self._name, self._group)
+        symmetric_memory._SymmetricMemory.set_group_info(
+            self._name, group.rank, group.size, self._store
+        )
 
     def allocate(self, num_bytes: int) -> tuple[Tensor, list[int]]:
-        memory = torch._C._distributed_c10d._SymmetricMemory
+        memory = symmetric_memory._SymmetricMemory
         self._reset()
         self._handle = None
         self._make_room(num_bytes)
@@ -183,7 +185,7 @@ class SymmetricMemory(_CudaBuffers):
         self._reset()
         self._handle = None
         if self._group is not None:
-            torch._C._distributed_c10d._unregister_process_group(self._name)
+            symmetric_memory._unregister_process_group(self._name)
             self._group = None
 
 

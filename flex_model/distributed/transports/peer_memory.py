@@ -3,8 +3,7 @@
 Every rank has a buffer of two slots. A rank copies its shard into one slot; after a barrier, each
 rank reads every peer's slot and writes the final layout, in one kernel. The next transfer uses the
 other slot: a rank that reaches a barrier has finished the reads of the transfer before, so a slot
-    is
-free again two transfers later, without a second barrier.
+is free again two transfers later, without a second barrier.
 
 ``peer_buffers`` implements the memory and the barriers.
 """

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flex_model._C import GatherPlan
 from flex_model.distributed import memory
+from flex_model.distributed.plain import plain
 from flex_model.distributed.process_groups import PrivateGroup
 from flex_model.distributed.transports import buffer_layout
 from flex_model.distributed.transports.host_copies import Ready
@@ -48,29 +49,22 @@ class Gathered:
     site: int = 0
     ready: Ready | None = None
 
+    def __post_init__(self) -> None:
+        self.shard = plain(self.shard)
+
     def copies(self, full: Tensor) -> list[Tensor]:
         """Return a full tensor and its copies, ``num_copies`` in all."""
         return copies(full, self.num_copies)
 
 
-class Transport(Protocol):
-    """All methods are collective over the group's ranks, whose first is rank 0.
+class TensorTransport(Protocol):
+    """Moves tensors. All methods are collective over the group's ranks, whose first is rank 0.
 
     Attributes:
         name: As users name it in ``FLEX_MODEL_TRANSPORT``.
-        group: Its ranks.
     """
 
     name: str
-    group: PrivateGroup
-
-    def exchange_bytes(self, data: bytes) -> list[bytes]:
-        """Gather the bytes of every rank, all of one length."""
-        ...
-
-    def exchange(self, tensor: Tensor) -> Tensor:
-        """Stack a CPU tensor of all ranks, of one shape and dtype: ``(num_ranks, *shape)``."""
-        ...
 
     def all_gather(
         self, shard: Tensor, plan: GatherPlan, num_copies: int = 1, num_read: int = 0
@@ -99,6 +93,24 @@ class Transport(Protocol):
         """Return rank 0's tensor on every rank; ``like`` has its shape, dtype and device. On rank 0
         it is ``tensor`` itself.
         """
+        ...
+
+
+class Transport(TensorTransport, Protocol):
+    """Moves tensors, and a few bytes of each rank.
+
+    Attributes:
+        group: Its ranks.
+    """
+
+    group: PrivateGroup
+
+    def exchange_bytes(self, data: bytes) -> list[bytes]:
+        """Gather the bytes of every rank, all of one length."""
+        ...
+
+    def exchange(self, tensor: Tensor) -> Tensor:
+        """Stack a CPU tensor of all ranks, of one shape and dtype: ``(num_ranks, *shape)``."""
         ...
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import fake_tensor
 
 from flex_model.distributed.layout import Shape
 from flex_model.errors import HookError, nearest
@@ -30,6 +29,7 @@ from flex_model.inspection.edits.watch import (
     needs_values,
 )
 from flex_model.inspection.shapes_only import as_it_was, same_torch_random_state, shared_fake_mode
+from flex_model.integrations.torch_private import DYNAMO, fake_tensor
 
 _VALUE_ERRORS = (
     fake_tensor.DataDependentOutputException,
@@ -82,7 +82,7 @@ class FakeCalls:
             stack.enter_context(as_it_was(self._core.modules))
             stack.enter_context(_copied(self._core.save_ctx))
             stack.enter_context(_torch_is_quiet())
-            if "torch._dynamo" in sys.modules:  # else nothing is compiled
+            if DYNAMO in sys.modules:  # else nothing is compiled
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             self._stack = stack.pop_all()
         return self
@@ -100,18 +100,20 @@ class FakeCalls:
         """
         function, communicator = registration.given, self._core.communicator
         source = Source(registration)
-        watch = self._arguments.watch = Watch(source, self._sharded)
+        watch = Watch(source, self._sharded)
+        self._arguments.refuse_by(watch)
         is_activation = registration.kind in ("forward", "forward_pre")
         outer = communicator.edit_of
         found: list[Finding] = []
         try:
             communicator.set_edit(registration.describe())
             with self._fake_mode, torch.set_grad_enabled(is_activation and torch.is_grad_enabled()):
-                function.parameters = _Parameters(
+                parameters = _Parameters(
                     (name, torch.empty(shape, dtype=dtype, device=inputs[-1].device))
                     for name, (shape, dtype) in self._parameters.items()
                     if name in function.parameter_names
                 )
+                function.pass_parameters(parameters)
                 found = self._call(registration, inputs, source, watch)
         except RefusedError:
             pass
@@ -119,7 +121,7 @@ class FakeCalls:
             found = [self._raised(error, source)]
         finally:
             communicator.set_edit(outer)
-            function.parameters = {}
+            function.pass_parameters({})
         found = list(dict.fromkeys([*watch.findings, *found]))
         if not self._unfinished and any(finding.level != ERROR for finding in found):
             self._unfinished = f"{found[0].function} of the {registration.describe()}"
@@ -229,7 +231,7 @@ def _torch_is_quiet() -> Iterator[None]:
     """Torch logs errors of shapes with a traceback of its own, besides raising them, and warns of
     its own copies of fake tensors.
     """
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger = logging.getLogger(fake_tensor.__name__)
     before, logger.disabled = logger.disabled, True
     try:
         with warnings.catch_warnings():

@@ -10,8 +10,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -24,7 +22,13 @@ from flex_model.inspection.edits.findings import (
     Place,
     Source,
 )
-from flex_model.inspection.shapes_only import dtensor_class
+from flex_model.integrations import dtensor
+from flex_model.integrations.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    fake_tensor,
+    is_functorch_tensor,
+)
 
 _TO_NUMPY: set[Any] = {Tensor.numpy, Tensor.__array__}
 _READS_MEMORY = {*_TO_NUMPY, Tensor.__dlpack__, Tensor.data_ptr}  # of fake tensors at address 0
@@ -56,9 +60,13 @@ class FakeArguments(TorchFunctionMode):
 
     def __init__(self, fake_mode: FakeTensorMode, sharded: Sharded) -> None:
         super().__init__()
-        self.watch: Watch | None = None
+        self._watch: Watch | None = None
         self._fake_mode, self._sharded = fake_mode, sharded
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of the real one, kept alive
+
+    def refuse_by(self, watch: Watch) -> None:
+        """From now on, ``watch`` reports what can't be read."""
+        self._watch = watch
 
     def leaves(self) -> list[Tensor]:
         """The fake tensors in the place of those that gradients are for."""
@@ -66,7 +74,7 @@ class FakeArguments(TorchFunctionMode):
         return [fake for fake in fakes if fake.requires_grad and fake.is_leaf]
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        assert self.watch is not None
+        assert self._watch is not None
         kwargs = kwargs or {}
         if func is Tensor.__format__ and isinstance(args[0], FakeTensor):
             return repr(args[0])  # for print, as of a tensor with values
@@ -77,13 +85,13 @@ class FakeArguments(TorchFunctionMode):
             with contextlib.suppress(fake_tensor.DataDependentOutputException):
                 if func not in _READS_MEMORY:
                     return func(*args, **kwargs)  # of one number, which torch knows
-            self.watch.refuse_to_read(func, args[0])
+            self._watch.refuse_to_read(func, args[0])
         args, kwargs = tree_map_only(Tensor, self._faked, (args, kwargs))
         return func(*args, **kwargs)
 
     def _faked(self, tensor: Tensor) -> Tensor:
         is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and id(tensor) not in self._sharded
-        if not is_plain or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if not is_plain or is_functorch_tensor(tensor):
             return tensor
         if id(tensor) not in self._fakes:
             self._fakes[id(tensor)] = (tensor, self._fake_mode.from_tensor(tensor))
@@ -119,7 +127,7 @@ class Watch(TorchDispatchMode):
                 "only, so the ranks would deadlock; its tensor is the full one already, and "
                 "weights are named in HookFunction(parameters=...)",
             )
-        if any(issubclass(kind, dtensor_class()) for kind in types):
+        if any(issubclass(kind, dtensor.dtensor_class()) for kind in types):
             return NotImplemented  # its own operations are dispatched again, on plain tensors
         place = self._source.current_line()
         if place is not None:

@@ -241,10 +241,6 @@ RULES = {
         words("_softmax_backward_data _log_softmax_backward_data glu_backward cumprod_backward"),
         along_dim,
     ),
-    "value_selecting_reduction_backward": value_selecting,
-    "embedding_dense_backward": embedding_backward,
-    "embedding_backward": embedding_backward,
-    "_prelu_kernel_backward": prelu_backward,
     **dict.fromkeys(
         words(
             "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy "
@@ -259,11 +255,14 @@ RULES = {
         ),
         elementwise_loss_backward,
     ),
-    "nll_loss": nll_loss,
-    "nll_loss_nd": nll_loss,
-    "nll_loss_forward": nll_loss,
-    "nll_loss2d": nll_loss,
-    "nll_loss2d_forward": nll_loss,
+    "value_selecting_reduction_backward": value_selecting,
+    "embedding_dense_backward": embedding_backward,
+    "embedding_backward": embedding_backward,
+    "_prelu_kernel_backward": prelu_backward,
+    **dict.fromkeys(
+        words("nll_loss nll_loss_nd nll_loss_forward nll_loss2d nll_loss2d_forward"),
+        nll_loss,
+    ),
     "nll_loss_backward": nll_loss_backward,
     "nll_loss2d_backward": nll_loss_backward,
     "cross_entropy_loss": cross_entropy_loss,

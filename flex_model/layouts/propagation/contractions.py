@@ -100,10 +100,11 @@ def grouped_mm(operation: Operation) -> Placements:
     )
 
 
-def _added(text: str, product: str) -> Callable[[Operation], Placements]:
-    """Return the rule of a product that is added to ``self``, which is not read if ``beta``
-    is 0.
+def _added(labels: str, product: str) -> Callable[[Operation], Placements]:
+    """Return the rule of a product that is added to ``self`` with these labels, which is not read
+    if ``beta`` is 0.
     """
+    text = f"self:{labels} {product}".replace("= ", "= self + ")
     rule, alone = form(text), form(product)
 
     def either(operation: Operation) -> Placements:
@@ -127,22 +128,12 @@ RULES = {
     "vdot": form("self:i other:i -> = self*other"),
     "ger": form("self:i vec2:j -> ij = self*vec2"),
     "outer": form("self:i vec2:j -> ij = self*vec2"),
-    "addmm": _added(
-        "self:~ik mat1:ij mat2:jk -> ik = self + mat1*mat2", "mat1:ij mat2:jk -> ik = mat1*mat2"
-    ),
+    "addmm": _added("~ik", "mat1:ij mat2:jk -> ik = mat1*mat2"),
     "_addmm_activation": form("self:~i* mat1:i* mat2:** -> i*"),
-    "addmv": _added("self:~i mat:ij vec:j -> i = self + mat*vec", "mat:ij vec:j -> i = mat*vec"),
-    "addr": _added(
-        "self:~ij vec1:i vec2:j -> ij = self + vec1*vec2", "vec1:i vec2:j -> ij = vec1*vec2"
-    ),
-    "baddbmm": _added(
-        "self:~bik batch1:bij batch2:bjk -> bik = self + batch1*batch2",
-        "batch1:bij batch2:bjk -> bik = batch1*batch2",
-    ),
-    "addbmm": _added(
-        "self:~ik batch1:bij batch2:bjk -> ik = self + batch1*batch2",
-        "batch1:bij batch2:bjk -> ik = batch1*batch2",
-    ),
+    "addmv": _added("~i", "mat:ij vec:j -> i = mat*vec"),
+    "addr": _added("~ij", "vec1:i vec2:j -> ij = vec1*vec2"),
+    "baddbmm": _added("~bik", "batch1:bij batch2:bjk -> bik = batch1*batch2"),
+    "addbmm": _added("~ik", "batch1:bij batch2:bjk -> ik = batch1*batch2"),
     "linear": form("input:...i weight:oi bias?:o -> ...o = input*weight + bias"),
     "matmul": matmul,
     "einsum": einsum,

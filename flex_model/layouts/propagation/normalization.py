@@ -11,6 +11,7 @@ from flex_model.layouts.propagation.labels import (
     by_mask,
     leading,
     resolve,
+    words,
 )
 from flex_model.layouts.propagation.operation import Operand, Operation
 
@@ -156,25 +157,22 @@ def batch_norm_backward(operation: Operation) -> Placements:
 
 
 RULES = {
-    "layer_norm": layer_norm,
-    "native_layer_norm": layer_norm,
-    "rms_norm": layer_norm,
-    "_fused_rms_norm": layer_norm,
+    **dict.fromkeys(words("layer_norm native_layer_norm rms_norm _fused_rms_norm"), layer_norm),
     "native_layer_norm_backward": layer_norm_backward,
     "_fused_rms_norm_backward": layer_norm_backward,
     "group_norm": group_norm,
-    "batch_norm": batch_norm,
-    "native_batch_norm": batch_norm,
-    "_native_batch_norm_legit": batch_norm,
-    "_native_batch_norm_legit_functional": batch_norm,
-    "_native_batch_norm_legit_no_training": batch_norm,
-    "_batch_norm_with_update": batch_norm,
-    "_batch_norm_no_update": batch_norm,
-    "cudnn_batch_norm": batch_norm,
-    "miopen_batch_norm": batch_norm,
-    "native_batch_norm_backward": batch_norm_backward,
-    "batch_norm_backward": batch_norm_backward,
-    "cudnn_batch_norm_backward": batch_norm_backward,
+    **dict.fromkeys(
+        words(
+            "batch_norm native_batch_norm _native_batch_norm_legit "
+            "_native_batch_norm_legit_functional _native_batch_norm_legit_no_training "
+            "_batch_norm_with_update _batch_norm_no_update cudnn_batch_norm miopen_batch_norm"
+        ),
+        batch_norm,
+    ),
+    **dict.fromkeys(
+        words("native_batch_norm_backward batch_norm_backward cudnn_batch_norm_backward"),
+        batch_norm_backward,
+    ),
     "instance_norm": instance_norm,
 }
 

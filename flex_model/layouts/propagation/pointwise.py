@@ -9,6 +9,7 @@ from functools import cache
 import torch
 
 from flex_model.distributed.layout import Partial, Shard
+from flex_model.integrations.torch_private import all_operation_names
 from flex_model.layouts.propagation.labels import (
     Input,
     Output,
@@ -23,70 +24,46 @@ from flex_model.layouts.propagation.operation import PARTIAL, REPLICATED, Operan
 
 # The operands in which an output is linear: partial sums propagate there.
 _LINEAR = {
-    "add": "self + other",
-    "sub": "self + other",
-    "rsub": "self + other",
+    **dict.fromkeys(words("add sub rsub"), "self + other"),
     "mul": "self*other",
     "div": "self*!other",
-    "neg": "self",
+    **dict.fromkeys(
+        words(
+            "neg deg2rad rad2deg positive clone conj _conj conj_physical _conj_physical "
+            "_neg_view resolve_conj resolve_neg real imag alias detach lift lift_fresh "
+            "lift_fresh_copy contiguous _to_copy"
+        ),
+        "self",
+    ),
     "where": "self*!condition + other*!condition",
     "masked_fill": "self*!mask + value*!mask",
     "addcmul": "self + tensor1*tensor2",
     "addcdiv": "self + tensor1*!tensor2",
     "lerp": "self*!weight + end*!weight",
     "complex": "real + imag",
-    "deg2rad": "self",
-    "rad2deg": "self",
-    "positive": "self",
-    "clone": "self",
-    "conj": "self",
-    "_conj": "self",
-    "conj_physical": "self",
-    "_conj_physical": "self",
-    "_neg_view": "self",
-    "resolve_conj": "self",
-    "resolve_neg": "self",
-    "real": "self",
-    "imag": "self",
-    "alias": "self",
-    "detach": "self",
-    "lift": "self",
-    "lift_fresh": "self",
-    "lift_fresh_copy": "self",
-    "contiguous": "self",
-    "_to_copy": "self",
-    "threshold_backward": "grad_output*!self",
-    "gelu_backward": "grad_output*!self",
-    "silu_backward": "grad_output*!self",
-    "mish_backward": "grad_output*!self",
-    "softplus_backward": "grad_output*!self",
-    "hardtanh_backward": "grad_output*!self",
-    "hardswish_backward": "grad_output*!self",
-    "hardsigmoid_backward": "grad_output*!self",
-    "leaky_relu_backward": "grad_output*!self",
+    **dict.fromkeys(
+        words(
+            "threshold_backward gelu_backward silu_backward mish_backward softplus_backward "
+            "hardtanh_backward hardswish_backward hardsigmoid_backward leaky_relu_backward "
+            "logit_backward softshrink_backward"
+        ),
+        "grad_output*!self",
+    ),
     "elu_backward": "grad_output*!self_or_result",
     "tanh_backward": "grad_output*!output",
     "sigmoid_backward": "grad_output*!output",
-    "logit_backward": "grad_output*!self",
     "log_sigmoid_backward": "grad_output*!self*!buffer",
     "native_dropout_backward": "grad_output*!mask",
     "_masked_scale": "self*!mask",
     "rrelu_with_noise_backward": "grad_output*!self*!noise",
-    "softshrink_backward": "grad_output*!self",
     "hardshrink_backward": "grad_out*!self",
 }
 
-# Pointwise operations that don't carry torch's tag.
+# Further pointwise operations that don't carry torch's tag.
 _UNTAGGED = words(
-    """
-__and__ __or__ _add_relu _conj _conj_physical _masked_scale _neg_view _prelu_kernel
-_to_copy alias arctan2 bernoulli bitwise_and complex conj detach elu_backward floor_divide
-hardshrink_backward hardsigmoid_backward hardswish hardswish_backward hardtanh_backward imag isclose
-isreal leaky_relu leaky_relu_backward lift lift_fresh lift_fresh_copy log_sigmoid
-log_sigmoid_backward log_sigmoid_forward mish_backward polar real resolve_conj resolve_neg
-rrelu_with_noise rrelu_with_noise_backward rrelu_with_noise_functional softplus_backward
-softshrink_backward contiguous
-"""
+    "__and__ __or__ _add_relu _prelu_kernel arctan2 bernoulli bitwise_and floor_divide "
+    "hardswish isclose isreal leaky_relu log_sigmoid log_sigmoid_forward polar "
+    "rrelu_with_noise rrelu_with_noise_functional"
 )
 
 _ALIASES = {
@@ -105,7 +82,7 @@ _NOT_POINTWISE = {"equal", "max", "min"}
 def names() -> frozenset[str]:
     """Return the names of ATen's pointwise operations."""
     found = set(_LINEAR) | set(_UNTAGGED)
-    for qualified in torch._C._dispatch_get_all_op_names():
+    for qualified in all_operation_names():
         namespace, _, rest = qualified.partition("::")
         name, _, overload = rest.partition(".")
         if namespace != "aten" or overload.endswith("out") or name.startswith("_foreach"):
@@ -258,9 +235,7 @@ RULES = {
     "copy": copy,
     "to": of_self,
     "type_as": of_self,
-    "dropout": dropout,
-    "native_dropout": dropout,
-    "alpha_dropout": dropout,
+    **dict.fromkeys(words("dropout native_dropout alpha_dropout"), dropout),
     "_fused_dropout": form("self:... -> ... ; ..."),
     "feature_dropout": feature_dropout,
     "feature_alpha_dropout": feature_dropout,

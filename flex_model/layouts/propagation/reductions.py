@@ -201,7 +201,5 @@ RULES = {
     "trace": form("self:** -> = self"),
     "renorm": renorm,
     "multinomial": form("self:...* -> ...*"),
-    "_fft_c2c": _fft,
-    "_fft_r2c": _fft,
-    "_fft_c2r": _fft,
+    **dict.fromkeys(words("_fft_c2c _fft_r2c _fft_c2r"), _fft),
 }

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from flex_model.distributed.layout import Partial, Placement, Replicate, Shard
+from flex_model.integrations.torch_private import OpOverload, OpOverloadPacket
 from flex_model.layouts.propagation import (
     attention,
     backward,
@@ -139,9 +140,9 @@ def register_rule(
 
 
 def _qualified(op: Any) -> str:
-    if isinstance(op, torch._ops.OpOverload):
+    if isinstance(op, OpOverload):
         return op._schema.name
-    if isinstance(op, torch._ops.OpOverloadPacket):
+    if isinstance(op, OpOverloadPacket):
         return op._qualified_op_name
     raise TypeError(
         "register_rule: op must be an operation of torch.ops or its name, got "

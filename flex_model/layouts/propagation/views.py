@@ -20,6 +20,7 @@ from flex_model.layouts.propagation.labels import (
     resolve,
     sizes_along,
     unary,
+    words,
 )
 from flex_model.layouts.propagation.operation import PARTIAL, REPLICATED, Operand, Operation
 from flex_model.layouts.propagation.reshaping import Sizes, reshaped
@@ -317,11 +318,11 @@ def pad(operation: Operation) -> Placements:
     return unary(operation, labels, labels, linear=is_zero)
 
 
+#: Operations that keep the elements in their order, and are passed the new sizes.
+TO_SIZES = ("view", "reshape", "_unsafe_view")
+
 RULES_OF_SIZES = {
-    "view": view,
-    "reshape": view,
-    "_unsafe_view": view,
-    "_reshape_alias": view,
+    **dict.fromkeys((*TO_SIZES, "_reshape_alias"), view),
     "view_as": like_other,
     "reshape_as": like_other,
     "unflatten": unflatten,
@@ -333,14 +334,10 @@ RULES = {
     "flatten": flatten,
     "ravel": ravel,
     "permute": permute,
-    "transpose": transpose,
-    "swapaxes": transpose,
-    "swapdims": transpose,
+    **dict.fromkeys(words("transpose swapaxes swapdims"), transpose),
     "t": reversed_dims,
     "numpy_T": reversed_dims,
-    "mT": last_two,
-    "mH": last_two,
-    "adjoint": last_two,
+    **dict.fromkeys(words("mT mH adjoint"), last_two),
     "movedim": movedim,
     "moveaxis": movedim,
     "unsqueeze": unsqueeze,

@@ -282,9 +282,7 @@ RULES = {
     "pixel_unshuffle": form("self:...*** -> ...*** = self"),
     "channel_shuffle": shuffle_channels,
     "native_channel_shuffle": shuffle_channels,
-    "grid_sampler": grid_sampler,
-    "grid_sampler_2d": grid_sampler,
-    "grid_sampler_3d": grid_sampler,
+    **dict.fromkeys(words("grid_sampler grid_sampler_2d grid_sampler_3d"), grid_sampler),
     "grid_sampler_2d_backward": grid_sampler_backward,
     "grid_sampler_3d_backward": grid_sampler_backward,
     "cdist": form("x1:~...p* x2:~...r* -> ...pr"),
@@ -294,9 +292,10 @@ RULES = {
     ),
     "cosine_similarity": similarity,
     "pairwise_distance": similarity,
-    "_weight_norm": weight_norm,
-    "_weight_norm_interface": weight_norm,
-    "_weight_norm_interface_backward": weight_norm,
+    **dict.fromkeys(
+        words("_weight_norm _weight_norm_interface _weight_norm_interface_backward"),
+        weight_norm,
+    ),
 }
 
 # The number of groups follows from the weight's shape, the sizes of gradients from others.

@@ -97,5 +97,5 @@ def _forget(module: nn.Module, key: str, parameter: nn.Parameter) -> None:
     """Replace a parameter by a placeholder: a buffer of NaN."""
     fill = float("nan") if parameter.dtype.is_floating_point else 0
     nothing = torch.full((), fill, dtype=parameter.dtype, device=parameter.device)
-    delattr(module, key)
+    del module._parameters[key]
     module.register_buffer(key, nothing.expand(parameter.shape), persistent=False)

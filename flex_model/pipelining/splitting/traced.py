@@ -140,7 +140,8 @@ class TracedPipe(Pipe):
             parameter = next(own[name] for name in names.values() if name in own)
             for stage, name in names.items():
                 parent, _, key = name.rpartition(".")
-                setattr(self.split_gm.get_submodule(stage).get_submodule(parent), key, parameter)
+                holder = self.split_gm.get_submodule(stage).get_submodule(parent)
+                holder.register_parameter(key, parameter)
 
     def build_stage(
         self, stage_index: int, device: torch.device, group: dist.ProcessGroup | None = None

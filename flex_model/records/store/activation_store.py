@@ -124,6 +124,23 @@ class ActivationStore:
                 value.detach().to("cpu", copy=True) if is_tensor else json.loads(json.dumps(value))
             )
 
+    def take_annotations(self) -> dict[str, Any]:
+        """Return the annotations of the next batch, and forget them. Local."""
+        taken, self._notes = self._notes, {}
+        return taken
+
+    def check_unused(self) -> None:
+        """ValueError if a FlexModel writes the store."""
+        if self._session is not None:
+            raise ValueError(
+                f"ActivationStore: {self.folder} is written by another FlexModel; restore() that "
+                "first, or give each a store of its own"
+            )
+
+    def set_session(self, session: Session | None) -> None:
+        """Set what writes the store; None: nothing does any more. Local."""
+        self._session = session
+
     def flush(self) -> None:
         """Wait until all batches so far are on the disk of every rank and in the manifest, so that
         a kill can't lose them.

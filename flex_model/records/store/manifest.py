@@ -79,19 +79,8 @@ class Manifest:
         return bisect.bisect_left(self.groups, batch, key=lambda group: group[1])
 
     def write(self, folder: Path) -> None:
-        write_whole(folder / MANIFEST, [signed(self._fields())])
-
-    def _fields(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "id": self.id,
-            "key": self.key,
-            "config": self.config,
-            "hooks": self.hooks,
-            "is_complete": self.is_complete,
-            "groups": self.groups,
-        }
+        fields = {"format": FORMAT, "version": VERSION, **vars(self)}
+        write_whole(folder / MANIFEST, [signed(fields)])
 
     @staticmethod
     def read(folder: Path) -> Manifest | None:
@@ -110,16 +99,9 @@ class Manifest:
             is_ours = found["format"] == FORMAT and found["version"] == VERSION
             if is_ours and _fits_its_hash(found):
                 groups = tuple((first, last, digest) for first, last, digest in found["groups"])
-                manifest = Manifest(
-                    found["id"],
-                    found["key"],
-                    found["config"],
-                    found["hooks"],
-                    found["is_complete"],
-                    groups,
-                )
+                names = ("id", "key", "config", "hooks", "is_complete")
                 if _follow_one_another(groups):
-                    return manifest
+                    return Manifest(**{name: found[name] for name in names}, groups=groups)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             pass
         raise ValueError(

@@ -65,11 +65,7 @@ class Session:
         take: Callable[[], dict[str, list[Any]]],
         dp_size: int | None = None,
     ) -> None:
-        if store._session is not None:
-            raise ValueError(
-                f"ActivationStore: {store.folder} is written by another FlexModel; restore() that "
-                "first, or give each a store of its own"
-            )
+        store.check_unused()
         self.store, self.number = store, 0
         self.in_run = self.is_sequential = False
         self._communicator, self._take, self._dp_size = communicator, take, dp_size
@@ -91,7 +87,7 @@ class Session:
         self.num_batches = self._on_disk.num_batches
         self._hooks = self._on_disk.hooks if self.num_batches else None
         self._are_hooks_checked = False
-        store._session = self
+        store.set_session(self)
 
     def check_hooks(self, hooks: list[Any], always: bool = False) -> None:
         """Check that existing records are those of these hooks; once, or ``always``.
@@ -146,7 +142,7 @@ class Session:
     def end_run(self, is_whole: bool) -> None:
         """Open the batch of a run with delivered records; ``is_whole``: no gradients follow."""
         self.in_run = False
-        annotations, self.store._notes = self.store._notes, {}
+        annotations = self.store.take_annotations()
         notes = {name: v for name, v in annotations.items() if not isinstance(v, Tensor)}
         batch = self._open = Batch({}, notes=notes)
         if is_whole:
@@ -162,7 +158,7 @@ class Session:
         self.in_run = False
         if not self.is_sequential:
             self._take()
-            self.store._notes = {}
+            self.store.take_annotations()
             self._open, self._num_backwards = None, 0
             self.number = next(self._numbers)
 
@@ -187,7 +183,7 @@ class Session:
         self.number = next(self._numbers)
         records = self._take()
         if not is_broken:  # else some of its gradients are missing
-            batch.records = as_parts(records)
+            batch.records.update(as_parts(records))
             self._add(batch)
 
     def _add(self, batch: Batch) -> None:
@@ -251,14 +247,15 @@ class Session:
         if batch is not None and gathered[0]["notes"]:
             try:
                 if self._dp_size is not None:
-                    batch.annotations = parts_of_first(notes, self._dp_size)
+                    parts = parts_of_first(notes, self._dp_size)
                 else:
                     of_ranks = [one["notes"] for one in gathered]
-                    batch.annotations = parts_of(self._communicator, notes, of_ranks)
+                    parts = parts_of(self._communicator, notes, of_ranks)
             except ValueError as problem:
                 self._failure = str(problem)
                 raise agreed(problem) from None
-            self._hold(batch.annotations.values())
+            batch.annotations.update(parts)
+            self._hold(parts.values())
         if gathered[0]["ends"]:
             self._end_group()
         self._list(min(one["written"] for one in gathered))
@@ -367,15 +364,11 @@ class Session:
         self.in_run = False
         if self._open is not None:  # gradients of it may be missing
             self.fail_run()
-        timeout_s = self._communicator.timeout_s
-        self._communicator.timeout_s = min(timeout_s, _GRACE_S)
-        try:
-            flushes = issubclass(kind, Exception) or self._communicator.is_local
-            if flushes and not self._failure:
-                with contextlib.suppress(HookError, ValueError):
-                    self.flush()
-        finally:
-            self._communicator.timeout_s = timeout_s
+        flushes = issubclass(kind, Exception) or self._communicator.is_local
+        if flushes and not self._failure:
+            timeout_s = min(self._communicator.timeout_s, _GRACE_S)
+            with self._communicator.deadline(timeout_s), contextlib.suppress(HookError, ValueError):
+                self.flush()
 
     def abandon(self) -> None:
         """End without the other ranks, losing unlisted batches; with one rank, flush. Local."""
@@ -400,7 +393,7 @@ class Session:
         self._writer.close()
         if self._lock is not None:
             self._lock.release()
-        self.store._session = None
+        self.store.set_session(None)
 
     def _check_usable(self) -> None:
         if self._writer.is_child:

@@ -39,7 +39,7 @@ class AbsentWeight(Tensor):
     ) -> Any:
         name = getattr(func, "__name__", "")
         if name == "__get__" or name in _HARMLESS:
-            with torch_private.DisableTorchFunction():
+            with torch_private.DisableSubclassFunction():
                 found = func(*args, **(kwargs or {}))
             if not isinstance(found, Tensor):
                 return found
