@@ -133,7 +133,7 @@ class _Noted:
     """A span as its rank notes it: times in nanoseconds of its own clock.
 
     Attributes:
-        meeting: The ranks that it is with, and which of their meetings it is; empty for none.
+        exchange: The ranks that take part, and the number of their exchange; empty for none.
     """
 
     kind: str
@@ -142,7 +142,7 @@ class _Noted:
     start: int
     end: int = 0
     num_bytes: int = 0
-    meeting: str = ""
+    exchange: str = ""
 
     def finish(self) -> None:
         self.end = now_ns()
@@ -163,7 +163,7 @@ class _Recorder:
     def __init__(self, core: HookCore, communicators: dict[str, Communicator]) -> None:
         self._noted: deque[_Noted] = deque(maxlen=_REMEMBERED)
         self.num_noted = 0
-        self._meetings: Counter[str] = Counter()
+        self._exchanges: Counter[str] = Counter()
         self._sites: dict[str, str] = {}  # of the last header, by communicator
         self._names = {r.site: r.name for r in core.table.registrations}
         self._observed: list[tuple[list[Any], Callable[..., Any]]] = [
@@ -211,18 +211,18 @@ class _Recorder:
             kind, what = "header", communicator.where
             self._sites[key] = self._names.get(communicator.meter.site, "")
         site = self._sites.get(key, "")
-        meeting = self._meeting(communicator, key, axes)
-        return self._begin(_Noted(kind, what, site, now_ns(), 0, num_bytes, meeting))
+        exchange = self._exchange(communicator, key, axes)
+        return self._begin(_Noted(kind, what, site, now_ns(), 0, num_bytes, exchange))
 
-    def _meeting(self, communicator: Communicator, key: str, axes: tuple[Axis, ...]) -> str:
-        """All ranks of a group meet equally often, so the number tells which meeting it is."""
+    def _exchange(self, communicator: Communicator, key: str, axes: tuple[Axis, ...]) -> str:
+        """Return a name of this exchange among its ranks: all of them count the same number."""
         members = communicator.mesh.ranks_along(axes)
         if len(members) == 1:
             return ""
         ranks = ",".join(str(communicator.mesh.stage_ranks[place]) for place in members)
         group = f"{key} {ranks}"
-        self._meetings[group] += 1
-        return f"{group} {self._meetings[group]}"
+        self._exchanges[group] += 1
+        return f"{group} {self._exchanges[group]}"
 
 
 @contextlib.contextmanager
@@ -242,23 +242,23 @@ def recorded(
             yield timeline
         is_complete = True
     finally:
-        mine: list[Any] = [
+        local: list[Any] = [
             everyone.mesh.ranks[everyone.mesh.rank],
             recorder.num_noted - len(recorder.spans),
             [
                 [s.kind, s.what, s.site, s.start - offset_ns, s.end - offset_ns]
-                + [s.num_bytes, s.meeting]
+                + [s.num_bytes, s.exchange]
                 for s in recorder.spans
             ],
         ]
-        told = [mine]
+        per_rank = [local]
         if is_complete:
             with everyone.uncounted():
-                told = exchange_json(everyone, mine, "the end of a timeline")
+                per_rank = exchange_json(everyone, local, "the end of a timeline")
         timeline.fill(
-            _joined([[_Noted(*row) for row in spans] for _, _, spans in told]),
-            tuple(rank for rank, _, _ in told),
-            [forgotten for _, forgotten, _ in told],
+            _joined([[_Noted(*row) for row in spans] for _, _, spans in per_rank]),
+            tuple(rank for rank, _, _ in per_rank),
+            [forgotten for _, forgotten, _ in per_rank],
             clock if is_complete else f"of this rank alone, after an error; {clock}",
         )
 
@@ -269,11 +269,11 @@ def _joined(noted: Sequence[Sequence[_Noted]]) -> list[list[Span]]:
     last_came: dict[str, int] = {}
     for spans in noted:
         for one in spans:
-            if one.meeting:
-                last_came[one.meeting] = max(one.start, last_came.get(one.meeting, one.start))
+            if one.exchange:
+                last_came[one.exchange] = max(one.start, last_came.get(one.exchange, one.start))
 
     def span(one: _Noted) -> Span:
-        waited = min(one.end, last_came.get(one.meeting, one.start)) - one.start
+        waited = min(one.end, last_came.get(one.exchange, one.start)) - one.start
         start, end = (one.start - origin) / 1e3, (one.end - origin) / 1e3
         waited_us = max(0, waited) / 1e3
         return Span(one.kind, one.what, one.site, start, end, waited_us, one.num_bytes)

@@ -61,17 +61,17 @@ def gather_to_first(
         for i, description in enumerate(descriptions)
         if rank > 0 and _num_bytes(description)
     ]
-    mine, size = communicator.mesh.group_rank, len(described)
+    place, size = communicator.mesh.group_rank, len(described)
     gathered = [
         Gathered(
             end_to_end([_num_bytes(described[rank][i]) * (r == rank) for r in range(size)]),
             list(range(size)),
-            as_bytes(tensors[i]) if rank == mine else torch.empty(0, dtype=torch.uint8),
+            as_bytes(tensors[i]) if rank == place else torch.empty(0, dtype=torch.uint8),
         )
         for rank, i in moved
     ]
     received = communicator.gather_to_first(GRID, gathered) if gathered else []
-    if mine > 0:
+    if place > 0:
         return None
     found = dict(zip(moved, received or [], strict=True))
     others = [

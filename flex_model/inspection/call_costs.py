@@ -90,7 +90,7 @@ class CallCosts:
             return self._sums() + replace(self._to_first(), payloads=0)
         if not self._registration.hook_function.record:
             return self._edit()
-        if self._keeps_parts:  # summed once more, for the record
+        if self._keeps_parts:  # summed again, for the record
             return self._edit() + self._sums()
         cost = self._edit()
         return cost + self._all_gather() if self._records_on_all and not self._on_all else cost
@@ -98,7 +98,7 @@ class CallCosts:
     def _edit(self) -> Cost:
         if self._on_all:
             return Cost(headers=1) + self._sums() + self._all_gather()
-        # Of tensors edited together, rank 0 tells once.
+        # Of tensors edited together, rank 0 sends the result once.
         cost = Cost(headers=1 + self._registration.calls_function)
         return cost + self._sums() + self._to_first() + self._from_first()
 

@@ -95,7 +95,9 @@ def _on_disk(contents: list[Tensor], folder: Path) -> list[Tensor]:
     with tempfile.TemporaryFile(dir=folder) as file:
         torch.save(contents, file)
         file.flush()
-        mapped: list[Tensor] = torch.load(f"/proc/self/fd/{file.fileno()}", mmap=True)
+        mapped: list[Tensor] = torch.load(
+            f"/proc/self/fd/{file.fileno()}", mmap=True, weights_only=True
+        )
     return mapped
 
 

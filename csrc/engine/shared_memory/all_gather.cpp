@@ -118,11 +118,11 @@ void LargeAllGather::exchange_targets() {
 void LargeAllGather::post_targets(int64_t num_views) {
   Arena& arena = Arena::of_process();
   char* message = group_.begin();
-  Targets mine{static_cast<int64_t>(in_arena_.size()),
-               static_cast<int64_t>(elsewhere_.size()),
-               num_views,
-               -1,
-               {}};
+  Targets local{static_cast<int64_t>(in_arena_.size()),
+                static_cast<int64_t>(elsewhere_.size()),
+                num_views,
+                -1,
+                {}};
   // Peers write to these from the moment they read the message until the round of end(). A rank
   // that is late after a failure may do so even later, so they are retired before they are posted.
   std::vector<char*> offered = in_arena_;
@@ -132,12 +132,12 @@ void LargeAllGather::post_targets(int64_t num_views) {
       // Takes over the count that the lease begins with, so that it outlives the views only.
       writer_ = group_.reader(kHome, lease.number);
       offered.push_back(lease.data);
-      mine.shared = lease.number;
-      mine.home = arena.place_of(lease.data, bytes());
+      local.shared = lease.number;
+      local.home = arena.place_of(lease.data, bytes());
     }
   }
-  std::memcpy(message, &mine, sizeof(mine));
-  auto* places = reinterpret_cast<Place*>(message + sizeof(mine));
+  std::memcpy(message, &local, sizeof(local));
+  auto* places = reinterpret_cast<Place*>(message + sizeof(local));
   for (char* full : in_arena_) *places++ = arena.place_of(full, bytes());
   in_flight_ = std::make_unique<InFlightTargets>(std::move(offered));
   group_.post(Op::kAllGather, plan_.hash());

@@ -60,7 +60,7 @@ void ArenaTable::release_reader(int64_t shared) {
 // Ends the shared leases that have no reader.
 void Arena::end_unread() {
   if (shared_.empty() || is_forked_) return;
-  // A counter tells whether any lease has lost its last reader: without one, nothing is searched.
+  // The counter changes when a lease loses its last reader; else nothing has to be searched.
   const int64_t num_unread = own_table().num_unread.load(std::memory_order_acquire);
   if (num_unread == num_unread_) return;
   num_unread_ = num_unread;

@@ -94,15 +94,15 @@ std::unique_ptr<Group> make_group(Segment control, const std::vector<AddressTupl
   return group;
 }
 
-std::vector<py::bytes> exchange_bytes(Group& group, const std::string& mine) {
-  std::string all(mine.size() * group.size(), '\0');
+std::vector<py::bytes> exchange_bytes(Group& group, const std::string& local) {
+  std::string all(local.size() * group.size(), '\0');
   {
     const py::gil_scoped_release no_gil;
-    exchange(group, mine.data(), static_cast<int64_t>(mine.size()), all.data());
+    exchange(group, local.data(), static_cast<int64_t>(local.size()), all.data());
   }
   std::vector<py::bytes> result;
   for (int64_t r = 0; r < group.size(); ++r) {
-    result.emplace_back(all.data() + r * mine.size(), mine.size());
+    result.emplace_back(all.data() + r * local.size(), local.size());
   }
   return result;
 }
@@ -282,14 +282,14 @@ void bind_shared_memory(py::module_& m) {
            py::arg("rank"))
       .def("abort", &Group::abort, "Make the group unusable on all ranks.", py::arg("reason"))
       .def("exchange_bytes", &exchange_bytes, "The bytes of every rank, all of one length.",
-           py::arg("mine"))
+           py::arg("local"))
       .def(
           "exchange",
-          [](Group& group, const Span& mine, int64_t bytes, const Span& all) {
-            exchange(group, read(mine, bytes, "exchange: this rank's tensor"), bytes,
+          [](Group& group, const Span& local, int64_t bytes, const Span& all) {
+            exchange(group, read(local, bytes, "exchange: this rank's tensor"), bytes,
                      write(all, bytes * group.size(), "exchange: the tensor of all ranks"));
           },
-          "`bytes` bytes of every rank, one after the other, in `all`.", py::arg("mine"),
+          "`bytes` bytes of every rank, one after the other, in `all`.", py::arg("local"),
           py::arg("bytes"), py::arg("all"), NoGil())
       .def(
           "all_gather",

@@ -172,10 +172,10 @@ void Group::post(Op op, uint64_t detail) {
   ++round_;
   op_ = op;
   detail_ = detail;
-  Message& mine = message_at(rank_, round_);
-  mine.round = round_;
-  mine.op = op;
-  mine.detail = detail;
+  Message& local = message_at(rank_, round_);
+  local.round = round_;
+  local.op = op;
+  local.detail = detail;
   raise(control().ranks[rank_].posted, round_);  // releases the message and all writes before it
 }
 

@@ -4,10 +4,10 @@
 
 namespace flex_model {
 
-void exchange(Group& group, const char* mine, int64_t bytes, char* all) {
+void exchange(Group& group, const char* local, int64_t bytes, char* all) {
   for (int64_t at = 0; at < bytes; at += kMessageBytes) {
     const int64_t piece = std::min(bytes - at, kMessageBytes);
-    std::memcpy(group.begin(), mine + at, piece);
+    std::memcpy(group.begin(), local + at, piece);
     group.post(Op::kExchange, bytes);
     for (int64_t r = 0; r < group.size(); ++r) {
       std::memcpy(all + r * bytes + at, group.message(r), piece);
@@ -15,7 +15,7 @@ void exchange(Group& group, const char* mine, int64_t bytes, char* all) {
   }
 }
 
-void stream(Group& group, const char* mine, const std::vector<int64_t>& bytes_of_rank,
+void stream(Group& group, const char* local, const std::vector<int64_t>& bytes_of_rank,
             std::vector<Bytes>* into) {
   const int64_t total = largest(bytes_of_rank);
   if (into != nullptr) {
@@ -27,7 +27,7 @@ void stream(Group& group, const char* mine, const std::vector<int64_t>& bytes_of
       return std::clamp<int64_t>(bytes_of_rank[rank] - at, 0, kMessageBytes);
     };
     char* message = group.begin();
-    if (piece(group.rank()) > 0) std::memcpy(message, mine + at, piece(group.rank()));
+    if (piece(group.rank()) > 0) std::memcpy(message, local + at, piece(group.rank()));
     group.post(Op::kStream, at);
     // A rank that only sends takes part in every round: begin() waits for its posts.
     if (into == nullptr) continue;

@@ -17,11 +17,11 @@ inline int64_t largest(const std::vector<int64_t>& values) {
 }
 
 // Gathers `bytes` bytes of every rank at `all`, in rank order. Collective.
-void exchange(Group& group, const char* mine, int64_t bytes, char* all);
+void exchange(Group& group, const char* local, int64_t bytes, char* all);
 
 // Sends every rank's bytes through the messages, piece by piece. `into` gets a buffer per rank;
 // null on ranks that don't receive. Collective.
-void stream(Group& group, const char* mine, const std::vector<int64_t>& bytes_of_rank,
+void stream(Group& group, const char* local, const std::vector<int64_t>& bytes_of_rank,
             std::vector<Bytes>* into);
 
 // Returns when every rank has posted what this one has.

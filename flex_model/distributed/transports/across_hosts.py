@@ -88,8 +88,8 @@ class AcrossHosts:
                 end_to_end(sizes),
             )
         here = [plan.shard_bytes[r] for r in self._ranks_of_hosts[self._host]]
-        mine = torch.empty(plan.shard_bytes[self.group.rank], dtype=torch.uint8)
-        received = self._inside.scatter_from_first(of_host, mine, end_to_end(here))
+        local = torch.empty(plan.shard_bytes[self.group.rank], dtype=torch.uint8)
+        received = self._inside.scatter_from_first(of_host, local, end_to_end(here))
         return received.view(like.dtype).reshape(like.shape).to(like.device)
 
     def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
@@ -100,9 +100,9 @@ class AcrossHosts:
         received = self._inside.broadcast(host if leads else None, host)
         return tensor if tensor is not None else received.to(like.device)
 
-    def _bytes_on_first(self, mine: Tensor, sizes: list[int]) -> list[Tensor] | None:
+    def _bytes_on_first(self, local: Tensor, sizes: list[int]) -> list[Tensor] | None:
         """Gather the bytes of every rank on rank 0, through the first rank of each host."""
-        of_host = self._bytes_of_host(mine, sizes)
+        of_host = self._bytes_of_host(local, sizes)
         if self._between is None:
             return None
         assert of_host is not None
@@ -112,9 +112,9 @@ class AcrossHosts:
         )
         return None if everyone is None else self._by_rank(everyone[0], sizes)
 
-    def _bytes_of_all(self, mine: Tensor, sizes: list[int]) -> list[Tensor]:
+    def _bytes_of_all(self, local: Tensor, sizes: list[int]) -> list[Tensor]:
         """Gather the bytes of every rank on every rank."""
-        of_host = self._bytes_of_host(mine, sizes)
+        of_host = self._bytes_of_host(local, sizes)
         totals = [sum(sizes[r] for r in ranks) for ranks in self._ranks_of_hosts]
         everyone = torch.empty(sum(totals), dtype=torch.uint8)
         if self._between is not None:
@@ -124,11 +124,11 @@ class AcrossHosts:
         everyone = self._inside.broadcast(everyone if leads else None, everyone)
         return self._by_rank(everyone, sizes)
 
-    def _bytes_of_host(self, mine: Tensor, sizes: list[int]) -> Tensor | None:
+    def _bytes_of_host(self, local: Tensor, sizes: list[int]) -> Tensor | None:
         """Gather the bytes of this host's ranks on the first of them."""
         ranks = self._ranks_of_hosts[self._host]
         plan = end_to_end([sizes[r] for r in ranks])
-        gathered = self._inside.gather_to_first([Gathered(plan, list(range(len(ranks))), mine)])
+        gathered = self._inside.gather_to_first([Gathered(plan, list(range(len(ranks))), local)])
         return None if gathered is None else gathered[0]
 
     def _by_rank(self, everyone: Tensor, sizes: list[int]) -> list[Tensor]:
