@@ -131,6 +131,12 @@ class OnGpu:
     is_cuda = True
 
 
+def on_gpu(plan):
+    gathered = Gathered(plan, [0], torch.zeros(1))
+    gathered.shard = OnGpu()
+    return gathered
+
+
 def test_tensors_go_by_their_device():
     group = SimpleNamespace(rank=0, size=1)
     way = ByDevice(Named("cpu", group), Named("gpu"))
@@ -138,9 +144,9 @@ def test_tensors_go_by_their_device():
     assert way.all_gather(torch.zeros(1), None, 2) == ["cpu", "cpu"]
     assert way.all_gather(OnGpu(), None, 1) == ["gpu"]
     some = [
-        Gathered("a", [0], OnGpu()),
+        on_gpu("a"),
         Gathered("b", [0], torch.zeros(1), 2),
-        Gathered("c", [0], OnGpu()),
+        on_gpu("c"),
     ]
     expected = [("gpu", "a"), ("cpu", "b"), ("cpu", "b"), ("gpu", "c")]
     assert way.gather_to_first(some) == expected

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from flex_model.distributed.communicator import Communicator
@@ -112,8 +113,14 @@ class HookHandlers:
                 run.note_recomputation()
             call = HookCall(registration, module, run)
             (edited,) = self._caller.function.run(call, (full,), leaf, {})
-            # A copy: the model may change it in place, and the user may keep it.
-            return None if edited is None else edited.clone()
+            if edited is None:
+                return None
+            # A copy: the model may change it in place, and the user may keep it. Contiguous if the
+            # model's own is: views of it work.
+            is_contiguous = leaf.is_contiguous()
+            return edited.clone(
+                memory_format=torch.contiguous_format if is_contiguous else torch.preserve_format
+            )
         except Exception as error:
             self.hook_failed(registration, error)
             return None

@@ -1,6 +1,6 @@
 """Release 0.1.0's import path of its names for :mod:`flex_model.pytree`."""
 
-from flex_model.compat.traverse import (  # noqa: F401
+from flex_model.compat.traverse import (
     InternalNode,
     InternalObject,
     LeafNode,
@@ -10,3 +10,14 @@ from flex_model.compat.traverse import (  # noqa: F401
     flatten,
     unflatten,
 )
+
+__all__ = [
+    "InternalNode",
+    "InternalObject",
+    "LeafNode",
+    "LeafObject",
+    "ScalarNode",
+    "ScalarObject",
+    "flatten",
+    "unflatten",
+]
