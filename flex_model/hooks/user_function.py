@@ -49,6 +49,7 @@ class UserFunction:
         self._communicator, self._observers = communicator, observers
         self._save_ctx, self._modules = save_ctx, modules
         self._is_staged = isinstance(save_ctx, StageContext)
+        self._is_local = communicator.is_local
 
     def context_of(self, call: HookCall) -> Namespace:
         """Return the ``save_ctx`` of the call's run: the FlexModel's, or a batch's own."""
@@ -68,14 +69,17 @@ class UserFunction:
         """
         registration, run, communicator = call.registration, call.run, self._communicator
         function = registration.given
-        number = _number_of(call, leaf)
         seed = run.seed
         if seed is None:  # on one process; ranks have exchanged it
             run.use_seed(seed := seed_of_state())
         save_ctx = self._save_ctx if run.save_ctx is None else run.save_ctx
-        is_staged = self._is_staged
+        is_staged, index = self._is_staged, registration.index
         if call.is_replay:
             save_ctx, is_staged = copy_for_replay(save_ctx), False
+            number = _number_of_replay(call, leaf)
+        else:
+            number = run.calls.get(index, 0)
+            run.calls[index] = number + 1
         passed: Any = fulls[0]
         before = [(passed._version, passed.shape, passed.dtype, passed.device)]
         if function.members:
@@ -88,7 +92,7 @@ class UserFunction:
             if parameters:
                 function.pass_parameters(parameters)
             if is_staged:
-                use_of(save_ctx).begin_call(registration.index)
+                use_of(save_ctx).begin_call(index)
             random = RandomState(seed, registration.seed, number, fulls[0])
             result: object = function.editing_function(  # type: ignore[misc]
                 call.module, passed, save_ctx, self._modules
@@ -104,7 +108,7 @@ class UserFunction:
                 end()
         if has_drawn:
             _note_draws(call, leaf, number)
-        if not communicator.is_local:
+        if not self._is_local:
             has_written = any(full._version != of_full[0] for full, of_full in zip(fulls, before))
             for one in function._registrations:
                 one.note_writes(has_written)
@@ -178,18 +182,12 @@ def kind_of(tensor: Tensor) -> Kind:
     return tuple(tensor.shape), tensor.dtype, tensor.device
 
 
-def _number_of(call: HookCall, leaf: Tensor) -> int:
-    """Return the number of this call among those of the hook in its run; a recomputed call has the
-    number of the original one.
-
-    Calls are identified by their inputs: recomputation gives the same bits.
+def _number_of_replay(call: HookCall, leaf: Tensor) -> int:
+    """Return the number of the call that a recomputed one repeats. Calls are identified by their
+    inputs: recomputation gives the same bits.
     """
-    index = call.registration.index
-    if call.is_replay:
-        return call.run.random_calls.get(index, {}).get(_fingerprint(leaf), _AMBIGUOUS)
-    number = call.run.calls.get(index, 0)
-    call.run.calls[index] = number + 1
-    return number
+    numbers = call.run.random_calls.get(call.registration.index, {})
+    return numbers.get(_fingerprint(leaf), _AMBIGUOUS)
 
 
 def _fingerprint(tensor: Tensor) -> int:
