@@ -69,6 +69,8 @@ def follow_collective(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
                 found = REPLICATED
             part = identify(base, proofs.axis, axes, operand, outputs[0][0], i)
             proofs.note_gathered(value, part)
+            if proofs.axis not in axes and base in _ALL_GATHER:
+                proofs.gathered_elsewhere.add(value)
         if not rules.fits(found, Operand(proofs.shapes[value], torch.float32)):
             found = None
         if any(map(proofs.gradients.is_scaled, inputs)):
@@ -186,6 +188,20 @@ def joins_all(
     if parts != [(gather, shard, i) for i in range(num_ranks)]:
         return False
     return bool(operation.get("dim", 0) % operation.outputs[0].ndim == shard.dim)
+
+
+def joins_elsewhere(
+    operation: Operation, values: Sequence[Any], known: set[Any], num_parts: int
+) -> bool:
+    """Whether the operation is a view of what was gathered along the other axis, by which
+    ``all_gather_tensor`` joins the parts of ``num_parts`` ranks where there is one row. With more
+    rows, as along this axis the unsharded program has, it concatenates: so the view shows nothing
+    about this axis.
+    """
+    if operation.name not in TO_SIZES or known.isdisjoint(values):
+        return False
+    shapes = zip(operation.operands[0].shapes, operation.outputs[0].shapes)
+    return any(given[:1] == (num_parts,) and made[:1] == (1,) for given, made in shapes)
 
 
 def _is_join(operation: Operation, dim: int, num_ranks: int) -> bool:

@@ -165,6 +165,8 @@ def _note_facts(
             proofs.zero_slices[value] = (values[0], dim)
     if name in ("all", "any") and operation["self"].shard is not None:
         proofs.shard_conditions.add(value)
+    if name in collectives.SAME_ELEMENTS and not proofs.gathered_elsewhere.isdisjoint(values):
+        proofs.gathered_elsewhere.add(value)
     if pieces.splits_or_joins(operation):
         proofs.makers[value] = (operation, output, tuple(values))
     if call.has_known_numbers:
@@ -199,6 +201,10 @@ def _infer(
             found = _propagate(proofs, call, as_sums)
     if collectives.joins_all(operation, values, proofs.gathered, num_ranks):
         found = [REPLICATED]
+    is_split = bool(operation.operands) and operation.operands[0].shard is not None
+    elsewhere = proofs.gathered_elsewhere
+    if is_split and collectives.joins_elsewhere(operation, values, elsewhere, proofs.other_size):
+        found = [None]
     if len(made) == 1:
         found = _follow_reduced(proofs, made[0], operation, values, found)
     if call.has_known_numbers and found == [None]:

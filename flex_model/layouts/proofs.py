@@ -102,6 +102,7 @@ class AxisProofs:
         self.templates: dict[Value, Placement | None] = {}
         self.makers: dict[Value, pieces.Maker] = {}
         self.gathered: dict[Value, collectives.Gathered] = {}
+        self.gathered_elsewhere: set[Value] = set()  # along the other axis
         self.sizes_passed: dict[Value, dict[int, int]] = {}
         self.reduced: dict[Value, str] = {}
         self.of_layers: set[Value] = set()
