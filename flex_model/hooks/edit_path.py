@@ -5,6 +5,7 @@ Each gathers the editing function's inputs, runs it, and scatters its results, w
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -116,13 +117,14 @@ class LocalPath:
         call, leaf = inputs[-1].call, inputs[-1].leaf
         edits = self._function.run(call, [one.full for one in inputs], leaf, parameters)
         return [
-            # A copy, as shards are: the model may change it in place, and the user may keep it.
-            None if edited is None else one.put_back(edited.clone() if one.is_whole else edited)
+            None
+            if edited is None
+            else one.put_back(copy_for_model(edited, one.leaf) if one.is_whole else edited)
             for one, edited in zip(inputs, edits)
         ]
 
 
-class _ShardedPath:
+class _ShardedPath(ABC):
     """What the paths on several ranks have in common: they gather this rank's shard with those of
     the others.
 
@@ -172,15 +174,15 @@ class _ShardedPath:
             self._record(call.registration, part, full, context)
         return EditInput(call, original, leaf, part, full, spec.pick, context)
 
+    @abstractmethod
     def _keeps_record(self, leaf: Tensor) -> bool:
         """Whether the gather makes the record, besides the tensor for the function."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _record(
         self, registration: Registration, part: Tensor, full: Tensor, context: GatherContext
     ) -> None:
         """Record the full tensor where this rank keeps it."""
-        raise NotImplementedError
 
 
 class ReplicatedPath(_ShardedPath):
@@ -337,6 +339,16 @@ def _unsaved(saved: tuple[Tensor, int]) -> Tensor:
             f"{tensor._version}, expected {version}"
         )
     return tensor
+
+
+def copy_for_model(edited: Tensor, leaf: Tensor) -> Tensor:
+    """Return a copy of a function's result, as shards are: the model may change it in place, and
+    the user may keep it. Contiguous if the model's own tensor ``leaf`` is: views of it work.
+    """
+    is_contiguous = leaf.is_contiguous()
+    return edited.clone(
+        memory_format=torch.contiguous_format if is_contiguous else torch.preserve_format
+    )
 
 
 def _copied(leaf: Tensor) -> Tensor:

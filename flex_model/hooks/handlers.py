@@ -10,13 +10,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import ERROR, FAILED
 from flex_model.errors import HookError, UnpackIndexError, agreed, is_agreed
 from flex_model.hooks.call import HookCaller
+from flex_model.hooks.edit_path import copy_for_model
 from flex_model.hooks.evidence import Evidence
 from flex_model.hooks.hook_call import HookCall
 from flex_model.hooks.registration import Registration
@@ -105,6 +105,8 @@ class HookHandlers:
         tensor that the model continues with; None: its own.
         """
         runs, run = self.runs, self.runs.current
+        if not registration.edits:  # the user has taken the function off
+            return None
         try:
             if runs.thread != threading.get_ident() or self._communicator.edit_of:
                 runs.check_entry()
@@ -113,14 +115,7 @@ class HookHandlers:
                 run.note_recomputation()
             call = HookCall(registration, module, run)
             (edited,) = self._caller.function.run(call, (full,), leaf, {})
-            if edited is None:
-                return None
-            # A copy: the model may change it in place, and the user may keep it. Contiguous if the
-            # model's own is: views of it work.
-            is_contiguous = leaf.is_contiguous()
-            return edited.clone(
-                memory_format=torch.contiguous_format if is_contiguous else torch.preserve_format
-            )
+            return None if edited is None else copy_for_model(edited, leaf)
         except Exception as error:
             self.hook_failed(registration, error)
             return None

@@ -90,12 +90,10 @@ class Registration:
     seed: int = field(init=False)
     name: str = field(init=False)
     description: str = field(init=False)
-    edits: bool = field(init=False)
 
     def __post_init__(self) -> None:
         function = self.hook_function
         self.name = function.module_name
-        self.edits = self.given.editing_function is not None
         self.description = describe_hook(self.clean_name, self.kind, function.unpack_idx)
         self.expected_shape = function.expected_shape
         self.seed = site_hash(*self.place_of(function, self.kind), self.number)
@@ -142,6 +140,10 @@ class Registration:
     def is_registered(self) -> bool:
         """Whether it has not been removed."""
         return any(own is self for own in self.given._registrations)
+
+    @property
+    def edits(self) -> bool:
+        return self.given.editing_function is not None
 
     @property
     def living_targets(self) -> list[Any]:

@@ -23,6 +23,7 @@ from flex_model.integrations import torch_private
 Choice = tuple[tuple[str, ...], bool]  # groups, complement
 EVERYTHING: Choice = ((ALL,), False)
 NOTHING: Choice = ((), False)
+_REMEMBERED_CHOICES = 64
 
 
 def describe_choice(choice: Choice) -> str:
@@ -368,6 +369,8 @@ class HookTable:
         if known is None:
             known = self._found_active()
             if not self._replays:
+                if len(self._known) >= _REMEMBERED_CHOICES:
+                    self._known.clear()
                 self._known[self._choices] = known
         self.active, self.acts_in_backward = known
         self._on_change()

@@ -86,7 +86,7 @@ class Runs:
         self._guards = HookGuards(module)
         self._not_called_yet = weakref.WeakValueDictionary[int, Registration]()
         self._warns = warns and step is None
-        # One run that begins with the first call of a module, and has not begun: True.
+        # Inside of `one_run_at_most`: True, and its run once that has begun.
         self._is_deferred = False
         self._deferred_run: Run | None = None
 
