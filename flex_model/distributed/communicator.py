@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +32,7 @@ _GRACE_S = 10.0  # how long a rank whose model failed tries to report it
 MODE_BITS = 2
 
 
-@dataclass(frozen=True)
-class _Forward:
+class _Forward(NamedTuple):
     """A forward whose first exchange is the next one.
 
     Attributes:
@@ -181,7 +181,8 @@ class Communicator(GroupPool):
             HookMismatchError: the ranks are at different sites, or their tensors have different
                 dtypes or numbers of dims.
         """
-        self.check_no_edit()
+        if self.edit_of:
+            self.check_no_edit()
         self.sequence += 1
         self.where = where
         self.steps.add(where)
@@ -189,14 +190,14 @@ class Communicator(GroupPool):
         state = self._error[0]
         edited, self.edited = self.edited, ""
         forward, self._forward = self._forward, None
-        if forward is not None:
-            header = replace(header, site=header.site ^ forward.mark)
-        packed = header.pack(self.sequence, state, Header.EDITED if edited else 0)
+        mark = 0 if forward is None else forward.mark
+        packed = header.pack(self.sequence, state, Header.EDITED if edited else 0, mark)
         rows = [packed] if self.is_local else self.call("exchange_bytes", GRID, packed)
         seed = Header.seed_if_alike(rows, packed) if state == OK else None
         if seed is not None:
             return [header if seed == header.seed else replace(header, seed=seed)] * len(rows)
-        header = replace(header, sequence=self.sequence, state=state)
+        site = header.site ^ mark
+        header = replace(header, site=site, sequence=self.sequence, state=state)
         try:
             headers = [Header.unpack(row) for row in rows]
         except ValueError as error:

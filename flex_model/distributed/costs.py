@@ -7,7 +7,7 @@ any transport. Headers, of 64 bytes, are counted separately.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flex_model._C import GatherPlan
 
@@ -36,9 +36,6 @@ class Spent:
     num_bytes: int = 0
     transports: set[str] = field(default_factory=set)
 
-    def add_header(self) -> None:
-        self.headers += 1
-
     def add(self, num_bytes: int, transport: str, payloads: int = 0) -> None:
         self.payloads += payloads
         self.num_bytes += num_bytes
@@ -53,36 +50,43 @@ class Meter:
     """
 
     def __init__(self) -> None:
-        self.spent: dict[int, Spent] = {}
         self.site = 0
-        self._current = Spent()
+        self._headers: dict[int, int] = {}
+        self._payloads: dict[int, Spent] = {}
+
+    @property
+    def spent(self) -> dict[int, Spent]:
+        """The costs of each site."""
+        payloads, sites = self._payloads, {**self._headers, **self._payloads}
+        return {
+            site: replace(payloads.get(site, Spent()), headers=self._headers.get(site, 0))
+            for site in sites
+        }
 
     def clear(self) -> None:
-        self.spent.clear()
-        self._current = Spent()
+        self._headers.clear()
+        self._payloads.clear()
 
     def header(self, site: int) -> None:
         """Count a header of ``site``, and count what follows for it."""
         self.site = site
-        self._current = self.of(site)
-        self._current.add_header()
+        self._headers[site] = self._headers.get(site, 0) + 1
 
     def turn_to(self, site: int) -> None:
         """Count what follows for ``site``."""
         self.site = site
-        self._current = self.of(site)
 
     def payload(self, num_bytes: int, transport: str) -> None:
-        self._current.add(num_bytes, transport, payloads=1)
+        self._of(self.site).add(num_bytes, transport, payloads=1)
 
     def part_of_payload(self, site: int, num_bytes: int, transport: str) -> None:
         """Count bytes of ``site`` (0: the last header's) in a collective shared with other
         sites.
         """
-        (self.of(site) if site else self._current).add(num_bytes, transport)
+        self._of(site or self.site).add(num_bytes, transport)
 
-    def of(self, site: int) -> Spent:
-        spent = self.spent.get(site)
+    def _of(self, site: int) -> Spent:
+        spent = self._payloads.get(site)
         if spent is None:
-            spent = self.spent[site] = Spent()
+            spent = self._payloads[site] = Spent()
         return spent

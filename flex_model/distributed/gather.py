@@ -177,11 +177,15 @@ class GatherSpec:
         """Whether every rank of the stage holds a part of its own, which rank 0 can send to it."""
         return len(self.plan.shard_sizes) == len(self.communicator.mesh.stage_ranks)
 
+    @functools.cached_property
+    def ranks_of_first(self) -> list[int]:
+        """The indices of the ranks from which the stage's first rank gathers its full tensor."""
+        return self.communicator.mesh.ranks_along(self.axes, place=0)
+
     @property
     def rank_0_gathers(self) -> bool:
         """Whether rank 0 gathers its full tensor from this rank, among others."""
-        mesh = self.communicator.mesh
-        return mesh.group_rank in mesh.ranks_along(self.axes, place=0)
+        return self.communicator.mesh.group_rank in self.ranks_of_first
 
     def copies_on_first(self, shard: Tensor, number: int) -> list[Tensor] | None:
         """Return ``number`` full tensors on the stage's first rank, on the CPU if they had to be
@@ -293,12 +297,20 @@ def _aborting_at_ctrl_c(backward: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
+def _gathered(shard: Tensor, context: GatherContext) -> Tensor:
+    num_read = context.num_records + context.is_read
+    return context.take_record(context.spec.copies(shard, 1 + context.num_records, num_read))
+
+
+def _scattered(full: Tensor, context: GatherContext) -> Tensor:
+    return full.detach().clone() if context.spec.is_whole else context.spec.slice(full)
+
+
 class _Gather(Function):
     @staticmethod
     def forward(ctx, shard, context):
         ctx.context = context
-        num_read = context.num_records + context.is_read
-        return context.take_record(context.spec.copies(shard, 1 + context.num_records, num_read))
+        return _gathered(shard, context)
 
     @staticmethod
     @_aborting_at_ctrl_c
@@ -313,7 +325,7 @@ class _Scatter(Function):
     @staticmethod
     def forward(ctx, full, context):
         ctx.context = context
-        return full.detach().clone() if context.spec.is_whole else context.spec.slice(full)
+        return _scattered(full, context)
 
     @staticmethod
     @_aborting_at_ctrl_c
@@ -412,6 +424,8 @@ def gather(shard: Tensor, context: GatherContext) -> Tensor:
     """Return the full tensor on every rank, in the graph. Collective along the axes of the
     layout.
     """
+    if not torch.is_grad_enabled():  # on all ranks alike
+        return _gathered(shard, context)
     return _Gather.apply(shard, context)
 
 
@@ -419,6 +433,8 @@ def scatter(full: Tensor, context: GatherContext) -> Tensor:
     """Return this rank's shard of a full tensor that all ranks hold, in the graph. Local; its
     backward is collective.
     """
+    if not torch.is_grad_enabled():
+        return _scattered(full, context)
     if context.spec.is_shared_over_dp and full.requires_grad:
         full = _MeanGradientOverDp.apply(full, context)
     return _Scatter.apply(full, context)

@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -247,10 +247,12 @@ class GroupPool:
         Args:
             num_bytes: The bytes that this rank moves, for observers.
         """
-        self._check_process()
-        self.check_no_edit()
+        if os.getpid() != self._pid or self.edit_of or self._is_closed:
+            self._refuse()
         self._check_no_transform(args)
-        self._check_usable()
+        for group in self._groups.values():
+            if group.broken:
+                raise self._unusable(group.broken)
         to = self.transport(axes)
         to.group.prepare_wait(self, self.where, self.timeout_s)
         ends: Sequence[Callable[[], None]] = ()
@@ -288,9 +290,10 @@ class GroupPool:
             )
 
     def _check_no_transform(self, args: tuple[Any, ...]) -> None:
-        if current_transform() is not None or any(
-            isinstance(arg, torch.Tensor) and is_batched(arg) for arg in args
-        ):
+        is_transformed = current_transform() is not None
+        for arg in args:
+            is_transformed |= isinstance(arg, torch.Tensor) and is_batched(arg)
+        if is_transformed:
             raise agreed(
                 HookError(
                     f"{self.where}: transforms of torch.func (vmap, grad, jvp) and batched "
@@ -299,7 +302,8 @@ class GroupPool:
                 )
             )
 
-    def _check_process(self) -> None:
+    def _refuse(self) -> NoReturn:
+        """Raise the error of a transfer that can't be made."""
         if self.is_child:
             raise agreed(
                 HookError(
@@ -309,23 +313,21 @@ class GroupPool:
                 )
             )
 
-    def _check_usable(self) -> None:
-        if self._is_closed:
-            raise agreed(
-                HookError(
-                    f"{self.where}: this FlexModel was restored, and its process groups were "
-                    "released, then or after the last backward of its graphs; run "
-                    "the model and its backward before restore()"
-                )
+        self.check_no_edit()
+        raise agreed(
+            HookError(
+                f"{self.where}: this FlexModel was restored, and its process groups were "
+                "released, then or after the last backward of its graphs; run "
+                "the model and its backward before restore()"
             )
-        for group in self._groups.values():
-            if group.broken:
-                raise HookError(
-                    "this FlexModel can't be used any more, because an earlier wait failed: "
-                    f"{group.broken} Call restore() "
-                    "and wrap the model again on every rank; your own process groups still work "
-                    f"({see('a-rank-is-missing')})"
-                )
+        )
+
+    def _unusable(self, reason: str) -> HookError:
+        return HookError(
+            f"this FlexModel can't be used any more, because an earlier wait failed: {reason} "
+            "Call restore() and wrap the model again on every rank; your own process groups still "
+            f"work ({see('a-rank-is-missing')})"
+        )
 
     def _explained(self, failure: WaitError, group: process_groups.PrivateGroup) -> str:
         """The message of a failed wait in shared memory."""

@@ -94,8 +94,10 @@ class Header:
     EDITED: ClassVar[int] = 8  # the edit before this changed its tensor
     HASHED: ClassVar[int] = 16  # the last word is a hash
 
-    def pack(self, sequence: int, state: int, flags: int = 0) -> bytes:
-        """Pack the header with a sequence number, a state and further flags."""
+    def pack(self, sequence: int, state: int, flags: int = 0, mark: int = 0) -> bytes:
+        """Pack the header with a sequence number, a state and further flags; ``mark``: bits that
+        distinguish its site.
+        """
         if self.hash is not None:
             flags |= Header.HASHED
         first, *sizes = _words(
@@ -103,7 +105,7 @@ class Header:
         )
         if self.hash is not None:
             sizes[3] = self.hash
-        return _WORDS.pack(first, sequence, self.site, self.seed, *sizes)
+        return _WORDS.pack(first, sequence, self.site ^ mark, self.seed, *sizes)
 
     @staticmethod
     def unpack(packed: bytes) -> Header:

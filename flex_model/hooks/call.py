@@ -183,11 +183,9 @@ class HookCaller:
         register it with the follower.
         """
         edited = one.like_original(shard)
-        if one.gather_context is not None and one.call.registration.kind in (
-            "forward",
-            "forward_pre",
-        ):
-            layout = one.gather_context.spec.layout
+        is_followed = one.call.evidence.graph is not None and one.gather_context is not None
+        if is_followed and one.call.registration.kind in ("forward", "forward_pre"):
+            layout = one.gathered_by.spec.layout
             placed: Pair = (layout.dp, layout.tp)
             if not dtensor.is_dtensor(one.original):  # a DTensor states its own layout
                 placed = resolve.placements_as_proven(layout, self._communicator.mesh)
@@ -197,4 +195,6 @@ class HookCaller:
     def _parameters(self, call: HookCall, leaf: Tensor) -> dict[str, Tensor]:
         """Return the current full values of the parameters that the function named."""
         names = call.registration.hook_function.parameter_names
+        if not names:
+            return {}
         return {name: self.full_parameter(name).to(leaf.device) for name in names}

@@ -39,10 +39,12 @@ def check_call(
         hash=replicas.hash_of(tensor) if axes else None,
     )
     what = "the gradient of the edit of " if kind == "gradient of an edit" else ""
-    headers = communicator.check_consistency(header, what + call.describe())
+    headers = communicator.check_consistency(header, what + call.registration.description)
     run.use_seed(headers[0].seed)
-    differing = [axis for axis in axes if replicas.differ(communicator.mesh, headers, axis)]
-    return [header.shape for header in headers], differing
+    shapes = [header.shape for header in headers]
+    if not axes:
+        return shapes, []
+    return shapes, [axis for axis in axes if replicas.differ(communicator.mesh, headers, axis)]
 
 
 def replicated_axes(
@@ -56,10 +58,6 @@ def replicated_axes(
     """
     if call.registration.is_backward or call.is_replay or not replicas.are_compared(tensor):
         return []
-    sizes = (("dp", mesh.dp_size), ("tp", mesh.tp_size))
-    placements = call.evidence.placements if known is None else (known.dp, known.tp)
-    return [
-        axis
-        for (axis, size), placement in zip(sizes, placements)
-        if size > 1 and placement == Replicate()
-    ]
+    dp, tp = call.evidence.placements if known is None else (known.dp, known.tp)
+    axes = ["dp"] if mesh.dp_size > 1 and isinstance(dp, Replicate) else []
+    return [*axes, "tp"] if mesh.tp_size > 1 and isinstance(tp, Replicate) else axes

@@ -32,21 +32,11 @@ class HookDigests:
         self._num_published, self._published = 0, site_hash()
         self._agreed = site_hash()
         self._checked: str | None = None  # the digest of the statements, until hooks change
-        self._active: int | None = None
         self._has_new = False
 
     @property
     def has_hooks(self) -> bool:
         return self._num_published > 0
-
-    @property
-    def active(self) -> int:
-        """The digest of the active hooks."""
-        if self._active is None:
-            table = self._table
-            sites = (r.site for r in table.registrations if r.index in table.active)
-            self._active = site_hash(*sites)
-        return self._active
 
     def take_new(self) -> bool:
         """Return whether hooks were registered or removed since the last call of this."""
@@ -57,7 +47,6 @@ class HookDigests:
         """Publish the registered hooks to the other ranks, whether or not this rank runs the model.
         Local.
         """
-        self._active = None
         sites = [registration.site for registration in self._table.registrations]
         if len(sites) == self._num_published:
             return
@@ -69,19 +58,16 @@ class HookDigests:
         self._has_new, self._checked = True, None
         self._communicator.publish_hooks(f"{digest:x}" if sites else "")
 
-    def check(self, choice: str) -> None:
+    def check(self) -> None:
         """Compare the registered hooks, the settings and the statements with those of all ranks.
         Collective where they are new.
-
-        Args:
-            choice: Describes how the run's hooks were chosen.
 
         Raises:
             HookMismatchError: ranks differ.
         """
         if self._checked == self._statements.digest:
             return
-        registrations = self._table.registrations
+        active, registrations = self._table.active_hooks, self._table.registrations
         digest = site_hash(
             sites_hash(*(registration.site for registration in registrations)),
             *self._settings,
@@ -94,8 +80,8 @@ class HookDigests:
             f"{registration.kind} {registration.hook_function!r}" for registration in registrations
         )
         self._communicator.check_hooks(
-            Header("registered hooks", site=site_hash(digest, self.active)),
-            f"the start of a run of {choice} (edit_on, output_ranks, mesh, save_ctx_on: "
+            Header("registered hooks", site=site_hash(digest, active.digest)),
+            f"the start of a run of {active.choice} (edit_on, output_ranks, mesh, save_ctx_on: "
             f"{self._settings}) with these hooks: {names}",
         )
         self._agreed, self._checked = digest, self._statements.digest

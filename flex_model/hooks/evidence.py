@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from flex_model.layouts.cache import ForwardLayouts, Key, Place
 from flex_model.layouts.follow import UNKNOWN, Follower, Pair
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Evidence:
     """The evidence of how one tensor of a hook is placed.
 
@@ -82,7 +83,7 @@ class Evidence:
         return self.pair if self.follower is None else self.follower.placements(self.value)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Forward:
     """The running forward of the wrapped model.
 
@@ -115,6 +116,10 @@ class Forward:
         """Leave the wrapped module; return whether the forward is over."""
         self.depth = max(0, self.depth - 1)
         return self.depth == 0
+
+    def note_parameters(self, registrations: Iterable[Registration]) -> None:
+        """Note the hooks on gradients of parameters."""
+        self.parameters.extend(registrations)
 
     def begin(self, key: Key, layouts: ForwardLayouts | None) -> None:
         """Set the key of the forward, and the layouts that are known for it."""

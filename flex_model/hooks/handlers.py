@@ -5,7 +5,6 @@ gradient.
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -108,8 +107,7 @@ class HookHandlers:
         if not registration.edits:  # the user has taken the function off
             return None
         try:
-            if runs.thread != threading.get_ident() or self._communicator.edit_of:
-                runs.check_entry()
+            runs.check_entry()
             assert run is not None
             if not run.is_recomputed and is_in_checkpoint():
                 run.note_recomputation()

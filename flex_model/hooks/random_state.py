@@ -15,12 +15,25 @@ from flex_model import _C
 _FIRST_WORD, _UNREAD_BITS = 24, 2**31 - 1
 
 
-def seed_of_state() -> int:
-    """Return a seed from the state of torch's CPU generator, without drawing from it, so that
-    ``torch.manual_seed`` determines it.
-    """
-    state = torch.default_generator.get_state()
-    return int(torch.ops.flex_model.fingerprint(state)[0]) & (2**63 - 1)
+class _SeedOfState:
+    """Computes the seed of runs; remembers the last state, which stays until something draws."""
+
+    def __init__(self) -> None:
+        self._last = torch.empty(0, dtype=torch.uint8), 0  # state, seed
+
+    def __call__(self) -> int:
+        """Return a seed from the state of torch's CPU generator, without drawing from it, so that
+        ``torch.manual_seed`` determines it.
+        """
+        state = torch.default_generator.get_state()
+        last, seed = self._last
+        if not _C.same_bytes(state, last):
+            seed = int(torch.ops.flex_model.fingerprint(state)[0]) & (2**63 - 1)
+            self._last = state, seed
+        return seed
+
+
+seed_of_state = _SeedOfState()
 
 
 def seed_of_call(run_seed: int, site: int, call: int) -> int:

@@ -8,12 +8,14 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flex_model import _C
+from flex_model.distributed.header import site_hash
 from flex_model.hooks.function import KINDS, HookFunction
 from flex_model.hooks.groups import ALL, HookGroups, as_names
 from flex_model.hooks.registration import Joint, Registration
@@ -24,6 +26,26 @@ Choice = tuple[tuple[str, ...], bool]  # groups, complement
 EVERYTHING: Choice = ((ALL,), False)
 NOTHING: Choice = ((), False)
 _REMEMBERED_CHOICES = 64
+
+
+@dataclass(frozen=True)
+class ActiveHooks:
+    """The hooks that a choice makes active.
+
+    Attributes:
+        registrations: In the order in which they were made; ``indices``: their indices;
+            ``parameters``: those on gradients of parameters.
+        acts_in_backward: Whether one of them makes ranks communicate in backward.
+        digest: A hash of their sites, the same on all ranks.
+        choice: A description of the choice for messages.
+    """
+
+    registrations: tuple[Registration, ...] = ()
+    indices: frozenset[int] = frozenset()
+    parameters: tuple[Registration, ...] = ()
+    acts_in_backward: bool = False
+    digest: int = 0
+    choice: str = ""
 
 
 def describe_choice(choice: Choice) -> str:
@@ -44,8 +66,8 @@ class HookTable:
         clean: Returns the name of a module or parameter for messages.
 
     Attributes:
-        active: Indices of the active registrations.
-        acts_in_backward: Whether an active hook makes ranks communicate in backward.
+        active_hooks: The active hooks; ``active``: their indices.
+        choices: The current choices, for modules and for parameters.
     """
 
     def __init__(
@@ -55,20 +77,19 @@ class HookTable:
         clean: Callable[[str], str],
     ) -> None:
         self.groups = HookGroups()
+        self.active_hooks = ActiveHooks()
         self.active: frozenset[int] = frozenset()
         self._output_ptr = output_ptr
         self._serves_hooks = serves_hooks
         self._clean = clean
         self._modules: dict[int, ModuleSite] = {}
         self._parameters: dict[int, ParameterSite] = {}
-        self._choices = EVERYTHING, EVERYTHING  # for modules, for parameters
+        self.choices: tuple[Choice, Choice] = EVERYTHING, EVERYTHING
         self._next_index = 0
         self._is_closed = False
         self._replays: Counter[int] = Counter()  # by index: passes that ``put_back`` serves
-        self.acts_in_backward = False
         self._keeps_installed = False
-        # By choices: the active hooks, and whether they act in backward.
-        self._known: dict[tuple[Choice, Choice], tuple[frozenset[int], bool]] = {}
+        self._known: dict[tuple[Choice, Choice], ActiveHooks] = {}
 
     def connect(
         self,
@@ -320,11 +341,6 @@ class HookTable:
         self.groups.ids(names)
         return names, bool(complement)
 
-    @property
-    def choices(self) -> tuple[Choice, Choice]:
-        """The current choices, for modules and for parameters."""
-        return self._choices
-
     def choose(self, modules: Choice, parameters: Choice, in_run: bool = False) -> None:
         """Choose hooks; do nothing if they are chosen already.
 
@@ -332,8 +348,8 @@ class HookTable:
             in_run: Whether a run makes the choice. Torch's hooks that it does not need stay where
                 they are until the run ends: the choice after it may need them again.
         """
-        if self._choices != (modules, parameters):
-            self._choices = modules, parameters
+        if self.choices != (modules, parameters):
+            self.choices = modules, parameters
             self._activate(keeps=in_run)
 
     def keep_installed(self, keeps: bool) -> None:
@@ -343,7 +359,7 @@ class HookTable:
     @contextlib.contextmanager
     def nothing_chosen(self) -> Iterator[None]:
         """A context in which no hook is active."""
-        before = self._choices
+        before = self.choices
         self.choose(NOTHING, NOTHING)
         try:
             yield
@@ -359,27 +375,34 @@ class HookTable:
 
     def _activate(self, keeps: bool = False) -> None:
         for dispatcher, places, (groups, complement) in (
-            (self._dispatcher, self._modules, self._choices[0]),
-            (self._parameter_dispatcher, self._parameters, self._choices[1]),
+            (self._dispatcher, self._modules, self.choices[0]),
+            (self._parameter_dispatcher, self._parameters, self.choices[1]),
         ):
             dispatcher.activate(self.groups.ids(groups, strict=False), complement)
             for place in places.values():
                 place.install(keeps or self._keeps_installed)
-        known = None if self._replays else self._known.get(self._choices)
+        known = None if self._replays else self._known.get(self.choices)
         if known is None:
             known = self._found_active()
             if not self._replays:
                 if len(self._known) >= _REMEMBERED_CHOICES:
                     self._known.clear()
-                self._known[self._choices] = known
-        self.active, self.acts_in_backward = known
+                self._known[self.choices] = known
+        self.active_hooks, self.active = known, known.indices
         self._on_change()
 
-    def _found_active(self) -> tuple[frozenset[int], bool]:
-        """Return the indices of the active hooks, and whether one acts in backward."""
+    def _found_active(self) -> ActiveHooks:
         found = [r for site in self._all_sites() for r in site.active]
         active = frozenset(r.index for r in found if r.index not in self._replays)
-        return active, any(r.edits or r.kind == "tensor" or r.is_backward for r in found)
+        registrations = tuple(r for r in self.registrations if r.index in active)
+        return ActiveHooks(
+            registrations,
+            active,
+            tuple(r for r in registrations if r.kind == "tensor"),
+            any(r.edits or r.kind == "tensor" or r.is_backward for r in found),
+            site_hash(*(r.site for r in registrations)),
+            describe_choice(self.choices[0]),
+        )
 
     def set_in_run(self, is_in_run: bool) -> bool:
         """Let the dispatcher run hooks itself, in an outermost run, or no longer; return the former

@@ -16,6 +16,7 @@ from flex_model.distributed.layout import Placement, Shard
 from flex_model.errors import agreed
 from flex_model.hooks.evidence import Evidence, Forward
 from flex_model.hooks.registration import Registration
+from flex_model.hooks.table import ActiveHooks
 from flex_model.integrations import compiled
 from flex_model.layouts import follow
 from flex_model.layouts.attributes import Attributes
@@ -96,7 +97,7 @@ class Tracking:
         self._mixed.clear()
         self._conditions = None
 
-    def begin(self, args: Any, kwargs: Any, active: Iterable[Registration], part: int = 0) -> None:
+    def begin(self, args: Any, kwargs: Any, active: ActiveHooks, part: int = 0) -> None:
         """Begin a forward of the wrapped module. Collective over the grid where hooks on its
         activations are active.
 
@@ -108,28 +109,26 @@ class Tracking:
         if self._communicator.is_local:
             self.forward = Forward(depth=1)
             return
-        active = list(active)
-        parameters = [
-            r
-            for r in active
-            if r.kind == "tensor" and any(self.asks_for_parameter(r, axis) for axis in AXES)
-        ]
-        states = states_of(args, kwargs)
-        forward = self.forward = Forward(depth=1, states=states, parameters=parameters)
-        sites = [r.site for r in active]
-        if not sites:
+        forward = self.forward = Forward(depth=1, states=states_of(args, kwargs))
+        if active.parameters:
+            forward.note_parameters(
+                r
+                for r in active.parameters
+                if any(self.asks_for_parameter(r, axis) for axis in AXES)
+            )
+        if not active.registrations:
             return
         if self._conditions is None:
             self._conditions = Conditions(self._root)
         assert self._buffers is not None
         self._buffers.observe()
-        site = sites_hash(part, *sites)
-        known = site_hash(site, self._buffers.digest)
+        site = sites_hash(part, active.digest)
+        known = sites_hash(site, self._buffers.digest)
         form, sizes = self._conditions.form(args, kwargs, known, self._attributes)
         numbers = self._memory.key_numbers(form, sizes)
         header = Header("inputs", site=site, shape=numbers)
         headers = self._communicator.check_consistency(header, "the start of a forward")
-        key, layouts = self._memory.begin([other.shape for other in headers])
+        key, layouts = self._memory.begin(tuple([other.shape for other in headers]))
         if layouts is None or layouts.needs_gradients() or self._follow == "always":
             forward.begin(key, None)
             self._begin_to_follow(forward, args, kwargs)
@@ -200,13 +199,13 @@ class Tracking:
             self.finish(output)
             if forward.layouts is not None:
                 self._note_state(forward, forward.layouts, output)
-                if self._buffers is not None:
+                if forward.layouts.buffers and self._buffers is not None:
                     self._buffers.note(forward.layouts.buffers)
 
     def _note_state(self, forward: Forward, layouts: ForwardLayouts, output: Any) -> None:
         """Note the placements of state after a forward that was not followed."""
-        left = list(zip(_tensors([forward.states, output]), layouts.state))
-        attributes = self._attributes.tensors()
+        left = list(zip(_tensors([*forward.states, output]), layouts.state))
+        attributes = self._attributes.tensors() if layouts.attributes else {}
         for name, pair in layouts.attributes.items():
             if name in attributes:
                 left.append((attributes[name], pair))
@@ -219,7 +218,7 @@ class Tracking:
             return
         forward.finish()
         forward.follower.note_outputs(output)
-        left = [forward.follower.joint_value(one) for one in _tensors([forward.states, output])]
+        left = [forward.follower.joint_value(one) for one in _tensors([*forward.states, output])]
         assert self._buffers is not None
         written = {
             name: forward.follower.joint_buffer_value(buffer, is_same)

@@ -109,7 +109,9 @@ class UserFunction:
         if has_drawn:
             _note_draws(call, leaf, number)
         if not self._is_local:
-            has_written = any(full._version != of_full[0] for full, of_full in zip(fulls, before))
+            has_written = fulls[0]._version != before[0][0]
+            for full, of_full in zip(fulls[1:], before[1:]):
+                has_written |= full._version != of_full[0]
             for one in function._registrations:
                 one.note_writes(has_written)
         if not function.members:
@@ -201,19 +203,22 @@ def _what(registration: Registration) -> str:
 
 def check_result(registration: Registration, result: object, expected: Kind) -> None:
     """TypeError or ValueError for a result that can't replace the tensor."""
-    what = _what(registration)
     if not isinstance(result, Tensor):
         raise TypeError(
-            f"{what} a {type(result).__name__}; expected a torch.Tensor of shape {expected[0]}, "
-            "or None"
+            f"{_what(registration)} a {type(result).__name__}; expected a torch.Tensor of shape "
+            f"{expected[0]}, or None"
         )
     if dtensor.is_dtensor(result):
         raise TypeError(
-            f"{what} a DTensor; expected a plain full torch.Tensor of shape {expected[0]}"
+            f"{_what(registration)} a DTensor; expected a plain full torch.Tensor of shape "
+            f"{expected[0]}"
         )
     for attribute, needed, got in zip(("shape", "dtype", "device"), expected, kind_of(result)):
         if needed != got:
-            raise ValueError(f"{what} a tensor of {attribute} {got}; expected {attribute} {needed}")
+            raise ValueError(
+                f"{_what(registration)} a tensor of {attribute} {got}; expected {attribute} "
+                f"{needed}"
+            )
 
 
 def copy_for_replay(save_ctx: Namespace) -> Namespace:

@@ -316,7 +316,7 @@ def _row(core: HookCore, registration: Registration, ranks: Sequence[Seen]) -> D
         full_shape=spec.full_shape,
         layout=layout,
         source=layout.source,
-        owners=tuple(mesh.stage_ranks[place] for place in mesh.ranks_along(spec.axes, place=0)),
+        owners=tuple(mesh.stage_ranks[place] for place in spec.ranks_of_first),
         forward=forward,
         backward=backward,
     )

@@ -205,6 +205,8 @@ def plain_and_stated(
     """Return this rank's plain tensor, in the graph; the placements along dp and tp that a DTensor
     states (None for an axis that its mesh does not cover); its layout if both are stated. Local.
     """
+    if type(tensor) is Tensor:
+        return tensor, (None, None), None
     if not is_dtensor(tensor):
         return wait(tensor), (None, None), None
     own = layout(tensor, mesh, site, batch_on_dp=False)

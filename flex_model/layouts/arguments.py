@@ -23,6 +23,7 @@ from flex_model.distributed.header import site_hash
 from flex_model.integrations import dtensor
 
 _MAX_DEPTH = 12
+_BUILTIN = (tuple, list, dict)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _FUNCTIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 
@@ -32,8 +33,8 @@ _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # o
 
 
 def describe(value: Any, parts: list[Any], sizes: list[int]) -> None:
-    """Append texts that identify a tree of arguments to ``parts``, and the sizes of its tensors to
-    ``sizes``.
+    """Append hashable values that identify a tree of arguments to ``parts``, and the sizes of its
+    tensors to ``sizes``.
     """
     _Description(parts, sizes).add(value)
 
@@ -53,21 +54,32 @@ class _Description:
         elif isinstance(value, (type, nn.Module)):
             self._parts.append(f"{type(value).__name__} {_number(value)}")
             if isinstance(value, nn.Module):
-                self._parts.append([module.training for module in value.modules()])
+                self._parts.append(tuple(module.training for module in value.modules()))
         elif len(self._within) >= _MAX_DEPTH or id(value) in self._within:
             self._parts.append(f"{type(value).__qualname__} within itself")
         else:
             self._within.append(id(value))
-            self._add_parts(value)
+            if type(value) in _BUILTIN:
+                self._add_builtin(value)
+            else:
+                self._add_parts(value)
             self._within.pop()
 
     def _add_tensor(self, tensor: Tensor) -> None:
         number = self._tensors.setdefault(id(tensor), len(self._tensors))
-        text = f"{tensor.dtype} {tensor.dim()} {tensor.requires_grad} {tensor.device} {number}"
+        part = tensor.dtype, tensor.dim(), tensor.requires_grad, tensor.device, number
+        self._parts.append(part)
         if dtensor.is_dtensor(tensor):
-            text += str(tensor.placements)  # type: ignore[attr-defined]
-        self._parts.append(text)
+            self._parts.append(str(tensor.placements))  # type: ignore[attr-defined]
         self._sizes.extend(tensor.shape)
+
+    def _add_builtin(self, value: Any) -> None:
+        """Add a container that can have no attributes of its own."""
+        self._parts.append(f"builtin {type(value).__name__} of {len(value)}")
+        for item in value:
+            self.add(item)
+            if type(value) is dict:
+                self.add(value[item])
 
     def _add_parts(self, value: Any) -> None:
         if isinstance(value, types.MethodType):
@@ -115,7 +127,7 @@ class _Description:
                 self.add(item)
                 texts.append(" ".join(map(str, self._parts)))
                 self._parts = before
-            self._parts.append(sorted(texts))
+            self._parts.append(tuple(sorted(texts)))
         elif isinstance(value, slice):
             self._add_all("", value.start, value.stop, value.step)
         elif isinstance(value, (range, enum.Enum, *_PLAIN)):

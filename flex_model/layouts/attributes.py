@@ -48,10 +48,8 @@ class Attributes:
             for j, tensor in enumerate(_tensors(value))
         }
 
-    def describe(self) -> tuple[list[Any], list[int]]:
-        """Return a description of all of them except for sizes, and the sizes."""
-        parts: list[Any] = []
-        sizes: list[int] = []
+    def describe(self, parts: list[Any], sizes: list[int]) -> None:
+        """Append a description of all of them except for sizes to ``parts``, and the sizes."""
         for value in self._values():
             tensors = list(_tensors(value))
             parts.append(f"{type(value).__name__} {len(tensors)}")
@@ -60,7 +58,6 @@ class Attributes:
                 placed: Any = "constant" if tensor in self._constants else source and source[1]
                 parts.append(f"{tensor.dtype} {tensor.dim()} {tensor.requires_grad} {placed}")
                 sizes.extend(tensor.shape)
-        return parts, sizes
 
 
 def _tensors(value: Any, depth: int = _MAX_DEPTH) -> Iterator[Tensor]:

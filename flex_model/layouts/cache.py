@@ -11,15 +11,16 @@ as they did between the two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from flex_model import _C
-from flex_model.distributed.header import site_hash
+from flex_model.distributed.header import site_hash, sites_hash
 from flex_model.distributed.layout import Shape
 from flex_model.errors import HookError
 from flex_model.layouts.arguments import describe
@@ -76,7 +77,9 @@ class ForwardLayouts:
         """Whether to follow the forward again, since only its backward shows how gradients are
         placed, and none has run yet.
         """
-        if self.num_retries >= _MAX_RETRIES or not any(None in g for g in self.gradients.values()):
+        if not self.gradients or self.num_retries >= _MAX_RETRIES:
+            return False
+        if not any(None in gradient for gradient in self.gradients.values()):
             return False
         self.num_retries += 1
         return True
@@ -160,44 +163,50 @@ class LayoutCache:
         Args:
             form: A hash of all but the sizes.
         """
-        form = site_hash(form, self._num_cleared)
-        self._form = form
-        before = self._sizes.get(form, ())
-        _make_room(self._sizes)
-        self._sizes[form] = sizes
-        by = tuple(new - old for new, old in zip(sizes, before))
-        grows = len(sizes) == len(before) and set(by) == {0, 1}
-        growing = self._growing.get(self._form_keys.get(form, 0))
-        if growing is not None and growing.is_proven and growing.layouts is not None:
-            grows = grows and not growing.layouts.changes_branch()
-        step = site_hash(by) if grows else 0
-        words = (form, site_hash(form, sizes), step)
-        return tuple(half for word in words for half in (word & 0x7FFFFFFF, word >> 32))
+        form = sites_hash(form, self._num_cleared)
+        self._form, step = form, 0
+        before = self._sizes.get(form)
+        if sizes != before:
+            _put(self._sizes, form, sizes)
+            step = 0 if before is None else self._step(before, sizes)
+        key = sites_hash(form, sizes)
+        halves = form & 0x7FFFFFFF, form >> 32, key & 0x7FFFFFFF, key >> 32
+        return *halves, step & 0x7FFFFFFF, step >> 32
 
-    def begin(self, table: Sequence[tuple[int, ...]]) -> tuple[Key, ForwardLayouts | None]:
+    def _step(self, before: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+        """Return a hash of the sizes that have grown by one; 0 if others have changed, or if the
+        next predicted forward takes another branch.
+        """
+        by = tuple(new - old for new, old in zip(sizes, before))
+        if len(sizes) != len(before) or set(by) != {0, 1}:
+            return 0
+        growing = self._growing.get(self._form_keys.get(self._form, 0))
+        if growing is not None and growing.is_proven and growing.layouts is not None:
+            return 0 if growing.layouts.changes_branch() else site_hash(by)
+        return site_hash(by)
+
+    def begin(self, table: tuple[tuple[int, ...], ...]) -> tuple[Key, ForwardLayouts | None]:
         """Return the key of a forward on all ranks, and its layouts, if they are known.
 
         Args:
             table: The ``key_numbers`` of all ranks.
         """
-        forms, sizes, steps = zip(*((words[:2], words[2:4], words[4:]) for words in table))
-        key = Key(site_hash(*sizes), site_hash(*forms))
-        step = site_hash(*steps) if all(map(any, steps)) else 0
+        key, step = _joint_key(table)
         known = self._forwards.get(key.forward)
-        _make_room(self._form_keys)
-        self._form_keys[self._form] = key.form
-        if key.form not in self._growing:
-            _make_room(self._growing)
-        growing = self._growing.get(key.form, _Growing())
+        if self._form_keys.get(self._form) != key.form:
+            _put(self._form_keys, self._form, key.form)
+        growing = before = self._growing.get(key.form, _Growing())
         if known is not None:
-            growing = _Growing(step, known)
+            if growing.step != step or growing.layouts is not known or growing.is_proven:
+                growing = _Growing(step, known)
         elif step and step == growing.step and growing.is_proven:
             assert growing.layouts is not None
             known = _grown(growing.layouts)
             growing = replace(growing, layouts=known)
         elif step != growing.step:
             growing = _Growing(step, growing.layouts)
-        self._growing[key.form] = growing
+        if growing is not before or key.form not in self._growing:
+            _put(self._growing, key.form, growing)
         return key, known
 
     def pairs(self, key: int | None, site: int) -> list[Pair]:
@@ -220,11 +229,10 @@ class LayoutCache:
 
     def remember(self, key: Key, layouts: ForwardLayouts) -> None:
         """Cache the layouts of a followed forward."""
-        _make_room(self._forwards)
         before = self._forwards.get(key.forward)
         if before is not None:
             layouts.replace_in_cache(before)
-        self._forwards[key.forward] = layouts
+        _put(self._forwards, key.forward, layouts)
         growing = self._growing[key.form]
         last, latest = growing.layouts, layouts
         growth = None if last is None or not growing.step else _growth(last, layouts)
@@ -245,9 +253,21 @@ class Key:
     form: int
 
 
-def _make_room(table: dict[int, Any]) -> None:
-    while len(table) >= _MAX_ENTRIES:
+@lru_cache(maxsize=256)
+def _joint_key(table: tuple[tuple[int, ...], ...]) -> tuple[Key, int]:
+    """Return the key of a forward on all ranks, and a hash of the sizes that grow on all of them; 0
+    if there are none.
+    """
+    forms, sizes, steps = zip(*((words[:2], words[2:4], words[4:]) for words in table))
+    step = site_hash(*steps) if all(map(any, steps)) else 0
+    return Key(site_hash(*sizes), site_hash(*forms)), step
+
+
+def _put(table: dict[int, Any], key: int, value: Any) -> None:
+    """Set an entry, in the place of the oldest where the table is full."""
+    while key not in table and len(table) >= _MAX_ENTRIES:
         del table[next(iter(table))]
+    table[key] = value
 
 
 def _growth(before: ForwardLayouts, after: ForwardLayouts) -> dict[Place, Shape] | None:
@@ -305,9 +325,8 @@ class Conditions:
         self._refresh()
         sizes: list[int] = []
         parts: list[Any] = [active, self._generation]
-        describe((args, dict(kwargs)), parts, sizes)
-        kept, sizes_of_kept = attributes.describe()
-        sizes += sizes_of_kept
+        describe((args, kwargs), parts, sizes)
+        attributes.describe(parts, sizes)
         parts += [
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
@@ -316,10 +335,9 @@ class Conditions:
             torch.is_autocast_enabled("cuda"),
             torch.get_autocast_dtype("cuda"),
             self._training,
-            [_adapters(module) for module in self._adapted],
-            kept,
+            *map(_adapters, self._adapted),
         ]
-        return site_hash(*parts), tuple(sizes)
+        return sites_hash(*parts), tuple(sizes)
 
 
 def _adapters(module: nn.Module) -> str:

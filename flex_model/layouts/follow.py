@@ -151,9 +151,12 @@ def recording() -> list[Follower]:
     return [follower for follower in found if follower is not None]
 
 
+_NOT_RECORDING = nullcontext()
+
+
 def paused(*others: Follower) -> AbstractContextManager[None]:
     """Exclude what runs inside from the logs of all FlexModels: it is not part of the model."""
-    return _paused(others) if others or recorder.active_recorders else nullcontext()
+    return _paused(others) if others or recorder.active_recorders else _NOT_RECORDING
 
 
 @contextmanager

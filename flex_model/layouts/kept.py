@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -16,8 +15,7 @@ from flex_model.layouts.placement_encoding import encode
 _MIN_LIMIT = 64
 
 
-@dataclass(frozen=True)
-class _Kept:
+class _Kept(NamedTuple):
     storage: StorageWeakRef
     version: int
     name: str  # the same on all ranks
@@ -52,7 +50,7 @@ class KeptTensors:
         """
         self._begin()
         for i, (tensor, pair) in enumerate(tensors):
-            if pair != (None, None):
+            if pair[0] is not None or pair[1] is not None:
                 self._add(tensor, f"tensor {i}", pair)
 
     def _begin(self) -> None:
@@ -62,11 +60,12 @@ class KeptTensors:
             self._limit = max(_MIN_LIMIT, 2 * len(self._kept))
 
     def _add(self, tensor: Tensor, name: str, pair: Pair) -> None:
-        storage = memory_map.storage_of(memory_map.plain(tensor))
+        local = memory_map.plain(tensor)
+        storage = memory_map.storage_of(local)
         if storage is not None:
             text = f"{name} of forward {self._num_forwards}"
             kept = _Kept(StorageWeakRef(storage), memory_map.version_of(tensor), text, pair)
-            self._kept[_key(storage, tensor)] = kept
+            self._kept[_key(storage, local)] = kept
 
     def source(self, tensor: Tensor) -> tuple[str, Any] | None:
         """Return the name and encoded placements of a tensor of an earlier forward; None for
@@ -81,14 +80,15 @@ class KeptTensors:
         return (None, None) if kept is None else kept.pair
 
     def _of(self, tensor: Tensor) -> _Kept | None:
-        storage = memory_map.storage_of(memory_map.plain(tensor))
+        local = memory_map.plain(tensor)
+        storage = memory_map.storage_of(local)
         if storage is None:
             return None
-        kept = self._kept.get(_key(storage, tensor))
+        kept = self._kept.get(_key(storage, local))
         if kept is None or kept.storage.expired() or kept.version != memory_map.version_of(tensor):
             return None
         return kept
 
 
-def _key(storage: Any, tensor: Tensor) -> tuple[int, Any]:
-    return storage._cdata, memory_map.geometry(memory_map.plain(tensor))
+def _key(storage: Any, local: Tensor) -> tuple[int, Any]:
+    return storage._cdata, memory_map.geometry(local)

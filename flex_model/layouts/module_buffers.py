@@ -133,8 +133,10 @@ class Buffers:
     def digest(self) -> int:
         """A hash of the placements of all of them."""
         found = [(name, state.pair) for name, state in self._states.items() if state.pair]
-        parts = [(name, *map(encode, pair)) for name, pair in sorted(found, key=lambda one: one[0])]
-        return site_hash(*parts) if parts else 0
+        if not found:
+            return 0
+        found.sort(key=lambda one: one[0])
+        return site_hash(*((name, *map(encode, pair)) for name, pair in found))
 
 
 class _Loaded:

@@ -256,11 +256,11 @@ def leaves(value: Any, depth: int = 6) -> Iterator[Any]:
         yield value
     elif depth == 0 or isinstance(value, (type, nn.Module)) or callable(value):
         return
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from leaves(item, depth - 1)
     elif isinstance(value, (list, tuple)):
         for item in value:
+            yield from leaves(item, depth - 1)
+    elif isinstance(value, Mapping):
+        for item in value.values():
             yield from leaves(item, depth - 1)
     else:
         yield from leaves(getattr(value, "__dict__", {}), depth - 1)
@@ -274,11 +274,11 @@ def states_of(args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
 
 
 def _is_plain(value: Any) -> bool:
+    if isinstance(value, (Tensor, int, float, str, bytes, type(None))):
+        return True
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
-    if isinstance(value, Mapping):
-        return all(map(_is_plain, value.values()))
-    return isinstance(value, (Tensor, int, float, str, bytes, type(None)))
+    return isinstance(value, Mapping) and all(map(_is_plain, value.values()))
 
 
 def _argument_names(root: nn.Module, count: int) -> Iterable[str]:

@@ -97,12 +97,12 @@ class Replicas:
         yield from self._modules.named_parameters()
         yield from self._modules.named_buffers()
 
-    def check(self, is_used: bool) -> None:
-        """HookMismatchError, on every rank, where ranks differ. Collective over the grid, if there
-        are trainable modules and editing functions (``is_used``).
-        """
-        if not is_used or not self._modules:
-            return
+    def __len__(self) -> int:
+        """The number of trainable modules."""
+        return len(self._modules)
+
+    def check(self) -> None:
+        """HookMismatchError, on every rank, where ranks differ. Collective over the grid."""
         with self._communicator.uncounted():
             digest = self.digest()
             header = Header("trainable module", shape=(digest & _HALF, digest >> 31 & _HALF))

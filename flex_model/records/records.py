@@ -63,6 +63,7 @@ class Records:
 
     Attributes:
         keeps_parts: Whether records are for a store, each rank's own shard.
+        on_all_ranks: Whether every rank keeps full tensors; ``keeps_full``: whether this rank does.
     """
 
     def __init__(
@@ -74,24 +75,12 @@ class Records:
     ) -> None:
         self.output_ptr = output_ptr
         self._ranks = output_ranks
-        self.keeps_parts = False
         self._communicator = communicator
+        self.keep_parts(False)
         self._step = step
         self._snapshots = Snapshots(communicator)
         # Dtypes and shapes on all ranks at the end of runs, by the hashes that ranks exchanged.
         self._tensors: dict[tuple[int, ...], list[list[tuple[torch.dtype, Shape]]]] = {}
-
-    @property
-    def on_all_ranks(self) -> bool:
-        """Whether every rank keeps full tensors."""
-        return self._ranks == "all" and not self.keeps_parts
-
-    @property
-    def keeps_full(self) -> bool:
-        """Whether this rank keeps full tensors."""
-        return self.on_all_ranks or (
-            self._communicator.mesh.group_rank == 0 and not self.keeps_parts
-        )
 
     def take(self) -> dict[Any, list[Any]]:
         """Return all records, and forget them."""
@@ -102,6 +91,9 @@ class Records:
     def keep_parts(self, keeps: bool) -> None:
         """Keep shards for a store from now on, or full tensors."""
         self.keeps_parts = keeps
+        self.on_all_ranks = self._ranks == "all" and not keeps
+        is_first = self._communicator.mesh.group_rank == 0
+        self.keeps_full = self.on_all_ranks or (is_first and not keeps)
 
     def clear(self, name: str) -> None:
         """Drop the records of one name."""
@@ -162,6 +154,8 @@ class Records:
         self._release(context)
 
     def _release(self, context) -> None:
+        if not context.pending:
+            return
         self._snapshots.drop([record.snapshot for record in context.pending])
         context.pending.clear()
 
@@ -175,21 +169,23 @@ class Records:
                 new.
         """
         pending = context.pending
-        names = [record.call.registration.describe() for record in pending[:9]]
-        listed = "; ".join(names[:8])
-        listed += f"; and {len(pending) - 8} more" if len(pending) > 8 else ""
-        tensors = [record.snapshot.tensor for record in pending]
-        local = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+        what, local = f"{kind}, with 0 records to deliver (none)", []
+        if pending:
+            names = [record.call.registration.description for record in pending[:8]]
+            listed = "; ".join(names)
+            listed += f"; and {len(pending) - 8} more" if len(pending) > 8 else ""
+            what = f"{kind}, with {len(pending)} records to deliver ({listed})"
+            tensors = [record.snapshot.tensor for record in pending]
+            local = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
         digest = sites_hash(*local)
         header = Header(
             kind,
-            site=sites_hash(*(record.call.registration.site for record in pending)),
+            site=sites_hash(*[record.call.registration.site for record in pending]),
             # Not sizes but a hash: whether the tensors equal those of an earlier run.
             shape=(digest & 0x7FFFFFFF, digest >> 32),
             flags=Header.CONSUMED if context.has_drawn else 0,
         )
         try:
-            what = f"{kind}, with {len(pending)} records to deliver ({listed or 'none'})"
             headers = self._communicator.check_consistency(header, what)
             if pending:
                 key = (header.site, *(size for other in headers for size in other.shape))
@@ -279,8 +275,8 @@ class Records:
 
     def _is_replicated(self, layout: ShardLayout) -> bool:
         mesh = self._communicator.mesh
-        return (mesh.dp_size > 1 and layout.dp == Replicate()) or (
-            mesh.tp_size > 1 and layout.tp == Replicate()
+        return (mesh.dp_size > 1 and isinstance(layout.dp, Replicate)) or (
+            mesh.tp_size > 1 and isinstance(layout.tp, Replicate)
         )
 
     def _deliver_to_all(self, pending: list[PendingRecord], specs: list[GatherSpec]) -> None:
@@ -294,7 +290,6 @@ class Records:
 
     def _deliver_to_first(self, pending: list[PendingRecord], specs: list[GatherSpec]) -> None:
         """Gather all records in one transfer; only ranks whose shards rank 0 needs send."""
-        mesh = self._communicator.mesh
         split = [(record, spec) for record, spec in zip(pending, specs) if spec.axes]
         if self._communicator.host_gather is None:
             self._snapshots.to_cpu([record.snapshot for record, _ in split])
@@ -302,7 +297,7 @@ class Records:
             tensors = [
                 Gathered(
                     spec.plan,
-                    mesh.ranks_along(spec.axes, place=0),
+                    spec.ranks_of_first,
                     record.snapshot.tensor,
                     site=record.call.registration.site,
                     ready=record.snapshot.ready,

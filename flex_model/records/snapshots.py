@@ -103,6 +103,8 @@ class Snapshots:
 
     def drop(self, snapshots: list[Snapshot]) -> None:
         """Free snapshots."""
+        if not self._on_gpu:
+            return
         dropped = set(map(id, snapshots))
         self._on_gpu = deque(s for s in self._on_gpu if id(s) not in dropped)
         self._gpu_bytes = sum(s.tensor.nbytes for s in self._on_gpu)

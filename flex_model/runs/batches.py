@@ -96,7 +96,7 @@ class BatchRuns:
         table.choose(self._choice, parameters)
         table.clear_records(table.active)
         self._generator.set_state(torch.default_generator.get_state())
-        self._has_edits = any(r.edits for r in runs.active_hooks())
+        self._has_edits = any(r.edits for r in table.active_hooks.registrations)
         return self
 
     def __exit__(self, *exc_info: object) -> None:

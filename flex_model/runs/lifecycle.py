@@ -20,7 +20,7 @@ from flex_model.hooks.digests import HookDigests
 from flex_model.hooks.random_state import renew_seed
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.save_ctx import SentToAll
-from flex_model.hooks.table import EVERYTHING, Choice, HookTable, describe_choice
+from flex_model.hooks.table import EVERYTHING, Choice, HookTable
 from flex_model.hooks.tracking import Tracking
 from flex_model.integrations import context_parallel
 from flex_model.integrations.compiled import HookGuards
@@ -103,10 +103,6 @@ class Runs:
         if self.current is not None:
             self.current.activate(self._table.active)
             self._include(self.current)
-
-    def active_hooks(self) -> Iterator[Registration]:
-        """Return the active hooks, in the order of their registration."""
-        return (r for r in self._table.registrations if r.index in self._table.active)
 
     # ---- Begin -----------------------------------------------------------------------------------
 
@@ -202,11 +198,11 @@ class Runs:
         # Observers see only the hooks that Python runs, not those that the dispatcher runs.
         self._table.set_in_run(not self._observers)
         if not communicator.is_local:
-            choice = describe_choice(self._table.choices[0])
-            communicator.publish_run(self._digests.active, choice, self._mode)
-            self._digests.check(choice)
-            if self._replicas is not None and self._step is None:
-                self._replicas.check(any(r.edits for r in self.active_hooks()))
+            hooks = self._table.active_hooks
+            communicator.publish_run(hooks.digest, hooks.choice, self._mode)
+            self._digests.check()
+            if self._replicas and self._step is None and any(r.edits for r in hooks.registrations):
+                self._replicas.check()
         if self.session is not None and not self.session.is_sequential:
             self.session.check_hooks(self._digests.described())
 
@@ -214,9 +210,8 @@ class Runs:
         """Publish that a forward begins with the current choice. Local."""
         if self._communicator.is_local or not self._digests.has_hooks:
             return
-        choice = describe_choice(self._table.choices[0])
-        has_hooks = bool(self._table.active)
-        self._communicator.note_forward(has_hooks, self._mode, self._digests.active, choice)
+        hooks, has_hooks = self._table.active_hooks, bool(self._table.active)
+        self._communicator.note_forward(has_hooks, self._mode, hooks.digest, hooks.choice)
 
     @property
     def _mode(self) -> int:
@@ -227,9 +222,10 @@ class Runs:
 
     def check_entry(self) -> None:
         """HookError where the model must not run now."""
-        refusal = self.refusal()
-        if refusal:
-            raise HookError(refusal)
+        if self.thread != threading.get_ident() or self._communicator.edit_of:
+            refusal = self.refusal()
+            if refusal:
+                raise HookError(refusal)
 
     @property
     def is_inside(self) -> bool:

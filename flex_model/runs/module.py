@@ -163,7 +163,7 @@ class ModuleRunner:
             return [([find_module(self.core.module, module_name)], "forward")]
         sites: list[Site] = [
             ([module], registration.kind)
-            for registration in self.core.runs.active_hooks()
+            for registration in self.core.table.active_hooks.registrations
             if registration.kind in ("forward", "forward_pre")
             and registration.module is not None
             and (module := registration.module()) is not None

@@ -79,7 +79,7 @@ class RootHooks:
         self._runs.check_entry()
         if not in_backward():
             self._runs.begin_direct()
-            self._tracking.begin(args, kwargs, self._runs.active_hooks())
+            self._tracking.begin(args, kwargs, self._table.active_hooks)
 
     def _end(self, output: Any) -> None:
         run = self._runs.current
@@ -88,7 +88,7 @@ class RootHooks:
         error = sys.exc_info()[1]
         error = None if error is run.outer_error else error
         self._tracking.end(output, failed=error is not None)
-        if self._table.acts_in_backward and self._watches:
+        if self._table.active_hooks.acts_in_backward and self._watches:
             self._graphs.watch(run, output)
             self._watch.watch_from(output)
         self._runs.end_direct(error)

@@ -47,7 +47,7 @@ class RecordLayout:
         if not spec.axes:
             return RecordLayout._of_first(full_shape, dtype, description)
         mesh = spec.communicator.mesh
-        ranks = [mesh.rank_at(place) for place in mesh.ranks_along(spec.axes, place=0)]
+        ranks = [mesh.rank_at(place) for place in spec.ranks_of_first]
         shapes = [tuple(sizes) for sizes in spec.plan.shard_sizes]
         boxes = tuple((i, *map(tuple, box)) for i, *box in spec.boxes)
         shards = tuple(zip(ranks, shapes, strict=True))
