@@ -1,6 +1,6 @@
 // Runs the CUDA copy kernels and their index maths on the CPU, against the plain strided copy of
 // boxes.h. Prints what is wrong and returns 1, or returns 0. Built and run by
-// tests/test_cuda_maths.py.
+// tests/cuda/test_cuda_maths.py.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>

@@ -1,5 +1,5 @@
 // Runs the plans for copies to host memory on the CPU, against the plain strided copy of boxes.h.
-// Prints what is wrong and returns 1, or returns 0. Built and run by tests/test_cuda_maths.py.
+// Prints what is wrong and returns 1, or returns 0. Built and run by tests/cuda/test_cuda_maths.py.
 #include "cuda/host_copy.h"
 
 #include <cstdio>

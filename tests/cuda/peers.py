@@ -19,7 +19,7 @@ from flex_model.distributed.transports.choice import choose
 from flex_model.distributed.transports.nccl import Nccl
 from flex_model.distributed.transports.peer_memory import PeerMemory
 from flex_model.distributed.transports.transport import Gathered, all_reduce_sum
-from tests.test_ops import as_bytes, blocks, plan_of
+from tests.ops.test_ops import as_bytes, blocks, plan_of
 
 TIMEOUT_S = 40.0
 

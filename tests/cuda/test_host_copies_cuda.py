@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.cuda.processes import run_ranks
-from tests.test_ops import as_bytes, blocks, plan_of, random_tensor
+from tests.ops.test_ops import as_bytes, blocks, plan_of, random_tensor
 
 pytestmark = [
     pytest.mark.cuda,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import flex_model  # noqa: F401  (loads the ops)
 from flex_model._C import GatherPlan
 from flex_model.distributed.transports import buffer_layout
-from tests.test_ops import as_bytes, blocks, plan_of, random_tensor
+from tests.ops.test_ops import as_bytes, blocks, plan_of, random_tensor
 
 
 def plan_along(sizes, dim, parts, itemsize):

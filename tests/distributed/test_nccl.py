@@ -11,7 +11,7 @@ from flex_model.distributed import process_groups
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.nccl import Nccl
 from flex_model.distributed.transports.transport import Gathered, all_reduce_sum
-from tests.test_ops import as_bytes, blocks, plan_of, random_tensor
+from tests.ops.test_ops import as_bytes, blocks, plan_of, random_tensor
 
 
 def wait(works):

@@ -10,7 +10,7 @@ import torch
 import flex_model  # noqa: F401  (loads the ops)
 from flex_model.distributed.transports.peer_memory import PeerMemory, slot_bytes_for
 from flex_model.distributed.transports.transport import Gathered, all_reduce_sum
-from tests.test_ops import as_bytes, blocks, plan_of, random_tensor
+from tests.ops.test_ops import as_bytes, blocks, plan_of, random_tensor
 
 
 class HostBuffers:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import flex_model  # noqa: F401  (loads the ops)
 from flex_model._C import GatherPlan
-from tests.test_ops import as_bytes, blocks, plan_of, random_tensor
+from tests.ops.test_ops import as_bytes, blocks, plan_of, random_tensor
 
 ops = torch.ops.flex_model
 

@@ -564,7 +564,7 @@ def test_the_protocol_under_sanitizers(sanitizer, tmp_path):
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler")
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     engine = root / "csrc" / "engine"
     python = {"bind_shared_memory.cpp", "dlpack.cpp", "span.cpp"}
     sources = [s for s in (engine / "shared_memory").glob("*.cpp") if s.name not in python]

@@ -16,7 +16,7 @@ from flex_model import FlexModel, HookFunction
 from flex_model.diagnostics import FlightRecorder, logger, rank_log
 from flex_model.errors import HookError, HookMismatchError
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

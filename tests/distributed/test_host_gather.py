@@ -25,8 +25,15 @@ from flex_model.distributed.transports.choice import choose
 from flex_model.distributed.transports.host_gather import HostGather
 from flex_model.distributed.transports.transport import Gathered, end_to_end
 from flex_model.records.snapshots import Snapshots
-from tests import test_shared_memory
-from tests.test_transports import bits, cases, run_hooked, same_bits, shards_of, transport
+from tests.distributed.test_transports import (
+    bits,
+    cases,
+    run_hooked,
+    same_bits,
+    shards_of,
+    transport,
+)
+from tests.engine import test_shared_memory
 
 REFUSED = "page_lock: can't be page-locked (for a test)"
 
