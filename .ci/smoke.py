@@ -15,8 +15,8 @@ from flex_model._C import GatherPlan
 found = Path(flex_model.__file__).parents[1]
 assert len(sys.argv) < 2 or found == Path(sys.argv[1]).resolve(), found
 
-pieces = [(rank, [0, 3 * rank], [0, 0], [4, 3]) for rank in range(2)]
-plan = GatherPlan([4, 6], [[4, 3], [4, 3]], pieces, 4)
+boxes = [(rank, [0, 3 * rank], [0, 0], [4, 3]) for rank in range(2)]
+plan = GatherPlan([4, 6], [[4, 3], [4, 3]], boxes, 4)
 full = torch.arange(24.0).reshape(4, 6)
 packed = torch.ops.flex_model.pack(full, plan.code, [0, 48], 96)
 rebuilt = torch.ops.flex_model.assemble(packed, [0, 48], plan.code, [4, 6], torch.float32)

@@ -3,7 +3,7 @@
     python benchmarks/bench_gather.py [--ranks 4] [--quick] [--kib N ...] [--json FILE]
                                       [--original PATH_OF_FLEX_MODEL_0.1.0]
 
-Ours are the calls of ``Communicator`` and ``GatherSpec``, as hooks make them, outputs owned by the
+Ours are the calls of ``Communicator`` and ``TensorSpec``, as hooks make them, outputs owned by the
 caller. All ways of a row's operation take turns in one run, and every result is compared with the
 tensor that the shards were cut from, bit by bit. The time of a call is that of its slowest rank; up
 to 64 KiB it is the mean of 20 calls in a row, and up to 1 MiB of 5.
@@ -52,10 +52,10 @@ from ranks import Report, Timing, compared, measure
 from torch import Tensor
 
 from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.gather import GatherSpec
+from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import Header
-from flex_model.distributed.layout import Shard, ShardLayout
 from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.placement import Shard, ShardLayout
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB)
@@ -96,12 +96,12 @@ class Case:
         self.sizes = [part.shape[dim] for part in parts]
         self.is_first = dist.get_rank() == 0
 
-    def spec(self, communicator: Communicator) -> GatherSpec:
+    def spec(self, communicator: Communicator) -> TensorSpec:
         layout = ShardLayout(tp=Shard(self.dim % 2))
         shapes = [list(self.full.shape) for _ in self.sizes]
         for shape, size in zip(shapes, self.sizes):
             shape[self.dim] = size
-        return GatherSpec.of(communicator, layout, [tuple(shape) for shape in shapes], self.dtype)
+        return TensorSpec.of(communicator, layout, [tuple(shape) for shape in shapes], self.dtype)
 
     @property
     def calls(self) -> int:
@@ -118,7 +118,7 @@ class Case:
         }
 
 
-def _read_only(spec: GatherSpec, shard: Tensor) -> Tensor:
+def _read_only(spec: TensorSpec, shard: Tensor) -> Tensor:
     return spec.copies(shard, 1, num_read=1)[0]
 
 
@@ -223,7 +223,7 @@ class Bench:
         rows = case.full.tensor_split(mesh.dp_size)[dp.rank()]
         shard = rows.tensor_split(mesh.tp_size, -1)[tp.rank()].contiguous()
         layout = ShardLayout(dp=Shard(0), tp=Shard(1))
-        spec = GatherSpec.of(
+        spec = TensorSpec.of(
             communicator, layout, [tuple(shard.shape)] * len(mesh.stage_ranks), dtype
         )
 

@@ -20,8 +20,8 @@ def plan_along(sizes, dim, n, itemsize):
     """Rank r holds the r-th of n equal parts of dim ``dim``."""
     shard = [size // n if d == dim else size for d, size in enumerate(sizes)]
     starts = [[shard[dim] * r if d == dim else 0 for d in range(len(sizes))] for r in range(n)]
-    pieces = [(r, start, [0] * len(sizes), shard) for r, start in enumerate(starts)]
-    return GatherPlan(list(sizes), [shard] * n, pieces, itemsize)
+    boxes = [(r, start, [0] * len(sizes), shard) for r, start in enumerate(starts)]
+    return GatherPlan(list(sizes), [shard] * n, boxes, itemsize)
 
 
 def num_wrong(got, expected):

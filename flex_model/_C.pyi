@@ -30,14 +30,14 @@ def num_leaves(tree: Any) -> int: ...
 def flatten(tree: Any) -> tuple[list[Tensor], TreeSpec]: ...
 def unflatten(leaves: Iterable[Tensor], spec: TreeSpec) -> Any: ...
 
-# layout
+# gather plan
 
 class GatherPlan:
     def __init__(
         self,
         full_sizes: Sequence[int],
         shard_sizes: Sequence[Sequence[int]],
-        pieces: Iterable[tuple[int, Sequence[int], Sequence[int], Sequence[int]]],
+        boxes: Iterable[tuple[int, Sequence[int], Sequence[int], Sequence[int]]],
         element_bytes: int,
     ) -> None: ...
     @property

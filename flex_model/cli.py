@@ -11,7 +11,7 @@ from flex_model import demo
 from flex_model.diagnostics import doctor
 from flex_model.diagnostics.local_ranks import RankError
 from flex_model.diagnostics.progress_bar import progress
-from flex_model.distributed.layout import Shape
+from flex_model.distributed.placement import Shape
 from flex_model.inspection import offline
 from flex_model.sequential.command import add_harvest
 

@@ -28,8 +28,8 @@ struct Level {
   int64_t shard_stride;
 };
 
-// A part of one rank's shard: runs of `run_bytes` contiguous bytes on both sides, repeated by the
-// levels (outermost first).
+// A rectangular part of one rank's shard, counted in bytes: runs of `run_bytes` contiguous bytes on
+// both sides, repeated by the levels (outermost first).
 struct Box {
   int64_t rank;
   int64_t full_offset;
@@ -49,11 +49,11 @@ inline int64_t num_bytes(const Box& box) {
   return overflow ? std::numeric_limits<int64_t>::max() : bytes;
 }
 
-// A plan as ops receive it (`int[]`):
+// The boxes of all ranks, as ops receive them (`int[]`):
 //   num_ranks, full_bytes, shard_bytes[num_ranks], num_boxes,
 //   then per box: rank, full_offset, shard_offset, run_bytes, num_levels, (count, full_stride,
 //   shard_stride) * num_levels
-struct Boxes {
+struct BoxPlan {
   int64_t full_bytes = 0;
   std::vector<int64_t> shard_bytes;  // per rank
   std::vector<Box> boxes;            // in rank order
@@ -74,7 +74,7 @@ struct Boxes {
 
   // std::invalid_argument if the code is cut short, too long, or points outside of the buffers it
   // describes.
-  static Boxes decode(const int64_t* code, int64_t size) {
+  static BoxPlan decode(const int64_t* code, int64_t size) {
     int64_t at = 0;
     const auto next = [&] {
       if (at >= size) throw std::invalid_argument("gather plan: the encoded plan is cut short");
@@ -85,7 +85,7 @@ struct Boxes {
       if (value < 0) throw std::invalid_argument(std::string("gather plan: negative ") + what);
       return value;
     };
-    Boxes plan;
+    BoxPlan plan;
     const int64_t num_ranks = next_size("number of ranks");
     plan.full_bytes = next_size("size");
     for (int64_t rank = 0; rank < num_ranks; ++rank) plan.shard_bytes.push_back(next_size("size"));

@@ -8,7 +8,7 @@
 namespace flex_model {
 
 // Returns the boxes in rank order, beginning with rank `first` and wrapping around.
-inline std::vector<Box> rotated(const Boxes& plan, int64_t first) {
+inline std::vector<Box> rotated(const BoxPlan& plan, int64_t first) {
   std::vector<Box> boxes = plan.boxes;
   const auto middle = std::find_if(boxes.begin(), boxes.end(),
                                    [first](const Box& box) { return box.rank >= first; });
@@ -18,7 +18,7 @@ inline std::vector<Box> rotated(const Boxes& plan, int64_t first) {
 
 inline char* at_address(int64_t address) { return reinterpret_cast<char*>(address); }
 
-inline void check_addresses(const char* op, const Boxes& plan, const Ints& addresses) {
+inline void check_addresses(const char* op, const BoxPlan& plan, const Ints& addresses) {
   check(addresses.size() == plan.shard_bytes.size(), op,
         ": `addresses` must have one entry for each of the plan's ", plan.shard_bytes.size(),
         " ranks, got ", addresses.size());
@@ -27,7 +27,7 @@ inline void check_addresses(const char* op, const Boxes& plan, const Ints& addre
 template <typename Device>
 void pull_(const Tensor& full, const Ints& addresses, const Ints& code, int64_t first) {
   const char* op = "pull_";
-  const Boxes plan = decode_plan_of(op, full, code);
+  const BoxPlan plan = decode_plan_of(op, full, code);
   check_addresses(op, plan, addresses);
   check_rank(op, plan, first);
   check_filled(op, "the full tensor", num_copied_bytes(plan), plan.full_bytes);
@@ -45,7 +45,7 @@ void pull_(const Tensor& full, const Ints& addresses, const Ints& code, int64_t 
 template <typename Device>
 void push(const Tensor& full, const Ints& addresses, const Ints& code, int64_t first) {
   const char* op = "push";
-  const Boxes plan = decode_plan_of(op, full, code);
+  const BoxPlan plan = decode_plan_of(op, full, code);
   check_addresses(op, plan, addresses);
   check_rank(op, plan, first);
   std::vector<char*> shards;
@@ -60,7 +60,7 @@ void copy_to_host(const Tensor& shard, int64_t address, const Ints& code, int64_
                   std::string how) {
   const char* op = "copy_to_host";
   check_contiguous(op, "shard", shard);
-  const Boxes plan = decode_plan(op, code);
+  const BoxPlan plan = decode_plan(op, code);
   check_rank(op, plan, rank);
   check_num_bytes(op, "shard", shard, plan.shard_bytes[rank]);
   check(how == "auto" || how == "copy engine" || how == "kernel", op,

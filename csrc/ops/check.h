@@ -58,9 +58,9 @@ inline void check_buffer(const char* op, const char* name, const Tensor& tensor)
   check_contiguous(op, name, tensor);
 }
 
-inline Boxes decode_plan(const char* op, const Ints& plan) {
+inline BoxPlan decode_plan(const char* op, const Ints& plan) {
   try {
-    return Boxes::decode(plan.data(), static_cast<int64_t>(plan.size()));
+    return BoxPlan::decode(plan.data(), static_cast<int64_t>(plan.size()));
   } catch (const std::invalid_argument& error) {
     check(false, op, ": ", error.what(), "; pass the `code` of a GatherPlan as it is");
     throw;
@@ -76,9 +76,9 @@ inline void check_num_bytes(const char* op, const char* name, const Tensor& tens
 }
 
 // Decodes the plan of the input `full`, and checks that tensor.
-inline Boxes decode_plan_of(const char* op, const Tensor& full, const Ints& code) {
+inline BoxPlan decode_plan_of(const char* op, const Tensor& full, const Ints& code) {
   check_contiguous(op, "full", full);
-  Boxes plan = decode_plan(op, code);
+  BoxPlan plan = decode_plan(op, code);
   check_num_bytes(op, "full", full, plan.full_bytes);
   return plan;
 }
@@ -90,7 +90,7 @@ inline void check_filled(const char* op, const char* name, int64_t copied, int64
 }
 
 // Returns the bytes that the boxes of `rank` move; of all ranks if it is -1.
-inline int64_t num_copied_bytes(const Boxes& plan, int64_t rank = -1) {
+inline int64_t num_copied_bytes(const BoxPlan& plan, int64_t rank = -1) {
   int64_t bytes = 0;
   for (const Box& box : plan.boxes) {
     if (rank != -1 && box.rank != rank) continue;
@@ -101,7 +101,7 @@ inline int64_t num_copied_bytes(const Boxes& plan, int64_t rank = -1) {
 }
 
 // Checks that each shard which the plan reads or writes is inside a buffer of `total` bytes.
-inline void check_offsets(const char* op, const Boxes& plan, const Ints& offsets, int64_t total) {
+inline void check_offsets(const char* op, const BoxPlan& plan, const Ints& offsets, int64_t total) {
   const size_t num_ranks = plan.shard_bytes.size();
   check(offsets.size() == num_ranks, op, ": `offsets` must have one entry for each of the plan's ",
         num_ranks, " ranks, got ", offsets.size());
@@ -115,7 +115,7 @@ inline void check_offsets(const char* op, const Boxes& plan, const Ints& offsets
   }
 }
 
-inline void check_rank(const char* op, const Boxes& plan, int64_t rank) {
+inline void check_rank(const char* op, const BoxPlan& plan, int64_t rank) {
   const int64_t num_ranks = static_cast<int64_t>(plan.shard_bytes.size());
   check(rank >= 0 && rank < num_ranks, op, ": rank must be in [0, ", num_ranks - 1,
         "] for this plan, got ", rank);
@@ -126,7 +126,7 @@ inline void check_total(const char* op, int64_t total) {
 }
 
 // Checks, for writes into the buffer, that no two shards share bytes.
-inline void check_disjoint(const char* op, const Boxes& plan, const Ints& offsets) {
+inline void check_disjoint(const char* op, const BoxPlan& plan, const Ints& offsets) {
   std::vector<std::pair<int64_t, int64_t>> shards;  // offset, rank
   for (size_t rank = 0; rank < offsets.size(); ++rank) {
     if (offsets[rank] >= 0 && plan.shard_bytes[rank] > 0) shards.emplace_back(offsets[rank], rank);

@@ -34,7 +34,7 @@ Tensor pack_tensors(const std::vector<Tensor>& tensors, const Ints& offsets, int
   check(offsets.size() == tensors.size(), op, ": `offsets` must have one entry for each of the ",
         tensors.size(), " tensors, got ", offsets.size());
   check_total(op, total);
-  Boxes places;  // the tensors as the shards of ranks, for the checks
+  BoxPlan places;  // the tensors as the shards of ranks, for the checks
   for (const Tensor& tensor : tensors) {
     check(tensor.get_device() == tensors[0].get_device(), op,
           ": all tensors must be on one device, got indices ", int{tensors[0].get_device()},
@@ -93,7 +93,7 @@ std::vector<Tensor> assemble_tensors(const Tensor& gathered, const Ints& offsets
   std::vector<Tensor> fulls;
   size_t at = 0;
   for (const Tensor& tensor : like) {
-    const Boxes plan = decode_plan(op, code_lists.next());
+    const BoxPlan plan = decode_plan(op, code_lists.next());
     const size_t num_ranks = plan.shard_bytes.size();
     check(offsets.size() - at >= num_ranks, op,
           ": `offsets` must have one entry for each rank of each tensor, got ", offsets.size());

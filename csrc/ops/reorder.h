@@ -45,7 +45,7 @@ Tensor assemble(const Tensor& gathered, const Ints& offsets, const Ints& code, c
                 ScalarType dtype) {
   const char* op = "assemble";
   check_buffer(op, "gathered", gathered);
-  const Boxes plan = decode_plan(op, code);
+  const BoxPlan plan = decode_plan(op, code);
   check_offsets(op, plan, offsets, gathered.numel());
   check_filled(op, "the full tensor", num_copied_bytes(plan), plan.full_bytes);
 
@@ -60,7 +60,7 @@ Tensor assemble(const Tensor& gathered, const Ints& offsets, const Ints& code, c
 template <typename Device>
 Tensor split(const Tensor& full, const Ints& code, int64_t rank, const Ints& sizes) {
   const char* op = "split";
-  const Boxes plan = decode_plan_of(op, full, code);
+  const BoxPlan plan = decode_plan_of(op, full, code);
   check_rank(op, plan, rank);
   check_filled(op, "the shard", num_copied_bytes(plan, rank), plan.shard_bytes[rank]);
 
@@ -77,7 +77,7 @@ Tensor split(const Tensor& full, const Ints& code, int64_t rank, const Ints& siz
 template <typename Device>
 Tensor pack(const Tensor& full, const Ints& code, const Ints& offsets, int64_t total) {
   const char* op = "pack";
-  const Boxes plan = decode_plan_of(op, full, code);
+  const BoxPlan plan = decode_plan_of(op, full, code);
   check_total(op, total);
   check_offsets(op, plan, offsets, total);
   check_disjoint(op, plan, offsets);

@@ -7,8 +7,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from flex_model.distributed.layout import Placement, Replicate, Shape, Shard, ShardLayout
 from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.placement import Placement, Replicate, Shape, Shard, ShardLayout
 from flex_model.layouts.resolve import ExpectedShape, unique
 
 

@@ -16,7 +16,7 @@ from torch.autograd import Function
 from flex_model.compat.parallel_state import ParallelState, check_state
 from flex_model.distributed import gather
 from flex_model.distributed.header import Header, site_hash
-from flex_model.distributed.layout import Shard, ShardLayout
+from flex_model.distributed.placement import Shard, ShardLayout
 from flex_model.errors import agreed
 
 
@@ -117,7 +117,7 @@ def _all_gather(tensor: Tensor, dim: int, fmps: ParallelState, axis: str, name: 
     exchange_headers = header_exchange(fmps, axis, f"{name} along dim {dim}")
     shapes = [header.shape for header in exchange_headers(tensor)]
     try:
-        spec = gather.GatherSpec.of(communicator, _split_along(axis, dim), shapes, tensor.dtype)
+        spec = gather.TensorSpec.of(communicator, _split_along(axis, dim), shapes, tensor.dtype)
     except ValueError as error:
         raise agreed(
             ValueError(f"{name} along dim {dim}: {error}; only that dim may differ")
@@ -137,7 +137,7 @@ def _scatter(tensor: Tensor, dim: int, fmps: ParallelState, axis: str, name: str
         return tensor.split(sizes, dim)[rank].clone(memory_format=torch.contiguous_format)
     shapes = [(*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]) for size in sizes]
     communicator = fmps.communicator(axis)
-    spec = gather.GatherSpec.of(communicator, _split_along(axis, dim), shapes, tensor.dtype)
+    spec = gather.TensorSpec.of(communicator, _split_along(axis, dim), shapes, tensor.dtype)
     exchange_headers = header_exchange(fmps, axis, f"backward of {name} along dim {dim}")
     return gather.scatter(tensor, gather.GatherContext(spec, exchange_headers))
 

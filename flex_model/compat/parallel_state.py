@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.layout import chunk_sizes
 from flex_model.distributed.mesh import Mesh, initialize_from_launcher, is_distributed
+from flex_model.distributed.placement import chunk_sizes
 from flex_model.integrations.torch_private import group_world
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from flex_model.compat import expected_sizes
 from flex_model.compat.mappings import header_exchange
 from flex_model.compat.parallel_state import ParallelState, check_state
 from flex_model.distributed import gather, values
-from flex_model.distributed.layout import Partial, Placement, Replicate
+from flex_model.distributed.placement import Partial, Placement, Replicate
 from flex_model.layouts.resolve import check_expected_shape, differing_axes
 from flex_model.records.records import owned_copy
 
@@ -142,7 +142,7 @@ class _Route:
                 f"shape {tuple(tensor.shape)}, which expected_shape {self._expected} takes for the "
                 "whole tensor; give the full sizes"
             )
-        spec = gather.GatherSpec.of(communicator, layout, shapes, tensor.dtype)
+        spec = gather.TensorSpec.of(communicator, layout, shapes, tensor.dtype)
         self._context = gather.GatherContext(spec, self._exchange_headers, self._of_replicas)
         self._full_shape = spec.full_shape
         return gather.gather(tensor, self._context)

@@ -20,10 +20,10 @@ from flex_model import _load
 from flex_model.diagnostics.local_ranks import RankError, run_on_ranks
 from flex_model.diagnostics.progress_bar import progress
 from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.gather import GatherSpec
+from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import Header
-from flex_model.distributed.layout import Shard, ShardLayout
 from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.placement import Shard, ShardLayout
 
 PACKAGES = ("transformers", "megatron-core", "fairscale", "accelerate", "deepspeed", "safetensors")
 _TRANSPORTS = ("shared_memory", "gloo", "nccl", "peer_memory")
@@ -132,7 +132,7 @@ def _trial(rank: int, transport: str) -> Trial:
     full = torch.arange(2048 * 2048, dtype=torch.int32, device=device).reshape(2048, 2048)
     shards = full.chunk(2, dim=1)
     shapes = [tuple(shard.shape) for shard in shards]
-    spec = GatherSpec.of(communicator, ShardLayout(tp=Shard(1)), shapes, full.dtype)
+    spec = TensorSpec.of(communicator, ShardLayout(tp=Shard(1)), shapes, full.dtype)
     works = torch.equal(spec.all_gather(shards[rank]), full)
     gathers = [_seconds(lambda: spec.all_gather(shards[rank])) for _ in range(10)]
     headers = [

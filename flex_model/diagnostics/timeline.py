@@ -1,6 +1,6 @@
 """When each rank was at which hook, edit and transfer, on one clock.
 
-The recorder is an observer of the hook caller and of the communicators while it is on; with no
+The recorder is an observer of the hook executor and of the communicators while it is on; with no
 observer a hook or a transfer pays for one truth test.
 """
 
@@ -167,7 +167,7 @@ class _Recorder:
         self._sites: dict[str, str] = {}  # of the last header, by communicator
         self._names = {r.site: r.name for r in core.table.registrations}
         self._observed: list[tuple[list[Any], Callable[..., Any]]] = [
-            (core.caller.observers, self._begin_hook)
+            (core.executor.observers, self._begin_hook)
         ]
         for key, communicator in communicators.items():
             begin = functools.partial(self._begin_transfer, communicator, key)

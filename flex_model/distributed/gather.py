@@ -26,17 +26,17 @@ from flex_model import _C
 from flex_model._C import GatherPlan
 from flex_model.distributed import memory
 from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.layout import (
+from flex_model.distributed.mesh import Axis
+from flex_model.distributed.picked import Pick
+from flex_model.distributed.placement import (
+    Box,
     Partial,
-    Piece,
     Placement,
     Replicate,
     Shape,
     Shard,
     ShardLayout,
 )
-from flex_model.distributed.mesh import Axis
-from flex_model.distributed.picked import Pick
 from flex_model.distributed.plain import plain
 from flex_model.distributed.transports.transport import Gathered, on_cpu
 
@@ -47,16 +47,17 @@ CheckConsistency = Callable[[Tensor], object]  # collective: headers, before a g
 
 
 @dataclass(eq=False)
-class GatherSpec:
-    """The plan by which one tensor is gathered and scattered, for a hook's call and its backward.
+class TensorSpec:
+    """How one tensor is sharded: its layout for the shapes that the ranks hold, and the
+    ``GatherPlan`` of its bytes. Gathers and scatters it, for a hook's call and its backward.
 
-    With ``pick`` it is the plan of the part that a hook selected: ``shard`` below is then the
-    selected part of a rank's shard, and ``full`` the selected part of the full tensor.
+    With ``pick`` it describes the part that a hook selected: ``shard`` below is then the selected
+    part of a rank's shard, and ``full`` the selected part of the full tensor.
 
     Attributes:
         layout: The layout of the shards.
         axes: The axes along which ranks hold different shards.
-        plan: The plan of the ranks along ``axes``, in their order.
+        plan: Where the bytes of the ranks along ``axes`` belong, in their order.
         rank: This rank's index among them.
         full_shape: The shape of the full tensor.
         grad_scale: dp where the batch is split over dp, else 1.
@@ -74,7 +75,7 @@ class GatherSpec:
     rank: int
     full_shape: Shape
     grad_scale: int
-    boxes: list[Piece]
+    boxes: list[Box]
     pick: Pick | None = None
     gradient_of_replicas: Placement | None = field(init=False)
 
@@ -89,8 +90,8 @@ class GatherSpec:
         dtype: torch.dtype,
         select: Select | None = None,
         split_dim: int | None = None,
-    ) -> GatherSpec:
-        """Make the plan of this rank; ``shapes`` are those of all ranks of the stage.
+    ) -> TensorSpec:
+        """Make the spec on this rank; ``shapes`` are those of all ranks of the stage.
 
         Raises:
             IndexError, ValueError, TypeError: ``select`` does not fit the tensor; on all ranks
@@ -114,7 +115,7 @@ class GatherSpec:
             # Where nothing is gathered, the pick itself puts the part in the selected order.
             pick = Pick(held[rank] if axes else indices, select.dtype, casts_last)
             full_shape = tuple(plan.full_sizes)
-        return GatherSpec(communicator, layout, axes, plan, rank, full_shape, dp, boxes, pick)
+        return TensorSpec(communicator, layout, axes, plan, rank, full_shape, dp, boxes, pick)
 
     def all_gather(self, shard: Tensor) -> Tensor:
         """Return the full tensor on every rank. Collective along the axes that shard or sum; a copy
@@ -218,8 +219,8 @@ class GatherSpec:
         """Note the gradient's placement on tp ranks that hold the same tensor, for later calls."""
         self.gradient_of_replicas = of_replicas
 
-    def of_gradient(self, tp: Placement) -> GatherSpec:
-        """Return the plan of the tensor's gradient: sharded as the tensor is, replicated where the
+    def of_gradient(self, tp: Placement) -> TensorSpec:
+        """Return the spec of the tensor's gradient: sharded as the tensor is, replicated where the
         tensor is partial; ``tp`` is the gradient's placement where tp ranks hold the same tensor.
         """
         dp = Replicate() if isinstance(self.layout.dp, Partial) else self.layout.dp
@@ -230,7 +231,7 @@ class GatherSpec:
 
 @dataclass(eq=False)
 class GatherContext:
-    """The gather and scatter of one call of a hook, and the plan of its gradients.
+    """The gather and scatter of one call of a hook, and the spec of its gradients.
 
     Attributes:
         check_consistency: Exchanges headers before a gradient moves; collective.
@@ -242,13 +243,13 @@ class GatherContext:
         record: The record, after the gather.
     """
 
-    spec: GatherSpec
+    spec: TensorSpec
     check_consistency: CheckConsistency
     of_replicas: Callable[[Tensor | None], tuple[Placement, bool]] = lambda _: (Replicate(), True)
     num_records: int = 0
     is_read: bool = False
     record: Tensor | None = None
-    _gradient: GatherSpec | None = None
+    _gradient: TensorSpec | None = None
 
     @property
     def cast_record(self) -> Tensor | None:
@@ -260,8 +261,8 @@ class GatherContext:
         self.record = fulls[1] if self.num_records else None
         return fulls[0]
 
-    def gradient(self, grad: Tensor | None = None) -> GatherSpec:
-        """Return the plan of the gradient. That of a replicated tensor is replicated (the model has
+    def gradient(self, grad: Tensor | None = None) -> TensorSpec:
+        """Return the spec of the gradient. That of a replicated tensor is replicated (the model has
         reduced it), or partial (the model will reduce it). Collective where that is unknown yet.
         """
         if self._gradient is None:

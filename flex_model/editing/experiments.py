@@ -242,7 +242,7 @@ def attribution_patching(
         )
     if not is_pipeline and (metric is None or target is not None):
         raise ValueError("attribution_patching: give metric=; target= is for pipelines")
-    if not is_pipeline and not flex._core.caller.edits_on_all:
+    if not is_pipeline and not flex._core.executor.edits_on_all:
         raise ValueError(
             "attribution_patching: with edit_on='rank0' the metric would be on rank 0 only; wrap "
             "the model with edit_on='all'"

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import Header
-from flex_model.distributed.layout import Replicate, Shape, ShardLayout
 from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.placement import Replicate, Shape, ShardLayout
 from flex_model.hooks.hook_call import HookCall
 from flex_model.hooks.random_state import seed_of_state
 from flex_model.layouts import replicas

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.mesh import Mesh
-from flex_model.hooks.call import HookCaller
 from flex_model.hooks.digests import HookDigests
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.handlers import HookHandlers
+from flex_model.hooks.hook_executor import HookExecutor
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.save_ctx import SentToAll
 from flex_model.hooks.table import HookTable
@@ -47,13 +47,13 @@ class HookCore:
     Args:
         make_parameters: Makes what reads and writes full parameters; a pipeline has them by stage.
         on_failure: Called with a hook that failed, and its error, instead of raising that.
-        resolve: Returns the plan by which a record is gathered, instead of ``HookLayouts.lookup``.
+        resolve: Returns the spec of a recorded tensor, instead of ``LayoutFinder.lookup``.
         warns: Whether hooks whose module is not called are reported.
 
     Attributes:
         runs: Begins and ends runs.
         table: The registered hooks.
-        caller: Calls them on this rank's tensors.
+        executor: Executes their calls on this rank's tensors.
         records, tracking, parameters, replicas, communicator: See their classes.
     """
 
@@ -86,7 +86,7 @@ class HookCore:
         self.replicas = Replicas(communicator, modules)
         is_sent = save_ctx_on == "all" and edit_on == "rank0" and step is None
         sent = SentToAll(communicator, device) if is_sent and not communicator.is_local else None
-        self.caller = caller = HookCaller(
+        self.executor = executor = HookExecutor(
             communicator,
             records,
             save_ctx,
@@ -115,9 +115,9 @@ class HookCore:
             self._watch,
             save_ctx,
             sent,
-            self.replicas if caller.edits_on_all else None,
-            resolve or caller.layouts.lookup,
-            caller.observers,
+            self.replicas if executor.edits_on_all else None,
+            resolve or executor.layouts.lookup,
+            executor.observers,
             step,
             warns,
         )
@@ -127,7 +127,7 @@ class HookCore:
             module, self.runs, table, tracking, self._graphs, self._watch, watches=step is None
         )
         handlers = HookHandlers(
-            self.runs, backwards, self._graphs, communicator, tracking, caller, step, on_failure
+            self.runs, backwards, self._graphs, communicator, tracking, executor, step, on_failure
         )
         self.run_parameter_hooks = handlers.run_parameter_hooks
         table.connect(handlers, self._hooks_changed, self._graphs.keep)
@@ -136,7 +136,7 @@ class HookCore:
     @property
     def runs_edits(self) -> bool:
         """Whether this rank runs editing functions, and so uses trainable modules."""
-        return self.caller.edits_on_all or self.mesh.group_rank == 0
+        return self.executor.edits_on_all or self.mesh.group_rank == 0
 
     def register(
         self, function: HookFunction, kind: str, targets: Sequence[Any], *args: Any, **kwargs: Any

@@ -17,12 +17,12 @@ from flex_model.distributed import gather
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.gather import GatherContext
 from flex_model.distributed.header import Header
-from flex_model.distributed.layout import Placement
 from flex_model.distributed.picked import Pick
+from flex_model.distributed.placement import Placement
 from flex_model.distributed.plain import is_renamed, plain
 from flex_model.hooks.call_check import check_call, replicated_axes
 from flex_model.hooks.hook_call import HookCall
-from flex_model.hooks.hook_layouts import HookLayouts
+from flex_model.hooks.layout_finder import LayoutFinder
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.save_ctx import SentToAll
 from flex_model.hooks.user_function import Edits, Parameters, UserFunction
@@ -99,7 +99,7 @@ class EditPath(Protocol):
 class LocalPath:
     """The path on one process: the tensor is full already, and no data moves."""
 
-    def __init__(self, records: Records, layouts: HookLayouts, function: UserFunction) -> None:
+    def __init__(self, records: Records, layouts: LayoutFinder, function: UserFunction) -> None:
         self._records, self._layouts, self._function = records, layouts, function
 
     def gather(self, call: HookCall, original: Any) -> EditInput:
@@ -138,7 +138,7 @@ class _ShardedPath(ABC):
         self,
         communicator: Communicator,
         records: Records,
-        layouts: HookLayouts,
+        layouts: LayoutFinder,
         function: UserFunction,
     ) -> None:
         self._communicator, self._records = communicator, records
@@ -199,7 +199,7 @@ class ReplicatedPath(_ShardedPath):
         self,
         communicator: Communicator,
         records: Records,
-        layouts: HookLayouts,
+        layouts: LayoutFinder,
         function: UserFunction,
         checks_edits: bool,
     ) -> None:
@@ -253,7 +253,7 @@ class OnRank0Path(_ShardedPath):
         self,
         communicator: Communicator,
         records: Records,
-        layouts: HookLayouts,
+        layouts: LayoutFinder,
         function: UserFunction,
         sent_to_all: SentToAll | None,
     ) -> None:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import ERROR, FAILED
 from flex_model.errors import HookError, UnpackIndexError, agreed, is_agreed
-from flex_model.hooks.call import HookCaller
 from flex_model.hooks.edit_path import copy_for_model
 from flex_model.hooks.evidence import Evidence
 from flex_model.hooks.hook_call import HookCall
+from flex_model.hooks.hook_executor import HookExecutor
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.site import Handler
 from flex_model.hooks.tracking import Tracking
@@ -48,12 +48,12 @@ class HookHandlers:
         graphs: Graphs,
         communicator: Communicator,
         tracking: Tracking,
-        caller: HookCaller,
+        executor: HookExecutor,
         step: MicrobatchState | None,
         on_failure: Callable[[Registration, Exception], None] | None,
     ) -> None:
         self.runs, self._backwards, self._graphs = runs, backwards, graphs
-        self._communicator, self._tracking, self._caller = communicator, tracking, caller
+        self._communicator, self._tracking, self._executor = communicator, tracking, executor
         self._step, self._on_failure = step, on_failure
 
     # ---- Forward ---------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class HookHandlers:
                 leaf = registration.leaf(tree)
                 evidence = self._tracking.evidence(registration, leaf, number)
                 call = HookCall(registration, module, run, False, number, evidence)
-                return self._caller.activation(call, leaf, tree)
+                return self._executor.activation(call, leaf, tree)
         except Exception as error:
             self.hook_failed(registration, error)
             return tree
@@ -112,7 +112,7 @@ class HookHandlers:
             if not run.is_recomputed and is_in_checkpoint():
                 run.note_recomputation()
             call = HookCall(registration, module, run)
-            (edited,) = self._caller.function.run(call, (full,), leaf, {})
+            (edited,) = self._executor.function.run(call, (full,), leaf, {})
             return None if edited is None else copy_for_model(edited, leaf)
         except Exception as error:
             self.hook_failed(registration, error)
@@ -142,7 +142,7 @@ class HookHandlers:
                 leaf = registration.leaf(tree)
                 evidence = self._tracking.evidence_of_replay(registration, leaf, ())
                 call = HookCall(registration, module, run, True, None, evidence)
-                return self._caller.activation(call, leaf, tree)
+                return self._executor.activation(call, leaf, tree)
         except Exception as error:
             if type(error).__name__ == _STOPS_RECOMPUTATION or self._communicator.is_local:
                 raise
@@ -245,8 +245,8 @@ class HookHandlers:
             self._backwards.check_open(call.run)
             self._backwards.check_is_of_loss(call.registration)
             with follow.paused():  # FSDP2 has its hooks run by a node of the model
-                grad = self._caller.summed(grad)
-                grad = self._caller.gradient(call, grad)
+                grad = self._executor.summed(grad)
+                grad = self._executor.gradient(call, grad)
             order.add(name, position, batch)
         except Exception as error:
             self.hook_failed(call.registration, error)

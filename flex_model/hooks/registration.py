@@ -58,7 +58,7 @@ class Registration:
         site: The hash that identifies it in headers: ranks that differ in any part of it differ in
             the hash.
         seed: Its part of the seeds of its calls: the same on any sharding.
-        specs: Cached plans: ``(call number, shapes, dtype, ...) -> GatherSpec``.
+        specs: Cached by ``(call number, shapes, dtype, ...) -> TensorSpec``.
         parameter: Of a hook on a parameter's gradient: the placements stated for the parameter.
         expected_shape: The required shape of tensors passed to the hook: the function's, or in a
             pipeline a micro-batch's part of it.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import Header, site_hash, sites_hash
-from flex_model.distributed.layout import Placement, Shard
+from flex_model.distributed.placement import Placement, Shard
 from flex_model.errors import agreed
 from flex_model.hooks.evidence import Evidence, Forward
 from flex_model.hooks.registration import Registration

@@ -29,7 +29,7 @@ Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
 _AMBIGUOUS = -1  # the number of a call with the same input as another
 
 
-Observer = Callable[[str, HookCall], Callable[[], None]]  # see `HookCaller`
+Observer = Callable[[str, HookCall], Callable[[], None]]  # see `HookExecutor`
 Parameters = dict[str, Tensor]  # the full parameters that the editing function named
 Edits = list[Tensor | None]  # the result for each tensor of an edit; None: unchanged
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from flex_model.distributed import costs
-from flex_model.distributed.gather import GatherSpec
-from flex_model.distributed.layout import Shard
+from flex_model.distributed.gather import TensorSpec
+from flex_model.distributed.placement import Shard
 from flex_model.hooks.registration import Registration
 from flex_model.inspection import text
 from flex_model.inspection.on_shapes import Seen
@@ -43,20 +43,20 @@ class Cost:
 
 
 class CallCosts:
-    """What a call of one hook costs, as ``HookCaller``, ``gather`` and ``Records`` do it."""
+    """What a call of one hook costs, as ``HookExecutor``, ``gather`` and ``Records`` do it."""
 
     def __init__(
         self,
         core: HookCore,
         registration: Registration,
-        spec: GatherSpec,
+        spec: TensorSpec,
         ranks: Sequence[Seen],
     ) -> None:
         self._registration = registration
         self._spec = spec
         self._mesh = core.mesh
         self._is_local = core.communicator.is_local
-        self._on_all = core.caller.edits_on_all
+        self._on_all = core.executor.edits_on_all
         self._records_on_all = core.records.on_all_ranks
         self._keeps_parts = core.records.keeps_parts
         known = ranks[0].known

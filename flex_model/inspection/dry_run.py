@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flex_model.distributed.gather import GatherSpec
-from flex_model.distributed.layout import Shape, ShardLayout
+from flex_model.distributed.gather import TensorSpec
+from flex_model.distributed.placement import Shape, ShardLayout
 from flex_model.errors import HookError, agreed
 from flex_model.hooks.hook_call import HookCall
 from flex_model.hooks.registration import Registration
@@ -193,7 +193,7 @@ def _seen(
     registration.check_movable(leaf)
     if registration.is_backward and dtensor.is_dtensor(leaf):
         leaf = dtensor.without_partial(leaf)
-    call, shard, known = core.caller.layouts.shard_of(call, leaf)
+    call, shard, known = core.executor.layouts.shard_of(call, leaf)
     needs = leaf.requires_grad and not registration.is_backward
     shape, dtype, device = tuple(shard.shape), shard.dtype, shard.device
     return Seen(registration.index, shape, dtype, call.stated, needs, known, device, value)
@@ -306,7 +306,7 @@ def _row(core: HookCore, registration: Registration, ranks: Sequence[Seen]) -> D
     except (HookError, ValueError) as error:
         return replace(row, source=f"a run would raise an error: {error}")
     try:
-        spec = GatherSpec.of(communicator, layout, shapes, ranks[0].dtype, registration.select)
+        spec = TensorSpec.of(communicator, layout, shapes, ranks[0].dtype, registration.select)
     except (IndexError, TypeError, ValueError) as error:
         return replace(row, source=f"a run would raise an error: {error}")
     costs = CallCosts(core, registration, spec, ranks)

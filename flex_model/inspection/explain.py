@@ -142,5 +142,5 @@ def _why(registration: Registration, spent: Spent, core: HookCore) -> str:
         return f"read-only: sent to rank 0 when the run ends ({where})"
     if not spent.payloads:
         return f"every rank has the whole tensor: only a header ({where})"
-    place = "every rank" if core.caller.edits_on_all else "rank 0"
+    place = "every rank" if core.executor.edits_on_all else "rank 0"
     return f"edited on {place} ({where})"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flex_model.distributed.layout import Shape, ShardLayout
+from flex_model.distributed.placement import Shape, ShardLayout
 from flex_model.hooks.registration import Registration
 from flex_model.inspection import text
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flex_model.diagnostics.progress_bar import progress
-from flex_model.distributed.layout import Replicate, Shape, Shard
 from flex_model.distributed.mesh import Mesh, check_sizes, is_distributed
+from flex_model.distributed.placement import Replicate, Shape, Shard
 from flex_model.inspection.observed import Observed, observe, set_tensors
 from flex_model.inspection.shapes_only import shapes_only
 from flex_model.inspection.tree import ModelTree, Node, is_called, named

@@ -10,8 +10,8 @@ import torch
 
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import DTYPES, Header, site_hash
-from flex_model.distributed.layout import Partial, Placement, Replicate, Shape, ShardLayout
 from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.placement import Partial, Placement, Replicate, Shape, ShardLayout
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import HookError
 from flex_model.inspection.shapes_only import check_nothing_is_kept, fakes_alive, shapes_only

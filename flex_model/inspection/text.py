@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flex_model.distributed.layout import Shape
+from flex_model.distributed.placement import Shape
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flex_model.distributed.layout import Shape, ShardLayout
+from flex_model.distributed.placement import Shape, ShardLayout
 from flex_model.inspection import text
 from flex_model.names import clean
 

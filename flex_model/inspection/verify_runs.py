@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from flex_model.distributed.gather import GatherSpec
-from flex_model.distributed.layout import Shape, ShardLayout
+from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.placement import Shape, ShardLayout
 from flex_model.errors import is_agreed
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import HookFunction
@@ -118,7 +118,7 @@ def full_inputs(core: HookCore, args: Any, kwargs: Any) -> Any:
                 f"verify: input tensor of shape {tuple(leaf.shape)} {problem} (shapes by rank "
                 f"{shapes}); give every data-parallel rank its own rows, unsharded along tp"
             )
-        gather_spec = GatherSpec.of(communicator, ShardLayout(dp), shapes, leaf.dtype)
+        gather_spec = TensorSpec.of(communicator, ShardLayout(dp), shapes, leaf.dtype)
         full = gather_spec.gather_to_first(leaf.detach())
         if full is not None:
             leaves[i] = full.requires_grad_(leaf.requires_grad)
@@ -218,13 +218,13 @@ class _Core(HookCore):
             raise error
         self.unresolved.add(registration.index)
 
-    def _spec(self, call, shapes, dtype, known, shard) -> GatherSpec:
+    def _spec(self, call, shapes, dtype, known, shard) -> TensorSpec:
         try:
-            return self.caller.layouts.lookup(call, shapes, dtype, known, shard)
+            return self.executor.layouts.lookup(call, shapes, dtype, known, shard)
         except ValueError:
             self.unresolved.add(call.registration.index)
             own = [tuple(shard.shape)] * len(shapes)
-            return GatherSpec.of(self.communicator, ShardLayout(), own, dtype)  # nothing is moved
+            return TensorSpec.of(self.communicator, ShardLayout(), own, dtype)  # nothing is moved
 
 
 def _second_core(
@@ -237,7 +237,7 @@ def _second_core(
         return _Core(module, mesh, Namespace(), nn.ModuleDict(), "all", timeout_s, reads_only=True)
     modules = copy.deepcopy(user.modules)
     modules.zero_grad()
-    edit_on = "all" if user.caller.edits_on_all else "rank0"
+    edit_on = "all" if user.executor.edits_on_all else "rank0"
     return _Core(module, mesh, user.save_ctx, modules, edit_on, timeout_s, reads_only=False)
 
 

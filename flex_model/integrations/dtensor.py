@@ -12,14 +12,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from flex_model.distributed.layout import (
+from flex_model.distributed.mesh import Axis, Mesh
+from flex_model.distributed.placement import (
     Partial,
     Placement,
     Replicate,
     Shard,
     ShardLayout,
 )
-from flex_model.distributed.mesh import Axis, Mesh
 from flex_model.integrations.torch_private import FUNCTIONAL_COLLECTIVES, unset_fake_temporarily
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flex_model.distributed.layout import Placement, Replicate, Shard, ShardLayout
 from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.placement import Placement, Replicate, Shard, ShardLayout
 from flex_model.integrations.dtensor import axis_names, is_dtensor
 
 # Attributes in which layers state the full sizes of the dims of ``weight``. The first one is the

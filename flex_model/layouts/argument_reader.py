@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from flex_model.distributed.layout import Shard
-from flex_model.layouts import pieces
+from flex_model.distributed.placement import Shard
+from flex_model.layouts import chunks
 from flex_model.layouts.operation_log import Entry, Value, dtype_of
 from flex_model.layouts.propagation.labels import words
 from flex_model.layouts.propagation.operation import REPLICATED, Operand, full_size
@@ -118,7 +118,7 @@ class ArgumentReader:
         value = items[0][1]
         if any(item[1] != value for item in items):
             value = None
-            placement = pieces.combine([item[1] for item in items], self._proofs.makers)
+            placement = chunks.combine([item[1] for item in items], self._proofs.makers)
         else:
             placement = None if value is None else self._proofs.placement(value)
         shapes = tuple(tuple(item[2]) for item in items)

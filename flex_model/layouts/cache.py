@@ -21,7 +21,7 @@ from torch import nn
 
 from flex_model import _C
 from flex_model.distributed.header import site_hash, sites_hash
-from flex_model.distributed.layout import Shape
+from flex_model.distributed.placement import Shape
 from flex_model.errors import HookError
 from flex_model.layouts.arguments import describe
 from flex_model.layouts.attributes import Attributes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flex_model.distributed.layout import Partial, Placement, Replicate, Shard
+from flex_model.distributed.placement import Partial, Placement, Replicate, Shard
 from flex_model.layouts.argument_reader import ArgumentReader
 from flex_model.layouts.operation_log import Entry
 from flex_model.layouts.propagation import rules

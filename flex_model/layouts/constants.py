@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from flex_model.distributed.layout import Partial, Placement, Shard
+from flex_model.distributed.placement import Partial, Placement, Shard
 from flex_model.layouts import factories
 from flex_model.layouts.propagation import recurrent, rules
 from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation, differ

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from flex_model.distributed.layout import Placement, Shard
+from flex_model.distributed.placement import Placement, Shard
 from flex_model.layouts.propagation.operation import REPLICATED, Operation, differ
 
 _FILLS = {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "scalar_tensor"}

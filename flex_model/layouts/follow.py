@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from flex_model import _C
-from flex_model.distributed.layout import Replicate, Shape, Shard
 from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.placement import Replicate, Shape, Shard
 from flex_model.integrations import layers
 from flex_model.integrations.torch_private import find_group
 from flex_model.layouts import recorder

@@ -28,8 +28,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from flex_model.distributed.layout import Partial, Placement, Replicate, Shard
-from flex_model.layouts import pieces
+from flex_model.distributed.placement import Partial, Placement, Replicate, Shard
+from flex_model.layouts import chunks
 from flex_model.layouts.backward_nodes import RECOMPUTES
 from flex_model.layouts.operation_log import Entry, Value
 from flex_model.layouts.propagation import rules
@@ -344,7 +344,7 @@ class Gradients:
         if all(value == of_ranks[0] for value in of_ranks):
             placement = None if of_ranks[0] is None else self._proofs.placement(of_ranks[0])
         else:
-            placement = pieces.combine(of_ranks, self._proofs.makers)
+            placement = chunks.combine(of_ranks, self._proofs.makers)
         if not self._is_of_loss(of_ranks, placement):
             return _Wrong(f"{node.name}, whose gradient is not made of the one that it got")
         return placement or (_Wrong(node.name) if node.is_known else node.lost_at or node.name)

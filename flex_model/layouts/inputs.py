@@ -10,7 +10,7 @@ from torch import Tensor
 from flex_model.distributed import values
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import Header, site_hash
-from flex_model.distributed.layout import Placement, Replicate
+from flex_model.distributed.placement import Placement, Replicate
 from flex_model.errors import agreed
 from flex_model.integrations import dtensor
 from flex_model.layouts.follow import Follower

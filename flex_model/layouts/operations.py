@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flex_model.distributed.layout import Partial, Placement, Shard
-from flex_model.layouts import collectives, constants, factories, pieces, positions
+from flex_model.distributed.placement import Partial, Placement, Shard
+from flex_model.layouts import chunks, collectives, constants, factories, positions
 from flex_model.layouts.argument_reader import ArgumentReader
 from flex_model.layouts.operation_log import Entry, Value, dtype_of
 from flex_model.layouts.placement_encoding import decode
@@ -160,14 +160,14 @@ def _note_facts(
     if factories.makes_zeros(operation):
         proofs.zeros.add(value)
     elif values and values[0] in proofs.zeros:
-        dim = pieces.own_slice(operation)
+        dim = chunks.own_slice(operation)
         if dim is not None:
             proofs.zero_slices[value] = (values[0], dim)
     if name in ("all", "any") and operation["self"].shard is not None:
         proofs.shard_conditions.add(value)
     if name in collectives.SAME_ELEMENTS and not proofs.gathered_elsewhere.isdisjoint(values):
         proofs.gathered_elsewhere.add(value)
-    if pieces.splits_or_joins(operation):
+    if chunks.splits_or_joins(operation):
         proofs.makers[value] = (operation, output, tuple(values))
     if call.has_known_numbers:
         _note_open(proofs, value, operation, values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flex_model.distributed.layout import Partial, Placement, Replicate, Shard
+from flex_model.distributed.placement import Partial, Placement, Replicate, Shard
 
 Pair = tuple[Placement | None, Placement | None]  # along dp and tp; None where it is not known
 UNKNOWN: Pair = (None, None)

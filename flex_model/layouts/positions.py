@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from flex_model.distributed.layout import Shard
+from flex_model.distributed.placement import Shard
 from flex_model.layouts.collectives import SAME_ELEMENTS
 from flex_model.layouts.constants import with_placements
 from flex_model.layouts.propagation import rules

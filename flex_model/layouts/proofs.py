@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flex_model.distributed.layout import Placement, Shard
-from flex_model.layouts import collectives, pieces, positions
+from flex_model.distributed.placement import Placement, Shard
+from flex_model.layouts import chunks, collectives, positions
 from flex_model.layouts.alignment import align
 from flex_model.layouts.collectives import follow_collective
 from flex_model.layouts.gradient_placements import Gradients
@@ -100,7 +100,7 @@ class AxisProofs:
         self.positions: dict[Value, Shard] = {}
         self.joint: dict[Value, Any] = {}
         self.templates: dict[Value, Placement | None] = {}
-        self.makers: dict[Value, pieces.Maker] = {}
+        self.makers: dict[Value, chunks.Maker] = {}
         self.gathered: dict[Value, collectives.Gathered] = {}
         self.gathered_elsewhere: set[Value] = set()  # along the other axis
         self.sizes_passed: dict[Value, dict[int, int]] = {}
@@ -381,7 +381,7 @@ class AxisProofs:
             self.joint[value] = before
             return
         self.steps[value] = Step("a tensor that is not the same one on all ranks")
-        combined = pieces.combine(of_ranks, self.makers)
+        combined = chunks.combine(of_ranks, self.makers)
         if combined is not None:
             self.shapes[value] = tuple(self.shapes[one][i] for i, one in enumerate(of_ranks))
             self.steps[value] = Step("each rank's piece", tuple(dict.fromkeys(of_ranks)))

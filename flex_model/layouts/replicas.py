@@ -10,8 +10,8 @@ from torch import Tensor
 from flex_model.distributed import values
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import MAX_HASHED_DIMS, Header
-from flex_model.distributed.layout import Shard, ShardLayout
 from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.placement import Shard, ShardLayout
 from flex_model.errors import agreed
 from flex_model.layouts.resolve import AXIS_NAMES, Site
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flex_model.distributed.layout import (
+from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.placement import (
     Partial,
     Placement,
     Replicate,
@@ -16,7 +17,6 @@ from flex_model.distributed.layout import (
     Shard,
     ShardLayout,
 )
-from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.values import Fingerprints
 from flex_model.errors import LayoutMismatchError
 from flex_model.layouts.follow import AXES, UNKNOWN, Pair

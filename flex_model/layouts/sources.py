@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from flex_model import _C
-from flex_model.distributed.layout import Placement, Replicate, Shard
 from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.placement import Placement, Replicate, Shard
 from flex_model.integrations import dtensor, fsdp, layers
 from flex_model.layouts.memory_map import version_of
 from flex_model.layouts.module_buffers import Buffers

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from flex_model.distributed import layout as layouts
-from flex_model.distributed.layout import Placement
+from flex_model.distributed import placement as placements
+from flex_model.distributed.placement import Placement
 from flex_model.names import clean
 
 Kind = Literal["forward", "forward_pre", "parameter"]
@@ -94,7 +94,7 @@ def statement_of(
         )
     full = None if sizes is None else tuple(sizes)
     if part_sizes is not None:
-        axis = "tp" if isinstance(placed["tp"], layouts.Shard) else "dp"
+        axis = "tp" if isinstance(placed["tp"], placements.Shard) else "dp"
         placed[axis] = shard = _with_parts(placed[axis], part_sizes)
         full = _with_sum(full, shard.dim, sum(part_sizes))
     return Statement(pattern, kind, index, placed["dp"], placed["tp"], full)
@@ -114,9 +114,9 @@ def _with_sum(sizes: Sizes, dim: int, total: int) -> Sizes:
     return (*sizes[:dim], total, *sizes[dim + 1 :])
 
 
-def _with_parts(placement: Placement | None, part_sizes: Sequence[int]) -> layouts.Shard:
+def _with_parts(placement: Placement | None, part_sizes: Sequence[int]) -> placements.Shard:
     sizes = tuple(part_sizes)
-    if not isinstance(placement, layouts.Shard):
+    if not isinstance(placement, placements.Shard):
         raise ValueError(
             "annotate_layout: part_sizes are the full sizes of the fused parts of a split dim; "
             "give tp=Shard(dim) with them"
@@ -134,7 +134,9 @@ def placement_of(value: Any, axis: str) -> Placement | None:
     """Return our placement for one of ``torch.distributed.tensor`` (or of our own). TypeError for
     others; ValueError for a negative dim.
     """
-    if value is None or isinstance(value, (layouts.Replicate, layouts.Shard, layouts.Partial)):
+    if value is None or isinstance(
+        value, (placements.Replicate, placements.Shard, placements.Partial)
+    ):
         return value
     kind = type(value).__name__
     if kind == "Shard":
@@ -142,13 +144,13 @@ def placement_of(value: Any, axis: str) -> Placement | None:
             raise ValueError(
                 f"{axis}=Shard({value.dim}): count the dim from the front, a number of at least 0"
             )
-        return layouts.Shard(value.dim)
+        return placements.Shard(value.dim)
     if kind == "_StridedShard":
-        return layouts.Shard(value.dim, value.split_factor)
+        return placements.Shard(value.dim, value.split_factor)
     if kind == "Replicate":
-        return layouts.Replicate()
+        return placements.Replicate()
     if kind == "Partial" and getattr(value, "reduce_op", "sum") == "sum":
-        return layouts.Partial()
+        return placements.Partial()
     raise TypeError(
         f"{axis}= must be Shard(dim), Replicate() or Partial() of torch.distributed.tensor, got "
         f"{value!r}"
@@ -170,17 +172,17 @@ def placements_of(given: Any) -> dict[str, Placement]:
 
 def text_of(placement: Placement) -> str:
     """Return the placement as users write it."""
-    if isinstance(placement, layouts.Shard):
+    if isinstance(placement, placements.Shard):
         return f"Shard({placement.dim})"
-    return "Replicate()" if isinstance(placement, layouts.Replicate) else "Partial()"
+    return "Replicate()" if isinstance(placement, placements.Replicate) else "Partial()"
 
 
 def describe(placement: Placement) -> str:
     """Describe the placement for messages."""
-    if isinstance(placement, layouts.Shard):
+    if isinstance(placement, placements.Shard):
         parts = f" in {placement.parts} interleaved parts" if placement.parts > 1 else ""
         return f"split along dim {placement.dim}{parts}"
-    return "replicated" if isinstance(placement, layouts.Replicate) else "a partial sum"
+    return "replicated" if isinstance(placement, placements.Replicate) else "a partial sum"
 
 
 class Statements:

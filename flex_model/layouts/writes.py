@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from flex_model.distributed.layout import Partial, Placement, Replicate, Shard
-from flex_model.layouts import pieces
+from flex_model.distributed.placement import Partial, Placement, Replicate, Shard
+from flex_model.layouts import chunks
 from flex_model.layouts.operation_log import Value
 from flex_model.layouts.propagation.operation import REPLICATED
 
@@ -74,7 +74,7 @@ def _dims_of_piece(proofs: AxisProofs, piece: Value, whole: Value) -> tuple[int 
     shapes = proofs.shapes.get(piece, ()), proofs.shapes.get(whole, ())
     while piece != whole:
         maker = proofs.makers.get(piece)
-        if maker is None or maker[0].name not in pieces.SPLITS or maker[2][0] is None:
+        if maker is None or maker[0].name not in chunks.SPLITS or maker[2][0] is None:
             return None
         piece = maker[2][0]
     sizes = zip(*(zip(*of_ranks) for of_ranks in shapes))

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from flex_model.distributed import values
 from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.gather import GatherSpec
+from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import Header, site_hash
-from flex_model.distributed.layout import Placement, Replicate, Shape, ShardLayout
+from flex_model.distributed.placement import Placement, Replicate, Shape, ShardLayout
 from flex_model.errors import HookError, agreed
 from flex_model.integrations import dtensor, fsdp, layers, offload
 from flex_model.layouts import resolve
@@ -159,7 +159,7 @@ class Parameters:
 
     def _spec(
         self, name: str, found: _Found, tensor: Any, expected_shape: ExpectedShape
-    ) -> tuple[Tensor, GatherSpec | None]:
+    ) -> tuple[Tensor, TensorSpec | None]:
         """Return this rank's shard and the plan for all ranks; None for a full tensor."""
         expected = resolve.check_expected_shape(expected_shape)
         site = resolve.Site(
@@ -198,7 +198,7 @@ class Parameters:
         if self._communicator.is_local:
             return local, None
         self._check_replicas(site.name, local, layout, stated_axes)
-        return local, GatherSpec.of(self._communicator, layout, shapes, local.dtype)
+        return local, TensorSpec.of(self._communicator, layout, shapes, local.dtype)
 
     def _check_elements(self, site: str, found: _Found, shapes: Sequence[Shape]) -> None:
         """ValueError, on all ranks, where a rank has no elements of a parameter that its layer

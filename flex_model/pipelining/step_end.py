@@ -181,7 +181,7 @@ class StepEnd:
         device = self._local.stages[0].device if self._context_on_all else None
         for rank, of_rank in enumerate(written):
             is_own = rank == mesh.rank
-            if self._core.caller.edits_on_all:  # every rank of a stage writes the same
+            if self._core.executor.edits_on_all:  # every rank of a stage writes the same
                 is_own = self._is_same_stage(rank, mesh.rank)
             if is_own:
                 continue

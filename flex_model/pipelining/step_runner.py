@@ -119,7 +119,7 @@ class StepRunner:
         divisor = plan.number if self._schedule.scale_grads else 1
         run = core.runs.begin(call.choice)
         run.use_seed(plan.seed)
-        core.caller.average_over(divisor)
+        core.executor.average_over(divisor)
         gradients = Gradients(core, divisor)
         self._begin_stages(call)
         losses: list[Tensor] = []

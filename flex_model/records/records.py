@@ -16,10 +16,10 @@ from torch import Tensor
 
 from flex_model.distributed import memory, values
 from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.gather import GatherSpec
+from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.group_pool import GRID
 from flex_model.distributed.header import DTYPES, Header, sites_hash
-from flex_model.distributed.layout import Replicate, Shape, ShardLayout
+from flex_model.distributed.placement import Replicate, Shape, ShardLayout
 from flex_model.distributed.transports.transport import Gathered
 from flex_model.layouts import replicas, resolve
 from flex_model.records.snapshots import Snapshot, Snapshots
@@ -50,7 +50,7 @@ def owned_copy(tensor: Tensor) -> Tensor:
         return memory.copy(tensor)
 
 
-Resolve = Callable[..., GatherSpec]  # see `Records.join`
+Resolve = Callable[..., TensorSpec]  # see `Records.join`
 
 
 class Records:
@@ -226,7 +226,7 @@ class Records:
         pending: list[PendingRecord],
         per_rank: list[list[tuple[torch.dtype, Shape]]],
         resolve,
-    ) -> list[GatherSpec]:
+    ) -> list[TensorSpec]:
         specs = []
         for record, *tensors in zip(pending, *per_rank):
             if len({(dtype, len(shape)) for dtype, shape in tensors}) > 1:
@@ -250,7 +250,7 @@ class Records:
         self._compare_replicas(pending, specs)
         return specs
 
-    def _compare_replicas(self, pending: list[PendingRecord], specs: list[GatherSpec]) -> None:
+    def _compare_replicas(self, pending: list[PendingRecord], specs: list[TensorSpec]) -> None:
         """Check that ranks hold equal values where the layout is Replicate, by proof, statement or
         DTensor; gradients, too. Where they differ only by the order of sums, all keep the first
         rank's. Collective where there is such a record.
@@ -279,7 +279,7 @@ class Records:
             mesh.tp_size > 1 and isinstance(layout.tp, Replicate)
         )
 
-    def _deliver_to_all(self, pending: list[PendingRecord], specs: list[GatherSpec]) -> None:
+    def _deliver_to_all(self, pending: list[PendingRecord], specs: list[TensorSpec]) -> None:
         self._snapshots.to_cpu([record.snapshot for record in pending])
         for record, spec in zip(pending, specs):
             self._communicator.meter.turn_to(record.call.registration.site)
@@ -288,7 +288,7 @@ class Records:
                 full = self._communicator.all_gather(spec.axes, full, spec.plan, 1, 1)[0]
             self._fill(record, full)
 
-    def _deliver_to_first(self, pending: list[PendingRecord], specs: list[GatherSpec]) -> None:
+    def _deliver_to_first(self, pending: list[PendingRecord], specs: list[TensorSpec]) -> None:
         """Gather all records in one transfer; only ranks whose shards rank 0 needs send."""
         split = [(record, spec) for record, spec in zip(pending, specs) if spec.axes]
         if self._communicator.host_gather is None:
@@ -312,7 +312,7 @@ class Records:
         for record in whole:
             self._fill(record, record.snapshot.tensor)
 
-    def _keep_parts(self, pending: list[PendingRecord], specs: list[GatherSpec]) -> None:
+    def _keep_parts(self, pending: list[PendingRecord], specs: list[TensorSpec]) -> None:
         """Keep the shards where they are; of several replicas, the first rank keeps its own."""
         kept = [record for record, spec in zip(pending, specs) if spec.rank_0_gathers]
         self._snapshots.to_cpu([record.snapshot for record in kept])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flex_model.distributed.layout import Shape
+from flex_model.distributed.placement import Shape
 from flex_model.selection.selection import Selection, SelectionArguments
 
 if TYPE_CHECKING:

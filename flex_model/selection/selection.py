@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from torch import Tensor
 
-from flex_model.distributed.layout import Shape
+from flex_model.distributed.placement import Shape
 from flex_model.selection.selectors import (
     Parsed,
     Selector,

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import models
 from advice.row import BATCH, Row, double, run, wrapped
 from flex_model import FlexModel, HookFunction, Select, pytree
-from flex_model.distributed.layout import Shard
+from flex_model.distributed.placement import Shard
 
 
 class Tuples(nn.Module):

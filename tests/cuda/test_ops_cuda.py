@@ -33,11 +33,11 @@ def grid_plan(sizes, cuts, itemsize):
     edges = [[0, *cut, size] for cut, size in zip(cuts, sizes, strict=True)]
     blocks = list(itertools.product(*(list(itertools.pairwise(edge)) for edge in edges)))
     shards = [[stop - start for start, stop in block] for block in blocks]
-    pieces = [
+    boxes = [
         (rank, [start for start, _ in block], [0] * len(sizes), shards[rank])
         for rank, block in enumerate(blocks)
     ]
-    return GatherPlan(list(sizes), shards, pieces, itemsize)
+    return GatherPlan(list(sizes), shards, boxes, itemsize)
 
 
 def check(full, cuts, gap=0):

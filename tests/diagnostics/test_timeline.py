@@ -70,16 +70,16 @@ def test_nothing_is_left_when_it_is_off():
     with FlexModel(models.mlp(), {}) as flex:
         flex.register_forward_hook(HookFunction("fc1", editing_function=mixing))
         core = flex._core
-        before = [set(vars(one)) for one in (core, core.caller, core.communicator)]
-        observers = (core.caller.observers, core.communicator.observers)
+        before = [set(vars(one)) for one in (core, core.executor, core.communicator)]
+        observers = (core.executor.observers, core.communicator.observers)
         assert observers == ([], [])
         with flex.timeline() as timeline:
             flex(models.random(4, 6))
             with pytest.raises(RuntimeError, match="one is being recorded already"):
                 flex.timeline().__enter__()
         num_spans = len(timeline[0])
-        assert [set(vars(one)) for one in (core, core.caller, core.communicator)] == before
-        assert observers == ([], []) and core.caller.observers is observers[0]
+        assert [set(vars(one)) for one in (core, core.executor, core.communicator)] == before
+        assert observers == ([], []) and core.executor.observers is observers[0]
         flex(models.random(4, 6))
         assert len(timeline[0]) == num_spans == 2
 

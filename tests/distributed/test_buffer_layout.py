@@ -43,8 +43,8 @@ def test_what_a_concatenation_is(sizes, dim, parts, expected):
 
 
 def test_shards_in_another_order_are_no_concatenation():
-    pieces = [(0, [1], [0], [1]), (1, [0], [0], [1])]
-    assert not buffer_layout.is_concatenation(GatherPlan([2], [[1], [1]], pieces, 4))
+    boxes = [(0, [1], [0], [1]), (1, [0], [0], [1])]
+    assert not buffer_layout.is_concatenation(GatherPlan([2], [[1], [1]], boxes, 4))
 
 
 def test_rounds_hold_what_fits_and_large_tensors_alone():

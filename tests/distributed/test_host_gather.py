@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 import models
 from flex_model import _C, FlexModel, HookFunction
 from flex_model.distributed import group_pool, memory, page_locks
-from flex_model.distributed.gather import GatherSpec
+from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.transports import host_copies, on_gpu
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.choice import choose
@@ -134,7 +134,7 @@ def gathers_all(communicator, large):
     for full, layout, dp_parts, tp_parts in cases(mesh.dp_size, mesh.tp_size, large):
         shards = shards_of(full, layout, dp_parts, tp_parts)
         shapes = [tuple(shard.shape) for shard in shards]
-        spec = GatherSpec.of(communicator, layout, shapes, full.dtype)
+        spec = TensorSpec.of(communicator, layout, shapes, full.dtype)
         mine = shards[rank]  # not contiguous
         places = mesh.ranks_along(spec.axes, place=0)
         moved.append((full, Gathered(spec.plan, places, mine, 1 + len(moved) % 2)))

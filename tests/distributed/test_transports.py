@@ -16,10 +16,10 @@ import models
 from flex_model import _C, FlexModel, HookFunction
 from flex_model.distributed import memory
 from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.gather import GatherSpec
+from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import Header
-from flex_model.distributed.layout import Shard, ShardLayout
 from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.placement import Shard, ShardLayout
 from flex_model.distributed.transports.transport import Gathered
 from flex_model.errors import HookError
 
@@ -123,7 +123,7 @@ def moves_every_way(communicator, large):
     for full, layout, dp_parts, tp_parts in cases(mesh.dp_size, mesh.tp_size, large):
         shards = shards_of(full, layout, dp_parts, tp_parts)
         mine = shards[rank]  # not contiguous, as a model's may be
-        spec = GatherSpec.of(
+        spec = TensorSpec.of(
             communicator, layout, [tuple(shard.shape) for shard in shards], full.dtype
         )
         wanted = rank % 3  # each rank another number of copies
@@ -206,7 +206,7 @@ def test_two_channels_take_turns():
 def test_thousand_gathered_tensors_live_side_by_side():
     with transport("shared_memory") as communicator:
         held = []
-        plan = GatherSpec.of(
+        plan = TensorSpec.of(
             communicator, ShardLayout(tp=Shard(0)), [(9_000,), (9_000,)], torch.float32
         ).plan
         for i in range(1000):
@@ -224,7 +224,7 @@ def test_thousand_gathered_tensors_live_side_by_side():
 def test_memory_is_used_again():
     with transport("shared_memory") as communicator:
         shapes = [(1 << 20,), (1 << 20,)]
-        plan = GatherSpec.of(communicator, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
+        plan = TensorSpec.of(communicator, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
         shard = torch.ones(1 << 20)
         for _ in range(5):
             communicator.all_gather(("tp",), shard, plan)
@@ -239,7 +239,7 @@ def test_what_an_edit_holds_is_not_given_out_again():
     """A view keeps the memory, as of any tensor."""
     with transport("shared_memory") as communicator:
         shapes = [(100_000,), (100_000,)]
-        plan = GatherSpec.of(communicator, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
+        plan = TensorSpec.of(communicator, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
         views = []
         for i in range(20):
             (full,) = communicator.all_gather(("tp",), torch.full((100_000,), float(i)), plan)
@@ -421,7 +421,7 @@ def test_memory_offered_to_a_peer_that_never_came_is_not_given_out_again():
     with transport("shared_memory", timeout=0.5) as communicator:
         communicator.exchange(torch.ones(1))
         shapes = [(100_000,), (100_000,)]
-        plan = GatherSpec.of(communicator, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
+        plan = TensorSpec.of(communicator, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
         if communicator.mesh.group_rank == 0:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(memory, "empty", empty)
@@ -440,7 +440,7 @@ def test_tensors_that_do_not_fit_their_plan():
     with transport("shared_memory", timeout=10.0) as communicator:
         communicator.exchange(torch.ones(1))
         shapes = [(100,), (100,)]
-        plan = GatherSpec.of(communicator, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
+        plan = TensorSpec.of(communicator, ShardLayout(tp=Shard(0)), shapes, torch.float32).plan
         size = 99 if communicator.mesh.group_rank == 0 else 100
         error, message = (ValueError, "400 bytes") if size == 99 else (HookError, "ValueError")
         with pytest.raises(error, match=message):

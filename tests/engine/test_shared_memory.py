@@ -571,7 +571,7 @@ def test_the_protocol_under_sanitizers(sanitizer, tmp_path):
     program = tmp_path / "threads_as_ranks"
     command = [compiler, "-std=c++17", "-O1", "-g", f"-fsanitize={sanitizer}", "-o", program]
     command += [f"-I{root / 'csrc'}", f"-I{engine}", root / "tests/engine/threads_as_ranks.cpp"]
-    command += [*sources, engine / "layout" / "gather_plan.cpp", "-lpthread"]
+    command += [*sources, engine / "gather_plan" / "gather_plan.cpp", "-lpthread"]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     if "cannot find" in built.stderr:
         pytest.skip(f"the compiler has no {sanitizer} sanitizer")

@@ -36,15 +36,15 @@ char byte_of(int64_t rank, int64_t i, int step) {
 
 // Bytes of all ranks, one after the other.
 GatherPlan end_to_end(const std::vector<int64_t>& sizes) {
-  std::vector<Piece> pieces;
+  std::vector<ElementBox> boxes;
   std::vector<Sizes> shards;
   int64_t total = 0;
   for (size_t r = 0; r < sizes.size(); ++r) {
-    pieces.push_back({static_cast<int64_t>(r), {total}, {0}, {sizes[r]}});
+    boxes.push_back({static_cast<int64_t>(r), {total}, {0}, {sizes[r]}});
     shards.push_back({sizes[r]});
     total += sizes[r];
   }
-  return GatherPlan({total}, shards, pieces, 1);
+  return GatherPlan({total}, shards, boxes, 1);
 }
 
 struct Buffer {
@@ -94,7 +94,7 @@ void run(std::shared_ptr<Segment> control, std::vector<Group::Rank> ranks, int64
     const GatherPlan plan = end_to_end(sizes);
     Buffer shard(sizes[rank], own() % 2);
     for (int64_t i = 0; i < sizes[rank]; ++i) shard.data[i] = byte_of(rank, i, step);
-    Buffer full(plan.boxes().full_bytes, own() % 3 > 0);
+    Buffer full(plan.box_plan().full_bytes, own() % 3 > 0);
     if (own() % 8 == 0) std::this_thread::yield();
     while (held.size() > own() % 4) {  // given back at any time
       check_whole(held.front().memory.data, held.front().sizes, rank, held.front().step);
@@ -111,7 +111,7 @@ void run(std::shared_ptr<Segment> control, std::vector<Group::Rank> ranks, int64
         for (Owned& memory : all_gather(group, plan, shard.data, {full.data}, number)) {
           check_whole(memory.data, sizes, rank, step);
           if (own() % 4 == 0) {
-            std::memset(memory.data, 77, plan.boxes().full_bytes);
+            std::memset(memory.data, 77, plan.box_plan().full_bytes);
           } else {
             held.push_back({std::move(memory), sizes, step});
           }
@@ -141,7 +141,7 @@ void run(std::shared_ptr<Segment> control, std::vector<Group::Rank> ranks, int64
           std::vector<const char*> shards(size, nullptr);
           shards[rank] = shard.data;
           std::vector<Box> boxes;
-          for (const Box& box : plan.boxes().boxes) {
+          for (const Box& box : plan.box_plan().boxes) {
             if (box.rank == rank) boxes.push_back(box);
           }
           assemble_boxes(boxes, shards, target.full);
@@ -161,7 +161,7 @@ void run(std::shared_ptr<Segment> control, std::vector<Group::Rank> ranks, int64
         Buffer mine(sizes[rank], false);
         scatter_from_first(group, plan, rank == 0 ? full.data : nullptr, mine.data);
         if (rank == 0)
-          std::memset(full.data, 0, plan.boxes().full_bytes);  // may change from now on
+          std::memset(full.data, 0, plan.box_plan().full_bytes);  // may change from now on
         expect(std::memcmp(mine.data, shard.data, sizes[rank]) == 0, "shard", rank, step);
         break;
       }

@@ -12,7 +12,7 @@
 #include "boxes/boxes.h"
 
 using flex_model::Box;
-using flex_model::Boxes;
+using flex_model::BoxPlan;
 
 namespace {
 
@@ -25,7 +25,7 @@ void expect(bool holds, const char* what) {
 }
 
 // Copies both ways, in buffers of exactly the sizes that the plan says, for the sanitizer to see.
-void copy(const Boxes& plan) {
+void copy(const BoxPlan& plan) {
   if (plan.full_bytes > kMostBytes) return;
   for (const int64_t size : plan.shard_bytes) {
     if (size > kMostBytes) return;
@@ -52,7 +52,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   std::vector<int64_t> code(size / sizeof(int64_t));
   if (!code.empty()) std::memcpy(code.data(), data, code.size() * sizeof(int64_t));
   try {
-    const Boxes plan = Boxes::decode(code.data(), static_cast<int64_t>(code.size()));
+    const BoxPlan plan = BoxPlan::decode(code.data(), static_cast<int64_t>(code.size()));
     expect(plan.encode() == code, "a decoded plan has another code");
     copy(plan);
   } catch (const std::invalid_argument&) {
@@ -71,11 +71,11 @@ int64_t below(Random& random, int64_t limit) {
 }
 
 // Ranks that each hold some rows of two columns' pieces: boxes with levels, side by side.
-Boxes valid_plan(Random& random) {
+BoxPlan valid_plan(Random& random) {
   const int64_t ranks = 1 + below(random, 4), rows = 1 + below(random, 5);
   const int64_t run = 1 + below(random, 9), outer = 1 + below(random, 3);
   const bool empty = random() % 16 == 0;
-  Boxes plan;
+  BoxPlan plan;
   plan.full_bytes = outer * rows * ranks * run;
   for (int64_t rank = 0; rank < ranks; ++rank) {
     plan.shard_bytes.push_back(outer * rows * run);
@@ -117,7 +117,7 @@ int main(int, char** arguments) {
       }
     }
     try {
-      Boxes::decode(code.data(), static_cast<int64_t>(code.size()));
+      BoxPlan::decode(code.data(), static_cast<int64_t>(code.size()));
       ++accepted;
     } catch (const std::invalid_argument&) {
     }

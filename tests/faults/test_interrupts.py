@@ -13,7 +13,7 @@ from torch import nn
 
 import models
 from flex_model import FlexModel, HookFunction
-from flex_model.distributed.gather import GatherSpec
+from flex_model.distributed.gather import TensorSpec
 from forked_ranks import Ranks
 
 TRANSPORTS = ["shared_memory", "gloo"]
@@ -156,7 +156,7 @@ def leave_before_a_payload(rank, tell, size):
         def interrupted(spec, shard):
             raise KeyboardInterrupt
 
-        GatherSpec.all_gather = interrupted
+        TensorSpec.all_gather = interrupted
     try:
         flex(BATCH).sum().backward()
     except KeyboardInterrupt:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from flex_model.distributed.layout import Replicate, Shard
 from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.placement import Replicate, Shard
 from flex_model.integrations.layers import (
     dims_smaller_than_stated,
     parameter_layout,

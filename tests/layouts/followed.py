@@ -9,9 +9,9 @@ import torch
 
 from flex_model import _C
 from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.gather import GatherSpec
-from flex_model.distributed.layout import Shape, ShardLayout
+from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.placement import Shape, ShardLayout
 from flex_model.integrations import dtensor
 from flex_model.layouts.exchange import exchange_chunks
 from flex_model.layouts.follow import Follower, paused
@@ -85,7 +85,7 @@ def gathered(
     if dp is None or tp is None:
         return None
     shapes: list[Shape] = [tuple(row[2:]) for row in table]
-    spec = GatherSpec.of(communicator, ShardLayout(dp, tp), shapes, hooked.shard.dtype)
+    spec = TensorSpec.of(communicator, ShardLayout(dp, tp), shapes, hooked.shard.dtype)
     return spec.all_gather(hooked.shard.contiguous())
 
 

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 import models
 from flex_model import FlexModel, HookFunction
-from flex_model.distributed import layout
+from flex_model.distributed import placement
 from flex_model.distributed.mesh import Mesh
 from flex_model.layouts.statements import statement_of
 from followed import follow, unsharded
@@ -190,7 +190,7 @@ def proven(function):
     """What is proven of the result, on two tensor-parallel ranks; None for nothing."""
     replicated = statement_of("whole", "parameter", 0, Replicate(), None, None, None)
     mesh = Mesh.from_sizes(tp_size=2)
-    pair = [(layout.Replicate(), layout.Replicate())]
+    pair = [(placement.Replicate(), placement.Replicate())]
     found, _, _ = follow(Sharded(function), mesh, [X], pair, [replicated])
     return found["made"][0]
 

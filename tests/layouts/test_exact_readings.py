@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flex_model.distributed.layout import Shard, ShardLayout
+from flex_model.distributed.placement import Shard, ShardLayout
 from flex_model.layouts import register_rule
 from flex_model.layouts.propagation import has_rule, propagate, rules
 from flex_model.layouts.propagation.operation import Operand, Operation

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from torch import nn
 
 import models
-from flex_model.distributed.layout import Replicate, Shard
 from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.placement import Replicate, Shard
 from flex_model.layouts import memory_map
 from followed import follow
 

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 import models
-from flex_model.distributed.layout import Replicate, Shard
 from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.placement import Replicate, Shard
 from followed import follow, unsharded
 
 

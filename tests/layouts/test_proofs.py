@@ -16,8 +16,8 @@ from torch.testing import assert_close
 import frameworks
 import models
 from flex_model import FlexModel, HookFunction
-from flex_model.distributed.layout import Replicate, Shard
 from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.placement import Replicate, Shard
 from flex_model.layouts.statements import statement_of
 from followed import follow, unsharded
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flex_model.distributed.layout import Partial, Replicate, Shard, ShardLayout
 from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.placement import Partial, Replicate, Shard, ShardLayout
 from flex_model.distributed.values import Fingerprints
 from flex_model.errors import LayoutMismatchError
 from flex_model.layouts.placement_encoding import decode, encode

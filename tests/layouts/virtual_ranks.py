@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from flex_model.distributed.layout import Partial, Replicate, Shard
+from flex_model.distributed.placement import Partial, Replicate, Shard
 from flex_model.layouts.propagation.operation import Operand, Operation
 from flex_model.layouts.propagation.rules import propagate
 

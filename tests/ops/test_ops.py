@@ -52,8 +52,8 @@ def plan_of(sizes, slices, itemsize):
     starts = [[part.start for part in block] for block in slices]
     shards = [[part.stop - part.start for part in block] for block in slices]
     zero = [0] * len(sizes)
-    pieces = [(rank, starts[rank], zero, shards[rank]) for rank in range(len(slices))]
-    return GatherPlan(list(sizes), shards, pieces, itemsize)
+    boxes = [(rank, starts[rank], zero, shards[rank]) for rank in range(len(slices))]
+    return GatherPlan(list(sizes), shards, boxes, itemsize)
 
 
 def gather_buffer(shards, gap=0):
@@ -122,11 +122,11 @@ def test_large_interleaved_blocks():
     check_plan(full, blocks(full.shape, ([], [200], [7, 600, 1193])))
 
 
-def test_a_shard_of_several_pieces():
+def test_a_shard_of_several_boxes():
     """Interleaved columns, as fused projections have: rank r holds columns r, r + 2, r + 4."""
     full = random_tensor((5, 6))
-    pieces = [(column % 2, [0, column], [0, column // 2], [5, 1]) for column in range(6)]
-    plan = GatherPlan([5, 6], [[5, 3], [5, 3]], pieces, 4)
+    boxes = [(column % 2, [0, column], [0, column // 2], [5, 1]) for column in range(6)]
+    plan = GatherPlan([5, 6], [[5, 3], [5, 3]], boxes, 4)
     shards = [full[:, rank::2] for rank in range(2)]
     gathered, offsets = gather_buffer(shards)
     assert torch.equal(

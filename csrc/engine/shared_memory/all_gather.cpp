@@ -71,7 +71,7 @@ class LargeAllGather {
   void post_targets(int64_t num_views);
   void read_targets();
   bool has_home() const { return home_.shared >= 0; }
-  int64_t bytes() const { return plan_.boxes().full_bytes; }
+  int64_t bytes() const { return plan_.box_plan().full_bytes; }
 
   Group& group_;
   const GatherPlan& plan_;
@@ -169,15 +169,15 @@ void LargeAllGather::read_targets() {
 }
 
 void LargeAllGather::write() {
-  assemble_into_each(plan_.boxes().boxes, group_.rank(), shard_, targets_);
+  assemble_into_each(plan_.box_plan().boxes, group_.rank(), shard_, targets_);
   // Collective: all ranks send, if any rank has a tensor that only messages reach.
   if (num_streamed_ == 0) return;
-  const Boxes& boxes = plan_.boxes();
+  const BoxPlan& box_plan = plan_.box_plan();
   std::vector<Bytes> all;
-  stream(group_, shard_, boxes.shard_bytes, elsewhere_.empty() ? nullptr : &all);
+  stream(group_, shard_, box_plan.shard_bytes, elsewhere_.empty() ? nullptr : &all);
   std::vector<const char*> shards;
   for (const Bytes& bytes : all) shards.push_back(bytes.get());
-  for (char* full : elsewhere_) assemble_boxes(boxes.boxes, shards, full);
+  for (char* full : elsewhere_) assemble_boxes(box_plan.boxes, shards, full);
 }
 
 void LargeAllGather::end() {
@@ -209,8 +209,8 @@ std::vector<Owned> LargeAllGather::views() {
 
 std::vector<Owned> all_gather(Group& group, const GatherPlan& plan, const char* shard,
                               const std::vector<char*>& fulls, int64_t num_views) {
-  const Boxes& boxes = plan.boxes();
-  if (largest(boxes.shard_bytes) > kInlineBytes) {
+  const BoxPlan& box_plan = plan.box_plan();
+  if (largest(box_plan.shard_bytes) > kInlineBytes) {
     LargeAllGather gather(group, plan, shard, fulls, num_views);
     gather.exchange_targets();
     gather.write();
@@ -220,15 +220,15 @@ std::vector<Owned> all_gather(Group& group, const GatherPlan& plan, const char* 
   // Small: every rank reads all shards out of the messages and assembles its own tensors. One
   // round, and no second one at the end: the next round's begin() protects the messages.
   std::vector<Owned> views;
-  for (int64_t i = 0; i < num_views; ++i) views.push_back(own_memory(boxes.full_bytes));
+  for (int64_t i = 0; i < num_views; ++i) views.push_back(own_memory(box_plan.full_bytes));
   const int64_t me = group.rank(), size = group.size();
   char* message = group.begin();
-  if (boxes.shard_bytes[me] > 0) std::memcpy(message, shard, boxes.shard_bytes[me]);
+  if (box_plan.shard_bytes[me] > 0) std::memcpy(message, shard, box_plan.shard_bytes[me]);
   group.post(Op::kAllGather, plan.hash());
   std::vector<const char*> shards(size);
   for (int64_t r = 0; r < size; ++r) shards[r] = r == me ? shard : group.message(r);
-  for (char* full : fulls) assemble_boxes(boxes.boxes, shards, full);
-  for (const Owned& view : views) assemble_boxes(boxes.boxes, shards, view.data);
+  for (char* full : fulls) assemble_boxes(box_plan.boxes, shards, full);
+  for (const Owned& view : views) assemble_boxes(box_plan.boxes, shards, view.data);
   return views;
 }
 

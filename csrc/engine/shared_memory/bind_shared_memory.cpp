@@ -46,7 +46,7 @@ std::vector<char*> write(const std::vector<Span>& spans, int64_t needed, const c
 
 // The size of a rank's shard in bytes.
 int64_t shard_bytes(const GatherPlan& plan, int64_t rank) {
-  const std::vector<int64_t>& bytes = plan.boxes().shard_bytes;
+  const std::vector<int64_t>& bytes = plan.box_plan().shard_bytes;
   if (rank < 0 || rank >= static_cast<int64_t>(bytes.size()))
     throw py::index_error("shared memory: the plan has no shard of rank " + std::to_string(rank));
   return bytes[rank];
@@ -59,7 +59,7 @@ int64_t own_bytes(const Group& group, const GatherPlan& plan, const std::vector<
 }
 
 int64_t full_bytes(const Group& group, const GatherPlan& plan) {
-  return group.rank() == 0 ? plan.boxes().full_bytes : 0;
+  return group.rank() == 0 ? plan.box_plan().full_bytes : 0;
 }
 
 // The control block, kept by the group's first rank until all have opened it.
@@ -112,9 +112,10 @@ std::vector<py::object> all_gather_views(Group& group, const GatherPlan& plan, c
                                          const std::vector<int64_t>& sizes, int code, int bits) {
   int64_t bytes = bits / 8;
   for (int64_t size : sizes) bytes *= size;
-  if (bytes != plan.boxes().full_bytes) throw py::value_error("all_gather_views: sizes");
+  if (bytes != plan.box_plan().full_bytes) throw py::value_error("all_gather_views: sizes");
   const char* const from = read(shard, shard_bytes(plan, group.rank()), "all_gather: the shard");
-  const std::vector<char*> to = write(fulls, plan.boxes().full_bytes, "all_gather: a full tensor");
+  const std::vector<char*> to =
+      write(fulls, plan.box_plan().full_bytes, "all_gather: a full tensor");
   std::vector<Owned> owned;
   {
     const py::gil_scoped_release no_gil;
@@ -297,7 +298,7 @@ void bind_shared_memory(py::module_& m) {
              const std::vector<Span>& fulls) {
             const int64_t needed = shard_bytes(plan, group.rank());
             all_gather(group, plan, read(shard, needed, "all_gather: the shard"),
-                       write(fulls, plan.boxes().full_bytes, "all_gather: a full tensor"));
+                       write(fulls, plan.box_plan().full_bytes, "all_gather: a full tensor"));
           },
           "The full tensor in each of `fulls`.", py::arg("plan"), py::arg("shard"),
           py::arg("fulls"), NoGil())
@@ -348,11 +349,12 @@ void bind_shared_memory(py::module_& m) {
   m.def(
       "split_into",
       [](const GatherPlan& plan, int64_t rank, const Span& full, const Span& shard) {
-        std::vector<char*> shards(plan.boxes().shard_bytes.size(), nullptr);
+        std::vector<char*> shards(plan.box_plan().shard_bytes.size(), nullptr);
         const int64_t needed = shard_bytes(plan, rank);
         shards[rank] = write(shard, needed, "split_into: the shard");
-        const char* const from = read(full, plan.boxes().full_bytes, "split_into: the full tensor");
-        split_boxes(plan.boxes().boxes, from, shards);
+        const char* const from =
+            read(full, plan.box_plan().full_bytes, "split_into: the full tensor");
+        split_boxes(plan.box_plan().boxes, from, shards);
       },
       "One rank's shard out of a full tensor.", py::arg("plan"), py::arg("rank"), py::arg("full"),
       py::arg("shard"), NoGil());

@@ -52,11 +52,11 @@ void from_first(Group& group, const char* first, int64_t bytes, uint64_t detail,
 }  // namespace
 
 void scatter_from_first(Group& group, const GatherPlan& plan, const char* full, char* shard) {
-  const Boxes& boxes = plan.boxes();
+  const BoxPlan& box_plan = plan.box_plan();
   std::vector<char*> shards(group.size(), nullptr);
   shards[group.rank()] = shard;
-  from_first(group, full, boxes.full_bytes, plan.hash(),
-             [&](const char* data) { split_boxes(boxes.boxes, data, shards); });
+  from_first(group, full, box_plan.full_bytes, plan.hash(),
+             [&](const char* data) { split_boxes(box_plan.boxes, data, shards); });
 }
 
 void broadcast(Group& group, const char* from, int64_t bytes, char* to) {

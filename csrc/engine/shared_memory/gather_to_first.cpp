@@ -24,7 +24,7 @@ OpenGather::OpenGather(Group& group, const std::vector<Gathered>& tensors)
   std::vector<int64_t> bytes_of_rank(group.size(), 0);
   for (const Gathered& tensor : tensors) {
     for (size_t i = 0; i < tensor.ranks.size(); ++i) {
-      bytes_of_rank.at(tensor.ranks[i]) += tensor.plan->boxes().shard_bytes.at(i);
+      bytes_of_rank.at(tensor.ranks[i]) += tensor.plan->box_plan().shard_bytes.at(i);
     }
     // Order counts: ranks that gather the same tensors in another order must not be taken for
     // equal.
@@ -53,7 +53,7 @@ void OpenGather::exchange_targets() {
   if (is_first) {
     std::vector<char*> in_arena;
     for (const Gathered& tensor : tensors_) {
-      places.push_back(arena.place_of(tensor.full, tensor.plan->boxes().full_bytes));
+      places.push_back(arena.place_of(tensor.full, tensor.plan->box_plan().full_bytes));
       if (places.back().segment >= 0) in_arena.push_back(tensor.full);
     }
     in_flight_ = std::make_unique<InFlightTargets>(std::move(in_arena));
@@ -72,7 +72,7 @@ void OpenGather::exchange_targets() {
       if (is_first) {
         targets_[t] = {tensors_[t].full, arena.segment_of(tensors_[t].full)};
       } else {
-        const int64_t bytes = tensors_[t].plan->boxes().full_bytes;
+        const int64_t bytes = tensors_[t].plan->box_plan().full_bytes;
         targets_[t].full = group_.peer(0, place, bytes, &targets_[t].segment);
       }
     }
@@ -84,14 +84,14 @@ void OpenGather::end(const std::vector<const char*>& shards) {
   for (size_t t = 0; t < tensors_.size(); ++t) {
     const int64_t i = place_of_me(t);
     const bool is_needed =
-        i >= 0 && targets_[t].full == nullptr && tensors_[t].plan->boxes().shard_bytes[i] > 0;
+        i >= 0 && targets_[t].full == nullptr && tensors_[t].plan->box_plan().shard_bytes[i] > 0;
     if (shards.size() != tensors_.size() || (is_needed && shards[t] == nullptr)) {
       throw std::invalid_argument("OpenGather.end: a shard that has no target is missing");
     }
   }
   for (size_t t = 0; t < tensors_.size(); ++t) {
     if (targets_[t].full == nullptr || shards[t] == nullptr) continue;
-    assemble_into_each(tensors_[t].plan->boxes().boxes, place_of_me(t), shards[t],
+    assemble_into_each(tensors_[t].plan->box_plan().boxes, place_of_me(t), shards[t],
                        {targets_[t].full});
   }
   const bool streams = std::find(has_place_.begin(), has_place_.end(), false) != has_place_.end();
@@ -113,14 +113,14 @@ void OpenGather::move_through_messages(const std::vector<const char*>& shards) {
   for (size_t t = 0; t < tensors_.size(); ++t) {
     for (size_t i = 0; !has_place_[t] && i < tensors_[t].ranks.size(); ++i) {
       starts[t].push_back(bytes_of_rank[tensors_[t].ranks[i]]);
-      bytes_of_rank[tensors_[t].ranks[i]] += tensors_[t].plan->boxes().shard_bytes[i];
+      bytes_of_rank[tensors_[t].ranks[i]] += tensors_[t].plan->box_plan().shard_bytes[i];
     }
   }
   const auto pack = [&](char* to) {
     for (size_t t = 0; t < tensors_.size(); ++t) {
       const int64_t i = place_of_me(t);
       if (has_place_[t] || i < 0) continue;
-      const int64_t bytes = tensors_[t].plan->boxes().shard_bytes[i];
+      const int64_t bytes = tensors_[t].plan->box_plan().shard_bytes[i];
       if (bytes > 0) std::memcpy(to + starts[t][i], shards[t], bytes);
     }
   };
@@ -131,7 +131,7 @@ void OpenGather::move_through_messages(const std::vector<const char*>& shards) {
       for (size_t i = 0; i < tensors_[t].ranks.size(); ++i) {
         from.push_back(buffer_of_rank(tensors_[t].ranks[i]) + starts[t][i]);
       }
-      assemble_boxes(tensors_[t].plan->boxes().boxes, from, tensors_[t].full);
+      assemble_boxes(tensors_[t].plan->box_plan().boxes, from, tensors_[t].full);
     }
   };
   const bool is_first = group_.rank() == 0;

@@ -15,7 +15,7 @@
 #include <memory>
 #include <vector>
 
-#include "../layout/gather_plan.h"
+#include "../gather_plan/gather_plan.h"
 #include "group.h"
 #include "owned.h"
 

@@ -132,8 +132,8 @@ def on_cpu(tensor: Tensor) -> Tensor:
 def stacking(num_ranks: int, num_elements: int, element_bytes: int) -> GatherPlan:
     """The plan that stacks tensors of one size in rank order: ``(num_ranks, num_elements)``."""
     sizes = [1, num_elements]
-    pieces = [(rank, [rank, 0], [0, 0], sizes) for rank in range(num_ranks)]
-    return GatherPlan([num_ranks, num_elements], [sizes] * num_ranks, pieces, element_bytes)
+    boxes = [(rank, [rank, 0], [0, 0], sizes) for rank in range(num_ranks)]
+    return GatherPlan([num_ranks, num_elements], [sizes] * num_ranks, boxes, element_bytes)
 
 
 def copies(full: Tensor, number: int) -> list[Tensor]:
@@ -167,8 +167,8 @@ def pack_shards(
 
 def end_to_end(sizes: list[int]) -> GatherPlan:
     """The plan that concatenates bytes of several ranks."""
-    pieces = [(r, [sum(sizes[:r])], [0], [size]) for r, size in enumerate(sizes)]
-    return GatherPlan([sum(sizes)], [[size] for size in sizes], pieces, 1)
+    boxes = [(r, [sum(sizes[:r])], [0], [size]) for r, size in enumerate(sizes)]
+    return GatherPlan([sum(sizes)], [[size] for size in sizes], boxes, 1)
 
 
 def all_reduce_sum(transport: Transport, tensor: Tensor) -> Tensor:

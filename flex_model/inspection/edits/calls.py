@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flex_model.distributed.layout import Shape
+from flex_model.distributed.placement import Shape
 from flex_model.errors import HookError, nearest
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.registration import Registration

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from flex_model.distributed.layout import Shape, Shard
+from flex_model.distributed.placement import Shape, Shard
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.registration import Registration
@@ -30,7 +30,7 @@ def check_edits(
     registrations = [r for r in core.table.registrations if r.edits and r.calls_function]
     parameters, errors = _full_parameters(core, registrations)
     found: dict[int, list[Finding]] = {}
-    if core.caller.edits_on_all or core.mesh.group_rank == 0:
+    if core.executor.edits_on_all or core.mesh.group_rank == 0:
         with FakeCalls(core, _sharded_parameters(core), parameters) as fake_calls:
             for registration in _in_order_of_run(registrations, list(calls)):
                 inputs = calls.get(registration, "this forward, or its backward, does not call it")

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from flex_model.distributed.layout import Placement, Shard
+from flex_model.distributed.placement import Placement, Shard
 from flex_model.layouts.propagation.labels import (
     Input,
     Label,

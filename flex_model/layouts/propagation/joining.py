@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from flex_model.distributed.layout import Placement
+from flex_model.distributed.placement import Placement
 from flex_model.layouts.propagation.labels import (
     Input,
     Label,

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from flex_model.distributed.layout import Partial, Placement, Replicate, Shard
+from flex_model.distributed.placement import Partial, Placement, Replicate, Shard
 from flex_model.layouts.propagation.operation import PARTIAL, REPLICATED, Operand, Operation
 
 Label = Hashable | None

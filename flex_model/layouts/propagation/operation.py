@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flex_model.distributed.layout import Partial, Placement, Replicate, Shard, ShardLayout
+from flex_model.distributed.placement import Partial, Placement, Replicate, Shard, ShardLayout
 
 Shape = tuple[int, ...]
 

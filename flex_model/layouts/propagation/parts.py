@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from flex_model.distributed.layout import Shard
+from flex_model.distributed.placement import Shard
 from flex_model.layouts.propagation.operation import Operand
 
 Widths = list[tuple[int, ...]]  # by rank: its width of each part, in their order

@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from flex_model.distributed.layout import Partial, Shard
+from flex_model.distributed.placement import Partial, Shard
 from flex_model.integrations.torch_private import all_operation_names
 from flex_model.layouts.propagation.labels import (
     Input,

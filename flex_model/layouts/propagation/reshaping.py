@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from flex_model.distributed.layout import Placement, Shard
+from flex_model.distributed.placement import Placement, Shard
 from flex_model.layouts.propagation.labels import sizes_along
 from flex_model.layouts.propagation.operation import Operand, Shape
 from flex_model.layouts.propagation.parts import part_widths, shard_of_parts

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flex_model.distributed.layout import Partial, Placement, Replicate, Shard
+from flex_model.distributed.placement import Partial, Placement, Replicate, Shard
 from flex_model.integrations.torch_private import OpOverload, OpOverloadPacket
 from flex_model.layouts.propagation import (
     attention,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from flex_model.distributed.layout import Placement, Replicate, Shard
+from flex_model.distributed.placement import Placement, Replicate, Shard
 from flex_model.layouts.propagation.labels import (
     Placements,
     all_but,

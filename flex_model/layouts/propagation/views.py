@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from flex_model.distributed.layout import Placement, Replicate, Shard
+from flex_model.distributed.placement import Placement, Replicate, Shard
 from flex_model.layouts.propagation.labels import (
     Input,
     Label,

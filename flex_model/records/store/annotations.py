@@ -9,8 +9,8 @@ from torch import Tensor
 
 from flex_model.distributed import memory, values
 from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.gather import GatherSpec
-from flex_model.distributed.layout import Replicate, Shard, ShardLayout
+from flex_model.distributed.gather import TensorSpec
+from flex_model.distributed.placement import Replicate, Shard, ShardLayout
 from flex_model.distributed.tensor_dicts import DTYPE_OF_NAME
 from flex_model.records.store.record_layout import RecordLayout, RecordShard
 
@@ -45,7 +45,7 @@ def parts_of(
                 raise ValueError("tensor-parallel ranks give different values")
             is_same = len(set(shapes)) == 1 and prints.equal_along("dp")
             layout = ShardLayout(dp=Replicate() if is_same else Shard(0))
-            spec = GatherSpec.of(communicator, layout, shapes, DTYPE_OF_NAME[dtype])
+            spec = TensorSpec.of(communicator, layout, shapes, DTYPE_OF_NAME[dtype])
         except (ValueError, IndexError) as error:
             raise ValueError(
                 f"annotate({name}=...): {error}; give what this rank gives to the model, the same "

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flex_model.distributed.layout import Shape
+from flex_model.distributed.placement import Shape
 
 if TYPE_CHECKING:
-    from flex_model.distributed.gather import GatherSpec
+    from flex_model.distributed.gather import TensorSpec
 
 # A box: its shard (an index of `RecordLayout.shards`), start in full, start in the shard, sizes.
 Box = tuple[int, Shape, Shape, Shape]
@@ -41,7 +41,7 @@ class RecordLayout:
         return RecordLayout._of_first(tuple(tensor.shape), tensor.dtype, "whole")
 
     @staticmethod
-    def of(spec: GatherSpec, dtype: torch.dtype) -> RecordLayout:
+    def of(spec: TensorSpec, dtype: torch.dtype) -> RecordLayout:
         """Return the layout of shards, after reduction, of the ranks from which rank 0 gathers."""
         description, full_shape = str(spec.layout), spec.full_shape
         if not spec.axes:

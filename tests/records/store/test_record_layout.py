@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from flex_model import ActivationStore
-from flex_model.distributed.gather import GatherSpec
-from flex_model.distributed.layout import Replicate, Shard, ShardLayout
+from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.placement import Replicate, Shard, ShardLayout
 from flex_model.records.store.files import safetensors_of, write_whole
 from flex_model.records.store.manifest import Index, Manifest, digest_of, index_name, shard_name
 from flex_model.records.store.record_layout import RecordLayout
@@ -51,7 +51,7 @@ def test_what_the_ranks_write_is_the_full_tensor(layout, writers, dp_size, tmp_p
     layouts, wrote = set(), []
     for mesh in meshes(dp_size, tp_size):
         communicator = SimpleNamespace(mesh=mesh, is_local=False)
-        spec = GatherSpec.of(communicator, layout, [tuple(shape)] * 4, full.dtype)
+        spec = TensorSpec.of(communicator, layout, [tuple(shape)] * 4, full.dtype)
         record_layout = RecordLayout.of(spec, full.dtype)
         if mesh.rank == 0:
             layouts.add(record_layout)

@@ -15,7 +15,7 @@ from flex_model.errors import LayoutMismatchError
 Shape = tuple[int, ...]
 
 _Range = tuple[int, int, int]  # along one dim: start in the full tensor, start in the shard, size
-Piece = tuple[int, list[int], list[int], list[int]]  # rank, then the same of all dims
+Box = tuple[int, list[int], list[int], list[int]]  # rank, then of all dims what a range has
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class ShardLayout:
         dp_size: int,
         tp_size: int,
         element_bytes: int,
-    ) -> tuple[GatherPlan, list[dict[int, list[int]]], list[Piece]]:
+    ) -> tuple[GatherPlan, list[dict[int, list[int]]], list[Box]]:
         """As ``plan``, for the part of the full tensor with these indices by dim. Also returns, by
         rank, the ascending indices of its shard that are in the part, and their boxes.
         """
@@ -215,8 +215,8 @@ class ShardLayout:
                 part_shapes[rank][dim] = len(held[rank][dim])
                 along.append(ranges_of_part)
             along_dims[dim] = along
-        pieces = _boxes(along_dims, len(shapes))
-        return GatherPlan(part_shape, part_shapes, pieces, element_bytes), held, pieces
+        boxes = _boxes(along_dims, len(shapes))
+        return GatherPlan(part_shape, part_shapes, boxes, element_bytes), held, boxes
 
     def _along_dims(
         self, shapes: Sequence[Shape], dp_size: int, tp_size: int
@@ -309,14 +309,14 @@ def _starts(sizes: Sequence[int]) -> list[int]:
     return [0, *itertools.accumulate(sizes)][:-1]
 
 
-def _boxes(along_dims: Sequence[Sequence[Sequence[_Range]]], num_ranks: int) -> list[Piece]:
+def _boxes(along_dims: Sequence[Sequence[Sequence[_Range]]], num_ranks: int) -> list[Box]:
     """Combine the ranges along each dim, by rank, to boxes."""
-    pieces: list[Piece] = []
+    boxes: list[Box] = []
     for rank in range(num_ranks):
         for box in itertools.product(*(ranges[rank] for ranges in along_dims)):
             starts, shard_starts, sizes = ([r[i] for r in box] for i in range(3))
-            pieces.append((rank, starts, shard_starts, sizes))
-    return pieces
+            boxes.append((rank, starts, shard_starts, sizes))
+    return boxes
 
 
 def _chosen(ranges: Sequence[_Range], chosen: Sequence[int]) -> tuple[list[int], list[_Range]]:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from flex_model._C import GatherPlan
 from flex_model.compat import expected_sizes
-from flex_model.distributed.layout import Shard, ShardLayout
 from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.placement import Shard, ShardLayout
 
 
 def parts(total: int, count: int, draw) -> list[int]:
@@ -93,25 +93,25 @@ def test_a_shard_on_the_last_dim_is_one_level_of_runs():
 
 
 @pytest.mark.parametrize(
-    ("full", "shards", "pieces", "message"),
+    ("full", "shards", "boxes", "message"),
     [
         (
             [4],
             [[2], [2]],
             [(0, [0], [0], [2]), (1, [1], [0], [2])],
-            "pieces of ranks 0 and 1 overlap",
+            "boxes of ranks 0 and 1 overlap",
         ),
         ([5], [[2], [2]], [(0, [0], [0], [2]), (1, [2], [0], [2])], "hold 4 of the 5 elements"),
         ([4], [[2], [2]], [(0, [0], [0], [2]), (1, [3], [0], [2])], "leaves its shard"),
-        ([2], [[2], [1]], [(0, [0], [0], [2])], "rank 1 has elements that are in no piece"),
+        ([2], [[2], [1]], [(0, [0], [0], [2])], "rank 1 has elements that are in no box"),
         ([2], [[2]], [(1, [0], [0], [2])], "rank 1 is not one of 1 ranks"),
         ([2**40, 2**40], [[1, 1]], [], "more elements than 64 bits can count"),
         ([-1], [[1]], [], "negative size"),
     ],
 )
-def test_plan_refuses_pieces_that_do_not_tile(full, shards, pieces, message):
+def test_plan_refuses_boxes_that_do_not_tile(full, shards, boxes, message):
     with pytest.raises(ValueError, match=message):
-        GatherPlan(full, shards, pieces, 1)
+        GatherPlan(full, shards, boxes, 1)
 
 
 def test_plan_refuses_buffers_of_another_size():

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from flex_model.distributed import values
 from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.gather import GatherSpec
+from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import site_hash
-from flex_model.distributed.layout import (
+from flex_model.distributed.picked import Pick
+from flex_model.distributed.placement import (
     Partial,
     Placement,
     Replicate,
@@ -23,7 +24,6 @@ from flex_model.distributed.layout import (
     Shard,
     ShardLayout,
 )
-from flex_model.distributed.picked import Pick
 from flex_model.distributed.plain import plain
 from flex_model.errors import HookError, agreed, is_agreed
 from flex_model.hooks.call_check import check_call
@@ -38,7 +38,7 @@ from flex_model.layouts.sources import AXES
 _REMEMBERED_SPECS = 128  # per hook: generation may bring a new shape with every step
 
 
-class HookLayouts:
+class LayoutFinder:
     """Finds the layouts of hooks' tensors and of their gradients, for one FlexModel."""
 
     def __init__(self, communicator: Communicator, tracking: Tracking) -> None:
@@ -69,8 +69,8 @@ class HookLayouts:
         dtype: torch.dtype,
         known: ShardLayout | None,
         shard: Tensor,
-    ) -> GatherSpec:
-        """Return the gather's plan for these shapes, cached. Collective where the layout is new."""
+    ) -> TensorSpec:
+        """Return the tensor's spec for these shapes, cached. Collective where the layout is new."""
         registration, forward = call.registration, call.evidence.key
         if known is not None and (registration.is_backward or registration.kind == "tensor"):
             self._check_mixed(call)
@@ -83,7 +83,7 @@ class HookLayouts:
             return spec
         try:
             layout = self._layout(call, shapes, known, shard)
-            spec = GatherSpec.of(
+            spec = TensorSpec.of(
                 self._communicator,
                 layout,
                 list(shapes),
@@ -320,8 +320,8 @@ class HookLayouts:
         mesh = self._mesh
         return mesh.dp_size if axis == "dp" else mesh.tp_size
 
-    def _of_recomputed(self, call: HookCall, key: tuple[object, ...]) -> GatherSpec | None:
-        """Return the plan that the recomputed forward used, whichever of its calls this is."""
+    def _of_recomputed(self, call: HookCall, key: tuple[object, ...]) -> TensorSpec | None:
+        """Return the spec that the recomputed forward used, whichever of its calls this is."""
         registration = call.registration
         found = [
             spec

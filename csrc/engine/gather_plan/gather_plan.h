@@ -18,9 +18,9 @@ namespace flex_model {
 
 using Sizes = std::vector<int64_t>;
 
-// A rectangular part of one rank's shard: `sizes` elements per dim, at `shard_start` there and at
-// `full_start` in full.
-struct Piece {
+// A box counted in elements: a part of one rank's shard, of `sizes` per dim, at `shard_start` there
+// and at `full_start` in full. A plan makes a `Box` of it, which is counted in bytes.
+struct ElementBox {
   int64_t rank;
   Sizes full_start;
   Sizes shard_start;
@@ -29,24 +29,24 @@ struct Piece {
 
 class GatherPlan {
  public:
-  // std::invalid_argument if a piece leaves a tensor, two pieces overlap, or some element is in no
-  // piece.
-  GatherPlan(Sizes full_sizes, std::vector<Sizes> shard_sizes, std::vector<Piece> pieces,
+  // std::invalid_argument if a box leaves a tensor, two boxes overlap, or some element is in no
+  // box.
+  GatherPlan(Sizes full_sizes, std::vector<Sizes> shard_sizes, std::vector<ElementBox> boxes,
              int64_t element_bytes);
 
   const Sizes& full_sizes() const { return full_sizes_; }
   const std::vector<Sizes>& shard_sizes() const { return shard_sizes_; }
-  const Boxes& boxes() const { return boxes_; }
+  const BoxPlan& box_plan() const { return box_plan_; }
 
   // A hash of the whole plan: equal plans have equal hashes.
   uint64_t hash() const { return hash_; }
 
  private:
-  void check(const std::vector<Piece>& pieces) const;
+  void check(const std::vector<ElementBox>& boxes) const;
 
   Sizes full_sizes_;
   std::vector<Sizes> shard_sizes_;
-  Boxes boxes_;
+  BoxPlan box_plan_;
   uint64_t hash_;
 };
 

@@ -25,7 +25,7 @@ from flex_model.hooks.edit_path import (
     ReplicatedPath,
 )
 from flex_model.hooks.hook_call import HookCall
-from flex_model.hooks.hook_layouts import HookLayouts
+from flex_model.hooks.layout_finder import LayoutFinder
 from flex_model.hooks.save_ctx import SentToAll
 from flex_model.hooks.tracking import Tracking
 from flex_model.hooks.user_function import Observer, UserFunction
@@ -35,7 +35,7 @@ from flex_model.layouts.follow import Pair
 from flex_model.records.records import Records
 
 
-class HookCaller:
+class HookExecutor:
     """Runs hooks on this rank's tensors. All methods are collective over the ranks of the stage.
 
     Args:
@@ -63,7 +63,7 @@ class HookCaller:
         self._communicator = communicator
         self._tracking = tracking
         self._records = records
-        self.layouts = HookLayouts(communicator, tracking)
+        self.layouts = LayoutFinder(communicator, tracking)
         self.observers: list[Observer] = []
         self.function = function = UserFunction(communicator, save_ctx, modules, self.observers)
         self.edits_on_all = edit_on == "all"

@@ -70,18 +70,18 @@ bool overlap(const Sizes& start_a, const Sizes& sizes_a, const Sizes& start_b,
   return true;
 }
 
-// The piece as a strided copy with as few and as long runs as its strides allow.
-Box to_box(const Piece& piece, const Sizes& full_sizes, const Sizes& shard_sizes,
+// The box in bytes: as a strided copy with as few and as long runs as its strides allow.
+Box to_box(const ElementBox& elements, const Sizes& full_sizes, const Sizes& shard_sizes,
            int64_t element_bytes) {
   const Sizes full_strides = contiguous_strides(full_sizes, element_bytes);
   const Sizes shard_strides = contiguous_strides(shard_sizes, element_bytes);
-  Box box{piece.rank, 0, 0, element_bytes, {}};
-  for (size_t d = 0; d < piece.sizes.size(); ++d) {
-    box.full_offset += piece.full_start[d] * full_strides[d];
-    box.shard_offset += piece.shard_start[d] * shard_strides[d];
+  Box box{elements.rank, 0, 0, element_bytes, {}};
+  for (size_t d = 0; d < elements.sizes.size(); ++d) {
+    box.full_offset += elements.full_start[d] * full_strides[d];
+    box.shard_offset += elements.shard_start[d] * shard_strides[d];
   }
-  for (size_t d = piece.sizes.size(); d-- > 0;) {  // from the innermost dim outwards
-    const Level level{piece.sizes[d], full_strides[d], shard_strides[d]};
+  for (size_t d = elements.sizes.size(); d-- > 0;) {  // from the innermost dim outwards
+    const Level level{elements.sizes[d], full_strides[d], shard_strides[d]};
     if (level.count == 1) continue;
     if (box.levels.empty() && level.full_stride == box.run_bytes &&
         level.shard_stride == box.run_bytes) {
@@ -104,54 +104,53 @@ Box to_box(const Piece& piece, const Sizes& full_sizes, const Sizes& shard_sizes
 
 }  // namespace
 
-GatherPlan::GatherPlan(Sizes full_sizes, std::vector<Sizes> shard_sizes, std::vector<Piece> pieces,
-                       int64_t element_bytes)
+GatherPlan::GatherPlan(Sizes full_sizes, std::vector<Sizes> shard_sizes,
+                       std::vector<ElementBox> boxes, int64_t element_bytes)
     : full_sizes_(std::move(full_sizes)), shard_sizes_(std::move(shard_sizes)) {
   if (element_bytes <= 0)
     throw std::invalid_argument("gather plan: an element must have at least one byte");
-  boxes_.full_bytes = num_bytes(full_sizes_, element_bytes);
+  box_plan_.full_bytes = num_bytes(full_sizes_, element_bytes);
   for (const Sizes& sizes : shard_sizes_)
-    boxes_.shard_bytes.push_back(num_bytes(sizes, element_bytes));
-  check(pieces);
-  std::stable_sort(pieces.begin(), pieces.end(),
-                   [](const Piece& a, const Piece& b) { return a.rank < b.rank; });
-  for (const Piece& piece : pieces) {
-    if (num_elements(piece.sizes) == 0) continue;
-    boxes_.boxes.push_back(to_box(piece, full_sizes_, shard_sizes_[piece.rank], element_bytes));
+    box_plan_.shard_bytes.push_back(num_bytes(sizes, element_bytes));
+  check(boxes);
+  std::stable_sort(boxes.begin(), boxes.end(),
+                   [](const ElementBox& a, const ElementBox& b) { return a.rank < b.rank; });
+  for (const ElementBox& box : boxes) {
+    if (num_elements(box.sizes) == 0) continue;
+    box_plan_.boxes.push_back(to_box(box, full_sizes_, shard_sizes_[box.rank], element_bytes));
   }
-  hash_ = hash_of(boxes_.encode());
+  hash_ = hash_of(box_plan_.encode());
 }
 
-void GatherPlan::check(const std::vector<Piece>& pieces) const {
+void GatherPlan::check(const std::vector<ElementBox>& boxes) const {
   const int64_t num_ranks = static_cast<int64_t>(shard_sizes_.size());
   std::vector<int64_t> covered(num_ranks, 0);
   int64_t covered_full = 0;
-  for (size_t i = 0; i < pieces.size(); ++i) {
-    const Piece& piece = pieces[i];
-    if (piece.rank < 0 || piece.rank >= num_ranks) {
-      throw std::invalid_argument("gather plan: rank " + std::to_string(piece.rank) +
+  for (size_t i = 0; i < boxes.size(); ++i) {
+    const ElementBox& box = boxes[i];
+    if (box.rank < 0 || box.rank >= num_ranks) {
+      throw std::invalid_argument("gather plan: rank " + std::to_string(box.rank) +
                                   " is not one of " + std::to_string(num_ranks) + " ranks");
     }
-    const Sizes& shard = shard_sizes_[piece.rank];
-    if (!fits(piece.full_start, piece.sizes, full_sizes_) ||
-        !fits(piece.shard_start, piece.sizes, shard)) {
-      throw std::invalid_argument("gather plan: a piece of sizes " + to_string(piece.sizes) +
-                                  " of rank " + std::to_string(piece.rank) + " leaves its shard " +
+    const Sizes& shard = shard_sizes_[box.rank];
+    if (!fits(box.full_start, box.sizes, full_sizes_) || !fits(box.shard_start, box.sizes, shard)) {
+      throw std::invalid_argument("gather plan: a box of sizes " + to_string(box.sizes) +
+                                  " of rank " + std::to_string(box.rank) + " leaves its shard " +
                                   to_string(shard) + " or the full tensor " +
                                   to_string(full_sizes_));
     }
-    const int64_t elements = num_elements(piece.sizes);
-    covered[piece.rank] += elements;
+    const int64_t elements = num_elements(box.sizes);
+    covered[box.rank] += elements;
     covered_full += elements;
     if (elements == 0) continue;
     for (size_t j = 0; j < i; ++j) {
-      const Piece& other = pieces[j];
+      const ElementBox& other = boxes[j];
       if (num_elements(other.sizes) == 0) continue;
-      if (overlap(piece.full_start, piece.sizes, other.full_start, other.sizes) ||
-          (piece.rank == other.rank &&
-           overlap(piece.shard_start, piece.sizes, other.shard_start, other.sizes))) {
-        throw std::invalid_argument("gather plan: pieces of ranks " + std::to_string(other.rank) +
-                                    " and " + std::to_string(piece.rank) + " overlap");
+      if (overlap(box.full_start, box.sizes, other.full_start, other.sizes) ||
+          (box.rank == other.rank &&
+           overlap(box.shard_start, box.sizes, other.shard_start, other.sizes))) {
+        throw std::invalid_argument("gather plan: boxes of ranks " + std::to_string(other.rank) +
+                                    " and " + std::to_string(box.rank) + " overlap");
       }
     }
   }
@@ -163,7 +162,7 @@ void GatherPlan::check(const std::vector<Piece>& pieces) const {
   for (int64_t rank = 0; rank < num_ranks; ++rank) {
     if (covered[rank] != num_elements(shard_sizes_[rank])) {
       throw std::invalid_argument("gather plan: rank " + std::to_string(rank) +
-                                  " has elements that are in no piece");
+                                  " has elements that are in no box");
     }
   }
 }

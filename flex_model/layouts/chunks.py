@@ -1,4 +1,4 @@
-"""Recognizes pieces of a replicated tensor: ``x.chunk(tp, -1)[rank]`` makes every piece on every
+"""Recognizes chunks of a replicated tensor: ``x.chunk(tp, -1)[rank]`` makes every chunk on every
 rank, and each rank continues with a different one. Together they are shards of ``x``.
 """
 
@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flex_model.distributed.layout import Placement
+from flex_model.distributed.placement import Placement
 from flex_model.layouts.propagation.operation import REPLICATED, Operation, differ
 from flex_model.layouts.propagation.slicing import (
     RULES_OF_SPLITS,
@@ -16,12 +16,12 @@ from flex_model.layouts.propagation.slicing import (
     slice_ranges,
 )
 
-#: Operations that make pieces.
+#: Operations that make chunks.
 SPLITS = frozenset(RULES_OF_SPLITS) | {"slice", "narrow"}
 
 
 def splits_or_joins(operation: Operation) -> bool:
-    """Whether it splits off pieces, or joins some, along the same dim on all ranks."""
+    """Whether it splits off chunks, or joins some, along the same dim on all ranks."""
     if operation.name not in SPLITS | {"cat"}:
         return False
     names = {"dim", "step"} & operation.arguments[0].keys()
@@ -34,7 +34,7 @@ Maker = tuple[Operation, int, tuple[Any, ...]]
 
 def combine(values: Sequence[Any], makers: Mapping[Any, Maker]) -> Placement | None:
     """Return the placement of a tensor that has ``values[i]`` on rank ``i``; None if these are not
-    pieces of one whole tensor that follow one another without gap or overlap.
+    chunks of one whole tensor that follow one another without gap or overlap.
     """
     made = [makers.get(value) for value in values]
     ranges, of = [], set()

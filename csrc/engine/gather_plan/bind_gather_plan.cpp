@@ -25,36 +25,37 @@ void check_bytes(const char* what, int64_t got, int64_t expected) {
 }
 
 GatherPlan make_plan(Sizes full_sizes, std::vector<Sizes> shard_sizes,
-                     std::vector<std::tuple<int64_t, Sizes, Sizes, Sizes>> pieces,
+                     std::vector<std::tuple<int64_t, Sizes, Sizes, Sizes>> boxes,
                      int64_t element_bytes) {
-  std::vector<Piece> list;
-  for (auto& [rank, full_start, shard_start, sizes] : pieces) {
+  std::vector<ElementBox> list;
+  for (auto& [rank, full_start, shard_start, sizes] : boxes) {
     list.push_back({rank, std::move(full_start), std::move(shard_start), std::move(sizes)});
   }
   return GatherPlan(std::move(full_sizes), std::move(shard_sizes), std::move(list), element_bytes);
 }
 
 py::bytes assemble(const GatherPlan& plan, const std::vector<py::buffer>& shards) {
-  const Boxes& boxes = plan.boxes();
-  check_bytes("the list of shards (as many as ranks)", shards.size(), boxes.shard_bytes.size());
+  const BoxPlan& box_plan = plan.box_plan();
+  check_bytes("the list of shards (as many as ranks)", shards.size(), box_plan.shard_bytes.size());
   std::vector<py::buffer_info> infos;
   for (size_t rank = 0; rank < shards.size(); ++rank) {
     infos.push_back(shards[rank].request());
-    check_bytes("a shard", bytes_of(infos.back()).size, boxes.shard_bytes[rank]);
+    check_bytes("a shard", bytes_of(infos.back()).size, box_plan.shard_bytes[rank]);
   }
-  std::string full(boxes.full_bytes, '\0');
-  for (const Box& box : boxes.boxes) assemble_box(box, bytes_of(infos[box.rank]).data, full.data());
+  std::string full(box_plan.full_bytes, '\0');
+  for (const Box& box : box_plan.boxes)
+    assemble_box(box, bytes_of(infos[box.rank]).data, full.data());
   return py::bytes(full);
 }
 
 py::bytes split(const GatherPlan& plan, const py::buffer& full, int64_t rank) {
-  const Boxes& boxes = plan.boxes();
+  const BoxPlan& box_plan = plan.box_plan();
   const py::buffer_info info = full.request();
-  check_bytes("the full tensor", bytes_of(info).size, boxes.full_bytes);
-  if (rank < 0 || rank >= static_cast<int64_t>(boxes.shard_bytes.size()))
+  check_bytes("the full tensor", bytes_of(info).size, box_plan.full_bytes);
+  if (rank < 0 || rank >= static_cast<int64_t>(box_plan.shard_bytes.size()))
     throw py::index_error("GatherPlan: the plan has no such rank");
-  std::string shard(boxes.shard_bytes[rank], '\0');
-  for (const Box& box : boxes.boxes) {
+  std::string shard(box_plan.shard_bytes[rank], '\0');
+  for (const Box& box : box_plan.boxes) {
     if (box.rank == rank) split_box(box, bytes_of(info).data, shard.data());
   }
   return py::bytes(shard);
@@ -62,27 +63,27 @@ py::bytes split(const GatherPlan& plan, const py::buffer& full, int64_t rank) {
 
 }  // namespace
 
-void bind_layout(py::module_& m) {
+void bind_gather_plan(py::module_& m) {
   py::class_<GatherPlan>(m, "GatherPlan",
                          "Where the bytes of each rank's shard lie in the full tensor.")
       .def(py::init(&make_plan),
-           "`pieces` are (rank, full_start, shard_start, sizes), in elements; ValueError if they "
+           "`boxes` are (rank, full_start, shard_start, sizes), in elements; ValueError if they "
            "do not tile both sides.",
-           py::arg("full_sizes"), py::arg("shard_sizes"), py::arg("pieces"),
+           py::arg("full_sizes"), py::arg("shard_sizes"), py::arg("boxes"),
            py::arg("element_bytes"))
       .def_property_readonly("full_sizes", &GatherPlan::full_sizes, "Sizes of the full tensor.")
       .def_property_readonly("shard_sizes", &GatherPlan::shard_sizes, "Sizes of each rank's shard.")
       .def_property_readonly(
-          "full_bytes", [](const GatherPlan& plan) { return plan.boxes().full_bytes; },
+          "full_bytes", [](const GatherPlan& plan) { return plan.box_plan().full_bytes; },
           "Bytes of the full tensor.")
       .def_property_readonly(
-          "shard_bytes", [](const GatherPlan& plan) { return plan.boxes().shard_bytes; },
+          "shard_bytes", [](const GatherPlan& plan) { return plan.box_plan().shard_bytes; },
           "Bytes of each rank's shard.")
       .def_property_readonly(
-          "num_boxes", [](const GatherPlan& plan) { return plan.boxes().boxes.size(); },
+          "num_boxes", [](const GatherPlan& plan) { return plan.box_plan().boxes.size(); },
           "The number of strided copies.")
       .def_property_readonly(
-          "code", [](const GatherPlan& plan) { return plan.boxes().encode(); },
+          "code", [](const GatherPlan& plan) { return plan.box_plan().encode(); },
           "The encoded plan, an argument of the ops (int[]).")
       .def("assemble", &assemble,
            "Assemble the bytes of the full tensor from buffers of all shards.", py::arg("shards"))
