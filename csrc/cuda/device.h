@@ -5,7 +5,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 
-#include "cuda/copy_plan.h"
+#include "cuda/box_copy_plan.h"
 #include "cuda/host_copy.h"
 #include "cuda/launch.h"
 #include "ops/check.h"

@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "cuda/copy_plan.h"
+#include "cuda/box_copy_plan.h"
 #include "cuda/launch.h"
 
 namespace flex_model {

@@ -3,7 +3,7 @@
 // current device.
 #pragma once
 
-#include "cuda/box_copy.h"
+#include "cuda/box_copy_batch.h"
 #include "cuda/peers.h"
 
 namespace flex_model {

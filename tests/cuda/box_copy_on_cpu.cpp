@@ -11,8 +11,8 @@
 
 #include "cuda_on_cpu.h"
 
-#include "cuda/copy_kernels.cuh"
-#include "cuda/copy_plan.h"
+#include "cuda/box_copy_kernels.cuh"
+#include "cuda/box_copy_plan.h"
 
 namespace {
 

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "cuda/copy_kernels.cuh"
+#include "cuda/box_copy_kernels.cuh"
 #include "cuda/launch.h"
 
 namespace flex_model {

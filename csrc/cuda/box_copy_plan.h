@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "boxes/boxes.h"
-#include "cuda/box_copy.h"
+#include "cuda/box_copy_batch.h"
 
 namespace flex_model {
 

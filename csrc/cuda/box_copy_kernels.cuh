@@ -8,7 +8,7 @@
 // Threads share nothing, so a test runs the same kernels on the CPU, thread after thread.
 #pragma once
 
-#include "cuda/box_copy.h"
+#include "cuda/box_copy_batch.h"
 
 namespace flex_model {
 namespace {
