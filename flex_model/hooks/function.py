@@ -171,15 +171,6 @@ class HookFunction:
         """Set the full parameters that the function reads while it runs."""
         self.parameters = parameters
 
-    def provide(
-        self,
-        parameters: dict[str, Tensor],
-        save_ctx: Namespace | None,
-        modules: nn.ModuleDict | None,
-    ) -> None:
-        """Set what the editing function finds on this object during a call."""
-        self.parameters, self.save_ctx, self.modules = parameters, save_ctx, modules
-
     @property
     def record_name(self) -> str:
         """Key of the record in ``output_ptr``."""

@@ -137,12 +137,14 @@ def _twin(hook: HookFunction, number: int) -> HookFunction:
         return twin
 
     def edit(module: Any, full: Tensor, save_ctx: Namespace, modules: Any) -> Tensor | None:
-        before = hook.parameters, hook.save_ctx, hook.modules
-        hook.provide(twin.parameters, save_ctx, modules)
+        own, parameters = (hook.save_ctx, hook.modules), hook.parameters
+        hook.attach(hook._registrations, save_ctx, modules)
+        hook.pass_parameters(twin.parameters)
         try:
             return function(module, full, save_ctx, modules)
         finally:
-            hook.provide(*before)
+            hook.attach(hook._registrations, *own)
+            hook.pass_parameters(parameters)
 
     twin.editing_function = functools.update_wrapper(edit, function, updated=())
     return twin
