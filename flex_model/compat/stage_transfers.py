@@ -155,7 +155,9 @@ def gather_pipeline_parallel_tensor_dicts(
     except TypeError as error:
         if communicator.is_local:
             raise HookError(str(error)) from error
-        communicator.set_error(str(error), error)  # the exchange below raises it on every stage
+        communicator.failure.set_error(
+            str(error), error
+        )  # the exchange below raises it on every stage
         tensor_dict, tensors = {}, []
     by_stage = exchange_json(communicator, list(zip(tensor_dict, describe(tensors))), name)
     _check_names([[key for key, _ in entries] for entries in by_stage], name)

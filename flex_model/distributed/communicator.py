@@ -17,15 +17,15 @@ from torch import Tensor
 
 from flex_model._C import GatherPlan
 from flex_model.distributed import costs
+from flex_model.distributed.failure import FAILED, OK
 from flex_model.distributed.group_pool import GRID, GroupPool
-from flex_model.distributed.header import ERROR, FAILED, OK, Header
+from flex_model.distributed.header import Header
 from flex_model.distributed.mesh import Axis, Mesh
 from flex_model.distributed.plain import plain
 from flex_model.distributed.transports import transport
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.transport import Gathered
 from flex_model.errors import HookError, HookMismatchError, UnpackIndexError, agreed, see
-from flex_model.integrations.torch_private import current_graph_task
 
 _TEXT_BYTES = 2048
 _GRACE_S = 10.0  # how long a rank whose model failed tries to report it
@@ -67,12 +67,8 @@ class Communicator(GroupPool):
 
     def __init__(self, mesh: Mesh, timeout_s: float, device: torch.device | None = None) -> None:
         self.num_payloads = 0  # payload collectives so far
-        self.num_agreed = 0  # errors raised on all ranks
         self.meter = costs.Meter()  # of the current run
-        self.backwards: set[int] = set()  # graph tasks at whose end ``held`` is raised
-        self.held: Exception | None = None  # an error that all ranks have exchanged
         self.edited = ""  # the hook whose edit just changed its tensor; compared over ranks
-        self._error: tuple[int, str, BaseException | None] = (OK, "", None)
         self._forward: _Forward | None = None  # its first exchange is the next one
         self._skipped: Counter[int] = Counter()  # forwards without hooks since then, by mode
         super().__init__(mesh, timeout_s, device)
@@ -86,49 +82,10 @@ class Communicator(GroupPool):
         finally:
             self.meter = meter
 
-    # Errors of this rank, reported by the next header.
-
-    @property
-    def has_error(self) -> bool:
-        return self._error[0] != OK
-
-    @property
-    def may_hold(self) -> bool:
-        """Whether an error may be deferred in ``held`` now: inside a backward that raises it."""
-        return current_graph_task() in self.backwards
-
     def begin_run(self) -> None:
         """Forget the backward passes and the costs of the run before. Local."""
-        self.backwards.clear()
-        self.held = None
+        self.failure.begin_run()
         self.meter.clear()
-
-    def hold(self, error: Exception) -> None:
-        """Defer an error that all ranks have exchanged, to the end of the backward; the first one
-        is kept. Local.
-        """
-        self.held = self.held or error
-
-    def take_held(self) -> Exception | None:
-        """Return the error that was held, and forget it. Local."""
-        held, self.held = self.held, None
-        return held
-
-    def set_error(self, text: str, cause: BaseException | None, state: int = ERROR) -> None:
-        """Set a pending error of this rank, which all ranks raise at the next exchange. The first
-        one is kept.
-        """
-        if not self.has_error or state == FAILED:
-            self._error = (state, text, cause)
-
-    def clear_error(self) -> None:
-        self._error = (OK, "", None)
-
-    def abort(self, reason: str, kind: type[HookError] = HookError) -> HookError:
-        """As of ``GroupPool``; the reason replaces the pending error."""
-        self.clear_error()
-        self.num_agreed += 1
-        return super().abort(reason, kind)
 
     def note_edit(self, hook: str) -> None:
         """Record that the hook's edit changed its tensor (empty: it did not), for the next exchange
@@ -177,7 +134,7 @@ class Communicator(GroupPool):
 
         Raises:
             HookError: a rank has a pending error, is missing, or died. Raised on every rank. An
-                error of a hook's function is deferred in ``held`` instead where it ``may_hold``.
+                error of a hook's function is held instead, where ``Failure.hold`` can.
             HookMismatchError: the ranks are at different sites, or their tensors have different
                 dtypes or numbers of dims.
         """
@@ -187,7 +144,7 @@ class Communicator(GroupPool):
         self.where = where
         self.steps.add(where)
         self.meter.header(header.site)
-        state = self._error[0]
+        state = self.failure.state
         edited, self.edited = self.edited, ""
         forward, self._forward = self._forward, None
         mark = 0 if forward is None else forward.mark
@@ -204,10 +161,9 @@ class Communicator(GroupPool):
             raise self.abort(f"{where}: {error}") from None
         if any(other.state != OK for other in headers):
             failure = self._agreed_error(headers, where)
-            if self.may_hold and _can_continue(headers):
-                self.hold(failure)
+            if _can_continue(headers) and self.failure.hold(failure):
                 return headers
-            self.num_agreed += 1
+            self.failure.agree()
             raise failure
         if not all(self.is_of_this_model(other.sequence) for other in headers):
             raise self.mismatch(f"{where}, of FlexModel {self._number}", "run different FlexModels")
@@ -274,9 +230,9 @@ class Communicator(GroupPool):
         ]
 
     def _agreed_error(self, headers: list[Header], where: str) -> HookError:
-        state, text, cause = self._error
-        texts = self.exchange_text(text)
-        self.clear_error()
+        state, cause = self.failure.state, self.failure.cause
+        texts = self.exchange_text(self.failure.text)
+        self.failure.clear()
         failed = [
             f"rank {self.mesh.rank_at(place)}: {texts[place]}"
             for place, other in enumerate(headers)
@@ -299,8 +255,7 @@ class Communicator(GroupPool):
         Collective.
         """
         texts = self.exchange_text(description)
-        self.clear_error()
-        self.num_agreed += 1
+        self.failure.agree()
         listed = "; ".join(
             f"rank {self.mesh.rank_at(place)} is at {text}" for place, text in enumerate(texts)
         )
@@ -321,19 +276,18 @@ class Communicator(GroupPool):
         """
         if self.is_local or self.is_child:
             return
-        broken = next((group.broken for group in self._groups.values() if group.broken), None)
-        if broken is not None:
-            _note(cause, broken)
+        if self.broken is not None:
+            _note(cause, self.broken)
             return
-        self.set_error(text, cause, FAILED)
+        self.failure.set_error(text, cause, FAILED)
         try:
             with self.deadline(min(self.timeout_s, grace_s)):
                 self.check_consistency(Header(kind), f"{kind}, after {text}")
         except HookError as error:
-            if any(group.broken for group in self._groups.values()):
+            if self.broken is not None:
                 _note(cause, str(error))
         finally:
-            self.clear_error()
+            self.failure.clear()
 
     # Payload. Every method is collective over the ranks of `axes`, and follows a
     # `check_consistency`.

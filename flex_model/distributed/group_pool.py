@@ -19,6 +19,7 @@ import torch
 from flex_model._C import WaitError
 from flex_model.diagnostics import FlightRecorder, logger
 from flex_model.distributed import process_groups
+from flex_model.distributed.failure import Failure
 from flex_model.distributed.mesh import Axis, Mesh
 from flex_model.distributed.polling import sleeps
 from flex_model.distributed.transports.by_device import ByDevice
@@ -59,6 +60,7 @@ class GroupPool:
         self.sequence = 0  # of the last exchange
         self.where = "nothing yet"
         self.steps = FlightRecorder()
+        self.failure = Failure()
         self.observers: list[Callable[[str, tuple[Axis, ...], int], Callable[[], None]]] = []
         self.edit_of = ""  # the hook whose editing function runs; it must not transfer anything
         self._groups: dict[tuple[Axis, ...], process_groups.PrivateGroup] = {}
@@ -223,9 +225,19 @@ class GroupPool:
         finally:
             self.timeout_s = before
 
+    @property
+    def broken(self) -> str | None:
+        """Why a wait in the private groups failed, in this FlexModel or another one that shares
+        them; they can't be used any more. None as long as they can.
+        """
+        for group in self._groups.values():
+            if group.broken is not None:
+                return group.broken
+        return None
+
     def abort_on(self, error: BaseException) -> None:
         """Abort because this rank stops in the middle of a run (by Ctrl-C, for example). Local."""
-        if not (self.is_local or self.is_child or any(g.broken for g in self._groups.values())):
+        if not (self.is_local or self.is_child or self.broken is not None):
             self.abort(self._abort_reason(error))
 
     def _abort_reason(self, error: BaseException) -> str:
@@ -250,9 +262,8 @@ class GroupPool:
         if os.getpid() != self._pid or self.edit_of or self._is_closed:
             self._refuse()
         self._check_no_transform(args)
-        for group in self._groups.values():
-            if group.broken:
-                raise self._unusable(group.broken)
+        if self.broken is not None:
+            raise self._unusable(self.broken)
         to = self.transport(axes)
         to.group.prepare_wait(self, self.where, self.timeout_s)
         ends: Sequence[Callable[[], None]] = ()
@@ -411,7 +422,10 @@ class GroupPool:
         )
 
     def abort(self, reason: str, kind: type[HookError] = HookError) -> HookError:
-        """Make the private groups unusable on all ranks, and return the error to raise."""
+        """Make the private groups unusable on all ranks, and return the error to raise, which
+        replaces the pending one.
+        """
+        self.failure.agree()
         for group in self._groups.values():
             if group.broken is None:
                 with contextlib.suppress(RuntimeError):  # the store may have ended with its host

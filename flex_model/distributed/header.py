@@ -24,14 +24,12 @@ from typing import ClassVar
 
 import torch
 
+from flex_model.distributed.failure import OK, RankState
+
 _WORDS = struct.Struct("<8q")
 MAX_DIMS = 8
 MAX_HASHED_DIMS = 6
 _MAGIC = 0x464D  # fits 15 bits, so that word 0 stays positive
-
-OK = 0
-ERROR = 1  # an editing function or hook failed here
-FAILED = 2  # the model's own forward failed here
 
 DTYPES = sorted(
     {value for value in vars(torch).values() if isinstance(value, torch.dtype)},
@@ -127,7 +125,7 @@ class Header:
         of_sizes = words[4:] if hashed is None else (*words[4:7], 0)
         sizes = [half for word in of_sizes for half in (word >> 32, word & 0xFFFFFFFF)]
         if (
-            state not in (OK, ERROR, FAILED)
+            state >= len(RankState)
             or kind >= len(KINDS)
             or (dtype != 255 and dtype >= len(DTYPES))
             or ndim > MAX_DIMS

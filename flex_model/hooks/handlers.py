@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.header import ERROR, FAILED
+from flex_model.distributed.failure import ERROR, FAILED, RankState
 from flex_model.errors import HookError, UnpackIndexError, agreed, is_agreed
 from flex_model.hooks.edit_path import copy_for_model
 from flex_model.hooks.evidence import Evidence
@@ -207,7 +207,7 @@ class HookHandlers:
             graph.enter()
             self._backwards.begin(run)
             for registration, number, evidence in zip(registrations, numbers, evidences):
-                if self._communicator.held is not None:
+                if self._communicator.failure.held is not None:
                     break
                 call = HookCall(registration, module, run, False, number, evidence)
                 grad = self._gradient(call, grad, run.batch)
@@ -226,7 +226,7 @@ class HookHandlers:
         if grad is None:
             return None
         for registration in registrations:
-            if self._communicator.held is not None:
+            if self._communicator.failure.held is not None:
                 break
             evidence = Evidence(key=self._tracking.num_followed)
             grad = self._gradient(HookCall(registration, None, run, evidence=evidence), grad, None)
@@ -254,7 +254,9 @@ class HookHandlers:
 
     # ---- Errors ----------------------------------------------------------------------------------
 
-    def hook_failed(self, registration: Registration, error: Exception, state: int = ERROR) -> None:
+    def hook_failed(
+        self, registration: Registration, error: Exception, state: RankState = ERROR
+    ) -> None:
         """Handle an error of one hook. One rank: raise it. Several: continue without the edit, and
         all raise at the next exchange; in a backward at its end, for an aborted backward leaves the
         state of FSDP2 and DDP unfinished. In a step of a pipeline: when it is over.
@@ -268,17 +270,16 @@ class HookHandlers:
             self._fail_in_step(self._step, text, error)
             return
         if is_agreed(error):
-            if isinstance(error, HookError) or not self._communicator.may_hold:
+            if isinstance(error, HookError) or not self._communicator.failure.hold(error):
                 try:
                     raise error
                 finally:
                     del error  # else it keeps its own traceback, and the frames in that, alive
-            self._communicator.hold(error)
             return
         if self._communicator.is_local:
             kind = UnpackIndexError if isinstance(error, UnpackIndexError) else HookError
             raise agreed(kind(text)) from error
-        self._communicator.set_error(text, error, state)
+        self._communicator.failure.set_error(text, error, state)
 
     def _fail_in_step(self, step: MicrobatchState, text: str, error: BaseException) -> None:
         """Keep an error until the step ends: the schedule continues, without edits on all ranks of
@@ -288,7 +289,7 @@ class HookHandlers:
             step.silence()
             step.fail(text, error)
         else:
-            self._communicator.set_error(f"{text} ({step.where})", error)
+            self._communicator.failure.set_error(f"{text} ({step.where})", error)
 
     def _is_silent(self) -> bool:
         return self._step is not None and not self._step.calls_hooks()

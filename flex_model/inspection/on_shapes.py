@@ -64,7 +64,7 @@ def on_shapes(
             )
             if communicator.is_local:
                 raise HookError(message) from error
-            communicator.set_error(message, error)
+            communicator.failure.set_error(message, error)
         if not communicator.is_local:
             exchange_chunks(communicator, follower)
     return found

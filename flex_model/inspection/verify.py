@@ -136,9 +136,9 @@ def verify(
                 expected, has_site = run_reference(core, reference, sites, inputs, loss, edits)
                 flags = _flags(expected, has_site)
             except Exception as error:
-                communicator.set_error(f"verify: the reference failed: {error}", error)
                 if communicator.is_local:
                     raise
+                communicator.failure.set_error(f"verify: the reference failed: {error}", error)
         if not communicator.is_local:
             communicator.check_consistency(
                 Header("inputs"), "verify, after the reference has run on rank 0"

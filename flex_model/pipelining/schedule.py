@@ -99,7 +99,7 @@ class LocalSchedule:
             run(arg_chunks, kwarg_chunks, target_chunks, filled, return_outputs)
         finally:
             vars(schedule).update(before)
-        if self.has_last and return_outputs and not self._state.failure:
+        if self.has_last and return_outputs and not self._state.failure.has_error:
             return schedule._merge_outputs(self.stages[-1].output_chunks)
         return None
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from flex_model.distributed.failure import FAILED
 from flex_model.distributed.serialization import decode, encode
 from flex_model.distributed.tensor_dicts import (
     describe,
@@ -60,7 +61,8 @@ class StepEnd:
         written, sent = save_ctx.encoded(core.save_ctx, names if mesh.group_rank == 0 else [])
         outputs: list[Tensor] = []
         structure = None
-        if call.return_on == "all" and self._local.has_last and not self._state.failure:
+        failure = self._state.failure
+        if call.return_on == "all" and self._local.has_last and not failure.has_error:
             try:
                 structure = encode(output, outputs)
             except TypeError as error:
@@ -78,7 +80,7 @@ class StepEnd:
         if any(of_rank["consumed"] for of_rank in gathered):
             renew_seed()
         failed = [(r, of_rank["error"]) for r, of_rank in enumerate(gathered) if of_rank["error"]]
-        if failed or self._state.failure:
+        if failed or failure.has_error:
             self._raise_failure(failed)
         self._check_contexts(gathered)
         described = [of_rank["records"] for of_rank in gathered]
@@ -95,18 +97,15 @@ class StepEnd:
         return output
 
     def _describe_failure(self) -> list[str] | None:
-        if self._state.failure is None:
-            return None
-        text, cause = self._state.failure
-        if is_agreed(cause) and self._core.mesh.group_rank > 0:
+        failure = self._state.failure
+        if is_agreed(failure.cause) and self._core.mesh.group_rank > 0:
             return None  # all ranks of the stage have it, and the first one reports it
-        return [type(cause).__name__, text]
+        return [type(failure.cause).__name__, failure.text] if failure.has_error else None
 
     def _raise_failure(self, failed: list[Any]) -> None:
         """Raise this rank's own error of the model, or else those of all ranks."""
-        state = self._state
-        cause = state.failure[1] if state.failure else None
-        if cause is not None and (state.is_of_model or not isinstance(cause, Exception)):
+        state, cause = self._state.failure.state, self._state.failure.cause
+        if cause is not None and (state is FAILED or not isinstance(cause, Exception)):
             raise cause
         if not failed:
             failed = [(self._core.mesh.rank, ["HookError", "a stage failed"])]

@@ -197,7 +197,7 @@ class StepRunner:
         batched: dict[tuple[str, str], bool],
     ) -> list[step_records.StageRecords]:
         records = self._core.records
-        if self._state.failure or not records.keeps_full:
+        if self._state.failure.has_error or not records.keeps_full:
             return []
         shapes: dict[tuple[str, str], list[ExpectedShape]] = {}
         for registration in chosen:

@@ -83,7 +83,7 @@ class BackwardPasses:
             return
         communicator, session, has_begun = self._communicator, self._runs.session, False
         if not communicator.is_local:
-            communicator.backwards.add(task)
+            communicator.failure.begin_backward(task)
         if session is not None:
             session.begin_backward(run.entry)
         self.order.begin(task)
@@ -94,8 +94,10 @@ class BackwardPasses:
             try:
                 has_begun = True
                 run.end_backward()
-                communicator.backwards.discard(task)
-                self._raise_held(run)
+                held = communicator.failure.end_backward(task)
+                if held is not None:  # on all ranks
+                    self._records.forget(run)
+                    raise held
                 self._runs.deliver(run, "end of the backward")
                 self.order.end()
                 if session is not None:
@@ -106,10 +108,3 @@ class BackwardPasses:
                 raise
 
         self.watch.at_end(end, lambda: has_begun)
-
-    def _raise_held(self, run: Run) -> None:
-        """Raise an error that was held during the backward. Local: all ranks hold one."""
-        held = self._communicator.take_held()
-        if held is not None:
-            self._records.forget(run)
-            raise held

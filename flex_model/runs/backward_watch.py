@@ -28,7 +28,7 @@ class BackwardWatch:
     """Reports the aborted backward passes of a FlexModel. With one rank it does nothing."""
 
     def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+        self._communicator, self._failure = communicator, communicator.failure
         self._tasks: set[int] = set()  # the running passes that are watched
         self._has_deferred = False  # a pass was aborted in autograd's thread, which can't report it
         self._is_closed = False
@@ -53,7 +53,7 @@ class BackwardWatch:
         if task == -1 or task in self._tasks or self._communicator.is_local:
             return
         self._tasks.add(task)
-        running = _Pass(self, task, self._communicator.num_agreed)
+        running = _Pass(self, task, self._failure.num_agreed)
         _call_last(_C.watched(running.end, running.interrupted))
 
     def at_end(self, act: Callable[[], None], has_begun: Callable[[], bool]) -> None:
@@ -83,7 +83,7 @@ class BackwardWatch:
     def aborted(self, task: int, num_agreed: int) -> None:
         """Handle a pass that ended early: report it, unless all ranks know the reason already."""
         self._tasks.discard(task)
-        if num_agreed != self._communicator.num_agreed or self._is_closed or sys.is_finalizing():
+        if num_agreed != self._failure.num_agreed or self._is_closed or sys.is_finalizing():
             return
         if threading.get_ident() in (self._thread, threading.main_thread().ident):
             self._report()

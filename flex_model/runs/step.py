@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from flex_model.distributed.failure import ERROR, FAILED, Failure, RankState
 from flex_model.errors import HookError, see
 
 _under_way: list[MicrobatchState] = []  # the innermost last
@@ -22,8 +23,7 @@ class MicrobatchState:
         stage, microbatch: Those being computed; -1 in between.
         is_silent: Whether no hook is called: shapes are being inferred, or a hook failed, and the
             step is finished without edits so that no other stage waits for this one.
-        failure: The message to report to the other ranks when the step is over, and its cause.
-        is_of_model: Whether the model itself failed.
+        failure: The error to report to the other ranks when the step is over.
         rows: By data-parallel rank: its number of rows in each micro-batch.
     """
 
@@ -31,15 +31,14 @@ class MicrobatchState:
     stage: int = -1
     microbatch: int = -1
     is_silent: bool = False
-    failure: tuple[str, BaseException] | None = None
-    is_of_model: bool = False
+    failure: Failure = field(default_factory=Failure)
     rows: Sequence[Sequence[int]] = ()
 
     @contextlib.contextmanager
     def running(self, rows: Sequence[Sequence[int]]) -> Iterator[None]:
         """A context for one step."""
         self.is_running, self.is_silent, self.rows = True, False, rows
-        self.failure, self.is_of_model = None, False
+        self.failure.clear()
         try:
             yield
         finally:
@@ -72,19 +71,18 @@ class MicrobatchState:
             )
         return not self.is_silent
 
-    def fail(self, text: str, cause: BaseException) -> None:
-        """Keep a failure to report; the first one counts."""
-        if self.failure is None:
-            first, newline, rest = text.partition("\n")
-            self.failure = f"{first} ({self.where}){newline}{rest}", cause
+    def fail(self, text: str, cause: BaseException, state: RankState = ERROR) -> None:
+        """Keep an error to report; the first one counts."""
+        first, newline, rest = text.partition("\n")
+        self.failure.set_error(f"{first} ({self.where}){newline}{rest}", cause, state)
 
     def fail_in_model(self, cause: BaseException, what: str = "stage") -> None:
         """Keep an error that no hook raised."""
         if isinstance(cause, HookError):
             self.fail(str(cause), cause)
-        elif self.failure is None:
-            self.is_of_model = True
-            self.fail(f"the model's own {what} failed: {type(cause).__name__}: {cause}", cause)
+        elif not self.failure.has_error:
+            text = f"the model's own {what} failed: {type(cause).__name__}: {cause}"
+            self.fail(text, cause, FAILED)
 
     @property
     def where(self) -> str:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flex_model.distributed import header
+from flex_model.distributed.failure import RankState
 from flex_model.distributed.header import DTYPES, KINDS, MAX_DIMS, Header
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ headers = st.builds(
     Header,
     kind=st.sampled_from(KINDS),
     site=words,
-    state=st.sampled_from([header.OK, header.ERROR, header.FAILED]),
+    state=st.sampled_from(RankState),
     sequence=words,
     seed=words,
     dtype=st.sampled_from([None, *DTYPES]),
