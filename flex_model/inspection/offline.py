@@ -19,7 +19,8 @@ from flex_model.distributed.placement import Replicate, Shape, Shard
 from flex_model.inspection.observed import Observed, observe, set_tensors
 from flex_model.inspection.shapes_only import shapes_only
 from flex_model.inspection.tree import ModelTree, Node, is_called, named
-from flex_model.layouts.follow import Follower, Proofs
+from flex_model.layouts.follow import Follower
+from flex_model.layouts.mesh_proofs import MeshProofs
 from flex_model.layouts.sources import Weights
 from flex_model.layouts.statements import Statements
 
@@ -204,7 +205,7 @@ def _tree(
     concluded = []
     for rank, observed in enumerate(calls * num_copies):
         follower = followers[rank % len(followers)]
-        follower.infer_from(Proofs(Mesh(ranks, rank, 1, dp, tp)), chunks)
+        follower.infer_from(MeshProofs(Mesh(ranks, rank, 1, dp, tp)), chunks)
         concluded.append([(name, kind, seen.concluded(follower)) for name, kind, seen in observed])
     set_tensors(nodes, zip(*concluded), Mesh(ranks, 0, 1, dp, tp))
     return ModelTree(list(nodes.values()), f"{tp} tensor-parallel x {dp} data-parallel ranks")

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from flex_model.layouts import memory_map
+from flex_model.layouts.call_sizes import CallSizes, meaning
 from flex_model.layouts.callers import is_run_by_model
+from flex_model.layouts.expressions import Expression
 from flex_model.layouts.propagation.views import TO_SIZES
-from flex_model.layouts.sizes import CallSizes, Expression, encoded, meaning
+from flex_model.layouts.sizes import encoded
 
 Encoded = tuple[Any, Any, tuple[Any, ...]]
 
@@ -128,7 +130,7 @@ class ArgumentEncoder:
         """Encode one argument for the log.
 
         Args:
-            meaning: Of a number, see `sizes.meaning`.
+            meaning: Of a number, see `call_sizes.meaning`.
             passed: The expressions of this and the following numbers, if they are known by
                 position.
         """

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from flex_model.distributed.placement import Shard
 from flex_model.layouts import chunks
-from flex_model.layouts.operation_log import Entry, Value, dtype_of
-from flex_model.layouts.propagation.labels import words
-from flex_model.layouts.propagation.operation import REPLICATED, Operand, full_size
-from flex_model.layouts.sizes import (
+from flex_model.layouts.call_sizes import meaning
+from flex_model.layouts.expressions import (
     divides_by,
     evaluate,
     factors,
     is_of_no_value,
     leaves,
-    meaning,
     plain_numbers,
 )
+from flex_model.layouts.operation_log import Entry, Value, dtype_of
+from flex_model.layouts.propagation.labels import words
+from flex_model.layouts.propagation.operation import REPLICATED, Operand, full_size
 
 if TYPE_CHECKING:
     from flex_model.layouts.proofs import AxisProofs

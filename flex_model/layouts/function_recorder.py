@@ -12,16 +12,11 @@ from torch.overrides import TorchFunctionMode
 
 from flex_model.integrations import dtensor
 from flex_model.layouts import composites, memory_map
+from flex_model.layouts.call_sizes import CallSizes
 from flex_model.layouts.callers import is_called_by_model, is_run_by_model
+from flex_model.layouts.expressions import Expression
 from flex_model.layouts.propagation import rules
-from flex_model.layouts.sizes import (
-    CallSizes,
-    Expression,
-    Size,
-    expression_of,
-    plain,
-    tagged,
-)
+from flex_model.layouts.sizes import Size, expression_of, plain, tagged
 
 if TYPE_CHECKING:
     from flex_model.layouts.recorder import Recorder

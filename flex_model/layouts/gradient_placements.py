@@ -25,45 +25,28 @@ the number of ranks; and what a followed backward computes of it must be linear.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from flex_model.distributed.placement import Partial, Placement, Replicate, Shard
+from flex_model.distributed.placement import Partial, Placement, Shard
 from flex_model.layouts import chunks
 from flex_model.layouts.backward_nodes import RECOMPUTES
+from flex_model.layouts.gradient_kinds import (
+    PART,
+    WHOLE,
+    Kind,
+    Mixed,
+    Wrong,
+    expected_of,
+    summed,
+    worst,
+)
+from flex_model.layouts.linearity import linearity
 from flex_model.layouts.operation_log import Entry, Value
-from flex_model.layouts.propagation import rules
-from flex_model.layouts.propagation.operation import Operand, Operation
+from flex_model.layouts.propagation.operation import Operation
 
 if TYPE_CHECKING:
     from flex_model.layouts.proofs import AxisProofs
-
-Kind = Placement | str | None  # of a gradient; a string: why it is not known; None: there is none
-
-_WHOLE, _PART = Replicate(), Partial()
-
-
-class _Wrong(str):
-    """Why a gradient is not a part of the unsharded model's, or not yet known to be one, whatever
-    the placement of its tensor. Other strings are about replicated tensors, whose gradients the
-    ranks may hold in several ways.
-    """
-
-
-class _Mixed(_Wrong):
-    """Why a gradient is not a part of the unsharded model's: ranks computed something of parts
-    alone where the unsharded program needs all of them. Not even a placement that a DTensor states
-    makes it right.
-    """
-
-
-def _worst(texts: Sequence[str]) -> str:
-    """Return the gravest of several reasons, the same one on every rank; empty for none."""
-    for kind in (_Mixed, _Wrong):
-        found = [text for text in texts if isinstance(text, kind)]
-        if found:
-            return min(found)
-    return min(texts, default="")
 
 
 @dataclass
@@ -86,7 +69,7 @@ class _Node:
     def note_received(self, are_known: bool, kinds: Sequence[Kind]) -> None:
         """Note the kinds of the gradients that it receives, and whether all are known."""
         self.is_known = are_known
-        self.lost_at = _worst([kind for kind in kinds if isinstance(kind, str)])
+        self.lost_at = worst([kind for kind in kinds if isinstance(kind, str)])
 
     def note_returned(self, kinds: list[Kind]) -> None:
         self.returned = kinds
@@ -97,7 +80,7 @@ class Gradients:
 
     def __init__(self, proofs: AxisProofs) -> None:
         self._proofs = proofs
-        self._begin: Placement = _PART if proofs.axis == "dp" else _WHOLE
+        self._begin: Placement = PART if proofs.axis == "dp" else WHOLE
         self._made: dict[Value, list[Value]] = {}  # by value: the values made of it
         self._nodes_of: dict[Value, list[tuple[_Node, int]]] = {}  # that return gradients to it
         self._unknown: dict[Value, str] = {}  # by value: what may pass gradients to it
@@ -147,7 +130,7 @@ class Gradients:
         if own is None:
             return None if self._is_read(value) else self._kind(value, partly)
         kind = self._kind(value, partly)
-        return self._expected(own) or self._begin if kind is None else kind
+        return expected_of(own) or self._begin if kind is None else kind
 
     def obstacle(self, value: Any) -> str:
         """Return why the gradient of a value is not known."""
@@ -159,17 +142,8 @@ class Gradients:
         while value not in self._proofs.placements and value in self._in_place_of:
             value = self._in_place_of[value]
         if self._proofs.reduced.get(value) == "mean":
-            return _PART  # for gradients, up to a factor that all ranks share
+            return PART  # for gradients, up to a factor that all ranks share
         return self._proofs.placements.get(value)
-
-    @staticmethod
-    def _expected(own: Placement) -> Placement | None:
-        """Return the placement of the gradient of a tensor with this placement; None for a
-        replicated one, which has no single answer.
-        """
-        if isinstance(own, Replicate):
-            return None
-        return _WHOLE if isinstance(own, Partial) else own
 
     # Inference.
 
@@ -294,7 +268,7 @@ class Gradients:
     def is_of_mixed(self, number: Value) -> bool:
         """Whether a running node received gradients of what ranks computed of parts alone."""
         node = self._nodes.get(number)
-        return node is not None and isinstance(node.lost_at, _Mixed)
+        return node is not None and isinstance(node.lost_at, Mixed)
 
     def note_scaled(self, values: Iterable[Value]) -> None:
         """Note gradients that a node received, or values that are linear in such."""
@@ -317,8 +291,8 @@ class Gradients:
         scaled = [value in self._scaled for value in values]
         if not any(scaled):
             return list(found)
-        kinds = _linearity(operation, scaled)
-        self._scaled.update(value for value, kind in zip(outputs, kinds) if kind != _WHOLE)
+        kinds = linearity(operation, scaled)
+        self._scaled.update(value for value, kind in zip(outputs, kinds) if kind != WHOLE)
         return [None if kind is None else placement for placement, kind in zip(found, kinds)]
 
     def note_returned(
@@ -336,7 +310,7 @@ class Gradients:
     def _returned(self, node: _Node, of_ranks: Sequence[Any], stated: Placement | None) -> Kind:
         if node.name == RECOMPUTES or all(value == () for value in of_ranks):
             return None
-        if isinstance(node.lost_at, _Mixed):
+        if isinstance(node.lost_at, Mixed):
             return node.lost_at
         if stated is not None:
             return stated
@@ -346,14 +320,14 @@ class Gradients:
         else:
             placement = chunks.combine(of_ranks, self._proofs.makers)
         if not self._is_of_loss(of_ranks, placement):
-            return _Wrong(f"{node.name}, whose gradient is not made of the one that it got")
-        return placement or (_Wrong(node.name) if node.is_known else node.lost_at or node.name)
+            return Wrong(f"{node.name}, whose gradient is not made of the one that it got")
+        return placement or (Wrong(node.name) if node.is_known else node.lost_at or node.name)
 
     def _is_of_loss(self, of_ranks: Sequence[Any], placement: Placement | None) -> bool:
         """Whether along dp a gradient that a node returned is that of a rank's own loss, as the one
         that it received was. Only then each rank's is a summand.
         """
-        if self._proofs.axis != "dp" or placement in (None, _WHOLE):
+        if self._proofs.axis != "dp" or placement in (None, WHOLE):
             return True
         of_loss = self._scaled | self._proofs.zeros
         return all(value in of_loss for value in _flat(of_ranks))
@@ -392,14 +366,14 @@ class Gradients:
 
     def _combined(self, value: Value, known: dict[Value, Kind], partly: bool) -> Kind:
         if self._changed.get(value):
-            return _Wrong(next(iter(self._changed[value].values())))
+            return Wrong(next(iter(self._changed[value].values())))
         own = self._own(value)
         if own is None and not self._is_loss(value) and self._is_read(value):
             text = self._text(value)
             if value in self._proofs.mixed:
-                return _Mixed(text)
-            return text if value in self._proofs.of_layers else _Wrong(text)
-        expected = None if own is None else self._expected(own)
+                return Mixed(text)
+            return text if value in self._proofs.of_layers else Wrong(text)
+        expected = None if own is None else expected_of(own)
         if expected is None:
             for table in (self._unknown, self._read_by_some):
                 if value in table:
@@ -409,15 +383,15 @@ class Gradients:
             placement = self._own(made)
             is_part = placement is None or isinstance(placement, (Shard, Partial))
             kind = known[made]
-            kinds.add(kind if isinstance(kind, str) else expected or (_PART if is_part else kind))
+            kinds.add(kind if isinstance(kind, str) else expected or (PART if is_part else kind))
         for node, place in self._nodes_of.get(value, ()):
             if node.returned is None and partly:
                 continue
             if node.returned is None:
-                return _Wrong(f"{node.name}, which has not run")
+                return Wrong(f"{node.name}, which has not run")
             kinds.add(node.returned[place] if place < len(node.returned) else node.name)
         is_free = not self._is_read(value)
-        return self._summed(kinds - {None}, expected, is_free) or self._end_kind(value, expected)
+        return summed(kinds - {None}, expected, is_free) or self._end_kind(value, expected)
 
     def _is_read(self, value: Any) -> bool:
         """Whether an operation has read it; else a ``Function`` passed it to another one."""
@@ -433,58 +407,12 @@ class Gradients:
         step = self._proofs.steps.get(value)
         return self._proofs.lost_at(value) or ("an operation" if step is None else step.text)
 
-    @staticmethod
-    def _summed(kinds: set[Kind], expected: Placement | None, is_free: bool = False) -> Kind:
-        """Return the kind of a sum of gradients of these kinds; ``is_free``: whether the tensor's
-        own placement is not known.
-        """
-        texts = [kind for kind in kinds if isinstance(kind, str)]
-        if isinstance(_worst(texts), _Wrong) or (texts and expected is None):
-            return _worst(texts)
-        kinds = kinds - set(texts)
-        if len(kinds) > 1:
-            return "it is read both whole and in parts"
-        kind = next(iter(kinds), None)
-        if kind is None or kind == expected:
-            return kind
-        if expected is not None:
-            return "a gradient that is not placed like its tensor"
-        if is_free or isinstance(kind, (Replicate, Partial)):
-            return kind
-        return "a gradient that is split"
-
     def _end_kind(self, value: Value, expected: Placement | None) -> Kind:
         """Return the kind for a value that nothing passes gradients to, except at the end of a
         recomputed part.
         """
         end = self._ends.get(value)
-        return end if end is None else self._summed({end}, expected)
-
-
-def _linearity(operation: Operation, is_scaled: Sequence[bool]) -> list[Placement | None]:
-    """Return, for each result: a partial sum if it is linear in the scaled operands, as one rank
-    alone runs the operation; replicated if it does not depend on them; None if neither is known.
-    """
-    placed = {
-        id(operand): Operand(operand.shapes[:1] * 2, operand.dtype, _PART if scaled else _WHOLE)
-        for operand, scaled in zip(operation.operands, is_scaled)
-    }
-
-    def alone(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [alone(item) for item in value]
-        return placed[id(value)] if isinstance(value, Operand) else value
-
-    arguments = {name: alone(value) for name, value in operation.arguments[0].items()}
-    sizes = {
-        name: list(arguments[name]) if isinstance(arguments[name], list) else [arguments[name]]
-        for name in operation.full_sizes
-        if name in arguments
-    }
-    outputs = tuple(Operand(made.shapes[:1] * 2, made.dtype) for made in operation.outputs)
-    return rules.propagate(
-        replace(operation, arguments=(arguments, arguments), outputs=outputs, full_sizes=sizes)
-    )
+        return end if end is None else summed({end}, expected)
 
 
 def _flat(values: Sequence[Any]) -> list[Value]:

@@ -15,19 +15,14 @@ from flex_model.distributed.placement import Placement, Shard
 from flex_model.layouts import chunks, collectives, positions
 from flex_model.layouts.alignment import align
 from flex_model.layouts.collectives import follow_collective
+from flex_model.layouts.expressions import Expression, evaluate, leaves
 from flex_model.layouts.gradient_placements import Gradients
 from flex_model.layouts.local_numbers import LocalNumbers
 from flex_model.layouts.operation_log import Chunk, Entry, Value
 from flex_model.layouts.operations import follow_operation
 from flex_model.layouts.placement_encoding import decode
 from flex_model.layouts.propagation.operation import REPLICATED, Shape, full_size
-from flex_model.layouts.sizes import (
-    COMPARISONS,
-    CONVERSIONS,
-    Expression,
-    evaluate,
-    leaves,
-)
+from flex_model.layouts.sizes import COMPARISONS, CONVERSIONS
 
 _DIFFERS = ": the ranks' control flow differs, not all ran {}"
 

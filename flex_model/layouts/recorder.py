@@ -26,19 +26,13 @@ from flex_model.integrations.torch_private import (
 from flex_model.layouts import memory_map
 from flex_model.layouts.argument_encoder import ArgumentEncoder, Encoded
 from flex_model.layouts.backward_nodes import BackwardNodes, PendingResults, is_framework_hook
+from flex_model.layouts.call_sizes import CallSizes
 from flex_model.layouts.callers import is_called_by_torch, is_run_by_tp_plan
+from flex_model.layouts.expressions import Expression, leaves
 from flex_model.layouts.function_recorder import FunctionRecorder
 from flex_model.layouts.operation_log import Log, Value
 from flex_model.layouts.propagation import rules
-from flex_model.layouts.sizes import (
-    CallSizes,
-    Expression,
-    leaves,
-    on_comparison,
-    on_conversion,
-    operand_of,
-    plain,
-)
+from flex_model.layouts.sizes import on_comparison, on_conversion, operand_of, plain
 from flex_model.layouts.tensor_values import TensorValues, without_function_mode
 
 Placements = tuple[Any, Any] | None  # encoded, along dp and tp
