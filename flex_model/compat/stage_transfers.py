@@ -12,7 +12,7 @@ from flex_model.compat.mappings import check_tensor
 from flex_model.compat.parallel_state import ParallelState, check_state
 from flex_model.distributed.tensor_dicts import describe, exchange_json, gather_to_first
 from flex_model.distributed.transports.buffer_layout import as_bytes
-from flex_model.errors import HookError, agreed
+from flex_model.errors import agreed
 from flex_model.records.records import owned_copy
 
 
@@ -153,11 +153,7 @@ def gather_pipeline_parallel_tensor_dicts(
     try:
         tensors = _check_dict(tensor_dict, name)
     except TypeError as error:
-        if communicator.is_local:
-            raise HookError(str(error)) from error
-        communicator.failure.set_error(
-            str(error), error
-        )  # the exchange below raises it on every stage
+        communicator.fail(str(error), error)  # with several stages: in the exchange below
         tensor_dict, tensors = {}, []
     by_stage = exchange_json(communicator, list(zip(tensor_dict, describe(tensors))), name)
     _check_names([[key for key, _ in entries] for entries in by_stage], name)

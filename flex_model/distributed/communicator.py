@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flex_model._C import GatherPlan
 from flex_model.distributed import costs
-from flex_model.distributed.failure import FAILED, OK
+from flex_model.distributed.failure import ERROR, FAILED, OK, RankState
 from flex_model.distributed.group_pool import GRID, GroupPool
 from flex_model.distributed.header import Header
 from flex_model.distributed.mesh import Axis, Mesh
@@ -86,6 +86,14 @@ class Communicator(GroupPool):
         """Forget the backward passes and the costs of the run before. Local."""
         self.failure.begin_run()
         self.meter.clear()
+
+    def fail(self, text: str, cause: BaseException, state: RankState = ERROR) -> None:
+        """Raise an error of this rank: now if it is alone, else on all ranks at the next exchange.
+        Local.
+        """
+        if self.is_local:
+            raise agreed(_kind_of(cause)(text)) from cause
+        self.failure.set_error(text, cause, state)
 
     def note_edit(self, hook: str) -> None:
         """Record that the hook's edit changed its tensor (empty: it did not), for the next exchange
@@ -239,8 +247,7 @@ class Communicator(GroupPool):
             if other.state != OK
         ]
         here = "" if state != OK else f" (this rank was at: {where})"
-        kind = UnpackIndexError if isinstance(cause, UnpackIndexError) else HookError
-        error = kind(f"{'; '.join(failed)}{here}{self._steps_of_all()}")
+        error = _kind_of(cause)(f"{'; '.join(failed)}{here}{self._steps_of_all()}")
         error.__cause__ = cause
         return agreed(error)
 
@@ -359,6 +366,10 @@ def _can_continue(headers: list[Header]) -> bool:
     }
     is_plain = all(header.state != FAILED and not header.is_wide for header in headers)
     return is_plain and len(sites) == 1
+
+
+def _kind_of(cause: BaseException | None) -> type[HookError]:
+    return UnpackIndexError if isinstance(cause, UnpackIndexError) else HookError
 
 
 def _note(error: BaseException | None, text: str) -> None:

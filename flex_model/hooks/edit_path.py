@@ -224,7 +224,7 @@ class ReplicatedPath(_ShardedPath):
             if not self._checks_edits:
                 raise
             edits = [None] * len(inputs)
-            self._communicator.failure.set_error(call.registration.failure(error), error)
+            self._communicator.fail(call.registration.failure(error), error)
         is_edited = any(edited is not None for edited in edits)
         self._communicator.note_edit(call.describe() if is_edited else "")
         if self._checks_edits:
@@ -287,7 +287,7 @@ class OnRank0Path(_ShardedPath):
             except Exception as error:
                 if call.is_replay:
                     raise
-                communicator.failure.set_error(call.registration.failure(error), error)
+                communicator.fail(call.registration.failure(error), error)
         headers = communicator.check_consistency(
             Header(
                 "result of an edit on rank 0",

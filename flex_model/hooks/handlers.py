@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.failure import ERROR, FAILED, RankState
-from flex_model.errors import HookError, UnpackIndexError, agreed, is_agreed
+from flex_model.errors import HookError, agreed, is_agreed
 from flex_model.hooks.edit_path import copy_for_model
 from flex_model.hooks.evidence import Evidence
 from flex_model.hooks.hook_call import HookCall
@@ -276,10 +276,7 @@ class HookHandlers:
                 finally:
                     del error  # else it keeps its own traceback, and the frames in that, alive
             return
-        if self._communicator.is_local:
-            kind = UnpackIndexError if isinstance(error, UnpackIndexError) else HookError
-            raise agreed(kind(text)) from error
-        self._communicator.failure.set_error(text, error, state)
+        self._communicator.fail(text, error, state)
 
     def _fail_in_step(self, step: MicrobatchState, text: str, error: BaseException) -> None:
         """Keep an error until the step ends: the schedule continues, without edits on all ranks of
@@ -289,7 +286,7 @@ class HookHandlers:
             step.silence()
             step.fail(text, error)
         else:
-            self._communicator.failure.set_error(f"{text} ({step.where})", error)
+            self._communicator.fail(f"{text} ({step.where})", error)
 
     def _is_silent(self) -> bool:
         return self._step is not None and not self._step.calls_hooks()

@@ -13,7 +13,6 @@ from flex_model.distributed.header import DTYPES, Header, site_hash
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Partial, Placement, Replicate, Shape, ShardLayout
 from flex_model.distributed.tensor_dicts import exchange_json
-from flex_model.errors import HookError
 from flex_model.inspection.shapes_only import check_nothing_is_kept, fakes_alive, shapes_only
 from flex_model.layouts import resolve
 from flex_model.layouts.exchange import exchange_chunks
@@ -62,9 +61,7 @@ def on_shapes(
                 f"{name}: the model can't be run on shapes alone ({type(error).__name__}: "
                 f"{str(error)[:600]}); run it with values, and call flex.layouts()"
             )
-            if communicator.is_local:
-                raise HookError(message) from error
-            communicator.failure.set_error(message, error)
+            communicator.fail(message, error)
         if not communicator.is_local:
             exchange_chunks(communicator, follower)
     return found

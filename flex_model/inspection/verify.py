@@ -138,7 +138,7 @@ def verify(
             except Exception as error:
                 if communicator.is_local:
                     raise
-                communicator.failure.set_error(f"verify: the reference failed: {error}", error)
+                communicator.fail(f"verify: the reference failed: {error}", error)
         if not communicator.is_local:
             communicator.check_consistency(
                 Header("inputs"), "verify, after the reference has run on rank 0"
