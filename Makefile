@@ -24,7 +24,7 @@ export PYTHON
 CPP = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 NVCC := $(shell PATH="$${CUDA_HOME:-/usr/local/cuda}/bin:$$PATH" command -v nvcc)
 
-.PHONY: help venv build demo test browser check bench docs lint clean parity fuzz
+.PHONY: help venv build demo test browser check bench docs lint clean parity fuzz cuda-emulated
 .PHONY: check-build check-symbols check-sdist check-sanitizers check-slow
 
 help:  ## list the targets
@@ -57,6 +57,11 @@ parity: build  ## the parity table: every framework, mesh and hook kind against 
 
 fuzz: build  ## random programs on 2 ranks (RANKS=1|2|4) for SECONDS, against the unsharded model
 	$(PYTHON) tests/fuzz --seconds $(or $(SECONDS),600) --ranks $(or $(RANKS),2) $(FUZZ)
+
+cuda-emulated: build  ## the CUDA code on the CPU: the tests of a GPU, and the lines of csrc/cuda they ran
+	find build/emulated -name '*.gcda' -delete 2>/dev/null || true
+	pytest -q -m "" tests/test_cuda_emulated.py
+	PYTHONPATH=. $(PYTHON) -m tests.cuda.emulated.coverage
 
 docs: $(DOCS_STAMP)  ## the documentation as a site in site/; links that lead nowhere fail
 	@mkdir -p build  # without --quiet, which would not count warnings

@@ -118,7 +118,7 @@ def replicas(flex):
 
 def seeded(make, *args, seed=1, **kwargs):
     """The same weights on every rank, whatever was drawn before."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make(*args, **kwargs)
 

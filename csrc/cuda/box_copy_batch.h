@@ -1,7 +1,7 @@
 // A batch of strided copies as the kernel's parameter, and the index maths of that kernel.
 //
-// Without CUDA or torch: the same code runs in the kernels (box_copy_kernels.cuh) and in a test on
-// the CPU. A run is cut in one of two ways:
+// Without CUDA or torch: the same code runs in the kernels (box_copy_kernels.cuh) and on the CPU. A
+// run is cut in one of two ways:
 //
 //   chunks    of 1, 2, 4, 8 or 16 bytes that divide addresses, strides and the run: each is one
 //             load and one store

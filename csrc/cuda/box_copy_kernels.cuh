@@ -5,8 +5,10 @@
 // first store. Data is not needed again soon (streaming hints), except for the bytes that two
 // windows share.
 //
-// Threads share nothing, so a test runs the same kernels on the CPU, thread after thread.
+// Threads share nothing.
 #pragma once
+
+#include <cuda_runtime.h>
 
 #include "cuda/box_copy_batch.h"
 

@@ -1,21 +1,19 @@
 // Launches of the strided copies.
-#include <cuda_runtime.h>
-
 #include <algorithm>
 
 #include "cuda/box_copy_kernels.cuh"
+#include "cuda/gpu.cuh"
 #include "cuda/launch.h"
 
 namespace flex_model {
 namespace {
 
 template <typename Batch>
-cudaError_t launch(const Batch& batch, const Cut& cut, uint32_t max_blocks, cudaStream_t stream) {
+cudaError_t copy(const Batch& batch, const Cut& cut, uint32_t max_blocks, void* stream) {
   const uint32_t blocks =
       max_blocks == 0 ? batch.num_blocks : std::min(max_blocks, batch.num_blocks);
   const auto start = [&](auto kernel) {
-    kernel<<<blocks, kThreads, 0, stream>>>(batch);
-    return cudaGetLastError();
+    return launch(kernel, blocks, kThreads, static_cast<cudaStream_t>(stream), batch);
   };
   if (cut.windows) {
     switch (cut.unit) {
@@ -40,12 +38,12 @@ cudaError_t launch(const Batch& batch, const Cut& cut, uint32_t max_blocks, cuda
 
 extern "C" int flex_model_copy_small(const flex_model::SmallBatch* batch, flex_model::Cut cut,
                                      uint32_t max_blocks, void* stream) {
-  return flex_model::launch(*batch, cut, max_blocks, static_cast<cudaStream_t>(stream));
+  return flex_model::copy(*batch, cut, max_blocks, stream);
 }
 
 extern "C" int flex_model_copy_large(const flex_model::LargeBatch* batch, flex_model::Cut cut,
                                      uint32_t max_blocks, void* stream) {
-  return flex_model::launch(*batch, cut, max_blocks, static_cast<cudaStream_t>(stream));
+  return flex_model::copy(*batch, cut, max_blocks, stream);
 }
 
 extern "C" const char* flex_model_cuda_error(int error) {

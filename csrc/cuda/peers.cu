@@ -1,28 +1,11 @@
 // A barrier between the GPUs of one host, and memory that processes share by CUDA IPC.
-#include <cuda_runtime.h>
-
 #include <cstring>
 
+#include "cuda/gpu.cuh"
 #include "cuda/launch.h"
 
 namespace flex_model {
 namespace {
-
-__device__ __forceinline__ void store_release(uint32_t* address, uint32_t value) {
-  asm volatile("st.release.sys.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ uint32_t load_acquire(const uint32_t* address) {
-  uint32_t value;
-  asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
-
-__device__ __forceinline__ uint64_t now_ns() {
-  uint64_t ns;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
-  return ns;
-}
 
 // One thread per peer. A peer that never arrives must not block the GPU indefinitely, and a trap
 // would destroy the user's CUDA context: after the deadline the thread records the peer and ends,
@@ -51,9 +34,9 @@ __global__ void peer_barrier_kernel(const __grid_constant__ SignalPads pads, uin
 extern "C" int flex_model_peer_barrier(const flex_model::SignalPads* pads, uint32_t number,
                                        uint64_t timeout_ns, void* failed, void* stream) {
   const int threads = (pads->num_ranks + 31) / 32 * 32;
-  flex_model::peer_barrier_kernel<<<1, threads, 0, static_cast<cudaStream_t>(stream)>>>(
-      *pads, number, timeout_ns, static_cast<volatile int32_t*>(failed));
-  return cudaGetLastError();
+  return flex_model::launch(flex_model::peer_barrier_kernel, 1, threads,
+                            static_cast<cudaStream_t>(stream), *pads, number, timeout_ns,
+                            static_cast<volatile int32_t*>(failed));
 }
 
 // On failure returns the error of cudaMalloc or cudaMemset, with nothing allocated.

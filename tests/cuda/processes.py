@@ -13,6 +13,7 @@ def run_ranks(tmp_path, module, num_ranks, *arguments):
 
     ``"share"`` among the arguments: the ranks have one GPU.
     """
+    emulated = ["tests.cuda.emulated.run"] if "tests.cuda.emulated.runtime" in sys.modules else []
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -20,8 +21,8 @@ def run_ranks(tmp_path, module, num_ranks, *arguments):
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", module, str(rank), str(num_ranks), str(tmp_path / "store")]
-            + list(arguments),
+            [sys.executable, "-m", *emulated, module, str(rank), str(num_ranks)]
+            + [str(tmp_path / "store"), *arguments],
             env=environment,
             cwd=ROOT,
             stdout=subprocess.PIPE,

@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard
 
 from flex_model import FlexModel, HookFunction
 from flex_model.records.snapshots import Snapshots
@@ -21,9 +22,10 @@ TIMEOUT_S = 60.0
 def check_records(rank, num_ranks, dp, device):
     """Sharded and replicated, small and large."""
     tp, records = num_ranks // dp, {}
-    flex = FlexModel(
-        models.Overwriting().to(device), records, tensor_parallel_size=tp, data_parallel_size=dp
-    )
+    model = models.Overwriting()
+    model.register_buffer("where_it_is", torch.zeros(1))  # a model's device is that of its tensors
+    flex = FlexModel(model.to(device), records, tensor_parallel_size=tp, data_parallel_size=dp)
+    flex.annotate_layout(models.INPUT, kind="forward_pre", tp=Shard(1))
     flex.register_forward_hook(HookFunction("wide", expected_shape=(None, 2400)))
     flex.register_forward_hook(HookFunction("narrow", expected_shape=(None, 6)))
     generator = torch.Generator().manual_seed(1)
@@ -41,9 +43,9 @@ def check_records(rank, num_ranks, dp, device):
                 assert record.device.type == "cpu"
                 assert torch.equal(record, expected), (name, dtype, rows)
     if rank == 0:
-        told = str(flex.explain())
-        assert "host_copies" in told, told
-        assert "staged" not in told, told  # page-locking was granted
+        text = str(flex.explain())
+        assert "host_copies" in text, text
+        assert "staged" not in text, text  # page-locking was granted
     flex.restore()
 
 

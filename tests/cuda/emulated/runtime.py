@@ -1,0 +1,167 @@
+"""The emulated CUDA runtime from Python, with what torch.cuda has of it. To be imported before
+torch, whose CUDA library it precedes.
+"""
+
+import ctypes
+import sys
+from types import SimpleNamespace
+
+from tests.cuda.emulated import build
+
+assert "torch" not in sys.modules
+SITE = build.package()
+ctypes.CDLL(str(build.torch_folder() / "lib" / "libtorch_cpu.so"), ctypes.RTLD_GLOBAL)
+library = ctypes.CDLL(str(SITE / "flex_model" / "_cuda.abi3.so"))
+library.emulated_current_stream.restype = ctypes.c_void_p
+
+import torch  # noqa: E402
+
+library.emulated_register_guard()
+NOT_READY = 600
+
+
+def call(name, *arguments):
+    error = getattr(library, name)(*arguments)
+    assert error == 0, f"{name}: CUDA error {error}"
+
+
+def made(name):
+    handle = ctypes.c_void_p()
+    call(name, ctypes.byref(handle))
+    return handle
+
+
+def is_done(name, handle):
+    error = getattr(library, name)(handle)
+    assert error in (0, NOT_READY), f"{name}: CUDA error {error}"
+    return error == 0
+
+
+def current_device():
+    device = ctypes.c_int()
+    call("cudaGetDevice", ctypes.byref(device))
+    return device.value
+
+
+def set_device(device):
+    call("cudaSetDevice", index_of(device))
+
+
+def device_count():
+    count = ctypes.c_int()
+    call("cudaGetDeviceCount", ctypes.byref(count))
+    return count.value
+
+
+def index_of(device):
+    if isinstance(device, int):
+        return device
+    index = None if device is None else torch.device(device).index
+    return current_device() if index is None else index
+
+
+class Stream:
+    device_type = 1  # CUDA, as torch counts
+
+    def __init__(self, device=None, handle=None):
+        self.device_index = index_of(device)
+        if handle is None:
+            before = current_device()
+            set_device(self.device_index)
+            handle = made("cudaStreamCreate").value
+            set_device(before)
+        self.cuda_stream = self.stream_id = handle
+        self._handle = ctypes.c_void_p(handle)
+
+    def __eq__(self, other):
+        return isinstance(other, Stream) and self.cuda_stream == other.cuda_stream
+
+    def __hash__(self):
+        return hash(self.cuda_stream)
+
+    def query(self):
+        return is_done("cudaStreamQuery", self._handle)
+
+    def synchronize(self):
+        call("cudaStreamSynchronize", self._handle)
+
+    def record_event(self, event=None):
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event):
+        event.wait(self)
+
+    def wait_stream(self, other):
+        self.wait_event(other.record_event())
+
+    def make_current(self):
+        library.emulated_set_current_stream(self.device_index, self._handle)
+
+
+class Event:
+    def __init__(self, **_):
+        self._handle = made("cudaEventCreate")
+
+    def __del__(self):
+        call("cudaEventDestroy", self._handle)
+
+    def record(self, stream=None):
+        call("cudaEventRecord", self._handle, (stream or current_stream())._handle)
+
+    def wait(self, stream=None):
+        call("cudaStreamWaitEvent", (stream or current_stream())._handle, self._handle, 0)
+
+    def query(self):
+        return is_done("cudaEventQuery", self._handle)
+
+    def synchronize(self):
+        call("cudaEventSynchronize", self._handle)
+
+
+def current_stream(device=None):
+    index = index_of(device)
+    return Stream(index, library.emulated_current_stream(index))
+
+
+class UseStream:
+    """``torch.cuda.stream``: the current stream, and device, inside ``with``."""
+
+    def __init__(self, stream):
+        self._stream = stream
+
+    def __enter__(self):
+        self._before = current_device(), current_stream(self._stream.device_index)
+        set_device(self._stream.device_index)
+        self._stream.make_current()
+
+    def __exit__(self, *_):
+        device, stream = self._before
+        stream.make_current()
+        set_device(device)
+
+
+def set_stream(stream_id, device_index, device_type):
+    set_device(device_index)
+    Stream(device_index, stream_id).make_current()
+
+
+def synchronize(device=None):
+    before = current_device()
+    set_device(device)
+    call("cudaDeviceSynchronize")
+    set_device(before)
+
+
+def sleep(cycles):
+    """Make the current stream wait for about so many cycles of a GPU."""
+    # A function of the C library, which no thread of Python has to run.
+    microseconds = ctypes.c_void_p(cycles // 2000)
+    call("cudaLaunchHostFunc", current_stream()._handle, library.usleep, microseconds)
+
+
+def properties(device=None):
+    return SimpleNamespace(
+        uuid=f"{index_of(device) + 1:08x}-1111-2222-3333-444444444444", total_memory=1 << 30
+    )

@@ -1,0 +1,326 @@
+// The emulated CUDA runtime: launches, streams and events. Work is done late and in random order.
+#include <cuda_runtime.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstdlib>
+#include <deque>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace {
+
+constexpr int kDevices = 3;
+constexpr int kPoison = 0xa5;
+constexpr size_t kMaxPitch = (size_t{1} << 31) - 1;
+
+uint64_t random_below(uint64_t end) {
+  static std::mutex mutex;
+  static std::mt19937_64 bits([] {
+    const char* seed = std::getenv("FLEX_MODEL_EMULATED_SEED");
+    return seed ? std::strtoull(seed, nullptr, 10) : 1;
+  }());
+  const std::lock_guard<std::mutex> lock(mutex);
+  return bits() % end;
+}
+
+std::vector<uint32_t> random_order(uint32_t count) {
+  std::vector<uint32_t> order(count);
+  std::minstd_rand bits(static_cast<uint32_t>(random_below(1u << 30)) + 1);
+  for (uint32_t i = 0; i < count; ++i) order[i] = i;
+  std::shuffle(order.begin(), order.end(), bits);
+  return order;
+}
+
+// A grid as it runs. A thread that sleeps may wait for another one of its grid, as the barrier
+// does: then one more thread of the host takes over the rest.
+class Grid {
+ public:
+  Grid(uint32_t blocks, uint32_t threads, const std::function<void()>& kernel)
+      : kernel_(kernel),
+        num_blocks_(blocks),
+        num_threads_(threads),
+        blocks_(random_order(blocks)) {}
+
+  void run() {
+    work();
+    for (;;) {
+      std::unique_lock<std::mutex> lock(mutex_);
+      if (helpers_.empty()) return;
+      std::thread helper = std::move(helpers_.back());
+      helpers_.pop_back();
+      lock.unlock();
+      helper.join();
+    }
+  }
+
+  static void sleeping() {
+    if (current_ == nullptr || std::exchange(has_helper_, true)) return;
+    Grid* grid = current_;
+    const std::lock_guard<std::mutex> lock(grid->mutex_);
+    grid->helpers_.emplace_back([grid] { grid->work(); });
+  }
+
+ private:
+  void work() {
+    current_ = this;
+    gridDim.x = num_blocks_;
+    blockDim.x = num_threads_;
+    while (take()) {
+      has_helper_ = false;
+      kernel_();
+    }
+    current_ = nullptr;
+  }
+
+  bool take() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (threads_.empty()) {
+      if (blocks_.empty()) return false;
+      block_ = blocks_.back();
+      blocks_.pop_back();
+      threads_ = random_order(num_threads_);
+    }
+    blockIdx.x = block_;
+    threadIdx.x = threads_.back();
+    threads_.pop_back();
+    return true;
+  }
+
+  static inline thread_local Grid* current_ = nullptr;
+  static inline thread_local bool has_helper_ = false;
+  const std::function<void()>& kernel_;
+  const uint32_t num_blocks_, num_threads_;
+  std::mutex mutex_;
+  std::vector<uint32_t> blocks_, threads_;  // left; the threads of `block_`
+  uint32_t block_ = 0;
+  std::vector<std::thread> helpers_;
+};
+
+}  // namespace
+
+// Never destroyed: its thread waits for work until the process ends.
+struct CUstream_st {
+  const int device;
+
+  explicit CUstream_st(int device) : device(device) {
+    std::thread([this] { work(); }).detach();
+  }
+
+  void add(std::function<void()> task) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    tasks_.push_back(std::move(task));
+    ++num_added_;
+    changed_.notify_all();
+  }
+  uint64_t num_added() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return num_added_;
+  }
+  bool has_done(uint64_t count) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return num_done_ >= count;
+  }
+  void wait(uint64_t count) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return num_done_ >= count; });
+  }
+
+ private:
+  void work() {
+    for (;;) {
+      std::function<void()> task;
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        changed_.wait(lock, [&] { return !tasks_.empty(); });
+        task = std::move(tasks_.front());
+        tasks_.pop_front();
+      }
+      if (random_below(4) == 0) usleep(static_cast<useconds_t>(random_below(1000)));
+      task();
+      task = nullptr;  // what it holds is freed before it counts as done
+      const std::lock_guard<std::mutex> lock(mutex_);
+      ++num_done_;
+      changed_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> tasks_;
+  uint64_t num_added_ = 0, num_done_ = 0;
+};
+
+struct CUevent_st {
+  cudaStream_t stream = nullptr;  // null: not recorded
+  uint64_t count = 0;             // of the stream's tasks before it
+};
+
+namespace {
+
+// Never destroyed: streams run until the process ends.
+struct Streams {
+  std::mutex mutex;
+  std::vector<cudaStream_t> all;  // the default streams first
+  Streams() {
+    for (int device = 0; device < kDevices; ++device) all.push_back(new CUstream_st(device));
+  }
+};
+
+Streams& streams() {
+  static Streams* one = new Streams;
+  return *one;
+}
+
+thread_local cudaError_t last_error = cudaSuccess;
+thread_local int current_device = 0;
+thread_local cudaStream_t current_streams[kDevices] = {};
+
+cudaStream_t or_default(cudaStream_t stream) {
+  return stream ? stream : streams().all[current_device];
+}
+
+}  // namespace
+
+namespace emulated {
+
+cudaError_t result(cudaError_t error) {
+  if (error != cudaSuccess) last_error = error;
+  return error;
+}
+
+void enqueue(cudaStream_t stream, std::function<void()> task) {
+  or_default(stream)->add(std::move(task));
+}
+
+cudaError_t launch(std::function<void()> kernel, uint32_t blocks, uint32_t threads,
+                   cudaStream_t stream) {
+  if (blocks == 0 || blocks > 0x7fffffffu || threads == 0 || threads > 1024) {
+    result(cudaErrorInvalidConfiguration);
+  } else {
+    enqueue(stream, [=] { Grid(blocks, threads, kernel).run(); });
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace emulated
+
+extern "C" {
+
+void __nanosleep(unsigned) {
+  Grid::sleeping();
+  usleep(20);
+}
+
+void __threadfence_system() {
+#ifndef __SANITIZE_THREAD__  // which knows no fences; the flags' own order is enough for it
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+#endif
+}
+
+cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
+
+const char* cudaGetErrorString(cudaError_t error) {
+  switch (error) {
+    case cudaErrorInvalidValue: return "invalid argument";
+    case cudaErrorHostMemoryAlreadyRegistered:
+      return "part or all of the requested memory range is already mapped";
+    default: return "another error of the emulated runtime";
+  }
+}
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = current_device;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = kDevices;
+  return cudaSuccess;
+}
+
+cudaError_t cudaSetDevice(int device) {
+  if (device < 0 || device >= kDevices) return emulated::result(cudaErrorInvalidDevice);
+  current_device = device;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceSynchronize() {
+  std::vector<cudaStream_t> all;
+  {
+    const std::lock_guard<std::mutex> lock(streams().mutex);
+    all = streams().all;
+  }
+  for (cudaStream_t stream : all) {
+    if (stream->device == current_device) cudaStreamSynchronize(stream);
+  }
+  return cudaSuccess;
+}
+
+cudaStream_t emulated_current_stream(int device) {
+  return current_streams[device] ? current_streams[device] : streams().all[device];
+}
+
+void emulated_set_current_stream(int device, cudaStream_t stream) {
+  current_streams[device] = stream;
+}
+
+cudaError_t cudaStreamCreate(cudaStream_t* stream) {
+  const std::lock_guard<std::mutex> lock(streams().mutex);
+  streams().all.push_back(*stream = new CUstream_st(current_device));
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  stream = or_default(stream);
+  return stream->has_done(stream->num_added()) ? cudaSuccess : cudaErrorNotReady;
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  stream = or_default(stream);
+  stream->wait(stream->num_added());
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  const CUevent_st now = *event;
+  if (now.stream) emulated::enqueue(stream, [now] { now.stream->wait(now.count); });
+  return cudaSuccess;
+}
+
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, void (*function)(void*), void* data) {
+  emulated::enqueue(stream, [=] { function(data); });
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventCreate(cudaEvent_t* event) {
+  *event = new CUevent_st;
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete event;
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  event->stream = or_default(stream);
+  event->count = event->stream->num_added();
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  const bool done = !event->stream || event->stream->has_done(event->count);
+  return done ? cudaSuccess : cudaErrorNotReady;
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  if (event->stream) event->stream->wait(event->count);
+  return cudaSuccess;
+}
+
+}  // extern "C"

@@ -1,0 +1,73 @@
+"""The CUDA code without a GPU: compiled for the CPU, it runs on emulated devices."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cuda.emulated import build
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no g++")
+
+
+def run(*command, timeout=60):
+    command = list(map(str, command))
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=timeout
+    )
+
+
+def run_gpu_tests(*arguments, timeout):
+    if torch.version.cuda is None:
+        pytest.skip("torch has no CUDA")
+    plugin = ["-p", "tests.cuda.emulated.plugin", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", *plugin, "tests/cuda", *arguments]
+    done = run(*command, timeout=timeout)
+    assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-2000:]
+    print(done.stdout)
+
+
+def test_gpu_tests_in_one_process():
+    run_gpu_tests("-k", "not processes", timeout=600)
+
+
+@pytest.mark.slow
+def test_gpu_tests_in_several_processes():
+    run_gpu_tests("-k", "processes", timeout=1800)
+
+
+def test_copies_of_random_boxes():
+    done = run(build.program("copies", build.UNDEFINED), timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_misaligned_access_is_found():
+    done = run(build.program("copies", build.UNDEFINED), "misaligned")
+    assert done.returncode != 0
+    assert "requires 16 byte alignment" in done.stderr
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_transfers_with_the_barrier_have_no_data_race(num_ranks):
+    done = run(build.program("barrier", build.THREAD), num_ranks, 2, 60, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0 wrong\n", "")
+
+
+def test_a_data_race_is_found():
+    """With one slot, a rank writes where another one still reads."""
+    done = run(build.program("barrier", build.THREAD), 3, 1, 60, timeout=300)
+    assert done.returncode != 0
+    assert "data race" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, case", [("gather_cuda", "assemble"), ("offload", "contiguous")])
+def test_the_gpu_benchmarks_run_through(name, case):
+    """Their cases and checks, on the CPU."""
+    benchmark = ROOT / "benchmarks" / f"bench_{name}.py"
+    done = run(sys.executable, benchmark, "--repeats", "1", "--dry-run", timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert case in done.stdout
