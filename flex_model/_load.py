@@ -56,6 +56,11 @@ def build_info() -> BuildInfo:
     )
 
 
+def has_cuda_kernels() -> bool:
+    """Whether `_cuda` is loaded."""
+    return _loaded.get("_cuda") == "loaded"
+
+
 def load() -> None:
     """Load `_C`, `_ops` and `_cuda`; a one-line ImportError if a required one does not load."""
     require = os.environ.get("FLEX_MODEL_REQUIRE", "cpu")
@@ -66,7 +71,7 @@ def load() -> None:
         _load_ops()
     if "_cuda" not in _loaded:
         _loaded["_cuda"] = _load_cuda()
-    if require == "cuda" and _loaded["_cuda"] != "loaded":
+    if require == "cuda" and not has_cuda_kernels():
         raise ImportError(
             "flex_model: FLEX_MODEL_REQUIRE=cuda, but flex_model._cuda is not loaded: "
             + _loaded["_cuda"]

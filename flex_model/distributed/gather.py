@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from flex_model import _C
+from flex_model import _C, _load
 from flex_model._C import GatherPlan
 from flex_model.distributed import memory
 from flex_model.distributed.communicator import Communicator
@@ -158,9 +158,12 @@ class TensorSpec:
         full = full.detach()
         if not self.axes:
             return _copy(full) if partial else full.contiguous()
-        host = on_cpu(full)
-        shard = memory.empty(self.plan.shard_sizes[self.rank], full.dtype)
-        _C.split_into(self.plan, self.rank, host, shard)
+        sizes = self.plan.shard_sizes[self.rank]
+        if full.is_cuda and _load.has_cuda_kernels():
+            full = full.resolve_conj().resolve_neg().contiguous()
+            return torch.ops.flex_model.split(full, self.plan.code, self.rank, list(sizes))
+        shard = memory.empty(sizes, full.dtype)
+        _C.split_into(self.plan, self.rank, on_cpu(full), shard)
         return shard.to(full.device)
 
     @property

@@ -31,6 +31,12 @@ def test_processes_with_a_gpu_each(tmp_path, means):
     run(tmp_path, num_ranks, means, share=False)
 
 
+def test_edits_stay_on_the_gpu(tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    run_ranks(tmp_path, "tests.cuda.edits", 2)
+
+
 @pytest.mark.parametrize("means", ["nccl", "symmetric memory", "cuda ipc"])
 def test_one_rank(tmp_path, means):
     if means.startswith("nccl") and not nccl.is_available():

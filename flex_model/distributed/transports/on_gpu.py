@@ -130,5 +130,4 @@ def _facts(device: torch.device) -> list[int]:
         return [0, 0, 0]
     properties: Any = torch.cuda.get_device_properties(device)
     gpu = int(str(properties.uuid).replace("-", "")[:15], 16)
-    has_kernels = _load.build_info()["loaded"].get("_cuda") == "loaded"
-    return [gpu, int(has_kernels), int(nccl.is_available())]
+    return [gpu, int(_load.has_cuda_kernels()), int(nccl.is_available())]

@@ -243,13 +243,21 @@ void check_choice() {
   if (copies.size() != 4) fail("a pitch that CUDA would refuse");
 }
 
-// Cuts that no plan makes, and launches that CUDA refuses.
+// Cuts that no plan makes, and launches and copies that CUDA refuses.
 void check_refused() {
   SmallBatch batch{};
   for (const Cut& cut : {Cut{3, false}, Cut{8, true}}) {
     if (Launch{0}(batch, cut) != cudaErrorInvalidValue) fail("a cut without a kernel is launched");
   }
   if (Launch{0}(batch, {4, false}) != cudaErrorInvalidConfiguration) fail("no blocks are launched");
+  Buffer device(64);
+  char host[64];
+  const RowCopy overlapping{device.data, host, 16, 2, 16, 8};
+  const RowCopy to_device{host, device.data, 16, 1, 0, 0};
+  if (flex_model_copy_rows(&overlapping, nullptr) != cudaErrorInvalidPitchValue ||
+      flex_model_copy_rows(&to_device, nullptr) != cudaErrorInvalidValue) {
+    fail("rows are copied that CUDA would refuse");
+  }
   if (std::strcmp(flex_model_cuda_error(cudaErrorInvalidValue), "invalid argument")) {
     fail("the text of an error is wrong");
   }

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_map_only
 
 # Left as they are: they move no bytes.
 WITHOUT_WORK = ("set_", "is_set_to", "record_stream", "resize_")
-host_copies = 0  # between the host and devices, in either direction
 generators = ()
 _library = torch.library.Library("aten", "IMPL")
 _sync_debug_mode = "default"
@@ -25,8 +24,8 @@ _sync_debug_mode = "default"
 
 def host(tensor):
     """The tensor as one of the CPU, in the same memory."""
-    alias = torch.ops.emulated.host(tensor.resolve_conj().resolve_neg())
-    return alias
+    assert not tensor.is_conj() and not tensor.is_neg()
+    return torch.ops.emulated.host(tensor)
 
 
 def empty_like(tensor, device):
@@ -116,14 +115,13 @@ def call(operator, values):
 
 
 def copy_(to, source, non_blocking=False):
-    global host_copies
+    source = source.resolve_conj().resolve_neg()
     device = to.device if to.is_cuda else source.device
     crosses = to.device.type != source.device.type
-    host_copies += crosses
     on_host = [t for t in (to, source) if not t.is_cuda and t.numel()]
     waits = crosses and not (non_blocking and all(t.is_pinned() for t in on_host))
     target, origin = (host(t) if t.is_cuda else t for t in (to, source))
-    if to.dtype != source.dtype or to.is_conj() or to.is_neg() or waits:
+    if to.dtype != source.dtype or waits:
         if waits:
             wait_for_device(device)
         runtime.current_stream(device).synchronize()
@@ -133,7 +131,7 @@ def copy_(to, source, non_blocking=False):
         else:
             target.copy_(origin)
         return to
-    queue_copy(target, origin.resolve_conj().resolve_neg().expand(to.shape), device)
+    queue_copy(target, origin.expand(to.shape), device)
     return to
 
 

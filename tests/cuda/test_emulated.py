@@ -1,0 +1,53 @@
+"""The emulated devices find what they are for: work that does not wait for other work."""
+
+import sys
+
+import pytest
+import torch
+
+from tests.ops.test_ops import blocks, plan_of
+
+pytestmark = pytest.mark.skipif(
+    "tests.cuda.emulated.plugin" not in sys.modules, reason="test_cuda_emulated.py runs these"
+)
+SIZES, HALF = (64, 64), (64, 32)
+PLAN = plan_of(SIZES, blocks(SIZES, ([], [32])), 4)
+
+
+def split(full):
+    return torch.ops.flex_model.split(full, PLAN.code, 0, HALF)
+
+
+def test_a_stream_that_does_not_wait_reads_nonsense():
+    full, side, main = torch.randn(SIZES), torch.cuda.Stream(), torch.cuda.current_stream()
+    on_gpu = full.cuda()
+    torch.cuda._sleep(200_000_000)
+    shard = split(on_gpu)
+    with torch.cuda.stream(side):
+        too_early = shard.clone()
+        side.wait_stream(main)
+        in_time = shard.clone()
+        assert torch.equal(in_time.cpu(), full[:, :32])
+        assert not torch.equal(too_early.cpu(), full[:, :32])
+
+
+def test_memory_that_is_freed_too_early_holds_nonsense():
+    """As torch's allocator, which gives it to the stream on which it was allocated."""
+    full, side = torch.randn(SIZES), torch.cuda.Stream()
+    on_gpu = full.cuda()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)
+        shard = split(on_gpu)
+        del on_gpu  # without a wait of the other stream
+        assert not torch.equal(shard.cpu(), full[:, :32])
+
+
+def test_a_copy_to_pinned_memory_is_not_waited_for():
+    full = torch.randn(SIZES)
+    on_gpu, pinned = full.cuda(), torch.zeros(SIZES, pin_memory=True)
+    torch.cuda._sleep(200_000_000)
+    pinned.copy_(on_gpu, non_blocking=True)
+    assert not pinned.any()
+    torch.cuda.synchronize()
+    assert torch.equal(pinned, full)
