@@ -6,6 +6,7 @@ namespace flex_model {
 void bind_pytree(pybind11::module_& m);
 void bind_gather_plan(pybind11::module_& m);
 void bind_hooks(pybind11::module_& m);
+void bind_interrupts(pybind11::module_& m);
 void bind_shared_memory(pybind11::module_& m);
 void bind_native_stack(pybind11::module_& m);
 }  // namespace flex_model
@@ -15,6 +16,7 @@ PYBIND11_MODULE(_C, m) {
   flex_model::bind_pytree(m);
   flex_model::bind_gather_plan(m);
   flex_model::bind_hooks(m);
+  flex_model::bind_interrupts(m);
   flex_model::bind_shared_memory(m);
   flex_model::bind_native_stack(m);
 }

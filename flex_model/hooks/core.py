@@ -170,7 +170,7 @@ class HookCore:
         self.runs.close()
         self.table.close()
         self._root.remove()
-        self._graphs.leave(self)
+        self._graphs.leave()
 
     def _free(self) -> None:
         """Free what the backward of a graph may have needed. Local."""

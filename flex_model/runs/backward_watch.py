@@ -53,8 +53,15 @@ class BackwardWatch:
         if task == -1 or task in self._tasks or self._communicator.is_local:
             return
         self._tasks.add(task)
-        running = _Pass(self, task, self._failure.num_agreed)
-        _call_last(_C.watched(running.end, running.interrupted))
+        # Autograd drops `end`, and with it this object, where it does not call it.
+        aborted = _C.Finalizer(functools.partial(self._aborted, task, self._failure.num_agreed))
+
+        def end() -> None:
+            self._tasks.discard(task)
+            aborted.cancel()
+
+        # A Ctrl-C in `end` is reported at once: its traceback keeps the finalizer alive.
+        _call_last(_C.watched(end, aborted.call))
 
     def at_end(self, act: Callable[[], None], has_begun: Callable[[], bool]) -> None:
         """Have autograd call ``act`` at the end of the running pass, after the callbacks that were
@@ -77,10 +84,7 @@ class BackwardWatch:
             if leaf.grad_fn is not None:
                 leaf.register_hook(hook)
 
-    def ended(self, task: int) -> None:
-        self._tasks.discard(task)
-
-    def aborted(self, task: int, num_agreed: int) -> None:
+    def _aborted(self, task: int, num_agreed: int) -> None:
         """Handle a pass that ended early: report it, unless all ranks know the reason already."""
         self._tasks.discard(task)
         if num_agreed != self._failure.num_agreed or self._is_closed or sys.is_finalizing():
@@ -102,30 +106,3 @@ def _call_last(end: Callable[..., None]) -> None:
     """
     queue = torch.autograd.Variable._execution_engine.queue_callback
     queue(functools.partial(queue, end))
-
-
-class _EndedPass:
-    """The class of a pass that ended well: no ``__del__``, in which a Ctrl-C would be lost."""
-
-
-class _Pass:
-    """An object that lives as long as autograd's task of a backward pass."""
-
-    def __init__(self, watch: BackwardWatch, task: int, num_agreed: int) -> None:
-        self._watch = watch
-        self._task = task
-        self._num_agreed = num_agreed
-
-    def end(self) -> None:
-        """Mark the pass as ended; autograd calls this at the end of a pass that succeeds."""
-        self._watch.ended(self._task)
-        self.__class__ = _EndedPass  # type: ignore[assignment]
-
-    def interrupted(self) -> None:
-        """Handle a Ctrl-C at the end of the pass: its traceback would keep this object alive."""
-        if type(self) is _Pass:
-            self.end()
-            self._watch.aborted(self._task, self._num_agreed)
-
-    def __del__(self) -> None:
-        self._watch.aborted(self._task, self._num_agreed)

@@ -36,7 +36,6 @@ class Graph:
     Attributes:
         run: The run that made it.
         removed: Its hooks that were removed since.
-        owner: The core, after the FlexModel is gone.
         is_used: Whether its backward has run, and freed its memory.
         outputs: Of a graph whose nodes all hold it: the numbers of the outputs that no backward has
             reached yet; a pass that began inside the model has not freed all of its memory.
@@ -44,17 +43,17 @@ class Graph:
     """
 
     __slots__ = (
-        "__weakref__", "_graphs", "entered", "is_used", "outputs", "owner", "removed", "run",
+        "__weakref__", "_end", "_graphs", "entered", "is_used", "outputs", "removed", "run",
     )  # fmt: skip
 
     def __init__(self, run: Run, graphs: Graphs) -> None:
         self.run = run
         self.removed: list[Registration] = []
-        self.owner: object = None
         self.is_used = False
         self.outputs: set[int] = set()
         self.entered: set[int] = set()
         self._graphs = weakref.ref(graphs)
+        self._end: _C.Finalizer | None = None
 
     def enter(self, *grads: object) -> None:
         """Report that a backward reaches this graph; autograd calls it, any number of times."""
@@ -78,45 +77,42 @@ class Graph:
             self.is_used |= not self.outputs
         self.entered.clear()
 
-    def keep_alive(self, core: object) -> None:
-        """Hold the core, which must outlive this graph, since the FlexModel is gone."""
-        self.owner = core
-        self.__class__ = _OwningGraph
-
-
-class _OwningGraph(Graph):
-    """A graph that holds the core. Others have no ``__del__``, in which a Ctrl-C would be lost."""
-
-    __slots__ = ()
-
-    def __del__(self) -> None:
-        core, self.owner, self.is_used = self.owner, None, True
-        graphs = self._graphs()
-        if graphs is not None:
-            graphs.ended()
-        del core  # until here: it holds the graphs
+    def keep_alive(self, graphs: Graphs) -> None:
+        """Hold the core, which ``graphs`` refers to, since the FlexModel is gone."""
+        self._end = _C.Finalizer(graphs.ended)
 
 
 class Graphs:
     """The graphs of a FlexModel.
 
     Args:
-        on_end: Called when the FlexModel is gone and no graph needs the core any more. Local.
+        on_end: A method of the core, called when the FlexModel is gone and no graph needs the core
+            any more. Local.
     """
 
     def __init__(self, table: HookTable, runs: RememberedRuns, on_end: Callable[[], None]) -> None:
         self._table = table
         self._runs = runs
         self._on_end = on_end
-        self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
-        self._served: weakref.WeakValueDictionary[int, _Served] = weakref.WeakValueDictionary()
+        # Plain references: in the callbacks of a WeakSet, too, Python would ignore a Ctrl-C.
+        self._graphs: list[weakref.ref[Graph]] = []
+        self._most_graphs = 0  # at which those that are gone are dropped from the list
+        self._served: dict[int, weakref.ref[_Served]] = {}  # by backward pass
         self._is_left = False  # the FlexModel is gone
 
     def add(self, run: Run) -> Graph:
         """Make a graph, which lives as long as an autograd node holds it."""
         graph = Graph(run, self)
-        self._graphs.add(graph)
+        if len(self._graphs) >= self._most_graphs:
+            self._graphs = [ref for ref in self._graphs if ref() is not None]
+            self._most_graphs = 2 * len(self._graphs) + 64
+        self._graphs.append(weakref.ref(graph))
         return graph
+
+    def _unused(self) -> list[Graph]:
+        """Return the graphs whose backward may still run."""
+        graphs = [graph for ref in self._graphs if (graph := ref()) is not None]
+        return [graph for graph in graphs if not graph.is_used]
 
     def watch(self, run: Run, output: Any) -> None:
         """Watch for backward passes that begin at an output, or reach it from behind. Local."""
@@ -135,17 +131,14 @@ class Graphs:
 
     def keep(self, registrations: Sequence[Registration]) -> None:
         """Make graphs keep hooks of theirs that are about to be removed."""
-        for graph in list(self._graphs):
-            if not graph.is_used:
-                own = [r for r in registrations if r.index in graph.run.active]
-                graph.removed.extend(own)
+        for graph in self._unused():
+            graph.removed.extend(r for r in registrations if r.index in graph.run.active)
 
-    def leave(self, core: object) -> None:
+    def leave(self) -> None:
         """The FlexModel is gone: its unused graphs keep the core alive from now on."""
         self._is_left = True
-        for graph in list(self._graphs):
-            if not graph.is_used:
-                graph.keep_alive(core)
+        for graph in self._unused():
+            graph.keep_alive(self)
         _left.add(self)
         self.ended()
 
@@ -153,7 +146,7 @@ class Graphs:
         """Call ``on_end`` if the FlexModel is gone and no graph needs the core."""
         if not self._is_left or self._served:
             return
-        if _is_exiting or all(graph.is_used for graph in list(self._graphs)):
+        if _is_exiting or not self._unused():
             self._is_left = False
             _left.discard(self)
             self._on_end()
@@ -163,9 +156,11 @@ class Graphs:
         task = backward_task()
         if task == -1:
             return
-        served = self._served.get(task)
+        known_pass = self._served.get(task)
+        served = None if known_pass is None else known_pass()
         if served is None:
-            self._served[task] = served = _Served(self, task)
+            served = _Served(self, task)
+            self._served[task] = weakref.ref(served)
             torch.autograd.Variable._execution_engine.queue_callback(served.ended)
         if graph in served.graphs:
             return
@@ -185,11 +180,11 @@ class Graphs:
         self._table.put_back(acts)
         served.put_back.extend(acts)
 
-    def left(self, served: _Served) -> None:
+    def left(self, task: int, reached: list[Graph], put_back: list[Registration]) -> None:
         """Remove what was installed for a pass that ended or was aborted."""
-        del self._served[served.task]
-        self._table.take_off(served.put_back)
-        for graph in served.graphs:
+        self._served.pop(task, None)
+        self._table.take_off(put_back)
+        for graph in reached:
             self._runs.unserve(graph.run)
         self.ended()
 
@@ -203,19 +198,15 @@ class _Served:
     """
 
     def __init__(self, graphs: Graphs, task: int) -> None:
-        self._of = graphs
-        self.task = task
         self.graphs: list[Graph] = []
         self.put_back: list[Registration] = []
         self._frees = not torch_private.keeps_graph()
+        self._end = _C.Finalizer(partial(graphs.left, task, self.graphs, self.put_back))
 
     def ended(self) -> None:
         """Mark the graphs of a pass that ended well as used, if their memory was freed."""
         for graph in self.graphs:
             graph.passed(self._frees)
-
-    def __del__(self) -> None:
-        self._of.left(self)
 
 
 def is_in_checkpoint() -> bool:

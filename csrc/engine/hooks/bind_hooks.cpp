@@ -38,19 +38,6 @@ PyMethodDef call_site_definition = {
     "run_site", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call_site)),
     METH_FASTCALL, "(module, tree) -> tree: run the active hooks of a site."};
 
-// Python may raise KeyboardInterrupt at the first line of a function, where that function can't
-// catch it; so it is caught here, outside of Python.
-py::object make_watched(const py::function& act, const py::function& if_raised) {
-  return py::cpp_function([act, if_raised](const py::args&) {
-    try {
-      act();
-    } catch (py::error_already_set&) {
-      if_raised();
-      throw;
-    }
-  });
-}
-
 py::object make_call(const std::shared_ptr<Site>& site) {
   const py::capsule capsule(new std::shared_ptr<Site>(site), kSiteCapsule, [](PyObject* self) {
     delete static_cast<std::shared_ptr<Site>*>(PyCapsule_GetPointer(self, kSiteCapsule));
@@ -110,12 +97,6 @@ void bind_hooks(py::module_& m) {
           "Registrations of the active hooks, in order.")
       .def_property_readonly("is_active", [](const Site& site) { return !site.active()->empty(); })
       .def_property_readonly("call", &make_call, "A C function (module, tree) -> tree.");
-
-  m.def(
-      "watched", &make_watched,
-      "A callable that calls `act`, ignoring its arguments, and `if_raised` when that raises, also "
-      "by a Ctrl-C at its first line.",
-      py::arg("act"), py::arg("if_raised"));
 
   m.def(
       "same_bytes",
