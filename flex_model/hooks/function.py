@@ -20,6 +20,11 @@ EditingFunction = Callable[[nn.Module | None, Any, Namespace, nn.ModuleDict], An
 
 _MAX_TENSORS = 8  # rank 0 describes the results of an edit in 16 bits
 
+_READ_BY_REGISTRATION = frozenset({
+    "editing_function", "expected_shape", "module_name", "output_name", "parameter_names",
+    "placements", "record", "select", "unpack_idx",
+})  # fmt: skip
+
 #: The kinds of hooks, named as in ``create_hook_group(hook_type=...)``.
 KINDS = ("forward", "forward_pre", "full_backward", "full_backward_pre", "tensor")
 
@@ -71,6 +76,9 @@ class HookFunction:
             copy of the tensor is made or kept.
         parameters: Names of parameters of the wrapped model that the function needs in full; they
             are in ``hook_function.parameters[name]`` while it runs, detached.
+
+    Its arguments are attributes, which can't be set while it is registered. ``editing_function``
+    can: a function may be replaced, taken off (None) and put back, on every rank.
 
     Attributes:
         save_ctx, modules: Those of the FlexModel that it is registered with; None before.
@@ -144,6 +152,21 @@ class HookFunction:
                 self._of_one(index, shape, one)
                 for index, shape, one in zip(indices, shapes, selects)
             )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """ValueError for what registration has read: dispatchers and other ranks rely on it. An
+        editing function may be replaced, taken off and put back.
+        """
+        registrations = self.__dict__.get("_registrations")
+        if registrations and name in _READ_BY_REGISTRATION:
+            is_edit = name == "editing_function"
+            if not (is_edit and (value is None or registrations[0].had_edit)):
+                raise ValueError(
+                    f"{self!r}: {name} can't be set while the hook is registered"
+                    f"{' without one' * is_edit}; remove it by the handle that register_... "
+                    "returned, and register it again"
+                )
+        super().__setattr__(name, value)
 
     def _of_one(self, index: int, shape: Any, select: Select | None) -> HookFunction:
         return HookFunction(

@@ -65,6 +65,7 @@ class Registration:
         split_dim: In a pipeline: the dim along which micro-batches split the tensor; None: they
             don't.
         places: The sites of its modules on this rank.
+        had_edit: Whether it was registered with an editing function, which may be off now.
         writes: Whether the editing function has ever written to its full tensor; None before its
             first call.
     """
@@ -86,6 +87,7 @@ class Registration:
     split_dim: int | None = None
     places: list[ModuleSite] = field(default_factory=list)
     writes: bool | None = None
+    had_edit: bool = field(init=False)
     site: int = field(init=False)
     seed: int = field(init=False)
     name: str = field(init=False)
@@ -96,6 +98,7 @@ class Registration:
         self.name = function.module_name
         self.description = describe_hook(self.clean_name, self.kind, function.unpack_idx)
         self.expected_shape = function.expected_shape
+        self.had_edit = self.given.editing_function is not None
         self.seed = site_hash(*self.place_of(function, self.kind), self.number)
         self.site = site_hash(
             *self.place_of(function, self.kind),
@@ -122,7 +125,7 @@ class Registration:
             function.unpack_idx,
             function.record_name,
             is_served and function.record,
-            is_served and self.edits,
+            is_served and self.had_edit,
         )
 
     def drop_hook(self) -> None:
@@ -143,7 +146,8 @@ class Registration:
 
     @property
     def edits(self) -> bool:
-        return self.given.editing_function is not None
+        """Whether it calls an editing function now."""
+        return self.had_edit and self.given.editing_function is not None
 
     @property
     def living_targets(self) -> list[Any]:

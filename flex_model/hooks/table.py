@@ -223,7 +223,7 @@ class HookTable:
             and registration.kind in ("forward", "forward_pre")
             and function.expected_shape is None
             and function.select is None
-            and not (registration.edits and (registration.joint or function.parameter_names))
+            and not (registration.had_edit and (registration.joint or function.parameter_names))
         )
 
     def _check_record_name(self, function: HookFunction, kind: str) -> None:
@@ -399,7 +399,7 @@ class HookTable:
             registrations,
             active,
             tuple(r for r in registrations if r.kind == "tensor"),
-            any(r.edits or r.kind == "tensor" or r.is_backward for r in found),
+            any(r.had_edit or r.kind == "tensor" or r.is_backward for r in found),
             site_hash(*(r.site for r in registrations)),
             describe_choice(self.choices[0]),
         )

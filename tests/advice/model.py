@@ -77,6 +77,16 @@ def remove_and_register(flex, handle):
     flex.register_forward_hook(handle.hook_function)
 
 
+def edit_with(function):
+    function.editing_function = double
+
+
+def remove_edit_and_register(flex, handle):
+    handle.remove()
+    edit_with(handle.hook_function)
+    flex.register_forward_hook(handle.hook_function)
+
+
 def leave_all(how):
     flex = wrapped()
     function = flex.create_hook_group("some", "fc", editing_function=double)[0]
@@ -319,6 +329,11 @@ ROWS = [
             twice(HookFunction("fc1"), remove_and_register),
             wrapped(HookFunction("fc1"), HookFunction("fc1")),
         ),
+    ),
+    Row(
+        "can't be set while the hook is registered",
+        lambda: twice(HookFunction("fc1"), lambda flex, handle: edit_with(handle.hook_function)),
+        lambda: twice(HookFunction("fc1"), remove_edit_and_register),
     ),
     Row(
         "is not registered with this FlexModel; register it first",

@@ -89,6 +89,70 @@ def test_a_copy_of_a_registered_hook_is_registered_nowhere():
     flex.restore()
 
 
+def test_an_editing_function_is_replaced_taken_off_and_put_back():
+    check_changes_of_an_editing_function(models.mlp(), {})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("edit_on", ["all", "rank0"])
+def test_an_editing_function_is_replaced_taken_off_and_put_back_on_ranks(edit_on):
+    model = models.TWO_RANKS["dtensor"].shard(models.mlp())
+    check_changes_of_an_editing_function(model, {"edit_on": edit_on})
+
+
+def check_changes_of_an_editing_function(model, settings):
+    whole = models.mlp()
+    flex = FlexModel(model, records := {}, **settings)
+    hook = HookFunction("act", editing_function=negate)
+    flex.register_forward_hook(hook)
+    for edit in (negate, plus_one, None, negate, None, None, plus_one):
+        hook.editing_function = edit
+        active = whole.act(whole.fc1(whole.inp(BATCH)))
+        expected = active if edit is None else edit(None, active, None, None)
+        assert_close(flex(BATCH), whole.out(whole.fc2(expected)))
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            assert_close(records["act"][0], active)
+    flex.restore()
+
+
+FIXED = {
+    "editing_function": negate,
+    "expected_shape": (4, 8),
+    "module_name": "fc2",
+    "output_name": "other",
+    "parameter_names": ("out.weight",),
+    "placements": {},
+    "record": False,
+    "select": None,
+    "unpack_idx": 1,
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_what_registration_reads_is_fixed_until_the_hook_is_removed(name):
+    check_that_registration_fixes(name, models.mlp())
+
+
+@pytest.mark.ranks(2)
+def test_what_registration_reads_is_fixed_on_ranks():
+    for name in FIXED:
+        check_that_registration_fixes(name, models.TWO_RANKS["dtensor"].shard(models.mlp()))
+
+
+def check_that_registration_fixes(name, model):
+    """One process would not use some of these at all, and several ranks would."""
+    flex, hook = FlexModel(model, {}), HookFunction("act")
+    before = getattr(hook, name)
+    handle = flex.register_forward_hook(hook)
+    with pytest.raises(ValueError, match=f"HookFunction\\('act'\\): {name} can't be set while"):
+        setattr(hook, name, FIXED[name])
+    assert getattr(hook, name) == before
+    assert_close(flex(BATCH), models.mlp()(BATCH))
+    handle.remove()
+    setattr(hook, name, FIXED[name])
+    flex.restore()
+
+
 def test_a_removed_hook_does_not_run():
     ran = []
     records = {}
