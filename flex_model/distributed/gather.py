@@ -39,6 +39,8 @@ from flex_model.distributed.placement import (
 )
 from flex_model.distributed.plain import plain
 from flex_model.distributed.transports.transport import Gathered, on_cpu
+from flex_model.errors import HookError, agreed
+from flex_model.integrations.torch_private import current_graph_task
 
 if TYPE_CHECKING:
     from flex_model.selection import Select
@@ -244,6 +246,8 @@ class GatherContext:
         num_records: The number of further full tensors to keep as records: 0 or 1.
         is_read: Whether the full tensor itself is expected to be read only.
         record: The record, after the gather.
+        hook: The hook, for messages.
+        reached_in: Of an edit on rank 0: the backward pass that reached what the function returned.
     """
 
     spec: TensorSpec
@@ -252,6 +256,8 @@ class GatherContext:
     num_records: int = 0
     is_read: bool = False
     record: Tensor | None = None
+    hook: str = ""
+    reached_in: int = -1
     _gradient: TensorSpec | None = None
 
     @property
@@ -263,6 +269,26 @@ class GatherContext:
         """Keep the record of several full tensors, if there is one; return the first."""
         self.record = fulls[1] if self.num_records else None
         return fulls[0]
+
+    def reach(self) -> None:
+        """Note that the running backward pass has reached what the editing function returned."""
+        self.reached_in = current_graph_task()
+
+    def check_is_reached(self) -> None:
+        """HookError, on all ranks, where a backward on rank 0 comes from a tensor that the editing
+        function kept: no other rank has that tensor, and takes part.
+        """
+        communicator = self.spec.communicator
+        if communicator.mesh.group_rank > 0 or self.reached_in == current_graph_task():
+            return
+        text = (
+            f"{self.hook}: a backward on rank 0 reaches the tensor that the editing function got, "
+            "but not through what it returned, so the other ranks, which did not run the function, "
+            "take no part in it; keep full.detach() for a loss of rank 0, or use "
+            "FlexModel(edit_on='all')"
+        )
+        communicator.report_failure(text, None, "end of the backward")
+        raise agreed(HookError(text))
 
     def gradient(self, grad: Tensor | None = None) -> TensorSpec:
         """Return the spec of the gradient. That of a replicated tensor is replicated (the model has
@@ -370,6 +396,7 @@ class _GatherToFirst(Function):
     @_once_on_every_rank
     def backward(ctx, grad):
         context, grad = ctx.context, plain(grad)
+        context.check_is_reached()
         context.check_consistency(ctx.like)
         way = context.gradient()
         first = way.communicator.mesh.group_rank == 0
@@ -379,10 +406,10 @@ class _GatherToFirst(Function):
 
 class _ScatterFromFirst(Function):
     @staticmethod
-    def forward(ctx, full, context, like, *gathered):
+    def forward(ctx, full, context, like, contexts, *gathered):
         # `gathered` is only for the graph: it makes every rank run the gathers' backward, whether
         # the edit used them or not
-        ctx.context = context
+        ctx.context, ctx.contexts = context, contexts
         ctx.size = full.shape
         first = context.spec.communicator.mesh.group_rank == 0
         return context.spec.scatter_from_first(full.detach() if first else None, like)
@@ -392,6 +419,8 @@ class _ScatterFromFirst(Function):
     @once_differentiable
     def backward(ctx, grad):
         context, grad = ctx.context, plain(grad)
+        for one in ctx.contexts:
+            one.reach()
         way = context.gradient(grad)
         context.check_consistency(grad)
         mesh = way.communicator.mesh
@@ -451,16 +480,17 @@ def gather_to_first(shard: Tensor, context: GatherContext) -> Tensor:
 
 def scatter_from_first(
     full: Tensor | None,
-    gathered: Sequence[Tensor],
+    gathered: Sequence[tuple[Tensor, GatherContext]],
     context: GatherContext,
     like: Tensor,
     requires_grad: bool,
 ) -> Tensor:
-    """Return this rank's shard of rank 0's edit of the ``gathered`` tensors, in the graph if the
-    edit is (``requires_grad``). Collective.
+    """Return this rank's shard of rank 0's edit of the ``gathered`` tensors (each with its
+    context), in the graph if the edit is (``requires_grad``). Collective.
     """
     if not requires_grad:
         return context.spec.scatter_from_first(full, like)
     if full is None:
         full = like.new_empty(0).requires_grad_()
-    return _ScatterFromFirst.apply(full, context, like.detach(), *gathered)
+    tensors, contexts = zip(*gathered)
+    return _ScatterFromFirst.apply(full, context, like.detach(), contexts, *tensors)

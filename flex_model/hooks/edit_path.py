@@ -165,7 +165,9 @@ class _ShardedPath(ABC):
         num_records = int(call.records and self._keeps_record(leaf))
         # As in earlier calls; not known of the first one.
         is_read = call.registration.writes is False
-        context = GatherContext(spec, check_gradient, of_replicas, num_records, is_read)
+        context = GatherContext(
+            spec, check_gradient, of_replicas, num_records, is_read, hook=call.describe()
+        )
         part = leaf if spec.pick is None else spec.pick.take(leaf)
         if records.keeps_parts and call.records:
             records.later(call, leaf, known)
@@ -310,7 +312,7 @@ class OnRank0Path(_ShardedPath):
         in_graph = bool(flags & _REQUIRES_GRAD) and torch.is_grad_enabled()
         if edited is not None:
             edited = edited.to(one.part.dtype)
-        gathered = [other.full for other in inputs]
+        gathered = [(other.full, other.gathered_by) for other in inputs]
         shard = gather.scatter_from_first(edited, gathered, one.gathered_by, one.part, in_graph)
         return one.put_back(shard)
 

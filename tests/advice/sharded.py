@@ -223,7 +223,25 @@ def fused(name):
     flex.restore()
 
 
+def loss_of_what_is_kept(edit_on="rank0", is_detached=False):
+    """A loss of what the editing function kept, where it ran."""
+    kept, flex = [], tensor_parallel(edit_on=edit_on)
+    flex.register_forward_hook(HookFunction("fc1", None, lambda m, full, *_: kept.append(full)))
+    flex(BATCH)
+    if kept:
+        loss = (kept[0].detach() if is_detached else kept[0]).sum()
+        if loss.requires_grad:
+            loss.backward()
+    flex(BATCH)
+    flex.restore()
+
+
 TWO_RANKS = [
+    Row(
+        "; keep full.detach() for a loss of rank 0, or use",
+        loss_of_what_is_kept,
+        lambda: (loss_of_what_is_kept("all"), loss_of_what_is_kept(is_detached=True)),
+    ),
     Row(
         "make it with torch.distributed.new_group(ranks)",
         lambda: FlexModel(models.mlp(), process_group=3),

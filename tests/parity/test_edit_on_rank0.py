@@ -1,5 +1,8 @@
 """edit_on="rank0": one rank runs the function, the others get their shards of what it returned."""
 
+import time
+from functools import partial
+
 import pytest
 import torch.distributed as dist
 from torch import nn
@@ -7,7 +10,7 @@ from torch.testing import assert_close
 
 import models
 from cells import EDITS, SITES, differences, table_cell
-from flex_model import FlexModel, HookFunction
+from flex_model import FlexModel, HookError, HookFunction
 
 
 @pytest.mark.ranks(2)
@@ -71,3 +74,70 @@ def test_trained_modules_are_sent_to_all_ranks():
     flex.sync_trainable_modules()
     for parameter in flex.trainable_modules.parameters():
         assert parameter.eq(7).all()
+
+
+# ---- A tensor that the function keeps ------------------------------------------------------------
+
+
+def keeping(kept, changes, **settings):
+    """A FlexModel whose editing function on rank 0 keeps its tensor for a loss."""
+
+    def keep(module, full, save_ctx, modules):
+        kept[:] = [full]
+        return full * 2 if changes else None
+
+    way = models.TWO_RANKS["tp"]
+    flex = FlexModel(way.shard(models.mlp()), edit_on="rank0", **settings, **way.sizes)
+    flex.register_forward_hook(HookFunction("fc1", editing_function=keep))
+    return flex
+
+
+@pytest.mark.ranks(2)
+def test_a_loss_of_the_output_and_of_what_rank_0_kept():
+    batch, kept, own = models.random(4, 6), [], []
+    flex = keeping(kept, changes=True)
+    loss = flex(batch).sum()
+    (loss + kept[0].square().sum() if kept else loss).backward()
+
+    model = models.mlp()
+    model.fc1.register_forward_hook(lambda module, args, output: own.append(output) or output * 2)
+    (model(batch).sum() + own[0].square().sum()).backward()
+    assert_close(flex.module.inp.weight.grad, model.inp.weight.grad)
+
+
+REFUSED = "forward hook on 'fc1': a backward on rank 0 reaches the tensor that the editing function"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("changes", [True, False])
+@pytest.mark.parametrize("others", ["run a forward", "run a backward"])
+def test_a_backward_on_rank_0_alone_is_refused_on_every_rank(changes, others):
+    """It waited for the others, up to the timeout."""
+    batch, kept = models.random(4, 6), []
+    flex = keeping(kept, changes)
+    flex.register_full_backward_hook(HookFunction("fc2", editing_function=lambda m, x, *_: x * 3))
+    loss = flex(batch).sum()
+    if kept:
+        act = kept[0].sum().backward
+    else:
+        act = loss.backward if others == "run a backward" else partial(flex, batch)
+    with pytest.raises(HookError, match=REFUSED):
+        act()
+    flex.module.zero_grad()
+    flex(batch).sum().backward()
+    assert flex.module.inp.weight.grad.any()
+
+
+@pytest.mark.ranks(2)
+def test_a_backward_on_rank_0_alone_is_refused_while_the_others_are_elsewhere():
+    batch, kept = models.random(4, 6), []
+    flex = keeping(kept, changes=True, timeout=1)
+    flex(batch)
+    if kept:
+        start = time.monotonic()
+        with pytest.raises(HookError, match=REFUSED):
+            kept[0].sum().backward()
+        assert time.monotonic() - start < 5
+    dist.barrier()
+    with pytest.raises(HookError, match="can't be used any more" if kept else REFUSED):
+        flex(batch)
