@@ -321,14 +321,9 @@ def run_sharded(
 def _run(core: HookCore, inputs: Any, loss: Loss | None) -> None:
     """Run a forward, and a backward if there is a loss; restore the parameters' gradients."""
     args, kwargs = inputs
-    with contextlib.nullcontext() if loss is not None else torch.no_grad():
-        run = core.runs.begin(EVERYTHING)
-        try:
-            output = core.module(*args, **kwargs)
-        except BaseException as error:
-            core.runs.end(run, error)
-            raise
-        core.runs.end(run, None)
+    gradients = contextlib.nullcontext() if loss is not None else torch.no_grad()
+    with gradients, core.runs.active(EVERYTHING):
+        output = core.module(*args, **kwargs)
     if loss is None:
         return
     module: Any

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,10 @@ from flex_model.hooks.core import HookCore
 from flex_model.hooks.evidence import Forward
 from flex_model.hooks.random_state import renew_seed, seed_of_state
 from flex_model.hooks.table import EVERYTHING, Choice
+from flex_model.runs.lifecycle import OutermostRun
 from flex_model.runs.run import Run, Turns
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -129,24 +132,18 @@ class BatchRuns:
             renew_seed()  # as if the edits of every batch drew numbers
         return seed
 
-    @contextlib.contextmanager
-    def run(self, batch: BatchRun) -> Iterator[None]:
-        """A context inside which the batch runs. Use it once, after ``resume``. Collective where
-        hooks are active.
+    def run(self, batch: BatchRun, call: Callable[[], T]) -> T:
+        """Run ``call`` as this batch. Use it once, after ``resume``. Collective where hooks are
+        active.
         """
-        runs = self._core.runs
-        run = runs.begin(self._choice)
-        run.serve_batch(batch.index, batch.save_ctx, batch.seed, self._turns)
-        try:
-            yield
-        except BaseException as error:
-            runs.end(run, error)
-            raise
-        before = torch.default_generator.get_state()
-        runs.end(run, None)
+        with OutermostRun(self._core.runs, self._choice) as run:
+            run.serve_batch(batch.index, batch.save_ctx, batch.seed, self._turns)
+            result = call()
+            before = torch.default_generator.get_state()
         if self._has_edits and not torch.equal(before, torch.default_generator.get_state()):
             self._num_drawn += 1  # an edit drew, on some rank
             torch.default_generator.set_state(before)  # undo the renewed seed: not a model's draw
+        return result
 
     def resume(self, batch: BatchRun) -> None:
         """Make this batch the one that the core serves, until it is suspended."""

@@ -9,6 +9,7 @@ import warnings
 import weakref
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -34,6 +35,24 @@ from flex_model.runs.run import Run, next_sequence
 from flex_model.runs.step import MicrobatchState
 
 _GRADIENTS = ("full_backward", "full_backward_pre", "tensor")
+
+
+class OutermostRun:
+    """A context manager for one outermost run. Not a generator's: a Ctrl-C between its entry and
+    the body would leave the run open.
+    """
+
+    __slots__ = ("_choice", "_run", "_runs")
+
+    def __init__(self, runs: Runs, choice: Choice) -> None:
+        self._runs, self._choice = runs, choice
+
+    def __enter__(self) -> Run:
+        self._run = self._runs.begin(self._choice)
+        return self._run
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._runs.end(self._run, error)
 
 
 class Runs:
@@ -253,8 +272,14 @@ class Runs:
             )
         return ""
 
+    def active(self, choice: Choice) -> AbstractContextManager[object]:
+        """Return a context in which all calls of the model are one run with these hooks, or a part
+        of the run that goes on.
+        """
+        return self._chosen(choice) if self.is_inside else OutermostRun(self, choice)
+
     @contextlib.contextmanager
-    def chosen(self, choice: Choice) -> Iterator[None]:
+    def _chosen(self, choice: Choice) -> Iterator[None]:
         """A context with another choice of hooks inside a run; the run's own, if none is made."""
         self.check_entry()
         before, parent = self._table.choices, self.current

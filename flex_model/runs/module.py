@@ -107,34 +107,14 @@ class ModuleRunner:
             if groups == "all" and not complement
             else core.table.choice(groups, complement)
         )
-        if core.runs.is_inside:
-            with core.runs.chosen(choice):
-                return core.module(*args, **kwargs)
-        run = core.runs.begin(choice)
-        try:
-            result = core.module(*args, **kwargs)
-        except BaseException as error:
-            core.runs.end(run, error)
-            raise
-        core.runs.end(run, None)
-        return result
+        with core.runs.active(choice):
+            return core.module(*args, **kwargs)
 
     @contextlib.contextmanager
     def active(self, groups: Groups, complement: bool) -> Iterator[None]:
         """A context in which all calls of the module are one run."""
-        core = self.core
-        choice = core.table.choice(groups, complement)
-        if core.runs.is_inside:
-            with core.runs.chosen(choice):
-                yield
-            return
-        run = core.runs.begin(choice)
-        try:
+        with self.core.runs.active(self.core.table.choice(groups, complement)):
             yield
-        except BaseException as error:
-            core.runs.end(run, error)
-            raise
-        core.runs.end(run, None)
 
     def run_until(
         self,

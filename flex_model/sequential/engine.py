@@ -166,8 +166,7 @@ class Engine:
         def function() -> Any:
             if hooks is None or self._hooks is None:
                 return self._call(arguments)
-            with self._hooks.run(hooks):
-                return self._call(arguments)
+            return self._hooks.run(hooks, lambda: self._call(arguments))
 
         call = SuspendedCall(function, self._caller, self._deferral)
         return Batch(index, arguments, call, hooks, process)
