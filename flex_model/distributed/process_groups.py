@@ -107,12 +107,14 @@ class PrivateGroup:
         """Read a rank's notice; empty if it has none, None if it can't be read. Local."""
         if self.hosts.here is not None and self.hosts.is_one:
             board = self.hosts.here.published(rank)
+            if board is None:  # it is being written
+                return None
         else:
             place = f"notices/{rank}"
             board = self.store.get(place).decode() if self.store.check([place]) else ""
         try:
             notices = json.loads(board or "{}")
-        except ValueError:  # read while it was written, or too long
+        except ValueError:  # too long, so it was cut
             return None
         return notices.get(what, "")
 

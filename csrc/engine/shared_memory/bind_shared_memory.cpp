@@ -276,7 +276,8 @@ void bind_shared_memory(py::module_& m) {
            "wait.",
            py::arg("callback"))
       .def("publish", &Group::publish, "Write this rank's notice.", py::arg("notice"))
-      .def("published", &Group::published, "Read a rank's notice.", py::arg("rank"))
+      .def("published", &Group::published, "Read a rank's notice; None while it is being written.",
+           py::arg("rank"))
       .def("position_of", &Group::position_of, "A rank's position at its last long wait.",
            py::arg("rank"))
       .def("is_behind", &Group::is_behind, "Whether a rank has posted fewer rounds.",

@@ -29,7 +29,8 @@ void pause() {
 
 uint32_t* word(std::atomic<uint32_t>& value) { return reinterpret_cast<uint32_t*>(&value); }
 
-// Sleeps until the value differs from `seen`, a wake-up, or 20 ms have passed.
+// Sleeps until the value differs from `seen`, a wake-up, or 20 ms have passed. The kernel compares
+// the value once more after a full barrier, and sleeps only if it is still the one that was seen.
 void sleep_while(Flag& flag, uint32_t seen) {
   const timespec limit{0, std::chrono::nanoseconds(kAsleep).count()};
   flag.num_sleepers.fetch_add(1, std::memory_order_seq_cst);
@@ -40,11 +41,13 @@ void sleep_while(Flag& flag, uint32_t seen) {
 }  // namespace
 
 void raise(Flag& flag, uint32_t value) {
-  // Sequentially consistent on both sides: either we see the sleeper, or it sees the value.
+  // Sequentially consistent on both sides: either we see the sleeper, or it sees the value. With
+  // release and acquire, both could miss the other, and the sleeper would lose 20 ms.
   flag.value.store(value, std::memory_order_seq_cst);
   if (flag.num_sleepers.load(std::memory_order_seq_cst) > 0) wake_all(flag);
 }
 
+// Without FUTEX_PRIVATE_FLAG, here and above: sleepers are other processes.
 void wake_all(Flag& flag) {
   syscall(SYS_futex, word(flag.value), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }

@@ -12,31 +12,10 @@
 #include <stdexcept>
 
 #include "machine.h"
+#include "shared_text.h"
 
 namespace flex_model {
 namespace {
-
-constexpr int64_t kTextBytes = 504;
-
-// A text that others may read while it is written; a torn one only ends up in messages.
-struct SharedText {
-  std::atomic<char> bytes[kTextBytes];
-
-  void write(const std::string& text) {
-    const size_t size = std::min<size_t>(text.size(), kTextBytes - 1);
-    for (size_t i = 0; i < size; ++i) bytes[i].store(text[i], std::memory_order_relaxed);
-    bytes[size].store('\0', std::memory_order_release);
-  }
-  std::string read() const {
-    std::string text;
-    for (const std::atomic<char>& byte : bytes) {
-      const char c = byte.load(std::memory_order_relaxed);
-      if (c == '\0') break;
-      text.push_back(c);
-    }
-    return text;
-  }
-};
 
 double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -45,7 +24,7 @@ double now() {
 }  // namespace
 
 struct Group::Message {
-  // The header of a round; the headers of hooks are in the bytes.
+  // The header of a round; the headers of hooks are in the bytes, which begin with a cache line.
   uint32_t round;
   Op op;
   uint64_t detail;
@@ -107,13 +86,17 @@ Group::Message& Group::message_at(int64_t rank, uint32_t round) const {
   return messages[2 * rank + round % 2];
 }
 
-std::string Group::position_of(int64_t rank) const { return control().ranks[rank].position.read(); }
+std::string Group::position_of(int64_t rank) const {
+  return control().ranks[rank].position.read().value_or("");
+}
 
 void Group::publish(const std::string& notice) {
   if (pid_ == getpid()) control().ranks[rank_].notice.write(notice);
 }
 
-std::string Group::published(int64_t rank) const { return control().ranks[rank].notice.read(); }
+std::optional<std::string> Group::published(int64_t rank) const {
+  return control().ranks[rank].notice.read();
+}
 
 bool Group::is_behind(int64_t rank) const {
   return !has_reached(control().ranks[rank].posted.value.load(std::memory_order_acquire), round_);
@@ -124,6 +107,9 @@ bool Group::is_broken() const { return control().state.load(std::memory_order_ac
 void Group::begin_abort() {
   uint32_t usable = 0;
   if (control().state.compare_exchange_strong(usable, 1)) is_aborting_ = true;
+  // What this rank writes next, to memory that others may still read, must not be visible before
+  // the state: see check_unbroken. ARM would reorder both.
+  std::atomic_thread_fence(std::memory_order_release);
 }
 
 void Group::abort(const std::string& reason) {
@@ -139,12 +125,14 @@ void Group::abort(const std::string& reason) {
 }
 
 void Group::check_unbroken() {
+  // The state is read after all that this rank has read in others' memory: see begin_abort.
+  std::atomic_thread_fence(std::memory_order_acquire);
   if (!is_broken()) return;
   // The rank that aborted writes its reason in a moment, unless it died.
   for (int i = 0; i < 100 && control().state.load(std::memory_order_acquire) != 2; ++i) {
     usleep(1000);
   }
-  fail(WaitError::kBroken, {}, control().reason.read());
+  fail(WaitError::kBroken, {}, control().reason.read().value_or(""));
 }
 
 void Group::check_usable() const {
@@ -195,6 +183,7 @@ const char* Group::message(int64_t rank) {
 
 void Group::wait(int64_t rank, uint32_t round) {
   Flag& posted = control().ranks[rank].posted;
+  // The usual case, without a look at the clock.
   if (has_reached(posted.value.load(std::memory_order_acquire), round)) return;
   waiting_since_ = now();
   backoff_.on_poll = [this, rank, round] { on_poll(rank, round); };
@@ -203,6 +192,7 @@ void Group::wait(int64_t rank, uint32_t round) {
 
 // Called during a long wait for `rank`.
 void Group::on_poll(int64_t rank, uint32_t round) {
+  // First: whatever ends this wait, the others may report where this rank was.
   control().ranks[rank_].position.write(position_);
   check_unbroken();
   try {
@@ -214,6 +204,7 @@ void Group::on_poll(int64_t rank, uint32_t round) {
   const auto is_missing = [&](int64_t r) {
     return !has_reached(control().ranks[r].posted.value.load(std::memory_order_acquire), round);
   };
+  // Any rank that has ended, not only the one that is awaited: that one may wait for it in turn.
   std::vector<int64_t> missing, dead;
   for (int64_t r = 0; r < size(); ++r) {
     if (!is_missing(r)) continue;
@@ -250,6 +241,7 @@ std::shared_ptr<CowMapping> Group::views(int64_t rank, const Place& place) {
   if (views == nullptr) {
     const SegmentAddress& address = table_of(rank).segments[place.segment];
     const bool is_peers = peers_[rank].table != nullptr;
+    // The entry may have been used again since that rank freed the segment.
     if (is_peers && peers_[rank].segments.at(place.segment).address().token != address.token) {
       throw std::runtime_error("shared memory: that rank has freed this segment");
     }
@@ -264,6 +256,8 @@ char* Group::peer(int64_t rank, const Place& place, int64_t bytes, MemoryRange* 
     if (range != nullptr) *range = Arena::of_process().segment_of(data);
     return data;
   }
+  // Segments are opened when they are first used: most ranks never reach most of them. What is
+  // wrong with an address is found here, because nothing protects the memory behind it.
   Peer& peer = peers_[rank];
   const ArenaTable& table = table_of(rank);
   while (static_cast<int64_t>(peer.segments.size()) <= place.segment) {

@@ -13,6 +13,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -66,9 +67,10 @@ class Group {
   void set_position(std::string text) { position_ = std::move(text); }
   void set_watch(std::function<void(double)> watch) { watch_ = std::move(watch); }
 
-  // Writes this rank's notice, and reads another rank's, without an exchange.
+  // Writes this rank's notice, and reads another rank's, without an exchange; none while it is
+  // being written.
   void publish(const std::string& notice);
-  std::string published(int64_t rank) const;
+  std::optional<std::string> published(int64_t rank) const;
 
   // A rank's position when it last had to wait for long, and whether it has posted fewer rounds
   // than this one.
