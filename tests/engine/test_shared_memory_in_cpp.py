@@ -1,5 +1,5 @@
 """Programs in C++ for what Python can't see of shared memory: its protocols in every order, and
-under sanitizers.
+under sanitizers; and machines of other kinds.
 """
 
 import os
@@ -58,6 +58,93 @@ def shared_memory_sources():
 def test_the_protocols_hold_in_every_order_and_their_broken_controls_do_not(tmp_path):
     build(tmp_path / "protocols", "protocols.cpp")
     assert run(tmp_path / "protocols").endswith("all as expected\n")
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory):
+    program = tmp_path_factory.mktemp("machine") / "machine"
+    names = ("machine", "arena", "segment", "fork_gate")
+    sources = [ENGINE / "shared_memory" / f"{name}.cpp" for name in names]
+    build(program, "machine.cpp", "-Wl,--wrap=sysconf", sources=sources)
+    return program
+
+
+V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
+GIB = 1 << 30
+LIMITS = {
+    "none": ({}, 40 * GIB),
+    "v2, of the job far up": (
+        {
+            "proc/self/cgroup": "0::/slurm/job_7/step_0/user/task_0",
+            f"{V2}/slurm/job_7/memory.max": 8 * GIB,
+            f"{V2}/slurm/job_7/memory.current": 3 * GIB,
+            f"{V2}/slurm/job_7/step_0/memory.max": "max",
+            f"{V2}/slurm/job_7/step_0/memory.current": 2 * GIB,
+        },
+        5 * GIB,
+    ),
+    "v2, the least of several": (
+        {
+            "proc/self/cgroup": "0::/a/b",
+            f"{V2}/a/memory.max": 8 * GIB,
+            f"{V2}/a/memory.current": 7 * GIB,
+            f"{V2}/a/b/memory.max": 6 * GIB,
+            f"{V2}/a/b/memory.current": 2 * GIB,
+        },
+        1 * GIB,
+    ),
+    "v2, cached files are as good as free": (
+        {
+            "proc/self/cgroup": "0::/a",
+            f"{V2}/a/memory.max": 8 * GIB,
+            f"{V2}/a/memory.current": 8 * GIB,
+            f"{V2}/a/memory.stat": f"anon 5\nactive_file {GIB}\ninactive_file {2 * GIB}\nx 1",
+        },
+        3 * GIB,
+    ),
+    "v2, in a container": (
+        {
+            "proc/self/cgroup": "0::/",
+            f"{V2}/memory.max": 4 * GIB,
+            f"{V2}/memory.current": 1 * GIB,
+        },
+        3 * GIB,
+    ),
+    "v1, of the job": (
+        {
+            "proc/self/cgroup": "9:name=systemd:/\n4:cpu,memory:/slurm/job_7/task_0\n0::/",
+            f"{V1}/slurm/job_7/memory.limit_in_bytes": 8 * GIB,
+            f"{V1}/slurm/job_7/memory.usage_in_bytes": 3 * GIB,
+            f"{V1}/slurm/job_7/memory.stat": f"active_file 7\ntotal_active_file {GIB}",
+            f"{V1}/memory.limit_in_bytes": 9223372036854771712,
+            f"{V1}/memory.usage_in_bytes": 30 * GIB,
+        },
+        6 * GIB,
+    ),
+    "v1, a path of the host in a container": (
+        {
+            "proc/self/cgroup": "4:memory:/docker/abc",
+            f"{V1}/memory.limit_in_bytes": 8 * GIB,
+            f"{V1}/memory.usage_in_bytes": 3 * GIB,
+        },
+        5 * GIB,
+    ),
+}
+
+
+@pytest.mark.parametrize("files, expected", LIMITS.values(), ids=LIMITS)
+def test_memory_is_limited_by_the_control_groups_of_the_job(machine, tmp_path, files, expected):
+    available = {"proc/meminfo": f"MemTotal: 9 kB\nMemAvailable: {40 << 20} kB\nHuge: 0\n"}
+    for name, text in (available | files).items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    assert int(run(machine, "memory", tmp_path)) == expected
+
+
+@pytest.mark.parametrize("page_bytes", [4 << 10, 16 << 10, 64 << 10])
+def test_the_pool_with_pages_of_other_sizes(machine, page_bytes):
+    run(machine, "pages", page_bytes)
 
 
 @pytest.mark.slow

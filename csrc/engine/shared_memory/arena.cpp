@@ -44,7 +44,8 @@ Arena::Shared Arena::lease_shared(int64_t bytes) {
     ++number;
   }
   if (number >= ArenaTable::kMaxShared) return {};
-  char* data = take(round_up(std::max<int64_t>(bytes, 1), kPage), kPage, true);
+  // Whole pages: each reader maps them, and writes to its own copies only.
+  char* data = take(round_up(std::max<int64_t>(bytes, 1), page_bytes()), page_bytes(), true);
   if (data == nullptr) return {};
   shared_[number] = data;
   own_table().readers[number].store(1, std::memory_order_release);
@@ -119,9 +120,11 @@ void Arena::end(char* data) {
   Held* held = find(data, &index);
   auto part = held->parts.find(data - held->segment.data());
   leased_bytes_ -= part->second.bytes;
-  // A late peer of a failed transfer may still write here: the memory is never used again.
+  // A late peer of a failed transfer may still write here: the memory is never used again. It
+  // stays a part of its segment, which is not freed before the process ends either.
   if (part->second.is_retired) return;
-  // Joined with its free neighbours, so that large leases find room again.
+  // Joined with its free neighbours, so that large leases find room again: no two free parts of a
+  // segment touch.
   int64_t offset = part->first, bytes = part->second.bytes;
   const auto next = std::next(part);
   if (next != held->parts.end() && next->second.is_free) {
@@ -148,6 +151,7 @@ void Arena::set_retired(char* data, bool is_retired) {
   int64_t index;
   Held* held = find(data, &index);
   if (held == nullptr) return;
+  // `data` may be anywhere in its lease, as a view of a tensor is.
   auto part = std::prev(held->parts.upper_bound(data - held->segment.data()));
   part->second.is_retired = is_retired;
 }
@@ -238,9 +242,10 @@ bool Arena::grow(int64_t bytes) {
   if (number >= ArenaTable::kMaxSegments) return false;
   int64_t size = round_up(std::max({bytes, kSmallestSegment, std::min(held_bytes_, kLargestStep)}),
                           kSmallestSegment);
+  // Half of what is free: the other half is the model's, and that of the other ranks of this host.
   const int64_t allowed =
       std::min(limit_ < 0 ? machine_bytes() : limit_ - held_bytes_, free_machine_bytes() / 2);
-  if (size > allowed) size = round_up(bytes, kPage);
+  if (size > allowed) size = round_up(bytes, page_bytes());
   if (size > allowed) return false;
   auto held = std::make_unique<Held>();
   try {
@@ -248,6 +253,7 @@ bool Arena::grow(int64_t bytes) {
   } catch (const std::runtime_error&) {
     return false;
   }
+  // The entry before the number of entries, which releases it to peers.
   auto* table = reinterpret_cast<ArenaTable*>(table_.data());
   table->segments[number] = held->segment.address();
   if (number == static_cast<int64_t>(held_.size())) held_.emplace_back();
@@ -271,6 +277,7 @@ Arena::Held* Arena::find(const char* data, int64_t* index) const {
   return nullptr;
 }
 
+// Locked from here on in both processes, since the child copies what the locks protect.
 void Arena::before_fork() {
   mutex_.lock();
   gate_.before(leased_bytes_ > 0 && !is_forked_);

@@ -16,7 +16,8 @@
 namespace flex_model {
 namespace {
 
-// All mappings of this process. Never destroyed: tensors may outlive everything else.
+// All mappings of this process, and the lock of what is in them, which fork() needs together. Never
+// destroyed: tensors may outlive everything else.
 struct Registry {
   std::mutex mutex;
   std::set<CowMapping*> mappings;
@@ -39,18 +40,18 @@ bool overlap(const std::map<int64_t, int64_t>& ranges, int64_t offset, int64_t b
 // Tests on two pages that a view shows others' writes until this process writes to it, and again
 // after give_back().
 bool works(bool may_track) {
-  if (sysconf(_SC_PAGESIZE) != kPage) return false;
+  const int64_t page = page_bytes();
   try {
-    const Segment segment = Segment::create(2 * kPage);
+    const Segment segment = Segment::create(2 * page);
     CowMapping mapping(segment.address(), may_track);
-    char& shared = segment.data()[kPage];
+    char& shared = segment.data()[page];
     for (char round = 0; round < 3; ++round) {  // the last one after one without a write
       shared = 1;
-      char* view = mapping.take(0, 2 * kPage);
-      if (view == nullptr || view[kPage] != 1 || mapping.is_written(view)) return false;
+      char* view = mapping.take(0, 2 * page);
+      if (view == nullptr || view[page] != 1 || mapping.is_written(view)) return false;
       shared = 2;
-      if (view[kPage] != 2 || mapping.is_written(view)) return false;
-      if (round < 2) view[kPage] = 3;
+      if (view[page] != 2 || mapping.is_written(view)) return false;
+      if (round < 2) view[page] = 3;
       if (shared != 2 || mapping.is_written(view) != (round < 2)) return false;
       mapping.give_back(view);
     }
@@ -94,8 +95,10 @@ CowMapping::~CowMapping() {
 }
 
 char* CowMapping::take(int64_t offset, int64_t bytes) {
-  bytes = round_up(bytes, kPage);
+  bytes = round_up(bytes, page_bytes());
   const std::lock_guard<std::mutex> lock(registry().mutex);
+  // Views of one range at the same time, such as two copies for one rank, need a mapping each: what
+  // is written to one must not show in the other.
   const auto found = std::find_if(layers_.begin(), layers_.end(), [&](const auto& layer) {
     return !overlap(layer->taken, offset, bytes);
   });
@@ -112,6 +115,8 @@ char* CowMapping::take(int64_t offset, int64_t bytes) {
     layer = layers_.back().get();
   }
   char* data = layer->mapping.data() + offset;
+  // Leases come back at the same places, and most views are not written to. Then the pages are
+  // still tracked from the last time, and a system call is saved.
   int64_t& begun = layer->clean[offset];  // 0 bytes at first
   // mlockall copies all pages of private mappings at that time.
   if (begun > 0 && layer->writes.any(data, std::min(begun, bytes))) begun = 0;
@@ -158,6 +163,7 @@ CowMapping::Found CowMapping::find(const char* view) const {
   throw std::logic_error("CowMapping: not one of its views");
 }
 
+// As in Arena: locked from here on in both processes.
 void CowMapping::before_fork() {
   registry().mutex.lock();
   bool copies = false;

@@ -42,9 +42,9 @@ struct Group::Control {
   SharedText reason;
   Rank ranks[1];  // one per rank, followed by two messages per rank
 
+  // A multiple of a cache line, because a Flag is.
   static int64_t bytes_before_messages(int64_t num_ranks) {
-    const int64_t bytes = sizeof(Control) + (num_ranks - 1) * sizeof(Rank);
-    return round_up(bytes, kPage);
+    return sizeof(Control) + (num_ranks - 1) * sizeof(Rank);
   }
 };
 

@@ -11,14 +11,14 @@
 #include <stdexcept>
 #include <utility>
 
+#include "machine.h"
+
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
 
 namespace flex_model {
 namespace {
-
-constexpr int64_t kFirstPage = 4096;  // holds the token
 
 class File {
  public:
@@ -67,12 +67,12 @@ Segment& Segment::operator=(Segment&& other) noexcept {
 Segment::~Segment() {
   // In a child without the mapping, another one may have this address by now.
   const bool is_mapped = data_ != nullptr && (kept_by_ < 0 || kept_by_ == getpid());
-  if (is_mapped) munmap(data_ - kFirstPage, address_.bytes + kFirstPage);
+  if (is_mapped) munmap(data_ - page_bytes(), address_.bytes + page_bytes());
   if (address_.fd >= 0 && address_.pid == getpid()) close(address_.fd);
 }
 
 Segment Segment::create(int64_t bytes) {
-  const int64_t size = bytes + kFirstPage;
+  const int64_t size = bytes + page_bytes();
   File file(memfd_create("flex_model", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (file.get() < 0) fail("memfd_create");
   // Allocated now: a write to a page that can't be allocated would be a SIGBUS.
@@ -87,7 +87,7 @@ Segment Segment::create(int64_t bytes) {
   std::random_device random;
   const uint64_t token = static_cast<uint64_t>(random()) << 32 | random();
   std::memcpy(start, &token, sizeof(token));
-  segment.data_ = start + kFirstPage;
+  segment.data_ = start + page_bytes();
   segment.address_ = {getpid(), file.release(), token, bytes};
   return segment;
 }
@@ -101,7 +101,7 @@ Segment Segment::open(const SegmentAddress& address) {
 Segment Segment::open_private(const SegmentAddress& address) { return open_as(address, true); }
 
 Segment Segment::open_as(const SegmentAddress& address, bool is_private) {
-  const int64_t size = address.bytes + kFirstPage;
+  const int64_t size = address.bytes + page_bytes();
   const std::string path =
       "/proc/" + std::to_string(address.pid) + "/fd/" + std::to_string(address.fd);
   File file(::open(path.c_str(), O_RDWR | O_CLOEXEC));
@@ -113,7 +113,7 @@ Segment Segment::open_as(const SegmentAddress& address, bool is_private) {
   }
   Segment segment;
   char* start = map(file.get(), size, is_private);
-  segment.data_ = start + kFirstPage;
+  segment.data_ = start + page_bytes();
   segment.address_ = address;
   segment.address_.fd = -1;  // the mapping keeps the file
   if (std::memcmp(start, &address.token, sizeof(address.token)) != 0) {
@@ -125,23 +125,23 @@ Segment Segment::open_as(const SegmentAddress& address, bool is_private) {
 }
 
 void Segment::keep_from_children() {
-  if (madvise(data_ - kFirstPage, address_.bytes + kFirstPage, MADV_DONTFORK) == 0) {
+  if (madvise(data_ - page_bytes(), address_.bytes + page_bytes(), MADV_DONTFORK) == 0) {
     kept_by_ = getpid();
   }
 }
 
 char* Segment::begin_detach() const noexcept {
-  void* copy = mmap(nullptr, address_.bytes + kFirstPage, PROT_READ | PROT_WRITE,
+  void* copy = mmap(nullptr, address_.bytes + page_bytes(), PROT_READ | PROT_WRITE,
                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  return copy == MAP_FAILED ? nullptr : static_cast<char*>(copy) + kFirstPage;
+  return copy == MAP_FAILED ? nullptr : static_cast<char*>(copy) + page_bytes();
 }
 
 void Segment::end_detach(char* copy) noexcept {
-  const int64_t size = address_.bytes + kFirstPage;
-  char* start = data_ - kFirstPage;
+  const int64_t size = address_.bytes + page_bytes();
+  char* start = data_ - page_bytes();
   // Without memory for a copy, no access is better than one to the parent's memory.
   if (copy == nullptr ||
-      mremap(copy - kFirstPage, size, size, MREMAP_MAYMOVE | MREMAP_FIXED, start) == MAP_FAILED) {
+      mremap(copy - page_bytes(), size, size, MREMAP_MAYMOVE | MREMAP_FIXED, start) == MAP_FAILED) {
     mprotect(start, size, PROT_NONE);
   }
   if (address_.fd >= 0) close(std::exchange(address_.fd, -1));

@@ -78,10 +78,10 @@ bool any_by_scan(int table, const char* data, int64_t bytes) {
 bool any_by_entries(int table, const char* data, int64_t bytes) {
   constexpr int64_t kAtOnce = 1024;
   uint64_t entries[kAtOnce];
-  const int64_t pages = bytes / kPage;
+  const int64_t pages = bytes / page_bytes();
   for (int64_t at = 0; at < pages; at += kAtOnce) {
     const int64_t count = std::min(kAtOnce, pages - at);
-    const int64_t first = static_cast<int64_t>(number(data)) / kPage + at;
+    const int64_t first = static_cast<int64_t>(number(data)) / page_bytes() + at;
     if (pread(table, entries, count * 8, first * 8) != count * 8) return true;
     for (int64_t i = 0; i < count; ++i) {
       const bool is_present = entries[i] >> 63 & 1, is_swapped = entries[i] >> 62 & 1;
