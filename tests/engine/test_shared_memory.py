@@ -11,9 +11,11 @@ import os
 import random
 import resource
 import signal
+import socket
 import time
 import traceback
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -353,6 +355,47 @@ def drop_in_a_child(group, rank):
 
 def test_a_forked_child_may_drop_its_parents_groups():
     assert set(Ranks(1, drop_in_a_child).results().values()) == {"done"}
+
+
+def shared_files(pid):
+    """What a process has open of the memory that ranks share, and to watch ranks."""
+    found = []
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):  # listdir's own is closed by now
+            file = os.readlink(f"/proc/{pid}/fd/{number}")
+            if any(kind in file for kind in ("memfd:flex_model", "[pidfd]", "[userfaultfd]")):
+                found.append(file)
+    return sorted(found)
+
+
+def fork_with_open_files(group, rank):
+    """A child has nothing of the group: it would keep the memory when the ranks have ended."""
+    plan, shard = stacking(2, 400_000, 4), numbers(rank, 400_000)
+    views = viewed(group, plan, shard, 1)
+    before = shared_files("self")
+    assert any("memfd" in file for file in before)
+    assert any("[pidfd]" in file for file in before)
+    here, there = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        there.send(b"x")
+        there.recv(1)  # until the parent has looked
+        os._exit(0)
+    here.recv(1)
+    assert shared_files(pid) == []
+    assert "memfd:flex_model" not in Path(f"/proc/{pid}/maps").read_text()
+    assert shared_files("self") == before
+    here.send(b"x")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    views += viewed(group, plan, shard, 1)  # the parent's still serve
+    for view in views:
+        assert torch.equal(view, torch.stack([numbers(r, 400_000) for r in range(2)]))
+    return "done"
+
+
+def test_a_forked_child_has_no_file_and_no_memory_of_the_group():
+    results = Ranks(2, fork_with_open_files).results()
+    assert set(results.values()) == {"done"}, results
 
 
 def fork_without_a_file_to_spare(group, rank):

@@ -63,7 +63,7 @@ def test_the_protocols_hold_in_every_order_and_their_broken_controls_do_not(tmp_
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory):
     program = tmp_path_factory.mktemp("machine") / "machine"
-    names = ("machine", "arena", "segment", "fork_gate")
+    names = ("machine", "arena", "segment", "descriptor", "fork_gate")
     sources = [ENGINE / "shared_memory" / f"{name}.cpp" for name in names]
     build(program, "machine.cpp", "-Wl,--wrap=sysconf", sources=sources)
     return program

@@ -213,6 +213,7 @@ SegmentAddress Arena::table() {
   has_peers_ = true;
   if (table_.data() == nullptr) {
     table_ = Segment::create(sizeof(ArenaTable));
+    table_.keep_from_children();
     new (table_.data()) ArenaTable{};
   }
   return table_.address();

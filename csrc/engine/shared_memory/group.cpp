@@ -66,16 +66,10 @@ Group::Group(std::shared_ptr<Segment> control, std::vector<Rank> ranks, int64_t 
   for (const Rank& other : ranks_) {
     // A descriptor and not the number: a number may be given to another process after the rank
     // ended.
-    watches_.push_back(static_cast<int>(syscall(SYS_pidfd_open, other.pid, 0)));
+    watches_.emplace_back(static_cast<int>(syscall(SYS_pidfd_open, other.pid, 0)));
   }
   // More ranks than processors: a rank that spins keeps the one that it waits for from running.
   backoff_.spins = size() <= num_processors();
-}
-
-Group::~Group() {
-  for (int watch : watches_) {
-    if (watch >= 0 && pid_ == getpid()) close(watch);
-  }
 }
 
 Group::Control& Group::control() const { return *reinterpret_cast<Control*>(control_->data()); }
@@ -209,8 +203,8 @@ void Group::on_poll(int64_t rank, uint32_t round) {
   for (int64_t r = 0; r < size(); ++r) {
     if (!is_missing(r)) continue;
     missing.push_back(r);
-    pollfd watch{watches_[r], POLLIN, 0};
-    const bool ended = watches_[r] >= 0 ? poll(&watch, 1, 0) > 0 : kill(ranks_[r].pid, 0) != 0;
+    pollfd watch{watches_[r].get(), POLLIN, 0};
+    const bool ended = watch.fd >= 0 ? poll(&watch, 1, 0) > 0 : kill(ranks_[r].pid, 0) != 0;
     if (ended && is_missing(r)) dead.push_back(r);  // it may have posted, and then ended
   }
   if (!dead.empty()) fail(WaitError::kDead, dead, "");

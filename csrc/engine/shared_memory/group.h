@@ -19,6 +19,7 @@
 
 #include "arena.h"
 #include "cow_mapping.h"
+#include "descriptor.h"
 #include "flag.h"
 #include "segment.h"
 
@@ -55,7 +56,6 @@ class Group {
   // may be threads of one process, which share the control block. std::runtime_error if a rank's
   // memory can't be opened.
   Group(std::shared_ptr<Segment> control, std::vector<Rank> ranks, int64_t rank);
-  ~Group();
 
   int64_t rank() const { return rank_; }
   int64_t size() const { return static_cast<int64_t>(ranks_.size()); }
@@ -135,7 +135,7 @@ class Group {
   std::vector<Rank> ranks_;
   int64_t rank_;
   int32_t pid_;
-  std::vector<int> watches_;  // a pidfd of each rank, -1 where there is none
+  std::vector<Descriptor> watches_;  // a pidfd of each rank, where there is one
   std::vector<Peer> peers_;
   double timeout_s_ = 60;
   std::string position_;

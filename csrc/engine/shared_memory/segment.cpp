@@ -20,19 +20,6 @@
 namespace flex_model {
 namespace {
 
-class File {
- public:
-  explicit File(int fd) : fd_(fd) {}
-  ~File() {
-    if (fd_ >= 0) close(fd_);
-  }
-  int get() const { return fd_; }
-  int release() { return std::exchange(fd_, -1); }
-
- private:
-  int fd_;
-};
-
 [[noreturn]] void fail(const std::string& what) {
   throw std::runtime_error("shared memory: " + what + ": " + std::strerror(errno));
 }
@@ -53,13 +40,13 @@ char* map(int fd, int64_t bytes, bool is_private = false) {
 Segment::Segment(Segment&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)),
       address_(other.address_),
-      kept_by_(other.kept_by_) {
-  other.address_.fd = -1;
-}
+      file_(std::move(other.file_)),
+      kept_by_(other.kept_by_) {}
 
 Segment& Segment::operator=(Segment&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(address_, other.address_);
+  std::swap(file_, other.file_);
   std::swap(kept_by_, other.kept_by_);
   return *this;
 }
@@ -68,12 +55,11 @@ Segment::~Segment() {
   // In a child without the mapping, another one may have this address by now.
   const bool is_mapped = data_ != nullptr && (kept_by_ < 0 || kept_by_ == getpid());
   if (is_mapped) munmap(data_ - page_bytes(), address_.bytes + page_bytes());
-  if (address_.fd >= 0 && address_.pid == getpid()) close(address_.fd);
 }
 
 Segment Segment::create(int64_t bytes) {
   const int64_t size = bytes + page_bytes();
-  File file(memfd_create("flex_model", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  Descriptor file(memfd_create("flex_model", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (file.get() < 0) fail("memfd_create");
   // Allocated now: a write to a page that can't be allocated would be a SIGBUS.
   if (fchmod(file.get(), 0600) != 0 || ftruncate(file.get(), size) != 0 ||
@@ -88,7 +74,8 @@ Segment Segment::create(int64_t bytes) {
   const uint64_t token = static_cast<uint64_t>(random()) << 32 | random();
   std::memcpy(start, &token, sizeof(token));
   segment.data_ = start + page_bytes();
-  segment.address_ = {getpid(), file.release(), token, bytes};
+  segment.address_ = {getpid(), file.get(), token, bytes};
+  segment.file_ = std::move(file);
   return segment;
 }
 
@@ -104,7 +91,7 @@ Segment Segment::open_as(const SegmentAddress& address, bool is_private) {
   const int64_t size = address.bytes + page_bytes();
   const std::string path =
       "/proc/" + std::to_string(address.pid) + "/fd/" + std::to_string(address.fd);
-  File file(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+  const Descriptor file(::open(path.c_str(), O_RDWR | O_CLOEXEC));
   if (file.get() < 0) fail("can't open the memory of process " + std::to_string(address.pid));
   struct stat status;
   if (fstat(file.get(), &status) != 0 || status.st_size != size) {
@@ -114,8 +101,8 @@ Segment Segment::open_as(const SegmentAddress& address, bool is_private) {
   Segment segment;
   char* start = map(file.get(), size, is_private);
   segment.data_ = start + page_bytes();
-  segment.address_ = address;
-  segment.address_.fd = -1;  // the mapping keeps the file
+  segment.address_ = address;  // without the file, which the mapping keeps
+  // The process number may be another process's by now, or one of another container.
   if (std::memcmp(start, &address.token, sizeof(address.token)) != 0) {
     throw std::runtime_error("shared memory: process " + std::to_string(address.pid) +
                              " is not the one that was meant; ranks in containers of their own "
@@ -144,7 +131,6 @@ void Segment::end_detach(char* copy) noexcept {
       mremap(copy - page_bytes(), size, size, MREMAP_MAYMOVE | MREMAP_FIXED, start) == MAP_FAILED) {
     mprotect(start, size, PROT_NONE);
   }
-  if (address_.fd >= 0) close(std::exchange(address_.fd, -1));
 }
 
 }  // namespace flex_model

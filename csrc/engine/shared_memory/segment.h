@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <string>
 
+#include "descriptor.h"
+
 namespace flex_model {
 
 // The data by which another process opens a segment.
@@ -61,6 +63,7 @@ class Segment {
 
   char* data_ = nullptr;  // page-aligned; the token's page lies before it
   SegmentAddress address_{-1, -1, 0, 0};
+  Descriptor file_;       // where this process created the segment: peers open it by its number
   int32_t kept_by_ = -1;  // the only process that has the mapping, if children don't
 };
 

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <mutex>
 
+#include "descriptor.h"
 #include "machine.h"
 
 #ifndef MADV_POPULATE_READ
@@ -44,21 +45,18 @@ uint64_t number(const char* data) { return reinterpret_cast<uintptr_t>(data); }
 // The userfaultfd of this process; -1 if the kernel has none. Never closed: that ends the tracking.
 int tracker() {
   static std::mutex mutex;
-  static int file = -1;
+  static auto* const file = new Descriptor;
   static pid_t owner = 0;
   const std::lock_guard<std::mutex> lock(mutex);
-  if (owner == getpid()) return file;
+  if (owner == getpid()) return file->get();
   owner = getpid();
-  file = static_cast<int>(syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK | kUserModeOnly));
-  if (file < 0) return file;
+  *file = Descriptor(
+      static_cast<int>(syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK | kUserModeOnly)));
   uffdio_api api{};
   api.api = UFFD_API;
   api.features = kFlagsOfWrites | kSharedMemory | kUnpopulated | kLiftedByKernel;
-  if (ioctl(file, UFFDIO_API, &api) != 0) {
-    close(file);
-    file = -1;
-  }
-  return file;
+  if (ioctl(file->get(), UFFDIO_API, &api) != 0) *file = Descriptor();
+  return file->get();
 }
 
 // Whether a page is present, or swapped out, without the write protection that begin() set.
@@ -71,7 +69,7 @@ bool any_by_scan(int table, const char* data, int64_t bytes) {
   scan.vec = number(reinterpret_cast<char*>(&found));
   scan.vec_len = scan.max_pages = 1;
   scan.category_mask = scan.return_mask = kWritten;
-  return ioctl(table, kScan, &scan) != 0;
+  return ioctl(table, kScan, &scan) != 0;  // the number of ranges; an error counts as written
 }
 
 // Bit 63 of an entry: the page is present; 62: it is swapped out; 61: it is a file's page.
