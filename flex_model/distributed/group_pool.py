@@ -8,6 +8,7 @@ are untouched.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import time
@@ -71,7 +72,7 @@ class GroupPool:
         self._hooks = ""  # a digest of this rank's registered hooks
         self._compares_hooks = False
         self._num_runs = 0  # those with hooks
-        self._notice: list[Any] = []  # the last published run
+        self._notice = ""  # the last published run
         self._pid = os.getpid()
         self._is_closed = False
         if not self.is_local:
@@ -147,7 +148,7 @@ class GroupPool:
         """Publish a digest of this rank's registered hooks; ``""`` for none. Local."""
         self._hooks = digest
         if not self.is_local and not self.is_child:
-            self._groups[GRID].publish(str(self._number), digest)
+            self._groups[GRID].publish(str(self._number), json.dumps(digest))
 
     def publish_run(self, active: int, choice: str, mode: int, has_hooks: bool = True) -> None:
         """Publish that a run, or a part of one, begins, and its active hooks. Local.
@@ -160,7 +161,8 @@ class GroupPool:
         """
         self._num_runs += has_hooks
         number = self._num_runs + (not has_hooks)
-        notice = [self.sequence, number, active, choice[:80], mode, has_hooks]
+        flag = "true" if has_hooks else "false"
+        notice = f"[{self.sequence}, {number}, {active}, {_quoted(choice)}, {mode}, {flag}]"
         if not self.is_local and not self.is_child and notice != self._notice:
             self._notice = notice
             self._groups[GRID].publish("run", notice)
@@ -441,6 +443,11 @@ class GroupPool:
                 f"Last steps of rank {self.mesh.group_rank}: {self.steps}"
             )
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _quoted(choice: str) -> str:
+    return json.dumps(choice[:80])
 
 
 def _refused_since(to: Transport, why: str) -> str:

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from flex_model import _C
 from flex_model.errors import HookError
@@ -89,7 +90,7 @@ class Hosts:
     why_not_shared: str = ""
     viewed_bytes: int = -1
 
-    @property
+    @cached_property
     def is_one(self) -> bool:
         """Whether all ranks are on one host."""
         return len(set(self.names)) == 1

@@ -77,11 +77,12 @@ class PrivateGroup:
     world: dist.ProcessGroup | None  # torch.distributed may be destroyed and initialised again
     num_users: int = 0
     broken: str | None = None  # why it can't be used any more
-    notices: dict[str, Any] = field(default_factory=dict)
+    notices: dict[str, str] = field(default_factory=dict)
     locks: PageLocks = field(default_factory=PageLocks)
     pid: int = field(default_factory=os.getpid)  # the process that made the group
     _watcher: Watcher | None = None  # as shared memory has it
-    _wait_settings: tuple[str, float] | None = None
+    _position: str | None = None
+    _timeout_s: float | None = None
 
     @property
     def size(self) -> int:
@@ -92,12 +93,13 @@ class PrivateGroup:
         last = f"; last seen waiting at: {position}" if position else ""
         return f"rank {rank} (global rank {self.ranks[rank]}{last})"
 
-    def publish(self, what: str, notice: Any) -> None:
-        """Publish a notice of this rank, JSON, for others to read while they wait. Local. There is
-        room for about 500 bytes.
+    def publish(self, what: str, notice: str) -> None:
+        """Publish a notice of this rank, a JSON text, for others to read while they wait. Local.
+        There is room for about 500 bytes.
         """
         self.notices[what] = notice
-        board = json.dumps(self.notices)
+        board = ", ".join([f'"{name}": {text}' for name, text in self.notices.items()])
+        board = f"{{{board}}}"
         if self.hosts.here is not None and self.hosts.is_one:
             self.hosts.here.publish(board)
         else:
@@ -128,9 +130,11 @@ class PrivateGroup:
         if self._watcher is not watcher:
             self._watcher = watcher
             here.set_watch(watcher.compare)
-        if self._wait_settings != (where, timeout_s):
-            self._wait_settings = (where, timeout_s)
+        if self._position != where:
+            self._position = where
             here.set_position(where)
+        if self._timeout_s != timeout_s:
+            self._timeout_s = timeout_s
             here.set_timeout(timeout_s)
 
     def forget(self, watcher: Watcher) -> None:

@@ -56,8 +56,9 @@ def replicated_axes(
     Args:
         known: The layout that a DTensor states; its values are compared as well.
     """
-    if call.registration.is_backward or call.is_replay or not replicas.are_compared(tensor):
-        return []
     dp, tp = call.evidence.placements if known is None else (known.dp, known.tp)
     axes = ["dp"] if mesh.dp_size > 1 and isinstance(dp, Replicate) else []
-    return [*axes, "tp"] if mesh.tp_size > 1 and isinstance(tp, Replicate) else axes
+    axes += ["tp"] if mesh.tp_size > 1 and isinstance(tp, Replicate) else []
+    if call.registration.is_backward or call.is_replay:
+        return []
+    return axes if axes and replicas.are_compared(tensor) else []

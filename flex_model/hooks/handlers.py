@@ -84,7 +84,7 @@ class HookHandlers:
             self.runs.end(run, error)
 
     def _call(self, run: Run, registration: Registration, module: nn.Module, tree: Any) -> Any:
-        if registration.edits and is_in_checkpoint():
+        if registration.edits and not run.is_recomputed and is_in_checkpoint():
             run.note_recomputation()
         try:
             number = self._tracking.number(registration)

@@ -13,7 +13,7 @@ import itertools
 import types
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,11 +32,13 @@ _codes: dict[types.CodeType, int] = {}  # equal for functions with the same sour
 _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of modules, classes
 
 
-def describe(value: Any, parts: list[Any], sizes: list[int]) -> None:
-    """Append hashable values that identify a tree of arguments to ``parts``, and the sizes of its
+def describe(values: Iterable[Any], parts: list[Any], sizes: list[int]) -> None:
+    """Append hashable values that identify trees of arguments to ``parts``, and the sizes of their
     tensors to ``sizes``.
     """
-    _Description(parts, sizes).add(value)
+    description = _Description(parts, sizes)
+    for value in values:
+        description.add(value)
 
 
 class _Description:

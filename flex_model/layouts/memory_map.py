@@ -22,6 +22,8 @@ _MAX_BLANK = 1 << 22  # maximal number of elements of an unwritten tensor that a
 
 def plain(tensor: Any) -> Tensor:
     """Return the plain tensor inside a DTensor or an AsyncCollectiveTensor."""
+    if type(tensor) is Tensor:
+        return tensor
     if dtensor.is_dtensor(tensor):
         tensor = tensor._local_tensor
     return getattr(tensor, "elem", tensor)
