@@ -1,4 +1,4 @@
-"""One call of one hook."""
+"""The state of one call of one hook."""
 
 from __future__ import annotations
 

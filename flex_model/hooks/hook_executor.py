@@ -1,4 +1,4 @@
-"""One call of one hook: gather the full tensor, record it, edit it, scatter the result.
+"""Executes a call of a hook: gathers the full tensor, records it, edits it, scatters the result.
 
 With two or more ranks, the call begins with an exchange of headers, so ranks that disagree raise
 before any payload moves. A hook without editing function keeps a copy of its shard until the end
