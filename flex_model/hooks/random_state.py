@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 
 import torch
@@ -13,6 +12,7 @@ from flex_model import _C
 # The offset of the first word of the twister in a state of torch's CPU generator (after its seed
 # and counters; CPUGeneratorImplStateLegacy in ATen/CPUGeneratorImpl.cpp), and its unused bits.
 _FIRST_WORD, _UNREAD_BITS = 24, 2**31 - 1
+_REMEMBERED_STATES = 256
 
 
 class _SeedOfState:
@@ -42,13 +42,29 @@ def seed_of_call(run_seed: int, site: int, call: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-# Runs have the same seed until something draws, and seeding a twister costs more than a copy of its
-# state: 5 KiB each.
-@functools.lru_cache(maxsize=256)
-def _seeded_state(run_seed: int, site: int, call: int) -> Tensor:
-    generator = torch.Generator()
-    generator.manual_seed(seed_of_call(run_seed, site, call))
-    return generator.get_state()
+class _SeededStates:
+    """The states of a generator for the calls in a run. Runs have the same seed until something
+    draws, and seeding a twister costs more than a copy of its state: 5 KiB each.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[int, dict[tuple[int, int], Tensor]] = (0, {})  # of one run seed
+
+    def of(self, run_seed: int, site: int, call: int) -> Tensor:
+        """Return the state for one call of a hook, to be read only."""
+        seed, states = self._last
+        if seed != run_seed or len(states) >= _REMEMBERED_STATES:
+            states = {}
+            self._last = run_seed, states
+        state = states.get((site, call))
+        if state is None:
+            generator = torch.Generator()
+            generator.manual_seed(seed_of_call(run_seed, site, call))
+            state = states[site, call] = generator.get_state()
+        return state
+
+
+_states = _SeededStates()
 
 
 class RandomState:
@@ -59,7 +75,7 @@ class RandomState:
     __slots__ = ("_before", "_cuda", "_seeded")
 
     def __init__(self, run_seed: int, site: int, call: int, tensor: Tensor) -> None:
-        self._seeded = _seeded_state(run_seed, site, call)
+        self._seeded = _states.of(run_seed, site, call)
         self._before = torch.default_generator.get_state()
         torch.default_generator.set_state(self._seeded)
         self._cuda: tuple[torch.Generator, Tensor, Tensor] | None = None
