@@ -261,7 +261,7 @@ class GroupPool:
         Args:
             num_bytes: The bytes that this rank moves, for observers.
         """
-        if os.getpid() != self._pid or self.edit_of or self._is_closed:
+        if self.is_child or self.edit_of or self._is_closed:
             self._refuse()
         self._check_no_transform(args)
         if self.broken is not None:
@@ -325,7 +325,6 @@ class GroupPool:
                     f"spawn and wrap a model of its own there ({see('a-forked-process')})"
                 )
             )
-
         self.check_no_edit()
         raise agreed(
             HookError(

@@ -157,7 +157,7 @@ class Header:
         if local[2] & Header.WIDE:  # the flags are bits 16 to 20 of the first word
             return None
         for row in rows:
-            if row != local and (row[:24] != local[:24] or row[32:] != local[32:]):
+            if row[:24] != local[:24] or row[32:] != local[32:]:
                 return None
         return int.from_bytes(rows[0][24:32], "little")
 

@@ -39,12 +39,10 @@ def check_call(
         hash=replicas.hash_of(tensor) if axes else None,
     )
     what = "the gradient of the edit of " if kind == "gradient of an edit" else ""
-    headers = communicator.check_consistency(header, what + call.registration.description)
+    headers = communicator.check_consistency(header, what + call.describe())
     run.use_seed(headers[0].seed)
-    shapes = [header.shape for header in headers]
-    if not axes:
-        return shapes, []
-    return shapes, [axis for axis in axes if replicas.differ(communicator.mesh, headers, axis)]
+    differing = [axis for axis in axes if replicas.differ(communicator.mesh, headers, axis)]
+    return [header.shape for header in headers], differing
 
 
 def replicated_axes(
@@ -56,9 +54,8 @@ def replicated_axes(
     Args:
         known: The layout that a DTensor states; its values are compared as well.
     """
+    if call.registration.is_backward or call.is_replay or not replicas.are_compared(tensor):
+        return []
     dp, tp = call.evidence.placements if known is None else (known.dp, known.tp)
     axes = ["dp"] if mesh.dp_size > 1 and isinstance(dp, Replicate) else []
-    axes += ["tp"] if mesh.tp_size > 1 and isinstance(tp, Replicate) else []
-    if call.registration.is_backward or call.is_replay:
-        return []
-    return axes if axes and replicas.are_compared(tensor) else []
+    return [*axes, "tp"] if mesh.tp_size > 1 and isinstance(tp, Replicate) else axes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,10 +115,6 @@ class Forward:
         """Leave the wrapped module; return whether the forward is over."""
         self.depth = max(0, self.depth - 1)
         return self.depth == 0
-
-    def note_parameters(self, registrations: Iterable[Registration]) -> None:
-        """Note the hooks on gradients of parameters."""
-        self.parameters.extend(registrations)
 
     def begin(self, key: Key, layouts: ForwardLayouts | None) -> None:
         """Set the key of the forward, and the layouts that are known for it."""

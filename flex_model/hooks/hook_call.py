@@ -44,4 +44,4 @@ class HookCall:
         return self.registration.hook_function.record and not self.is_replay
 
     def describe(self) -> str:
-        return self.registration.describe()
+        return self.registration.description

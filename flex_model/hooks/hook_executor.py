@@ -195,6 +195,4 @@ class HookExecutor:
     def _parameters(self, call: HookCall, leaf: Tensor) -> dict[str, Tensor]:
         """Return the current full values of the parameters that the function named."""
         names = call.registration.hook_function.parameter_names
-        if not names:
-            return {}
         return {name: self.full_parameter(name).to(leaf.device) for name in names}

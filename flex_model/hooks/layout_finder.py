@@ -48,9 +48,7 @@ class LayoutFinder:
         """Return this rank's plain tensor, in the graph, and the layout that a DTensor states: the
         whole one (the third value), or along the axes of its mesh (in the call).
         """
-        leaf, stated, known = dtensor.plain_and_stated(
-            leaf, self._mesh, call.registration.description
-        )
+        leaf, stated, known = dtensor.plain_and_stated(leaf, self._mesh, call.describe())
         if stated != call.stated:
             call = replace(call, stated=stated)
         return call, leaf, known

@@ -66,7 +66,7 @@ class HookTable:
         clean: Returns the name of a module or parameter for messages.
 
     Attributes:
-        active_hooks: The active hooks; ``active``: their indices.
+        active_hooks: The active hooks.
         choices: The current choices, for modules and for parameters.
     """
 
@@ -78,7 +78,6 @@ class HookTable:
     ) -> None:
         self.groups = HookGroups()
         self.active_hooks = ActiveHooks()
-        self.active: frozenset[int] = frozenset()
         self._output_ptr = output_ptr
         self._serves_hooks = serves_hooks
         self._clean = clean
@@ -341,6 +340,11 @@ class HookTable:
         self.groups.ids(names)
         return names, bool(complement)
 
+    @property
+    def active(self) -> frozenset[int]:
+        """The indices of the active hooks."""
+        return self.active_hooks.indices
+
     def choose(self, modules: Choice, parameters: Choice, in_run: bool = False) -> None:
         """Choose hooks; do nothing if they are chosen already.
 
@@ -388,7 +392,7 @@ class HookTable:
                 if len(self._known) >= _REMEMBERED_CHOICES:
                     self._known.clear()
                 self._known[self.choices] = known
-        self.active_hooks, self.active = known, known.indices
+        self.active_hooks = known
         self._on_change()
 
     def _found_active(self) -> ActiveHooks:
@@ -442,7 +446,7 @@ class HookTable:
         self._is_closed = True
         for function in self.groups.members(ALL):
             self.unregister(function._registrations)
-        self.active = frozenset()
+        self.active_hooks = ActiveHooks()
         if not self._replays:
             self._close_dispatchers()
 

@@ -109,13 +109,11 @@ class Tracking:
         if self._communicator.is_local:
             self.forward = Forward(depth=1)
             return
-        forward = self.forward = Forward(depth=1, states=states_of(args, kwargs))
-        if active.parameters:
-            forward.note_parameters(
-                r
-                for r in active.parameters
-                if any(self.asks_for_parameter(r, axis) for axis in AXES)
-            )
+        parameters = [
+            r for r in active.parameters if any(self.asks_for_parameter(r, axis) for axis in AXES)
+        ]
+        states = states_of(args, kwargs)
+        forward = self.forward = Forward(depth=1, states=states, parameters=parameters)
         if not active.registrations:
             return
         if self._conditions is None:
@@ -199,7 +197,7 @@ class Tracking:
             self.finish(output)
             if forward.layouts is not None:
                 self._note_state(forward, forward.layouts, output)
-                if forward.layouts.buffers and self._buffers is not None:
+                if self._buffers is not None:
                     self._buffers.note(forward.layouts.buffers)
 
     def _note_state(self, forward: Forward, layouts: ForwardLayouts, output: Any) -> None:

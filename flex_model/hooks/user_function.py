@@ -109,9 +109,7 @@ class UserFunction:
         if has_drawn:
             _note_draws(call, leaf, number)
         if not self._is_local:
-            has_written = fulls[0]._version != before[0][0]
-            for full, of_full in zip(fulls[1:], before[1:]):
-                has_written |= full._version != of_full[0]
+            has_written = any(full._version != of_full[0] for full, of_full in zip(fulls, before))
             for one in function._registrations:
                 one.note_writes(has_written)
         if not function.members:

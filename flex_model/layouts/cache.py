@@ -77,9 +77,7 @@ class ForwardLayouts:
         """Whether to follow the forward again, since only its backward shows how gradients are
         placed, and none has run yet.
         """
-        if not self.gradients or self.num_retries >= _MAX_RETRIES:
-            return False
-        if not any(None in gradient for gradient in self.gradients.values()):
+        if self.num_retries >= _MAX_RETRIES or not any(None in g for g in self.gradients.values()):
             return False
         self.num_retries += 1
         return True
@@ -181,9 +179,8 @@ class LayoutCache:
         if len(sizes) != len(before) or set(by) != {0, 1}:
             return 0
         growing = self._growing.get(self._form_keys.get(self._form, 0))
-        if growing is not None and growing.is_proven and growing.layouts is not None:
-            return 0 if growing.layouts.changes_branch() else site_hash(by)
-        return site_hash(by)
+        layouts = growing.layouts if growing is not None and growing.is_proven else None
+        return 0 if layouts is not None and layouts.changes_branch() else site_hash(by)
 
     def begin(self, table: tuple[tuple[int, ...], ...]) -> tuple[Key, ForwardLayouts | None]:
         """Return the key of a forward on all ranks, and its layouts, if they are known.
@@ -195,7 +192,7 @@ class LayoutCache:
         known = self._forwards.get(key.forward)
         if self._form_keys.get(self._form) != key.form:
             _put(self._form_keys, self._form, key.form)
-        growing = before = self._growing.get(key.form, _Growing())
+        growing = self._growing.get(key.form, _Growing())
         if known is not None:
             if growing.step != step or growing.layouts is not known or growing.is_proven:
                 growing = _Growing(step, known)
@@ -205,7 +202,7 @@ class LayoutCache:
             growing = replace(growing, layouts=known)
         elif step != growing.step:
             growing = _Growing(step, growing.layouts)
-        if growing is not before or key.form not in self._growing:
+        if self._growing.get(key.form) is not growing:
             _put(self._growing, key.form, growing)
         return key, known
 

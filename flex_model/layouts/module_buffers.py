@@ -125,6 +125,8 @@ class Buffers:
 
     def note(self, pairs: Mapping[str, Pair]) -> None:
         """Note the placements of buffers after a forward."""
+        if not pairs:
+            return
         for name, buffer, mark in self._named():
             if name in pairs:
                 self._states[name] = State(weakref.ref(buffer), mark, pairs[name])

@@ -154,8 +154,6 @@ class Records:
         self._release(context)
 
     def _release(self, context) -> None:
-        if not context.pending:
-            return
         self._snapshots.drop([record.snapshot for record in context.pending])
         context.pending.clear()
 
@@ -169,23 +167,20 @@ class Records:
                 new.
         """
         pending = context.pending
-        what, local = f"{kind}, with 0 records to deliver (none)", []
-        if pending:
-            names = [record.call.registration.description for record in pending[:8]]
-            listed = "; ".join(names)
-            listed += f"; and {len(pending) - 8} more" if len(pending) > 8 else ""
-            what = f"{kind}, with {len(pending)} records to deliver ({listed})"
-            tensors = [record.snapshot.tensor for record in pending]
-            local = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+        listed = "; ".join(record.call.describe() for record in pending[:8])
+        listed += f"; and {len(pending) - 8} more" if len(pending) > 8 else ""
+        tensors = [record.snapshot.tensor for record in pending]
+        local = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
         digest = sites_hash(*local)
         header = Header(
             kind,
-            site=sites_hash(*[record.call.registration.site for record in pending]),
+            site=sites_hash(*(record.call.registration.site for record in pending)),
             # Not sizes but a hash: whether the tensors equal those of an earlier run.
             shape=(digest & 0x7FFFFFFF, digest >> 32),
             flags=Header.CONSUMED if context.has_drawn else 0,
         )
         try:
+            what = f"{kind}, with {len(pending)} records to deliver ({listed or 'none'})"
             headers = self._communicator.check_consistency(header, what)
             if pending:
                 key = (header.site, *(size for other in headers for size in other.shape))

@@ -6,7 +6,6 @@ Prints nothing and exits with 0 if the edit is right, and its tensors do not pas
 """
 
 import sys
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from flex_model import FlexModel, HookFunction
 from tests import models
+from tests.cuda.processes import join_ranks
 
 TIMEOUT_S = 60.0
 MIN_BYTES = 1024  # headers are smaller
@@ -84,15 +84,7 @@ def check(rank, num_ranks, device):
 
 def main():
     rank, num_ranks, path = *map(int, sys.argv[1:3]), sys.argv[3]
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{path}",
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timedelta(seconds=TIMEOUT_S),
-    )
+    device = join_ranks(rank, num_ranks, path, TIMEOUT_S)
     check(rank, num_ranks, device)
     dist.destroy_process_group()
 

@@ -7,7 +7,6 @@ Prints nothing and exits with 0 if every transfer gave the right bits.
 
 import sys
 import time
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from flex_model.distributed.transports.choice import choose
 from flex_model.distributed.transports.nccl import Nccl
 from flex_model.distributed.transports.peer_memory import PeerMemory
 from flex_model.distributed.transports.transport import Gathered, all_reduce_sum
+from tests.cuda.processes import join_ranks
 from tests.ops.test_ops import as_bytes, blocks, plan_of
 
 TIMEOUT_S = 40.0
@@ -111,15 +111,7 @@ def check_all(transport, rank, num_ranks, device):
 
 def main():
     rank, num_ranks, path, means, share = *map(int, sys.argv[1:3]), *sys.argv[3:6]
-    device = torch.device("cuda", 0 if share == "share" else rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{path}",
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timedelta(seconds=TIMEOUT_S),
-    )
+    device = join_ranks(rank, num_ranks, path, TIMEOUT_S, share)
     group, _ = process_groups.acquire(tuple(range(num_ranks)), TIMEOUT_S)
     transport = transport_of(means, group, device)
     check_all(transport, rank, num_ranks, device)

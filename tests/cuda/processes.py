@@ -3,7 +3,11 @@
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,3 +45,17 @@ def run_ranks(tmp_path, module, num_ranks, *arguments):
             outputs.append(process.communicate()[0] + "\n(timed out)")
     codes = [process.returncode for process in processes]
     assert codes == [0] * num_ranks, "\n\n".join(outputs)
+
+
+def join_ranks(rank, num_ranks, path, timeout_s, share=""):
+    """In a process of ``run_ranks``: join the others by gloo; return this rank's GPU."""
+    device = torch.device("cuda", 0 if share == "share" else rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{path}",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    return device

@@ -6,7 +6,6 @@ Prints nothing and exits with 0 if every record has the right bits.
 """
 
 import sys
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from torch.distributed.tensor import Shard
 from flex_model import FlexModel, HookFunction
 from flex_model.records.snapshots import Snapshots
 from tests import models
+from tests.cuda.processes import join_ranks
 
 TIMEOUT_S = 60.0
 
@@ -51,15 +51,7 @@ def check_records(rank, num_ranks, dp, device):
 
 def main():
     rank, num_ranks, path, share = *map(int, sys.argv[1:3]), *sys.argv[3:5]
-    device = torch.device("cuda", 0 if share == "share" else rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{path}",
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timedelta(seconds=TIMEOUT_S),
-    )
+    device = join_ranks(rank, num_ranks, path, TIMEOUT_S, share)
     for max_gpu_bytes in (1 << 30, 1 + rank << 20):  # ranks move different shards to the CPU
         Snapshots.__init__.__defaults__ = (max_gpu_bytes,)
         for dp in (1, 2):
