@@ -34,9 +34,15 @@ _START_S = 5e-4  # until when the last rank has heard of the start: a wake-up ta
 # ---- Starting and ending them --------------------------------------------------------------------
 
 
-def rows_of(num_ranks: int, body: Callable[[Report, Any], None], options: Any) -> Iterator[dict]:
+def rows_of(
+    num_ranks: int,
+    body: Callable[[Report, Any], None],
+    options: Any,
+    port_of: Callable[[int], int] = lambda port: port,
+) -> Iterator[dict]:
     """Run ``body(report, options)`` on every rank of a gloo world; the rows that rank 0 reports, as
-    they come. The first rank that fails ends them all.
+    they come. The first rank that fails ends them all. ``port_of``: called with the store's port
+    for each rank in turn, returns the one that the rank connects to.
     """
     context = get_context("fork")
     processes, pipes = [], []
@@ -52,7 +58,7 @@ def rows_of(num_ranks: int, body: Callable[[Report, Any], None], options: Any) -
         # Only now: a store has a thread, and threads do not survive a fork.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for pipe in pipes:
-            pipe.send(store.port)
+            pipe.send(port_of(store.port))
         waiting = dict(zip(pipes, processes))
         while waiting:
             connection.wait([*waiting, *(process.sentinel for process in waiting.values())])

@@ -73,6 +73,7 @@ class GroupPool:
         self._compares_hooks = False
         self._num_runs = 0  # those with hooks
         self._notice = ""  # the last published run
+        self._active = -1  # the digest of its hooks
         self._pid = os.getpid()
         self._is_closed = False
         if not self.is_local:
@@ -165,12 +166,17 @@ class GroupPool:
         notice = f"[{self.sequence}, {number}, {active}, {_quoted(choice)}, {mode}, {flag}]"
         if not self.is_local and not self.is_child and notice != self._notice:
             self._notice = notice
-            self._groups[GRID].publish("run", notice)
+            # The others may wait for this rank where it publishes nothing: in the model.
+            is_urgent = not has_hooks or active != self._active
+            self._active = active
+            self._groups[GRID].publish("run", notice, is_urgent)
 
     def compare(self, waited_s: float) -> None:
         """During a long wait, raise if a rank has other hooks than this one and may never
         arrive.
         """
+        if waited_s > min(_RUN_GRACE_S, self.timeout_s / 2) / 2:
+            self._groups[GRID].publish_rest()
         if waited_s > min(_RUN_GRACE_S, self.timeout_s / 2):
             self._compare_runs(waited_s)
         if self._compares_hooks and waited_s > min(_HOOKS_GRACE_S, self.timeout_s / 2):
@@ -178,14 +184,14 @@ class GroupPool:
 
     def _compare_runs(self, waited_s: float) -> None:
         group = self._groups[GRID]
-        runs = [group.published("run", rank) for rank in range(group.size)]
-        local = runs[group.rank]
+        runs = {rank: group.published("run", rank) for rank in [group.rank, *group.compared_ranks]}
+        local = runs.pop(group.rank)
         if not local or not local[5]:
             return
         # Others may be in a run before or after this one.
         others = [
             rank
-            for rank, run in enumerate(runs)
+            for rank, run in runs.items()
             if run
             and run[:2] == local[:2]
             and run[2] != local[2]
@@ -193,7 +199,10 @@ class GroupPool:
         ]
         if not others:
             return
-        listed = "; ".join(f"rank {rank} runs {runs[rank][3]}" for rank in [group.rank, *others])
+        listed = "; ".join(
+            f"rank {rank} runs {run[3]}" for rank, run in runs.items() if rank in others
+        )
+        listed = f"rank {group.rank} runs {local[3]}; {listed}"
         reason = (
             f"rank {group.rank} waited {waited_s:.0f} s at {self.where}, but the ranks have chosen "
             f"different hooks for this run: {listed}. Every rank must choose the same groups."
@@ -202,8 +211,10 @@ class GroupPool:
 
     def _compare_hooks(self, waited_s: float) -> None:
         group = self._groups[GRID]
-        published = [group.published(str(self._number), rank) for rank in range(group.size)]
-        others = [rank for rank, hooks in enumerate(published) if hooks not in (None, self._hooks)]
+        published = {
+            rank: group.published(str(self._number), rank) for rank in group.compared_ranks
+        }
+        others = [rank for rank, hooks in published.items() if hooks not in (None, self._hooks)]
         if not others:
             return
         listed = "; ".join(

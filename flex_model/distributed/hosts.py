@@ -5,20 +5,18 @@ Determined once per group, by all its ranks together, when the group is made.
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from flex_model import _C
+from flex_model.distributed.processes import boot_id
+from flex_model.distributed.rendezvous import Rendezvous
 from flex_model.errors import HookError
 
 TRANSPORTS = ("auto", "shared_memory", "gloo", "nccl", "peer_memory")
-
-# Gathers a text of every rank under a key of the group's store; waits for all of them.
-AllGatherStrings = Callable[[str, str], list[str]]
 
 
 @dataclass(frozen=True)
@@ -64,12 +62,6 @@ class Settings:
         return int(found[1]) << 10 * " KMGT".index(found[2] or " ")
 
 
-def boot_id() -> str:
-    """Identifies a running kernel."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
-
-
 @dataclass
 class Hosts:
     """The hosts of a group.
@@ -95,6 +87,12 @@ class Hosts:
         """Whether all ranks are on one host."""
         return len(set(self.names)) == 1
 
+    def apart(self, reason: str) -> Hosts:
+        """Return the same hosts without shared memory. HookError if it was requested."""
+        if self.settings.transport == "shared_memory":
+            raise HookError(f"FLEX_MODEL_TRANSPORT=shared_memory is not available: {reason}")
+        return replace(self, here=None, why_not_shared=reason, viewed_bytes=-1)
+
     def ranks_of(self, name: str) -> list[int]:
         return [rank for rank, other in enumerate(self.names) if other == name]
 
@@ -104,82 +102,114 @@ class Hosts:
         return [self.names.index(name) for name in dict.fromkeys(self.names)]
 
 
-def connect(rank: int, settings: Settings, device: str, all_gather: AllGatherStrings) -> Hosts:
-    """Determine the ranks' hosts, and share memory with the ranks of this one. Collective.
+@dataclass(frozen=True)
+class Offer:
+    """What a rank tells the others, before they connect.
+
+    Attributes:
+        table: The table of its arena; None if it has none.
+        why_no_table: Why not.
+        mistake: An error in its settings, to be raised on all ranks.
+        device: The type of its device.
+        viewed_bytes: As in ``Hosts``.
+    """
+
+    host: str
+    transport: str
+    table: _C.Address | None
+    why_no_table: str
+    mistake: str
+    device: str
+    viewed_bytes: int
+
+    @staticmethod
+    def of_this_process(settings: Settings, device: str) -> Offer:
+        mistake = why_no_table = ""
+        table: _C.Address | None = None
+        try:
+            _C.set_arena_limit(settings.limit_bytes())
+        except ValueError as error:
+            mistake = str(error)
+        try:
+            table = _C.arena_table()
+        except RuntimeError as error:
+            why_no_table = str(error)
+        least = _C.worthwhile_view_bytes()
+        return Offer(settings.host, settings.transport, table, why_no_table, mistake, device, least)
+
+    def as_json(self) -> list[Any]:
+        return list(astuple(self))
+
+    @staticmethod
+    def of_json(row: list[Any]) -> Offer:
+        host, transport, table, *others = row
+        return Offer(host, transport, None if table is None else tuple(table), *others)
+
+
+def hosts_of(settings: Settings, offers: list[Offer]) -> Hosts:
+    """Determine the ranks' hosts, and whether they could share memory. The same on every rank.
 
     Raises:
-        HookError: ranks request different transports, or shared memory was requested and is not
-            available; on every rank.
+        HookError: ranks request different transports, or shared memory that is not available.
     """
-    mistake = ""
-    try:
-        _C.set_arena_limit(settings.limit_bytes())
-    except ValueError as error:  # raised on all ranks below
-        mistake = str(error)
-    table: _C.Address | None = None
-    why_no_table = ""
-    try:
-        table = _C.arena_table()
-    except RuntimeError as error:
-        why_no_table = str(error)
-    least = _C.worthwhile_view_bytes()
-    local = [settings.host, settings.transport, table, why_no_table, mistake, device, least]
-    gathered = [json.loads(text) for text in all_gather("host", json.dumps(local))]
-    mistakes = [f"rank {r}: {row[4]}" for r, row in enumerate(gathered) if row[4]]
+    mistakes = [f"rank {r}: {offer.mistake}" for r, offer in enumerate(offers) if offer.mistake]
     if mistakes:
         raise HookError("; ".join(mistakes))
-    failures = [f"rank {r}: {row[3]}" for r, row in enumerate(gathered) if row[3]]
-    names, devices = [row[0] for row in gathered], [row[5] for row in gathered]
-    if len({row[1] for row in gathered}) > 1:
-        listed = ", ".join(f"rank {r}: {row[1]}" for r, row in enumerate(gathered))
+    if len({offer.transport for offer in offers}) > 1:
+        listed = ", ".join(f"rank {r}: {offer.transport}" for r, offer in enumerate(offers))
         raise HookError(f"FLEX_MODEL_TRANSPORT differs ({listed}); set it alike on all ranks")
-    if settings.transport == "gloo" or failures:
-        reason = "; ".join(failures) or "FLEX_MODEL_TRANSPORT=gloo"
-        return _checked(Hosts(names, None, settings, devices, reason))
-    of_views = [row[6] for row in gathered]
-    viewed_bytes = -1 if -1 in of_views else max(of_views)
-    hosts = Hosts(names, None, settings, devices, viewed_bytes=viewed_bytes)
-    hosts.here, hosts.why_not_shared = _share(
-        rank, hosts, [tuple(row[2]) for row in gathered], all_gather
-    )
-    return _checked(hosts)
-
-
-def _share(
-    rank: int, hosts: Hosts, tables: list[_C.Address], all_gather: AllGatherStrings
-) -> tuple[_C.HostGroup | None, str]:
-    """The ranks of this host, or why they can't share memory; on all hosts or on none."""
-    here = hosts.ranks_of(hosts.names[rank])
-    tables_here = [tables[other] for other in here]
-    block: _C.ControlBlock | None = None
-    address: _C.Address | None = None
-    failure = ""
-    if rank == here[0]:
-        try:
-            block = _C.ControlBlock(len(here))
-            address = block.address
-        except RuntimeError as error:
-            failure = str(error)
-    blocks = [json.loads(text) for text in all_gather("block", json.dumps([address, failure]))]
-    address, failure = blocks[here[0]]
-    group = None
-    if address is not None:
-        try:
-            if block is None:
-                pid, fd, token, size = address
-                group = _C.HostGroup.open((pid, fd, token, size), tables_here, here.index(rank))
-            else:
-                group = _C.HostGroup.made(block, tables_here, here.index(rank))
-        except RuntimeError as error:
-            failure = str(error)
     failures = [
-        f"rank {other}: {text}" for other, text in enumerate(all_gather("opened", failure)) if text
+        f"rank {r}: {offer.why_no_table}" for r, offer in enumerate(offers) if offer.why_no_table
     ]
-    return (None, "; ".join(failures)) if failures else (group, "")
-
-
-def _checked(hosts: Hosts) -> Hosts:
-    if hosts.settings.transport == "shared_memory" and (hosts.here is None or not hosts.is_one):
-        reason = hosts.why_not_shared or f"the ranks are on {len(hosts.leaders)} hosts"
-        raise HookError(f"FLEX_MODEL_TRANSPORT=shared_memory is not available: {reason}")
+    of_views = [offer.viewed_bytes for offer in offers]
+    hosts = Hosts(
+        [offer.host for offer in offers],
+        None,
+        settings,
+        [offer.device for offer in offers],
+        viewed_bytes=-1 if -1 in of_views else max(of_views),
+    )
+    if settings.transport == "gloo" or failures:
+        return hosts.apart("; ".join(failures) or "FLEX_MODEL_TRANSPORT=gloo")
+    if settings.transport == "shared_memory" and not hosts.is_one:
+        return hosts.apart(f"the ranks are on {len(hosts.leaders)} hosts")
     return hosts
+
+
+def share(
+    meeting: Rendezvous, hosts: Hosts, offers: list[Offer]
+) -> tuple[_C.HostGroup | None, str]:
+    """Share memory with the ranks of this host; or why they can't, of a rank that knows it.
+    Collective over them.
+    """
+    here = hosts.ranks_of(hosts.names[meeting.me])
+    place, number = here.index(meeting.me), meeting.number
+    tables: list[Any] = [offers[rank].table for rank in here]  # each has one: see `hosts_of`
+    control: _C.Address | None = None
+    opened: list[int] = []
+
+    def without_control() -> list[int]:
+        nonlocal control
+        control = _C.offered_control(tables[0], number)
+        return [] if control is not None else [here[0]]
+
+    def not_opened() -> list[int]:
+        opened[:] = group.who_opened(number)
+        return [] if -1 in opened else [rank for rank, is_open in zip(here, opened) if not is_open]
+
+    try:
+        if place == 0:
+            block = _C.ControlBlock(len(here))
+            _C.offer_control(number, block)
+            group = _C.HostGroup.made(block, tables, 0)
+        else:
+            meeting.poll(without_control, "memory")
+            assert control is not None
+            group = _C.HostGroup.open(control, tables, place)
+    except HookError:
+        raise
+    except RuntimeError as error:
+        _C.refuse_group(number)
+        return None, str(error)
+    meeting.poll(not_opened, "memory")
+    return (None, "") if -1 in opened else (group, "")

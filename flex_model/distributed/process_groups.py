@@ -8,38 +8,26 @@ a freed group can't collide with a later one.
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 import json
 import os
-import threading
-import time
 from collections import Counter
-from collections.abc import Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from flex_model import _C
-from flex_model.distributed import page_locks
-from flex_model.distributed.hosts import Hosts, Settings, connect
+from flex_model.distributed import page_locks, processes, rendezvous
+from flex_model.distributed.hosts import Hosts, Offer, Settings, hosts_of, share
 from flex_model.distributed.page_locks import PageLocks
-from flex_model.distributed.polling import sleeps
-from flex_model.distributed.processes import Processes
-from flex_model.errors import HookError, see
-from flex_model.integrations.torch_private import default_store
+from flex_model.distributed.rendezvous import Rendezvous
+from flex_model.errors import HookError
 
-# We poll with our own deadline. The backend's is later and ends the work of an abandoned wait,
-# which otherwise the destructor would join without end.
-_BACKEND_SLACK_S = 5.0
-_CHECK_S = 0.1  # between checks whether the awaited processes live
+_LEADERS_SLACK_S = 5.0
 
 _broken: list[Any] = []  # backends with unfinished work: never destroyed while the process runs
 _groups: dict[tuple[tuple[int, ...], int], PrivateGroup] = {}
-_spares: list[_Connection] = []  # at most one
 _acquired: Counter[tuple[int, ...]] = Counter()  # requests by ranks: the same on all members
 
 
@@ -56,7 +44,8 @@ class PrivateGroup:
 
     Attributes:
         rank: This process's index.
-        backend: A ProcessGroupGloo, whose methods torch's stubs leave out.
+        backend: A ProcessGroupGloo, whose methods torch's stubs leave out; None where the ranks of
+            a host share memory: then they have no connections.
         store: Shared by the members.
         hosts: The hosts of the ranks, and the memory that they share.
         leaders: With several hosts, on the first rank of each: the group of these ranks.
@@ -83,32 +72,57 @@ class PrivateGroup:
     _watcher: Watcher | None = None  # as shared memory has it
     _position: str | None = None
     _timeout_s: float | None = None
+    _has_rest: bool = False
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def compared_ranks(self) -> list[int]:
+        """The ranks with whose notices this one compares its own: on several hosts its neighbours,
+        since all together ask one store, and somewhere two neighbours differ.
+        """
+        if self._board is not None:
+            return [rank for rank in range(self.size) if rank != self.rank]
+        return sorted({(self.rank + step) % self.size for step in (-1, 1)})
 
     def name_of(self, rank: int, position: str = "") -> str:
         """Return the name of a rank for messages, with the position at which it waits."""
         last = f"; last seen waiting at: {position}" if position else ""
         return f"rank {rank} (global rank {self.ranks[rank]}{last})"
 
-    def publish(self, what: str, notice: str) -> None:
+    @property
+    def _board(self) -> _C.HostGroup | None:
+        """The memory by which all ranks read each other's notices; None if there is none."""
+        return self.hosts.here if self.hosts.is_one else None
+
+    def publish(self, what: str, notice: str, is_urgent: bool = True) -> None:
         """Publish a notice of this rank, a JSON text, for others to read while they wait. Local.
-        There is room for about 500 bytes.
+        There is room for about 500 bytes. On several hosts one that is not urgent waits for
+        ``publish_rest``: the store by which they read it must not be asked in every run.
         """
         self.notices[what] = notice
+        self._has_rest = True
+        if is_urgent or self._board is not None:
+            self.publish_rest()
+
+    def publish_rest(self) -> None:
+        """Publish the notices that were not urgent. Local."""
+        if not self._has_rest:
+            return
+        self._has_rest = False
         board = ", ".join([f'"{name}": {text}' for name, text in self.notices.items()])
         board = f"{{{board}}}"
-        if self.hosts.here is not None and self.hosts.is_one:
-            self.hosts.here.publish(board)
+        if self._board is not None:
+            self._board.publish(board)
         else:
             self.store.set(f"notices/{self.rank}", board)
 
     def published(self, what: str, rank: int) -> Any:
         """Read a rank's notice; empty if it has none, None if it can't be read. Local."""
-        if self.hosts.here is not None and self.hosts.is_one:
-            board = self.hosts.here.published(rank)
+        if self._board is not None:
+            board = self._board.published(rank)
             if board is None:  # it is being written
                 return None
         else:
@@ -160,6 +174,7 @@ class PrivateGroup:
         if not _groups:
             page_locks.of_arena.release()
             _C.close_arena()
+            rendezvous.close_connection()
 
     def abort(self, reason: str) -> None:
         """Mark the group as unusable, and stop its work as far as gloo can be stopped."""
@@ -168,8 +183,9 @@ class PrivateGroup:
         self.broken = reason
         if self.hosts.here is not None:
             self.hosts.here.abort(reason)
-        _broken.append(self.backend)
-        self.backend.abort()
+        if self.backend is not None:
+            _broken.append(self.backend)
+            self.backend.abort()
         if self.leaders is not None:
             self.leaders.abort(reason)
 
@@ -209,45 +225,33 @@ def acquire(
     if kept is not None and (ranks, kept.number) in _groups:
         kept.retain()  # FlexModels may be collected during the rendezvous
         held = kept.number
-    with Processes(default_store(), ranks) as processes:
-        rendezvous = _Rendezvous(path, ranks, me, timeout_s, processes)
-        try:
-            offers = rendezvous.held_by_all(number, held)
-        except HookError:
-            _acquired[ranks] -= (
-                1  # as on the ranks that did not arrive: the next try matches theirs
-            )
-            if held:
-                _groups[ranks, held].release()
-            raise
-        if held and set(offers) == {held}:
-            return _groups[ranks, held], number
+    connecting = Rendezvous(path, ranks, me, timeout_s)
+    offer = Offer.of_this_process(settings, device)
+    text = json.dumps([held, processes.identity(), offer.as_json()])
+    try:
+        stale = [_meeting(number - 1)] if number > 1 else []
+        texts = connecting.all_gather(_meeting(number), text, stale)
+    except HookError:
+        _acquired[ranks] -= 1  # as on the ranks that did not arrive: the next try matches theirs
         if held:
             _groups[ranks, held].release()
-        group = _make(rendezvous.of(str(number)), number, settings, device)
-        _groups[ranks, number] = group
+        raise
+    rows = [json.loads(text) for text in texts]
+    for rank, row in zip(ranks, rows):
+        processes.note(rank, row[1])
+    if held and {row[0] for row in rows} == {held}:
+        return _groups[ranks, held], number
+    if held:
+        _groups[ranks, held].release()
+    offers = [Offer.of_json(row[2]) for row in rows]
+    group = _make(connecting.of(str(number)), number, settings, offers)
+    _groups[ranks, number] = group
     group.retain()
     return group, number
 
 
-class _Connection:
-    """A connection to the store beside torch's own, because a call that waits blocks the others of
-    its connection. One is kept for the next group, since a new one may take seconds: torch looks up
-    the names of both ends, and a name server may be slow to fail.
-    """
-
-    def __init__(self) -> None:
-        self._world = dist.group.WORLD
-        self.store = default_store().clone()
-
-    @staticmethod
-    def take() -> _Connection:
-        spare = _spares.pop() if _spares else None
-        return _Connection() if spare is None or spare._world is not dist.group.WORLD else spare
-
-    def give_back(self) -> None:
-        if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0":  # else gloo continues to use it
-            _spares[:] = [self]
+def _meeting(number: int) -> str:
+    return f"meeting/{number}"
 
 
 def leave_to_parent(owned: object) -> None:
@@ -258,148 +262,97 @@ def leave_to_parent(owned: object) -> None:
 
 
 def _forked() -> None:
-    leave_to_parent([*_groups.values(), *_broken, *_spares])
+    leave_to_parent([*_groups.values(), *_broken, *rendezvous.kept_connections()])
     _groups.clear()
-    _spares.clear()
+    rendezvous.close_connection()
 
 
 os.register_at_fork(after_in_child=_forked)
 
 
-@dataclass(frozen=True)
-class _Rendezvous:
-    """A rendezvous of ranks by a store, in which each waits for the texts of all.
-
-    Attributes:
-        path: The prefix of its keys in the store.
-    """
-
-    path: tuple[str, ...]
-    ranks: tuple[int, ...]
-    me: int
-    timeout_s: float
-    processes: Processes
-
-    def of(self, place: str) -> _Rendezvous:
-        """Return a rendezvous of the same ranks at a sub-prefix of the store."""
-        return replace(self, path=(*self.path, place))
-
-    @functools.cached_property
-    def store(self) -> dist.Store:
-        return self._place_in(default_store())
-
-    def _place_in(self, store: dist.Store) -> dist.Store:
-        for part in self.path:
-            store = dist.PrefixStore(part, store)
-        return store
-
-    def held_by_all(self, number: int, held: int) -> list[int]:
-        """Gather the number of the group that each member holds (0: none). Gloo alone would wait
-        without a message for a rank that does not arrive.
-        """
-        texts = self.all_gather_strings(f"meeting/{number}", str(held))
-        # All have left the rendezvous before, since they are at this one.
-        self.store.delete_key(f"meeting/{number - 1}/{self.me}")
-        return [int(text) for text in texts]
-
-    def all_gather_strings(self, place: str, text: str) -> list[str]:
-        """Gather a text of every rank by keys of the store; returns when all have set theirs."""
-        texts = {self.me: text}
-        start = time.monotonic()
-        check_at, pause_s = start + _CHECK_S, 0.001
-        try:
-            self.store.set(f"{place}/{self.me}", text)
-            while True:
-                now = time.monotonic()
-                ended = self.processes.ended(self._missing(texts)) if now > check_at else []
-                check_at = now + _CHECK_S if now > check_at else check_at
-                for rank in range(len(self.ranks)):  # an ended rank may have set its text before
-                    if rank not in texts and self.store.check([f"{place}/{rank}"]):
-                        texts[rank] = self.store.get(f"{place}/{rank}").decode()
-                missing = self._missing(texts)
-                if not missing:
-                    return [texts[rank] for rank in range(len(self.ranks))]
-                self.check_alive(set(ended) & set(missing))
-                if now > start + self.timeout_s:
-                    self.store.delete_key(f"{place}/{self.me}")
-                    raise self.failure(
-                        f"global ranks {missing} did not arrive within {self.timeout_s:g} s; every "
-                        "rank of the model must wrap it, and make the same calls in the same order"
-                    )
-                time.sleep(pause_s)
-                pause_s = min(pause_s * 2, 0.05)
-        except HookError:
-            raise
-        except RuntimeError as error:
-            self.check_alive(self.processes.ended())
-            raise self.failure(f"the store by which they connect is lost: {error}") from error
-
-    def backend(self) -> Any:
-        """Make a ProcessGroupGloo of the ranks. Its constructor waits for them without
-        interruption, so it runs in another thread, with its own connection to the store.
-        """
-        self.processes.ended()  # starts to watch all of them
-        connection, made = _Connection.take(), Future[Any]()
-        store = self._place_in(connection.store)
-        limit = timedelta(seconds=self.timeout_s + _BACKEND_SLACK_S)
-
-        def make() -> None:
-            try:
-                made.set_result(dist.ProcessGroupGloo(store, self.me, len(self.ranks), limit))
-                connection.give_back()
-            except BaseException as error:
-                made.set_exception(error)
-
-        threading.Thread(target=make, name="flex_model connects", daemon=True).start()
-        check_at = time.monotonic() + _CHECK_S
-        for _ in sleeps(made.done, 5e-5, 0.002):
-            if time.monotonic() > check_at:
-                self.check_alive(self.processes.ended())
-                check_at = time.monotonic() + _CHECK_S
-        try:
-            return made.result()
-        except RuntimeError as error:
-            self.check_alive(self.processes.ended())
-            raise self.failure(f"{error}") from error
-
-    def check_alive(self, ended: Iterable[int]) -> None:
-        if ended:
-            raise self.failure(f"global ranks {sorted(ended)} ended or died")
-
-    def failure(self, what: str) -> HookError:
-        return HookError(
-            f"connecting the ranks {list(self.ranks)} of a model: {what} "
-            f"({see('a-rank-is-missing')})"
-        )
-
-    def _missing(self, texts: dict[int, str]) -> list[int]:
-        return [self.ranks[rank] for rank in range(len(self.ranks)) if rank not in texts]
-
-
-def _make(rendezvous: _Rendezvous, number: int, settings: Settings, device: str) -> PrivateGroup:
+def _make(
+    meeting: Rendezvous, number: int, settings: Settings, offers: list[Offer]
+) -> PrivateGroup:
     """Make a new group. Collective over its ranks."""
-    ranks, me, timeout_s = rendezvous.ranks, rendezvous.me, rendezvous.timeout_s
-    store, world = rendezvous.store, dist.group.WORLD
-    backend = rendezvous.backend()
-    hosts = connect(me, settings, device, rendezvous.all_gather_strings)
-    leaders = None
-    if me in hosts.leaders and not hosts.is_one:
-        place, globals_ = hosts.leaders.index(me), tuple(ranks[r] for r in hosts.leaders)
-        leaders_rendezvous = replace(rendezvous.of("leaders"), ranks=globals_, me=place)
-        leaders = PrivateGroup(
-            globals_,
-            place,
-            leaders_rendezvous.backend(),
-            leaders_rendezvous.store,
-            Hosts([hosts.names[r] for r in hosts.leaders], None, settings, []),
-            None,
-            number,
-            timeout_s,
-            world,
-        )
-    # A rank may drop its backend as soon as it is made, while others still connect to it.
-    rendezvous.all_gather_strings("made", "")
-    return PrivateGroup(ranks, me, backend, store, hosts, leaders, number, timeout_s, world)
+    hosts = hosts_of(settings, offers)
+    backend = leaders = None
+    if not hosts.why_not_shared:
+        here, why_not = share(meeting, hosts, offers)
+        if not hosts.is_one:
+            leaders, here = _across_hosts(meeting, hosts, here, number)
+        if here is None:  # on all ranks
+            texts = meeting.all_gather("not shared", why_not)
+            why_not = "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(texts) if why)
+        hosts = hosts.apart(why_not) if here is None else replace(hosts, here=here)
+    if hosts.here is None:
+        backend, leaders = meeting.backend(), None
+        # A rank may drop its backend as soon as it is made, while others still connect to it.
+        meeting.all_gather("made", "")
+    return PrivateGroup(
+        meeting.ranks,
+        meeting.me,
+        backend,
+        meeting.store,
+        hosts,
+        leaders,
+        number,
+        meeting.timeout_s,
+        dist.group.WORLD,
+    )
+
+
+def _across_hosts(
+    meeting: Rendezvous, hosts: Hosts, here: _C.HostGroup | None, number: int
+) -> tuple[PrivateGroup | None, _C.HostGroup | None]:
+    """Connect the first ranks of the hosts. Return their group, on those, and ``here``, the ranks
+    that share memory: None on all hosts if those of any host share none. Collective.
+    """
+    leaders, are_shared = None, True
+    try:
+        if meeting.me in hosts.leaders:
+            leaders, are_shared = _leaders(meeting, hosts, here is not None, number)
+    except HookError as error:
+        if here is not None:
+            here.abort(str(error))  # the others of this host wait for this rank
+        raise
+    if here is None:
+        return leaders, None
+    # While the first rank waits for the other hosts, those of this host wait for it.
+    here.set_timeout(meeting.timeout_s + _LEADERS_SLACK_S)
+    try:
+        rows = here.exchange_bytes(bytes([are_shared]))
+    except _C.WaitError as error:
+        reason, places, text = error.args
+        ranks_here = hosts.ranks_of(hosts.names[meeting.me])
+        ranks = [meeting.ranks[ranks_here[place]] for place in places]
+        raise meeting.failure(text or f"global ranks {ranks}: {reason}") from None
+    return leaders, here if rows[0][0] else None
+
+
+def _leaders(
+    meeting: Rendezvous, hosts: Hosts, is_shared: bool, number: int
+) -> tuple[PrivateGroup, bool]:
+    """Connect the first ranks of the hosts by gloo; return whether all hosts share memory.
+    Collective over them.
+    """
+    ranks = tuple(meeting.ranks[rank] for rank in hosts.leaders)
+    place = hosts.leaders.index(meeting.me)
+    of_leaders = replace(meeting.of("leaders"), ranks=ranks, me=place)
+    backend = of_leaders.backend()
+    shared = of_leaders.all_gather("made", json.dumps(is_shared))
+    names = [hosts.names[rank] for rank in hosts.leaders]
+    group = PrivateGroup(
+        ranks,
+        place,
+        backend,
+        of_leaders.store,
+        Hosts(names, None, hosts.settings, []),
+        None,
+        number,
+        meeting.timeout_s,
+        dist.group.WORLD,
+    )
+    return group, all(map(json.loads, shared))
 
 
 def num_groups() -> int:

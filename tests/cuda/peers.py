@@ -38,7 +38,7 @@ def wait(works):
 def transport_of(means, group, device):
     on_cpu, _ = choose(group, wait, torch.device("cpu"))
     if means == "nccl":
-        return ByDevice(on_cpu, Nccl(group, wait, device))
+        return ByDevice(on_cpu, Nccl(on_cpu, wait, device))
     kind = {"symmetric memory": peer_buffers.SymmetricMemory, "cuda ipc": peer_buffers.CudaIpc}
     connect = kind.get(means, peer_buffers.connect)
     return ByDevice(on_cpu, PeerMemory(group, connect(on_cpu, wait, device)))

@@ -1,7 +1,9 @@
 """The NCCL transport's plans and buffers, with gloo and CPU tensors in NCCL's place."""
 
 import contextlib
+import os
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch.distributed as dist
 
 from flex_model.distributed import process_groups
 from flex_model.distributed.transports.by_device import ByDevice
+from flex_model.distributed.transports.gloo import Gloo
 from flex_model.distributed.transports.nccl import Nccl
 from flex_model.distributed.transports.transport import Gathered, all_reduce_sum
 from tests.ops.test_ops import as_bytes, blocks, plan_of, random_tensor
@@ -33,8 +36,9 @@ class OverGloo(Nccl):
 
 @contextlib.contextmanager
 def connected():
-    group, _ = process_groups.acquire(tuple(range(dist.get_world_size())), 20.0)
-    yield OverGloo(group, wait, torch.device("cpu"))
+    with mock.patch.dict(os.environ, FLEX_MODEL_TRANSPORT="gloo"):
+        group, _ = process_groups.acquire(tuple(range(dist.get_world_size())), 20.0)
+    yield OverGloo(Gloo(group, wait), wait, torch.device("cpu"))
     group.release()
 
 

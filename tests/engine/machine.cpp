@@ -2,11 +2,16 @@
 //
 //   machine memory ROOT   prints free_machine_bytes of the files below ROOT
 //   machine pages BYTES   checks the pool as on a kernel with pages of that size; exits with 0
+//   machine processes -   checks how the ends of processes are seen; exits with 0
 //
 // Linked with -Wl,--wrap=sysconf.
+#include <pthread.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -61,6 +66,45 @@ void check_pages() {
   arena.end_lease(after);
 }
 
+void* sleep_on(void*) {
+  pause();
+  return nullptr;
+}
+
+void check_processes() {
+  using flex_model::process_start;
+  expect(process_start(getpid()) > 0, "a process has a start");
+  expect(process_start(getpid()) == process_start(getpid()), "always the same one");
+  expect(process_start(1 << 30) == 0, "a number without a process has none");
+
+  const pid_t child = fork();
+  if (child == 0) {
+    prctl(PR_SET_NAME, "a ) 7 Z (");  // a name that looks like the fields after it
+    pause();
+  }
+  const uint64_t start = process_start(child);
+  expect(start >= process_start(getpid()), "a child starts later");
+  usleep(20000);  // it has its name by now
+  expect(process_start(child) == start, "whatever its name is");
+  kill(child, SIGKILL);
+  siginfo_t info;
+  waitid(P_PID, child, &info, WEXITED | WNOWAIT);  // it has ended, and its number is not free yet
+  expect(process_start(child) == 0, "one that has ended has none");
+  waitpid(child, nullptr, 0);
+  expect(process_start(child) == 0, "nor has one that is gone");
+
+  const pid_t threads = fork();
+  if (threads == 0) {
+    pthread_t thread;
+    pthread_create(&thread, nullptr, sleep_on, nullptr);
+    pthread_exit(nullptr);
+  }
+  usleep(50000);
+  expect(process_start(threads) > 0, "a process whose first thread has ended may live");
+  kill(threads, SIGKILL);
+  waitpid(threads, nullptr, 0);
+}
+
 }  // namespace
 
 extern "C" long __real_sysconf(int name);
@@ -73,6 +117,10 @@ int main(int argc, char** argv) {
   if (std::strcmp(argv[1], "memory") == 0) {
     std::printf("%ld\n", static_cast<long>(flex_model::free_machine_bytes(argv[2])));
     return 0;
+  }
+  if (std::strcmp(argv[1], "processes") == 0) {
+    check_processes();
+    return ok ? 0 : 1;
   }
   page_size = std::atol(argv[2]);
   check_pages();

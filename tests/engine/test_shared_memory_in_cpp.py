@@ -147,6 +147,10 @@ def test_the_pool_with_pages_of_other_sizes(machine, page_bytes):
     run(machine, "pages", page_bytes)
 
 
+def test_the_ends_of_processes_are_seen(machine):
+    run(machine, "processes", "-")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_the_protocol_under_sanitizers(sanitizer, tmp_path):

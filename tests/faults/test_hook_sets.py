@@ -134,13 +134,16 @@ class TalkingMLP(models.MLP):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo", "two hosts"])
 @pytest.mark.parametrize("has_run", [True, False])
 def test_groups_that_differ_are_found_though_a_rank_waits_for_another_inside_the_model(
     transport, has_run, monkeypatch
 ):
-    monkeypatch.setenv("FLEX_MODEL_TRANSPORT", transport)
     rank = dist.get_rank()
+    if transport == "two hosts":
+        monkeypatch.setenv("FLEX_MODEL_HOST", f"host {rank}")
+    else:
+        monkeypatch.setenv("FLEX_MODEL_TRANSPORT", transport)
     flex = models.replicas(FlexModel(models.seeded(TalkingMLP, 6, 8), tensor_parallel_size=2))
     for site in ("inp", "fc2"):
         flex.register_forward_hook(HookFunction(site, editing_function=double))

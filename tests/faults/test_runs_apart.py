@@ -19,6 +19,14 @@ def double(module, full, save_ctx, modules):
     return full * 2
 
 
+def use(transport, monkeypatch):
+    """Let the ranks communicate by it."""
+    if transport == "two hosts":
+        monkeypatch.setenv("FLEX_MODEL_HOST", f"host {dist.get_rank()}")
+    else:
+        monkeypatch.setenv("FLEX_MODEL_TRANSPORT", transport)
+
+
 def hooked(name, edit=None, **settings):
     parallelism, records = models.TWO_RANKS[name], {}
     flex = FlexModel(
@@ -42,9 +50,9 @@ def check_found(run_first, run_apart):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("edit", [None, double])
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo", "two hosts"])
 def test_a_rank_that_leaves_the_hooks_out_of_another_forward(transport, grad, edit, monkeypatch):
-    monkeypatch.setenv("FLEX_MODEL_TRANSPORT", transport)
+    use(transport, monkeypatch)
     flex, records, parallelism = hooked("dp", edit)
 
     def run(number, groups="all"):
@@ -145,12 +153,12 @@ def test_all_ranks_may_leave_the_hooks_out():
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo", "two hosts"])
 def test_a_rank_without_hooks_that_waits_inside_the_model_is_named_soon(transport, monkeypatch):
     """Tensor parallel ranks can't get a forward apart: the one without hooks waits in the model's
     own collective. Before, the other told of it at its deadline only, and not why.
     """
-    monkeypatch.setenv("FLEX_MODEL_TRANSPORT", transport)
+    use(transport, monkeypatch)
     flex, _, _ = hooked("tp", double)
     flex(BATCHES[0])
     start = time.monotonic()

@@ -6,15 +6,19 @@ import signal
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import models
-from flex_model import FlexModel, HookFunction
-from flex_model.distributed.process_groups import _Rendezvous
+from flex_model import _C, FlexModel, HookFunction
+from flex_model.distributed import process_groups
+from flex_model.distributed.rendezvous import Rendezvous
 from forked_ranks import Ranks
 
-SITES = ["before it meets", "before gloo connects", "before hosts are told", "at the end"]
-TRANSPORTS = ["shared_memory", "gloo"]
+SITES = {
+    "shared_memory": ["before it meets", "before memory is shared", "before it opens memory"],
+    "gloo": ["before it meets", "before gloo connects", "at the end"],
+}
 
 
 def wrap(rank, tell, size, victim, site):
@@ -29,26 +33,27 @@ def wrap(rank, tell, size, victim, site):
 
 
 def die_at(site):
-    rendezvous = _Rendezvous
-    name, place = {
-        "before it meets": ("all_gather_strings", "meeting"),
-        "before gloo connects": ("backend", ""),
-        "before hosts are told": ("all_gather_strings", "host"),
-        "at the end": ("all_gather_strings", "made"),
+    owner, name, place = {
+        "before it meets": (Rendezvous, "all_gather", "meeting"),
+        "before memory is shared": (process_groups, "share", ""),
+        "before it opens memory": (Rendezvous, "poll", ""),
+        "before gloo connects": (Rendezvous, "backend", ""),
+        "at the end": (Rendezvous, "all_gather", "made"),
     }[site]
-    original = getattr(rendezvous, name)
+    original = getattr(owner, name)
 
-    def dies(self, *words):
-        if not words or words[0].startswith(place):
+    def dies(*args, **options):
+        if not place or args[1].startswith(place):
             os.kill(os.getpid(), signal.SIGKILL)
-        return original(self, *words)
+        return original(*args, **options)
 
-    setattr(rendezvous, name, dies)
+    setattr(owner, name, dies)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("size, victim", [(2, 0), (4, 2)])
-@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize(
+    "transport, site", [(transport, site) for transport, sites in SITES.items() for site in sites]
+)
 def test_a_rank_that_dies_while_others_wrap_is_named_at_once(site, size, victim, transport):
     environment = {"FLEX_MODEL_TRANSPORT": transport}
     with Ranks(size, wrap, size, victim, site, environment=environment) as ranks:
@@ -88,15 +93,48 @@ def test_a_rank_that_dies_before_it_wraps_anything_is_named_at_the_timeout():
 @pytest.mark.ranks(2)
 def test_a_wrap_may_be_collected_while_the_next_one_is_made(monkeypatch):
     """On one rank: its group is one that the ranks have just told that they hold."""
-    old, original = FlexModel(models.mlp(), tensor_parallel_size=2), _Rendezvous.held_by_all
+    old, original = FlexModel(models.mlp(), tensor_parallel_size=2), Rendezvous.all_gather
 
-    def held_by_all(rendezvous, number, held):
-        if dist.get_rank() == 0:
+    def all_gather(rendezvous, place, *args, **options):
+        if dist.get_rank() == 0 and place.startswith("meeting"):
             old.restore()
-        return original(rendezvous, number, held)
+        return original(rendezvous, place, *args, **options)
 
-    monkeypatch.setattr(_Rendezvous, "held_by_all", held_by_all)
+    monkeypatch.setattr(Rendezvous, "all_gather", all_gather)
     with models.replicas(FlexModel(models.mlp(), tensor_parallel_size=2, timeout=5)) as flex:
         flex.register_forward_hook(HookFunction("fc1"))
         flex(models.random(4, 6))
     old.restore()
+
+
+class Unopenable:
+    """A HostGroup for a process that may not open the memory of others."""
+
+    @staticmethod
+    def open(*args):
+        raise RuntimeError("shared memory: no permission")
+
+    made = open
+
+
+def wrap_without_permission(rank, tell, size, num_hosts, without):
+    os.environ["FLEX_MODEL_HOST"] = f"host {rank * num_hosts // size}"
+    if rank == without:
+        _C.HostGroup = Unopenable
+    x = models.random(4, 8)
+    expected = models.mlp(width=8)(x)
+    flex = FlexModel(models.mlp(width=8), {}, tensor_parallel_size=size, timeout=20)
+    with models.replicas(flex):
+        flex.register_forward_hook(HookFunction("fc1", editing_function=lambda m, full, s, o: full))
+        assert torch.equal(flex(x), expected)
+        return str(flex.explain())
+
+
+@pytest.mark.parametrize("size, num_hosts, without", [(2, 1, 0), (2, 1, 1), (4, 2, 2), (4, 2, 3)])
+def test_where_one_rank_cant_open_memory_none_shares_it(size, num_hosts, without):
+    with Ranks(size, wrap_without_permission, size, num_hosts, without) as ranks:
+        outcomes = ranks.outcomes(30)
+    assert len(outcomes) == size
+    for outcome in outcomes.values():
+        assert outcome.kind == "returned", outcome
+        assert f"rank {without}: shared memory: no permission" in outcome.value

@@ -34,6 +34,11 @@ struct ArenaTable {
   SegmentAddress segments[kMaxSegments];
   std::atomic<int64_t> num_unread;  // shared leases whose last reader was released, so far
   std::atomic<int32_t> readers[kMaxShared];
+  // The control block that this process offers to the ranks of a new group, and the number of that
+  // group, which is written last; and the number of a group that this process can't take part in.
+  SegmentAddress control;
+  std::atomic<uint64_t> offered;
+  std::atomic<uint64_t> refused;
 
   // Releases one reader of a shared lease, which no longer reads its memory.
   void release_reader(int64_t shared);

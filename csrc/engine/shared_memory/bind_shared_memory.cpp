@@ -8,6 +8,7 @@
 #include "arena.h"
 #include "dlpack.h"
 #include "group.h"
+#include "machine.h"
 #include "messages.h"
 #include "span.h"
 #include "transfer.h"
@@ -72,6 +73,29 @@ class ControlBlock {
  private:
   Segment segment_;
 };
+
+ArenaTable& own_table() {
+  Arena::of_process().table();
+  return Arena::of_process().own_table();
+}
+
+// Offers the control block of a new group to its other ranks.
+void offer_control(uint64_t number, const ControlBlock& block) {
+  own_table().control = to_address(block.address());
+  own_table().offered.store(number, std::memory_order_release);
+}
+
+// The address of the control block that another process offers; none as long as it offers none by
+// this number. std::runtime_error if it can't share memory.
+std::optional<AddressTuple> offered_control(const AddressTuple& address, uint64_t number) {
+  const Segment segment = Segment::open(to_address(address));
+  const auto& table = *reinterpret_cast<const ArenaTable*>(segment.data());
+  if (table.offered.load(std::memory_order_acquire) == number) return to_tuple(table.control);
+  if (table.refused.load(std::memory_order_acquire) == number) {
+    throw std::runtime_error("shared memory: the first rank of this host can't share it");
+  }
+  return std::nullopt;
+}
 
 // Runs Python's signal handlers (Ctrl-C) during long waits, and then `callback` if there is one.
 void watch(Group& group, const std::optional<std::function<void(double)>>& callback) {
@@ -216,6 +240,19 @@ void bind_shared_memory(py::module_& m) {
   m.def(
       "arena_table", [] { return to_tuple(Arena::of_process().table()); },
       "The address by which peers open this process's arena: (pid, fd, token, bytes).");
+  m.def("offer_control", &offer_control,
+        "Offer the control block of a new group to its other ranks.", py::arg("number"),
+        py::arg("control"));
+  m.def("offered_control", &offered_control,
+        "The address of the control block that the process with this table offers; None as long as "
+        "it offers none by this number. RuntimeError if it can't.",
+        py::arg("table"), py::arg("number"), NoGil());
+  m.def(
+      "refuse_group",
+      [](uint64_t number) { own_table().refused.store(number, std::memory_order_release); },
+      "Tell the other ranks of a new group that this one can't share memory.", py::arg("number"));
+  m.def("process_start", &process_start,
+        "When a process started, in ticks; 0 if there is none, or it has ended.", py::arg("pid"));
   m.def(
       "set_arena_limit", [](int64_t bytes) { Arena::of_process().set_limit(bytes); },
       "Set how many bytes the arena may hold; -1 for as many as the machine has.",
@@ -267,6 +304,10 @@ void bind_shared_memory(py::module_& m) {
       .def_property_readonly("rank", &Group::rank, "The index of this process.")
       .def_property_readonly("size", &Group::size, "Number of ranks.")
       .def_property_readonly("is_broken", &Group::is_broken, "Whether a rank has aborted.")
+      .def("who_opened", &Group::who_opened,
+           "Of each rank of the new group of this number: 1 if it opened all that it needs, -1 if "
+           "it can't, 0 if it is not known yet.",
+           py::arg("number"))
       .def("set_timeout", &Group::set_timeout, "Set the deadline of a wait, in seconds.",
            py::arg("seconds"))
       .def("set_position", &Group::set_position,

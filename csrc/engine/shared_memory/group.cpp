@@ -1,12 +1,9 @@
 #include "group.h"
 
-#include <poll.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
-#include <csignal>
 #include <cstring>
 #include <new>
 #include <stdexcept>
@@ -35,6 +32,7 @@ struct Group::Message {
 struct Group::Control {
   struct Rank {
     Flag posted;
+    std::atomic<uint32_t> is_open;  // it has made its Group
     SharedText position;
     SharedText notice;
   };
@@ -63,13 +61,20 @@ Group::Group(std::shared_ptr<Segment> control, std::vector<Rank> ranks, int64_t 
     if (ranks_[r].pid == pid_) continue;
     peers_[r].table = std::make_shared<Segment>(Segment::open(ranks_[r].arena_table));
   }
-  for (const Rank& other : ranks_) {
-    // A descriptor and not the number: a number may be given to another process after the rank
-    // ended.
-    watches_.emplace_back(static_cast<int>(syscall(SYS_pidfd_open, other.pid, 0)));
-  }
+  for (const Rank& other : ranks_) starts_.push_back(process_start(other.pid));
   // More ranks than processors: a rank that spins keeps the one that it waits for from running.
   backoff_.spins = size() <= num_processors();
+  this->control().ranks[rank_].is_open.store(1, std::memory_order_release);
+}
+
+std::vector<int> Group::who_opened(uint64_t number) const {
+  std::vector<int> result;
+  for (int64_t r = 0; r < size(); ++r) {
+    const bool is_open = control().ranks[r].is_open.load(std::memory_order_acquire) != 0;
+    const bool has_refused = table_of(r).refused.load(std::memory_order_acquire) == number;
+    result.push_back(has_refused ? -1 : is_open);
+  }
+  return result;
 }
 
 Group::Control& Group::control() const { return *reinterpret_cast<Control*>(control_->data()); }
@@ -203,9 +208,8 @@ void Group::on_poll(int64_t rank, uint32_t round) {
   for (int64_t r = 0; r < size(); ++r) {
     if (!is_missing(r)) continue;
     missing.push_back(r);
-    pollfd watch{watches_[r].get(), POLLIN, 0};
-    const bool ended = watch.fd >= 0 ? poll(&watch, 1, 0) > 0 : kill(ranks_[r].pid, 0) != 0;
-    if (ended && is_missing(r)) dead.push_back(r);  // it may have posted, and then ended
+    const bool has_ended = process_start(ranks_[r].pid) != starts_[r];
+    if (has_ended && is_missing(r)) dead.push_back(r);  // it may have posted, and then ended
   }
   if (!dead.empty()) fail(WaitError::kDead, dead, "");
   if (now() - waiting_since_ > timeout_s_ && is_missing(rank)) {

@@ -19,7 +19,6 @@
 
 #include "arena.h"
 #include "cow_mapping.h"
-#include "descriptor.h"
 #include "flag.h"
 #include "segment.h"
 
@@ -59,6 +58,10 @@ class Group {
 
   int64_t rank() const { return rank_; }
   int64_t size() const { return static_cast<int64_t>(ranks_.size()); }
+
+  // Of each rank: 1 if it has made its Group, -1 if it has refused the group of this number (see
+  // ArenaTable), 0 if it is not known yet.
+  std::vector<int> who_opened(uint64_t number) const;
 
   // Settings of waits: their deadline in seconds; this rank's position, which others report when
   // they wait for it; a callback that gets the seconds waited, every 20 ms of a long wait (to
@@ -135,7 +138,7 @@ class Group {
   std::vector<Rank> ranks_;
   int64_t rank_;
   int32_t pid_;
-  std::vector<Descriptor> watches_;  // a pidfd of each rank, where there is one
+  std::vector<uint64_t> starts_;  // when each rank's process started
   std::vector<Peer> peers_;
   double timeout_s_ = 60;
   std::string position_;

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <fstream>
 #include <limits>
+#include <sstream>
 #include <string>
 
 namespace flex_model {
@@ -103,6 +104,25 @@ int num_processors() {
   cpu_set_t set;
   if (sched_getaffinity(0, sizeof(set), &set) != 0) return 1;
   return std::max(1, CPU_COUNT(&set));
+}
+
+uint64_t process_start(int32_t pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  std::string line;
+  std::getline(file, line);
+  // After the name, which may contain anything: the state, which is field 3, then numbers.
+  const size_t name_end = line.rfind(')');
+  if (name_end == std::string::npos) return 0;
+  std::istringstream fields(line.substr(name_end + 1));
+  char state = 0;
+  fields >> state;
+  int64_t value = 0, num_threads = 0;
+  for (int field = 4; field <= 22 && fields >> value; ++field) {
+    if (field == 20) num_threads = value;
+  }
+  // The first thread may have ended before others of its process.
+  const bool has_ended = (state == 'Z' || state == 'X') && num_threads <= 1;
+  return !fields || has_ended ? 0 : static_cast<uint64_t>(value);
 }
 
 }  // namespace flex_model

@@ -1,4 +1,4 @@
-// The machine's memory and processors, as far as this process may use them.
+// The machine's memory and processors, as far as this process may use them, and its processes.
 #pragma once
 
 #include <cstdint>
@@ -18,5 +18,9 @@ int64_t machine_bytes();  // of memory
 int64_t free_machine_bytes(const std::string& root = "");
 
 int num_processors();  // that this process may run on
+
+// When a process started, in ticks of the kernel; 0 if there is none, or it has ended. With its
+// number it identifies a process: the number may be given to another one.
+uint64_t process_start(int32_t pid);
 
 }  // namespace flex_model

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from flex_model._C import GatherPlan
 from flex_model.distributed import memory
-from flex_model.distributed.process_groups import PrivateGroup
 from flex_model.distributed.transports import buffer_layout
-from flex_model.distributed.transports.transport import Gathered, Wait
+from flex_model.distributed.transports.transport import Gathered, Transport, Wait
 
 # NCCL's own watchdog ends the process at its timeout, so ours must come well before.
 _BACKEND_SLACK_S = 60.0
@@ -39,15 +38,16 @@ class Nccl:
     the communicator at once, so that a missing rank is detected here, with a deadline.
 
     Args:
-        group: The ranks; its gloo backend and its store are used to connect.
+        on_cpu: The CPU transport of the same ranks; it and its group's store are used to connect.
         wait: Waits for works with a deadline, then raises what they raise.
         device: This rank's GPU; no two ranks of the group may have the same.
     """
 
     name = "nccl"
 
-    def __init__(self, group: PrivateGroup, wait: Wait, device: torch.device) -> None:
-        self.group = group
+    def __init__(self, on_cpu: Transport, wait: Wait, device: torch.device) -> None:
+        self.group = on_cpu.group
+        self._on_cpu = on_cpu
         self._host_wait = wait
         self._device = device
         self._backend: Any = self._connect()
@@ -61,11 +61,16 @@ class Nccl:
         options.global_ranks_in_group = list(group.ranks)
         options.group_name = f"flex_model/nccl/{group.number}/{number}"
         store = dist.PrefixStore(f"nccl/{number}", group.store)
-        with torch.cuda.device(self._device):
-            backend: Any = dist.ProcessGroupNCCL(store, group.rank, group.size, options)
+        backend: Any = None
+        error = ""
+        try:
+            with torch.cuda.device(self._device):
+                backend = dist.ProcessGroupNCCL(store, group.rank, group.size, options)
+        except RuntimeError as reason:
+            error = str(reason)
         # Connecting blocks the thread until all ranks connect: check first that they will.
-        everyone = torch.empty(group.size, dtype=torch.uint8)
-        self._host_wait([group.backend._allgather_base(everyone, everyone[:1].clone())])
+        if self._on_cpu.exchange(torch.tensor([bool(error)])).any():
+            raise RuntimeError(error or "it failed on another rank")
         self._backend = backend
         flags = torch.zeros(group.size, dtype=torch.uint8, device=self._device)
         self._wait([backend._allgather_base(flags, flags[:1].clone())])

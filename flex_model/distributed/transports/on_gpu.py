@@ -120,7 +120,7 @@ def connect_host_gather(
 
 def _make(name: str, on_cpu: Transport, wait: Wait, device: torch.device) -> GpuTransport:
     if name == "nccl":
-        return nccl.Nccl(on_cpu.group, wait, device)
+        return nccl.Nccl(on_cpu, wait, device)
     return PeerMemory(on_cpu.group, peer_buffers.connect(on_cpu, wait, device))
 
 

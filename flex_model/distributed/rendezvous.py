@@ -1,0 +1,270 @@
+"""The rendezvous of ranks by torch's store, before they have connections of their own."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+import torch.distributed as dist
+
+from flex_model.distributed import processes
+from flex_model.distributed.polling import sleeps
+from flex_model.errors import HookError, see
+from flex_model.integrations.torch_private import default_store
+
+# We wait with our own deadline. The backend's and the store's are later: they end what an abandoned
+# wait left behind, which otherwise would be joined without end.
+_SLACK_S = 5.0
+_CHECK_S = 0.1  # between checks whether the awaited processes live
+_READ_S = 1.0  # between looks at which ranks have come so far
+_POLL_S = 5e-4  # between looks at memory that another rank is about to make
+_NO_VALUE = "no value"
+
+_spares: list[_Connection] = []  # at most one
+
+
+class _Connection:
+    """A connection to the store beside torch's own, because a call that waits blocks the others of
+    its connection. One is kept for the next wait, since a new one may take seconds: torch looks up
+    the names of both ends, and a name server may be slow to fail.
+    """
+
+    def __init__(self) -> None:
+        self._world = dist.group.WORLD
+        self.store = default_store().clone()
+
+    @staticmethod
+    def take() -> _Connection:
+        spare = _spares.pop() if _spares else None
+        return _Connection() if spare is None or spare._world is not dist.group.WORLD else spare
+
+    def give_back(self) -> None:
+        """Keep the connection for the next wait."""
+        _spares[:] = [self]
+
+
+def close_connection() -> None:
+    """Close the connection that is kept for the next wait. Local."""
+    _spares.clear()
+
+
+def kept_connections() -> list[Any]:
+    """The connections that this process keeps."""
+    return list(_spares)
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """A rendezvous of ranks by a store, in which each waits for the texts of all.
+
+    Each rank appends its text to a log, and the log's order decides: the ranks have met as soon as
+    all are in it. However many ranks there are, each makes four requests to the store: it appends,
+    reads, waits until the last one has come, and reads again.
+
+    Attributes:
+        path: The prefix of its keys in the store.
+    """
+
+    path: tuple[str, ...]
+    ranks: tuple[int, ...]
+    me: int
+    timeout_s: float
+
+    def of(self, place: str) -> Rendezvous:
+        """Return a rendezvous of the same ranks at a sub-prefix of the store."""
+        return replace(self, path=(*self.path, place))
+
+    @cached_property
+    def store(self) -> dist.Store:
+        return self._place_in(default_store())
+
+    def _place_in(self, store: dist.Store) -> dist.Store:
+        for part in self.path:
+            store = dist.PrefixStore(part, store)
+        return store
+
+    def all_gather(self, place: str, text: str, stale: Sequence[str] = ()) -> list[str]:
+        """Gather a text of every rank; returns when all have come, and forgets the ``stale``
+        places, which all have left. Collective.
+
+        Raises:
+            HookError: some of the ranks did not come within ``timeout_s`` seconds, or ended; the
+                message names them.
+        """
+        try:
+            self._append(place, text)
+            texts = self._texts(place)
+            if self._are_all(texts):  # this rank is the last one
+                for left in stale:
+                    self.store.delete_key(_log(left))
+                    self.store.delete_key(_met(left))
+                self.store.set(_met(place), "")
+            else:
+                texts = self._wait_for_all(place)
+        except HookError:
+            raise
+        except RuntimeError as error:
+            self.check_alive(processes.ended(self.ranks))
+            raise self.failure(f"the store by which they connect is lost: {error}") from error
+        return [texts[rank] or "" for rank in range(len(self.ranks))]
+
+    def _append(self, place: str, text: str | None) -> None:
+        """Append this rank's text to the log; None: it does not wait any more."""
+        store: Any = self.store  # its stubs leave this out
+        store.append(_log(place), json.dumps([self.me, text]) + "\n")
+
+    def _texts(self, place: str) -> dict[int, str | None]:
+        """Read the texts of the ranks that have come so far, None of those that have left again;
+        all of them once all have come.
+        """
+        # The one request by which a store returns a value, or that there is none, without waiting.
+        log = self.store.compare_set(_log(place), _NO_VALUE, _NO_VALUE).decode()
+        texts: dict[int, str | None] = {}
+        for line in "" if log == _NO_VALUE else log.splitlines():
+            rank, text = json.loads(line)
+            texts[rank] = text
+            if self._are_all(texts):
+                break  # whoever leaves after that has not seen it yet
+        return texts
+
+    def _are_all(self, texts: dict[int, str | None]) -> bool:
+        return len(texts) == len(self.ranks) and None not in texts.values()
+
+    def _wait_for_all(self, place: str) -> dict[int, str | None]:
+        """Wait until all ranks are in the log, and return their texts."""
+        start = time.monotonic()
+        read_at = start + _READ_S
+        limit = timedelta(seconds=self.timeout_s + _SLACK_S)
+        met = self._in_thread(lambda store: store.wait([_met(place)], limit), keeps=True)
+        try:
+            while not _is_done(met):
+                now = time.monotonic()
+                if processes.ended(self.ranks) or now > min(read_at, start + self.timeout_s):
+                    read_at = now + _READ_S
+                    texts = self._texts(place)
+                    if self._are_all(texts):
+                        return texts  # the last one has come, and may have ended before it told
+                    self._check_absent(place, texts, start)
+            met.result()
+            while not self._are_all(texts := self._texts(place)):  # told by one that left
+                self._check_absent(place, texts, start)
+                time.sleep(_CHECK_S)
+            return texts
+        finally:
+            if not met.done():  # ends the thread, and makes the others look
+                with contextlib.suppress(RuntimeError):  # the store may be lost
+                    self.store.set(_met(place), "")
+
+    def _check_absent(self, place: str, texts: dict[int, str | None], start: float) -> None:
+        """Raise if a rank that has not come has ended, or it is too late; then leave the log."""
+        absent = [rank for rank in range(len(self.ranks)) if texts.get(rank) is None]
+        ended = processes.ended(self.ranks[rank] for rank in absent)
+        if not ended and time.monotonic() < start + self.timeout_s:
+            return
+        self._append(place, None)
+        if not self._are_all(self._texts(place)):
+            self.check_alive(ended)
+            raise self._nobody_comes(absent, [rank for rank in absent if rank in texts])
+
+    def _nobody_comes(self, absent: list[int], left: list[int]) -> HookError:
+        missing = [self.ranks[rank] for rank in absent if rank not in left]
+        whole = f"global ranks {missing} did not arrive within {self.timeout_s:g} s"
+        if left:
+            have_left = f"global ranks {[self.ranks[rank] for rank in left]} have waited, and left"
+            whole = f"{whole} ({have_left})" if missing else have_left
+        return self.failure(
+            f"{whole}; every rank of the model must wrap it, and make the same calls in the same "
+            "order"
+        )
+
+    def _in_thread(self, function: Callable[[dist.Store], Any], keeps: bool) -> Future[Any]:
+        """Call a function that waits without interruption in another thread, with a connection to
+        the store of its own, which is kept afterwards or belongs to what the function made.
+        """
+        connection, done = _Connection.take(), Future[Any]()
+        store = self._place_in(connection.store)
+
+        def run() -> None:
+            try:
+                result = function(store)
+                if keeps:
+                    connection.give_back()
+                done.set_result(result)
+            except BaseException as error:
+                done.set_exception(error)
+
+        threading.Thread(target=run, name="flex_model connects", daemon=True).start()
+        return done
+
+    @cached_property
+    def number(self) -> int:
+        """Identifies the rendezvous on the host of its ranks: a hash of 63 bits."""
+        digest = hashlib.sha1("/".join(self.path).encode()).digest()
+        return int.from_bytes(digest[:8], "little") >> 1
+
+    def poll(self, awaited: Callable[[], list[int]], what: str) -> None:
+        """Poll until ``awaited()`` is empty: the ranks that have not shared ``what`` yet."""
+        start = time.monotonic()
+        check_at = start + _CHECK_S
+        for _ in sleeps(lambda: not awaited(), _POLL_S, 10 * _POLL_S):
+            now = time.monotonic()
+            if now < check_at:
+                continue
+            check_at = now + _CHECK_S
+            self.check_alive(processes.ended(self.ranks))
+            if now > start + self.timeout_s:
+                missing = [self.ranks[rank] for rank in awaited()]
+                raise self.failure(
+                    f"global ranks {missing} did not share {what} within {self.timeout_s:g} s"
+                )
+
+    def backend(self) -> Any:
+        """Make a ProcessGroupGloo of the ranks, whose constructor waits for all of them."""
+        limit = timedelta(seconds=self.timeout_s + _SLACK_S)
+
+        def make(store: dist.Store) -> Any:
+            return dist.ProcessGroupGloo(store, self.me, len(self.ranks), limit)
+
+        is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") != "0"  # gloo continues to use it
+        made = self._in_thread(make, keeps=not is_lazy)
+        while not _is_done(made):
+            self.check_alive(processes.ended(self.ranks))
+        try:
+            return made.result()
+        except RuntimeError as error:
+            self.check_alive(processes.ended(self.ranks))
+            raise self.failure(f"{error}") from error
+
+    def check_alive(self, ended: Iterable[int]) -> None:
+        if ended:
+            raise self.failure(f"global ranks {sorted(ended)} ended or died")
+
+    def failure(self, what: str) -> HookError:
+        return HookError(
+            f"connecting the ranks {list(self.ranks)} of a model: {what} "
+            f"({see('a-rank-is-missing')})"
+        )
+
+
+def _is_done(future: Future[Any]) -> bool:
+    """Wait for the future until the next check."""
+    return bool(concurrent.futures.wait([future], _CHECK_S).done)
+
+
+def _log(place: str) -> str:
+    return f"{place}/log"
+
+
+def _met(place: str) -> str:
+    return f"{place}/met"

@@ -1,0 +1,129 @@
+"""The rendezvous by the store, with threads for ranks."""
+
+import random
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from flex_model.distributed import processes, rendezvous
+from flex_model.distributed.rendezvous import Rendezvous
+from flex_model.errors import HookError
+
+
+@pytest.fixture
+def store(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(rendezvous, "default_store", lambda: store)
+    yield store
+    rendezvous.close_connection()
+    time.sleep(0.01)
+    assert not [each for each in threading.enumerate() if each.name == "flex_model connects"]
+
+
+def outcomes(size, place, timeouts, delays=None, ranks=None, stale=()):
+    """What each rank gets, or its error."""
+    found = {}
+
+    def meet(rank):
+        time.sleep(delays[rank] if delays else 0)
+        meeting = Rendezvous(("test",), tuple(range(size)), rank, timeouts[rank])
+        try:
+            found[rank] = meeting.all_gather(place, f"text of {rank}", stale)
+        except HookError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in ranks or range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return found
+
+
+def texts(size):
+    return [f"text of {rank}" for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 100])
+def test_every_rank_gets_the_texts_of_all(store, size):
+    found = outcomes(size, "place", [20] * size)
+    assert found == dict.fromkeys(range(size), texts(size))
+
+
+def test_what_all_have_left_is_deleted(store):
+    for number in range(1, 20):
+        stale = [str(number - 1)] if number > 1 else []
+        found = outcomes(3, str(number), [20] * 3, stale=stale)
+        assert found == dict.fromkeys(range(3), texts(3))
+    assert store.num_keys() == 2
+
+
+def test_ranks_that_do_not_come_are_named_and_may_come_later(store):
+    found = outcomes(5, "place", [0.3] * 5, ranks=[0, 2, 3])
+    assert len(found) == 3
+    for error in found.values():
+        assert "global ranks [1, 4] did not arrive within 0.3 s" in str(error)
+    # Those that left are not taken for ranks that wait.
+    found = outcomes(5, "place", [0.3] * 5, ranks=[1])
+    assert "global ranks [4] did not arrive within 0.3 s (global ranks [0, 2, 3] have" in str(
+        found[1]
+    )
+    assert outcomes(5, "place", [20] * 5) == dict.fromkeys(range(5), texts(5))
+
+
+def test_ranks_that_come_while_others_leave_all_meet_or_all_do_not(store, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_CHECK_S", 1e-3)
+    dice = random.Random(0)
+    met = 0
+    for turn in range(150):
+        delays = [dice.uniform(0, 0.03) for _ in range(3)]
+        timeouts = [dice.uniform(0.005, 0.03) for _ in range(3)]
+        found = outcomes(3, f"place {turn}", timeouts, delays)
+        errors = sum(isinstance(each, HookError) for each in found.values())
+        assert errors in (0, 3), (turn, found)
+        met += errors == 0
+    assert 20 < met < 130  # both happen
+
+
+def test_a_rank_that_ended_is_named_at_once(store, monkeypatch):
+    monkeypatch.setattr(processes, "ended", lambda ranks: [rank for rank in ranks if rank == 2])
+    start = time.monotonic()
+    found = outcomes(3, "place", [20] * 3, ranks=[0, 1])
+    assert time.monotonic() - start < 5
+    for error in found.values():
+        assert "global ranks [2] ended or died" in str(error)
+
+
+def test_a_rank_that_ended_after_it_came_is_not_missed(store, monkeypatch):
+    """Whoever needs it next reports it."""
+    monkeypatch.setattr(processes, "ended", lambda ranks: [rank for rank in ranks if rank == 1])
+    found = outcomes(3, "place", [20] * 3, delays=[0, 0, 0.5])
+    assert found == dict.fromkeys(range(3), texts(3))
+
+
+def test_the_last_rank_may_end_before_it_tells(store, monkeypatch):
+    """The log decides."""
+    untold = Rendezvous(("test",), (0, 1), 1, 20)
+    monkeypatch.setattr(rendezvous, "_READ_S", 0.2)
+    found = {}
+    waiting = threading.Thread(
+        target=lambda: found.update(outcomes(2, "place", [5] * 2, ranks=[0]))
+    )
+    waiting.start()
+    untold._append("place", "text of 1")
+    waiting.join(4)
+    assert found == {0: texts(2)}
+
+
+def test_a_lost_store_is_an_error(monkeypatch):
+    class Lost:
+        def append(self, key, value):
+            raise RuntimeError("connection reset")
+
+    meeting = Rendezvous((), (0, 1), 0, 20)
+    monkeypatch.setattr(rendezvous, "default_store", Lost)
+    with pytest.raises(HookError, match="the store by which they connect is lost: connection"):
+        meeting.all_gather("place", "")
