@@ -19,7 +19,7 @@ from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import Header
 from flex_model.distributed.mesh import Mesh
-from flex_model.distributed.placement import Shard, ShardLayout
+from flex_model.distributed.placement import Replicate, Shard, ShardLayout
 from flex_model.distributed.transports.transport import Gathered
 from flex_model.errors import HookError
 
@@ -511,3 +511,74 @@ def test_a_model_with_hooks_gives_the_same_bits_by_every_transport(settings):
     for name, tensors in results.items():
         for got, tensor in zip(tensors, expected, strict=True):
             assert torch.equal(got, tensor), name
+
+
+class CountedBackend:
+    """A gloo backend, and the bytes that its rank sent to others."""
+
+    def __init__(self, backend, rank, size):
+        self.backend, self.rank, self.size, self.sent = backend, rank, size, 0
+
+    def __getattr__(self, name):
+        return getattr(self.backend, name)
+
+    def _allgather_base(self, gathered, data):
+        self.sent += data.nbytes * (self.size - 1)
+        return self.backend._allgather_base(gathered, data)
+
+    def broadcast(self, tensors, options):
+        if options.rootRank == self.rank:
+            self.sent += sum(tensor.nbytes for tensor in tensors) * (self.size - 1)
+        return self.backend.broadcast(tensors, options)
+
+    def alltoall_base(self, received, data, receive, send):
+        self.sent += sum(send) - send[self.rank]
+        return self.backend.alltoall_base(received, data, receive, send)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("rows", [[50] * 4, [100, 60, 30, 10], [0, 0, 1, 199]], ids=str)
+def test_bytes_leave_a_host_once(rows, monkeypatch):
+    """Two hosts of two ranks: what each sends, against what the other one needs."""
+    with transport("two hosts") as communicator:
+        rank = communicator.mesh.group_rank
+        leaders, counted = communicator._groups["dp", "tp"].leaders, None
+        assert (leaders is None) == (rank % 2 == 1)
+        if leaders is not None:
+            counted = CountedBackend(leaders.backend, leaders.rank, leaders.size)
+            monkeypatch.setattr(leaders, "backend", counted)
+
+        def sent():
+            """The bytes of each host since the last call."""
+            rows = communicator.exchange(torch.tensor(0 if counted is None else counted.sent))
+            if counted is not None:
+                counted.sent = 0
+            return rows[0].item(), rows[2].item()
+
+        full = torch.arange(200 * 64).reshape(200, 64)
+        shard = full.split(rows)[rank]
+        spec = TensorSpec.of(
+            communicator,
+            ShardLayout(Replicate(), Shard(0)),
+            [(n, 64) for n in rows],
+            full.dtype,
+        )
+        of_hosts = [sum(rows[:2]) * 512, sum(rows[2:]) * 512]
+        sent()
+        (gathered,) = communicator.all_gather(spec.axes, shard, spec.plan)
+        same_bits(gathered, full)
+        for bytes_sent, needed in zip(sent(), of_hosts):
+            assert needed <= bytes_sent <= 1.1 * needed + 100
+        fulls = communicator.gather_to_first(
+            spec.axes, [Gathered(spec.plan, list(range(4)), shard)]
+        )
+        if rank == 0:
+            same_bits(fulls[0], full)
+        assert sent() == (0, of_hosts[1])
+        got = communicator.scatter_from_first(
+            spec.axes, full if rank == 0 else None, shard, spec.plan
+        )
+        same_bits(got, shard)
+        assert sent() == (of_hosts[1], 0)
+        communicator.check_consistency(Header("tensor", site=7), "a header")
+        assert all(bytes_sent <= 2 * 64 for bytes_sent in sent())

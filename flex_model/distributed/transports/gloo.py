@@ -16,6 +16,8 @@ from flex_model.distributed.process_groups import PrivateGroup
 from flex_model.distributed.transports import transport
 from flex_model.distributed.transports.transport import Gathered, Wait, as_bytes, on_cpu
 
+_MAX_PADDED = 1.1  # of the bytes of uneven shards: how many may be sent in equal sizes, as one
+
 
 class Gloo:
     """See ``Transport``."""
@@ -39,13 +41,10 @@ class Gloo:
     def all_gather(
         self, shard: Tensor, plan: GatherPlan, num_copies: int = 1, num_read: int = 0
     ) -> list[Tensor]:
-        data, width = as_bytes(shard), max(plan.shard_bytes)
-        if data.numel() < width:  # gloo needs equal sizes
-            data = torch.cat([data, data.new_zeros(width - data.numel())])
-        gathered = self.exchange(data).reshape(-1)
+        gathered, offsets = self._gather_bytes(as_bytes(shard), plan.shard_bytes)
         if not num_copies:
             return []
-        full = assemble(gathered, [r * width for r in range(self.group.size)], plan, shard.dtype)
+        full = assemble(gathered, offsets, plan, shard.dtype)
         return [copy.to(shard.device) for copy in transport.copies(full, num_copies)]
 
     def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
@@ -77,10 +76,26 @@ class Gloo:
             host = memory.empty(like.shape, like.dtype)
             data, result = host.reshape(-1).view(torch.uint8), host
         if data.numel():
-            options = dist.BroadcastOptions()
-            options.rootRank = 0
-            self._wait([self.group.backend.broadcast([data], options)])
+            self._wait([self._broadcast(data, 0)])
         return result.to(like.device)
+
+    def _gather_bytes(self, data: Tensor, sizes: list[int]) -> tuple[Tensor, list[int]]:
+        """Gather ``sizes[r]`` bytes of each rank; return them, and where those of each begin."""
+        width = max(sizes)
+        if len(sizes) * width <= _MAX_PADDED * sum(sizes):
+            if data.numel() < width:  # gloo needs equal sizes
+                data = torch.cat([data, data.new_zeros(width - data.numel())])
+            return self.exchange(data).reshape(-1), [r * width for r in range(len(sizes))]
+        gathered = torch.empty(sum(sizes), dtype=torch.uint8)
+        parts = gathered.split(sizes)
+        parts[self.group.rank].copy_(data)
+        self._wait([self._broadcast(part, r) for r, part in enumerate(parts) if part.numel()])
+        return gathered, list(itertools.accumulate(sizes, initial=0))[:-1]
+
+    def _broadcast(self, data: Tensor, root: int) -> dist.Work:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        return self.group.backend.broadcast([data], options)
 
     def _exchange_unevenly(self, data: Tensor, send: list[int], receive: list[int]) -> Tensor:
         """All-to-all of ``send[r]`` bytes to and ``receive[r]`` bytes from rank r. Gloo's send and
