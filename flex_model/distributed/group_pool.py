@@ -393,12 +393,14 @@ class GroupPool:
         silent = [rank for rank in range(group.size) if rank != group.rank]
         until = time.monotonic() + (0 if group.size == 2 else _ANSWER_S)
         try:
-            group.store.set("lost", "")
-            group.store.set(f"lives/{group.rank}", "")
+            store = group.bounded_store
+            store.set("lost", "")
+            store.set(f"lives/{group.rank}", "")
             while True:
-                if group.store.check(["broken"]):
-                    return group.store.get("broken").decode()
-                silent = [rank for rank in silent if not group.store.check([f"lives/{rank}"])]
+                reason = store.read("broken")
+                if reason is not None:
+                    return reason
+                silent = [rank for rank in silent if store.read(f"lives/{rank}") is None]
                 if not silent or time.monotonic() > until:
                     break
                 time.sleep(0.01)
@@ -410,22 +412,24 @@ class GroupPool:
     def _on_poll(self, waited_s: float) -> None:
         """Publish where this rank waits, and raise if a peer aborted or the deadline has passed."""
         group = self._groups[GRID]
-        position = json.dumps([self.sequence, self.where])
-        group.store.set(f"at/{group.rank}", position)
-        if group.store.check(["broken"]):
-            raise self.abort(group.store.get("broken").decode())
-        if group.store.check(["lost"]):
-            group.store.set(f"lives/{group.rank}", "")
+        store, position = group.bounded_store, json.dumps([self.sequence, self.where])
+        try:
+            store.set(f"at/{group.rank}", position)
+            reason = store.read("broken")
+            if reason is None and store.read("lost") is not None:
+                store.set(f"lives/{group.rank}", "")
+            others = range(group.size) if waited_s >= self.timeout_s else ()
+            at = {rank: store.read(f"at/{rank}") for rank in others if rank != group.rank}
+        except RuntimeError as error:
+            reason = f"rank {group.rank} waited at {self.where}, and {error}."
+        if reason is not None:
+            raise self.abort(reason)
         self.compare(waited_s)
         if waited_s < self.timeout_s:
             return
         absent = []
-        for rank in range(group.size):
-            if rank == group.rank:
-                continue
-            sequence, where = -1, _NOT_SEEN
-            if group.store.check([f"at/{rank}"]):
-                sequence, where = json.loads(group.store.get(f"at/{rank}"))
+        for rank, position_there in at.items():
+            sequence, where = json.loads(position_there or f'[-1, "{_NOT_SEEN}"]')
             if sequence != self.sequence:
                 absent.append(group.name_of(rank, where))
         raise self.abort(
@@ -441,8 +445,8 @@ class GroupPool:
         for group in self._groups.values():
             if group.broken is None:
                 with contextlib.suppress(RuntimeError):  # the store may have ended with its host
-                    if not group.store.check(["broken"]):
-                        group.store.set("broken", reason)
+                    if group.bounded_store.read("broken") is None:
+                        group.bounded_store.set("broken", reason)
                 group.abort(reason)
                 logger.error("%s Last steps: %s", reason, self.steps)
         anchor = "ranks-differ" if kind is HookMismatchError else "a-rank-is-missing"

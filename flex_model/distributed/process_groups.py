@@ -7,6 +7,7 @@ a freed group can't collide with a later one.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from flex_model import _C
 from flex_model.distributed import page_locks, processes, rendezvous
+from flex_model.distributed.bounded_store import BoundedStore
 from flex_model.distributed.hosts import Hosts, Offer, Settings, hosts_of, share
 from flex_model.distributed.page_locks import PageLocks
 from flex_model.distributed.rendezvous import Rendezvous
@@ -47,6 +49,7 @@ class PrivateGroup:
         backend: A ProcessGroupGloo, whose methods torch's stubs leave out; None where the ranks of
             a host share memory: then they have no connections.
         store: Shared by the members.
+        bounded_store: The same one, for calls that end.
         hosts: The hosts of the ranks, and the memory that they share.
         leaders: With several hosts, on the first rank of each: the group of these ranks.
         number: Distinguishes groups of the same ranks; the same on all members.
@@ -59,6 +62,7 @@ class PrivateGroup:
     rank: int
     backend: Any
     store: dist.Store
+    bounded_store: BoundedStore
     hosts: Hosts
     leaders: PrivateGroup | None
     number: int
@@ -117,7 +121,8 @@ class PrivateGroup:
         if self._board is not None:
             self._board.publish(board)
         else:
-            self.store.set(f"notices/{self.rank}", board)
+            with contextlib.suppress(RuntimeError):  # lost: a wait will say so
+                self.bounded_store.set(f"notices/{self.rank}", board)
 
     def published(self, what: str, rank: int) -> Any:
         """Read a rank's notice; empty if it has none, None if it can't be read. Local."""
@@ -126,8 +131,7 @@ class PrivateGroup:
             if board is None:  # it is being written
                 return None
         else:
-            place = f"notices/{rank}"
-            board = self.store.get(place).decode() if self.store.check([place]) else ""
+            board = self.bounded_store.read(f"notices/{rank}")
         try:
             notices = json.loads(board or "{}")
         except ValueError:  # too long, so it was cut
@@ -293,6 +297,7 @@ def _make(
         meeting.me,
         backend,
         meeting.store,
+        meeting.bounded_store,
         hosts,
         leaders,
         number,
@@ -346,6 +351,7 @@ def _leaders(
         place,
         backend,
         of_leaders.store,
+        of_leaders.bounded_store,
         Hosts(names, None, hosts.settings, []),
         None,
         number,

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import hashlib
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from flex_model.distributed import processes
+from flex_model.distributed.bounded_store import BoundedStore, in_thread, is_done, read
 from flex_model.distributed.polling import sleeps
 from flex_model.errors import HookError, see
 from flex_model.integrations.torch_private import default_store
@@ -29,7 +28,9 @@ _SLACK_S = 5.0
 _CHECK_S = 0.1  # between checks whether the awaited processes live
 _READ_S = 1.0  # between looks at which ranks have come so far
 _POLL_S = 5e-4  # between looks at memory that another rank is about to make
-_NO_VALUE = "no value"
+_ANSWER_S = 15.0  # within which the store answers, unless it can't be reached
+
+T = TypeVar("T")
 
 _spares: list[_Connection] = []  # at most one
 
@@ -89,6 +90,11 @@ class Rendezvous:
     def store(self) -> dist.Store:
         return self._place_in(default_store())
 
+    @cached_property
+    def bounded_store(self) -> BoundedStore:
+        """The store, for calls that end."""
+        return BoundedStore(self.store, min(self.timeout_s, _ANSWER_S))
+
     def _place_in(self, store: dist.Store) -> dist.Store:
         for part in self.path:
             store = dist.PrefixStore(part, store)
@@ -100,18 +106,10 @@ class Rendezvous:
 
         Raises:
             HookError: some of the ranks did not come within ``timeout_s`` seconds, or ended; the
-                message names them.
+                message names them. Or the store is lost.
         """
         try:
-            self._append(place, text)
-            texts = self._texts(place)
-            if self._are_all(texts):  # this rank is the last one
-                for left in stale:
-                    self.store.delete_key(_log(left))
-                    self.store.delete_key(_met(left))
-                self.store.set(_met(place), "")
-            else:
-                texts = self._wait_for_all(place)
+            texts = self._meet(place, text, stale)
         except HookError:
             raise
         except RuntimeError as error:
@@ -119,19 +117,57 @@ class Rendezvous:
             raise self.failure(f"the store by which they connect is lost: {error}") from error
         return [texts[rank] or "" for rank in range(len(self.ranks))]
 
-    def _append(self, place: str, text: str | None) -> None:
-        """Append this rank's text to the log; None: it does not wait any more."""
-        store: Any = self.store  # its stubs leave this out
-        store.append(_log(place), json.dumps([self.me, text]) + "\n")
+    def _meet(self, place: str, text: str, stale: Sequence[str]) -> dict[int, str | None]:
+        limit = timedelta(seconds=self.timeout_s + _SLACK_S)
+
+        def meet(store: Any) -> dict[int, str | None]:
+            store.append(_log(place), self._line(text))
+            texts = self._parsed(read(store, _log(place)))
+            if self._are_all(texts):  # this rank is the last one
+                for left in stale:
+                    store.delete_key(_log(left))
+                    store.delete_key(_met(left))
+                store.set(_met(place), "")
+                return texts
+            store.wait([_met(place)], limit)
+            return self._parsed(read(store, _log(place)))
+
+        start = time.monotonic()
+        read_at = start + _READ_S
+        met = self._in_thread(meet, keeps=True)
+        try:
+            while not is_done(met, _CHECK_S):
+                now = time.monotonic()
+                if processes.ended(self.ranks) or now > min(read_at, start + self.timeout_s):
+                    read_at = now + _READ_S
+                    texts = self._texts(place)
+                    if self._are_all(texts):
+                        return texts  # the last one has come, and may have ended before it told
+                    self._check_absent(place, texts, start)
+            texts = met.result()
+            while not self._are_all(texts):  # told by one that left
+                self._check_absent(place, texts, start)
+                time.sleep(_CHECK_S)
+                texts = self._texts(place)
+            return texts
+        finally:
+            if not met.done():  # ends the thread, and makes the others look
+                with contextlib.suppress(RuntimeError):  # the store may be lost
+                    self.bounded_store.set(_met(place), "")
+
+    def _line(self, text: str | None) -> str:
+        """This rank's line of the log; None: it does not wait any more."""
+        return json.dumps([self.me, text]) + "\n"
 
     def _texts(self, place: str) -> dict[int, str | None]:
-        """Read the texts of the ranks that have come so far, None of those that have left again;
+        return self._parsed(self.bounded_store.read(_log(place)))
+
+    def _parsed(self, log: str | None) -> dict[int, str | None]:
+        """Return the texts of the ranks that have come so far, None of those that have left again;
         all of them once all have come.
         """
-        # The one request by which a store returns a value, or that there is none, without waiting.
-        log = self.store.compare_set(_log(place), _NO_VALUE, _NO_VALUE).decode()
         texts: dict[int, str | None] = {}
-        for line in "" if log == _NO_VALUE else log.splitlines():
+        for line in (log or "").splitlines():
             rank, text = json.loads(line)
             texts[rank] = text
             if self._are_all(texts):
@@ -141,38 +177,13 @@ class Rendezvous:
     def _are_all(self, texts: dict[int, str | None]) -> bool:
         return len(texts) == len(self.ranks) and None not in texts.values()
 
-    def _wait_for_all(self, place: str) -> dict[int, str | None]:
-        """Wait until all ranks are in the log, and return their texts."""
-        start = time.monotonic()
-        read_at = start + _READ_S
-        limit = timedelta(seconds=self.timeout_s + _SLACK_S)
-        met = self._in_thread(lambda store: store.wait([_met(place)], limit), keeps=True)
-        try:
-            while not _is_done(met):
-                now = time.monotonic()
-                if processes.ended(self.ranks) or now > min(read_at, start + self.timeout_s):
-                    read_at = now + _READ_S
-                    texts = self._texts(place)
-                    if self._are_all(texts):
-                        return texts  # the last one has come, and may have ended before it told
-                    self._check_absent(place, texts, start)
-            met.result()
-            while not self._are_all(texts := self._texts(place)):  # told by one that left
-                self._check_absent(place, texts, start)
-                time.sleep(_CHECK_S)
-            return texts
-        finally:
-            if not met.done():  # ends the thread, and makes the others look
-                with contextlib.suppress(RuntimeError):  # the store may be lost
-                    self.store.set(_met(place), "")
-
     def _check_absent(self, place: str, texts: dict[int, str | None], start: float) -> None:
         """Raise if a rank that has not come has ended, or it is too late; then leave the log."""
         absent = [rank for rank in range(len(self.ranks)) if texts.get(rank) is None]
         ended = processes.ended(self.ranks[rank] for rank in absent)
         if not ended and time.monotonic() < start + self.timeout_s:
             return
-        self._append(place, None)
+        self.bounded_store.append(_log(place), self._line(None))
         if not self._are_all(self._texts(place)):
             self.check_alive(ended)
             raise self._nobody_comes(absent, [rank for rank in absent if rank in texts])
@@ -188,24 +199,19 @@ class Rendezvous:
             "order"
         )
 
-    def _in_thread(self, function: Callable[[dist.Store], Any], keeps: bool) -> Future[Any]:
-        """Call a function that waits without interruption in another thread, with a connection to
-        the store of its own, which is kept afterwards or belongs to what the function made.
+    def _in_thread(self, function: Callable[[dist.Store], T], keeps: bool) -> Future[T]:
+        """Call a function that may wait long in another thread, with a connection to the store of
+        its own, which is kept afterwards or belongs to what the function made.
         """
-        connection, done = _Connection.take(), Future[Any]()
-        store = self._place_in(connection.store)
 
-        def run() -> None:
-            try:
-                result = function(store)
-                if keeps:
-                    connection.give_back()
-                done.set_result(result)
-            except BaseException as error:
-                done.set_exception(error)
+        def run() -> T:
+            connection = _Connection.take()
+            result = function(self._place_in(connection.store))
+            if keeps:
+                connection.give_back()
+            return result
 
-        threading.Thread(target=run, name="flex_model connects", daemon=True).start()
-        return done
+        return in_thread(run)
 
     @cached_property
     def number(self) -> int:
@@ -238,7 +244,7 @@ class Rendezvous:
 
         is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") != "0"  # gloo continues to use it
         made = self._in_thread(make, keeps=not is_lazy)
-        while not _is_done(made):
+        while not is_done(made, _CHECK_S):
             self.check_alive(processes.ended(self.ranks))
         try:
             return made.result()
@@ -255,11 +261,6 @@ class Rendezvous:
             f"connecting the ranks {list(self.ranks)} of a model: {what} "
             f"({see('a-rank-is-missing')})"
         )
-
-
-def _is_done(future: Future[Any]) -> bool:
-    """Wait for the future until the next check."""
-    return bool(concurrent.futures.wait([future], _CHECK_S).done)
 
 
 def _log(place: str) -> str:

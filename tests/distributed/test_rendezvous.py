@@ -43,6 +43,12 @@ def outcomes(size, place, timeouts, delays=None, ranks=None, stale=()):
     return found
 
 
+def come(rank, size):
+    """Write to the log, as a rank that ends before it does more."""
+    meeting = Rendezvous(("test",), tuple(range(size)), rank, 20)
+    meeting.bounded_store.append("place/log", meeting._line(f"text of {rank}"))
+
+
 def texts(size):
     return [f"text of {rank}" for rank in range(size)]
 
@@ -100,31 +106,45 @@ def test_a_rank_that_ended_is_named_at_once(store, monkeypatch):
 def test_a_rank_that_ended_after_it_came_is_not_missed(store, monkeypatch):
     """Whoever needs it next reports it."""
     monkeypatch.setattr(processes, "ended", lambda ranks: [rank for rank in ranks if rank == 1])
-    Rendezvous(("test",), (0, 1, 2), 1, 20)._append("place", "text of 1")
+    come(1, 3)
     found = outcomes(3, "place", [20] * 3, delays=[0, 0, 0.5], ranks=[0, 2])
     assert found == dict.fromkeys([0, 2], texts(3))
 
 
 def test_the_last_rank_may_end_before_it_tells(store, monkeypatch):
     """The log decides."""
-    untold = Rendezvous(("test",), (0, 1), 1, 20)
     monkeypatch.setattr(rendezvous, "_READ_S", 0.2)
     found = {}
     waiting = threading.Thread(
         target=lambda: found.update(outcomes(2, "place", [5] * 2, ranks=[0]))
     )
     waiting.start()
-    untold._append("place", "text of 1")
+    come(1, 2)
     waiting.join(4)
     assert found == {0: texts(2)}
 
 
-def test_a_lost_store_is_an_error(monkeypatch):
-    class Lost:
-        def append(self, key, value):
-            raise RuntimeError("connection reset")
+class NoStore:
+    """A store whose host has ended, or can't be reached."""
 
-    meeting = Rendezvous((), (0, 1), 0, 20)
-    monkeypatch.setattr(rendezvous, "default_store", Lost)
-    with pytest.raises(HookError, match="the store by which they connect is lost: connection"):
+    def __init__(self, answers):
+        self.answers = answers
+
+    def __getattr__(self, name):
+        def call(*args):
+            if self.answers:
+                raise RuntimeError("connection reset")
+            time.sleep(6)
+
+        return call
+
+
+@pytest.mark.parametrize(
+    "answers, why", [(True, "is lost: connection"), (False, "is lost: .* did not answer in 1 s")]
+)
+def test_a_store_that_is_lost_or_silent_is_an_error(answers, why, monkeypatch):
+    meeting, start = Rendezvous((), (0, 1), 0, 1), time.monotonic()
+    monkeypatch.setattr(rendezvous, "default_store", lambda: NoStore(answers))
+    with pytest.raises(HookError, match=f"the store by which they connect {why}"):
         meeting.all_gather("place", "")
+    assert time.monotonic() - start < 5
