@@ -418,8 +418,8 @@ class GroupPool:
             reason = store.read("broken")
             if reason is None and store.read("lost") is not None:
                 store.set(f"lives/{group.rank}", "")
-            others = range(group.size) if waited_s >= self.timeout_s else ()
-            at = {rank: store.read(f"at/{rank}") for rank in others if rank != group.rank}
+            others = group.awaited_ranks if waited_s >= self.timeout_s else []
+            at = {rank: store.read(f"at/{rank}") for rank in others}
         except RuntimeError as error:
             reason = f"rank {group.rank} waited at {self.where}, and {error}."
         if reason is not None:

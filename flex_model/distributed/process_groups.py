@@ -26,7 +26,7 @@ from flex_model.distributed.page_locks import PageLocks
 from flex_model.distributed.rendezvous import Rendezvous
 from flex_model.errors import HookError
 
-_LEADERS_SLACK_S = 5.0
+_LEADERS_SLACK_S = 3.0  # for the first rank of a host to tell the others why it waited in vain
 
 _broken: list[Any] = []  # backends with unfinished work: never destroyed while the process runs
 _groups: dict[tuple[tuple[int, ...], int], PrivateGroup] = {}
@@ -91,6 +91,19 @@ class PrivateGroup:
             return [rank for rank in range(self.size) if rank != self.rank]
         return sorted({(self.rank + step) % self.size for step in (-1, 1)})
 
+    @property
+    def awaited_ranks(self) -> list[int]:
+        """The ranks whose absence would explain a wait of this one by gloo: the first ranks of the
+        other hosts, which wait for those of their hosts, and who is behind on this one.
+        """
+        here = self.hosts.here
+        if here is None:
+            return [rank for rank in range(self.size) if rank != self.rank]
+        ranks_here = self.hosts.ranks_of(self.hosts.names[self.rank])
+        behind = [rank for place, rank in enumerate(ranks_here) if here.is_behind(place)]
+        leaders = [rank for rank in self.hosts.leaders if rank not in ranks_here]
+        return sorted({*behind, *leaders} - {self.rank})
+
     def name_of(self, rank: int, position: str = "") -> str:
         """Return the name of a rank for messages, with the position at which it waits."""
         last = f"; last seen waiting at: {position}" if position else ""
@@ -131,7 +144,10 @@ class PrivateGroup:
             if board is None:  # it is being written
                 return None
         else:
-            board = self.bounded_store.read(f"notices/{rank}")
+            try:
+                board = self.bounded_store.read(f"notices/{rank}")
+            except RuntimeError:
+                return None
         try:
             notices = json.loads(board or "{}")
         except ValueError:  # too long, so it was cut
@@ -145,6 +161,9 @@ class PrivateGroup:
         here = self.hosts.here
         if here is None:
             return
+        if self.leaders is None and not self.hosts.is_one:
+            # The first rank of the host waits for other hosts, and tells why in vain.
+            timeout_s += min(_LEADERS_SLACK_S, timeout_s / 2)
         if self._watcher is not watcher:
             self._watcher = watcher
             here.set_watch(watcher.compare)

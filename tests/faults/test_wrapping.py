@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def die_at(site):
     owner, name, place = {
         "before it meets": (Rendezvous, "all_gather", "meeting"),
         "before memory is shared": (process_groups, "share", ""),
-        "before it opens memory": (Rendezvous, "poll", ""),
+        "before it opens memory": (_C, "HostGroup", ""),
         "before gloo connects": (Rendezvous, "backend", ""),
         "at the end": (Rendezvous, "all_gather", "made"),
     }[site]
@@ -47,6 +48,8 @@ def die_at(site):
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*args, **options)
 
+    if name == "HostGroup":
+        dies = SimpleNamespace(made=dies, open=dies)
     setattr(owner, name, dies)
 
 

@@ -200,6 +200,7 @@ void Group::on_poll(int64_t rank, uint32_t round) {
     begin_abort();
     throw;
   }
+  check_unbroken();  // the callback may have taken long, and a rank that aborted has ended since
   const auto is_missing = [&](int64_t r) {
     return !has_reached(control().ranks[r].posted.value.load(std::memory_order_acquire), round);
   };

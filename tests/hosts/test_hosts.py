@@ -1,0 +1,135 @@
+"""Several hosts on one machine: network namespaces with a link of 1 Gbit/s between them, each with
+two ranks that torchrun starts.
+
+They need root and the tools `ip` and `tc`; `make hosts` runs them.
+"""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.hosts
+RANK = Path(__file__).with_name("rank.py")
+LIMIT_S = 120
+ROWS, WIDTH, TIMEOUT_S = 2048, 1024, 6  # of rank.py
+
+
+def ip(*args):
+    subprocess.run(["ip", *args], check=True, capture_output=True, text=True)
+
+
+class Hosts:
+    """``count`` namespaces, each with a card `card` in a bridged network."""
+
+    def __init__(self, count):
+        self.names = [f"flex{os.getpid()}h{i}" for i in range(count)]
+        self.network = f"flex{os.getpid()}n"
+
+    def __enter__(self):
+        try:
+            ip("netns", "add", self.network)
+            ip("-n", self.network, "link", "add", "bridge", "type", "bridge")
+            ip("-n", self.network, "link", "set", "bridge", "up")
+            for i, name in enumerate(self.names):
+                ip("netns", "add", name)
+                ip("-n", name, "link", "set", "lo", "up")
+                port = ["peer", "name", f"port{i}", "netns", self.network]
+                ip("link", "add", "card", "netns", name, "type", "veth", *port)
+                ip("-n", name, "addr", "add", f"10.99.0.{i + 1}/24", "dev", "card")
+                ip("-n", name, "link", "set", "card", "up")
+                ip("-n", self.network, "link", "set", f"port{i}", "master", "bridge", "up")
+                rate = ["tbf", "rate", "1gbit", "burst", "256kb", "latency", "50ms"]
+                command = ["tc", "-n", name, "qdisc", "add", "dev", "card", "root", *rate]
+                subprocess.run(command, check=True, capture_output=True, text=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            self.__exit__()
+            reason = getattr(error, "stderr", "") or str(error)
+            pytest.skip(f"network namespaces can't be made here: {reason.strip()}")
+        return self
+
+    def __exit__(self, *exc_info):
+        for name in [*self.names, self.network]:
+            with contextlib.suppress(OSError, subprocess.CalledProcessError):
+                ip("netns", "del", name)
+
+    def unplug(self, i):
+        """No other host reaches this one any more."""
+        ip("-n", self.network, "link", "set", f"port{i}", "down")
+
+
+@contextlib.contextmanager
+def ranks(mode, folder, hosts, per_host=2):
+    """torchrun on each host."""
+    processes = []
+    for i, name in enumerate(hosts.names):
+        where = ["--nnodes", str(len(hosts.names)), "--node-rank", str(i)]
+        address = ["--master-addr", "10.99.0.1", "--master-port", "29500"]
+        command = ["-m", "torch.distributed.run", *where, *address]
+        command += ["--nproc-per-node", str(per_host), str(RANK), mode, str(folder)]
+        environment = {
+            **os.environ,
+            "FLEX_MODEL_HOST": name,
+            "GLOO_SOCKET_IFNAME": "card",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = ["ip", "netns", "exec", name, sys.executable, *command]
+        with open(folder / f"host{i}.log", "w") as log:
+            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def results(folder, num_ranks, processes=()):
+    """What the ranks wrote, as soon as all have."""
+    wait_for([folder / f"rank{rank}.json" for rank in range(num_ranks)], processes, folder)
+    time.sleep(0.2)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+def wait_for(paths, processes, folder):
+    until = time.monotonic() + LIMIT_S
+    while not all(path.exists() for path in paths):
+        logs = "\n".join(log.read_text()[-3000:] for log in folder.glob("host*.log"))
+        assert time.monotonic() < until, logs
+        assert not any(process.poll() for process in processes), logs
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_hosts_give_the_bits_of_one_and_send_no_more_than_others_need(count, tmp_path):
+    on = {}
+    for num_hosts in (1, count):
+        folder = tmp_path / str(num_hosts)
+        folder.mkdir()
+        with Hosts(num_hosts) as hosts, ranks("run", folder, hosts, 4 // num_hosts) as processes:
+            on[num_hosts] = results(folder, 4, processes)
+    one, many = on[1], on[count]
+    assert [rank["values"] for rank in many] == [rank["values"] for rank in one]
+    own = ROWS * WIDTH * 4 / count  # bytes of a host, which each other one needs
+    for rank in range(0, 4, 4 // count):
+        assert own * (count - 1) < many[rank]["sent"] < 1.1 * own * (count - 1)
+
+
+@pytest.mark.parametrize("mode", ["lose", "wrap"])
+def test_a_host_that_cant_be_reached_is_an_error_on_every_rank_in_time(mode, tmp_path):
+    with Hosts(2) as hosts, ranks(mode, tmp_path, hosts):
+        wait_for([tmp_path / f"ready{rank}" for rank in range(4)], (), tmp_path)
+        hosts.unplug(1)
+        (tmp_path / "go").touch()
+        for result in results(tmp_path, 4):
+            assert "error" in result, result
+            assert result["took_s"] < 2 * TIMEOUT_S + 4
+            print(f"{result['took_s']:.1f} s: {result['error'][:300]}")
+            where = r"missing: rank 2 \([^()]*\)\. |ranks \[2, 3\] did not arrive|the store of"
+            assert re.search(where, result["error"])
