@@ -20,8 +20,9 @@ namespace flex_model {
 
 constexpr int kMaxLevels = 3;  // above the run; boxes with more are cut by the host
 constexpr int kWindowBytes = 16;
-constexpr int kThreads = 128;  // of a block
-constexpr int kUnroll = 4;     // pieces of a thread: its loads are all in flight before it stores
+constexpr int kThreads = 128;   // of a block
+constexpr int kUnroll = 4;      // pieces of a thread: its loads are all in flight before it stores
+constexpr uint32_t kWarp = 32;  // threads, whose pieces lie side by side
 constexpr uint32_t kTile = kThreads * kUnroll;  // pieces of a block
 
 // How the runs of a batch are cut: into chunks of `unit` bytes, or windows with parts of `unit`.
@@ -80,8 +81,16 @@ struct Window {
   }
 };
 
-// One box: runs of `run` pieces (chunks or windows), repeated by the levels, innermost first.
-// Strides are in bytes.
+// Where a piece is: its run, on both sides, and the pieces of the run before it.
+struct Place {
+  const char* from;
+  char* to;
+  uint32_t in_run;
+  uint32_t runs_left;  // until the innermost level ends
+};
+
+// One box: runs of `run` pieces (chunks or windows), repeated by the levels, innermost first: a
+// level that is not needed has one step. Strides are in bytes.
 struct Copy {
   const char* from;
   char* to;
@@ -91,57 +100,49 @@ struct Copy {
   Divisor run;
   Divisor counts[kMaxLevels - 1];  // the outermost level needs none: the rest is its index
   uint32_t num_pieces;
-  int32_t num_levels;
 
-  // Computes where the run of piece `i` begins on both sides; returns the piece's index in the run.
-  FLEX_MODEL_HOST_DEVICE uint32_t find_run(uint32_t i, const char** read, char** write) const {
-    const char* source = from;
-    char* target = to;
-    uint32_t in_run = i;
-    if (num_levels > 0) {
-      uint32_t left = run.quotient(i);
-      in_run -= left * run.value;
+  // Computes the place of piece `i`, by divisions.
+  FLEX_MODEL_HOST_DEVICE Place place_of(uint32_t i) const {
+    const uint32_t number = run.quotient(i);
+    const uint32_t inner = counts[0].quotient(number), outer = counts[1].quotient(inner);
+    const uint32_t index[] = {number - inner * counts[0].value, inner - outer * counts[1].value,
+                              outer};
+    Place place{from, to, i - number * run.value, counts[0].value - 1 - index[0]};
 #ifdef __CUDA_ARCH__
 #pragma unroll
 #endif
-      for (int level = 0; level < kMaxLevels; ++level) {
-        if (level >= num_levels) break;
-        uint32_t index = left;
-        if (level + 1 < num_levels) {
-          const Divisor& count = counts[level < kMaxLevels - 1 ? level : 0];
-          left = count.quotient(left);
-          index -= left * count.value;
-        }
-        source += index * from_strides[level];
-        target += index * to_strides[level];
-      }
+    for (int level = 0; level < kMaxLevels; ++level) {
+      place.from += index[level] * from_strides[level];
+      place.to += index[level] * to_strides[level];
     }
-    *read = source;
-    *write = target;
-    return in_run;
+    return place;
   }
 
-  // Computes where chunk `i` is read and written.
-  FLEX_MODEL_HOST_DEVICE void find_chunk(uint32_t i, int chunk_bytes, const char** read,
-                                         char** write) const {
-    const int64_t at = static_cast<int64_t>(find_run(i, read, write)) * chunk_bytes;
-    *read += at;
-    *write += at;
+  // Moves `place` on by kWarp pieces, to piece `i`. Within a run of kWarp pieces or more, and from
+  // it to the next one, that takes no division.
+  FLEX_MODEL_HOST_DEVICE void advance(uint32_t i, Place* place) const {
+    place->in_run += kWarp;
+    if (place->in_run < run.value) return;
+    place->in_run -= run.value;
+    if (place->in_run < run.value && place->runs_left > 0) {
+      --place->runs_left;
+      place->from += from_strides[0];
+      place->to += to_strides[0];
+    } else {
+      *place = place_of(i);
+    }
   }
 
-  FLEX_MODEL_HOST_DEVICE Window find_window(uint32_t i) const {
-    const char* source;
-    char* target;
-    const uint32_t number = find_run(i, &source, &target);
-    const int32_t skew = static_cast<int32_t>(reinterpret_cast<uintptr_t>(target) % kWindowBytes);
-    const int64_t at = static_cast<int64_t>(number) * kWindowBytes - skew;
+  FLEX_MODEL_HOST_DEVICE Window window_at(const Place& place) const {
+    const int32_t skew = static_cast<int32_t>(reinterpret_cast<uintptr_t>(place.to) % kWindowBytes);
+    const int64_t at = static_cast<int64_t>(place.in_run) * kWindowBytes - skew;
     const int64_t left = run_bytes - at;
-    return {source + at, target + at, number == 0 ? skew : 0,
+    return {place.from + at, place.to + at, place.in_run == 0 ? skew : 0,
             left < kWindowBytes ? static_cast<int32_t>(left) : kWindowBytes};
   }
 };
 
-// The copies of one launch. Blocks process tiles of the copies in turns, so that runs which
+// The copies of one launch. Blocks take tiles of the copies in turns, so that runs which
 // interleave in the full tensor are written at about the same time; copies with more tiles than the
 // smallest one finish one after the other.
 template <int kCapacity>
@@ -150,9 +151,10 @@ struct CopyBatch {
   uint32_t ends[kCapacity];  // by copy: the end of its blocks after the turns
   Divisor num_copies;
   uint32_t num_turns;
-  uint32_t num_blocks;
+  uint32_t num_blocks;  // if each had one tile; a block of a smaller grid takes several
+  int64_t num_bytes;    // of the op, with its other batches
 
-  // Computes the other fields from copies[0] to copies[count - 1].
+  // Computes the other fields but `num_bytes` from copies[0] to copies[count - 1].
   void arrange(uint32_t count) {
     num_turns = ~uint32_t{0};
     for (uint32_t c = 0; c < count; ++c) {

@@ -8,29 +8,46 @@
 namespace flex_model {
 namespace {
 
-template <typename Batch>
+template <bool kStreams, typename Batch>
 cudaError_t copy(const Batch& batch, const Cut& cut, uint32_t max_blocks, void* stream) {
-  const uint32_t blocks =
-      max_blocks == 0 ? batch.num_blocks : std::min(max_blocks, batch.num_blocks);
   const auto start = [&](auto kernel) {
-    return launch(kernel, blocks, kThreads, static_cast<cudaStream_t>(stream), batch);
+    return launch(kernel, std::min(max_blocks, batch.num_blocks), kThreads,
+                  static_cast<cudaStream_t>(stream), batch);
   };
   if (cut.windows) {
     switch (cut.unit) {
-      case 4: return start(copy_windows<uint32_t, Batch>);
-      case 2: return start(copy_windows<uint16_t, Batch>);
-      case 1: return start(copy_windows<uint8_t, Batch>);
+      case 4: return start(copy_windows<uint32_t, kStreams, Batch>);
+      case 2: return start(copy_windows<uint16_t, kStreams, Batch>);
+      case 1: return start(copy_windows<uint8_t, kStreams, Batch>);
     }
     return cudaErrorInvalidValue;
   }
   switch (cut.unit) {
-    case 16: return start(copy_chunks<uint4, Batch>);
-    case 8: return start(copy_chunks<uint2, Batch>);
-    case 4: return start(copy_chunks<unsigned int, Batch>);
-    case 2: return start(copy_chunks<unsigned short, Batch>);
-    case 1: return start(copy_chunks<unsigned char, Batch>);
+    case 16: return start(copy_chunks<uint4, kStreams, Batch>);
+    case 8: return start(copy_chunks<uint2, kStreams, Batch>);
+    case 4: return start(copy_chunks<unsigned int, kStreams, Batch>);
+    case 2: return start(copy_chunks<unsigned short, kStreams, Batch>);
+    case 1: return start(copy_chunks<unsigned char, kStreams, Batch>);
   }
   return cudaErrorInvalidValue;
+}
+
+// Without `max_blocks` the grid fills the device: its blocks go from tile to tile. Bytes that are
+// read and written leave nothing else in a cache that they exceed; smaller results stay in it for
+// the editing function, which reads them at once.
+template <typename Batch>
+cudaError_t copy(const Batch& batch, const Cut& cut, uint32_t max_blocks, void* stream) {
+  int device, multiprocessors, cache_bytes;
+  cudaError_t error = cudaGetDevice(&device);
+  const auto ask = [&](int* value, cudaDeviceAttr attribute) {
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, device);
+  };
+  ask(&multiprocessors, cudaDevAttrMultiProcessorCount);
+  ask(&cache_bytes, cudaDevAttrL2CacheSize);
+  if (error != cudaSuccess) return error;
+  if (max_blocks == 0) max_blocks = multiprocessors * (cut.windows ? kWindowBlocks : kChunkBlocks);
+  return batch.num_bytes >= cache_bytes / 2 ? copy<true>(batch, cut, max_blocks, stream)
+                                            : copy<false>(batch, cut, max_blocks, stream);
 }
 
 }  // namespace

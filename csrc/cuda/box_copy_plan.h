@@ -77,6 +77,8 @@ inline void append_copies(const Transfer& transfer, const Cut& cut, int64_t max_
       copy.to = transfer.to + at;
       copy.run_bytes = std::min(longest, transfer.run_bytes - at);
       copy.num_pieces = static_cast<uint32_t>(num_pieces_of(cut, copy.run_bytes));
+      copy.run = Divisor::of(copy.num_pieces);
+      for (Divisor& count : copy.counts) count = Divisor::of(1);
       copies->push_back(copy);
     }
     return;
@@ -105,11 +107,11 @@ inline void append_copies(const Transfer& transfer, const Cut& cut, int64_t max_
     copy.run_bytes = part.run_bytes;
     copy.run = Divisor::of(static_cast<uint32_t>(num_pieces_of(cut, part.run_bytes)));
     copy.num_pieces = static_cast<uint32_t>(inner * part.steps.back().count);
-    copy.num_levels = static_cast<int32_t>(part.steps.size());
-    for (size_t l = 0; l < part.steps.size(); ++l) {
+    part.steps.resize(kMaxLevels, {1, 0, 0});
+    for (int l = 0; l < kMaxLevels; ++l) {
       copy.from_strides[l] = part.steps[l].from_stride;
       copy.to_strides[l] = part.steps[l].to_stride;
-      if (l + 1 < part.steps.size()) {
+      if (l + 1 < kMaxLevels) {
         copy.counts[l] = Divisor::of(static_cast<uint32_t>(part.steps[l].count));
       }
     }
@@ -164,12 +166,12 @@ class CopyPlan {
   static constexpr size_t kCapacity = sizeof(Batch::copies) / sizeof(Copy);
 
   template <typename Batch, typename Launch>
-  static int launch_some(const std::vector<Copy>& copies, size_t* at, const Cut& cut,
-                         Launch launch) {
+  int launch_some(const std::vector<Copy>& copies, size_t* at, const Cut& cut, Launch launch) {
     Batch batch;
     const size_t count = std::min(kCapacity<Batch>, copies.size() - *at);
     std::copy_n(copies.begin() + *at, count, batch.copies);
     batch.arrange(static_cast<uint32_t>(count));
+    batch.num_bytes = num_bytes_;
     *at += count;
     return launch(batch, cut);
   }

@@ -12,6 +12,11 @@
 
 namespace flex_model {
 
+// What fills the links between GPUs, and leaves the rest of the multiprocessors to the model: 512
+// KB in flight, with 64 bytes per thread. Chosen, not measured; PyTorch's kernels of this kind have
+// as many threads (nccl_all_gather_offset: 32 blocks of 256).
+constexpr uint32_t kPeerBlocks = 64;
+
 class Cuda {
  public:
   Cuda(const char* op, int32_t device) : op_(op), device_(device), guard_(device) {}
@@ -30,6 +35,7 @@ class Cuda {
   }
 
   void run() { run(copies_, 0); }
+  void run_on_peers() { run(copies_, kPeerBlocks); }
 
   void to_host(const std::vector<Box>& boxes, const char* shard, char* full,
                const std::string& how) {

@@ -25,7 +25,8 @@ struct RowCopy {
 
 extern "C" {
 
-// Starts the copies of `batch`, with at most `max_blocks` blocks at once (0: as many as there are).
+// Starts the copies of `batch`, with at most `max_blocks` blocks (0: as many as the device runs at
+// once).
 int flex_model_copy_small(const flex_model::SmallBatch* batch, flex_model::Cut cut,
                           uint32_t max_blocks, void* stream);
 int flex_model_copy_large(const flex_model::LargeBatch* batch, flex_model::Cut cut,

@@ -1,5 +1,6 @@
 // pull_, push and copy_to_host (schema.cpp), on any device. Besides the members in reorder.h, a
 // `Device` has
+//   run_on_peers()   as run(), for shards in the memory of other GPUs
 //   to_host(boxes, shard, full, how)   assembles one rank's boxes in host memory, and starts it
 #pragma once
 
@@ -39,7 +40,7 @@ void pull_(const Tensor& full, const Ints& addresses, const Ints& code, int64_t 
   }
   Device device(op, full.get_device());
   device.assemble(rotated(plan, first), shards, write_bytes(full));
-  device.run();
+  device.run_on_peers();
 }
 
 template <typename Device>
@@ -52,7 +53,7 @@ void push(const Tensor& full, const Ints& addresses, const Ints& code, int64_t f
   for (int64_t address : addresses) shards.push_back(at_address(address));
   Device device(op, full.get_device());
   device.split(rotated(plan, first), read_bytes(full), shards);
-  device.run();
+  device.run_on_peers();
 }
 
 template <typename Device>

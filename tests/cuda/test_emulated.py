@@ -31,6 +31,21 @@ def test_a_stream_that_does_not_wait_reads_nonsense():
         assert not torch.equal(too_early.cpu(), full[:, :32])
 
 
+def test_transfers_with_peers_leave_multiprocessors_to_the_model():
+    """An emulated GPU has two, and a full grid 12 blocks on each."""
+    from tests.cuda.emulated import runtime
+
+    sizes = (4096, 256)  # 512 tiles of 8 KiB
+    plan = plan_of(sizes, blocks(sizes, ([], [128])), 4)
+    full = torch.randn(sizes).cuda()
+    shards = [torch.ops.flex_model.split(full, plan.code, rank, (4096, 128)) for rank in (0, 1)]
+    assert runtime.library.emulated_last_num_blocks() == 24
+    addresses = [shard.data_ptr() for shard in shards]
+    for op in (torch.ops.flex_model.pull_, torch.ops.flex_model.push):
+        op(full, addresses, plan.code, 0)
+        assert runtime.library.emulated_last_num_blocks() == 64
+
+
 def test_memory_that_is_freed_too_early_holds_nonsense():
     """As torch's allocator, which gives it to the stream on which it was allocated."""
     full, side = torch.randn(SIZES), torch.cuda.Stream()

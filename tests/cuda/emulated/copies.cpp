@@ -16,6 +16,8 @@ namespace {
 
 using namespace flex_model;
 
+constexpr int64_t kCacheBytes = 1 << 20;  // of an emulated device
+
 std::mt19937_64 random_bits(20240817);
 
 int64_t pick(int64_t low, int64_t high) {
@@ -113,6 +115,19 @@ void copy_rows(const Transfer& transfer, char* host) {
   }
 }
 
+// A step from piece to piece leads where a division does.
+void check_steps(const Copy& copy) {
+  for (uint32_t i = 0; i + kWarp < copy.num_pieces; ++i) {
+    Place place = copy.place_of(i);
+    copy.advance(i + kWarp, &place);
+    const Place expected = copy.place_of(i + kWarp);
+    if (place.from != expected.from || place.to != expected.to || place.in_run != expected.in_run ||
+        place.runs_left != expected.runs_left) {
+      fail("a step leads elsewhere");
+    }
+  }
+}
+
 void check_box(Direction direction, int64_t max_pieces) {
   const Box box = random_box();
   const bool to_full = direction == Direction::kToFull;
@@ -131,7 +146,8 @@ void check_box(Direction direction, int64_t max_pieces) {
     append_copies(transfer, cut, max_pieces, &copies);
     for (const Copy& copy : copies) {
       if (copy.num_pieces < 1 || copy.num_pieces > max_pieces) fail("a copy has too many pieces");
-      SmallBatch batch;
+      check_steps(copy);
+      SmallBatch batch{};
       batch.copies[0] = copy;
       batch.arrange(1);
       if (Launch{0}(batch, cut)) fail("a launch is refused");
@@ -180,7 +196,7 @@ void check_shifts() {
         const Transfer transfer{from.data + source, to.data + target, bytes, {}};
         std::vector<Copy> copies;
         append_copies(transfer, {1, true}, 1 << 20, &copies);
-        SmallBatch batch;
+        SmallBatch batch{};
         batch.copies[0] = copies.at(0);
         batch.arrange(1);
         if (Launch{0}(batch, {1, true})) fail("a shifted copy is refused");
@@ -204,17 +220,16 @@ void check_large() {
       append_copies(transfer, cut, gib, &copies);
       int64_t covered = 0;
       for (const Copy& copy : copies) {
-        covered += copy.run_bytes * (copy.num_levels ? copy.num_pieces / copy.run.value : 1);
-        const char* read;
-        char* write;
+        const int64_t num_runs = copy.num_pieces / copy.run.value, last = copy.run_bytes - 16;
+        covered += copy.run_bytes * num_runs;
+        const Place place = copy.place_of(copy.num_pieces - (cut.windows ? 2 : 1));
+        const char* read = place.from + int64_t{place.in_run} * 16;
+        char* write = place.to + int64_t{place.in_run} * 16;
         if (cut.windows) {
-          const Window window = copy.find_window(copy.num_pieces - 2);
+          const Window window = copy.window_at(place);
           read = window.from, write = window.to;
-        } else {
-          copy.find_chunk(copy.num_pieces - 1, cut.unit, &read, &write);
         }
-        const int64_t last = copy.run_bytes - 16;
-        if (copy.num_levels == 0 && (read != copy.from + last || write != copy.to + last)) {
+        if (num_runs == 1 && (read != copy.from + last || write != copy.to + last)) {
           fail("a large copy ends elsewhere");
         }
       }
@@ -241,6 +256,32 @@ void check_choice() {
   std::vector<RowCopy> copies;
   append_row_copies(rows_of(3 * gib, 4, 6 * gib, 1), kMaxRowCopies, &copies);
   if (copies.size() != 4) fail("a pitch that CUDA would refuse");
+}
+
+// How large the grid is, and which copies leave other data in the cache.
+void check_launch(int64_t num_bytes, bool windows, uint32_t max_blocks, uint32_t num_blocks) {
+  Buffer from(num_bytes + 16, 1, 127), to(num_bytes + 16);
+  CopyPlan plan;
+  const Box box{0, 0, 0, num_bytes, {}};
+  plan.add(box, Direction::kToFull, from.data + (windows ? 2 : 0), to.data);
+  emulated::num_streamed = 0;
+  if (plan.for_each_batch(Launch{max_blocks})) fail("a launch is refused");
+  cudaDeviceSynchronize();
+  if (emulated_last_num_blocks() != num_blocks) fail("a grid has another size");
+  const int64_t num_pieces = num_bytes / 16, num_hinted = windows ? num_pieces : 2 * num_pieces;
+  const bool is_large = num_bytes >= kCacheBytes / 2;
+  if (emulated::num_streamed != (is_large ? num_hinted : 0)) fail("a hint to the cache is wrong");
+}
+
+void check_launches() {
+  const int64_t tile = int64_t{kTile} * 16, half = kCacheBytes / 2;
+  check_launch(tile, false, 0, 1);
+  check_launch(half - 16, false, 0, 24);
+  check_launch(half, false, 0, 24);
+  check_launch(half - 16, true, 0, 14);
+  check_launch(half, true, 0, 14);
+  check_launch(half, false, 3, 3);
+  check_launch(2 * tile, false, 3, 2);
 }
 
 // Cuts that no plan makes, and launches and copies that CUDA refuses.
@@ -290,6 +331,7 @@ int main(int argc, char**) {
   check_shifts();
   check_large();
   check_choice();
+  check_launches();
   check_refused();
   return 0;
 }

@@ -176,6 +176,7 @@ Streams& streams() {
   return *one;
 }
 
+std::atomic<uint32_t> last_num_blocks = 0;
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local int current_device = 0;
 thread_local cudaStream_t current_streams[kDevices] = {};
@@ -202,6 +203,7 @@ cudaError_t launch(std::function<void()> kernel, uint32_t blocks, uint32_t threa
   if (blocks == 0 || blocks > 0x7fffffffu || threads == 0 || threads > 1024) {
     result(cudaErrorInvalidConfiguration);
   } else {
+    last_num_blocks = blocks;
     enqueue(stream, [=] { Grid(blocks, threads, kernel).run(); });
   }
   return cudaGetLastError();
@@ -249,6 +251,12 @@ cudaError_t cudaSetDevice(int device) {
   return cudaSuccess;
 }
 
+// A small one, so that blocks take several tiles.
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrMultiProcessorCount ? 2 : 1 << 20;
+  return cudaSuccess;
+}
+
 cudaError_t cudaDeviceSynchronize() {
   std::vector<cudaStream_t> all;
   {
@@ -260,6 +268,8 @@ cudaError_t cudaDeviceSynchronize() {
   }
   return cudaSuccess;
 }
+
+uint32_t emulated_last_num_blocks() { return last_num_blocks; }
 
 cudaStream_t emulated_current_stream(int device) {
   return current_streams[device] ? current_streams[device] : streams().all[device];

@@ -2,6 +2,7 @@
 // the process, a stream is a thread, and a thread of a kernel is a call. runtime.cpp implements it.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -11,7 +12,7 @@
 #define __host__
 #define __forceinline__ inline
 #define __grid_constant__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(threads, ...)
 
 struct Index {
   uint32_t x;
@@ -27,12 +28,18 @@ struct alignas(16) uint4 {
 };
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
+namespace emulated {
+inline std::atomic<uint32_t> num_streamed = 0;  // accesses
+}
+
 template <typename Value>
 Value __ldcs(const Value* address) {
+  emulated::num_streamed.fetch_add(1, std::memory_order_relaxed);
   return *address;
 }
 template <typename Value>
 void __stcs(Value* address, Value value) {
+  emulated::num_streamed.fetch_add(1, std::memory_order_relaxed);
   *address = value;
 }
 
@@ -51,6 +58,7 @@ enum cudaError_t {
 };
 enum cudaMemcpyKind { cudaMemcpyHostToHost, cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
 enum cudaMemoryType { cudaMemoryTypeUnregistered, cudaMemoryTypeHost, cudaMemoryTypeDevice };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrL2CacheSize };
 enum { cudaHostRegisterPortable = 1, cudaHostRegisterMapped = 2 };
 enum { cudaIpcMemLazyEnablePeerAccess = 1 };
 
@@ -78,6 +86,7 @@ cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaGetDeviceCount(int* count);
 cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceSynchronize();
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
 
 cudaError_t cudaStreamCreate(cudaStream_t* stream);
 cudaError_t cudaStreamQuery(cudaStream_t stream);
@@ -105,7 +114,9 @@ cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* memory);
 cudaError_t cudaIpcOpenMemHandle(void** memory, cudaIpcMemHandle_t handle, unsigned flags);
 cudaError_t cudaIpcCloseMemHandle(void* memory);
 
-// Beyond CUDA: the stream that torch calls current, by thread and device.
+// Beyond CUDA: the size of the grid launched last; the stream that torch calls current, by thread
+// and device.
+uint32_t emulated_last_num_blocks();
 cudaStream_t emulated_current_stream(int device);
 void emulated_set_current_stream(int device, cudaStream_t stream);
 }
