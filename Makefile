@@ -24,7 +24,7 @@ export PYTHON
 CPP = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 NVCC := $(shell PATH="$${CUDA_HOME:-/usr/local/cuda}/bin:$$PATH" command -v nvcc)
 
-.PHONY: help venv build demo test browser check bench docs lint clean parity fuzz hosts cuda-emulated
+.PHONY: help venv build demo test browser check bench docs lint clean parity fuzz hosts cuda-emulated sass
 .PHONY: check-build check-symbols check-sdist check-sanitizers check-slow
 
 help:  ## list the targets
@@ -65,6 +65,9 @@ cuda-emulated: build  ## the CUDA code on the CPU: the tests of a GPU, and the l
 
 hosts: build  ## several hosts on this machine: network namespaces, as root
 	pytest -q -rs -m hosts tests/hosts
+
+sass: venv  ## what nvcc makes of the kernels: registers, spills, accesses and instructions
+	$(PYTHON) -m tests.cuda.sass
 
 docs: $(DOCS_STAMP)  ## the documentation as a site in site/; links that lead nowhere fail
 	@mkdir -p build  # without --quiet, which would not count warnings
