@@ -5,27 +5,26 @@
 
 The first takes one GPU: the shards of n ranks are n tensors on it, so it shows the kernels at the
 speed of its memory. The second times transports between processes, each with a GPU of its own or
-all sharing one (then only `wrong` counts, for they take turns on it). ``--dry-run`` is for machines
-without a GPU: tiny cases on the CPU, whose times mean nothing.
+all sharing one (then only `wrong` counts, for they take turns on it). ``--dry-run``: tiny cases,
+whose times mean nothing; on the CPU where there is no GPU.
 
-Cases take turns, so that drift of the machine falls on all alike. A case is called often enough to
-take about a millisecond, and timed by CUDA events, or by the clock where it waits on the host.
-Results are compared with the full tensor, bit for bit, in the same run.
+Cases take turns, so that drift of the machine falls on all alike. Those of the first are timed by
+CUDA events, with an L2 cache that was overwritten; those of the second by the clock. Results are
+compared with the full tensor, bit for bit, in the same run.
 
 Columns of the first:
-    case       ``assemble``: the full tensor from n shards, by addresses (pull_); ``gathered``: from
-               one buffer with all shards (assemble, as after NCCL); ``split``: all n shards out of
-               the full tensor; ``flat + cat``: the shards copied into one buffer, as a collective
-               leaves them, then chunk and cat; ``list + cat``: a clone of one shard, the shards
-               copied into n new tensors, then cat
+    case       ``pull``: the full tensor from n shards, by their addresses and by the few blocks
+               that fill a link between GPUs; ``assemble``: from one buffer with all shards, as
+               after NCCL; ``split``: all n shards out of the full tensor; ``flat + cat``: the
+               shards copied into one buffer, as a collective leaves them, then chunk and cat;
+               ``list + cat``: a clone of one shard, the shards copied into n new tensors, then cat
     n, dim     ranks, and the dim they split; ``odd``: the last one, 513 elements of bfloat16 per
                rank, so that runs are aligned to two bytes; ``odd short``: 33
     run        bytes that are contiguous on both sides, of one rank
     mib        of the full tensor
     min_us, median_us   of one call
     gbs        bytes read and written / min_us
-    share      cudaMemcpy of as many contiguous bytes / this case, by min_us. Goals: 0.9 for runs of
-               at least 512 bytes and 64 MiB, 0.5 for odd ones
+    share      ``copy_`` of the full tensor / this case, by min_us: see bench_boxes_cuda.py
     speedup    ``flat + cat`` / this case, the goal for ``assemble`` at 64 MiB being 1.8
     extra_mib  memory beside inputs and result, at its peak
     wrong      bytes that differ: 0
@@ -54,7 +53,7 @@ def grid_of_cases(max_mib, dry_run):
     """(n, name of the dim, dim, sizes) of bfloat16 tensors."""
     for mib in [1] if dry_run else [m for m in (1, 16, 64, 256, 1024) if m <= max_mib]:
         elements = mib * MIB // 2
-        for n in (2, 4, 8):
+        for n in (2,) if dry_run else (2, 4, 8):
             yield n, "0", 0, (8 * 16, elements // (8 * 16))
             yield n, "1", 1, (32, elements // (32 * 2048), 2048)
             yield n, "-1", 1, (elements // 4096, 4096)
@@ -73,7 +72,7 @@ def reorder_rows(timer, n, name, dim, sizes, repeats):
     offsets = [rank * width for rank in range(n)]
     copied = torch.empty_like(full)
 
-    def assemble():
+    def pull():
         out = torch.empty_like(full)
         ops.pull_(out, addresses, plan.code, 0)
         return out
@@ -95,8 +94,8 @@ def reorder_rows(timer, n, name, dim, sizes, repeats):
         return [ops.split(full, plan.code, rank, plan.shard_sizes[rank]) for rank in range(n)]
 
     cases = {
-        "assemble": assemble,
-        "gathered": lambda: ops.assemble(gathered, offsets, plan.code, list(sizes), full.dtype),
+        "pull": pull,
+        "assemble": lambda: ops.assemble(gathered, offsets, plan.code, list(sizes), full.dtype),
         "split": split,
         "flat + cat": flat_and_cat,
         "list + cat": list_and_cat,
@@ -123,7 +122,7 @@ def reorder_rows(timer, n, name, dim, sizes, repeats):
 
 
 def bench_one_gpu(args):
-    timer = Timer(torch.device("cpu" if args.dry_run else "cuda"), args.dry_run)
+    timer = Timer(gpus.device(), args.dry_run)
     rows = []
     for case in grid_of_cases(args.max_mib, args.dry_run):
         rows += reorder_rows(timer, *case, args.repeats)
@@ -138,11 +137,17 @@ def bench_ranks(args):
 
     rank, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     own_gpu = torch.cuda.device_count() >= n
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if own_gpu else 0)
+    with_nccl = own_gpu and not args.dry_run
+    device = gpus.device()
+    synchronize = int
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if own_gpu else 0)
+        torch.cuda.set_device(device)
+        synchronize = torch.cuda.synchronize
     if not own_gpu:
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    dist.init_process_group("cpu:gloo,cuda:nccl" if own_gpu else "gloo")
-    group = process_groups.acquire(tuple(range(n)), 60.0)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if with_nccl else "gloo")
+    group, _ = process_groups.acquire(tuple(range(n)), 60.0)
 
     def wait(works):
         while not all(work.is_completed() for work in works):
@@ -150,17 +155,16 @@ def bench_ranks(args):
         for work in works:
             work.wait()
 
-    on_cpu, _ = choose(group, wait)
-    if args.dry_run:
-        device, transports, synchronize = torch.device("cpu"), {on_cpu.name: on_cpu}, int
-    else:
-        torch.cuda.set_device(device)
-        synchronize = torch.cuda.synchronize
+    on_cpu, _ = choose(group, wait, torch.device("cpu"))
+    transports = {}
+    if device.type == "cuda":
         memory = peer_buffers.connect(on_cpu, wait, device)
-        transports = {f"peer_memory ({type(memory).__name__})": PeerMemory(group, memory)}
-    if own_gpu:
-        transports["nccl"] = nccl.Nccl(group, wait, device)
-    baseline = "nccl + cat" if own_gpu else "gloo + cat"
+        transports[f"peer_memory ({type(memory).__name__})"] = PeerMemory(group, memory)
+    else:
+        transports[on_cpu.name] = on_cpu
+    if with_nccl:
+        transports["nccl"] = nccl.Nccl(on_cpu, wait, device)
+    baseline = "nccl + cat" if with_nccl else "gloo + cat"
 
     rows = []
     sizes_mib = [1] if args.dry_run else [m for m in (1, 16, 64, 256) if m <= args.max_mib]
@@ -172,13 +176,11 @@ def bench_ranks(args):
         shard = full.chunk(n, dim)[rank].contiguous()
 
         def gather_and_cat(shard=shard, dim=dim):
-            mine = shard if own_gpu else shard.cpu()
+            mine = shard if with_nccl else shard.cpu()
             flat = mine.new_empty((n * mine.shape[0], *mine.shape[1:]))
             dist.all_gather_into_tensor(flat, mine)
             full = flat if dim == 0 else torch.cat(flat.chunk(n), dim)
-            full = full.to(device)
-            synchronize()
-            return full
+            return full.to(device)
 
         cases = {
             name: lambda t=t, shard=shard, plan=plan: t.all_gather(shard, plan)[0]
@@ -188,9 +190,10 @@ def bench_ranks(args):
         for _ in range(args.repeats + 2):
             for name, run in cases.items():
                 synchronize()
-                wait([group.backend.allreduce([torch.zeros(1)])])
+                dist.all_reduce(torch.zeros(1))
                 start = time.perf_counter()
                 run()
+                synchronize()
                 slowest = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
                 dist.all_reduce(slowest, dist.ReduceOp.MAX)
                 times[name].append(slowest.item())
@@ -206,10 +209,10 @@ def bench_ranks(args):
                     "wrong": wrong.item(),
                 }
             )
-    if not args.dry_run:
+    if device.type == "cuda":
         for transport in transports.values():
             transport.close()
-    process_groups.release(group)
+    group.release()
     dist.destroy_process_group()
     return rows if rank == 0 else []
 

@@ -2,12 +2,11 @@
 
     python benchmarks/bench_offload.py [--repeats N] [--json FILE]
 
-One GPU, whose shard is half the width of the full tensor. ``--dry-run`` is for machines without a
-GPU: tiny cases on the CPU, whose times mean nothing.
+One GPU, whose shard is half the width of the full tensor. ``--dry-run``: tiny cases, whose times
+mean nothing; on the CPU where there is no GPU.
 
-Cases take turns, so that drift of the machine falls on all alike. A case is called often enough to
-take about a millisecond, and timed by CUDA events. What arrived is compared bit for bit, in the
-same run.
+Cases take turns, so that drift of the machine falls on all alike, and are timed by CUDA events.
+What arrived is compared bit for bit, in the same run.
 
 Columns:
     case       ``host``: a shard into page-locked host memory, by ``how``, ``contiguous`` being what
@@ -36,8 +35,8 @@ def host_rows(timer, repeats):
         count = (MIB if timer.dry_run else 64 * MIB) // run_bytes
         plan = plan_along((count, 2 * run_bytes), 1, 2, 1)
         shard = torch.randint(0, 256, (count, run_bytes), dtype=torch.uint8, device=timer.device)
-        host = torch.zeros(count, 2 * run_bytes, dtype=torch.uint8, pin_memory=not timer.dry_run)
-        flat = torch.empty(count, run_bytes, dtype=torch.uint8, pin_memory=not timer.dry_run)
+        host = torch.zeros(count, 2 * run_bytes, dtype=torch.uint8, pin_memory=timer.is_gpu)
+        flat = torch.empty(count, run_bytes, dtype=torch.uint8, pin_memory=timer.is_gpu)
 
         def copy(how, shard=shard, host=host, plan=plan):
             ops.copy_to_host(shard, host.data_ptr(), plan.code, 1, how)
@@ -69,11 +68,12 @@ def overlap_rows(timer, repeats):
     from flex_model.distributed.transports.host_copies import HostCopies
 
     device = timer.device
-    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=device) for _ in range(2))
+    width, rows = (64, 64) if timer.dry_run else (8192, 4096)
+    a, b = (torch.randn(width, width, dtype=torch.bfloat16, device=device) for _ in range(2))
     product = a @ b
-    shard = torch.randn(4096, 2048, dtype=torch.bfloat16, device=device)
-    plan = plan_along((4096, 4096), 1, 2, 2)
-    host = torch.empty(8, 4096, 4096, dtype=torch.bfloat16, pin_memory=True)
+    shard = torch.randn(rows, 2048, dtype=torch.bfloat16, device=device)
+    plan = plan_along((rows, 4096), 1, 2, 2)
+    host = torch.empty(8, rows, 4096, dtype=torch.bfloat16, pin_memory=True)
     copies = HostCopies()
 
     def gemms():
@@ -102,9 +102,9 @@ def overlap_rows(timer, repeats):
 
 def main():
     args = gpus.parse(gpus.arguments(__doc__.splitlines()[0]))
-    timer = Timer(torch.device("cpu" if args.dry_run else "cuda"), args.dry_run)
+    timer = Timer(gpus.device(), args.dry_run)
     rows = host_rows(timer, args.repeats)
-    gpus.report(rows if args.dry_run else rows + overlap_rows(timer, args.repeats), args)
+    gpus.report(rows + overlap_rows(timer, args.repeats) if timer.is_gpu else rows, args)
 
 
 if __name__ == "__main__":

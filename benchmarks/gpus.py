@@ -1,7 +1,9 @@
-"""Cases on one GPU for the benchmarks: a clock for what it does, and how rows are told."""
+"""Cases on one GPU for the benchmarks: a clock for what it does, and how rows are reported."""
 
 import argparse
+import itertools
 import json
+import math
 import statistics
 import sys
 import time
@@ -18,10 +20,21 @@ MIB = 1 << 20
 
 def plan_along(sizes, dim, n, itemsize):
     """Rank r holds the r-th of n equal parts of dim ``dim``."""
-    shard = [size // n if d == dim else size for d, size in enumerate(sizes)]
-    starts = [[shard[dim] * r if d == dim else 0 for d in range(len(sizes))] for r in range(n)]
-    boxes = [(r, start, [0] * len(sizes), shard) for r, start in enumerate(starts)]
-    return GatherPlan(list(sizes), [shard] * n, boxes, itemsize)
+    return grid_plan(sizes, [n if d == dim else 1 for d in range(len(sizes))], itemsize)
+
+
+def grid_plan(sizes, parts, itemsize):
+    """Each dim has some equal parts; ranks count along the last one first."""
+    shard = [size // n for size, n in zip(sizes, parts)]
+    places = itertools.product(*(range(n) for n in parts))
+    starts = [[size * i for size, i in zip(shard, place)] for place in places]
+    boxes = [(rank, start, [0] * len(sizes), shard) for rank, start in enumerate(starts)]
+    return GatherPlan(list(sizes), [shard] * math.prod(parts), boxes, itemsize)
+
+
+def device():
+    """The GPU, real or emulated; the CPU where a dry run finds none."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def num_wrong(got, expected):
@@ -30,25 +43,34 @@ def num_wrong(got, expected):
 
 
 class Timer:
-    """Times calls on a device, or on the host."""
+    """Times calls by the events of a GPU, whose L2 cache it overwrites before each; or on the CPU,
+    by the clock.
+    """
 
     def __init__(self, device, dry_run):
         self.device, self.dry_run = device, dry_run
-        self.synchronize = int if dry_run else torch.cuda.synchronize
+        self.is_gpu = device.type == "cuda"
+        self.synchronize = torch.cuda.synchronize if self.is_gpu else int
+        if self.is_gpu:
+            cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+            self._flush = torch.empty(2 * cache_bytes, dtype=torch.uint8, device=device)
 
     def seconds(self, run, inner):
-        if self.dry_run:
+        if not self.is_gpu:
             start = time.perf_counter()
             for _ in range(inner):
                 run()
             return (time.perf_counter() - start) / inner
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
+        events = []
         for _ in range(inner):
+            # Meanwhile the host prepares the call, so that the GPU does not wait for it.
+            self._flush.zero_()
+            events.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
+            events[-1][0].record()
             run()
-        last.record()
-        last.synchronize()
-        return first.elapsed_time(last) / 1e3 / inner
+            events[-1][1].record()
+        events[-1][1].synchronize()
+        return sum(first.elapsed_time(last) for first, last in events) / 1e3 / inner
 
     def measure(self, cases, repeats):
         """Seconds per call of each case, which take turns."""
@@ -86,12 +108,13 @@ def row(case, times, **columns):
 
 
 def arguments(description, repeats=30):
-    """A parser of what all of them take."""
+    """A parser of what all of them take; without ``repeats``, a benchmark chooses them by time."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--repeats", type=int, default=repeats)
+    if repeats is not None:
+        parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--json", metavar="FILE", help="also write the rows to this file")
     parser.add_argument(
-        "--dry-run", action="store_true", help="tiny cases on the CPU, where there is no GPU"
+        "--dry-run", action="store_true", help="tiny cases, on the CPU where there is no GPU"
     )
     return parser
 

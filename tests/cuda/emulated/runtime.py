@@ -4,6 +4,7 @@ torch, whose CUDA library it precedes.
 
 import ctypes
 import sys
+import time
 from types import SimpleNamespace
 
 from tests.cuda.emulated import build
@@ -109,6 +110,11 @@ class Event:
 
     def record(self, stream=None):
         call("cudaEventRecord", self._handle, (stream or current_stream())._handle)
+        self._recorded_at = time.perf_counter()
+
+    def elapsed_time(self, later):
+        """Milliseconds of the host, which mean nothing."""
+        return (later._recorded_at - self._recorded_at) * 1e3
 
     def wait(self, stream=None):
         call("cudaStreamWaitEvent", (stream or current_stream())._handle, self._handle, 0)
@@ -163,5 +169,8 @@ def sleep(cycles):
 
 def properties(device=None):
     return SimpleNamespace(
-        uuid=f"{index_of(device) + 1:08x}-1111-2222-3333-444444444444", total_memory=1 << 30
+        name="emulated GPU",
+        uuid=f"{index_of(device) + 1:08x}-1111-2222-3333-444444444444",
+        total_memory=1 << 30,
+        L2_cache_size=1 << 20,
     )
