@@ -55,6 +55,7 @@ def test_streams_and_random_states_are_the_batchs_own():
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(256, 256), nn.Dropout(0.5)).cuda()
     ones, runs = torch.ones(4, 256, device="cuda"), []
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which fills `ones`
     for window in (1, None):
         torch.manual_seed(3)
         with torch.cuda.stream(stream):
