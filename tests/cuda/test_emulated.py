@@ -21,7 +21,7 @@ def split(full):
 def test_a_stream_that_does_not_wait_reads_nonsense():
     full, side, main = torch.randn(SIZES), torch.cuda.Stream(), torch.cuda.current_stream()
     on_gpu = full.cuda()
-    torch.cuda._sleep(200_000_000)
+    torch.cuda._sleep(1_000_000_000)
     shard = split(on_gpu)
     with torch.cuda.stream(side):
         too_early = shard.clone()
@@ -52,7 +52,7 @@ def test_memory_that_is_freed_too_early_holds_nonsense():
     on_gpu = full.cuda()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(200_000_000)
+        torch.cuda._sleep(1_000_000_000)
         shard = split(on_gpu)
         del on_gpu  # without a wait of the other stream
         assert not torch.equal(shard.cpu(), full[:, :32])
@@ -61,8 +61,42 @@ def test_memory_that_is_freed_too_early_holds_nonsense():
 def test_a_copy_to_pinned_memory_is_not_waited_for():
     full = torch.randn(SIZES)
     on_gpu, pinned = full.cuda(), torch.zeros(SIZES, pin_memory=True)
-    torch.cuda._sleep(200_000_000)
+    torch.cuda._sleep(1_000_000_000)
     pinned.copy_(on_gpu, non_blocking=True)
     assert not pinned.any()
     torch.cuda.synchronize()
     assert torch.equal(pinned, full)
+
+
+def test_memory_that_another_stream_uses_is_not_reused_before():
+    full, side = torch.randn(SIZES), torch.cuda.Stream()
+    on_gpu = full.cuda()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(1_000_000_000)
+        on_gpu.record_stream(side)
+        shard = split(on_gpu)
+        del on_gpu
+        assert torch.equal(shard.cpu(), full[:, :32])
+
+
+def test_a_memory_set_is_not_waited_for():
+    pinned, on_gpu = torch.zeros(SIZES, pin_memory=True), torch.zeros(SIZES, device="cuda")
+    torch.cuda._sleep(1_000_000_000)
+    on_gpu.fill_(1)
+    pinned.copy_(on_gpu, non_blocking=True)
+    assert not pinned.any()
+    torch.cuda.synchronize()
+    assert pinned.all()
+
+
+def test_freed_memory_goes_to_the_next_tensor_of_the_stream():
+    """Also a smaller one, and before what used it there is done."""
+    freed = torch.zeros(SIZES, device="cuda")
+    place = freed.data_ptr()
+    torch.cuda._sleep(1_000_000_000)
+    del freed
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert torch.empty(SIZES, device="cuda").data_ptr() != place
+    assert torch.empty((60, 64), device="cuda").data_ptr() == place
+    assert not torch.cuda.current_stream().query()

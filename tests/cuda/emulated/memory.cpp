@@ -6,12 +6,15 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
 #include <utility>
+#include <vector>
 
 using emulated::result;
 
@@ -23,16 +26,25 @@ constexpr size_t kMaxPitch = (size_t{1} << 31) - 1;
 struct Memory {
   size_t size;
   int device = 0;
-  int file = -1;                  // of cudaMalloc
-  cudaStream_t stream = nullptr;  // of torch's memory
+  int file = -1;                       // of cudaMalloc
+  cudaStream_t stream = nullptr;       // of torch's memory
+  std::set<cudaStream_t> others = {};  // which use it too
 };
 using Memories = std::map<char*, Memory>;
+
+// Memory of torch's that was released while other streams may use it.
+struct InUse {
+  char* memory;
+  Memory ended;
+  std::vector<cudaEvent_t> until;
+};
 
 // Never destroyed: streams use it until the process ends.
 struct Known {
   std::mutex mutex;
   Memories on_device, opened, page_locked;
   std::multimap<std::pair<cudaStream_t, size_t>, char*> free;  // torch's
+  std::vector<InUse> in_use;
 };
 
 Known& known() {
@@ -54,14 +66,25 @@ bool is_on_device(const void* address, size_t size) {
   return holder(known().on_device, address, size) || holder(known().opened, address, size);
 }
 
+bool is_page_locked(const void* address, size_t size) {
+  const std::lock_guard<std::mutex> lock(known().mutex);
+  return holder(known().page_locked, address, size);
+}
+
 cudaError_t copy_rows(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
                       size_t height, cudaMemcpyKind kind, cudaStream_t stream) {
   if (width == 0 || height == 0) return cudaSuccess;
+  const size_t to_bytes = to_pitch * (height - 1) + width;
   if (kind != cudaMemcpyDeviceToHost || !is_on_device(from, from_pitch * (height - 1) + width) ||
-      is_on_device(to, to_pitch * (height - 1) + width)) {
+      is_on_device(to, to_bytes)) {
     return result(cudaErrorInvalidValue);
   }
+  const bool was_locked = is_page_locked(to, to_bytes);
   emulated::enqueue(stream, [=] {
+    if (was_locked && !is_page_locked(to, to_bytes)) {  // what CUDA does then is not documented
+      std::fprintf(stderr, "emulated GPU: a copy to memory that is not page-locked any more\n");
+      std::abort();
+    }
     for (size_t row = 0; row < height; ++row) {
       std::memcpy(static_cast<char*>(to) + row * to_pitch,
                   static_cast<const char*>(from) + row * from_pitch, width);
@@ -81,20 +104,39 @@ void unmap(Memories& memories, Memories::iterator memory) {
   memories.erase(memory);
 }
 
+void make_free(char* memory, const Memory& ended) {
+  emulated::enqueue(ended.stream, [=] { std::memset(memory, kPoison, ended.size); });
+  known().free.emplace(std::pair(ended.stream, ended.size), memory);
+}
+
+bool have_happened(const std::vector<cudaEvent_t>& events) {
+  return std::all_of(events.begin(), events.end(),
+                     [](cudaEvent_t event) { return cudaEventQuery(event) == cudaSuccess; });
+}
+
 }  // namespace
 
 namespace emulated {
 
+// The smallest free memory that fits: what the stream released is used again at once.
 void* allocate(size_t size, int device) {
   if (size == 0) return nullptr;
   size = (size + 511) / 512 * 512;
   Known& all = known();
   cudaStream_t stream = emulated_current_stream(device);
   const std::lock_guard<std::mutex> lock(all.mutex);
-  auto found = all.free.find({stream, size});
+  const auto still = std::partition(all.in_use.begin(), all.in_use.end(),
+                                    [](const InUse& each) { return !have_happened(each.until); });
+  for (auto each = still; each != all.in_use.end(); ++each) {
+    make_free(each->memory, each->ended);
+    for (cudaEvent_t event : each->until) cudaEventDestroy(event);
+  }
+  all.in_use.erase(still, all.in_use.end());
+  auto found = all.free.lower_bound({stream, size});
   char* memory = nullptr;
-  if (found != all.free.end()) {
+  if (found != all.free.end() && found->first.first == stream && found->first.second <= 2 * size) {
     memory = found->second;
+    size = found->first.second;
     all.free.erase(found);
   } else {
     memory = static_cast<char*>(std::aligned_alloc(512, size));
@@ -110,13 +152,26 @@ void release(void* memory) {
   const auto found = all.on_device.find(static_cast<char*>(memory));
   const Memory ended = found->second;
   all.on_device.erase(found);
-  emulated::enqueue(ended.stream, [=] { std::memset(memory, kPoison, ended.size); });
-  all.free.emplace(std::pair(ended.stream, ended.size), static_cast<char*>(memory));
+  if (ended.others.empty()) return make_free(static_cast<char*>(memory), ended);
+  InUse in_use{static_cast<char*>(memory), ended, {}};
+  for (cudaStream_t stream : ended.others) {
+    cudaEventCreate(&in_use.until.emplace_back());
+    cudaEventRecord(in_use.until.back(), stream);
+  }
+  all.in_use.push_back(in_use);
 }
 
 }  // namespace emulated
 
 extern "C" {
+
+void emulated_record_stream(void* memory, cudaStream_t stream) {
+  const std::lock_guard<std::mutex> lock(known().mutex);
+  const auto found = known().on_device.find(static_cast<char*>(memory));
+  if (found != known().on_device.end() && found->second.stream != stream) {
+    found->second.others.insert(stream);
+  }
+}
 
 cudaError_t cudaMalloc(void** memory, size_t size) {
   const int file = memfd_create("emulated GPU memory", MFD_CLOEXEC);

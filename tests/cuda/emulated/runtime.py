@@ -61,24 +61,19 @@ def index_of(device):
     return current_device() if index is None else index
 
 
-class Stream:
-    device_type = 1  # CUDA, as torch counts
-
-    def __init__(self, device=None, handle=None):
-        self.device_index = index_of(device)
+class Stream(torch.Stream):
+    def __new__(cls, device=None, handle=None):
+        device = index_of(device)
         if handle is None:
             before = current_device()
-            set_device(self.device_index)
+            set_device(device)
             handle = made("cudaStreamCreate").value
             set_device(before)
-        self.cuda_stream = self.stream_id = handle
-        self._handle = ctypes.c_void_p(handle)
+        cuda = 1  # as torch counts types
+        return super().__new__(cls, stream_id=handle, device_index=device, device_type=cuda)
 
-    def __eq__(self, other):
-        return isinstance(other, Stream) and self.cuda_stream == other.cuda_stream
-
-    def __hash__(self):
-        return hash(self.cuda_stream)
+    def __init__(self, *_, **__):
+        self._handle = ctypes.c_void_p(self.stream_id)
 
     def query(self):
         return is_done("cudaStreamQuery", self._handle)
@@ -151,6 +146,12 @@ class UseStream:
 def set_stream(stream_id, device_index, device_type):
     set_device(device_index)
     Stream(device_index, stream_id).make_current()
+
+
+def record_stream(tensor, stream):
+    """Keep the tensor's memory, once it is freed, until the stream's work so far is done."""
+    memory = ctypes.c_void_p(tensor.untyped_storage().data_ptr())
+    library.emulated_record_stream(memory, ctypes.c_void_p(stream.stream_id))
 
 
 def synchronize(device=None):

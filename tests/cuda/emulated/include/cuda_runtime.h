@@ -119,6 +119,9 @@ cudaError_t cudaIpcCloseMemHandle(void* memory);
 uint32_t emulated_last_num_blocks();
 cudaStream_t emulated_current_stream(int device);
 void emulated_set_current_stream(int device, cudaStream_t stream);
+
+// As Tensor.record_stream: once released, the memory waits for this stream, too.
+void emulated_record_stream(void* memory, cudaStream_t stream);
 }
 
 namespace emulated {
