@@ -24,7 +24,7 @@ export PYTHON
 CPP = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 NVCC := $(shell PATH="$${CUDA_HOME:-/usr/local/cuda}/bin:$$PATH" command -v nvcc)
 
-.PHONY: help venv build demo test browser check bench docs lint clean parity fuzz hosts cuda-emulated sass
+.PHONY: help venv build demo test browser check bench docs lint clean parity fuzz hosts cuda-emulated
 .PHONY: check-build check-symbols check-sdist check-sanitizers check-slow
 
 help:  ## list the targets

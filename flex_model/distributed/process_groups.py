@@ -24,12 +24,14 @@ from flex_model.distributed.bounded_store import BoundedStore
 from flex_model.distributed.hosts import Hosts, Offer, Settings, hosts_of, share
 from flex_model.distributed.page_locks import PageLocks
 from flex_model.distributed.rendezvous import Rendezvous
+from flex_model.distributed.transports import host_copies
 from flex_model.errors import HookError
 
 _LEADERS_SLACK_S = 3.0  # for the first rank of a host to tell the others why it waited in vain
 
 _broken: list[Any] = []  # backends with unfinished work: never destroyed while the process runs
 _groups: dict[tuple[tuple[int, ...], int], PrivateGroup] = {}
+_released: list[PrivateGroup] = []  # whose memory a GPU may still write to
 _acquired: Counter[tuple[int, ...]] = Counter()  # requests by ranks: the same on all members
 
 
@@ -187,17 +189,25 @@ class PrivateGroup:
     def release(self) -> None:
         """Release the group, which is freed with its last user. Local; does nothing in a forked
         child.
+
+        Memory that this process's GPUs may still write to, after an interrupted wait, stays locked
+        and mapped until a later release, or until the process ends.
         """
         if self.pid != os.getpid():
             return
         self.num_users -= 1
         if self.num_users <= 0:
-            self.locks.release()
             _groups.pop((self.ranks, self.number), None)
+            _released.append(self)
+        if not _groups:
+            rendezvous.close_connection()
+        if host_copies.of_process.may_run():
+            return
+        while _released:
+            _released.pop().locks.release()
         if not _groups:
             page_locks.of_arena.release()
             _C.close_arena()
-            rendezvous.close_connection()
 
     def abort(self, reason: str) -> None:
         """Mark the group as unusable, and stop its work as far as gloo can be stopped."""
@@ -285,8 +295,10 @@ def leave_to_parent(owned: object) -> None:
 
 
 def _forked() -> None:
-    leave_to_parent([*_groups.values(), *_broken, *rendezvous.kept_connections()])
+    kept = [*_groups.values(), *_released, *_broken, *rendezvous.kept_connections()]
+    leave_to_parent(kept)
     _groups.clear()
+    _released.clear()
     rendezvous.close_connection()
 
 

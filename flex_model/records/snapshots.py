@@ -33,9 +33,9 @@ class Snapshot:
     ready: host_copies.Ready | None = None
 
     def wait(self) -> None:
-        """Make the current stream wait for its values; the host does not wait."""
+        """Make the current stream wait for its values; see ``Ready.wait``."""
         if self.ready is not None:
-            self.ready.wait()
+            self.ready.wait(self.tensor)
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
         """Replace the tensor by the function's result, after ``wait``."""

@@ -5,13 +5,16 @@
 Prints nothing and exits with 0 if every record has the right bits.
 """
 
+import gc
 import sys
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
-from flex_model import FlexModel, HookFunction
+from flex_model import FlexModel, HookError, HookFunction
+from flex_model.distributed.transports import host_copies
 from flex_model.records.snapshots import Snapshots
 from tests import models
 from tests.cuda.processes import join_ranks
@@ -19,13 +22,18 @@ from tests.cuda.processes import join_ranks
 TIMEOUT_S = 60.0
 
 
-def check_records(rank, num_ranks, dp, device):
-    """Sharded and replicated, small and large."""
-    tp, records = num_ranks // dp, {}
+def wrapped(records, tp, dp, device):
     model = models.Overwriting()
     model.register_buffer("where_it_is", torch.zeros(1))  # a model's device is that of its tensors
     flex = FlexModel(model.to(device), records, tensor_parallel_size=tp, data_parallel_size=dp)
     flex.annotate_layout(models.INPUT, kind="forward_pre", tp=Shard(1))
+    return flex
+
+
+def check_records(rank, num_ranks, dp, device):
+    """Sharded and replicated, small and large."""
+    tp, records = num_ranks // dp, {}
+    flex = wrapped(records, tp, dp, device)
     flex.register_forward_hook(HookFunction("wide", expected_shape=(None, 2400)))
     flex.register_forward_hook(HookFunction("narrow", expected_shape=(None, 6)))
     generator = torch.Generator().manual_seed(1)
@@ -49,9 +57,38 @@ def check_records(rank, num_ranks, dp, device):
     flex.restore()
 
 
+def check_interrupted(rank, num_ranks, device):
+    """Ctrl-C while the GPUs are late: they write to memory that is still mapped and locked."""
+    flex = wrapped({}, num_ranks, 1, device)
+    flex.register_forward_hook(HookFunction("wide"))
+    x = torch.ones(600, 1200, device=device), torch.ones(600, 6, device=device)
+    flex(*x)
+    run = host_copies.SideStream.run
+
+    def late(self, start, ready):
+        run(self, lambda: torch.cuda._sleep(4_000_000_000), ready)
+        run(self, start, ready)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_copies.SideStream, "run", late)
+        if rank == 1:
+            patch.setattr(host_copies.HostCopies, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt if rank == 1 else HookError):
+            flex(*x)
+    flex.restore()
+    del flex
+    gc.collect()
+    torch.cuda.synchronize()
+    assert not host_copies.of_process.may_run()
+
+
 def main():
     rank, num_ranks, path, share = *map(int, sys.argv[1:3]), *sys.argv[3:5]
     device = join_ranks(rank, num_ranks, path, TIMEOUT_S, share)
+    check_interrupted(rank, num_ranks, device)
     for max_gpu_bytes in (1 << 30, 1 + rank << 20):  # ranks move different shards to the CPU
         Snapshots.__init__.__defaults__ = (max_gpu_bytes,)
         for dp in (1, 2):

@@ -1,5 +1,6 @@
 """Shards of a GPU in one page-locked full tensor on the host. Needs a GPU."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -87,6 +88,105 @@ def test_what_is_copied_is_what_it_was(page_locked):
     got = page_locked.view(torch.bfloat16).reshape(8, -1)
     for i in range(8):
         assert bool((got[i] == i).all())
+
+
+@pytest.fixture
+def interrupt(monkeypatch):
+    """The next wait for the GPU is interrupted by Ctrl-C, while the GPU is late."""
+    from flex_model.distributed.transports import host_copies
+
+    def sleeps(is_done, *_):
+        assert not is_done()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(host_copies, "sleeps", sleeps)
+    return lambda: torch.cuda._sleep(1_000_000_000)
+
+
+@pytest.fixture
+def arena():
+    from flex_model import _C
+    from flex_model.distributed import page_locks
+
+    _C.arena_table()  # memory is pooled, as with peers
+    yield
+    torch.cuda.synchronize()
+    page_locks.of_arena.release()
+    _C.close_arena()
+
+
+def test_memory_of_an_interrupted_copy_is_given_to_nobody(arena, interrupt):
+    from flex_model.distributed import memory
+    from flex_model.distributed.page_locks import PageLocks
+    from flex_model.distributed.transports import host_copies
+    from flex_model.distributed.transports.host_gather import HostGather
+
+    sevens = torch.full((1 << 20,), 7, dtype=torch.uint8, device="cuda")
+    place = SimpleNamespace(rank=0, locks=PageLocks())
+    gather = HostGather(place, None, sevens.device)
+    interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        gather.to_host([(sevens, host_copies.ready_now(sevens))])
+    del gather, sevens
+    on_host = [memory.empty([1 << 20], torch.uint8).fill_(1) for _ in range(4)]
+    on_gpu = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    assert all(bool((tensor == 1).all()) for tensor in on_host)
+    assert not on_gpu.any()
+
+
+def test_memory_stays_locked_and_mapped_until_the_gpu_has_written(interrupt, monkeypatch):
+    """A group that is released after a failed wait, for example."""
+    from flex_model.distributed import process_groups
+    from flex_model.distributed.hosts import Hosts
+    from flex_model.distributed.transports import host_copies
+    from flex_model.distributed.transports.transport import end_to_end
+
+    fields = dict.fromkeys(("backend", "store", "leaders", "number", "world"))
+    group, later = (
+        process_groups.PrivateGroup(
+            (0,), 0, hosts=Hosts([""], None, None, []), timeout_s=1, **fields
+        )
+        for _ in range(2)
+    )
+    buffer = torch.zeros(1 << 20, dtype=torch.uint8)
+    sevens = torch.full_like(buffer, 7, device="cuda")
+    assert group.locks.has(buffer.data_ptr(), buffer.nbytes, sevens.device)
+    copies = host_copies.of_process
+    interrupt()
+    copies.start(sevens, buffer.data_ptr(), end_to_end([buffer.nbytes]), 0)
+    with pytest.raises(KeyboardInterrupt):
+        copies.wait()
+    is_freed = weakref.ref(group.hosts)
+    group.release()
+    del group
+    assert buffer.is_pinned() and is_freed() is not None
+    torch.cuda.synchronize()
+    assert bool((buffer == 7).all())
+    with monkeypatch.context() as patch:
+        patch.setattr(host_copies.SideStream, "is_done", cuda_error)
+        later.release()
+        assert buffer.is_pinned()
+    later.release()
+    assert not buffer.is_pinned() and is_freed() is None
+
+
+def cuda_error(*_):
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_snapshot_is_not_overwritten_while_another_stream_reads_it():
+    from flex_model.records.snapshots import Snapshots
+
+    ones, side = torch.ones(512, 1024, device="cuda"), torch.cuda.Stream()
+    snapshot = Snapshots(SimpleNamespace(host_gather=None)).take(ones)
+    with torch.cuda.stream(side):  # the run ends there
+        torch.cuda._sleep(1_000_000_000)
+        snapshot.wait()
+        snapshot.change(lambda tensor: tensor[:, ::2])
+    torch.zeros_like(ones)
+    torch.cuda.synchronize()
+    assert bool((snapshot.tensor == 1).all())
 
 
 def test_a_refused_lock_leaves_no_error_behind(page_locked):

@@ -8,6 +8,8 @@ from torch import nn
 
 import models
 from flex_model import FlexModel, HookFunction, sequential
+from flex_model.sequential.weights.inventory import Weight
+from flex_model.sequential.weights.loader import _Buffer
 
 pytestmark = [
     pytest.mark.cuda,
@@ -40,6 +42,46 @@ def test_weights_are_whole_when_they_are_used(prefetch, window):
         for output, record, batch in zip(outputs, found["3"], BATCHES):
             assert output.is_cuda and torch.equal(output, model(batch.cuda()))
             assert torch.equal(record, model[:4](batch.cuda()).cpu())
+
+
+NUM_BYTES = 1 << 16
+
+
+def filled(buffer, value):
+    weight = Weight(torch.empty(NUM_BYTES, dtype=torch.uint8), False)
+    buffer.fill([weight], lambda local, _: local.fill_(value))
+
+
+def test_memory_for_weights_is_written_after_what_used_it_before():
+    """The allocator gives it at once to the stream that freed it; but another one writes."""
+    ones = torch.ones(NUM_BYTES, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    late = ones.clone()
+    del ones
+    buffer = _Buffer(NUM_BYTES, late.device)
+    filled(buffer, 7)
+    assert bool((late == 1).all())
+    assert bool((buffer.memory == 7).all())
+
+
+def test_memory_for_weights_is_not_freed_while_it_is_written(monkeypatch):
+    buffer = _Buffer(NUM_BYTES, torch.device("cuda", 0))
+    filled(buffer, 7)
+    with torch.cuda.stream(buffer._staging[1]):
+        torch.cuda._sleep(200_000_000)
+    monkeypatch.setattr(torch.cuda.Stream, "synchronize", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        filled(buffer, 7)
+    monkeypatch.undo()
+    del buffer
+    ones = torch.ones(NUM_BYTES, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    assert bool((ones == 1).all())
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("where", ["cpu", "disk"])

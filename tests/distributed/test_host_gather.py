@@ -65,7 +65,7 @@ class StandIn:
 
     def ready_now(self, tensor):
         self.num_events += 1
-        return SimpleNamespace(wait=lambda: None)
+        return SimpleNamespace(wait=lambda tensor: None)
 
     def run(self, start, ready):
         self.num_copies += 1
@@ -79,10 +79,10 @@ class StandIn:
             self.queue.clear()
         return not self.queue
 
-    def start_checked(self, copies, shard, address, plan, rank, ready=None):
+    def start_checked(self, copies, shard, address, *args):
         """As ``HostCopies.start``, for memory that is locked."""
         assert any(a <= address < a + size for a, size in self.locked.items())
-        return START(copies, shard, address, plan, rank, ready)
+        return START(copies, shard, address, *args)
 
 
 START = host_copies.HostCopies.start
@@ -112,6 +112,7 @@ def gpu(patch, is_refused=False, has_gpu=True):
     patch.setattr(page_locks, "of_arena", page_locks.PageLocks())
     patch.setattr(host_copies, "is_on_gpu", is_not_pooled if has_gpu else lambda tensor: False)
     patch.setattr(host_copies, "ready_now", gpu.ready_now)
+    patch.setattr(host_copies, "of_process", host_copies.HostCopies())
     patch.setattr(host_copies, "SideStream", lambda device: gpu)
     patch.setattr(host_copies.HostCopies, "start", lambda *args: gpu.start_checked(*args))
     patch.setattr(group_pool, "choose", choose_host_gather)

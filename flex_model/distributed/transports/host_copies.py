@@ -29,9 +29,13 @@ class Ready:
     event: torch.cuda.Event
     device: torch.device
 
-    def wait(self) -> None:
-        """Make the current stream of the GPU wait for the event, but not the host."""
-        self.event.wait(torch.cuda.current_stream(self.device))
+    def wait(self, tensor: Tensor) -> None:
+        """Make the current stream of the GPU, which will read the tensor, wait for the event; the
+        host does not wait. Once freed, the tensor's memory is not reused before it was read.
+        """
+        stream = torch.cuda.current_stream(self.device)
+        self.event.wait(stream)
+        tensor.record_stream(stream)
 
 
 def ready_now(tensor: Tensor) -> Ready:
@@ -64,13 +68,15 @@ class SideStream:
 
 
 class HostCopies:
-    """Copies one rank's shards to host memory, on a side stream for each GPU. All methods are
+    """Copies this process's shards to host memory, on a side stream for each GPU. All methods are
     local.
     """
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, SideStream] = {}
-        self._shards: list[Tensor] = []  # of unfinished copies: not to be reused yet
+        # Shards and targets of unfinished copies: their memory is not reused, even if the wait for
+        # them is interrupted.
+        self._in_use: list[tuple[Tensor, Tensor | None]] = []
 
     def start(
         self,
@@ -79,19 +85,21 @@ class HostCopies:
         plan: GatherPlan,
         rank: int,
         ready: Ready | None = None,
+        target: Tensor | None = None,
     ) -> None:
         """Start the copy of rank ``rank``'s shard into the full tensor at ``address``, contiguous
         and page-locked. The shard must not change until it is done.
 
         Args:
             ready: The event after which the shard has its values; None: the current stream's work.
+            target: The full tensor, if it is this process's and nothing else keeps its memory.
         """
         shard = shard.detach()
         if shard.is_conj() or shard.is_neg() or not shard.is_contiguous():
             if ready is not None:
-                ready.wait()
+                ready.wait(shard)
             shard, ready = shard.resolve_conj().resolve_neg().contiguous(), None
-        self._shards.append(shard)
+        self._in_use.append((shard, target))
         code = plan.code
         copy = torch.ops.flex_model.copy_to_host
         if shard.device not in self._streams:
@@ -103,9 +111,17 @@ class HostCopies:
         """Whether all copies are done. Then this process may read the results, and others after a
         message.
         """
-        if self._shards and all(stream.is_done() for stream in self._streams.values()):
-            self._shards.clear()
-        return not self._shards
+        started = len(self._in_use)
+        if started and all(stream.is_done() for stream in self._streams.values()):
+            del self._in_use[:started]
+        return not self._in_use
+
+    def may_run(self) -> bool:
+        """Whether a GPU may still write to a target: also if CUDA has failed and does not tell."""
+        try:
+            return not self.is_completed()
+        except RuntimeError:
+            return True
 
     def wait(self, stop: Callable[[], bool] = lambda: False) -> None:
         """Wait until all copies are done or ``stop()`` is true. Ctrl-C ends the wait; it has no
@@ -113,3 +129,6 @@ class HostCopies:
         """
         for _ in sleeps(lambda: self.is_completed() or stop(), _FIRST_PAUSE_S, _MAX_PAUSE_S):
             pass
+
+
+of_process = HostCopies()

@@ -16,7 +16,7 @@ from flex_model import _C
 from flex_model.distributed import memory, page_locks
 from flex_model.distributed.process_groups import PrivateGroup
 from flex_model.distributed.transports import buffer_layout, host_copies
-from flex_model.distributed.transports.host_copies import HostCopies, Ready
+from flex_model.distributed.transports.host_copies import Ready
 from flex_model.distributed.transports.shared_memory import check_bytes
 from flex_model.distributed.transports.transport import Gathered, end_to_end, on_cpu
 
@@ -35,7 +35,7 @@ class HostGather:
         self.group = group
         self._host = host
         self._device = device
-        self._copies = HostCopies()
+        self._copies = host_copies.of_process
         # Locks of rank 0's pool, which the other ranks map with the group.
         self._locks = page_locks.of_arena if group.rank == 0 else group.locks
 
@@ -97,7 +97,7 @@ class HostGather:
             segment, num_bytes = _C.arena_segment(full.data_ptr())
             if segment and page_locks.of_arena.has(segment, num_bytes, self._device):
                 whole = end_to_end([full.nbytes])
-                self._copies.start(tensor, full.data_ptr(), whole, 0, ready)
+                self._copies.start(tensor, full.data_ptr(), whole, 0, ready, full)
             else:
                 staged.append((full, tensor, ready))
         for (full, *_), host in zip(staged, _on_cpu([(t, ready) for _, t, ready in staged])):
@@ -112,7 +112,7 @@ def _on_cpu(tensors: list[tuple[Tensor, Ready | None]]) -> list[Tensor]:
     small: dict[torch.device, list[int]] = {}
     for i, (tensor, ready) in enumerate(tensors):
         if ready is not None:
-            ready.wait()
+            ready.wait(tensor)
         if host_copies.is_on_gpu(tensor) and 0 < tensor.nbytes < memory.POOLED_BYTES:
             small.setdefault(tensor.device, []).append(i)
             results.append(None)

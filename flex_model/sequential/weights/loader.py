@@ -156,6 +156,8 @@ class _Buffer:
         self._parts: list[tuple[Weight, Tensor]] = []
         self._is_free_after: torch.cuda.Event | None = None
         self._staging: tuple[Tensor, torch.cuda.Stream] | None = None
+        if device.type == "cuda":
+            self._record_use()  # what the current stream did there before it was freed
 
     def fill(self, weights: list[Weight], read_into: Callable[[Tensor, Weight], None]) -> None:
         """Read weights into it."""
@@ -163,6 +165,7 @@ class _Buffer:
         if device.type == "cuda" and self._staging is None:
             pinned = torch.empty(self.memory.shape, dtype=torch.uint8, pin_memory=True)
             self._staging = pinned, torch.cuda.Stream(device)
+            self.memory.record_stream(self._staging[1])  # the copy may outlive this object
         parts, start = [], 0
         with torch.no_grad():
             for weight in weights:
@@ -180,6 +183,10 @@ class _Buffer:
                     self.memory.copy_(pinned, non_blocking=True)
                 stream.synchronize()
 
+    def _record_use(self) -> None:
+        self._is_free_after = torch.cuda.Event()
+        self._is_free_after.record(torch.cuda.current_stream(self.memory.device))
+
     def put(self) -> None:
         """Replace the weights in the modules by the parts of this memory."""
         for weight, local in self._parts:
@@ -192,9 +199,8 @@ class _Buffer:
         for weight in [part[0] for part in self._parts]:  # none of them stays referenced here
             weight.put(absent(weight))
         self._parts = []
-        if self.memory.device.type == "cuda":
-            self._is_free_after = torch.cuda.Event()
-            self._is_free_after.record(torch.cuda.current_stream(self.memory.device))
+        if self._is_free_after is not None:
+            self._record_use()
         return torch_private.num_references(self.memory.untyped_storage()) <= _OWN
 
 
