@@ -44,6 +44,12 @@ def test_copies_of_random_boxes():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
+def test_threads_of_a_launch_have_no_data_race():
+    done = run(build.program("copies", build.THREAD), timeout=600)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+
+
 def test_a_misaligned_access_is_found():
     done = run(build.program("copies", build.UNDEFINED), "misaligned")
     assert done.returncode != 0
@@ -56,8 +62,9 @@ def test_transfers_with_the_barrier_have_no_data_race(num_ranks):
     assert (done.returncode, done.stdout, done.stderr) == (0, "0 wrong\n", "")
 
 
-def test_a_data_race_is_found():
-    """With one slot, a rank writes where another one still reads."""
-    done = run(build.program("barrier", build.THREAD), 3, 1, 60, timeout=300)
+@pytest.mark.parametrize("name, arguments", [("barrier", (3, 1, 60)), ("copies", ("overlap",))])
+def test_a_data_race_is_found(name, arguments):
+    """With one slot, a rank writes where another one still reads; boxes that overlap."""
+    done = run(build.program(name, build.THREAD), *arguments, timeout=300)
     assert done.returncode != 0
     assert "data race" in done.stderr

@@ -304,18 +304,33 @@ void check_refused() {
   }
 }
 
+// What the sanitizers must find.
+void misalign() {
+  SmallBatch batch{};
+  Buffer from(64), to(64);
+  batch.copies[0].from = from.data + 1;
+  batch.copies[0].to = to.data;
+  batch.copies[0].num_pieces = 1;
+  batch.arrange(1);
+  Launch{0}(batch, {16, false});
+  cudaDeviceSynchronize();
+}
+
+void overlap() {
+  Buffer from(1 << 12), to(1 << 12);
+  CopyPlan plan;
+  for (int64_t at : {0, 1024}) {
+    plan.add({0, 0, at, 2048, {}}, Direction::kToFull, from.data, to.data);
+  }
+  plan.for_each_batch(Launch{0});
+  cudaDeviceSynchronize();
+}
+
 }  // namespace
 
-int main(int argc, char**) {
-  if (argc > 1) {  // the sanitizer ends it
-    SmallBatch batch{};
-    Buffer from(64), to(64);
-    batch.copies[0].from = from.data + 1;
-    batch.copies[0].to = to.data;
-    batch.copies[0].num_pieces = 1;
-    batch.arrange(1);
-    Launch{0}(batch, {16, false});
-    cudaDeviceSynchronize();
+int main(int argc, char** arguments) {
+  if (argc > 1) {
+    std::strcmp(arguments[1], "overlap") ? misalign() : overlap();
     return 0;
   }
   for (uint32_t value = 1; value <= 300; ++value) check_divisor(value);

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <deque>
 #include <mutex>
+#include <numeric>
 #include <random>
 #include <thread>
 #include <utility>
@@ -28,23 +29,28 @@ uint64_t random_below(uint64_t end) {
   return bits() % end;
 }
 
-std::vector<uint32_t> random_order(uint32_t count) {
+std::vector<uint32_t> random_order(uint32_t count, uint32_t seed) {
   std::vector<uint32_t> order(count);
-  std::minstd_rand bits(static_cast<uint32_t>(random_below(1u << 30)) + 1);
-  for (uint32_t i = 0; i < count; ++i) order[i] = i;
+  std::minstd_rand bits(seed);
+  std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), bits);
   return order;
 }
 
-// A grid as it runs. A thread that sleeps may wait for another one of its grid, as the barrier
-// does: then one more thread of the host takes over the rest.
+// A grid as it runs, or one of several equal parts of its threads, chosen by the seed. A thread
+// that sleeps may wait for another one, as the barrier does: then one more thread of the host takes
+// over the rest.
 class Grid {
  public:
-  Grid(uint32_t blocks, uint32_t threads, const std::function<void()>& kernel)
+  Grid(uint32_t blocks, uint32_t threads, const std::function<void()>& kernel, uint32_t seed,
+       uint32_t part = 0, uint32_t num_parts = 1)
       : kernel_(kernel),
         num_blocks_(blocks),
         num_threads_(threads),
-        blocks_(random_order(blocks)) {}
+        seed_(seed),
+        part_(part),
+        num_parts_(num_parts),
+        blocks_(random_order(blocks, seed + part)) {}
 
   void run() {
     work();
@@ -79,11 +85,13 @@ class Grid {
 
   bool take() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (threads_.empty()) {
+    while (threads_.empty()) {
       if (blocks_.empty()) return false;
       block_ = blocks_.back();
       blocks_.pop_back();
-      threads_ = random_order(num_threads_);
+      const auto all = random_order(num_threads_, seed_ + block_ * 2654435761u);
+      threads_.assign(all.begin() + num_threads_ * part_ / num_parts_,
+                      all.begin() + num_threads_ * (part_ + 1) / num_parts_);
     }
     blockIdx.x = block_;
     threadIdx.x = threads_.back();
@@ -94,12 +102,24 @@ class Grid {
   static inline thread_local Grid* current_ = nullptr;
   static inline thread_local bool has_helper_ = false;
   const std::function<void()>& kernel_;
-  const uint32_t num_blocks_, num_threads_;
+  const uint32_t num_blocks_, num_threads_, seed_, part_, num_parts_;
   std::mutex mutex_;
   std::vector<uint32_t> blocks_, threads_;  // left; the threads of `block_`
   uint32_t block_ = 0;
   std::vector<std::thread> helpers_;
 };
+
+void run_grid(uint32_t blocks, uint32_t threads, const std::function<void()>& kernel) {
+  const auto seed = static_cast<uint32_t>(random_below(1u << 30));
+#ifdef __SANITIZE_THREAD__  // two halves at once, for it to compare what they access
+  Grid first(blocks, threads, kernel, seed, 0, 2), second(blocks, threads, kernel, seed, 1, 2);
+  std::thread beside([&] { first.run(); });
+  second.run();
+  beside.join();
+#else
+  Grid(blocks, threads, kernel, seed).run();
+#endif
+}
 
 }  // namespace
 
@@ -204,7 +224,7 @@ cudaError_t launch(std::function<void()> kernel, uint32_t blocks, uint32_t threa
     result(cudaErrorInvalidConfiguration);
   } else {
     last_num_blocks = blocks;
-    enqueue(stream, [=] { Grid(blocks, threads, kernel).run(); });
+    enqueue(stream, [=] { run_grid(blocks, threads, kernel); });
   }
   return cudaGetLastError();
 }
