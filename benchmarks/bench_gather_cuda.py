@@ -131,9 +131,8 @@ def bench_one_gpu(args):
 
 def bench_ranks(args):
     from flex_model.distributed import process_groups
-    from flex_model.distributed.transports import nccl, peer_buffers
+    from flex_model.distributed.transports import nccl, on_gpu
     from flex_model.distributed.transports.choice import choose
-    from flex_model.distributed.transports.peer_memory import PeerMemory
 
     rank, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     own_gpu = torch.cuda.device_count() >= n
@@ -158,8 +157,8 @@ def bench_ranks(args):
     on_cpu, _ = choose(group, wait, torch.device("cpu"))
     transports = {}
     if device.type == "cuda":
-        memory = peer_buffers.connect(on_cpu, wait, device)
-        transports[f"peer_memory ({type(memory).__name__})"] = PeerMemory(group, memory)
+        best, _ = on_gpu.connect(on_cpu, "", wait, device, "peer_memory")
+        transports[best.name] = best
     else:
         transports[on_cpu.name] = on_cpu
     if with_nccl:

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from flex_model import _C, _load
+from flex_model import _C
 from flex_model._C import GatherPlan
-from flex_model.distributed import memory
+from flex_model.distributed import kernels, memory
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.mesh import Axis
 from flex_model.distributed.picked import Pick
@@ -161,7 +161,7 @@ class TensorSpec:
         if not self.axes:
             return _copy(full) if partial else full.contiguous()
         sizes = self.plan.shard_sizes[self.rank]
-        if full.is_cuda and _load.has_cuda_kernels():
+        if full.is_cuda and not kernels.why_unusable(full.device):
             full = full.resolve_conj().resolve_neg().contiguous()
             return torch.ops.flex_model.split(full, self.plan.code, self.rank, list(sizes))
         shard = memory.empty(sizes, full.dtype)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from flex_model.distributed import process_groups
-from flex_model.distributed.transports import peer_buffers
+from flex_model.distributed.transports import on_gpu, peer_buffers
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.choice import choose
 from flex_model.distributed.transports.nccl import Nccl
@@ -37,11 +37,12 @@ def wait(works):
 
 def transport_of(means, group, device):
     on_cpu, _ = choose(group, wait, torch.device("cpu"))
+    if means == "best":
+        return on_gpu.connect(on_cpu, "", wait, device)[0]
     if means == "nccl":
         return ByDevice(on_cpu, Nccl(on_cpu, wait, device))
     kind = {"symmetric memory": peer_buffers.SymmetricMemory, "cuda ipc": peer_buffers.CudaIpc}
-    connect = kind.get(means, peer_buffers.connect)
-    return ByDevice(on_cpu, PeerMemory(group, connect(on_cpu, wait, device)))
+    return ByDevice(on_cpu, PeerMemory(group, kind[means](on_cpu, wait, device)))
 
 
 def same_bits(got, expected):

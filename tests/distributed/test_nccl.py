@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import threading
 from types import SimpleNamespace
 from unittest import mock
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from flex_model.distributed import process_groups
+from flex_model.distributed.transports import nccl
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.gloo import Gloo
 from flex_model.distributed.transports.nccl import Nccl
@@ -25,8 +27,11 @@ def wait(works):
 class OverGloo(Nccl):
     """All but how to connect, and how several messages make one call."""
 
-    def _connect(self):
+    def _make(self):
         return self.group.backend
+
+    def _connect(self):
+        pass
 
     def _grouped(self, sends, receives):
         works = [self._backend.send([data], rank, 0) for data, rank in sends]
@@ -114,6 +119,52 @@ def test_broadcast_and_sum():
         total = all_reduce_sum(transport, terms[dist.get_rank()])
     assert torch.equal(as_bytes(got), as_bytes(full))
     assert torch.equal(total, terms[0] + terms[1])
+
+
+class Ending:
+    """An NCCL backend, for what ends it."""
+
+    def __init__(self):
+        self.calls, self.peers_have_closed = [], threading.Event()
+
+    def shutdown(self):
+        self.calls.append("shutdown")
+        self.peers_have_closed.wait()
+
+    def abort(self):
+        self.calls.append("abort")
+        raise RuntimeError("aborted before")
+
+
+@pytest.mark.ranks(2)
+def test_closing_waits_for_peers_but_not_without_end():
+    patch = pytest.MonkeyPatch()
+    backends = [Ending(), Ending(), Ending()]
+    patch.setattr(nccl, "_CLOSE_S", 0.1)
+    with connected() as transport:
+        backends[0].peers_have_closed.set()
+        for backend in backends:
+            transport._backend = backend
+            if backend is backends[2]:
+                transport.group.abort("a rank is missing")
+            transport.close()
+            transport.close()
+    patch.undo()
+    assert [backend.calls for backend in backends] == [["shutdown"], ["shutdown"], ["abort"]]
+    backends[1].peers_have_closed.set()
+
+
+@pytest.mark.ranks(2)
+def test_a_wait_that_fails_aborts():
+    def interrupted(works):
+        raise KeyboardInterrupt
+
+    with connected() as transport:
+        backend = transport._backend = Ending()
+        transport._host_wait = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            transport._wait([])
+    assert backend.calls == ["abort"]
 
 
 class Named:

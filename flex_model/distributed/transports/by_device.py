@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
 from flex_model._C import GatherPlan
+from flex_model.diagnostics import logger
 from flex_model.distributed.transports.host_gather import HostGather
-from flex_model.distributed.transports.transport import Gathered, TensorTransport, Transport
+from flex_model.distributed.transports.transport import (
+    Gathered,
+    TensorTransport,
+    Transport,
+    UnavailableError,
+)
+
+Result = TypeVar("Result")
 
 
 class GpuTransport(TensorTransport, Protocol):
     """A transport of tensors on GPUs."""
 
     def close(self) -> None: ...
+
+
+class Untried(Protocol):
+    """The transports of GPU tensors that the ranks of a group have not tried yet.
+
+    Attributes:
+        reasons: Why others are not used.
+    """
+
+    reasons: list[str]
+
+    def connect(self) -> GpuTransport | None:
+        """Connect the ranks by the best one that works on all of them; None if there is none.
+        Collective.
+
+        Raises:
+            HookError: the environment requests one that does not work; on every rank.
+        """
+        ...
 
 
 class ByDevice:
@@ -28,6 +56,7 @@ class ByDevice:
         on_gpu: The transport of GPU tensors; None: ``on_cpu`` stages them.
         host_gather: Gathers on rank 0, where it is available; it takes shards of any device, which
             may differ by rank.
+        untried: What replaces ``on_gpu`` if its memory can't grow.
     """
 
     def __init__(
@@ -35,14 +64,40 @@ class ByDevice:
         on_cpu: Transport,
         on_gpu: GpuTransport | None,
         host_gather: HostGather | None = None,
+        untried: Untried | None = None,
     ) -> None:
         self.name = on_cpu.name if on_gpu is None else on_gpu.name
         self.group = on_cpu.group
         self.host_gather = host_gather
-        self._on_cpu, self._on_gpu = on_cpu, on_gpu
+        self._on_cpu, self._on_gpu, self._untried = on_cpu, on_gpu, untried
 
-    def _of(self, tensor: Tensor) -> Transport | GpuTransport:
-        return self._on_gpu if tensor.is_cuda and self._on_gpu is not None else self._on_cpu
+    def changes(self, why: str) -> str:
+        """What has changed on this rank since the choice, which ``why`` explains. Local."""
+        changes = [] if self._untried is None else [*self._untried.reasons]
+        refused = "" if self.host_gather is None else self.host_gather.why_not_locked()
+        if refused and refused not in why:
+            changes.append(f"host_copies: staged in part on this rank: {refused}")
+        return "".join(f"; {change}" for change in changes if change not in why)
+
+    def _by(self, tensor: Tensor, transfer: Callable[[Transport | GpuTransport], Result]) -> Result:
+        """Transfer by the transport of a tensor's device. If it refuses, on all ranks alike and
+        before anything has moved, the next one replaces it.
+        """
+        while tensor.is_cuda and self._on_gpu is not None:
+            try:
+                return transfer(self._on_gpu)
+            except UnavailableError as error:
+                if self._untried is None:
+                    raise
+                reason = f"{self._on_gpu.name} can't be used any more: {error}"
+            # Here nothing refers to the memory that the transfer allocated.
+            if reason not in self._untried.reasons:
+                self._untried.reasons.append(reason)
+            before, self._on_gpu = self._on_gpu, self._untried.connect()
+            before.close()
+            self.name = self._on_cpu.name if self._on_gpu is None else self._on_gpu.name
+            logger.warning("%s; GPU tensors go by %s now", reason, self.name)
+        return transfer(self._on_cpu)
 
     def exchange_bytes(self, data: bytes) -> list[bytes]:
         return self._on_cpu.exchange_bytes(data)
@@ -53,29 +108,28 @@ class ByDevice:
     def all_gather(
         self, shard: Tensor, plan: GatherPlan, num_copies: int = 1, num_read: int = 0
     ) -> list[Tensor]:
-        return self._of(shard).all_gather(shard, plan, num_copies, num_read)
+        return self._by(shard, lambda to: to.all_gather(shard, plan, num_copies, num_read))
 
     def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
         if self.host_gather is not None:
             return self.host_gather.gather_to_first(tensors)
-        if self._on_gpu is None:
-            return self._on_cpu.gather_to_first(tensors)
-        transports: list[Transport | GpuTransport] = [self._on_cpu, self._on_gpu]
         sides = [[t for t in tensors if t.shard.is_cuda is on_gpu] for on_gpu in (False, True)]
-        fulls = [
-            iter(to.gather_to_first(side) or []) for to, side in zip(transports, sides) if side
-        ]
+        fulls = [iter(self._gather_to_first(side) or []) for side in sides if side]
         if self.group.rank != 0:
             return None
         if not all(sides):
             return [full for side in fulls for full in side]
         return [next(fulls[t.shard.is_cuda]) for t in tensors for _ in range(t.num_copies)]
 
+    def _gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
+        """Gather tensors of one type of device."""
+        return self._by(tensors[0].shard, lambda to: to.gather_to_first(tensors))
+
     def scatter_from_first(self, full: Tensor | None, like: Tensor, plan: GatherPlan) -> Tensor:
-        return self._of(like).scatter_from_first(full, like, plan)
+        return self._by(like, lambda to: to.scatter_from_first(full, like, plan))
 
     def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
-        return self._of(like).broadcast(tensor, like)
+        return self._by(like, lambda to: to.broadcast(tensor, like))
 
     def close(self) -> None:
         """Free the resources of the GPU transport. Local."""

@@ -10,21 +10,19 @@ from flex_model.distributed.transports.across_hosts import AcrossHosts
 from flex_model.distributed.transports.gloo import Gloo
 from flex_model.distributed.transports.shared_memory import SharedMemory
 from flex_model.distributed.transports.transport import Transport, Wait
-from flex_model.errors import HookError
 
 
 def choose(group: PrivateGroup, wait: Wait, device: torch.device) -> tuple[Transport, str]:
     """Choose the transport of a group; return it with the reason. Collective where a rank's
     ``device`` is a GPU; the same on all ranks.
+
+    Raises:
+        HookError: ``FLEX_MODEL_TRANSPORT`` is a transport that is not available; on every rank.
     """
     on_cpu, why = _choose_on_cpu(group, wait)
     if "cuda" not in group.hosts.devices:
         return on_cpu, why
-    wanted = group.hosts.settings.transport
-    chosen, why = on_gpu.connect(on_cpu, why, wait, device, wanted)
-    if wanted in on_gpu.NAMES and chosen.name == on_cpu.name:
-        raise HookError(f"FLEX_MODEL_TRANSPORT={wanted} is not available: {why}")
-    return chosen, why
+    return on_gpu.connect(on_cpu, why, wait, device, group.hosts.settings.transport)
 
 
 def _choose_on_cpu(group: PrivateGroup, wait: Wait) -> tuple[Transport, str]:

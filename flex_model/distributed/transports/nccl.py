@@ -8,7 +8,8 @@ ends its kernels on the GPU; the user's groups are untouched.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,11 +20,18 @@ from torch import Tensor
 from flex_model._C import GatherPlan
 from flex_model.distributed import memory
 from flex_model.distributed.transports import buffer_layout
-from flex_model.distributed.transports.transport import Gathered, Transport, Wait
+from flex_model.distributed.transports.transport import (
+    Gathered,
+    Transport,
+    UnavailableError,
+    Wait,
+    on_every_rank,
+)
 
 # NCCL's own watchdog ends the process at its timeout, so ours must come well before.
 _BACKEND_SLACK_S = 60.0
 _ROUND_BYTES = 256 << 20  # of what rank 0 of the group gathers on its GPU at once
+_CLOSE_S = 5.0  # how long to wait for peers, which close at their own time
 
 
 def is_available() -> bool:
@@ -41,18 +49,27 @@ class Nccl:
         on_cpu: The CPU transport of the same ranks; it and its group's store are used to connect.
         wait: Waits for works with a deadline, then raises what they raise.
         device: This rank's GPU; no two ranks of the group may have the same.
+
+    Raises:
+        UnavailableError: the ranks can't be connected; on every rank.
     """
 
     name = "nccl"
 
     def __init__(self, on_cpu: Transport, wait: Wait, device: torch.device) -> None:
         self.group = on_cpu.group
-        self._on_cpu = on_cpu
         self._host_wait = wait
         self._device = device
-        self._backend: Any = self._connect()
+        self._backend: Any = None
+        try:
+            # Connecting blocks the thread until all ranks connect: check first that they will.
+            self._backend = on_every_rank(on_cpu, self._make)
+            on_every_rank(on_cpu, self._connect)
+        except UnavailableError:
+            self._abort()
+            raise
 
-    def _connect(self) -> Any:
+    def _make(self) -> Any:
         group = self.group
         # A store's keys outlive the group, so a name is never used twice; ranks count equally.
         number = group.store.add(f"nccl/{group.rank}", 1)
@@ -61,33 +78,39 @@ class Nccl:
         options.global_ranks_in_group = list(group.ranks)
         options.group_name = f"flex_model/nccl/{group.number}/{number}"
         store = dist.PrefixStore(f"nccl/{number}", group.store)
-        backend: Any = None
-        error = ""
-        try:
-            with torch.cuda.device(self._device):
-                backend = dist.ProcessGroupNCCL(store, group.rank, group.size, options)
-        except RuntimeError as reason:
-            error = str(reason)
-        # Connecting blocks the thread until all ranks connect: check first that they will.
-        if self._on_cpu.exchange(torch.tensor([bool(error)])).any():
-            raise RuntimeError(error or "it failed on another rank")
-        self._backend = backend
-        flags = torch.zeros(group.size, dtype=torch.uint8, device=self._device)
-        self._wait([backend._allgather_base(flags, flags[:1].clone())])
-        return backend
+        with torch.cuda.device(self._device):
+            return dist.ProcessGroupNCCL(store, group.rank, group.size, options)
+
+    def _connect(self) -> None:
+        flags = torch.zeros(self.group.size, dtype=torch.uint8, device=self._device)
+        self._wait([self._backend._allgather_base(flags, flags[:1].clone())])
 
     def close(self) -> None:
-        """End the communicator. Local."""
+        """End the communicator, once its transfers are complete on all ranks; without that if a
+        rank is missing, or after 5 s. Local.
+        """
+        if self.group.broken is not None:
+            self._abort()
+            return
         backend, self._backend = self._backend, None
         if backend is not None:
-            with contextlib.suppress(RuntimeError):  # it may be broken already
-                backend.abort()
+            # What a peer still receives is sent by this process. In a thread, because it waits for
+            # peers without a deadline; one that is late then keeps the communicator.
+            end = threading.Thread(target=_quietly, args=(backend.shutdown,), daemon=True)
+            end.start()
+            end.join(_CLOSE_S)
+
+    def _abort(self) -> None:
+        """End the communicator and its kernels on the GPU."""
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            _quietly(backend.abort)
 
     def _wait(self, works: list) -> None:
         try:
             self._host_wait(works)
         except BaseException:
-            self.close()
+            self._abort()
             raise
 
     def _empty(self, num_bytes: int) -> Tensor:
@@ -202,3 +225,8 @@ class Nccl:
             options.rootRank = 0
             self._wait([self._backend.broadcast([data], options)])
         return result
+
+
+def _quietly(end: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # it may be broken already
+        end()

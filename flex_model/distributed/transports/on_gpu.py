@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from flex_model import _load
+from flex_model.distributed import kernels
 from flex_model.distributed.transports import nccl, peer_buffers
 from flex_model.distributed.transports.by_device import ByDevice, GpuTransport
 from flex_model.distributed.transports.host_gather import HostGather
 from flex_model.distributed.transports.peer_memory import PeerMemory
-from flex_model.distributed.transports.transport import Transport, Wait
+from flex_model.distributed.transports.transport import (
+    Transport,
+    UnavailableError,
+    Wait,
+    by_ranks,
+    exchange_texts,
+)
+from flex_model.errors import HookError, agreed
 
 NAMES = ("peer_memory", "nccl")
-_REASON_BYTES = 300
 
 
 @dataclass(frozen=True)
@@ -24,39 +33,75 @@ class Rank:
 
     Attributes:
         gpu: A number that identifies its GPU; 0 if it has none.
-        has_kernels: Whether `_cuda` is loaded.
         has_nccl: Whether torch has it.
+        why_no_kernels: Why its GPU can't run the CUDA kernels; empty if it can.
     """
 
     gpu: int
-    has_kernels: bool
     has_nccl: bool
+    why_no_kernels: str = ""
 
 
 def candidates(
     ranks: list[Rank], is_one_host: bool, wanted: str = "auto"
 ) -> tuple[list[str], list[str]]:
     """The names of the transports to try, the best first, and why the others are left out."""
-    reasons: dict[str, list[str]] = {name: [] for name in NAMES}
+    left_out: list[tuple[tuple[str, ...], str]] = []
 
     def leave_out(names: tuple[str, ...], which: list[int], why: str) -> None:
-        for name in names if which else ():
-            reasons[name].append(f"ranks {which} {why}")
+        if which:
+            left_out.append((names, f"ranks {which} {why}"))
 
     leave_out(NAMES, [r for r, rank in enumerate(ranks) if not rank.gpu], "have no GPU")
-    without = [r for r, rank in enumerate(ranks) if not rank.has_kernels]
-    leave_out(NAMES, without, "have no CUDA kernels of flex_model")
+    left_out += [(NAMES, why) for why in by_ranks([rank.why_no_kernels for rank in ranks])]
     leave_out(("nccl",), [r for r, rank in enumerate(ranks) if not rank.has_nccl], "have no NCCL")
     gpus = [rank.gpu for rank in ranks]
-    shared = [r for r, gpu in enumerate(gpus) if gpus.count(gpu) > 1]
+    shared = [r for r, gpu in enumerate(gpus) if gpu and gpus.count(gpu) > 1]
     leave_out(("nccl",), shared, "share a GPU")
     if not is_one_host:
-        reasons["peer_memory"].append("the ranks are on several hosts")
-    for name in NAMES:
-        if wanted not in ("auto", name):
-            reasons[name].append(f"FLEX_MODEL_TRANSPORT={wanted}")
-    chosen = [name for name in NAMES if not reasons[name]]
-    return chosen, [f"{name}: {', '.join(why)}" for name, why in reasons.items() if why]
+        left_out.append((("peer_memory",), "the ranks are on several hosts"))
+    others = tuple(name for name in NAMES if wanted not in ("auto", name))
+    if others:
+        left_out.append((others, f"FLEX_MODEL_TRANSPORT={wanted}"))
+    chosen = [name for name in NAMES if not any(name in names for names, _ in left_out)]
+    return chosen, [f"{', '.join(names)}: {why}" for names, why in left_out]
+
+
+class Untried:
+    """See ``by_device.Untried``.
+
+    Args:
+        names: The transports to try, the best first.
+        reasons: Why others are left out.
+        wanted: ``FLEX_MODEL_TRANSPORT``.
+        on_cpu, wait, device: As of ``connect``.
+    """
+
+    def __init__(
+        self,
+        names: list[str],
+        reasons: list[str],
+        wanted: str,
+        on_cpu: Transport,
+        wait: Wait,
+        device: torch.device,
+    ) -> None:
+        self.reasons = reasons
+        self._wanted = wanted
+        self._means = [means for name in names for means in _MEANS[name]]
+        self._arguments = on_cpu, wait, device
+
+    def connect(self) -> GpuTransport | None:
+        while self._means:
+            name, means = self._means.pop(0)
+            try:
+                return means(*self._arguments)
+            except UnavailableError as error:
+                self.reasons.append(f"{name}: {error}")
+        if self._wanted in NAMES:
+            why = "; ".join(self.reasons)
+            raise agreed(HookError(f"FLEX_MODEL_TRANSPORT={self._wanted} is not available: {why}"))
+        return None
 
 
 def connect(
@@ -71,31 +116,31 @@ def connect(
     Args:
         device: The device of this rank's model; may be a CPU.
         wanted: ``FLEX_MODEL_TRANSPORT``.
+
+    Raises:
+        HookError: ``wanted`` is a GPU transport that is not available; on every rank.
     """
     group = on_cpu.group
-    rows = on_cpu.exchange(torch.tensor(_facts(device), dtype=torch.int64)).tolist()
-    ranks = [Rank(row[0], bool(row[1]), bool(row[2])) for row in rows]
+    ranks = _ranks(on_cpu, device)
     names, reasons = candidates(ranks, group.hosts.is_one, wanted)
+    failures = by_ranks([rank.why_no_kernels for rank in ranks])
+    if failures and wanted == "auto":
+        warnings.warn(
+            f"GPU tensors pass through the CPU: {'; '.join(failures)}. See what "
+            "`python -m flex_model doctor` says",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     host_gather = None
-    if wanted not in NAMES and all(rank.gpu and rank.has_kernels for rank in ranks):
+    if wanted not in NAMES and not failures and all(rank.gpu for rank in ranks):
         host_gather = connect_host_gather(on_cpu, device, reasons)
-    for name in names:
-        on_gpu, error = None, ""
-        try:
-            on_gpu = _make(name, on_cpu, wait, device)
-        except RuntimeError as reason:
-            if group.broken:  # a rank is missing: no other transport would find it
-                raise
-            error = " ".join(str(reason).split())[:300]
-        if not on_cpu.exchange(torch.tensor([bool(error)])).any():
-            assert on_gpu is not None
-            why = "; ".join(["the ranks' GPUs reach each other", *reasons])
-            return ByDevice(on_cpu, on_gpu, host_gather), why
-        if on_gpu is not None:
-            on_gpu.close()
-        reasons.append(f"{name}: {error or 'it failed on another rank'}")
-    why = "; ".join([why, *reasons])
-    return (on_cpu if host_gather is None else ByDevice(on_cpu, None, host_gather)), why
+    untried = Untried(names, reasons, wanted, on_cpu, wait, device)
+    on_gpu = untried.connect()
+    first = why if on_gpu is None else "the ranks' GPUs reach each other"
+    why = "; ".join([first, *reasons])
+    if on_gpu is None and host_gather is None:
+        return on_cpu, why
+    return ByDevice(on_cpu, on_gpu, host_gather, untried), why
 
 
 def connect_host_gather(
@@ -109,8 +154,7 @@ def connect_host_gather(
         reasons.append("host_copies: the ranks share no host memory")
         return None
     gather = HostGather(group, group.hosts.here, device)
-    text = gather.try_locking().encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
-    texts = [other.rstrip(b"\0").decode(errors="replace") for other in on_cpu.exchange_bytes(text)]
+    texts = exchange_texts(on_cpu, gather.try_locking())
     reasons.append("collected shards go from each GPU to host memory that the ranks share")
     refused = [f"rank {rank}: {other}" for rank, other in enumerate(texts) if other]
     if refused:
@@ -118,16 +162,43 @@ def connect_host_gather(
     return gather
 
 
-def _make(name: str, on_cpu: Transport, wait: Wait, device: torch.device) -> GpuTransport:
-    if name == "nccl":
-        return nccl.Nccl(on_cpu, wait, device)
-    return PeerMemory(on_cpu.group, peer_buffers.connect(on_cpu, wait, device))
+def _ranks(on_cpu: Transport, device: torch.device) -> list[Rank]:
+    """Gather the capabilities of all ranks. Collective."""
+    local = _rank(device)
+    numbers = torch.tensor([local.gpu, local.has_nccl], dtype=torch.int64)
+    rows = on_cpu.exchange(numbers).tolist()
+    texts = exchange_texts(on_cpu, local.why_no_kernels)
+    return [Rank(gpu, bool(has_nccl), text) for (gpu, has_nccl), text in zip(rows, texts)]
 
 
-def _facts(device: torch.device) -> list[int]:
-    """Return the fields of ``Rank`` as numbers."""
+def _rank(device: torch.device) -> Rank:
+    """Determine the capabilities of this rank."""
     if device.type != "cuda":
-        return [0, 0, 0]
+        return Rank(0, False)
     properties: Any = torch.cuda.get_device_properties(device)
     gpu = int(str(properties.uuid).replace("-", "")[:15], 16)
-    return [gpu, int(_load.has_cuda_kernels()), int(nccl.is_available())]
+    return Rank(gpu, nccl.is_available(), kernels.why_unusable(device))
+
+
+def _peer_memory(
+    kind: type[peer_buffers.SymmetricMemory | peer_buffers.CudaIpc],
+    on_cpu: Transport,
+    wait: Wait,
+    device: torch.device,
+) -> GpuTransport:
+    memory = kind(on_cpu, wait, device)
+    try:
+        memory.allocate(1 << 20)
+    except UnavailableError:
+        memory.close()
+        raise
+    return PeerMemory(on_cpu.group, memory)
+
+
+_MEANS: dict[str, list[tuple[str, Callable[[Transport, Wait, torch.device], GpuTransport]]]] = {
+    "peer_memory": [
+        ("peer_memory by symmetric memory", partial(_peer_memory, peer_buffers.SymmetricMemory)),
+        ("peer_memory by CUDA IPC", partial(_peer_memory, peer_buffers.CudaIpc)),
+    ],
+    "nccl": [("nccl", nccl.Nccl)],
+}

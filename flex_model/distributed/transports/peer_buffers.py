@@ -1,9 +1,9 @@
 """GPU memory that all ranks of a host can access, and their barriers, for ``PeerMemory``.
 
 The memory is torch's symmetric memory, or CUDA IPC where that does not work. Ranks with different
-GPUs have barriers on their streams, by signal pads in each other's memory. Ranks that share a GPU
-are time-sliced, so a kernel that waits for another process may block that process: their barriers
-are on the host.
+GPUs have barriers on their streams, by signal pads in the first page of each other's buffers, which
+is zero before any rank uses it. Ranks that share a GPU are time-sliced, so a kernel that waits for
+another process may block that process: their barriers are on the host.
 """
 
 from __future__ import annotations
@@ -17,46 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flex_model.distributed.transports.transport import Transport, Wait
-from flex_model.errors import HookError
+from flex_model.distributed.transports.transport import (
+    Transport,
+    UnavailableError,
+    Wait,
+    on_every_rank,
+)
 from flex_model.integrations.torch_private import symmetric_memory
 
 MAX_RANKS = 128  # kMaxPeers of csrc/cuda/peers.h
-_FLAG_BYTES = 4096  # of the signal pad at the head of an IPC buffer: a uint32 per rank
+_FLAG_BYTES = 4096  # of the signal pad at the head of a buffer: a uint32 per rank
 _IPC_HANDLE_BYTES = 64
-
-
-def connect(on_cpu: Transport, wait: Wait, device: torch.device) -> SymmetricMemory | CudaIpc:
-    """Return the best buffers that work on all ranks. Collective.
-
-    Args:
-        on_cpu: The CPU transport of the same ranks.
-        wait: Waits for works with a deadline, then raises what they raise.
-        device: This rank's GPU.
-
-    Raises:
-        RuntimeError: neither works, on every rank: the GPUs are no peers, or on several hosts.
-    """
-    reasons = []
-    for means in (SymmetricMemory, CudaIpc):
-        memory, error = None, ""
-        try:
-            memory = means(on_cpu, wait, device)
-            memory.allocate(1 << 20)
-        except HookError:  # of the wait: a rank is missing, and the group is broken
-            raise
-        except RuntimeError as reason:
-            error = " ".join(str(reason).split())[:300]
-        if not any(_exchange(on_cpu, [int(bool(error))])):
-            assert memory is not None
-            return memory
-        reasons.append(f"{means.__name__}: {error or 'it failed on another rank'}")
-        if memory is not None:
-            memory.close()
-    raise RuntimeError(
-        f"the GPUs of ranks {list(on_cpu.group.ranks)} can't reach each other's memory: "
-        f"{'; '.join(reasons)}"
-    )
 
 
 def _exchange(on_cpu: Transport, numbers: list[int]) -> list[int]:
@@ -83,12 +54,21 @@ class _Finished:
 
 
 class _CudaBuffers:
-    """The barriers that both kinds of buffers share."""
+    """The barriers that both kinds of buffers share.
+
+    Args:
+        on_cpu: The CPU transport of the same ranks.
+        wait: Waits for works with a deadline, then raises what they raise.
+        device: This rank's GPU.
+
+    Raises:
+        UnavailableError: the ranks can't have such buffers; on every rank, also by ``allocate``.
+    """
 
     def __init__(self, on_cpu: Transport, wait: Wait, device: torch.device) -> None:
         group = self.group = on_cpu.group
         if group.size > MAX_RANKS:
-            raise RuntimeError(f"at most {MAX_RANKS} ranks can share memory, got {group.size}")
+            raise UnavailableError(f"at most {MAX_RANKS} ranks can share memory, got {group.size}")
         self._on_cpu = on_cpu
         self._wait = wait
         self._device = device
@@ -96,7 +76,9 @@ class _CudaBuffers:
         self._signal_pads: list[int] = []  # addresses of each rank's
         self._buffer: Tensor | None = None
         # Written by kernels: 1 + a rank that did not reach a barrier.
-        self._failed = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._failed = on_every_rank(
+            on_cpu, lambda: torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        )
         uuid = str(torch.cuda.get_device_properties(device).uuid).replace("-", "")
         words = _exchange(on_cpu, [int(uuid[:8], 16), int(uuid[8:16], 16)])
         gpus = set(zip(words[::2], words[1::2]))
@@ -143,6 +125,19 @@ class SymmetricMemory(_CudaBuffers):
 
     def __init__(self, on_cpu: Transport, wait: Wait, device: torch.device) -> None:
         super().__init__(on_cpu, wait, device)
+        self._handle: Any = None
+        self._group: Any = None
+        try:
+            on_every_rank(on_cpu, self._register)
+        except UnavailableError:
+            self.close()
+            raise
+
+    def _register(self) -> None:
+        """Register a process group by whose name torch finds the ranks and their store."""
+        backend = symmetric_memory._SymmetricMemory.get_backend(self._device)
+        if backend != "CUDA":  # that of NVSHMEM allocates on all processes, not on a group's
+            raise RuntimeError(f"torch's symmetric memory has the backend {backend}, not CUDA")
         group = self.group
         # Names and keys outlive the group, so none is used twice; ranks count equally.
         number = group.store.add(f"symmetric_memory/{group.rank}", 1)
@@ -155,37 +150,44 @@ class SymmetricMemory(_CudaBuffers):
             # end before the ranks that wait for this one abort.
             store = store.clone()
             store.set_timeout(timedelta(seconds=group.timeout_s / 2))
-        self._store = dist.PrefixStore(f"symmetric_memory/{number}", store)
-        self._handle: Any = None
-        # torch finds the ranks by name: of a process group in some versions, of a "group info" in
-        # others.
-        self._group: Any = dist.ProcessGroup(self._store, group.rank, group.size)
-        self._group._set_group_name(self._name)
-        symmetric_memory._register_process_group(self._name, self._group)
-        symmetric_memory._SymmetricMemory.set_group_info(
-            self._name, group.rank, group.size, self._store
-        )
+        store = dist.PrefixStore(f"symmetric_memory/{number}", store)
+        made: Any = dist.ProcessGroup(store, group.rank, group.size)
+        made._set_group_name(self._name)
+        symmetric_memory._register_process_group(self._name, made)
+        self._group = made
 
     def allocate(self, num_bytes: int) -> tuple[Tensor, list[int]]:
-        memory = symmetric_memory._SymmetricMemory
         self._reset()
         self._handle = None
         self._make_room(num_bytes)
-        buffer = memory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self._device, self._name)
-        handle = memory.rendezvous(buffer, self._name)
-        addresses = list(handle.buffer_ptrs)
-        if addresses[self.group.rank] != buffer.data_ptr() or not all(addresses):
-            raise RuntimeError("symmetric memory is at another address than its buffer")
+        memory = symmetric_memory._SymmetricMemory
+
+        def allocate() -> Tensor:
+            size = (_FLAG_BYTES + num_bytes,)
+            buffer = memory.empty_strided_p2p(size, (1,), torch.uint8, self._device, self._name)
+            # Signal pads of our own: torch may still be zeroing its when a peer signals.
+            buffer[:_FLAG_BYTES].zero_()
+            torch.cuda.current_stream(self._device).synchronize()
+            return buffer
+
+        def rendezvous() -> list[int]:
+            self._handle = memory.rendezvous(buffer, self._name)
+            addresses = list(self._handle.buffer_ptrs)
+            if addresses[self.group.rank] != buffer.data_ptr() or not all(addresses):
+                raise RuntimeError("symmetric memory is at another address than its buffer")
+            return addresses
+
+        buffer = on_every_rank(self._on_cpu, allocate)
         # If torch frees memory that a peer still maps, the peer's mapping keeps it.
-        self._buffer, self._handle = buffer, handle
-        self._signal_pads = list(handle.signal_pad_ptrs)
-        return buffer, addresses
+        self._buffer, self._signal_pads = buffer, on_every_rank(self._on_cpu, rendezvous)
+        return buffer[_FLAG_BYTES:], [address + _FLAG_BYTES for address in self._signal_pads]
 
     def close(self) -> None:
         self._reset()
         self._handle = None
         if self._group is not None:
-            symmetric_memory._unregister_process_group(self._name)
+            with contextlib.suppress(Exception):
+                symmetric_memory._unregister_process_group(self._name)
             self._group = None
 
 
@@ -206,41 +208,36 @@ class CudaIpc(_CudaBuffers):
 
     def allocate(self, num_bytes: int) -> tuple[Tensor, list[int]]:
         self._close_peers()
-        self._agreed([], None)  # all have closed the buffers that are freed below
+        _exchange(self._on_cpu, [0])  # all have closed the buffers that are freed below
         self._reset()
         self._make_room(num_bytes)
         like = torch.empty(0, dtype=torch.uint8, device=self._device)
-        ops, size = torch.ops.flex_model, self.group.size
-        buffer, handle, error = like, [0] * _IPC_HANDLE_BYTES, None
-        try:
-            buffer = ops.ipc_buffer(like, _FLAG_BYTES + num_bytes)
-            handle = ops.ipc_handle(buffer).tolist()
-        except RuntimeError as reason:
-            error = reason
-        rows = self._agreed([*handle], error)
-        addresses = [0] * size
-        try:
-            for rank, row in enumerate(rows):
-                if rank == self.group.rank:
-                    addresses[rank] = buffer.data_ptr()
-                    continue
-                addresses[rank] = ops.ipc_open(buffer, row)
-                self._opened.append(addresses[rank])
-        except RuntimeError as reason:
-            error = reason
-        self._agreed([], error)
-        self._buffer, self._signal_pads = buffer, addresses
-        return buffer[_FLAG_BYTES:], [address + _FLAG_BYTES for address in addresses]
+        ops = torch.ops.flex_model
 
-    def _agreed(self, numbers: list[int], error: RuntimeError | None) -> list[list[int]]:
-        """Gather numbers of every rank; raise on all ranks if one has an error. Collective."""
-        width = len(numbers) + 1
-        everyone = _exchange(self._on_cpu, [int(error is not None), *numbers])
-        rows = [everyone[at : at + width] for at in range(0, len(everyone), width)]
-        failed = [rank for rank, row in enumerate(rows) if row[0]]
-        if failed:
-            raise RuntimeError(f"ranks {failed} could not share memory") from error
-        return [row[1:] for row in rows]
+        def allocate() -> list[int]:
+            self._buffer = ops.ipc_buffer(like, _FLAG_BYTES + num_bytes)
+            return ops.ipc_handle(self._buffer).tolist()
+
+        handle = on_every_rank(self._on_cpu, allocate)
+        assert self._buffer is not None
+        buffer = self._buffer
+        numbers = _exchange(self._on_cpu, handle)
+
+        def open_peers() -> list[int]:
+            addresses = []
+            for rank in range(self.group.size):
+                if rank == self.group.rank:
+                    addresses.append(buffer.data_ptr())
+                    continue
+                start = rank * _IPC_HANDLE_BYTES
+                self._opened.append(
+                    ops.ipc_open(buffer, numbers[start : start + _IPC_HANDLE_BYTES])
+                )
+                addresses.append(self._opened[-1])
+            return addresses
+
+        self._signal_pads = on_every_rank(self._on_cpu, open_peers)
+        return buffer[_FLAG_BYTES:], [address + _FLAG_BYTES for address in self._signal_pads]
 
     def finish(self) -> None:
         self._finish_own()

@@ -34,6 +34,8 @@ class PeerBuffers(Protocol):
     def allocate(self, num_bytes: int) -> tuple[Tensor, list[int]]:
         """Return this rank's buffer (uint8), and the address here of every rank's buffer. Frees the
         buffers allocated before. Collective.
+
+        UnavailableError, on every rank, if one can't have the memory.
         """
         ...
 
@@ -83,9 +85,10 @@ class PeerMemory:
         on all ranks.
         """
         if num_bytes > self._slot_bytes:
-            self._own = None
-            self._slot_bytes = slot_bytes_for(num_bytes)
-            self._own, self._addresses = self._peers.allocate(2 * self._slot_bytes)
+            self._own, self._slot_bytes = None, 0
+            slot_bytes = slot_bytes_for(num_bytes)
+            self._own, self._addresses = self._peers.allocate(2 * slot_bytes)
+            self._slot_bytes = slot_bytes
         assert self._own is not None
         start = self._number % 2 * self._slot_bytes
         self._number += 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,11 +21,19 @@ from flex_model.distributed.plain import plain
 from flex_model.distributed.process_groups import PrivateGroup
 from flex_model.distributed.transports import buffer_layout
 from flex_model.distributed.transports.host_copies import Ready
+from flex_model.errors import HookError
 
 # Waits for works of torch.distributed with the communicator's deadline, then raises their errors.
 Wait = Callable[[list], None]
 
 _SUMMED_BYTES = 8 << 20  # of each rank at a time
+_REASON_BYTES = 300  # of each rank, that others read
+
+Result = TypeVar("Result")
+
+
+class UnavailableError(RuntimeError):
+    """A transport can't be used, or not any more. Raised on every rank, with the reasons of all."""
 
 
 @dataclass(eq=False)
@@ -145,6 +153,42 @@ def exchange_bytes(transport: Transport, data: bytes) -> list[bytes]:
     """Implement ``Transport.exchange_bytes`` by ``exchange``."""
     row = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     return [bytes(other.tolist()) for other in transport.exchange(row)]
+
+
+def exchange_texts(transport: Transport, text: str) -> list[str]:
+    """Gather a text of every rank, cut to 300 bytes. Collective."""
+    data = " ".join(text.split()).encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
+    return [
+        other.rstrip(b"\0").decode(errors="replace") for other in transport.exchange_bytes(data)
+    ]
+
+
+def by_ranks(texts: list[str]) -> list[str]:
+    """Each text of some ranks, with their list in front; empty ones are left out."""
+    listed = {text: [r for r, other in enumerate(texts) if other == text] for text in texts if text}
+    return [f"ranks {ranks}: {text}" for text, ranks in listed.items()]
+
+
+def on_every_rank(on_cpu: Transport, step: Callable[[], Result]) -> Result:
+    """Return the result of ``step``, which may fail in any way, once all ranks have run it.
+    Collective.
+
+    Raises:
+        UnavailableError: it failed on some ranks.
+        HookError: a wait in it failed, so that no exchange is possible.
+    """
+    result: list[Result] = []
+    text = ""
+    try:
+        result.append(step())
+    except HookError:
+        raise
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    failed = by_ranks(exchange_texts(on_cpu, text))
+    if failed:
+        raise UnavailableError("; ".join(failed))
+    return result[0]
 
 
 def pack_shards(

@@ -12,7 +12,6 @@ torch_device.install()
 
 # By a part of the test's name: what only a GPU, its driver or NVIDIA's libraries have.
 NEEDS_HARDWARE = {
-    "symmetric memory": "the driver allocates symmetric memory",
     "nccl": "NCCL runs kernels of its own",
     "test_runs_in_a_cuda_graph": "graphs are recorded by the driver",
     "test_opcheck": "tracing asks the driver about the device",

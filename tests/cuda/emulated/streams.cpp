@@ -251,6 +251,8 @@ const char* cudaGetErrorString(cudaError_t error) {
     case cudaErrorInvalidValue: return "invalid argument";
     case cudaErrorHostMemoryAlreadyRegistered:
       return "part or all of the requested memory range is already mapped";
+    case cudaErrorNoKernelImageForDevice:
+      return "no kernel image is available for execution on the device";
     default: return "another error of the emulated runtime";
   }
 }

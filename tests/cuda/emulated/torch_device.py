@@ -15,6 +15,8 @@ from tests.cuda.emulated import runtime  # before torch
 import torch
 from torch.utils._pytree import tree_map_only
 
+from tests.cuda.emulated import symmetric_memory
+
 # Left as they are: they move no bytes.
 WITHOUT_WORK = ("set_", "is_set_to", "resize_")
 generators = ()
@@ -202,3 +204,4 @@ def install():
         setattr(cuda, name, getattr(runtime, name))
     for name in ("set_device", "synchronize"):
         setattr(cuda, name, getattr(runtime, name))
+    symmetric_memory.install()

@@ -4,11 +4,23 @@
 #include <cuda_runtime.h>
 #include <time.h>
 
+#include <cstdlib>
+#include <cstring>
+
 namespace flex_model {
+
+// Whether this is a build without code for the current device: one of the digits in this variable.
+inline bool has_no_image() {
+  const char* devices = std::getenv("FLEX_MODEL_EMULATED_NO_IMAGE");
+  int device;
+  cudaGetDevice(&device);
+  return devices != nullptr && std::strchr(devices, '0' + device) != nullptr;
+}
 
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), uint32_t blocks, uint32_t threads,
                    cudaStream_t stream, const Arguments&... arguments) {
+  if (has_no_image()) return cudaErrorNoKernelImageForDevice;
   return emulated::launch([=] { kernel(arguments...); }, blocks, threads, stream);
 }
 

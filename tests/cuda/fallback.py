@@ -1,0 +1,162 @@
+"""Processes with a GPU each, some of which lack something: test_fallback_cuda.py starts them.
+
+    python -m tests.cuda.fallback RANK NUM_RANKS STORE_FILE
+
+Prints nothing and exits with 0 if each edit is right, by a transport that all ranks have, and
+``explain()`` says why it is not a better one.
+"""
+
+import contextlib
+import os
+import sys
+import warnings
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from flex_model import FlexModel, HookFunction
+from flex_model.distributed import kernels
+from flex_model.distributed.transports import nccl
+from flex_model.integrations.torch_private import symmetric_memory
+from tests import models
+from tests.cuda.processes import join_ranks
+
+TIMEOUT_S = 60.0
+SMALL, LARGE = 16, 1 << 14  # rows of 2 x 32 numbers; the large ones do not fit the first buffers
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Identity(), nn.Identity()
+        self.register_buffer("where_it_is", torch.zeros(1))
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def edit(module, full, save_ctx, modules):
+    return full * full.sum(1, keepdim=True)
+
+
+@contextlib.contextmanager
+def without_symmetric_memory(rank):
+    """A later torch, without the class."""
+    if rank != 1:
+        yield
+        return
+    before = symmetric_memory._SymmetricMemory
+    del symmetric_memory._SymmetricMemory
+    yield
+    symmetric_memory._SymmetricMemory = before
+
+
+@contextlib.contextmanager
+def of_nvshmem(rank):
+    with patch.object(symmetric_memory._SymmetricMemory, "get_backend", lambda device: "NVSHMEM"):
+        yield
+
+
+@contextlib.contextmanager
+def with_one_visible_gpu(rank):
+    """All ranks have GPU 0, as torch's rendezvous and CUDA IPC see it."""
+
+    def rendezvous(tensor, name):
+        raise RuntimeError("detected allocations from overlapping devices from different ranks")
+
+    def no_handle(buffer):
+        raise RuntimeError("ipc_handle: invalid device ordinal")
+
+    with (
+        patch.object(symmetric_memory._SymmetricMemory, "rendezvous", rendezvous),
+        patch.object(torch.ops.flex_model, "ipc_handle", no_handle),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def with_little_memory(rank):
+    """On one rank, there is no more symmetric memory when the buffers must grow."""
+    allocate = symmetric_memory._SymmetricMemory.empty_strided_p2p
+
+    def refuse(size, *args):
+        if rank == 1 and size[0] > 3 << 20:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return allocate(size, *args)
+
+    with patch.object(symmetric_memory._SymmetricMemory, "empty_strided_p2p", refuse):
+        yield
+
+
+@contextlib.contextmanager
+def without_an_image(rank):
+    """A build without code for the GPU of one rank."""
+    os.environ["FLEX_MODEL_EMULATED_NO_IMAGE"] = "1"
+    kernels.why_unusable.cache_clear()
+    yield
+    del os.environ["FLEX_MODEL_EMULATED_NO_IMAGE"]
+    kernels.why_unusable.cache_clear()
+
+
+# What is lacking, the transport, and what explain() says.
+CASES = [
+    (contextlib.nullcontext, "peer_memory", "because the ranks' GPUs reach each other; nccl: "),
+    (
+        without_symmetric_memory,
+        "peer_memory",
+        "peer_memory by symmetric memory: ranks [1]: AttributeError: ",
+    ),
+    (of_nvshmem, "peer_memory", "has the backend NVSHMEM, not CUDA"),
+    (
+        with_one_visible_gpu,
+        "shared_memory",
+        "peer_memory by CUDA IPC: ranks [0, 1]: RuntimeError: ipc_handle: invalid device ordinal",
+    ),
+    (
+        with_little_memory,
+        "peer_memory",
+        "peer_memory can't be used any more: ranks [1]: OutOfMemoryError: CUDA out of memory",
+    ),
+    (
+        without_an_image,
+        "shared_memory",
+        "peer_memory, nccl: ranks [1]: the CUDA kernels don't run on the GPU: split: CUDA device 1 "
+        "failed to start the op: no kernel image is available for execution on the device",
+    ),
+]
+
+
+def check(rank, device, lacking, transport, text):
+    with lacking(rank), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        flex = FlexModel(Model().to(device), tensor_parallel_size=2)
+        warned = [str(warning.message) for warning in caught]
+        assert len(warned) == (lacking is without_an_image), warned
+        assert all("pass through the CPU: ranks [1]: " in message for message in warned)
+        flex.annotate_layout(models.INPUT, kind="forward_pre", tp=Shard(1))
+        flex.register_forward_hook(HookFunction("first", editing_function=edit))
+        for rows in (SMALL, LARGE):
+            full = models.random(rows, 64, dtype=torch.float32)
+            y = flex(full.chunk(2, 1)[rank].to(device))
+            expected = edit(None, full, None, None).chunk(2, 1)[rank]
+            torch.testing.assert_close(y.cpu(), expected)
+        explained = flex.explain()
+        assert explained.transports["dp x tp"][0] == transport, explained
+        assert text in str(explained), explained
+        flex.restore()
+
+
+def main():
+    rank, num_ranks, path = *map(int, sys.argv[1:3]), sys.argv[3]
+    device = join_ranks(rank, num_ranks, path, TIMEOUT_S)
+    nccl.is_available = lambda: False
+    for case in CASES:
+        check(rank, device, *case)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
