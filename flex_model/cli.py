@@ -124,9 +124,10 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = commands.add_parser(
         "doctor",
         help="report what is installed, built and loaded, and which transports work here",
-        description="Inspects this machine and this installation, and starts two processes for "
-        "each transport, which gather a tensor and compare it bit for bit. Takes half a minute. "
-        "The exit status is 0 if the required parts work.",
+        description="Inspects this machine and this installation, runs a kernel on each GPU, and "
+        "starts two processes for each transport, which gather a tensor and compare it bit for "
+        "bit. Says how to mend what is missing. Takes half a minute. The exit status is 0 if "
+        "nothing is missing.",
         epilog="example: python -m flex_model doctor --json > report.json",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")

@@ -5,6 +5,8 @@ import sys
 import pytest
 import torch
 
+from flex_model import _load
+from flex_model.diagnostics import doctor
 from flex_model.distributed import kernels
 from flex_model.integrations.torch_private import FakeTensorMode
 from tests.cuda.processes import run_ranks
@@ -48,6 +50,30 @@ def test_a_gpu_for_which_there_is_no_code(monkeypatch):
     reason = kernels.why_unusable(torch.device("cuda", 1))
     assert reason.startswith("the CUDA kernels don't run on the GPU: split: CUDA device 1 failed")
     assert "no kernel image is available" in reason
+
+
+@needs_emulation
+def test_the_doctor_runs_a_kernel_on_each_gpu(monkeypatch):
+    monkeypatch.setenv("FLEX_MODEL_EMULATED_NO_IMAGE", "1")
+    gpus, (missing,) = doctor._gpus()
+    assert gpus["cuda:0"] == "emulated GPU (9.0): a CUDA kernel ran"
+    assert "emulated GPU (9.0): the CUDA kernels don't run on the GPU" in gpus["cuda:1"]
+    assert missing.what.startswith("cuda:1: the CUDA kernels don't run on the GPU: split: ")
+    assert missing.mend.startswith('TORCH_CUDA_ARCH_LIST="9.0" FLEX_MODEL_CUDA=1 pip install ')
+
+
+@needs_emulation
+def test_the_doctor_on_gpus_without_kernels(monkeypatch):
+    monkeypatch.setitem(_load._loaded, "_cuda", "nvcc was not found")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    gpus, missing = doctor._gpus()
+    assert len(gpus) == 3
+    assert all("not loaded: nvcc was not found" in text for text in gpus.values())
+    assert [one.what for one in missing] == [
+        "the CUDA kernels: nvcc was not found",
+        f"NCCL, which torch {torch.__version__} lacks",
+    ]
+    assert missing[0].mend.startswith("FLEX_MODEL_CUDA=1 pip install --no-build-isolation")
 
 
 @needs_emulation

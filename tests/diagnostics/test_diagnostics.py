@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import models
 from flex_model import FlexModel, HookFunction
-from flex_model.diagnostics import FlightRecorder, logger, rank_log
+from flex_model.diagnostics import FlightRecorder, doctor, logger, rank_log
 from flex_model.errors import HookError, HookMismatchError
 
 ROOT = Path(__file__).parents[2]
@@ -107,6 +107,41 @@ def test_the_doctor_tries_two_ranks():
     assert trials["shared_memory"]["header_us"] > 0 and trials["gloo"]["gather_ms"] > 0
     assert trials["nccl"]["works"] == (torch.cuda.device_count() > 1)
     assert "communicate by shared_memory: the ranks are on one host" in run.stderr
+
+
+def without_cuda_in_torch(patch):
+    patch.setattr(torch.version, "cuda", None)
+
+
+def with_an_old_driver(patch):
+    def init():
+        raise RuntimeError("The NVIDIA driver on your system is too old")
+
+    patch.setattr(torch.version, "cuda", "13.0")
+    patch.setattr(torch.cuda, "init", init)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch finds the GPU")
+@pytest.mark.parametrize(
+    ("lacking", "what", "mend"),
+    [
+        (without_cuda_in_torch, f"CUDA, which torch {torch.__version__} lacks", "pip install"),
+        (with_an_old_driver, "CUDA 13.0 of torch: The NVIDIA driver on your sys", "if CUDA_VIS"),
+    ],
+)
+def test_the_doctor_finds_a_gpu_that_torch_does_not(monkeypatch, lacking, what, mend):
+    assert doctor._gpus() == ({}, [])
+    monkeypatch.setattr(doctor.glob, "glob", lambda pattern: ["/dev/nvidia0"])
+    lacking(monkeypatch)
+    gpus, missing = doctor._gpus()
+    report = doctor.Report({}, gpus, missing, {}, {}, {}, [doctor.Trial("gloo", True, "", 1, 1)])
+    assert not report.is_well and json.loads(report.json())["missing"][0]["what"] == missing[0].what
+    assert f"\nmissing: {what}" in str(report) and f"\n  to mend it: {mend}" in str(report)
+
+
+def test_the_doctor_mends_what_an_old_driver_cannot_run():
+    why = "CUDA driver version is insufficient for CUDA runtime version"
+    assert "CUDA_HOME=FOLDER FLEX_MODEL_CUDA=1 pip install" in doctor._mend_kernels(why, "9.0")
 
 
 @pytest.mark.ranks(2)

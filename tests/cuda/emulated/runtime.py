@@ -174,4 +174,6 @@ def properties(device=None):
         uuid=f"{index_of(device) + 1:08x}-1111-2222-3333-444444444444",
         total_memory=1 << 30,
         L2_cache_size=1 << 20,
+        major=9,
+        minor=0,
     )
