@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 import warnings
+import weakref
 from unittest.mock import patch
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.tensor import Shard
 
 from flex_model import FlexModel, HookFunction
 from flex_model.distributed import kernels
-from flex_model.distributed.transports import nccl
+from flex_model.distributed.transports import nccl, peer_buffers
 from flex_model.integrations.torch_private import symmetric_memory
 from tests import models
 from tests.cuda.processes import join_ranks
@@ -92,6 +93,23 @@ def with_little_memory(rank):
 
 
 @contextlib.contextmanager
+def with_little_memory_for_ipc(rank):
+    """The same with CUDA IPC, after which the other rank has freed its part."""
+    allocate, allocated = peer_buffers.CudaIpc._allocate, []
+
+    def refuse(self, num_bytes):
+        if rank == 1 and num_bytes > 3 << 20:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        handle = allocate(self, num_bytes)
+        allocated.append(weakref.ref(self._buffer.untyped_storage()))
+        return handle
+
+    with of_nvshmem(rank), patch.object(peer_buffers.CudaIpc, "_allocate", refuse):
+        yield
+        assert allocated[-1]() is None
+
+
+@contextlib.contextmanager
 def without_an_image(rank):
     """A build without code for the GPU of one rank."""
     os.environ["FLEX_MODEL_EMULATED_NO_IMAGE"] = "1"
@@ -118,6 +136,11 @@ CASES = [
     (
         with_little_memory,
         "peer_memory",
+        "peer_memory can't be used any more: ranks [1]: OutOfMemoryError: CUDA out of memory",
+    ),
+    (
+        with_little_memory_for_ipc,
+        "shared_memory",
         "peer_memory can't be used any more: ranks [1]: OutOfMemoryError: CUDA out of memory",
     ),
     (

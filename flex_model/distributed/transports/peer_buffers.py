@@ -159,10 +159,10 @@ class SymmetricMemory(_CudaBuffers):
     def allocate(self, num_bytes: int) -> tuple[Tensor, list[int]]:
         self._reset()
         self._handle = None
-        self._make_room(num_bytes)
         memory = symmetric_memory._SymmetricMemory
 
         def allocate() -> Tensor:
+            self._make_room(num_bytes)
             size = (_FLAG_BYTES + num_bytes,)
             buffer = memory.empty_strided_p2p(size, (1,), torch.uint8, self._device, self._name)
             # Signal pads of our own: torch may still be zeroing its when a peer signals.
@@ -210,34 +210,36 @@ class CudaIpc(_CudaBuffers):
         self._close_peers()
         _exchange(self._on_cpu, [0])  # all have closed the buffers that are freed below
         self._reset()
+        try:
+            handle = on_every_rank(self._on_cpu, lambda: self._allocate(_FLAG_BYTES + num_bytes))
+            handles = _exchange(self._on_cpu, handle)
+            addresses = on_every_rank(self._on_cpu, lambda: self._open(handles))
+        except UnavailableError:
+            self._close_peers()
+            _exchange(self._on_cpu, [0])  # as above
+            self._reset()
+            raise
+        assert self._buffer is not None
+        self._signal_pads = addresses
+        return self._buffer[_FLAG_BYTES:], [address + _FLAG_BYTES for address in addresses]
+
+    def _allocate(self, num_bytes: int) -> list[int]:
+        """Allocate this rank's buffer; return its handle."""
         self._make_room(num_bytes)
         like = torch.empty(0, dtype=torch.uint8, device=self._device)
-        ops = torch.ops.flex_model
+        self._buffer = torch.ops.flex_model.ipc_buffer(like, num_bytes)
+        return torch.ops.flex_model.ipc_handle(self._buffer).tolist()
 
-        def allocate() -> list[int]:
-            self._buffer = ops.ipc_buffer(like, _FLAG_BYTES + num_bytes)
-            return ops.ipc_handle(self._buffer).tolist()
-
-        handle = on_every_rank(self._on_cpu, allocate)
+    def _open(self, handles: list[int]) -> list[int]:
+        """Open the buffers of all ranks by their handles; return their addresses here."""
         assert self._buffer is not None
-        buffer = self._buffer
-        numbers = _exchange(self._on_cpu, handle)
-
-        def open_peers() -> list[int]:
-            addresses = []
-            for rank in range(self.group.size):
-                if rank == self.group.rank:
-                    addresses.append(buffer.data_ptr())
-                    continue
-                start = rank * _IPC_HANDLE_BYTES
-                self._opened.append(
-                    ops.ipc_open(buffer, numbers[start : start + _IPC_HANDLE_BYTES])
-                )
-                addresses.append(self._opened[-1])
-            return addresses
-
-        self._signal_pads = on_every_rank(self._on_cpu, open_peers)
-        return buffer[_FLAG_BYTES:], [address + _FLAG_BYTES for address in self._signal_pads]
+        addresses = [self._buffer.data_ptr()] * self.group.size
+        for rank in range(self.group.size):
+            if rank != self.group.rank:
+                handle = handles[rank * _IPC_HANDLE_BYTES : (rank + 1) * _IPC_HANDLE_BYTES]
+                addresses[rank] = torch.ops.flex_model.ipc_open(self._buffer, handle)
+                self._opened.append(addresses[rank])
+        return addresses
 
     def finish(self) -> None:
         self._finish_own()
