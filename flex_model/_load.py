@@ -2,7 +2,7 @@
 
 `_C` and `_ops` must load. `_cuda` is optional: it is loaded if torch has CUDA and it was built,
 with or without a GPU. ``FLEX_MODEL_REQUIRE=cuda`` makes its absence an error; with ``cpu``, the
-default, it may be absent.
+default, it may be absent, which is a warning where there is a GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 
 FOLDER = Path(__file__).parent
 REQUIRE = ("cpu", "cuda")
+REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
 
 _loaded: dict[str, str] = {}  # name -> "loaded", or the reason why not
 
@@ -76,6 +78,34 @@ def load() -> None:
             "flex_model: FLEX_MODEL_REQUIRE=cuda, but flex_model._cuda is not loaded: "
             + _loaded["_cuda"]
         )
+    for warning in _warnings():
+        warnings.warn(warning, stacklevel=3)  # at the import of flex_model
+
+
+def _warnings() -> list[str]:
+    """What works, but not as the user may expect it to."""
+    found = []
+    # NVML counts the GPUs without a CUDA context, so that the process can still be forked.
+    if torch.version.cuda and not has_cuda_kernels() and torch.cuda.device_count():
+        found.append(
+            "this machine has a GPU, but the CUDA kernels of flex_model are not loaded: "
+            f"{_loaded['_cuda']}. Tensors of sharded models on GPUs move through the CPU. To build "
+            f"the kernels, run in flex_model's sources: `FLEX_MODEL_CUDA=1 {REBUILD}`"
+        )
+    # The other way round is what torch's stable ABI promises.
+    against = built_facts().get("torch", torch.__version__)
+    if _release(against) > _release(torch.__version__):
+        found.append(
+            f"flex_model was built against torch {against}, but torch {torch.__version__} is "
+            "installed. It loads, for it calls only what torch 2.11 has. To build it against the "
+            f"installed torch, run in flex_model's sources: `{REBUILD}`"
+        )
+    return found
+
+
+def _release(version: str) -> list[int]:
+    """The major and minor version."""
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
 def built_facts() -> dict[str, Any]:
@@ -114,8 +144,9 @@ def _load_cuda() -> str:
         return f"torch {torch.__version__} has no CUDA"
     path = _find("_cuda")
     if path is None:
-        reason = built_facts().get("why_no_cuda")
-        return f"it is not built: {reason or 'run `make build` where nvcc is'}"
+        return (
+            f"it was not built: {built_facts().get('why_no_cuda') or 'no reason is kept'}"
+        )
     try:
         torch.ops.load_library(path)
     except OSError as error:
@@ -141,8 +172,8 @@ def explain(name: str, error: object) -> str:
     against = f"torch {built['torch']}, Python {built['python']}" if built else "an unknown torch"
     return (
         f"flex_model.{name} cannot be loaded: {text} (installed: torch {torch.__version__}, Python "
-        f"{platform.python_version()}; built against {against}). Run `make build`, or install "
-        "flex-model again; torch must be >= 2.11"
+        f"{platform.python_version()}; built against {against}). Torch must be 2.11 or "
+        f"later; to build it again, run in flex_model's sources: `{REBUILD}`"
     )
 
 
