@@ -25,7 +25,7 @@ CPP = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -n
 NVCC := $(shell PATH="$${CUDA_HOME:-/usr/local/cuda}/bin:$$PATH" command -v nvcc)
 
 .PHONY: help venv build demo test browser check bench docs lint clean parity fuzz hosts cuda-emulated
-.PHONY: check-build check-symbols check-sdist check-sanitizers check-slow
+.PHONY: check-build check-symbols check-sdist check-sanitizers check-slow check-installs wheel
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -108,6 +108,12 @@ check-symbols: build  ## the binaries depend on torch's stable C functions only
 
 check-sdist: venv  ## sdist -> install, without CUDA, in a fresh environment -> import from elsewhere
 	@.ci/check_sdist
+
+check-installs: venv  ## ways to install that take minutes each, and downloads; not in `make check`
+	@.ci/check_installs
+
+wheel: venv  ## a wheel in dist/ for PLATFORM=manylinux_2_28_...; refused if it needs newer symbols
+	@.ci/make_wheel $(PLATFORM)
 
 check-sanitizers: venv  ## engine and op tests under the address and undefined-behaviour sanitizers
 	@.ci/check_sanitizers
