@@ -144,9 +144,7 @@ def _load_cuda() -> str:
         return f"torch {torch.__version__} has no CUDA"
     path = _find("_cuda")
     if path is None:
-        return (
-            f"it was not built: {built_facts().get('why_no_cuda') or 'no reason is kept'}"
-        )
+        return f"it was not built: {built_facts().get('why_no_cuda') or 'no reason is kept'}"
     try:
         torch.ops.load_library(path)
     except OSError as error:
