@@ -30,7 +30,7 @@ from flex_model.distributed.placement import Shard, ShardLayout
 PACKAGES = ("transformers", "megatron-core", "fairscale", "accelerate", "deepspeed", "safetensors")
 _TRANSPORTS = ("shared_memory", "gloo", "nccl", "peer_memory")
 _TIMEOUT_S = 30.0
-_BUILD = "FLEX_MODEL_CUDA=1 pip install --no-build-isolation --force-reinstall --no-deps ."
+_BUILD = f"FLEX_MODEL_CUDA=1 {_load.REBUILD}"
 _INSTALL_TORCH = "pip install --force-reinstall torch"
 
 

@@ -23,8 +23,11 @@ struct Walk {
 };
 
 Dl_info info_of(uintptr_t address) {
-  Dl_info info;
-  return dladdr(reinterpret_cast<void*>(address), &info) != 0 ? info : Dl_info{"", nullptr};
+  Dl_info info{};
+  if (dladdr(reinterpret_cast<void*>(address), &info) != 0) return info;
+  info = {};
+  info.dli_fname = "";
+  return info;
 }
 
 _Unwind_Reason_Code visit(_Unwind_Context* context, void* argument) {
@@ -48,8 +51,11 @@ uintptr_t stack_pointer() { return reinterpret_cast<uintptr_t>(__builtin_frame_a
 // Without the frames of Python itself, and without the ones of this library that ask. What has no
 // unwinding tables ends the list.
 std::vector<NativeFrame> native_frames(uintptr_t base) {
-  Walk walk{base, info_of(reinterpret_cast<uintptr_t>(&PyObject_Call)).dli_fbase,
-            info_of(reinterpret_cast<uintptr_t>(&native_frames)).dli_fbase};
+  Walk walk{base,
+            info_of(reinterpret_cast<uintptr_t>(&PyObject_Call)).dli_fbase,
+            info_of(reinterpret_cast<uintptr_t>(&native_frames)).dli_fbase,
+            false,
+            {}};
   _Unwind_Backtrace(&visit, &walk);
   return walk.found;
 }
