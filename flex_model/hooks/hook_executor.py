@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from flex_model import _C
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.plain import is_renamed, plain
+from flex_model.hooks import cuda_graphs
 from flex_model.hooks.call_check import check_call
 from flex_model.hooks.edit_path import (
     EditInput,
@@ -89,6 +90,7 @@ class HookExecutor:
         ends = [begin("hook", call) for begin in self.observers] if self.observers else ()
         try:
             call.registration.check_movable(leaf)
+            cuda_graphs.check(call, leaf, self._communicator.is_local)
             if not call.registration.edits:
                 if call.records:
                     self._collect(call, leaf)
@@ -119,8 +121,11 @@ class HookExecutor:
         ends = [begin("hook", call) for begin in self.observers] if self.observers else ()
         try:
             call.registration.check_movable(grad)
-            scale = self.gradient_scale
-            if call.registration.kind == "tensor":
+            scale, communicator = self.gradient_scale, self._communicator
+            is_of_parameter = call.registration.kind == "tensor"
+            moves = is_of_parameter and communicator.mesh.dp_size > 1
+            cuda_graphs.check(call, grad, communicator.is_local, moves)
+            if is_of_parameter:
                 grad, scale = self._mean_over_dp(call, grad), 1
             unscaled = grad / scale if scale > 1 else grad
             if not call.registration.edits:

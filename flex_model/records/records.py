@@ -21,6 +21,7 @@ from flex_model.distributed.group_pool import GRID
 from flex_model.distributed.header import DTYPES, Header, sites_hash
 from flex_model.distributed.placement import Replicate, Shape, ShardLayout
 from flex_model.distributed.transports.transport import Gathered
+from flex_model.hooks import cuda_graphs
 from flex_model.layouts import replicas, resolve
 from flex_model.records.snapshots import Snapshot, Snapshots
 from flex_model.records.store.record_layout import RecordLayout, RecordShard
@@ -170,6 +171,9 @@ class Records:
         listed = "; ".join(record.call.describe() for record in pending[:8])
         listed += f"; and {len(pending) - 8} more" if len(pending) > 8 else ""
         tensors = [record.snapshot.tensor for record in pending]
+        if any(map(cuda_graphs.is_captured, tensors)):
+            error = cuda_graphs.refusal(listed, "the run ends, and their records go to the host")
+            self._communicator.fail(str(error), error)
         local = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
         digest = sites_hash(*local)
         header = Header(

@@ -37,6 +37,13 @@ def test_edits_stay_on_the_gpu(tmp_path):
     run_ranks(tmp_path, "tests.cuda.edits", 2)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_hooks_in_processes_that_capture_a_graph(tmp_path, num_ranks):
+    if torch.cuda.device_count() < num_ranks:
+        pytest.skip("one GPU")
+    run_ranks(tmp_path, "tests.cuda.graphs", num_ranks)
+
+
 @pytest.mark.parametrize("means", ["nccl", "symmetric memory", "cuda ipc"])
 def test_one_rank(tmp_path, means):
     if means.startswith("nccl") and not nccl.is_available():
