@@ -194,8 +194,8 @@ class TensorSpec:
         return self.communicator.mesh.group_rank in self.ranks_of_first
 
     def copies_on_first(self, shard: Tensor, number: int) -> list[Tensor] | None:
-        """Return ``number`` full tensors on the stage's first rank, on the CPU if they had to be
-        gathered; None elsewhere. The number is the same on all ranks.
+        """Return ``number`` full tensors on the stage's first rank, on the CPU if no transport
+        gathers them on its GPU; None elsewhere. The number is the same on all ranks.
         """
         shard = self.summed(shard)
         if not self.axes:
@@ -203,7 +203,8 @@ class TensorSpec:
             return [_copy(shard) for _ in range(number)] if is_first else None
         if not self.rank_0_gathers:
             return None
-        gathered = Gathered(self.plan, list(range(len(self.plan.shard_sizes))), shard, number)
+        ranks = list(range(len(self.plan.shard_sizes)))
+        gathered = Gathered(self.plan, ranks, shard, number, stays=True)
         return self.communicator.gather_to_first(self.axes, [gathered])
 
     def gather_to_first(self, shard: Tensor) -> Tensor | None:

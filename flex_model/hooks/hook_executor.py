@@ -68,6 +68,8 @@ class HookExecutor:
         self.observers: list[Observer] = []
         self.function = function = UserFunction(communicator, save_ctx, modules, self.observers)
         self.edits_on_all = edit_on == "all"
+        # A forward's transfers are waited for at the end of its run; a pipeline's run has none.
+        self._defers = not checks_edits
         self._path: EditPath
         if communicator.is_local:
             self._path = LocalPath(records, self.layouts, function)
@@ -95,6 +97,7 @@ class HookExecutor:
                 if call.records:
                     self._collect(call, leaf)
                 return tree
+            self._communicator.defer(self._defers and not call.is_replay)
             inputs = self._gather(call, leaf)
             if not inputs:
                 return tree
@@ -104,6 +107,7 @@ class HookExecutor:
                     tree = _C.replace_leaf(tree, one.index, self._placed(one, shard))
             return tree
         finally:
+            self._communicator.defer(False)
             for end in ends:
                 end()
 

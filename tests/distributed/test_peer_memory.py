@@ -35,6 +35,12 @@ class HostBuffers:
         self.num_meetings += 1
         self.threads_barrier.wait()
 
+    def begin_transfer(self):
+        pass
+
+    def end_transfer(self):
+        pass
+
     def finish(self):
         pass
 

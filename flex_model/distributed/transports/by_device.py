@@ -12,9 +12,22 @@ from flex_model.distributed.transports.transport import Gathered, TensorTranspor
 
 
 class GpuTransport(TensorTransport, Protocol):
-    """A transport of tensors on GPUs."""
+    """A transport of tensors on GPUs, in the order of the current stream: the host waits for none
+    of its transfers, and their results are right only if ``finish`` does not raise. What follows is
+    local.
+    """
 
-    def close(self) -> None: ...
+    def check(self) -> None:
+        """TransferError if a transfer has failed so far; no wait."""
+
+    def finish(self) -> None:
+        """Wait until the GPU has done the transfers so far, with a deadline; then ``check``."""
+
+    def abort(self) -> None:
+        """End the transfers that wait for other ranks; there will be no others."""
+
+    def close(self) -> None:
+        """Free the resources."""
 
 
 class ByDevice:
@@ -44,6 +57,11 @@ class ByDevice:
     def _of(self, tensor: Tensor) -> Transport | GpuTransport:
         return self._on_gpu if tensor.is_cuda and self._on_gpu is not None else self._on_cpu
 
+    def host_gather_of(self, tensors: list[Gathered]) -> HostGather | None:
+        """Return ``host_gather`` if it gathers these tensors. Local."""
+        stay = self._on_gpu is not None and any(tensor.stays for tensor in tensors)
+        return None if stay else self.host_gather
+
     def exchange_bytes(self, data: bytes) -> list[bytes]:
         return self._on_cpu.exchange_bytes(data)
 
@@ -56,8 +74,9 @@ class ByDevice:
         return self._of(shard).all_gather(shard, plan, num_copies, num_read)
 
     def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
-        if self.host_gather is not None:
-            return self.host_gather.gather_to_first(tensors)
+        host_gather = self.host_gather_of(tensors)
+        if host_gather is not None:
+            return host_gather.gather_to_first(tensors)
         if self._on_gpu is None:
             return self._on_cpu.gather_to_first(tensors)
         transports: list[Transport | GpuTransport] = [self._on_cpu, self._on_gpu]
@@ -77,7 +96,22 @@ class ByDevice:
     def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
         return self._of(like).broadcast(tensor, like)
 
+    def check(self) -> None:
+        """See ``GpuTransport``. Local, as what follows."""
+        if self._on_gpu is not None:
+            self._on_gpu.check()
+
+    def finish(self) -> None:
+        """See ``GpuTransport``."""
+        if self._on_gpu is not None:
+            self._on_gpu.finish()
+
+    def abort(self) -> None:
+        """See ``GpuTransport``."""
+        if self._on_gpu is not None:
+            self._on_gpu.abort()
+
     def close(self) -> None:
-        """Free the resources of the GPU transport. Local."""
+        """Free the resources of the GPU transport."""
         if self._on_gpu is not None:
             self._on_gpu.close()

@@ -1,0 +1,85 @@
+"""Processes with a GPU each, one of which misses a transfer: what test_peers_cuda.py starts.
+
+    python -m tests.cuda.failures RANK NUM_RANKS STORE_FILE HOW
+
+``HOW``: the last rank's GPU does not take part ("missing"), or its host ends there ("interrupted").
+Prints nothing and exits with 0 if every rank has the error, nothing left the run, and no kernel
+waits on.
+"""
+
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from flex_model import FlexModel, HookError, HookFunction
+from flex_model.distributed.transports.peer_memory import PeerMemory
+from tests import models
+from tests.cuda.processes import join_ranks
+
+TIMEOUT_S = 60.0
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Identity()
+        self.register_buffer("where_it_is", torch.zeros(1))
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def takes_no_part(transport, shard, plan, num_copies=1, num_read=0):
+    return [shard.new_zeros(plan.full_sizes) for _ in range(num_copies)]
+
+
+def is_interrupted(*args):
+    raise KeyboardInterrupt
+
+
+def check(rank, num_ranks, device, how):
+    ran, records, ones = [], {}, torch.ones(8, 4 * num_ranks, device=device)
+
+    def edit(module, full, save_ctx, modules):
+        ran.append(full.shape)
+        full.copy_(ones)  # for which the host does not wait on emulated GPUs, either
+
+    is_missing = how == "missing"
+    timeout_s = 10.0 if is_missing else TIMEOUT_S
+    model = Model().to(device)
+    flex = FlexModel(model, records, tensor_parallel_size=num_ranks, timeout=timeout_s)
+    flex.annotate_layout(models.INPUT, kind="forward_pre", tp=Shard(1))
+    flex.register_forward_hook(HookFunction("inner", editing_function=edit))
+    x = models.random(8, 4, dtype=torch.float32).to(device)
+    flex(x)
+    if rank == num_ranks - 1:
+        PeerMemory.all_gather = takes_no_part if is_missing else is_interrupted
+    del ran[:]
+    start = time.monotonic()
+    if rank == num_ranks - 1 and not is_missing:
+        with pytest.raises(KeyboardInterrupt):
+            flex(x)
+    else:
+        last = num_ranks - 1
+        found = rf"missing: rank {last} \(global rank {last}\)" if is_missing else "Interrupt"
+        with pytest.raises(HookError, match=found):
+            flex(x)
+        assert len(ran) == 1  # with what was there
+    assert not records.get("inner")
+    torch.cuda.synchronize()
+    flex.restore()
+    assert time.monotonic() - start < TIMEOUT_S / 2
+
+
+def main():
+    rank, num_ranks, path, how = *map(int, sys.argv[1:3]), *sys.argv[3:5]
+    device = join_ranks(rank, num_ranks, path, TIMEOUT_S)
+    check(rank, num_ranks, device, how)
+
+
+if __name__ == "__main__":
+    main()
