@@ -1,11 +1,13 @@
 """Transports between processes on CUDA: peer memory by both means, NCCL. Needs a GPU."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from flex_model.distributed.transports import nccl
+from flex_model.distributed.transports import nccl, peer_buffers
 from tests.cuda.processes import run_ranks
 
 pytestmark = [
@@ -102,3 +104,28 @@ def test_a_meeting_of_two_streams():
     torch.cuda.synchronize()
     assert state.tolist() == [0, 0]
     assert flags.tolist() == [[0, 19], [19, 0]]
+
+
+def ipc_of_one_rank():
+    group = SimpleNamespace(rank=0, size=1, timeout_s=60.0, store=dist.HashStore())
+    on_cpu = SimpleNamespace(group=group, exchange=lambda tensor: tensor.unsqueeze(0))
+    buffers = peer_buffers.CudaIpc(on_cpu, lambda works: None, torch.device("cuda:0"))
+    buffers.allocate(1 << 20)
+    return buffers
+
+
+def test_buffers_are_freed_after_their_last_transfer():
+    """Closing waits a while; then what a kernel may still use is kept until a later close."""
+    idle, busy = ipc_of_one_rank(), ipc_of_one_rank()
+    for buffers in (idle, busy):
+        buffers.begin_transfer()
+        if buffers is busy:
+            torch.cuda._sleep(10_000_000_000)
+        buffers.end_transfer()
+        start = time.monotonic()
+        buffers.close()
+        assert time.monotonic() - start < 4
+        assert (buffers._buffer is None) == (buffers is idle)
+    torch.cuda.synchronize()
+    ipc_of_one_rank().close()
+    assert busy._buffer is None

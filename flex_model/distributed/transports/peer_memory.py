@@ -113,11 +113,13 @@ class PeerMemory:
         own = self._own[start : start + self._slot_bytes]
         return own, [address + start for address in self._addresses]
 
-    def _publish(self, tensors: list[Gathered]) -> list[list[int]]:
-        """Copy shards to where peers can read them; return addresses by tensor and holder."""
+    def _publish(self, tensors: list[Gathered], for_peers: bool = True) -> list[list[int]]:
+        """Copy shards to where peers can read them; return addresses by tensor and holder. Unless
+        it is ``for_peers``, this rank copies nothing: no other one reads.
+        """
         packing = buffer_layout.Packing.of([(t.plan, t.ranks) for t in tensors], self.group.size)
         own, addresses = self._take_slot(max(packing.totals))
-        for i, offset in packing.of_rank(self.group.rank):
+        for i, offset in packing.of_rank(self.group.rank) if for_peers else ():
             shard = tensors[i].shard.detach()
             _place(own, offset, shard).copy_(shard)
         self._peers.barrier()
@@ -156,9 +158,11 @@ class PeerMemory:
             first = self.group.rank == 0
             pulled = [t.shard.detach().new_empty(t.plan.full_sizes) for t in some if first]
             if any(tensor.plan.full_bytes for tensor in some):
-                addresses = self._publish(some)
+                addresses = self._publish(some, for_peers=not first)
                 for tensor, full, where in zip(some, pulled, addresses):
-                    self._pull(full, where, tensor.plan)
+                    shard = tensor.shard.detach().contiguous()
+                    own = [shard.data_ptr() if holder == 0 else 0 for holder in tensor.ranks]
+                    self._pull(full, [a or b for a, b in zip(own, where)], tensor.plan)
                 self._peers.end_transfer()
             for tensor, full in zip(some, pulled):
                 fulls += tensor.copies(full)
@@ -167,7 +171,8 @@ class PeerMemory:
     def scatter_from_first(self, full: Tensor | None, like: Tensor, plan: GatherPlan) -> Tensor:
         """This rank's shard of rank 0's ``full``, with the shape, dtype and device of ``like``.
 
-        Rank 0 writes each rank's shard into that rank's slot: only the needed bytes are sent.
+        Rank 0 writes each rank's shard into that rank's slot, and its own into the result: only the
+        needed bytes are sent.
         """
         shard = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         if plan.full_bytes == 0:
@@ -175,11 +180,9 @@ class PeerMemory:
         own, addresses = self._take_slot(buffer_layout.aligned(max(plan.shard_bytes)))
         if self.group.rank == 0:
             assert full is not None
-            full = full.detach().contiguous()
-            others = [0, *addresses[1:]]
+            targets = [shard.data_ptr(), *addresses[1:]]
             first = 1 % self.group.size
-            torch.ops.flex_model.push(full, others, plan.code, first)
-            shard = torch.ops.flex_model.split(full, plan.code, 0, list(like.shape))
+            torch.ops.flex_model.push(full.detach().contiguous(), targets, plan.code, first)
         self._peers.barrier()
         if self.group.rank != 0:
             shard.copy_(_place(own, 0, like))
