@@ -26,6 +26,7 @@ from flex_model.distributed.transports import transport
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.transport import Gathered
 from flex_model.errors import HookError, HookMismatchError, UnpackIndexError, agreed, see
+from flex_model.integrations.torch_private import current_graph_task
 
 _TEXT_BYTES = 2048
 _GRACE_S = 10.0  # how long a rank whose model failed tries to report it
@@ -70,6 +71,7 @@ class Communicator(GroupPool):
         self.meter = costs.Meter()  # of the current run
         self.edited = ""  # the hook whose edit just changed its tensor; compared over ranks
         self._defers = False
+        self._deferred_in = -1  # the last backward pass that ends by `finish_transfers`
         self._forward: _Forward | None = None  # its first exchange is the next one
         self._skipped: Counter[int] = Counter()  # forwards without hooks since then, by mode
         super().__init__(mesh, timeout_s, device)
@@ -88,6 +90,16 @@ class Communicator(GroupPool):
         ``finish_transfers`` before anything that was computed from them leaves the run. Local.
         """
         self._defers = defers
+
+    def defer_in_backward(self) -> None:
+        """As ``defer(True)``; the running backward pass calls ``finish_transfers`` when it ends.
+        Outside of one, do nothing. Local.
+        """
+        task = current_graph_task()
+        self._defers = task != -1
+        if self._defers and self._by_device and task != self._deferred_in:
+            self._deferred_in = task
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish_transfers)
 
     def begin_run(self) -> None:
         """Forget the backward passes and the costs of the run before. Local."""

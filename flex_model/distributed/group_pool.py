@@ -118,7 +118,7 @@ class GroupPool:
     def transports(self) -> dict[str, tuple[str, str]]:
         """The transports used so far, by axes: the name, and the reason for the choice."""
         return {
-            _text_of(axes): (to.name, why + _refused_since(to, why))
+            _text_of(axes): (to.name, why + (to.changes(why) if isinstance(to, ByDevice) else ""))
             for axes, (to, why) in self._transports.items()
         }
 
@@ -489,13 +489,6 @@ class GroupPool:
 @functools.lru_cache(maxsize=64)
 def _quoted(choice: str) -> str:
     return json.dumps(choice[:80])
-
-
-def _refused_since(to: Transport, why: str) -> str:
-    """Why memory was not page-locked on this rank since the choice, if ``why`` does not say so."""
-    host_gather = to.host_gather if isinstance(to, ByDevice) else None
-    refused = host_gather.why_not_locked() if host_gather is not None else ""
-    return f"; host_copies: staged in part on this rank: {refused}" * (refused not in why)
 
 
 def _text_of(axes: tuple[Axis, ...]) -> str:

@@ -68,7 +68,7 @@ class HookExecutor:
         self.observers: list[Observer] = []
         self.function = function = UserFunction(communicator, save_ctx, modules, self.observers)
         self.edits_on_all = edit_on == "all"
-        # A forward's transfers are waited for at the end of its run; a pipeline's run has none.
+        # Transfers are waited for at the end of a run or backward; those of a pipeline at once.
         self._defers = not checks_edits
         self._path: EditPath
         if communicator.is_local:
@@ -135,6 +135,8 @@ class HookExecutor:
             if not call.registration.edits:
                 self._collect(call, unscaled)
                 return grad
+            if self._defers:
+                communicator.defer_in_backward()
             one = self._path.gather(call, unscaled)
             (shard,) = self._path.edit([one], self._parameters(call, one.leaf))
             if shard is None:
@@ -142,6 +144,7 @@ class HookExecutor:
             edited = self._placed(one, shard)
             return edited * scale if scale > 1 else edited
         finally:
+            self._communicator.defer(False)
             for end in ends:
                 end()
 

@@ -33,14 +33,11 @@ WAITS = [
 WAITS += [(torch.cuda.Stream, "synchronize"), (torch.cuda.Stream, "query")]
 
 
-class Counted(TorchDispatchMode):
-    """Counts, inside, operators that take tensors from a GPU to the host or back, and waits of the
-    host for a GPU.
-    """
+class Waits:
+    """Counts, inside, waits of the host for a GPU."""
 
-    def __init__(self):
-        super().__init__()
-        self.count = Counter()
+    def __init__(self, count):
+        self.count = count
 
     def __enter__(self):
         self.patches = []
@@ -55,13 +52,28 @@ class Counted(TorchDispatchMode):
         for patch in self.patches:
             patch.start()
         torch.cuda.set_sync_debug_mode("error")
+
+    def __exit__(self, *_):
+        torch.cuda.set_sync_debug_mode("default")
+        for patch in self.patches:
+            patch.stop()
+
+
+class Counted(TorchDispatchMode):
+    """Counts, inside, operators that take tensors from a GPU to the host or back, and waits."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+        self.waits = Waits(self.count)
+
+    def __enter__(self):
+        self.waits.__enter__()
         return super().__enter__()
 
     def __exit__(self, *exception):
         super().__exit__(*exception)
-        torch.cuda.set_sync_debug_mode("default")
-        for patch in self.patches:
-            patch.stop()
+        self.waits.__exit__()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -83,8 +95,11 @@ class Model(nn.Module):
     def forward(self, x):
         x = x * 3
         with self.counted:
-            x = self.first(x)
-        return self.second(x)
+            y = self.first(x)
+        if isinstance(self.counted, Counted):  # in the backward, too
+            x.register_hook(lambda _: self.counted.waits.__exit__())
+            y.register_hook(lambda _: self.counted.waits.__enter__())
+        return self.second(y)
 
 
 def edit(module, full, save_ctx, modules):
@@ -148,6 +163,8 @@ def check(name, rank, num_ranks, device, edit_on):
             count = model.counted.count
             assert (count["crossing"], count["wait"]) == (0, 0), (name, edit_on, count)
         (y * part(weight).to(device)).sum().backward()
+        if not is_first:
+            assert count["wait"] == 0, (name, edit_on, count)
         if not isinstance(placement, Partial):
             torch.testing.assert_close(x.grad.cpu(), part(full.grad))
         if rank == 0:

@@ -2,7 +2,8 @@
 
     python -m tests.cuda.failures RANK NUM_RANKS STORE_FILE HOW
 
-``HOW``: the last rank's GPU does not take part ("missing"), or its host ends there ("interrupted").
+``HOW``: the last rank's GPU does not take part ("missing"; "backward": where gradients move), or
+its host ends there ("interrupted").
 Prints nothing and exits with 0 if every rank has the error, nothing left the run, and no kernel
 waits on.
 """
@@ -46,30 +47,36 @@ def check(rank, num_ranks, device, how):
 
     def edit(module, full, save_ctx, modules):
         ran.append(full.shape)
-        full.copy_(ones)  # for which the host does not wait on emulated GPUs, either
+        if how == "backward":
+            return full * 2
+        return full.copy_(ones)  # for which the host does not wait on emulated GPUs, either
 
-    is_missing = how == "missing"
+    is_missing, last = how != "interrupted", num_ranks - 1
     timeout_s = 10.0 if is_missing else TIMEOUT_S
     model = Model().to(device)
     flex = FlexModel(model, records, tensor_parallel_size=num_ranks, timeout=timeout_s)
     flex.annotate_layout(models.INPUT, kind="forward_pre", tp=Shard(1))
     flex.register_forward_hook(HookFunction("inner", editing_function=edit))
     x = models.random(8, 4, dtype=torch.float32).to(device)
-    flex(x)
-    if rank == num_ranks - 1:
+    y = flex(x.requires_grad_(how == "backward"))
+    if rank == last:
         PeerMemory.all_gather = takes_no_part if is_missing else is_interrupted
     del ran[:]
     start = time.monotonic()
-    if rank == num_ranks - 1 and not is_missing:
+    found = rf"missing: rank {last} \(global rank {last}\)" if is_missing else "Interrupt"
+    if how == "backward":
+        if rank == last:
+            y.sum().backward()
+        with pytest.raises(HookError, match=found):
+            (flex(x) if rank == last else y.sum()).backward()
+    elif rank == last and not is_missing:
         with pytest.raises(KeyboardInterrupt):
             flex(x)
     else:
-        last = num_ranks - 1
-        found = rf"missing: rank {last} \(global rank {last}\)" if is_missing else "Interrupt"
         with pytest.raises(HookError, match=found):
             flex(x)
         assert len(ran) == 1  # with what was there
-    assert not records.get("inner")
+    assert how == "backward" or not records.get("inner")
     torch.cuda.synchronize()
     flex.restore()
     assert time.monotonic() - start < TIMEOUT_S / 2

@@ -41,7 +41,7 @@ def test_edits_stay_on_the_gpu(tmp_path):
     run_ranks(tmp_path, "tests.cuda.edits", 2)
 
 
-@pytest.mark.parametrize("how", ["missing", "interrupted"])
+@pytest.mark.parametrize("how", ["missing", "backward", "interrupted"])
 def test_a_transfer_that_one_of_two_processes_misses(tmp_path, how):
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")

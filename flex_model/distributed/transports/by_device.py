@@ -57,6 +57,11 @@ class ByDevice:
     def _of(self, tensor: Tensor) -> Transport | GpuTransport:
         return self._on_gpu if tensor.is_cuda and self._on_gpu is not None else self._on_cpu
 
+    def changes(self, why: str) -> str:
+        """What has changed on this rank since the choice, which ``why`` explains. Local."""
+        refused = "" if self.host_gather is None else self.host_gather.why_not_locked()
+        return f"; host_copies: staged in part on this rank: {refused}" * (refused not in why)
+
     def host_gather_of(self, tensors: list[Gathered]) -> HostGather | None:
         """Return ``host_gather`` if it gathers these tensors. Local."""
         stay = self._on_gpu is not None and any(tensor.stays for tensor in tensors)
