@@ -80,7 +80,7 @@ class Snapshots:
             return Snapshot(memory.copy(tensor))
         # An event of a capture can't be waited for after it; and while it goes on, nothing can be
         # moved to the CPU.
-        is_captured = torch.cuda.is_current_stream_capturing()
+        is_captured = clone.is_cuda and torch.cuda.is_current_stream_capturing()
         snapshot = Snapshot(clone, None if is_captured else host_copies.ready_now(clone))
         self._on_gpu.append(snapshot)
         self._gpu_bytes += clone.nbytes
