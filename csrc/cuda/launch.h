@@ -44,7 +44,7 @@ int flex_model_mapped_address(const void* host, void** mapped);
 
 // Starts the barrier of all ranks (schema.cpp, peer_barrier).
 int flex_model_peer_barrier(const flex_model::SignalPads* pads, uint32_t number,
-                            uint64_t timeout_ns, void* failed, void* stream);
+                            uint64_t timeout_ns, void* state, void* stream);
 
 // Zeroed memory that other processes can open, its handle of kIpcHandleBytes, and its address here.
 int flex_model_ipc_malloc(int64_t size, void** memory);

@@ -11,6 +11,12 @@ namespace flex_model {
 
 constexpr int kMaxPeers = 128;
 
+// In page-locked host memory: what a wait found, and whether waits shall end.
+struct WaitState {
+  int32_t missing;  // written by kernels: 1 + a rank that did not arrive
+  int32_t is_over;  // written by the host
+};
+
 struct SignalPads {
   uint32_t* of_rank[kMaxPeers];
   int32_t num_ranks;

@@ -61,10 +61,11 @@ STABLE_TORCH_LIBRARY(flex_model, m) {
 
   // A barrier on the current stream: signals all ranks that this one arrived for the `number`-th
   // time, and waits until all have. pads[r] is the address of rank r's signal pad, one uint32 per
-  // rank, zero at first. After `timeout_ms` it ends and writes 1 + a missing rank to the int32 at
-  // the host address `failed`. `buffer` selects the device.
+  // rank, zero at first. `state` is the address of two int32 in page-locked host memory. After
+  // `timeout_ms`, or when the second one is not 0, the barrier ends and writes 1 + a missing rank
+  // to the first. `buffer` selects the device.
   m.def(
-      "peer_barrier(Tensor buffer, int[] pads, int rank, int number, int timeout_ms, int failed) "
+      "peer_barrier(Tensor buffer, int[] pads, int rank, int number, int timeout_ms, int state) "
       "-> ()");
   // Makes a zeroed uint8 buffer, on the device of `like`, that other processes can open; returns
   // its handle (uint8 on the CPU); maps another process's buffer and returns its address here;

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from flex_model.distributed.transports import transport
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.transport import Gathered
 from flex_model.errors import HookError, HookMismatchError, UnpackIndexError, agreed, see
+from flex_model.integrations.torch_private import current_graph_task
 
 _TEXT_BYTES = 2048
 _GRACE_S = 10.0  # how long a rank whose model failed tries to report it
@@ -69,6 +70,8 @@ class Communicator(GroupPool):
         self.num_payloads = 0  # payload collectives so far
         self.meter = costs.Meter()  # of the current run
         self.edited = ""  # the hook whose edit just changed its tensor; compared over ranks
+        self._defers = False
+        self._deferred_in = -1  # the last backward pass that ends by `finish_transfers`
         self._forward: _Forward | None = None  # its first exchange is the next one
         self._skipped: Counter[int] = Counter()  # forwards without hooks since then, by mode
         super().__init__(mesh, timeout_s, device)
@@ -81,6 +84,22 @@ class Communicator(GroupPool):
             yield
         finally:
             self.meter = meter
+
+    def defer(self, defers: bool) -> None:
+        """From now on, don't wait for transfers of GPU tensors; the caller calls
+        ``finish_transfers`` before anything that was computed from them leaves the run. Local.
+        """
+        self._defers = defers
+
+    def defer_in_backward(self) -> None:
+        """As ``defer(True)``; the running backward pass calls ``finish_transfers`` when it ends.
+        Outside of one, do nothing. Local.
+        """
+        task = current_graph_task()
+        self._defers = task != -1
+        if self._defers and self._by_device and task != self._deferred_in:
+            self._deferred_in = task
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish_transfers)
 
     def begin_run(self) -> None:
         """Forget the backward passes and the costs of the run before. Local."""
@@ -312,16 +331,14 @@ class Communicator(GroupPool):
         """
         moved = self._count(axes, plan.full_bytes)
         args = plain(shard), plan, num_copies, num_read
-        return self.call("all_gather", axes, *args, num_bytes=moved)
+        return self._move("all_gather", axes, *args, num_bytes=moved)
 
     def gather_to_first(
         self, axes: tuple[Axis, ...], tensors: list[Gathered]
     ) -> list[Tensor] | None:
-        """Gather full tensors into the CPU memory of the first rank along ``axes``; None
-        elsewhere.
-        """
+        """Gather full tensors on the first rank along ``axes`` (see ``Gathered``); else None."""
         to = self.transport(axes)
-        host_gather = to.host_gather if isinstance(to, ByDevice) else None
+        host_gather = to.host_gather_of(tensors) if isinstance(to, ByDevice) else None
         name = to.name if host_gather is None else host_gather.name
         self.num_payloads += 1
         self.meter.payload(0, name)
@@ -330,7 +347,7 @@ class Communicator(GroupPool):
             moved = costs.of_gather_to_first(tensor.plan, tensor.ranks, to.group.rank)
             self.meter.part_of_payload(tensor.site, moved, name)
             num_bytes += moved
-        return self.call("gather_to_first", axes, tensors, num_bytes=num_bytes)
+        return self._move("gather_to_first", axes, tensors, num_bytes=num_bytes)
 
     def scatter_from_first(
         self, axes: tuple[Axis, ...], full: Tensor | None, like: Tensor, plan: GatherPlan
@@ -339,18 +356,30 @@ class Communicator(GroupPool):
         rank, size = self.transport(axes).group.rank, self.transport(axes).group.size
         moved = self._count(axes, costs.of_gather_to_first(plan, range(size), rank))
         full = None if full is None else plain(full)
-        return self.call("scatter_from_first", axes, full, like, plan, num_bytes=moved)
+        return self._move("scatter_from_first", axes, full, like, plan, num_bytes=moved)
 
     def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
         """Return the tensor of the stage's first rank on every rank."""
         moved = self._count(GRID, like.nbytes)
         tensor = None if tensor is None else plain(tensor)
-        return self.call("broadcast", GRID, tensor, like, num_bytes=moved)
+        return self._move("broadcast", GRID, tensor, like, num_bytes=moved)
 
     def all_reduce_sum(self, axes: tuple[Axis, ...], tensor: Tensor) -> Tensor:
         """Return the sum over the ranks along ``axes``, on every rank."""
         moved = self._count(axes, 2 * tensor.nbytes)  # its summand and the sum
-        return self.call(transport.all_reduce_sum, axes, plain(tensor), num_bytes=moved)
+        return self._move(transport.all_reduce_sum, axes, plain(tensor), num_bytes=moved)
+
+    def _move(
+        self,
+        transfer: str | Callable[..., Any],
+        axes: tuple[Axis, ...],
+        *args: Any,
+        num_bytes: int,
+    ) -> Any:
+        result = self.call(transfer, axes, *args, num_bytes=num_bytes)
+        if not self._defers:
+            self.finish_transfers()
+        return result
 
     def _count(self, axes: tuple[Axis, ...], num_bytes: int) -> int:
         self.num_payloads += 1

@@ -194,8 +194,8 @@ class TensorSpec:
         return self.communicator.mesh.group_rank in self.ranks_of_first
 
     def copies_on_first(self, shard: Tensor, number: int) -> list[Tensor] | None:
-        """Return ``number`` full tensors on the stage's first rank, on the CPU if they had to be
-        gathered; None elsewhere. The number is the same on all ranks.
+        """Return ``number`` full tensors on the stage's first rank, on the CPU if no transport
+        gathers them on its GPU; None elsewhere. The number is the same on all ranks.
         """
         shard = self.summed(shard)
         if not self.axes:
@@ -203,8 +203,8 @@ class TensorSpec:
             return [_copy(shard) for _ in range(number)] if is_first else None
         if not self.rank_0_gathers:
             return None
-        gathered = Gathered(self.plan, list(range(len(self.plan.shard_sizes))), shard, number)
-        return self.communicator.gather_to_first(self.axes, [gathered])
+        one = Gathered(self.plan, [*range(len(self.plan.shard_sizes))], shard, number, stays=True)
+        return self.communicator.gather_to_first(self.axes, [one])
 
     def gather_to_first(self, shard: Tensor) -> Tensor | None:
         """Return the full tensor on the first rank, on the device of ``shard``; None elsewhere."""
@@ -311,18 +311,22 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _aborting_at_ctrl_c(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Abort at Ctrl-C inside a transfer of a backward: the other ranks wait in that transfer, so
+def _transferring(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wait for GPUs when the pass ends. Abort at Ctrl-C: the other ranks wait in this transfer, so
     the report at the end of the backward would not match it.
     """
 
     @functools.wraps(backward)
     def guarded(ctx: Any, grad: Tensor) -> Any:
+        communicator = ctx.context.spec.communicator
+        communicator.defer_in_backward()
         try:
             return backward(ctx, grad)
         except (KeyboardInterrupt, SystemExit) as error:
-            ctx.context.spec.communicator.abort_on(error)
+            communicator.abort_on(error)
             raise
+        finally:
+            communicator.defer(False)
 
     return guarded
 
@@ -343,7 +347,7 @@ class _Gather(Function):
         return _gathered(shard, context)
 
     @staticmethod
-    @_aborting_at_ctrl_c
+    @_transferring
     @once_differentiable
     def backward(ctx, grad):
         scale = ctx.context.spec.grad_scale
@@ -358,7 +362,7 @@ class _Scatter(Function):
         return _scattered(full, context)
 
     @staticmethod
-    @_aborting_at_ctrl_c
+    @_transferring
     @once_differentiable
     def backward(ctx, grad):
         context, grad = ctx.context, plain(grad)
@@ -392,7 +396,7 @@ class _GatherToFirst(Function):
         return shard.new_empty(0) if fulls is None else context.take_record(fulls).to(shard.device)
 
     @staticmethod
-    @_aborting_at_ctrl_c
+    @_transferring
     @_once_on_every_rank
     def backward(ctx, grad):
         context, grad = ctx.context, plain(grad)
@@ -415,7 +419,7 @@ class _ScatterFromFirst(Function):
         return context.spec.scatter_from_first(full.detach() if first else None, like)
 
     @staticmethod
-    @_aborting_at_ctrl_c
+    @_transferring
     @once_differentiable
     def backward(ctx, grad):
         context, grad = ctx.context, plain(grad)
@@ -445,7 +449,7 @@ class _MeanGradientOverDp(Function):
         return full.detach().clone()
 
     @staticmethod
-    @_aborting_at_ctrl_c
+    @_transferring
     @once_differentiable
     def backward(ctx, grad):
         communicator, grad = ctx.context.spec.communicator, plain(grad)

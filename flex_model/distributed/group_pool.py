@@ -26,7 +26,7 @@ from flex_model.distributed.polling import sleeps
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.choice import choose
 from flex_model.distributed.transports.host_gather import HostGather
-from flex_model.distributed.transports.transport import Transport
+from flex_model.distributed.transports.transport import TransferError, Transport
 from flex_model.errors import HookError, HookMismatchError, agreed, see
 from flex_model.integrations.torch_private import current_transform, is_batched
 
@@ -67,6 +67,7 @@ class GroupPool:
         self._groups: dict[tuple[Axis, ...], process_groups.PrivateGroup] = {}
         self._transports: dict[tuple[Axis, ...], tuple[Transport, str]] = {}
         self._by_axes: dict[tuple[Axis, ...], Transport] = {}
+        self._by_device: list[ByDevice] = []  # of the transports
         self._device = device or torch.device("cpu")
         self._number = 0  # of this FlexModel, among those of its ranks
         self._hooks = ""  # a digest of this rank's registered hooks
@@ -98,6 +99,8 @@ class GroupPool:
             if key == GRID:
                 self._number = number
             to, why = self._transports[key] = choose(group, self._wait, self._device)
+            if isinstance(to, ByDevice):
+                self._by_device.append(to)
             logger.info("ranks %s communicate by %s: %s", list(ranks), to.name, why)
         self._by_axes[axes] = self._transports[key][0]
         return self._by_axes[axes]
@@ -133,9 +136,8 @@ class GroupPool:
         if self.is_child:
             process_groups.leave_to_parent(self._transports)
             return
-        for to, _ in self._transports.values():
-            if isinstance(to, ByDevice):
-                to.close()
+        while self._by_device:
+            self._by_device.pop().close()
         self._transports.clear()
         self._by_axes.clear()
         while self._groups:
@@ -211,9 +213,8 @@ class GroupPool:
 
     def _compare_hooks(self, waited_s: float) -> None:
         group = self._groups[GRID]
-        published = {
-            rank: group.published(str(self._number), rank) for rank in group.compared_ranks
-        }
+        name = str(self._number)
+        published = {rank: group.published(name, rank) for rank in group.compared_ranks}
         others = [rank for rank, hooks in published.items() if hooks not in (None, self._hooks)]
         if not others:
             return
@@ -284,19 +285,36 @@ class GroupPool:
             name = transfer if isinstance(transfer, str) else transfer.__name__
             ends = [begin(name, axes, num_bytes) for begin in self.observers]
         try:
+            for other in self._by_device:
+                self._guarded(other, other.check)
             if isinstance(transfer, str):
-                return getattr(to, transfer)(*args)
-            return transfer(to, *args)
+                return self._guarded(to, getattr(to, transfer), *args)
+            return self._guarded(to, transfer, to, *args)
+        finally:
+            for end in ends:
+                end()
+
+    def finish_transfers(self) -> None:
+        """Wait until the transfers of GPU tensors so far are complete. HookError, on every rank,
+        where one has failed: what was computed from it must not leave this rank. Local.
+        """
+        for to in self._by_device:
+            if self.broken is None:  # else the next exchange raises
+                self._guarded(to, to.finish)
+
+    def _guarded(self, to: Transport, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of a transport. If it fails in any way, abort."""
+        try:
+            return function(*args)
         except HookError:
             raise
         except WaitError as failure:
             raise self.abort(self._explained(failure, to.group)) from None
+        except TransferError as failure:
+            raise self.abort(self._found(failure)) from None
         except BaseException as error:  # such as Ctrl-C: the others must not wait for this rank
             self.abort(self._abort_reason(error))
             raise
-        finally:
-            for end in ends:
-                end()
 
     def set_edit(self, hook: str) -> None:
         """Forbid transfers while the editing function of the hook runs; empty: allow them. Local.
@@ -372,6 +390,16 @@ class GroupPool:
         )
         return f"rank {group.rank} waited {self.timeout_s:g} s at {self.where}; missing: {listed}."
 
+    def _found(self, failure: TransferError) -> str:
+        """The message of a transfer that failed on the GPU; the reason of a rank that has aborted
+        is better than that it is missing.
+        """
+        store = self._groups[GRID].store
+        with contextlib.suppress(RuntimeError):  # the store may have ended with its host
+            if store.check(["broken"]):
+                return store.get("broken").decode()
+        return f"{failure}, in a transfer at or before {self.where}."
+
     def _wait(self, works: list) -> None:
         start = time.monotonic()
         check_at = start + _CHECK_S
@@ -442,6 +470,8 @@ class GroupPool:
         replaces the pending one.
         """
         self.failure.agree()
+        for to in self._by_device:
+            to.abort()
         for group in self._groups.values():
             if group.broken is None:
                 with contextlib.suppress(RuntimeError):  # the store may have ended with its host

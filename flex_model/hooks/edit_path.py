@@ -23,7 +23,6 @@ from flex_model.distributed.plain import is_renamed, plain
 from flex_model.hooks.call_check import check_call, replicated_axes
 from flex_model.hooks.hook_call import HookCall
 from flex_model.hooks.layout_finder import LayoutFinder
-from flex_model.hooks.registration import Registration
 from flex_model.hooks.save_ctx import SentToAll
 from flex_model.hooks.user_function import Edits, Parameters, UserFunction
 from flex_model.integrations import dtensor
@@ -173,7 +172,7 @@ class _ShardedPath(ABC):
             records.later(call, leaf, known)
         full = _gathered(self.gather_in_graph, part, context)
         if call.records and not records.keeps_parts:
-            self._record(call.registration, part, full, context)
+            self._record(call, part, full, context)
         return EditInput(call, original, leaf, part, full, spec.pick, context)
 
     @abstractmethod
@@ -181,9 +180,7 @@ class _ShardedPath(ABC):
         """Whether the gather makes the record, besides the tensor for the function."""
 
     @abstractmethod
-    def _record(
-        self, registration: Registration, part: Tensor, full: Tensor, context: GatherContext
-    ) -> None:
+    def _record(self, call: HookCall, part: Tensor, full: Tensor, context: GatherContext) -> None:
         """Record the full tensor where this rank keeps it."""
 
 
@@ -211,10 +208,8 @@ class ReplicatedPath(_ShardedPath):
     def _keeps_record(self, leaf: Tensor) -> bool:
         return self._records.keeps_full and leaf.is_cpu
 
-    def _record(
-        self, registration: Registration, part: Tensor, full: Tensor, context: GatherContext
-    ) -> None:
-        self._records.put(registration, context.cast_record, full)
+    def _record(self, call: HookCall, part: Tensor, full: Tensor, context: GatherContext) -> None:
+        self._records.put(call, context.cast_record, full)
 
     def edit(self, inputs: Sequence[EditInput], parameters: Parameters) -> Edits:
         """Run the function on every rank."""
@@ -263,16 +258,14 @@ class OnRank0Path(_ShardedPath):
         self._sent_to_all = sent_to_all
 
     def _keeps_record(self, leaf: Tensor) -> bool:
-        return not self._records.on_all_ranks and not self._records.keeps_parts
+        return not self._records.on_all_ranks and not self._records.keeps_parts and leaf.is_cpu
 
-    def _record(
-        self, registration: Registration, part: Tensor, full: Tensor, context: GatherContext
-    ) -> None:
+    def _record(self, call: HookCall, part: Tensor, full: Tensor, context: GatherContext) -> None:
         record = context.cast_record
         if self._records.on_all_ranks:
             full = context.spec.cast(context.spec.copies(part, 1, num_read=1)[0])
         if self._records.on_all_ranks or self._communicator.mesh.group_rank == 0:
-            self._records.put(registration, record, full)
+            self._records.put(call, record, full)
 
     def edit(self, inputs: Sequence[EditInput], parameters: Parameters) -> Edits:
         """Run the function on rank 0, and scatter from there."""

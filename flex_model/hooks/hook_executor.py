@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from flex_model import _C
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.plain import is_renamed, plain
+from flex_model.hooks import cuda_graphs
 from flex_model.hooks.call_check import check_call
 from flex_model.hooks.edit_path import (
     EditInput,
@@ -67,6 +68,8 @@ class HookExecutor:
         self.observers: list[Observer] = []
         self.function = function = UserFunction(communicator, save_ctx, modules, self.observers)
         self.edits_on_all = edit_on == "all"
+        # Transfers are waited for at the end of a run or backward; those of a pipeline at once.
+        self._defers = not checks_edits
         self._path: EditPath
         if communicator.is_local:
             self._path = LocalPath(records, self.layouts, function)
@@ -89,10 +92,12 @@ class HookExecutor:
         ends = [begin("hook", call) for begin in self.observers] if self.observers else ()
         try:
             call.registration.check_movable(leaf)
+            cuda_graphs.check(call, leaf, self._communicator.is_local)
             if not call.registration.edits:
                 if call.records:
                     self._collect(call, leaf)
                 return tree
+            self._communicator.defer(self._defers and not call.is_replay)
             inputs = self._gather(call, leaf)
             if not inputs:
                 return tree
@@ -102,6 +107,7 @@ class HookExecutor:
                     tree = _C.replace_leaf(tree, one.index, self._placed(one, shard))
             return tree
         finally:
+            self._communicator.defer(False)
             for end in ends:
                 end()
 
@@ -119,13 +125,18 @@ class HookExecutor:
         ends = [begin("hook", call) for begin in self.observers] if self.observers else ()
         try:
             call.registration.check_movable(grad)
-            scale = self.gradient_scale
-            if call.registration.kind == "tensor":
+            scale, communicator = self.gradient_scale, self._communicator
+            is_of_parameter = call.registration.kind == "tensor"
+            moves = is_of_parameter and communicator.mesh.dp_size > 1
+            cuda_graphs.check(call, grad, communicator.is_local, moves)
+            if is_of_parameter:
                 grad, scale = self._mean_over_dp(call, grad), 1
             unscaled = grad / scale if scale > 1 else grad
             if not call.registration.edits:
                 self._collect(call, unscaled)
                 return grad
+            if self._defers:
+                communicator.defer_in_backward()
             one = self._path.gather(call, unscaled)
             (shard,) = self._path.edit([one], self._parameters(call, one.leaf))
             if shard is None:
@@ -133,6 +144,7 @@ class HookExecutor:
             edited = self._placed(one, shard)
             return edited * scale if scale > 1 else edited
         finally:
+            self._communicator.defer(False)
             for end in ends:
                 end()
 

@@ -1,8 +1,9 @@
 """Collected activations: owned CPU copies in the user's ``output_ptr``, on rank 0 or on all ranks.
 
-A hook that edits has gathered the full tensor, and its record is made at once. A read-only hook
-keeps a snapshot of this rank's shard, and all such shards of a run are gathered together when the
-run ends. For a store nothing is gathered: each rank keeps its shard, also for hooks that edit.
+A hook that edits has gathered the full tensor, and its record is made at once; on a GPU it keeps a
+snapshot, which is copied to the CPU when the run ends. A read-only hook keeps a snapshot of this
+rank's shard, and all such shards of a run are gathered together when the run ends. For a store
+nothing is gathered: each rank keeps its shard, also for hooks that edit.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.group_pool import GRID
 from flex_model.distributed.header import DTYPES, Header, sites_hash
 from flex_model.distributed.placement import Replicate, Shape, ShardLayout
+from flex_model.distributed.transports import host_copies
 from flex_model.distributed.transports.transport import Gathered
+from flex_model.hooks import cuda_graphs
 from flex_model.layouts import replicas, resolve
 from flex_model.records.snapshots import Snapshot, Snapshots
 from flex_model.records.store.record_layout import RecordLayout, RecordShard
@@ -36,7 +39,7 @@ _REMEMBERED_RUNS = 64  # generation may bring new shapes with every step
 
 @dataclass(eq=False)
 class PendingRecord:
-    """A shard that waits for the end of its run."""
+    """A shard, or a full tensor, that waits for the end of its run."""
 
     call: HookCall
     snapshot: Snapshot
@@ -120,23 +123,28 @@ class Records:
         if self.keeps_full or self._communicator.is_local:
             self._list(registration).append(owned_copy(full))
 
-    def put(self, registration: Registration, record: Tensor | None, full: Tensor) -> None:
+    def put(self, call: HookCall, record: Tensor | None, full: Tensor) -> None:
         """Record ``record``, which has no other owner; if there is none, a copy of ``full``."""
         if not self.keeps_full:
             return
+        if host_copies.is_on_gpu(full):
+            snapshot, slot = self._snapshots.take(full), self._reserve(call)
+            call.run.pending_fulls.append(PendingRecord(call, snapshot, None, slot))
+            return
         owned = owned_copy(full) if record is None or record is full else record
-        self._list(registration).append(owned)
+        self._list(call.registration).append(owned)
 
     def later(self, call: HookCall, shard: Tensor, known: ShardLayout | None) -> None:
         """Keep this rank's shard until the run ends. Its place in the list is reserved now: records
         are in call order.
         """
-        slot = None
-        if self.keeps_full or self.keeps_parts:
-            records = self._list(call.registration)
-            records.append(None)
-            slot = (records, len(records) - 1)
+        slot = self._reserve(call) if self.keeps_full or self.keeps_parts else None
         call.run.pending.append(PendingRecord(call, self._snapshots.take(shard), known, slot))
+
+    def _reserve(self, call: HookCall) -> tuple[list[Any], int]:
+        records = self._list(call.registration)
+        records.append(None)
+        return records, len(records) - 1
 
     def _list(self, registration: Registration) -> list[Any]:
         key: Any = registration.hook_function.record_name
@@ -146,16 +154,17 @@ class Records:
 
     def forget(self, context) -> None:
         """Drop the pending records and their places: the run failed."""
-        for record in reversed(context.pending):
-            if record.slot is not None:
-                records, index = record.slot
-                if index < len(records) and records[index] is None:
-                    del records[index]
+        pending = [*context.pending, *context.pending_fulls]
+        slots = [record.slot for record in pending if record.slot is not None]
+        for records, index in sorted(slots, key=lambda slot: slot[1], reverse=True):
+            if index < len(records) and records[index] is None:
+                del records[index]
         self._release(context)
 
     def _release(self, context) -> None:
-        self._snapshots.drop([record.snapshot for record in context.pending])
-        context.pending.clear()
+        for records in (context.pending, context.pending_fulls):
+            self._snapshots.drop([record.snapshot for record in records])
+            records.clear()
 
     def join(self, context, kind: str, resolve: Resolve) -> bool:
         """Deliver the pending records. Collective over the grid, after one status exchange; True if
@@ -170,6 +179,9 @@ class Records:
         listed = "; ".join(record.call.describe() for record in pending[:8])
         listed += f"; and {len(pending) - 8} more" if len(pending) > 8 else ""
         tensors = [record.snapshot.tensor for record in pending]
+        if any(map(cuda_graphs.is_captured, tensors)):
+            error = cuda_graphs.refusal(listed, "the run ends, and their records go to the host")
+            self._communicator.fail(str(error), error)
         local = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
         digest = sites_hash(*local)
         header = Header(
@@ -191,6 +203,7 @@ class Records:
                     deliver = self._keep_parts
                 with torch.inference_mode(False), torch.no_grad():  # records are plain tensors
                     deliver(pending, specs)
+            self._fill_whole(context.pending_fulls)
         except BaseException:
             self.forget(context)
             raise
@@ -302,9 +315,14 @@ class Records:
             fulls = self._communicator.gather_to_first(GRID, tensors)
             for (record, _), full in zip(split, fulls or []):
                 self._fill(record, full)
-        whole = [record for record, spec in zip(pending, specs) if not spec.axes and record.slot]
-        self._snapshots.to_cpu([record.snapshot for record in whole])
-        for record in whole:
+        self._fill_whole(
+            [record for record, spec in zip(pending, specs) if not spec.axes and record.slot]
+        )
+
+    def _fill_whole(self, records: list[PendingRecord]) -> None:
+        """Deliver full tensors that this rank holds."""
+        self._snapshots.to_cpu([record.snapshot for record in records])
+        for record in records:
             self._fill(record, record.snapshot.tensor)
 
     def _keep_parts(self, pending: list[PendingRecord], specs: list[TensorSpec]) -> None:

@@ -78,11 +78,14 @@ class Snapshots:
             clone = tensor.detach().clone(memory_format=torch.contiguous_format)
         except torch.OutOfMemoryError:  # the model needs the memory
             return Snapshot(memory.copy(tensor))
-        snapshot = Snapshot(clone, host_copies.ready_now(clone))
+        # An event of a capture can't be waited for after it; and while it goes on, nothing can be
+        # moved to the CPU.
+        is_captured = clone.is_cuda and torch.cuda.is_current_stream_capturing()
+        snapshot = Snapshot(clone, None if is_captured else host_copies.ready_now(clone))
         self._on_gpu.append(snapshot)
         self._gpu_bytes += clone.nbytes
         oldest = []
-        while self._gpu_bytes > self._max_gpu_bytes:
+        while self._gpu_bytes > self._max_gpu_bytes and not is_captured:
             oldest.append(self._on_gpu.popleft())
             self._gpu_bytes -= oldest[-1].tensor.nbytes
         self.to_cpu(oldest)

@@ -368,6 +368,7 @@ class Runs:
         """Deliver the records; renew the seed if an edit drew random numbers on any rank."""
         has_drawn = run.has_drawn
         if not self._communicator.is_local:
+            self._communicator.finish_transfers()
             self._tracking.finish()
             has_drawn = self._records.join(run, kind, self._resolve)
         run.take_draws()
@@ -391,8 +392,7 @@ class Runs:
         self._tracking.reset()
         self._communicator.forget_forward()
         run.end()
-        if run.pending:
-            self._records.forget(run)
+        self._records.forget(run)
         self.current = None
         if self.session is not None:
             self.session.leave_run()

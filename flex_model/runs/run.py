@@ -58,6 +58,8 @@ class Run:
         random_calls: By registration index: fingerprint of the input -> call number, for calls that
             drew random numbers.
         keys: The keys of its forwards (see ``layouts.cache``), for their recomputation.
+        pending, pending_fulls: The records that its end delivers: shards to gather, and full
+            tensors on this rank's GPU.
         outer_error: The exception that was being handled when the run began; a different one at the
             end is the run's own.
         ran_model: Whether the wrapped module was called in it.
@@ -82,6 +84,7 @@ class Run:
     random_calls: dict[int, dict[int, int]] = field(default_factory=dict)
     keys: set[int | None] = field(default_factory=set)
     pending: list[PendingRecord] = field(default_factory=list)
+    pending_fulls: list[PendingRecord] = field(default_factory=list)
     outer_error: BaseException | None = None
     ran_model: bool = False
     is_recomputed: bool = False

@@ -55,6 +55,7 @@ ELSEWHERE = {
     "run on shapes alone": "test_inspection",
     "(before); restore() and wrap again": "store/test_stored_ranks: what ranks do not agree on",
     "pip install flex_model[plots]": "visualize/test_plots: without matplotlib, and with it",
+    "which a CUDA graph can't repeat": "cuda/graphs: captured on emulated GPUs",
     "pip install accelerate": "needs a GPU and no accelerate",
     "takes for the whole tensor; give the full": "test_original_api: tensor_parallel_routing",
     "run the model in the parent, or start": "test_transports: a forked child",

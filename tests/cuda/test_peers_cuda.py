@@ -1,9 +1,13 @@
 """Transports between processes on CUDA: peer memory by both means, NCCL. Needs a GPU."""
 
+import time
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.distributed as dist
 
-from flex_model.distributed.transports import nccl
+from flex_model.distributed.transports import nccl, peer_buffers
 from tests.cuda.processes import run_ranks
 
 pytestmark = [
@@ -37,6 +41,20 @@ def test_edits_stay_on_the_gpu(tmp_path):
     run_ranks(tmp_path, "tests.cuda.edits", 2)
 
 
+@pytest.mark.parametrize("how", ["missing", "backward", "interrupted"])
+def test_a_transfer_that_one_of_two_processes_misses(tmp_path, how):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    run_ranks(tmp_path, "tests.cuda.failures", 2, how)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_hooks_in_processes_that_capture_a_graph(tmp_path, num_ranks):
+    if torch.cuda.device_count() < num_ranks:
+        pytest.skip("one GPU")
+    run_ranks(tmp_path, "tests.cuda.graphs", num_ranks)
+
+
 @pytest.mark.parametrize("means", ["nccl", "symmetric memory", "cuda ipc"])
 def test_one_rank(tmp_path, means):
     if means.startswith("nccl") and not nccl.is_available():
@@ -47,18 +65,33 @@ def test_one_rank(tmp_path, means):
 def test_a_meeting_that_a_peer_misses_ends():
     """The kernel gives up at its deadline, and names the peer."""
     flags = torch.zeros(2, 2, dtype=torch.int32, device="cuda")
-    failed = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    state = torch.zeros(2, dtype=torch.int32, pin_memory=True)
     pads = [row.data_ptr() for row in flags]
-    torch.ops.flex_model.peer_barrier(flags, pads, 0, 1, 200, failed.data_ptr())
+    torch.ops.flex_model.peer_barrier(flags, pads, 0, 1, 200, state.data_ptr())
     torch.cuda.synchronize()
-    assert failed.item() == 2
+    assert state.tolist() == [2, 0]
     assert flags.tolist() == [[0, 0], [1, 0]]
+
+
+def test_a_meeting_ends_when_the_host_gives_up():
+    flags = torch.zeros(2, 2, dtype=torch.int32, device="cuda")
+    state = torch.zeros(2, dtype=torch.int32, pin_memory=True)
+    pads = [row.data_ptr() for row in flags]
+    torch.cuda.synchronize()
+    torch.ops.flex_model.peer_barrier(flags, pads, 0, 1, 60_000, state.data_ptr())
+    start = time.monotonic()
+    time.sleep(0.1)
+    assert not torch.cuda.current_stream().query()
+    state[1] = 1
+    torch.cuda.synchronize()
+    assert time.monotonic() - start < 30
+    assert state.tolist() == [2, 1]
 
 
 def test_a_meeting_of_two_streams():
     """Two ranks of one process, on two streams."""
     flags = torch.zeros(2, 2, dtype=torch.int32, device="cuda")
-    failed = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    state = torch.zeros(2, dtype=torch.int32, pin_memory=True)
     pads = [row.data_ptr() for row in flags]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
@@ -66,8 +99,33 @@ def test_a_meeting_of_two_streams():
         for rank, stream in enumerate(streams):
             with torch.cuda.stream(stream):
                 torch.ops.flex_model.peer_barrier(
-                    flags, pads, rank, number, 20_000, failed.data_ptr()
+                    flags, pads, rank, number, 20_000, state.data_ptr()
                 )
     torch.cuda.synchronize()
-    assert failed.item() == 0
+    assert state.tolist() == [0, 0]
     assert flags.tolist() == [[0, 19], [19, 0]]
+
+
+def ipc_of_one_rank():
+    group = SimpleNamespace(rank=0, size=1, timeout_s=60.0, store=dist.HashStore())
+    on_cpu = SimpleNamespace(group=group, exchange=lambda tensor: tensor.unsqueeze(0))
+    buffers = peer_buffers.CudaIpc(on_cpu, lambda works: None, torch.device("cuda:0"))
+    buffers.allocate(1 << 20)
+    return buffers
+
+
+def test_buffers_are_freed_after_their_last_transfer():
+    """Closing waits a while; then what a kernel may still use is kept until a later close."""
+    idle, busy = ipc_of_one_rank(), ipc_of_one_rank()
+    for buffers in (idle, busy):
+        buffers.begin_transfer()
+        if buffers is busy:
+            torch.cuda._sleep(10_000_000_000)
+        buffers.end_transfer()
+        start = time.monotonic()
+        buffers.close()
+        assert time.monotonic() - start < 4
+        assert (buffers._buffer is None) == (buffers is idle)
+    torch.cuda.synchronize()
+    ipc_of_one_rank().close()
+    assert busy._buffer is None

@@ -36,7 +36,7 @@ class OverGloo(Nccl):
     def _grouped(self, sends, receives):
         works = [self._backend.send([data], rank, 0) for data, rank in sends]
         works += [self._backend.recv([data], rank, 0) for data, rank in receives]
-        self._wait(works)
+        self._queue(works)
 
 
 @contextlib.contextmanager

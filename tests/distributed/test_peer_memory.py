@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flex_model  # noqa: F401  (loads the ops)
 from flex_model.distributed.transports.peer_memory import PeerMemory, slot_bytes_for
@@ -34,6 +35,12 @@ class HostBuffers:
     def barrier(self):
         self.num_meetings += 1
         self.threads_barrier.wait()
+
+    def begin_transfer(self):
+        pass
+
+    def end_transfer(self):
+        pass
 
     def finish(self):
         pass
@@ -105,6 +112,42 @@ def test_a_slot_is_not_overwritten_before_all_have_read_it():
         return wrong, memory.num_meetings, memory.num_allocations
 
     assert on_ranks(4, body) == [(0, 40, 1)] * 4
+
+
+class Launches(TorchDispatchMode):
+    """The operators, inside, for which a GPU runs a kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "flex_model" or function is torch.ops.aten.copy_.default:
+            self.names.append(function.__name__.split(".")[0])
+        return function(*args, **(kwargs or {}))
+
+
+def test_launches():
+    """Besides the meeting, which is one."""
+    full, plan, shards = case(torch.float32)
+
+    def body(transport, memory):
+        rank, launches = transport.group.rank, []
+        is_first, shard = rank == 0, shards[rank].contiguous()
+        for transfer in (
+            lambda: transport.all_gather(shard, plan),
+            lambda: transport.gather_to_first([Gathered(plan, [0, 1, 2, 3], shard)]),
+            lambda: transport.scatter_from_first(full if is_first else None, shard, plan),
+            lambda: transport.broadcast(full if is_first else None, torch.empty_like(full)),
+        ):
+            with Launches() as inside:
+                transfer()
+            launches.append(inside.names)
+        return launches
+
+    first, *others = on_ranks(4, body)
+    assert first == [["copy_", "pull_"], ["pull_"], ["push"], ["copy_"]]
+    assert others == [[["copy_", "pull_"], ["copy_"], ["copy_"], ["pull_"]]] * 3
 
 
 def test_gather_to_first_shares_a_meeting():

@@ -21,9 +21,22 @@ Result = TypeVar("Result")
 
 
 class GpuTransport(TensorTransport, Protocol):
-    """A transport of tensors on GPUs."""
+    """A transport of tensors on GPUs, in the order of the current stream: the host waits for none
+    of its transfers, and their results are right only if ``finish`` does not raise. What follows is
+    local.
+    """
 
-    def close(self) -> None: ...
+    def check(self) -> None:
+        """TransferError if a transfer has failed so far; no wait."""
+
+    def finish(self) -> None:
+        """Wait until the GPU has done the transfers so far, with a deadline; then ``check``."""
+
+    def abort(self) -> None:
+        """End the transfers that wait for other ranks; there will be no others."""
+
+    def close(self) -> None:
+        """Free the resources."""
 
 
 class Untried(Protocol):
@@ -99,6 +112,11 @@ class ByDevice:
             logger.warning("%s; GPU tensors go by %s now", reason, self.name)
         return transfer(self._on_cpu)
 
+    def host_gather_of(self, tensors: list[Gathered]) -> HostGather | None:
+        """Return ``host_gather`` if it gathers these tensors. Local."""
+        stay = self._on_gpu is not None and any(tensor.stays for tensor in tensors)
+        return None if stay else self.host_gather
+
     def exchange_bytes(self, data: bytes) -> list[bytes]:
         return self._on_cpu.exchange_bytes(data)
 
@@ -111,8 +129,9 @@ class ByDevice:
         return self._by(shard, lambda to: to.all_gather(shard, plan, num_copies, num_read))
 
     def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
-        if self.host_gather is not None:
-            return self.host_gather.gather_to_first(tensors)
+        host_gather = self.host_gather_of(tensors)
+        if host_gather is not None:
+            return host_gather.gather_to_first(tensors)
         sides = [[t for t in tensors if t.shard.is_cuda is on_gpu] for on_gpu in (False, True)]
         fulls = [iter(self._gather_to_first(side) or []) for side in sides if side]
         if self.group.rank != 0:
@@ -131,7 +150,22 @@ class ByDevice:
     def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
         return self._by(like, lambda to: to.broadcast(tensor, like))
 
+    def check(self) -> None:
+        """See ``GpuTransport``. Local, as what follows."""
+        if self._on_gpu is not None:
+            self._on_gpu.check()
+
+    def finish(self) -> None:
+        """See ``GpuTransport``."""
+        if self._on_gpu is not None:
+            self._on_gpu.finish()
+
+    def abort(self) -> None:
+        """See ``GpuTransport``."""
+        if self._on_gpu is not None:
+            self._on_gpu.abort()
+
     def close(self) -> None:
-        """Free the resources of the GPU transport. Local."""
+        """Free the resources of the GPU transport."""
         if self._on_gpu is not None:
             self._on_gpu.close()

@@ -1,8 +1,8 @@
 """Transfers by a private NCCL group, along a GatherPlan: for CUDA shards on any hosts.
 
-A collective runs on NCCL's own stream; every method waits for it on the host, with our deadline,
-and makes the current stream wait for it. When a wait fails, the NCCL communicator is aborted, which
-ends its kernels on the GPU; the user's groups are untouched.
+A collective runs on NCCL's own stream, for which the current stream waits, but not the host. When
+a wait of the host fails, the NCCL communicator is aborted, which ends its kernels on the GPU; the
+user's groups are untouched.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flex_model._C import GatherPlan
-from flex_model.distributed import memory
 from flex_model.distributed.transports import buffer_layout
 from flex_model.distributed.transports.transport import (
     Gathered,
@@ -42,8 +41,8 @@ def is_available() -> bool:
 class Nccl:
     """Implements ``GpuTransport`` by NCCL, with one CUDA device per rank; see ``ByDevice``.
 
-    All methods but ``close`` are collective over the group, and so is the constructor: it connects
-    the communicator at once, so that a missing rank is detected here, with a deadline.
+    The transfers are collective over the group, and so is the constructor: it connects the
+    communicator at once, so that a missing rank is detected here, with a deadline.
 
     Args:
         on_cpu: The CPU transport of the same ranks; it and its group's store are used to connect.
@@ -60,13 +59,14 @@ class Nccl:
         self.group = on_cpu.group
         self._host_wait = wait
         self._device = device
+        self._works: list[Any] = []  # of the last transfer
         self._backend: Any = None
         try:
             # Connecting blocks the thread until all ranks connect: check first that they will.
             self._backend = on_every_rank(on_cpu, self._make)
             on_every_rank(on_cpu, self._connect)
         except UnavailableError:
-            self._abort()
+            self.abort()
             raise
 
     def _make(self) -> Any:
@@ -83,16 +83,29 @@ class Nccl:
 
     def _connect(self) -> None:
         flags = torch.zeros(self.group.size, dtype=torch.uint8, device=self._device)
-        self._wait([self._backend._allgather_base(flags, flags[:1].clone())])
+        self._queue([self._backend._allgather_base(flags, flags[:1].clone())])
+        self.finish()
+
+    def check(self) -> None:
+        """See ``GpuTransport``; NCCL reports failures only to those who wait."""
+
+    def finish(self) -> None:
+        """See ``GpuTransport``."""
+        try:
+            self._host_wait(self._works)
+        except BaseException:
+            self.abort()
+            raise
+        self._works = []
 
     def close(self) -> None:
         """End the communicator, once its transfers are complete on all ranks; without that if a
         rank is missing, or after 5 s. Local.
         """
         if self.group.broken is not None:
-            self._abort()
+            self.abort()
             return
-        backend, self._backend = self._backend, None
+        backend, self._backend, self._works = self._backend, None, []
         if backend is not None:
             # What a peer still receives is sent by this process. In a thread, because it waits for
             # peers without a deadline; one that is late then keeps the communicator.
@@ -100,18 +113,17 @@ class Nccl:
             end.start()
             end.join(_CLOSE_S)
 
-    def _abort(self) -> None:
-        """End the communicator and its kernels on the GPU."""
-        backend, self._backend = self._backend, None
+    def abort(self) -> None:
+        """See ``GpuTransport``."""
+        backend, self._backend, self._works = self._backend, None, []
         if backend is not None:
             _quietly(backend.abort)
 
-    def _wait(self, works: list) -> None:
-        try:
-            self._host_wait(works)
-        except BaseException:
-            self._abort()
-            raise
+    def _queue(self, works: list) -> None:
+        """Make the current stream wait for works. Those before them end before them."""
+        self._works = works
+        for work in works:
+            work.wait()
 
     def _empty(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
@@ -119,7 +131,7 @@ class Nccl:
     def _gathered(self, data: Tensor, out: Tensor) -> Tensor:
         """All-gather ``data`` into ``out``, in rank order, and return ``out``."""
         if data.numel():
-            self._wait([self._backend._allgather_base(out, data)])
+            self._queue([self._backend._allgather_base(out, data)])
         return out
 
     def _grouped(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]):
@@ -133,7 +145,7 @@ class Nccl:
             self._backend.send([data], rank, 0)
         for data, rank in receives:
             self._backend.recv([data], rank, 0)
-        self._wait([self._backend._end_coalescing()])
+        self._queue([self._backend._end_coalescing()])
 
     def all_gather(
         self, shard: Tensor, plan: GatherPlan, num_copies: int = 1, num_read: int = 0
@@ -184,7 +196,7 @@ class Nccl:
             for tensor, full in zip(
                 some, buffer_layout.assemble_tensors(gathered, packing, plans, shards)
             ):
-                fulls += tensor.copies(memory.copy(full))
+                fulls += tensor.copies(full)
         return fulls if rank == 0 else None
 
     def _packed(self, tensors: list[Gathered], packing: buffer_layout.Packing) -> Tensor:
@@ -223,7 +235,7 @@ class Nccl:
         if data.numel():
             options = dist.BroadcastOptions()
             options.rootRank = 0
-            self._wait([self._backend.broadcast([data], options)])
+            self._queue([self._backend.broadcast([data], options)])
         return result
 
 

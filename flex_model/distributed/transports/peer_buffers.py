@@ -9,6 +9,8 @@ another process may block that process: their barriers are on the host.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -17,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flex_model.distributed.polling import sleeps
 from flex_model.distributed.transports.transport import (
+    TransferError,
     Transport,
     UnavailableError,
     Wait,
@@ -28,6 +32,8 @@ from flex_model.integrations.torch_private import symmetric_memory
 MAX_RANKS = 128  # kMaxPeers of csrc/cuda/peers.h
 _FLAG_BYTES = 4096  # of the signal pad at the head of a buffer: a uint32 per rank
 _IPC_HANDLE_BYTES = 64
+_CLOSE_S = 2.0  # how long to wait for kernels, which give up at once but may come after others
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 5e-5, 0.002  # between polls
 
 
 def _exchange(on_cpu: Transport, numbers: list[int]) -> list[int]:
@@ -35,26 +41,15 @@ def _exchange(on_cpu: Transport, numbers: list[int]) -> list[int]:
     return on_cpu.exchange(torch.tensor(numbers, dtype=torch.int64)).reshape(-1).tolist()
 
 
-class _Finished:
-    """The work queued so far on a stream, as a work of torch.distributed to wait for."""
+class _Recorded:
+    """An event, as a work of torch.distributed to wait for."""
 
-    def __init__(self, device: torch.device, failed: Tensor) -> None:
-        self._event = torch.cuda.Event()
-        self._event.record(torch.cuda.current_stream(device))
-        self._failed = failed
-
-    def is_completed(self) -> bool:
-        return self._event.query()
-
-    def wait(self) -> None:
-        self._event.synchronize()
-        missing = int(self._failed[0])
-        if missing:
-            raise RuntimeError(f"rank {missing - 1} of the group did not reach a barrier")
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.is_completed, self.wait = event.query, event.synchronize
 
 
 class _CudaBuffers:
-    """The barriers that both kinds of buffers share.
+    """The barriers that both kinds of buffers share, and the outcome of transfers.
 
     Args:
         on_cpu: The CPU transport of the same ranks.
@@ -72,13 +67,19 @@ class _CudaBuffers:
         self._on_cpu = on_cpu
         self._wait = wait
         self._device = device
+        # Shorter than the host's waits, because a kernel finds which rank is missing.
+        self._timeout_s = 0.9 * group.timeout_s
         self._number = 0  # of barriers so far
         self._signal_pads: list[int] = []  # addresses of each rank's
         self._buffer: Tensor | None = None
-        # Written by kernels: 1 + a rank that did not reach a barrier.
-        self._failed = on_every_rank(
-            on_cpu, lambda: torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._last = torch.cuda.Event()  # after the last transfer
+        self._is_unfinished = False  # the host has not waited for it
+        self._stream: torch.cuda.Stream | None = None  # of the last transfer
+        self._state = on_every_rank(
+            on_cpu, lambda: torch.zeros(2, dtype=torch.int32, pin_memory=True)
         )
+        # WaitState of csrc/cuda/peers.h: 1 + a rank that kernels missed, and whether they give up.
+        self._words = (ctypes.c_int32 * 2).from_address(self._state.data_ptr())
         uuid = str(torch.cuda.get_device_properties(device).uuid).replace("-", "")
         words = _exchange(on_cpu, [int(uuid[:8], 16), int(uuid[8:16], 16)])
         gpus = set(zip(words[::2], words[1::2]))
@@ -92,18 +93,62 @@ class _CudaBuffers:
                 self._signal_pads,
                 self.group.rank,
                 self._number,
-                int(1000 * self.group.timeout_s),
-                self._failed.data_ptr(),
+                int(1000 * self._timeout_s),
+                self._state.data_ptr(),
             )
         else:
-            self._finish_own()
+            self.end_transfer()
+            self.finish()
             _exchange(self._on_cpu, [0])
 
-    def _finish_own(self) -> None:
-        self._wait([_Finished(self._device, self._failed)])
+    def begin_transfer(self) -> None:
+        self._stream = torch.cuda.current_stream(self._device)
+        self._last.wait(self._stream)
+
+    def end_transfer(self) -> None:
+        self._last.record(self._stream)
+        self._is_unfinished = True
+
+    def check(self) -> None:
+        missing = self._words[0]
+        if missing:
+            raise TransferError(
+                f"the GPU of rank {self.group.rank} waited {self._timeout_s:g} s; missing: "
+                f"{self.group.name_of(missing - 1)}"
+            )
 
     def finish(self) -> None:
-        self._finish_own()
+        if self._is_unfinished:
+            self._wait([_Recorded(self._last)])
+            self._is_unfinished = False
+        self.check()
+
+    def abort(self) -> None:
+        self._words[1] = 1
+
+    def close(self) -> None:
+        """Free the buffer; where its kernels still run after a while, at a later close."""
+        self.abort()
+        if self._stream is not None:
+            self._last.record(self._stream)  # an interrupted transfer may not have
+        until = time.monotonic() + _CLOSE_S
+        for _ in sleeps(self._is_idle, _FIRST_PAUSE_S, _MAX_PAUSE_S):
+            if time.monotonic() > until:
+                break
+        _in_use.append(self)
+        for buffers in [buffers for buffers in _in_use if buffers._is_idle()]:
+            _in_use.remove(buffers)
+            buffers._free()
+
+    def _is_idle(self) -> bool:
+        """Whether no kernel of this process uses the buffers; False if CUDA has failed."""
+        try:
+            return self._last.query()
+        except RuntimeError:
+            return False
+
+    def _free(self) -> None:
+        raise NotImplementedError
 
     def _make_room(self, num_bytes: int) -> None:
         """Free memory that torch's allocator caches, which other allocators can't use."""
@@ -182,7 +227,7 @@ class SymmetricMemory(_CudaBuffers):
         self._buffer, self._signal_pads = buffer, on_every_rank(self._on_cpu, rendezvous)
         return buffer[_FLAG_BYTES:], [address + _FLAG_BYTES for address in self._signal_pads]
 
-    def close(self) -> None:
+    def _free(self) -> None:
         self._reset()
         self._handle = None
         if self._group is not None:
@@ -194,8 +239,8 @@ class SymmetricMemory(_CudaBuffers):
 class CudaIpc(_CudaBuffers):
     """Allocations that every process opens by a handle, of GPUs that are peers or the same one.
 
-    Memory must not be freed while another process has it open: every transfer ends together, and
-    the buffer outlives this object until all have closed it.
+    Memory must not be freed while another process has it open: the buffer outlives this object
+    until all have closed it.
     """
 
     def __init__(self, on_cpu: Transport, wait: Wait, device: torch.device) -> None:
@@ -241,11 +286,7 @@ class CudaIpc(_CudaBuffers):
                 self._opened.append(addresses[rank])
         return addresses
 
-    def finish(self) -> None:
-        self._finish_own()
-        _exchange(self._on_cpu, [0])
-
-    def close(self) -> None:
+    def _free(self) -> None:
         self._close_peers()
         if self._buffer is not None:
             with contextlib.suppress(RuntimeError):  # the store may have died with its host
@@ -280,3 +321,4 @@ class _Kept:
 
 
 _kept: list[_Kept] = []
+_in_use: list[_CudaBuffers] = []  # closed, while kernels of this process used them

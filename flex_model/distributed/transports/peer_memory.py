@@ -3,7 +3,8 @@
 Every rank has a buffer of two slots. A rank copies its shard into one slot; after a barrier, each
 rank reads every peer's slot and writes the final layout, in one kernel. The next transfer uses the
 other slot: a rank that reaches a barrier has finished the reads of the transfer before, so a slot
-is free again two transfers later, without a second barrier.
+is free again two transfers later, without a second barrier. All of that is in the order of the
+current stream, so the host waits for nothing.
 
 ``peer_buffers`` implements the memory and the barriers.
 """
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 
 from flex_model._C import GatherPlan
-from flex_model.distributed import memory
 from flex_model.distributed.process_groups import PrivateGroup
 from flex_model.distributed.transports import buffer_layout
 from flex_model.distributed.transports.transport import Gathered, end_to_end
@@ -39,25 +39,32 @@ class PeerBuffers(Protocol):
         """
         ...
 
+    def begin_transfer(self) -> None:
+        """Make the current stream wait for the transfer before, which may be on another stream.
+        Local.
+        """
+
     def barrier(self) -> None:
         """Make the current stream wait for the work queued before on all ranks. Collective."""
         ...
 
-    def finish(self) -> None:
-        """Wait on the host until the current stream is done, with a deadline; raise if a rank did
-        not reach a barrier. Collective.
-        """
-        ...
+    def end_transfer(self) -> None:
+        """Note that a transfer ends with the work queued so far. Local."""
 
-    def close(self) -> None:
-        """Free the buffer. Local."""
-        ...
+    def check(self) -> None:
+        """See ``GpuTransport``, as for what follows."""
+
+    def finish(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class PeerMemory:
     """Implements ``GpuTransport`` by reading and writing the memory of peers; see ``ByDevice``.
 
-    All methods but ``close`` are collective over the group.
+    The transfers are collective over the group.
 
     Args:
         group: The ranks, on one host.
@@ -74,8 +81,20 @@ class PeerMemory:
         self._own: Tensor | None = None
         self._addresses: list[int] = []
 
+    def check(self) -> None:
+        """See ``GpuTransport``."""
+        self._peers.check()
+
+    def finish(self) -> None:
+        """See ``GpuTransport``."""
+        self._peers.finish()
+
+    def abort(self) -> None:
+        """See ``GpuTransport``."""
+        self._peers.abort()
+
     def close(self) -> None:
-        """Free the buffer. Local."""
+        """Free the buffer."""
         self._own = None
         self._slot_bytes = 0
         self._peers.close()
@@ -85,21 +104,25 @@ class PeerMemory:
         on all ranks.
         """
         if num_bytes > self._slot_bytes:
+            self._peers.finish()  # else what is freed would still be read
             self._own, self._slot_bytes = None, 0
             slot_bytes = slot_bytes_for(num_bytes)
             self._own, self._addresses = self._peers.allocate(2 * slot_bytes)
             self._slot_bytes = slot_bytes
         assert self._own is not None
+        self._peers.begin_transfer()
         start = self._number % 2 * self._slot_bytes
         self._number += 1
         own = self._own[start : start + self._slot_bytes]
         return own, [address + start for address in self._addresses]
 
-    def _publish(self, tensors: list[Gathered]) -> list[list[int]]:
-        """Copy shards to where peers can read them; return addresses by tensor and holder."""
+    def _publish(self, tensors: list[Gathered], for_peers: bool = True) -> list[list[int]]:
+        """Copy shards to where peers can read them; return addresses by tensor and holder. Unless
+        it is ``for_peers``, this rank copies nothing: no other one reads.
+        """
         packing = buffer_layout.Packing.of([(t.plan, t.ranks) for t in tensors], self.group.size)
         own, addresses = self._take_slot(max(packing.totals))
-        for i, offset in packing.of_rank(self.group.rank):
+        for i, offset in packing.of_rank(self.group.rank) if for_peers else ():
             shard = tensors[i].shard.detach()
             _place(own, offset, shard).copy_(shard)
         self._peers.barrier()
@@ -125,7 +148,7 @@ class PeerMemory:
         if num_copies:
             full = self._pull(shard.detach().new_empty(plan.full_sizes), addresses, plan)
             fulls = [full, *(full.clone() for _ in range(num_copies - 1))]
-        self._peers.finish()
+        self._peers.end_transfer()
         return fulls
 
     def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
@@ -138,18 +161,21 @@ class PeerMemory:
             first = self.group.rank == 0
             pulled = [t.shard.detach().new_empty(t.plan.full_sizes) for t in some if first]
             if any(tensor.plan.full_bytes for tensor in some):
-                addresses = self._publish(some)
+                addresses = self._publish(some, for_peers=not first)
                 for tensor, full, where in zip(some, pulled, addresses):
-                    self._pull(full, where, tensor.plan)
-                self._peers.finish()
+                    shard = tensor.shard.detach().contiguous()
+                    own = [shard.data_ptr() if holder == 0 else 0 for holder in tensor.ranks]
+                    self._pull(full, [a or b for a, b in zip(own, where)], tensor.plan)
+                self._peers.end_transfer()
             for tensor, full in zip(some, pulled):
-                fulls += tensor.copies(memory.copy(full))
+                fulls += tensor.copies(full)
         return fulls if self.group.rank == 0 else None
 
     def scatter_from_first(self, full: Tensor | None, like: Tensor, plan: GatherPlan) -> Tensor:
         """This rank's shard of rank 0's ``full``, with the shape, dtype and device of ``like``.
 
-        Rank 0 writes each rank's shard into that rank's slot: only the needed bytes are sent.
+        Rank 0 writes each rank's shard into that rank's slot, and its own into the result: only the
+        needed bytes are sent.
         """
         shard = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         if plan.full_bytes == 0:
@@ -157,15 +183,13 @@ class PeerMemory:
         own, addresses = self._take_slot(buffer_layout.aligned(max(plan.shard_bytes)))
         if self.group.rank == 0:
             assert full is not None
-            full = full.detach().contiguous()
-            others = [0, *addresses[1:]]
+            targets = [shard.data_ptr(), *addresses[1:]]
             first = 1 % self.group.size
-            torch.ops.flex_model.push(full, others, plan.code, first)
-            shard = torch.ops.flex_model.split(full, plan.code, 0, list(like.shape))
+            torch.ops.flex_model.push(full.detach().contiguous(), targets, plan.code, first)
         self._peers.barrier()
         if self.group.rank != 0:
             shard.copy_(_place(own, 0, like))
-        self._peers.finish()
+        self._peers.end_transfer()
         return shard
 
     def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
@@ -182,7 +206,7 @@ class PeerMemory:
             result = torch.empty(like.shape, dtype=like.dtype, device=like.device)
             whole = end_to_end([like.nbytes])
             torch.ops.flex_model.pull_(result, addresses[:1], whole.code, 0)
-        self._peers.finish()
+        self._peers.end_transfer()
         return result
 
 

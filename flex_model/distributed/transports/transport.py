@@ -36,6 +36,10 @@ class UnavailableError(RuntimeError):
     """A transport can't be used, or not any more. Raised on every rank, with the reasons of all."""
 
 
+class TransferError(Exception):
+    """A transfer of GPU tensors failed; the message is what the GPU has found."""
+
+
 @dataclass(eq=False)
 class Gathered:
     """One tensor of several that are gathered together.
@@ -46,6 +50,8 @@ class Gathered:
         shard: This rank's shard; only its dtype counts on ranks that hold none.
         num_copies: The number of full tensors to return.
         site: The hook for which its costs are counted.
+        stays: Whether the full tensors stay on rank 0's GPU, if a transport of GPU tensors gathers
+            them; else they are on the CPU. The same for all tensors that are gathered together.
         ready: The event after which a shard on a GPU has its values; None: the work queued on the
             current stream.
     """
@@ -55,14 +61,17 @@ class Gathered:
     shard: Tensor
     num_copies: int = 1
     site: int = 0
+    stays: bool = False
     ready: Ready | None = None
 
     def __post_init__(self) -> None:
         self.shard = plain(self.shard)
 
     def copies(self, full: Tensor) -> list[Tensor]:
-        """Return a full tensor and its copies, ``num_copies`` in all."""
-        return copies(full, self.num_copies)
+        """Return a full tensor and its copies, ``num_copies`` in all, where they shall be."""
+        if self.stays and full.is_cuda:
+            return [full, *(full.clone() for _ in range(self.num_copies - 1))]
+        return copies(memory.copy(full) if full.is_cuda else full, self.num_copies)
 
 
 class TensorTransport(Protocol):
@@ -86,8 +95,8 @@ class TensorTransport(Protocol):
         ...
 
     def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
-        """Return the full tensors on rank 0's CPU, copies one after the other; None elsewhere. No
-        payload is sent to other ranks.
+        """Return the full tensors on rank 0's CPU, or on its GPU if they ``stay``, copies one after
+        the other; None elsewhere. No payload is sent to other ranks.
         """
         ...
 

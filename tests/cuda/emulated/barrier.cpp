@@ -27,7 +27,7 @@ int main(int, char** arguments) {
   const int num_transfers = std::atoi(arguments[3]);
   std::vector<std::vector<uint32_t>> pads(num_ranks, std::vector<uint32_t>(num_ranks));
   std::vector<std::vector<int64_t>> slots(num_ranks * num_slots, std::vector<int64_t>(kWords));
-  std::vector<int32_t> failed(num_ranks);
+  std::vector<flex_model::WaitState> states(num_ranks);
   std::vector<cudaStream_t> streams(num_ranks);
   std::atomic<int64_t> num_wrong{0};
   for (cudaStream_t& stream : streams) cudaStreamCreate(&stream);
@@ -46,7 +46,7 @@ int main(int, char** arguments) {
           }
         }
       });
-      flex_model_peer_barrier(&signal_pads, number, uint64_t{60'000'000'000}, &failed[rank],
+      flex_model_peer_barrier(&signal_pads, number, uint64_t{60'000'000'000}, &states[rank],
                               streams[rank]);
       emulated::enqueue(streams[rank], [=, &num_wrong] {
         for (int from = 0; from < num_ranks; ++from) {
@@ -57,7 +57,7 @@ int main(int, char** arguments) {
     }
   }
   for (cudaStream_t stream : streams) cudaStreamSynchronize(stream);
-  for (int32_t rank : failed) num_wrong += rank != 0;
+  for (const flex_model::WaitState& state : states) num_wrong += state.missing != 0;
   std::printf("%lld wrong\n", static_cast<long long>(num_wrong.load()));
   return num_wrong != 0;
 }

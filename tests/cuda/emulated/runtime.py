@@ -19,6 +19,7 @@ import torch  # noqa: E402
 
 library.emulated_register_guard()
 NOT_READY = 600
+is_capturing = False
 
 
 def call(name, *arguments):
@@ -36,6 +37,26 @@ def is_done(name, handle):
     error = getattr(library, name)(handle)
     assert error in (0, NOT_READY), f"{name}: CUDA error {error}"
     return error == 0
+
+
+def refuse_in_capture():
+    if is_capturing:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+
+class Capture:
+    """``torch.cuda.graph``: its work is done at once, and a replay does nothing."""
+
+    def __init__(self, graph):
+        pass
+
+    def __enter__(self):
+        global is_capturing
+        is_capturing = True
+
+    def __exit__(self, *_):
+        global is_capturing
+        is_capturing = False
 
 
 def current_device():
@@ -76,9 +97,15 @@ class Stream(torch.Stream):
         self._handle = ctypes.c_void_p(self.stream_id)
 
     def query(self):
+        refuse_in_capture()
         return is_done("cudaStreamQuery", self._handle)
 
     def synchronize(self):
+        refuse_in_capture()
+        self.settle()
+
+    def settle(self):
+        """Wait as the emulation does, which a program would not."""
         call("cudaStreamSynchronize", self._handle)
 
     def record_event(self, event=None):
@@ -115,9 +142,11 @@ class Event:
         call("cudaStreamWaitEvent", (stream or current_stream())._handle, self._handle, 0)
 
     def query(self):
+        refuse_in_capture()
         return is_done("cudaEventQuery", self._handle)
 
     def synchronize(self):
+        refuse_in_capture()
         call("cudaEventSynchronize", self._handle)
 
 

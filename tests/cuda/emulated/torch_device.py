@@ -8,6 +8,7 @@ kernels do all their work on the stream.
 
 import sys
 import warnings
+from types import SimpleNamespace
 
 from tests.cuda.emulated import runtime  # before torch
 
@@ -72,7 +73,7 @@ def on_cpu(operator):
         device = device_among(list(values.values()))
         if operator is torch.ops.aten._local_scalar_dense.default:
             wait_for_device(device)
-        runtime.current_stream(device).synchronize()
+        runtime.current_stream(device).settle()
         changed = []
 
         def argument(value, is_written):
@@ -126,7 +127,7 @@ def copy_(to, source, non_blocking=False):
     if to.dtype != source.dtype or waits:
         if waits:
             wait_for_device(device)
-        runtime.current_stream(device).synchronize()
+        runtime.current_stream(device).settle()
         origin = origin.to(to.dtype, copy=True)
         if to.is_cuda:
             queue_copy(target, origin.expand(to.shape), device)
@@ -202,6 +203,8 @@ def install():
     torch._C._cuda_setStream = runtime.set_stream
     for name in ("Event", "Stream", "current_device", "current_stream", "device_count"):
         setattr(cuda, name, getattr(runtime, name))
+    cuda.is_current_stream_capturing = lambda: runtime.is_capturing
+    cuda.CUDAGraph, cuda.graph = lambda: SimpleNamespace(replay=lambda: None), runtime.Capture
     for name in ("set_device", "synchronize"):
         setattr(cuda, name, getattr(runtime, name))
     symmetric_memory.install()
