@@ -163,7 +163,7 @@ def test_a_wait_that_fails_aborts():
         backend = transport._backend = Ending()
         transport._host_wait = interrupted
         with pytest.raises(KeyboardInterrupt):
-            transport._wait([])
+            transport.finish()
     assert backend.calls == ["abort"]
 
 
