@@ -142,7 +142,8 @@ def test_memory_stays_locked_and_mapped_until_the_gpu_has_written(interrupt, mon
     from flex_model.distributed.transports import host_copies
     from flex_model.distributed.transports.transport import end_to_end
 
-    fields = dict.fromkeys(("backend", "store", "leaders", "number", "world"))
+    names = "backend", "store", "bounded_store", "leaders", "number", "world"
+    fields = dict.fromkeys(names)
     group, later = (
         process_groups.PrivateGroup(
             (0,), 0, hosts=Hosts([""], None, None, []), timeout_s=1, **fields

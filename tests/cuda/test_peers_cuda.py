@@ -108,7 +108,11 @@ def test_a_meeting_of_two_streams():
 
 def ipc_of_one_rank():
     group = SimpleNamespace(rank=0, size=1, timeout_s=60.0, store=dist.HashStore())
-    on_cpu = SimpleNamespace(group=group, exchange=lambda tensor: tensor.unsqueeze(0))
+    on_cpu = SimpleNamespace(
+        group=group,
+        exchange=lambda tensor: tensor.unsqueeze(0),
+        exchange_bytes=lambda data: [data],
+    )
     buffers = peer_buffers.CudaIpc(on_cpu, lambda works: None, torch.device("cuda:0"))
     buffers.allocate(1 << 20)
     return buffers
