@@ -1,14 +1,18 @@
 """The formulas of what moves between hosts: against what real runs, and the kernel, count."""
 
 import contextlib
+import json
 import os
 import socket
 import struct
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import models
 from flex_model import FlexModel, HookFunction
@@ -208,6 +212,73 @@ def test_a_run_on_two_ranks_moves_what_is_predicted(tp, dp, settings, sites, mon
 def test_a_run_on_four_ranks_moves_what_is_predicted(tp, dp, settings, sites, monkeypatch):
     for where in ("two hosts", "interleaved hosts", "a host of each"):
         check_run(tp, dp, where, settings, sites, monkeypatch)
+
+
+def sharded():
+    """For the command: the model of ``check_run`` on two data- by two tensor-parallel ranks."""
+    group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"].get_group()
+    return models.tensor_parallel(models.seeded(Model).double(), group)
+
+
+def command(folder, edit_on):
+    """What the command predicts of some hooks, by what they are in."""
+    hooks = folder / "hooks.txt"
+    hooks.write_text(
+        "# of all kinds\n\nfc1 edit  # the first\npos read\nac? edit forward_pre\n"
+        "fc* read full_backward_pre\n"
+    )
+    arguments = [f"{__file__}:sharded", "--tp", "2", "--dp", "2", "--hosts", "2", "--json"]
+    arguments += ["--input", "8,6:float64", "--hooks", str(hooks), "--edit-on", edit_on]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "flex_model", "inspect", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.ranks(4, timeout=200)
+@pytest.mark.parametrize("edit_on", ["all", "rank0"])
+def test_the_command_predicts_what_a_run_moves(edit_on, tmp_path, monkeypatch):
+    made, mesh, rank = counting(monkeypatch), models.mesh(2, 2), dist.get_rank()
+    with hosts("two hosts"):
+        flex = FlexModel(sharded(), records := {}, device_mesh=mesh, edit_on=edit_on)
+        for name, edit, kind in (
+            ("fc1", double, "forward"),
+            ("pos", None, "forward"),
+            ("act", double, "forward_pre"),
+            ("fc1", None, "full_backward_pre"),
+            ("fc2", None, "full_backward_pre"),
+        ):
+            flex._register(HookFunction(name, None, edit, output_name=name + kind), kind)
+        x = models.random(8, 6).chunk(2)[mesh.get_local_rank("dp")].requires_grad_()
+        counter = flex._core.communicator
+        for _ in range(2):
+            records.clear()
+            take(made, counter.hosts)
+            numbers = [(counter.sequence, counter.num_payloads)]
+            output = flex(x)
+            counts = [take(made, counter.hosts)]
+            numbers.append((counter.sequence, counter.num_payloads))
+            output.square().sum().backward()
+            counts.append(take(made, counter.hosts))
+            numbers.append((counter.sequence, counter.num_payloads))
+        flex.restore()
+    if rank > 0:
+        return
+    rows = command(tmp_path, edit_on)["rows"]
+    assert [row["hooks"] for row in rows[-2:]] == ["all hooks, and what they share"] * 2
+    for i, row in enumerate(rows[-2:]):
+        sent, received, messages = counts[i]
+        moved = [after - before for before, after in zip(numbers[i], numbers[i + 1])]
+        assert [row["headers"], row["transfers"]] == moved
+        assert row["messages"] == max(messages)
+        assert row["bytes_on_busiest_link"] == max(*sent, *received)
+    kept = sum(record.nbytes for of_one in records.values() for record in of_one)
+    assert sum(row["record_bytes"] for row in rows[-2:]) == kept
 
 
 # ---- The kernel's counts -------------------------------------------------------------------------
