@@ -237,13 +237,12 @@ def _run(
                     name: Node(name, type(part).__name__, has_forward=is_called(part))
                     for name, part in modules.items()
                 }
-    num_copies = len(ranks) // len(simulated)
-    chunks = [follower.log.take() for follower in followers] * num_copies
+    chunks = [follower.log.take() for follower in followers] * (len(ranks) // len(simulated))
     concluded = []
-    for rank, observed in enumerate(calls * num_copies):
-        follower = followers[rank % len(followers)]
+    for rank, (observed, follower) in enumerate(zip(calls, followers)):
         follower.infer_from(MeshProofs(Mesh(ranks, rank, 1, dp, tp)), chunks)
         concluded.append([(name, kind, seen.concluded(follower)) for name, kind, seen in observed])
+    concluded *= len(ranks) // len(simulated)
     of_all = [
         (per_rank[0][0], per_rank[0][1], [seen for _, _, seen in per_rank])
         for per_rank in zip(*concluded)
