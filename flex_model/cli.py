@@ -12,7 +12,7 @@ from flex_model.diagnostics import doctor
 from flex_model.diagnostics.local_ranks import RankError
 from flex_model.diagnostics.progress_bar import progress
 from flex_model.distributed.placement import Shape
-from flex_model.inspection import offline
+from flex_model.inspection import hook_costs, offline
 from flex_model.sequential.command import add_harvest
 
 
@@ -96,6 +96,28 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="full shape of an input, for example 4,128:int64; once for each positional one "
         "(default, for Hugging Face models: 2 x dp rows of 8 tokens)",
     )
+    parser.add_argument(
+        "--hooks",
+        metavar="FILE",
+        help="print instead what the hooks of this file would cost: one of each line, as in "
+        "'layers.*.mlp edit', of a module's name, in which * is any text, 'read' or 'edit', and "
+        f"a kind ({', '.join(hook_costs.KINDS)}; default forward)",
+    )
+    parser.add_argument(
+        "--hosts", type=int, default=1, help="with --hooks: hosts of the ranks (default 1)"
+    )
+    parser.add_argument(
+        "--edit-on", choices=("all", "rank0"), default="all", help="with --hooks: as of FlexModel"
+    )
+    parser.add_argument(
+        "--link",
+        nargs=2,
+        type=float,
+        metavar=("GBIT_PER_S", "LATENCY_US"),
+        default=(10.0, 50.0),
+        help="with --hooks: the speed of each host's link, and the time of a message (default: 10 "
+        "Gbit/s and 50 us)",
+    )
     parser.add_argument("--all", action="store_true", help="show equal layers one by one")
     parser.add_argument("--json", action="store_true", help="print all modules as JSON")
     parser.set_defaults(run=_inspect)
@@ -112,6 +134,15 @@ def _shape_and_dtype(value: str) -> tuple[Shape, str]:
 
 
 def _inspect(options: argparse.Namespace) -> int:
+    if options.hooks is not None:
+        lines = hook_costs.read(options.hooks)
+        run = offline.run_on_shapes(
+            options.model, options.tp, options.dp, options.input, show_progress=True
+        )
+        link = hook_costs.Link(options.link[0] * 1e9 / 8, options.link[1] / 1e6)
+        costs = hook_costs.predict(run, lines, options.hosts, options.edit_on, link)
+        print(json.dumps(costs.json(), indent=2) if options.json else costs)
+        return 0
     tree = offline.inspect(options.model, options.tp, options.dp, options.input, show_progress=True)
     if options.json:
         print(json.dumps(tree.json(), indent=2))

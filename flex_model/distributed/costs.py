@@ -1,15 +1,23 @@
 """The costs of transfers: counted as they happen, and predicted by the same formulas.
 
-Bytes are those that a rank sends of its own data and receives of others', each once: the minimum of
-any transport. Headers, of 64 bytes, are counted separately.
+Bytes of a rank are those that it sends of its own data and receives of others', each once: the
+minimum of any transport. Headers, of 64 bytes, are counted separately. ``BetweenHosts`` predicts
+what the transport of CPU tensors moves between hosts, headers included.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from flex_model._C import GatherPlan
+from flex_model.distributed.mesh import Axis, Mesh
+
+HEADER_BYTES = 64
+SUMMED_BYTES = 8 << 20  # of each rank, that are gathered at a time to be summed
+_MAX_PADDED = 1.1  # of the bytes of uneven shards: how many may be sent in equal sizes, as one
+_GRID: tuple[Axis, ...] = ("dp", "tp")
 
 
 def of_gather_to_first(plan: GatherPlan, ranks: Sequence[int], rank: int) -> int:
@@ -18,6 +26,227 @@ def of_gather_to_first(plan: GatherPlan, ranks: Sequence[int], rank: int) -> int
     """
     own = plan.shard_bytes[ranks.index(rank)] if rank in ranks else 0
     return plan.full_bytes - own if rank == 0 else own
+
+
+# ---- Between hosts -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What transfers move between hosts.
+
+    Attributes:
+        sent, received: The bytes of each host, without those of protocols.
+        messages: The messages that each host sends; empty ones, too.
+        steps: How many messages wait for one another.
+        waited_bytes: The bytes on the busiest link of each transfer, added up. A link connects one
+            host to all others, and carries as much in each direction.
+    """
+
+    sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
+    messages: tuple[int, ...] = ()
+    steps: int = 0
+    waited_bytes: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            _added(self.sent, other.sent),
+            _added(self.received, other.received),
+            _added(self.messages, other.messages),
+            self.steps + other.steps,
+            self.waited_bytes + other.waited_bytes,
+        )
+
+    @property
+    def most_bytes(self) -> int:
+        """The bytes on the busiest link, in its busier direction."""
+        return max(*self.sent, *self.received, 0, 0)
+
+    @property
+    def most_messages(self) -> int:
+        """The messages of the host that sends the most."""
+        return max(self.messages, default=0)
+
+    @property
+    def of_shared(self) -> Traffic:
+        """The part of these bytes in a transfer that is shared, whose messages count once."""
+        return replace(self, messages=(), steps=0)
+
+    @property
+    def without_bytes(self) -> Traffic:
+        """The messages of a transfer whose bytes are counted apart."""
+        return Traffic(messages=self.messages, steps=self.steps)
+
+    def seconds(self, bytes_per_s: float, latency_s: float) -> float:
+        """The time that it takes by links of this speed, if nothing else uses them."""
+        return self.waited_bytes / bytes_per_s + self.steps * latency_s
+
+
+def _added(some: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip(some, others)) if some and others else some or others
+
+
+@dataclass(frozen=True)
+class BetweenHosts:
+    """Predicts the traffic of transfers by ``AcrossHosts``, and of gloo's collectives in it.
+
+    Example::
+
+        mesh = Mesh(tuple(range(4)), 0, dp_size=2, tp_size=2)
+        BetweenHosts(mesh, ("a", "a", "b", "b")).exchange(64).sent  # (128, 128)
+
+    Args:
+        hosts: The name of each rank's host, in the order of ``Mesh.stage_ranks``. Of ranks that
+            share no memory each has a name of its own.
+
+    Source: gloo's allgather.cc, a ring; broadcast.cc, a binomial tree; alltoallv.cc.
+    """
+
+    mesh: Mesh
+    hosts: tuple[str, ...]
+
+    def exchange(self, num_bytes: int) -> Traffic:
+        """Of an exchange of ``num_bytes`` of each rank, such as a header."""
+        return self.all_gather(_GRID, [num_bytes] * len(self.hosts))
+
+    def all_gather(self, axes: tuple[Axis, ...], held: Sequence[int]) -> Traffic:
+        """Of an all-gather in each group along ``axes``; ``held``: the bytes of each rank."""
+        moves = _Moves(self._names)
+        for members in _groups(self.mesh, axes):
+            names, sizes = self._by_host(members, held)
+            if are_padded(sizes):
+                moves.ring(names, max(sizes))
+                continue
+            for i, num_bytes in enumerate(sizes):
+                moves.tree([*names[i:], *names[:i]], num_bytes)
+        return moves.traffic()
+
+    def all_reduce(self, axes: tuple[Axis, ...], held: Sequence[int]) -> Traffic:
+        """Of a sum over each group along ``axes``, which gathers all summands."""
+        total = Traffic()
+        for at in range(0, max(held), SUMMED_BYTES):
+            total += self.all_gather(axes, [min(max(n - at, 0), SUMMED_BYTES) for n in held])
+        return total
+
+    def to_first(self, axes: tuple[Axis, ...], held: Sequence[int]) -> Traffic:
+        """Of a gather on the first rank, in its group along ``axes``."""
+        moves = _Moves(self._names)
+        names, sizes = self._by_host(self.mesh.ranks_along(axes, place=0), held)
+        moves.all_to_all(names, {(name, names[0]): n for name, n in zip(names, sizes)})
+        return moves.traffic()
+
+    def from_first(self, axes: tuple[Axis, ...], held: Sequence[int]) -> Traffic:
+        """Of a scatter from the first rank, in its group along ``axes``."""
+        moves = _Moves(self._names)
+        names, sizes = self._by_host(self.mesh.ranks_along(axes, place=0), held)
+        moves.all_to_all(names, {(names[0], name): n for name, n in zip(names, sizes)})
+        return moves.traffic()
+
+    def broadcast(self, num_bytes: int) -> Traffic:
+        """Of a broadcast from the first rank to all."""
+        moves = _Moves(self._names)
+        moves.tree(self._names, num_bytes)
+        return moves.traffic()
+
+    @property
+    def _names(self) -> list[str]:
+        return list(dict.fromkeys(self.hosts))
+
+    def _by_host(self, members: Sequence[int], held: Sequence[int]) -> tuple[list[str], list[int]]:
+        """The hosts of a group, its leaders' order, and the bytes of their ranks together."""
+        totals: dict[str, int] = {}
+        for place in members:
+            totals[self.hosts[place]] = totals.get(self.hosts[place], 0) + held[place]
+        return list(totals), list(totals.values())
+
+
+def are_padded(sizes: Sequence[int]) -> bool:
+    """Whether gloo all-gathers uneven shards in equal sizes, by a ring, not by a broadcast each."""
+    return len(sizes) * max(sizes) <= _MAX_PADDED * sum(sizes)
+
+
+@lru_cache(maxsize=16)
+def _groups(mesh: Mesh, axes: tuple[Axis, ...]) -> list[tuple[int, ...]]:
+    places = range(len(mesh.stage_ranks))
+    return list(dict.fromkeys(tuple(mesh.ranks_along(axes, place)) for place in places))
+
+
+class _Moves:
+    """The messages of collectives of several groups that run at the same time."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._sent = dict.fromkeys(names, 0)
+        self._received = dict.fromkeys(names, 0)
+        self._messages = dict.fromkeys(names, 0)
+        self._steps = 0
+
+    def traffic(self) -> Traffic:
+        sent, received = tuple(self._sent.values()), tuple(self._received.values())
+        if len(sent) == 1:
+            return Traffic()
+        most = max(*sent, *received)
+        return Traffic(sent, received, tuple(self._messages.values()), self._steps, most)
+
+    def ring(self, names: list[str], num_bytes: int) -> None:
+        """An all-gather: each host passes on what it received, in two halves."""
+        steps = len(names) - 1
+        if not num_bytes:
+            return
+        for i, name in enumerate(names):
+            self._send(name, names[(i + 1) % len(names)], steps * num_bytes, 2 * steps)
+        self._wait(steps)
+
+    def tree(self, names: list[str], num_bytes: int) -> None:
+        """A broadcast of the first host's bytes: all that have them pass them on."""
+        steps = (len(names) - 1).bit_length()
+        for i in range(steps if num_bytes else 0):
+            for sender, receiver in zip(names[: 1 << i], names[1 << i :]):
+                self._send(sender, receiver, num_bytes)
+        self._wait(steps if num_bytes else 0)
+
+    def all_to_all(self, names: list[str], sizes: dict[tuple[str, str], int]) -> None:
+        """An all-to-all of ``sizes`` by sender and receiver; the others' messages are empty."""
+        for name in names:
+            self._messages[name] += len(names) - 1
+        for (sender, receiver), num_bytes in sizes.items():
+            if sender != receiver:
+                self._send(sender, receiver, num_bytes, num_messages=0)
+        self._wait(min(len(names) - 1, 1))
+
+    def _send(self, sender: str, receiver: str, num_bytes: int, num_messages: int = 1) -> None:
+        self._sent[sender] += num_bytes
+        self._received[receiver] += num_bytes
+        self._messages[sender] += num_messages
+
+    def _wait(self, steps: int) -> None:
+        self._steps = max(self._steps, steps)
+
+
+@dataclass(frozen=True)
+class Connected:
+    """What ``FlexModel(...)`` takes of one rank, whose hosts share memory.
+
+    Attributes:
+        requests: To torch's store, torch's own included; the last rank to arrive makes up to one
+            fewer or more in each rendezvous.
+        sockets: Those that it holds until ``restore()``.
+    """
+
+    requests: int
+    sockets: int
+
+    @staticmethod
+    def of(num_hosts: int, is_first_of_host: bool) -> Connected:
+        """That of a rank. The first ranks of several hosts meet, and connect by gloo."""
+        rendezvous, second_connection = 4, 2
+        if num_hosts == 1 or not is_first_of_host:
+            return Connected(rendezvous + second_connection, 1)
+        by_gloo = 3 * num_hosts + 1
+        return Connected(2 * rendezvous + second_connection + by_gloo, num_hosts + 1)
+
+
+# ---- Counted -------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -115,6 +115,15 @@ class GroupPool:
         """The name of the transport of CPU tensors among all ranks; ``"local"`` with one rank."""
         return "local" if self.is_local else self.transport(GRID).name
 
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The host of each rank of the stage; of ranks that share no memory each has its own."""
+        if self.is_local:
+            return ("",)
+        hosts = self.transport(GRID).group.hosts
+        is_apart = hosts.here is None
+        return tuple(f"rank {r}" if is_apart else name for r, name in enumerate(hosts.names))
+
     def transports(self) -> dict[str, tuple[str, str]]:
         """The transports used so far, by axes: the name, and the reason for the choice."""
         return {

@@ -3,18 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from flex_model.distributed import costs
+from flex_model.distributed.costs import HEADER_BYTES, BetweenHosts, Traffic
 from flex_model.distributed.gather import TensorSpec
-from flex_model.distributed.placement import Shard
+from flex_model.distributed.group_pool import GRID
+from flex_model.distributed.mesh import Axis, Mesh
+from flex_model.distributed.placement import Replicate, Shard
 from flex_model.hooks.registration import Registration
 from flex_model.inspection import text
 from flex_model.inspection.on_shapes import Seen
 
 if TYPE_CHECKING:
     from flex_model.hooks.core import HookCore
+
+_FINGERPRINT_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the costs of a FlexModel's hooks depend on, besides their tensors.
+
+    Attributes:
+        hosts: As in ``BetweenHosts``.
+        edits_on_all: Whether every rank edits, not rank 0 alone.
+        records_on_all, keeps_parts: As in ``Records``.
+    """
+
+    mesh: Mesh
+    hosts: tuple[str, ...]
+    edits_on_all: bool = True
+    records_on_all: bool = False
+    keeps_parts: bool = False
+
+    @staticmethod
+    def of(core: HookCore) -> Setup:
+        """That of a FlexModel. Local."""
+        records = core.records
+        return Setup(
+            core.mesh,
+            core.communicator.hosts,
+            core.executor.edits_on_all,
+            records.on_all_ranks,
+            records.keeps_parts,
+        )
+
+    @property
+    def is_local(self) -> bool:
+        return len(self.mesh.stage_ranks) == 1
+
+    @property
+    def between(self) -> BetweenHosts:
+        return BetweenHosts(self.mesh, self.hosts)
+
+    @cached_property
+    def header(self) -> Cost:
+        """The cost of one header."""
+        return Cost(headers=1, between=self.between.exchange(HEADER_BYTES))
 
 
 @dataclass(frozen=True)
@@ -26,20 +74,34 @@ class Cost:
         payloads: Collectives that move tensors.
         bytes_by_rank: What each rank of the grid sends of its own and receives of others'; a
             transport may send more.
+        between: What moves between hosts, of tensors on the CPU; headers included.
+        record_bytes: What rank 0 keeps as records.
+        is_compared: Whether the end of the run compares replicas of a record.
     """
 
     headers: int = 0
     payloads: int = 0
     bytes_by_rank: tuple[int, ...] = ()
+    between: Traffic = field(default_factory=Traffic)
+    record_bytes: int = 0
+    is_compared: bool = False
 
     def __add__(self, other: Cost) -> Cost:
         pairs = zip(self.bytes_by_rank, other.bytes_by_rank)
-        added = tuple(a + b for a, b in pairs) or self.bytes_by_rank or other.bytes_by_rank
-        return Cost(self.headers + other.headers, self.payloads + other.payloads, added)
+        return Cost(
+            self.headers + other.headers,
+            self.payloads + other.payloads,
+            tuple(a + b for a, b in pairs) or self.bytes_by_rank or other.bytes_by_rank,
+            self.between + other.between,
+            self.record_bytes + other.record_bytes,
+            self.is_compared or other.is_compared,
+        )
 
     def __str__(self) -> str:
         most = max(self.bytes_by_rank, default=0)
-        return f"{self.headers} + {self.payloads}, {text.size(most)}"
+        moved = f"{self.headers} + {self.payloads}, {text.size(most)}"
+        between = self.between.most_bytes
+        return f"{moved}, {text.size(between)} between hosts" if between else moved
 
 
 class CallCosts:
@@ -47,18 +109,19 @@ class CallCosts:
 
     def __init__(
         self,
-        core: HookCore,
+        setup: Setup,
         registration: Registration,
         spec: TensorSpec,
         ranks: Sequence[Seen],
     ) -> None:
+        self._setup, self._between = setup, setup.between
         self._registration = registration
         self._spec = spec
-        self._mesh = core.mesh
-        self._is_local = core.communicator.is_local
-        self._on_all = core.executor.edits_on_all
-        self._records_on_all = core.records.on_all_ranks
-        self._keeps_parts = core.records.keeps_parts
+        self._mesh = setup.mesh
+        self._on_all = setup.edits_on_all
+        self._records_on_all = setup.records_on_all
+        self._keeps_parts = setup.keeps_parts
+        self._seen = ranks[0]
         known = ranks[0].known
         self._is_mean = known is not None and isinstance(known.dp, Shard)  # FSDP2 made it
         self._shard_bytes = [self._part_bytes(place) for place in range(len(ranks))]
@@ -71,84 +134,132 @@ class CallCosts:
 
     def of_calls(self, needs_gradient: bool) -> tuple[Cost, Cost]:
         """In the forward, and in the backward."""
-        if self._is_local:
-            return Cost(), Cost()
+        kept = Cost(record_bytes=self._record_bytes)
+        if self._setup.is_local:
+            return (Cost(), kept) if self._is_of_backward else (kept, Cost())
         if self._registration.kind == "tensor":
-            return Cost(), self._mean_over_dp() + self._look_or_edit()
+            return Cost(), kept + self._mean_over_dp() + self._look_or_edit()
         if self._registration.is_backward:
-            return Cost(), self._look_or_edit()
+            return Cost(), kept + self._look_or_edit()
         if not self._registration.edits or not needs_gradient:
-            return self._look_or_edit(), Cost()
-        return self._look_or_edit(), self._backward_of_edit()
+            return kept + self._look_or_edit(), Cost()
+        return kept + self._look_or_edit(), self._backward_of_edit()
+
+    @property
+    def _is_of_backward(self) -> bool:
+        return self._registration.is_backward or self._registration.kind == "tensor"
+
+    @property
+    def _record_bytes(self) -> int:
+        is_kept = self._registration.hook_function.record and not self._keeps_parts
+        return self._full_bytes if is_kept else 0
 
     def _look_or_edit(self) -> Cost:
-        if self._keeps_parts and not self._registration.edits:
-            return self._sums()
         if not self._registration.edits:
-            if self._records_on_all:
-                return self._sums() + self._all_gather()
-            return self._sums() + replace(self._to_first(), payloads=0)
+            return self._look()
         if not self._registration.hook_function.record:
             return self._edit()
         if self._keeps_parts:  # summed again, for the record
-            return self._edit() + self._sums()
+            return self._edit() + self._look()
         cost = self._edit()
         return cost + self._all_gather() if self._records_on_all and not self._on_all else cost
 
+    def _look(self) -> Cost:
+        """Of a record that is delivered when the run ends, with all others."""
+        cost = self._sums() + self._comparison()
+        if self._keeps_parts:
+            return cost
+        if self._records_on_all:
+            return cost + self._all_gather()
+        to_first = self._to_first(GRID)
+        return cost + replace(to_first, payloads=0, between=to_first.between.of_shared)
+
+    def _comparison(self) -> Cost:
+        """The comparison of replicas, all in one exchange; see ``Records``."""
+        dp, tp = self._spec.layout.dp, self._spec.layout.tp
+        is_replicated = (self._mesh.dp_size > 1 and isinstance(dp, Replicate)) or (
+            self._mesh.tp_size > 1 and isinstance(tp, Replicate)
+        )
+        if not is_replicated or not self._seen.is_compared:
+            return Cost()
+        traffic = self._between.exchange(_FINGERPRINT_BYTES)
+        return Cost(between=traffic.of_shared, is_compared=True)
+
     def _edit(self) -> Cost:
         if self._on_all:
-            return Cost(headers=1) + self._sums() + self._all_gather()
+            return self._headers(1) + self._sums() + self._all_gather()
         # Of tensors edited together, rank 0 sends the result once.
-        cost = Cost(headers=1 + self._registration.calls_function)
-        return cost + self._sums() + self._to_first() + self._from_first()
+        cost = self._headers(1 + self._registration.calls_function)
+        return cost + self._sums() + self._to_first(self._spec.axes) + self._from_first()
 
     def _backward_of_edit(self) -> Cost:
         """Of one whose layout is known, and of whose gradient replicas hold the whole."""
         spec, cost = self._spec, Cost()
         if self._on_all:
             if spec.is_shared_over_dp:
-                cost += Cost(headers=1) + self._all_reduce()
-            return cost + Cost(headers=1) + self._all_gather() if spec.axes else cost
+                full = [self._full_bytes] * len(self._shard_bytes)
+                cost += self._headers(1) + self._all_reduce("dp", full)
+            return cost + self._headers(1) + self._all_gather() if spec.axes else cost
         if spec.is_shared_over_dp:
-            cost += self._all_reduce()
-        return cost + Cost(headers=2) + self._to_first() + self._from_first()
+            cost += self._all_reduce("dp", self._shard_bytes)
+        return cost + self._headers(2) + self._to_first(spec.axes) + self._from_first()
 
     def _mean_over_dp(self) -> Cost:
         if self._mesh.dp_size == 1 or self._is_mean:
             return Cost()
-        return Cost(headers=1) + self._all_reduce()
+        return self._headers(1) + self._all_reduce("dp", self._shard_bytes)
+
+    def _headers(self, number: int) -> Cost:
+        return sum([self._setup.header] * number, Cost())
 
     def _sums(self) -> Cost:
-        return sum((self._all_reduce() for _ in self._spec.layout.partial_axes), Cost())
+        axes = self._spec.layout.partial_axes
+        return sum((self._all_reduce(axis, self._shard_bytes) for axis in axes), Cost())
 
-    def _all_reduce(self) -> Cost:
-        return Cost(payloads=1, bytes_by_rank=tuple(2 * held for held in self._shard_bytes))
+    def _all_reduce(self, axis: str, held: list[int]) -> Cost:
+        between = self._between.all_reduce((axis,), held)
+        return Cost(payloads=1, bytes_by_rank=tuple(2 * n for n in held), between=between)
 
     def _all_gather(self) -> Cost:
-        return self._alike() if self._spec.axes else Cost()
+        if not self._spec.axes:
+            return Cost()
+        return self._alike(self._between.all_gather(self._spec.axes, self._shard_bytes))
 
-    def _to_first(self) -> Cost:
+    def _to_first(self, group: tuple[Axis, ...]) -> Cost:
+        """Of a gather on rank 0, by the transport of the ranks along ``group``."""
         if not self._spec.axes:
             return Cost()
         holders = self._mesh.ranks_along(self._spec.axes, place=0)
         ranks = range(len(self._shard_bytes))
         moved = [costs.of_gather_to_first(self._spec.plan, holders, rank) for rank in ranks]
-        return Cost(payloads=1, bytes_by_rank=tuple(moved))
+        held = [n if place in holders else 0 for place, n in enumerate(self._shard_bytes)]
+        between = self._between.to_first(group, held)
+        return Cost(payloads=1, bytes_by_rank=tuple(moved), between=between)
 
     def _from_first(self) -> Cost:
-        if self._spec.covers_grid and self._spec.axes:
-            return self._to_first()
-        return self._alike()
+        if not (self._spec.covers_grid and self._spec.axes):
+            return self._alike(self._between.broadcast(self._full_bytes))
+        between = self._between.from_first(self._spec.axes, self._shard_bytes)
+        return replace(self._to_first(GRID), between=between)
 
-    def _alike(self) -> Cost:
+    def _alike(self, between: Traffic) -> Cost:
         """Of a transfer in which each rank moves the full tensor."""
-        return Cost(payloads=1, bytes_by_rank=(self._full_bytes,) * len(self._shard_bytes))
+        by_rank = (self._full_bytes,) * len(self._shard_bytes)
+        return Cost(payloads=1, bytes_by_rank=by_rank, between=between)
 
 
-def of_end(core: HookCore, waits: bool, is_backward: bool) -> Cost:
+def of_end(setup: Setup, waits: bool, is_compared: bool, is_backward: bool) -> Cost:
     """Of the end of a forward or a backward, which its hooks share: one status header, and one
-    message if records wait for it. For a store: a second header after a forward, and no message.
+    message if records wait for it; one comparison of replicas, if there are such records. For a
+    store: a second header after a forward, and no message; what describes the batch between hosts
+    is not predicted.
     """
-    if core.records.keeps_parts:
-        return Cost(headers=1 if is_backward else 2)
-    return Cost(headers=1, payloads=int(waits and not core.records.on_all_ranks))
+    compared = setup.between.exchange(_FINGERPRINT_BYTES).without_bytes
+    cost = Cost(between=compared) if is_compared else Cost()
+    if setup.keeps_parts:
+        return cost + setup.header if is_backward else cost + setup.header + setup.header
+    cost += setup.header
+    if not waits or setup.records_on_all:
+        return cost
+    places = [0] * len(setup.hosts)
+    return cost + Cost(payloads=1, between=setup.between.to_first(GRID, places))

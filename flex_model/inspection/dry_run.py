@@ -15,7 +15,7 @@ from flex_model.errors import HookError, agreed
 from flex_model.hooks.hook_call import HookCall
 from flex_model.hooks.registration import Registration
 from flex_model.inspection import call_costs, text
-from flex_model.inspection.call_costs import CallCosts, Cost
+from flex_model.inspection.call_costs import CallCosts, Cost, Setup
 from flex_model.inspection.edits.calls import FakeInput
 from flex_model.inspection.edits.check_edits import check_edits
 from flex_model.inspection.edits.findings import ERROR, NOT_CHECKED, WARNING, Finding
@@ -60,6 +60,15 @@ class DryRunRow:
     forward: Cost = field(default_factory=Cost)
     backward: Cost = field(default_factory=Cost)
     findings: tuple[Finding, ...] = ()
+
+    def with_calls(self, other: DryRunRow) -> DryRunRow:
+        """Return this row with the calls of another one, which meet tensors of the same shape."""
+        return replace(
+            self,
+            calls=self.calls + other.calls,
+            forward=self.forward + other.forward,
+            backward=self.backward + other.backward,
+        )
 
 
 class DryRun(list[DryRunRow]):
@@ -224,21 +233,14 @@ def summary(
     """
     rows: dict[tuple[Any, ...], DryRunRow] = {}
     edits: list[tuple[Registration, Sequence[Seen], DryRunRow]] = []
+    setup = Setup.of(core)
     for ranks in calls:
         registration = registrations[ranks[0].hook]
-        row = _row(core, registration, ranks)
+        row = row_of(setup, registration, ranks)
         if registration.edits:
             edits.append((registration, ranks, row))
         key = (ranks[0].hook, row.local_shapes, row.dtype, row.layout, row.source)
-        before = rows.get(key)
-        if before is not None:
-            row = replace(
-                row,
-                calls=before.calls + 1,
-                forward=before.forward + row.forward,
-                backward=before.backward + row.backward,
-            )
-        rows[key] = row
+        rows[key] = row if key not in rows else rows[key].with_calls(row)
     found: dict[int, list[Finding]] = {}
     if any(registration.edits for registration in registrations.values()):
         found = check_edits(core, _edit_calls(edits))
@@ -249,7 +251,7 @@ def summary(
         of_all = by_hook.get(id(registration.given), ())
         ordered += [replace(row, findings=of_all) for row in own or [_empty_row(registration)]]
     findings = [finding for index in registrations for finding in found.get(index, ())]
-    return DryRun(ordered, *_totals(core, ordered), findings)
+    return DryRun(ordered, *totals(setup, ordered), findings)
 
 
 def _edit_calls(
@@ -288,8 +290,9 @@ def _empty_row(registration: Registration) -> DryRunRow:
     return DryRunRow(registration.name, registration.kind, function.unpack_idx, registration.edits)
 
 
-def _row(core: HookCore, registration: Registration, ranks: Sequence[Seen]) -> DryRunRow:
-    communicator, mesh = core.communicator, core.mesh
+def row_of(setup: Setup, registration: Registration, ranks: Sequence[Seen]) -> DryRunRow:
+    """The row of one call, from what all ranks saw. Local."""
+    mesh = setup.mesh
     shapes = [one.shape for one in ranks]
     row = replace(
         _empty_row(registration), calls=1, local_shapes=tuple(shapes), dtype=ranks[0].dtype
@@ -306,10 +309,11 @@ def _row(core: HookCore, registration: Registration, ranks: Sequence[Seen]) -> D
     except (HookError, ValueError) as error:
         return replace(row, source=f"a run would raise an error: {error}")
     try:
-        spec = TensorSpec.of(communicator, layout, shapes, ranks[0].dtype, registration.select)
+        ranks_only: Any = setup  # of the communicator, the spec's sizes depend on the mesh alone
+        spec = TensorSpec.of(ranks_only, layout, shapes, ranks[0].dtype, registration.select)
     except (IndexError, TypeError, ValueError) as error:
         return replace(row, source=f"a run would raise an error: {error}")
-    costs = CallCosts(core, registration, spec, ranks)
+    costs = CallCosts(setup, registration, spec, ranks)
     forward, backward = costs.of_calls(any(one.needs_gradient for one in ranks))
     return replace(
         row,
@@ -322,18 +326,18 @@ def _row(core: HookCore, registration: Registration, ranks: Sequence[Seen]) -> D
     )
 
 
-def _totals(core: HookCore, rows: Sequence[DryRunRow]) -> tuple[Cost, Cost]:
+def totals(setup: Setup, rows: Sequence[DryRunRow]) -> tuple[Cost, Cost]:
     """What all hooks cost together, with the end of the forward and of the backward."""
     forward, backward = Cost(), Cost()
     for row in rows:
         forward, backward = forward + row.forward, backward + row.backward
-    if core.communicator.is_local or not rows:
+    if setup.is_local or not rows:
         return forward, backward
     if any(row.kind != "tensor" for row in rows):
-        forward += Cost(headers=1)  # at the start, which has the key of the layouts
-    forward += call_costs.of_end(core, _waits(rows, False), False)
+        forward += setup.header  # at the start, which has the key of the layouts
+    forward += call_costs.of_end(setup, _waits(rows, False), forward.is_compared, False)
     if any(row.calls and _is_of_backward(row) for row in rows):
-        backward += call_costs.of_end(core, _waits(rows, True), True)
+        backward += call_costs.of_end(setup, _waits(rows, True), backward.is_compared, True)
     return forward, backward
 
 

@@ -17,6 +17,7 @@ from flex_model.diagnostics.progress_bar import progress
 from flex_model.distributed.mesh import Mesh, check_sizes, is_distributed
 from flex_model.distributed.placement import Replicate, Shape, Shard
 from flex_model.inspection.observed import Observed, observe, set_tensors
+from flex_model.inspection.on_shapes import Seen
 from flex_model.inspection.shapes_only import shapes_only
 from flex_model.inspection.tree import ModelTree, Node, is_called, named
 from flex_model.layouts.follow import Follower
@@ -76,6 +77,42 @@ def inspect(
             not a multiple of ``dp``.
         CannotInspectError: the model can't be built or run on shapes.
     """
+    return run_on_shapes(model, tp, dp, inputs, show_progress=show_progress).tree()
+
+
+@dataclass(frozen=True)
+class OfflineRun:
+    """One run of a model on shapes, as all its ranks would observe it.
+
+    Attributes:
+        mesh: The ranks, seen from the first one.
+        nodes: The modules, by name.
+        calls: The first input and output tensor of each call of a module, as all ranks see it: the
+            module's name, ``"input"`` or ``"output"``, and the tensor of each rank.
+    """
+
+    mesh: Mesh
+    nodes: dict[str, Node]
+    calls: list[tuple[str, str, list[Seen]]]
+
+    def tree(self) -> ModelTree:
+        """The modules with their tensors."""
+        nodes = dict(self.nodes)
+        of_ranks = [[(name, kind, one) for one in seen] for name, kind, seen in self.calls]
+        set_tensors(nodes, of_ranks, self.mesh)
+        sizes = f"{self.mesh.tp_size} tensor-parallel x {self.mesh.dp_size} data-parallel ranks"
+        return ModelTree(list(nodes.values()), sizes)
+
+
+def run_on_shapes(
+    model: str,
+    tp: int,
+    dp: int,
+    inputs: list[Input] | None = None,
+    *,
+    show_progress: bool = False,
+) -> OfflineRun:
+    """Run a model on shapes; arguments and errors are those of ``inspect``. Local."""
     check_sizes(tp, 1, dp)
     if is_distributed():
         raise ValueError("inspect makes its own process groups; call it in a single process")
@@ -88,7 +125,7 @@ def inspect(
             f"dim 0 of every input is the batch, which is split over {dp} data-parallel ranks; "
             f"give multiples of {dp}"
         )
-    return _tree(source, tp, dp, inputs, show_progress)
+    return _run(source, tp, dp, inputs, show_progress)
 
 
 # ---- Models --------------------------------------------------------------------------------------
@@ -170,9 +207,9 @@ def _fake_ranks(rank: int, world_size: int) -> Iterator[None]:
 # ---- The tensors of each rank --------------------------------------------------------------------
 
 
-def _tree(
+def _run(
     source: _Source, tp: int, dp: int, inputs: Sequence[Input], show_progress: bool
-) -> ModelTree:
+) -> OfflineRun:
     ranks = tuple(range(dp * tp))
     simulated = ranks if source.is_for_all_ranks else ranks[:tp]  # data-parallel ranks are equal
     calls: list[list[Observed]] = []
@@ -200,15 +237,17 @@ def _tree(
                     name: Node(name, type(part).__name__, has_forward=is_called(part))
                     for name, part in modules.items()
                 }
-    num_copies = len(ranks) // len(simulated)
-    chunks = [follower.log.take() for follower in followers] * num_copies
+    chunks = [follower.log.take() for follower in followers] * (len(ranks) // len(simulated))
     concluded = []
-    for rank, observed in enumerate(calls * num_copies):
-        follower = followers[rank % len(followers)]
+    for rank, (observed, follower) in enumerate(zip(calls, followers)):
         follower.infer_from(MeshProofs(Mesh(ranks, rank, 1, dp, tp)), chunks)
         concluded.append([(name, kind, seen.concluded(follower)) for name, kind, seen in observed])
-    set_tensors(nodes, zip(*concluded), Mesh(ranks, 0, 1, dp, tp))
-    return ModelTree(list(nodes.values()), f"{tp} tensor-parallel x {dp} data-parallel ranks")
+    concluded *= len(ranks) // len(simulated)
+    of_all = [
+        (per_rank[0][0], per_rank[0][1], [seen for _, _, seen in per_rank])
+        for per_rank in zip(*concluded)
+    ]
+    return OfflineRun(Mesh(ranks, 0, 1, dp, tp), nodes, of_all)
 
 
 def _observe(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.header import DTYPES, Header, site_hash
+from flex_model.distributed.header import DTYPES, MAX_HASHED_DIMS, Header, site_hash
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Partial, Placement, Replicate, Shape, ShardLayout
 from flex_model.distributed.tensor_dicts import exchange_json
@@ -86,6 +87,12 @@ class Seen:
     known: ShardLayout | None = field(default=None, compare=False)
     device: torch.device = field(default=torch.device("cpu"), compare=False)  # this rank's
     value: Any = field(default=None, compare=False)
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether the end of a run compares replicas of it: see ``replicas.are_compared``."""
+        is_small = len(self.shape) <= MAX_HASHED_DIMS
+        return self.device.type in ("cpu", "meta") and math.prod(self.shape) > 0 and is_small
 
     def concluded(self, follower: Follower) -> Seen:
         """Return a copy with the placements that the run proves."""

@@ -1,5 +1,7 @@
 """Advice about dry runs, `inspect`, rules and plots."""
 
+import tempfile
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +9,8 @@ from torch import nn
 
 from advice.row import BATCH, Row, wrapped
 from flex_model import FlexModel, HookFunction
-from flex_model.inspection.offline import inspect
+from flex_model.inspection import hook_costs
+from flex_model.inspection.offline import inspect, run_on_shapes
 from flex_model.layouts import register_rule
 from flex_model.layouts.propagation import rules
 from flex_model.visualize import plot_patching
@@ -100,6 +103,15 @@ def inspected(name="models:mlp", shape=(4, 6), dp=1):
     return inspect(name, tp=1, dp=dp, inputs=inputs)
 
 
+def costs(hooks="fc1 edit", num_hosts=2):
+    with tempfile.NamedTemporaryFile("w+") as file:
+        file.write(hooks)
+        file.flush()
+        lines = hook_costs.read(file.name)
+    run = run_on_shapes("models:mlp", 1, 2, [((4, 6), "float64")])
+    return hook_costs.predict(run, lines, num_hosts, "all", hook_costs.Link(1e9, 1e-5))
+
+
 def of_one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -167,6 +179,18 @@ ROWS = [
         lambda: inspected("advice.inspection:asks_for_values"),
         run_for_real,
     ),
+    Row("write a line as 'layers.*.mlp edit'", lambda: costs("# none"), costs),
+    Row(
+        "give a module's name, read or edit, and one of",
+        lambda: costs("act read\nfc1 look"),
+        lambda: costs("act read\nfc1 read forward_pre"),
+    ),
+    Row(
+        "give a number of hosts that divides the ranks",
+        lambda: costs(num_hosts=3),
+        lambda: costs(num_hosts=1),
+    ),
+    Row("leave out --hooks to see all", lambda: costs("fc7 edit"), lambda: costs("fc? edit")),
     Row(
         "pass replace=True to use this one",
         lambda: rule(number=2),

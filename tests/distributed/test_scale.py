@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from flex_model.distributed.costs import Connected
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -15,6 +17,7 @@ def rows(tmp_path_factory):
     """The rows of the benchmark, by wrap and number of ranks."""
     path = tmp_path_factory.mktemp("scale") / "rows.json"
     command = [sys.executable, "benchmarks/bench_scale.py", "--ranks", "2", "6", "--json", path]
+    command += ["--hosts", "1", "3"]
     subprocess.run(command, cwd=ROOT, check=True, timeout=150)
     return {(row["wrap"], row["hosts"], row["ranks"]): row for row in json.loads(path.read_text())}
 
@@ -25,6 +28,15 @@ def test_a_wrap_makes_a_few_requests_to_the_store_and_runs_none(rows, wrap, requ
     row = rows[wrap, 1, ranks]
     assert 0 < row["requests"] <= requests
     assert row["requests_of_runs"] == 0
+
+
+@pytest.mark.parametrize("wrap", ["first wrap", "second wrap"])
+@pytest.mark.parametrize("num_hosts", [1, 3])
+def test_what_a_wrap_takes_is_what_is_predicted(rows, num_hosts, wrap):
+    row, predicted = rows[wrap, num_hosts, 6], Connected.of(num_hosts, is_first_of_host=True)
+    assert row["sockets"] == predicted.sockets
+    # Who comes last to a rendezvous makes one less, or one more to forget the one before.
+    assert abs(row["requests"] - predicted.requests) <= (1 if num_hosts == 1 else 2)
 
 
 @pytest.mark.parametrize("held", ["sockets", "files", "threads"])

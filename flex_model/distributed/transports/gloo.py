@@ -12,11 +12,10 @@ from torch import Tensor
 
 from flex_model._C import GatherPlan
 from flex_model.distributed import memory
+from flex_model.distributed.costs import are_padded
 from flex_model.distributed.process_groups import PrivateGroup
 from flex_model.distributed.transports import transport
 from flex_model.distributed.transports.transport import Gathered, Wait, as_bytes, on_cpu
-
-_MAX_PADDED = 1.1  # of the bytes of uneven shards: how many may be sent in equal sizes, as one
 
 
 class Gloo:
@@ -82,7 +81,7 @@ class Gloo:
     def _gather_bytes(self, data: Tensor, sizes: list[int]) -> tuple[Tensor, list[int]]:
         """Gather ``sizes[r]`` bytes of each rank; return them, and where those of each begin."""
         width = max(sizes)
-        if len(sizes) * width <= _MAX_PADDED * sum(sizes):
+        if are_padded(sizes):
             if data.numel() < width:  # gloo needs equal sizes
                 data = torch.cat([data, data.new_zeros(width - data.numel())])
             return self.exchange(data).reshape(-1), [r * width for r in range(len(sizes))]

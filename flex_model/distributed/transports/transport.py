@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flex_model._C import GatherPlan
 from flex_model.distributed import memory
+from flex_model.distributed.costs import SUMMED_BYTES
 from flex_model.distributed.plain import plain
 from flex_model.distributed.process_groups import PrivateGroup
 from flex_model.distributed.transports import buffer_layout
@@ -26,7 +27,6 @@ from flex_model.errors import HookError
 # Waits for works of torch.distributed with the communicator's deadline, then raises their errors.
 Wait = Callable[[list], None]
 
-_SUMMED_BYTES = 8 << 20  # of each rank at a time
 _REASON_BYTES = 300  # of each rank, that others read
 
 Result = TypeVar("Result")
@@ -230,7 +230,7 @@ def all_reduce_sum(transport: Transport, tensor: Tensor) -> Tensor:
     """
     shape, flat = tensor.shape, tensor.detach().contiguous().reshape(-1)
     total = torch.empty_like(flat)
-    step = max(1, _SUMMED_BYTES // flat.element_size())
+    step = max(1, SUMMED_BYTES // flat.element_size())
     for at in range(0, flat.numel(), step):
         part = flat[at : at + step]
         plan = stacking(transport.group.size, part.numel(), part.element_size())
