@@ -37,7 +37,6 @@ _CHECK_S = 0.1  # between checks of the store for a peer's error
 _HOOKS_GRACE_S = 5.0  # how long a rank may take to register its hooks
 _RUN_GRACE_S = 1.0  # how long to wait for the exchange before runs are compared
 _ANSWER_S = 2.0  # how long a rank that lost a connection waits for the others to respond
-_NOT_SEEN = "not seen at any exchange that had to wait"
 _BITS_OF_SEQUENCE = 32  # above them: the number of the FlexModel
 
 
@@ -98,7 +97,12 @@ class GroupPool:
             self._groups[key] = group
             if key == GRID:
                 self._number = number
-            to, why = self._transports[key] = choose(group, self._wait, self._device)
+            where = "the choice of a transport"
+            group.prepare_wait(self, where, self.timeout_s)
+            try:
+                to, why = self._transports[key] = choose(group, self._wait, self._device)
+            except WaitError as failure:
+                raise self.abort(group.explained(failure, where, self.timeout_s)) from None
             if isinstance(to, ByDevice):
                 self._by_device.append(to)
             logger.info("ranks %s communicate by %s: %s", list(ranks), to.name, why)
@@ -318,7 +322,7 @@ class GroupPool:
         except HookError:
             raise
         except WaitError as failure:
-            raise self.abort(self._explained(failure, to.group)) from None
+            raise self.abort(to.group.explained(failure, self.where, self.timeout_s)) from None
         except TransferError as failure:
             raise self.abort(self._found(failure)) from None
         except BaseException as error:  # such as Ctrl-C: the others must not wait for this rank
@@ -378,26 +382,6 @@ class GroupPool:
             "Call restore() and wrap the model again on every rank; your own process groups still "
             f"work ({see('a-rank-is-missing')})"
         )
-
-    def _explained(self, failure: WaitError, group: process_groups.PrivateGroup) -> str:
-        """The message of a failed wait in shared memory."""
-        reason, places, text = failure.args
-        hosts = group.hosts
-        assert hosts.here is not None
-        here = hosts.ranks_of(hosts.names[group.rank])
-        if reason == "broken":
-            return text or "another rank aborted, and died before it could report why."
-        ranks = [here[place] for place in places]
-        names = ", ".join(map(group.name_of, ranks))
-        if reason == "dead":
-            return f"{names} ended or died; rank {group.rank} waited for it at {self.where}."
-        if reason == "out of step":
-            return f"{text}, at {self.where}."
-        listed = ", ".join(
-            group.name_of(rank, hosts.here.position_of(place) or _NOT_SEEN)
-            for rank, place in zip(ranks, places)
-        )
-        return f"rank {group.rank} waited {self.timeout_s:g} s at {self.where}; missing: {listed}."
 
     def _found(self, failure: TransferError) -> str:
         """The message of a transfer that failed on the GPU; the reason of a rank that has aborted
@@ -466,7 +450,7 @@ class GroupPool:
             return
         absent = []
         for rank, position_there in at.items():
-            sequence, where = json.loads(position_there or f'[-1, "{_NOT_SEEN}"]')
+            sequence, where = json.loads(position_there or f'[-1, "{process_groups.NOT_SEEN}"]')
             if sequence != self.sequence:
                 absent.append(group.name_of(rank, where))
         raise self.abort(

@@ -27,6 +27,7 @@ from flex_model.distributed.rendezvous import Rendezvous
 from flex_model.distributed.transports import host_copies
 from flex_model.errors import HookError
 
+NOT_SEEN = "not seen at any exchange that had to wait"
 _LEADERS_SLACK_S = 3.0  # for the first rank of a host to tell the others why it waited in vain
 
 _broken: list[Any] = []  # backends with unfinished work: never destroyed while the process runs
@@ -181,6 +182,26 @@ class PrivateGroup:
         if self._watcher is watcher and self.hosts.here is not None:
             self._watcher = None
             self.hosts.here.set_watch(None)
+
+    def explained(self, failure: _C.WaitError, where: str, timeout_s: float) -> str:
+        """Return the message of a wait in shared memory, at ``where``, that failed."""
+        reason, places, text = failure.args
+        hosts = self.hosts
+        assert hosts.here is not None
+        here = hosts.ranks_of(hosts.names[self.rank])
+        if reason == "broken":
+            return text or "another rank aborted, and died before it could report why."
+        ranks = [here[place] for place in places]
+        names = ", ".join(map(self.name_of, ranks))
+        if reason == "dead":
+            return f"{names} ended or died; rank {self.rank} waited for it at {where}."
+        if reason == "out of step":
+            return f"{text}, at {where}."
+        listed = ", ".join(
+            self.name_of(rank, hosts.here.position_of(place) or NOT_SEEN)
+            for rank, place in zip(ranks, places)
+        )
+        return f"rank {self.rank} waited {timeout_s:g} s at {where}; missing: {listed}."
 
     def retain(self) -> None:
         """Count a user more. Local."""
