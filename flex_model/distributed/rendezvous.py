@@ -28,7 +28,6 @@ _SLACK_S = 5.0
 _CHECK_S = 0.1  # between checks whether the awaited processes live
 _READ_S = 1.0  # between looks at which ranks have come so far
 _POLL_S = 5e-4  # between looks at memory that another rank is about to make
-_ANSWER_S = 15.0  # within which the store answers, unless it can't be reached
 
 T = TypeVar("T")
 
@@ -93,7 +92,7 @@ class Rendezvous:
     @cached_property
     def bounded_store(self) -> BoundedStore:
         """The store, for calls that end."""
-        return BoundedStore(self.store, min(self.timeout_s, _ANSWER_S))
+        return BoundedStore(self.store, self.timeout_s)
 
     def _place_in(self, store: dist.Store) -> dist.Store:
         for part in self.path:

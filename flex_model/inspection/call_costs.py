@@ -97,6 +97,11 @@ class Cost:
             self.is_compared or other.is_compared,
         )
 
+    @property
+    def is_nothing(self) -> bool:
+        """Whether ranks neither wait for others nor move anything."""
+        return not (self.headers or self.payloads or any(self.bytes_by_rank))
+
     def __str__(self) -> str:
         most = max(self.bytes_by_rank, default=0)
         moved = f"{self.headers} + {self.payloads}, {text.size(most)}"

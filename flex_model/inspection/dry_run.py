@@ -136,8 +136,8 @@ class DryRun(list[DryRunRow]):
             str(row.dtype).removeprefix("torch.") if row.calls else "",
             str(row.layout or ""),
             ", ".join(map(str, row.owners)),
-            str(row.forward) if row.forward != Cost() else "",
-            str(row.backward) if row.backward != Cost() else "",
+            "" if row.forward.is_nothing else str(row.forward),
+            "" if row.backward.is_nothing else str(row.backward),
             row.source,
         ]
 

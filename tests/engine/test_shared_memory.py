@@ -464,7 +464,7 @@ def test_a_notice_is_never_read_while_it_is_half_written():
 
 def test_a_notice_that_is_being_written_is_not_taken_for_none():
     hosts = SimpleNamespace(here=SimpleNamespace(published=lambda rank: None), is_one=True)
-    group = PrivateGroup((0, 1), 0, None, None, hosts, None, 1, 60.0, None)
+    group = PrivateGroup((0, 1), 0, None, None, None, hosts, None, 1, 60.0, None)
     assert group.published("hooks", 1) is None
 
 
