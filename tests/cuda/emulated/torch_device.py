@@ -6,6 +6,7 @@ stream, so that whoever does not wait for that stream reads nonsense. Copies and
 kernels do all their work on the stream.
 """
 
+import importlib
 import sys
 import warnings
 from types import SimpleNamespace
@@ -208,3 +209,4 @@ def install():
     for name in ("set_device", "synchronize"):
         setattr(cuda, name, getattr(runtime, name))
     symmetric_memory.install()
+    importlib.import_module("flex_model")  # now: scripts may put their own folders first
