@@ -18,9 +18,9 @@ from torch import Tensor
 from flex_model._C import GatherPlan
 from flex_model.distributed import costs
 from flex_model.distributed.failure import ERROR, FAILED, OK, RankState
-from flex_model.distributed.group_pool import GRID, GroupPool
+from flex_model.distributed.group_pool import GroupPool
 from flex_model.distributed.header import Header
-from flex_model.distributed.mesh import Axis, Mesh
+from flex_model.distributed.mesh import GRID, Axis, Mesh
 from flex_model.distributed.plain import plain
 from flex_model.distributed.transports import transport
 from flex_model.distributed.transports.by_device import ByDevice

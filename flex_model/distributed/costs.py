@@ -12,12 +12,11 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from flex_model._C import GatherPlan
-from flex_model.distributed.mesh import Axis, Mesh
+from flex_model.distributed.mesh import GRID, Axis, Mesh
 
 HEADER_BYTES = 64
 SUMMED_BYTES = 8 << 20  # of each rank, that are gathered at a time to be summed
 _MAX_PADDED = 1.1  # of the bytes of uneven shards: how many may be sent in equal sizes, as one
-_GRID: tuple[Axis, ...] = ("dp", "tp")
 
 
 def of_gather_to_first(plan: GatherPlan, ranks: Sequence[int], rank: int) -> int:
@@ -108,7 +107,7 @@ class BetweenHosts:
 
     def exchange(self, num_bytes: int) -> Traffic:
         """Of an exchange of ``num_bytes`` of each rank, such as a header."""
-        return self.all_gather(_GRID, [num_bytes] * len(self.hosts))
+        return self.all_gather(GRID, [num_bytes] * len(self.hosts))
 
     def all_gather(self, axes: tuple[Axis, ...], held: Sequence[int]) -> Traffic:
         """Of an all-gather in each group along ``axes``; ``held``: the bytes of each rank."""

@@ -21,7 +21,7 @@ from flex_model._C import WaitError
 from flex_model.diagnostics import FlightRecorder, logger
 from flex_model.distributed import process_groups
 from flex_model.distributed.failure import Failure
-from flex_model.distributed.mesh import Axis, Mesh
+from flex_model.distributed.mesh import GRID, Axis, Mesh
 from flex_model.distributed.polling import sleeps
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.choice import choose
@@ -30,9 +30,6 @@ from flex_model.distributed.transports.transport import TransferError, Transport
 from flex_model.errors import HookError, HookMismatchError, agreed, see
 from flex_model.integrations.torch_private import current_transform, is_batched
 
-GRID: tuple[Axis, ...] = ("dp", "tp")  # all ranks of a stage
-
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 5e-5, 0.002  # between polls
 _CHECK_S = 0.1  # between checks of the store for a peer's error
 _HOOKS_GRACE_S = 5.0  # how long a rank may take to register its hooks
 _RUN_GRACE_S = 1.0  # how long to wait for the exchange before runs are compared
@@ -199,8 +196,8 @@ class GroupPool:
 
     def _compare_runs(self, waited_s: float) -> None:
         group = self._groups[GRID]
-        runs = {rank: group.published("run", rank) for rank in [group.rank, *group.compared_ranks]}
-        local = runs.pop(group.rank)
+        runs = {rank: group.published("run", rank) for rank in group.compared_ranks}
+        local = json.loads(group.notices.get("run", "null"))
         if not local or not local[5]:
             return
         # Others may be in a run before or after this one.
@@ -387,17 +384,16 @@ class GroupPool:
         """The message of a transfer that failed on the GPU; the reason of a rank that has aborted
         is better than that it is missing.
         """
-        store = self._groups[GRID].store
+        reason = None
         with contextlib.suppress(RuntimeError):  # the store may have ended with its host
-            if store.check(["broken"]):
-                return store.get("broken").decode()
-        return f"{failure}, in a transfer at or before {self.where}."
+            reason = self._groups[GRID].bounded_store.read("broken")
+        return reason or f"{failure}, in a transfer at or before {self.where}."
 
     def _wait(self, works: list) -> None:
         start = time.monotonic()
         check_at = start + _CHECK_S
         is_done = lambda: all(work.is_completed() for work in works)  # noqa: E731
-        for _ in sleeps(is_done, _FIRST_PAUSE_S, _MAX_PAUSE_S):
+        for _ in sleeps(is_done):
             now = time.monotonic()
             if now > check_at:
                 self._on_poll(now - start)

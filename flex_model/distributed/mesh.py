@@ -18,6 +18,7 @@ AXES = ("pp", "dp", "tp")  # slowest first
 # An axis of a mesh, or a part of one: ``(axis, count, stride)`` are the ``count`` ranks of it that
 # are ``stride`` apart.
 Axis = str | tuple[str, int, int]
+GRID: tuple[Axis, ...] = ("dp", "tp")  # all ranks of a stage
 
 
 @dataclass(frozen=True)

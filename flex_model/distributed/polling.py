@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 _YIELDS = 49  # polls that only yield the processor, before the first sleep
 
 
-def sleeps(is_done: Callable[[], bool], first_s: float, longest_s: float) -> Iterator[None]:
+def sleeps(
+    is_done: Callable[[], bool], first_s: float = 5e-5, longest_s: float = 0.002
+) -> Iterator[None]:
     """Poll until ``is_done()``: first yield the processor, then sleep, each time half as long again
     as the last up to ``longest_s`` seconds. The iterator yields after each sleep.
     """

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.group_pool import GRID
 from flex_model.distributed.header import DTYPES, Header, site_hash
+from flex_model.distributed.mesh import GRID
 from flex_model.distributed.transports.transport import Gathered, as_bytes, end_to_end
 
 #: Dtypes by the names that `describe` uses.

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from flex_model.distributed import costs
 from flex_model.distributed.costs import HEADER_BYTES, BetweenHosts, Traffic
 from flex_model.distributed.gather import TensorSpec
-from flex_model.distributed.group_pool import GRID
-from flex_model.distributed.mesh import Axis, Mesh
+from flex_model.distributed.mesh import GRID, Axis, Mesh
 from flex_model.distributed.placement import Replicate, Shard
 from flex_model.hooks.registration import Registration
 from flex_model.inspection import text

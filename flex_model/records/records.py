@@ -18,8 +18,8 @@ from torch import Tensor
 from flex_model.distributed import memory, values
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.gather import TensorSpec
-from flex_model.distributed.group_pool import GRID
 from flex_model.distributed.header import DTYPES, Header, sites_hash
+from flex_model.distributed.mesh import GRID
 from flex_model.distributed.placement import Replicate, Shape, ShardLayout
 from flex_model.distributed.transports import host_copies
 from flex_model.distributed.transports.transport import Gathered

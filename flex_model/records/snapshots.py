@@ -16,6 +16,7 @@ from torch import Tensor
 from flex_model.distributed import memory
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.transports import host_copies
+from flex_model.hooks import cuda_graphs
 
 MAX_GPU_BYTES = 1 << 30  # of the clones on a rank's GPU
 
@@ -80,7 +81,7 @@ class Snapshots:
             return Snapshot(memory.copy(tensor))
         # An event of a capture can't be waited for after it; and while it goes on, nothing can be
         # moved to the CPU.
-        is_captured = clone.is_cuda and torch.cuda.is_current_stream_capturing()
+        is_captured = cuda_graphs.is_captured(clone)
         snapshot = Snapshot(clone, None if is_captured else host_copies.ready_now(clone))
         self._on_gpu.append(snapshot)
         self._gpu_bytes += clone.nbytes

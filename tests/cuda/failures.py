@@ -13,25 +13,14 @@ import time
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.tensor import Shard
 
 from flex_model import FlexModel, HookError, HookFunction
 from flex_model.distributed.transports.peer_memory import PeerMemory
 from tests import models
-from tests.cuda.processes import join_ranks
+from tests.cuda.processes import Model, join_ranks
 
 TIMEOUT_S = 120.0
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Identity()
-        self.register_buffer("where_it_is", torch.zeros(1))
-
-    def forward(self, x):
-        return self.inner(x)
 
 
 def takes_no_part(transport, shard, plan, num_copies=1, num_read=0):

@@ -11,29 +11,23 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import Shard
 
 from flex_model import FlexModel, HookError, HookFunction
 from tests import models
-from tests.cuda.processes import join_ranks
+from tests.cuda.processes import Model, join_ranks
 
 TIMEOUT_S = 60.0
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Identity()
-        self.register_buffer("where_it_is", torch.zeros(1))
-
+class Scaled(Model):
     def forward(self, x):
-        return self.inner(x * 3) * 2
+        return super().forward(x * 3) * 2
 
 
 def wrapped(x, device, num_ranks, *hooks):
     """A FlexModel whose layouts are known."""
-    flex = FlexModel(Model().to(device), records := {}, tensor_parallel_size=num_ranks)
+    flex = FlexModel(Scaled().to(device), records := {}, tensor_parallel_size=num_ranks)
     if num_ranks > 1:
         flex.annotate_layout(models.INPUT, kind="forward_pre", tp=Shard(1))
     for hook in hooks:

@@ -8,8 +8,21 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 ROOT = Path(__file__).parents[2]
+
+
+class Model(nn.Module):
+    """A module to put hooks on, with a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Identity()
+        self.register_buffer("where_it_is", torch.zeros(1))
+
+    def forward(self, x):
+        return self.inner(x)
 
 
 def run_ranks(tmp_path, module, num_ranks, *arguments):

@@ -33,7 +33,6 @@ MAX_RANKS = 128  # kMaxPeers of csrc/cuda/peers.h
 _FLAG_BYTES = 4096  # of the signal pad at the head of a buffer: a uint32 per rank
 _IPC_HANDLE_BYTES = 64
 _CLOSE_S = 2.0  # how long to wait for kernels, which give up at once but may come after others
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 5e-5, 0.002  # between polls
 
 
 def _exchange(on_cpu: Transport, numbers: list[int]) -> list[int]:
@@ -132,7 +131,7 @@ class _CudaBuffers:
         if self._stream is not None:
             self._last.record(self._stream)  # an interrupted transfer may not have
         until = time.monotonic() + _CLOSE_S
-        for _ in sleeps(self._is_idle, _FIRST_PAUSE_S, _MAX_PAUSE_S):
+        for _ in sleeps(self._is_idle):
             if time.monotonic() > until:
                 break
         _in_use.append(self)
