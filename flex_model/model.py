@@ -27,14 +27,17 @@ from flex_model.hooks.groups import check_name as check_group_name
 from flex_model.hooks.registration import HookHandle
 from flex_model.hooks.tracking import Follow
 from flex_model.inspection import DryRun, Explanation, Layouts, VerifyReport
+from flex_model.integrations import attention
 from flex_model.layouts.sources import BatchDim
 from flex_model.layouts.statements import statement_of
-from flex_model.names import clean, module_names
+from flex_model.names import clean, find_module, module_names
 from flex_model.parameters import checkpoint
 from flex_model.parameters.trainable import check_name, send_from_rank_0
 from flex_model.records.store import ActivationStore
 from flex_model.runs.module import ModuleRunner, check_open
 from flex_model.runs.settings import CHOICES, Settings, check_choice
+from flex_model.selection import Select
+from flex_model.selection.selectors import Selector, is_everything
 
 
 def _step_setting(name: str) -> Any:
@@ -481,6 +484,65 @@ class FlexModel(nn.Module):
         table = self._core.table
         registrations = self._core.register(hook_function, kind, targets, groups, moment)
         return HookHandle(functools.partial(table.unregister, registrations), hook_function)
+
+    def attention(
+        self,
+        module_name: str,
+        editing_function: EditingFunction | None = None,
+        *,
+        heads: Selector = None,
+        queries: Selector = None,
+        output_name: str | None = None,
+        record: bool = True,
+    ) -> HookFunction:
+        """Return a HookFunction on an attention layer's pattern, to be registered as any other.
+
+        Example::
+
+            pattern = flex.attention("model.layers.3.self_attn", heads=[1, 5], queries="last")
+            flex.register_forward_hook(pattern)
+            flex(tokens)  # rank 0: output_ptr["model.layers.3.self_attn.attention_pattern"][0]
+
+        Its tensor is ``softmax(scores)``, (rows, chosen heads, chosen queries, keys), rebuilt from
+        queries, keys, scale, mask, soft cap and sinks, whatever computes the layer's attention:
+        ``"eager"``, ``"sdpa"`` or ``"flex_attention"`` of transformers. The first call of a kind
+        checks that it gives the layer's own result. Only the chosen queries' patterns are computed,
+        while a hook on them is active; heads choose what is moved and recorded. An edit, or a hook
+        on the gradient, makes this layer use the pattern: its result for these queries is
+        ``pattern @ values``. A head's result is in the input of the projection after it:
+        ``Select(heads=5, num_heads=32)``.
+
+        Args:
+            module_name: The module that computes attention.
+            editing_function, output_name, record: As for `HookFunction`.
+            heads: Of the query heads over all ranks: an int, a slice, ints or a mask.
+            queries: Positions within one call, likewise, or ``"last"``. The same for all hooks on a
+                layer.
+
+        Raises:
+            ValueError: the module computes no attention by a function of transformers, by another
+                one, is compiled, or patterns of other queries are hooked already.
+            HookError: in a run: attention dropout is active, the index of a query is out of range,
+                or the rebuilt pattern gives another result than the layer.
+
+        Local; the same on every rank. The layer's ``config`` is a copy until ``restore()``.
+        """
+        self._check_open()
+        self._runner.check_runs_whole_model("attention")
+        core = self._core
+        layer = find_module(core.module, module_name)
+        core.on_close.callback(attention.install(layer, module_name, queries))
+        select = None
+        if not is_everything(heads):
+            select = Select(heads=heads, dims={"heads": 1})
+        return HookFunction(
+            f"{module_name}.{attention.CHILD}",
+            None,
+            editing_function,
+            output_name=output_name,
+            select=select,
+            record=record,
+        )
 
     def create_hook_group(
         self,

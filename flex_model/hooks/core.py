@@ -6,6 +6,7 @@ from the model.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -55,6 +56,7 @@ class HookCore:
         table: The registered hooks.
         executor: Executes their calls on this rank's tensors.
         records, tracking, parameters, replicas, communicator: See their classes.
+        on_close: Undoes what was changed in the model for hooks.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class HookCore:
         )
         self.run_parameter_hooks = handlers.run_parameter_hooks
         table.connect(handlers, self._hooks_changed, self._graphs.keep)
+        self.on_close = contextlib.ExitStack()
         self.is_closed = False
 
     @property
@@ -170,6 +173,7 @@ class HookCore:
         self.runs.close()
         self.table.close()
         self._root.remove()
+        self.on_close.close()
         self._graphs.leave()
 
     def _free(self) -> None:

@@ -1,0 +1,340 @@
+"""Attention patterns of Hugging Face models, rebuilt from queries, keys and mask beside any kernel.
+
+Layers of ``transformers`` compute attention by a function that is looked up by name at each call.
+A layer whose pattern is wanted gets our function, which calls the layer's own one and, while hooks
+are active, computes the pattern of the chosen queries in a child module, whose output they see. The
+layer's result is computed from that output only if a hook changed it or needs its gradient.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flex_model.errors import HookError
+from flex_model.integrations import compiled
+from flex_model.integrations.torch_private import FakeTensor
+from flex_model.layouts import follow
+from flex_model.selection.selectors import Parsed, as_slice, is_everything, numbers, parse
+
+CHILD = "attention_pattern"
+_NAME = "flex_model_attention_pattern"  # of our function, among those of transformers
+_KERNELS = ("eager", "sdpa", "flex_attention")
+# Rounding errors of kernels, of the largest value of a result; eager's softmax is of float32.
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+class AttentionPattern(nn.Module):
+    """Computes the pattern of the chosen queries; the child of an attention layer, put there by
+    ``install``.
+
+    Args:
+        layer: The attention layer.
+        name: Its name, for messages.
+        queries: See `FlexModel.attention`.
+    """
+
+    def __init__(self, layer: nn.Module, name: str, queries: Any) -> None:
+        super().__init__()
+        self.queries = queries
+        is_last = isinstance(queries, str) and queries == "last"
+        every = slice(None) if is_everything(queries) else queries
+        self._chosen: Parsed = parse("queries", [-1] if is_last else every)
+        self._name = name
+        self._config: Any = layer.config  # of the whole model: its choice may be changed
+        self._verified: set[Any] = set()
+        self._computed: tuple[Tensor, ...] = ()
+        self._num_users = 0  # calls of `install`, also of other FlexModels
+
+    @property
+    def is_hooked(self) -> bool:
+        return bool(self._forward_hooks or self._forward_pre_hooks)
+
+    def kernel(self, layer: nn.Module) -> Callable[..., Any]:
+        """Return the function by which the layer computes attention."""
+        names = _names_of(layer)
+        implementation = self._config._attn_implementation
+        if implementation not in _KERNELS:
+            raise ValueError(_not_supported(self._name, implementation))
+        functions = names["ALL_ATTENTION_FUNCTIONS"]
+        return functions.get_interface(implementation, names.get("eager_attention_forward"))
+
+    def chosen(self, size: int) -> slice | Sequence[int]:
+        """Return the indices of the chosen queries of ``size``."""
+        chosen = numbers("queries", self._chosen, size, self._name)
+        if len(set(chosen)) < len(chosen):
+            raise ValueError(
+                f"attention of {self._name!r}: queries={self.queries!r} repeat an index"
+            )
+        return as_slice(chosen)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        allowed: Tensor | None,
+        bias: Sequence[Tensor],
+        scaling: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Return ``softmax(scaling * query @ key.T)`` of (rows, heads, queries, keys).
+
+        Args:
+            query, key: (rows, heads, queries or keys, units); each key head serves equally many
+                query heads.
+            allowed: The keys that a query sees; where there is none, its pattern is 0.
+            bias: Added to the scores after the soft cap: ``softcap * tanh(scores / softcap)``.
+            sinks: A score for each head, to which a part of its attention is lost.
+        """
+        scores = torch.matmul(query, _repeated(key, query.shape[1]).transpose(2, 3)) * scaling
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        for added in bias:
+            scores = scores + added
+        scores = scores if scores.dtype == torch.float64 else scores.float()
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+        if sinks is not None:
+            lost = sinks.to(scores.dtype).reshape(1, -1, 1, 1)
+            lost = lost.expand(scores.shape[0], -1, scores.shape[2], 1)
+            scores = torch.cat([scores, lost], dim=-1)
+        pattern = torch.softmax(scores, dim=-1)
+        if sinks is not None:
+            pattern = pattern[..., :-1]
+        if allowed is not None:
+            pattern = pattern.masked_fill(~allowed, 0)
+        pattern = pattern.to(query.dtype)
+        self._computed = (query, key, pattern)
+        return pattern
+
+    def is_unchanged(self, *now: Tensor) -> bool:
+        """Return whether no hook replaced query, key or pattern of the last call."""
+        computed, self._computed = self._computed, ()
+        return len(now) == len(computed) and all(a is b for a, b in zip(now, computed))
+
+    def refuse(self, arguments: dict[str, Any]) -> None:
+        """Raise HookError for what a pattern does not tell."""
+        if arguments.get("dropout"):
+            raise HookError(
+                f"attention of {self._name!r}: dropout of attention is active, and which keys a "
+                "kernel drops is not known; call model.eval(), or set attention_dropout to 0"
+            )
+        if arguments.get("cache") is not None:
+            raise HookError(
+                f"attention of {self._name!r}: keys and values are in a paged cache; generate "
+                "without continuous batching"
+            )
+
+    def masks(
+        self,
+        layer: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        mask: Any,
+        queries: Tensor,
+        arguments: dict[str, Any],
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """Return the keys that the chosen queries see, and what is added to their scores, as the
+        layer's kernel takes its mask.
+        """
+        size, num_keys = query.shape[2], key.shape[2]
+        keys = torch.arange(num_keys, device=key.device)
+        if mask is None:
+            is_causal = arguments.get("is_causal")
+            is_causal = getattr(layer, "is_causal", True) if is_causal is None else is_causal
+            if self._config._attn_implementation != "sdpa" or not is_causal or size == 1:
+                return None, []
+            return queries[:, None] >= keys, []
+        if isinstance(mask, Tensor):
+            (part,) = self.of_queries([mask], size, num_keys)
+            return (part, []) if mask.dtype == torch.bool else (None, [part])
+        rows, heads = (torch.arange(n, device=key.device) for n in mask.shape[:2])
+        grid = rows[:, None, None, None], heads[:, None, None], queries[:, None], keys
+        return mask.mask_mod(*grid), []
+
+    def of_queries(self, tensors: Sequence[Tensor | None], size: int, keys: int) -> list[Tensor]:
+        """Return the parts of masks or biases (rows, heads, queries, keys) of chosen queries."""
+        chosen = self.chosen(size)
+        return [
+            (tensor if tensor.shape[2] == 1 else _take(tensor, 2, chosen))[..., :keys]
+            for tensor in tensors
+            if tensor is not None
+        ]
+
+    @torch.no_grad()
+    def verify(
+        self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, scores: dict[str, Any]
+    ) -> None:
+        """Check that the pattern gives the kernel's own result, once for calls of a kind: a model
+        may scale, mask or weight in its own way.
+
+        Raises:
+            HookError: it does not.
+        """
+        allowed, bias = scores["allowed"], scores["bias"]
+        given = [name for name in ("softcap", "sinks") if scores[name] is not None]
+        kind = (self._config._attn_implementation, query.dtype, allowed is None, len(bias), *given)
+        if kind in self._verified or isinstance(output, FakeTensor) or output.is_meta:
+            return
+        with follow.paused():
+            if not output.numel():
+                return
+            result = _weighted(self.forward(query, key, **scores), value).transpose(1, 2)
+            difference = (result - output).abs()[output.isfinite()]  # not padding
+            scale = output[output.isfinite()].abs().max() if difference.numel() else 1.0
+            largest = float(difference.max()) if difference.numel() else 0.0
+            if not largest <= _TOLERANCE.get(output.dtype, 1e-4) * scale:
+                raise HookError(
+                    f"attention of {self._name!r}: the pattern rebuilt from queries, keys and mask "
+                    f"gives another result than the layer's own {self._config._attn_implementation}"
+                    f" attention (they differ by {largest:.3g} of {float(scale):.3g}): it"
+                    " is not this layer's pattern; hook the layer's own tensors instead"
+                )
+        self._verified.add(kind)
+
+    def use(self, layer: nn.Module) -> Callable[[], None]:
+        """Count a user; return what ends its use. The last one gives the layer its own function."""
+        self._num_users += 1
+
+        def end() -> None:
+            self._num_users -= 1
+            if self._num_users == 0:
+                layer.config = self._config
+                layer._modules.pop(CHILD, None)
+
+        return end
+
+
+def install(layer: nn.Module, name: str, queries: Any) -> Callable[[], None]:
+    """Make the layer compute patterns for hooks; return what undoes it.
+
+    Raises:
+        TypeError, ValueError: the layer computes no attention by a function of ``transformers``, by
+            one that is not known, is compiled, or computes the pattern of other queries.
+    """
+    forward: Any = inspect.unwrap(type(layer).forward)
+    looked_up = forward.__code__.co_names if inspect.isfunction(forward) else ()
+    if "ALL_ATTENTION_FUNCTIONS" not in looked_up or not hasattr(layer, "config"):
+        raise ValueError(
+            f"attention({name!r}): {type(layer).__name__} does not compute attention by one of the "
+            "attention functions of transformers (ALL_ATTENTION_FUNCTIONS); name the module that "
+            "does, such as 'model.layers.3.self_attn'"
+        )
+    if compiled.is_compiled(layer):
+        raise ValueError(
+            f"attention({name!r}): the layer is compiled; compile the model after this call"
+        )
+    present = layer._modules.get(CHILD)
+    if isinstance(present, AttentionPattern):
+        if repr(present.queries) != repr(queries):
+            raise ValueError(
+                f"attention({name!r}): queries={queries!r}, but this layer's pattern is computed "
+                f"for queries={present.queries!r}; use the same for all hooks on a layer, the union"
+                " of what they need"
+            )
+        return present.use(layer)
+    config: Any = copy.deepcopy(layer.config)
+    if config._attn_implementation not in _KERNELS:
+        raise ValueError(_not_supported(name, config._attn_implementation))
+    pattern = AttentionPattern(layer, name, queries)
+    _register()
+    layer.add_module(CHILD, pattern)
+    config._attn_implementation = _NAME
+    layer.config = config
+    return pattern.use(layer)
+
+
+def _attend(
+    layer: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    **arguments: Any,
+) -> Any:
+    """Compute attention as the layer's own function does, with hooks on the pattern."""
+    pattern: Any = layer._modules[CHILD]
+    kernel = pattern.kernel(layer)
+    output, weights, *rest = kernel(layer, query, key, value, attention_mask, **arguments)
+    if not pattern.is_hooked:
+        return (output, weights, *rest)
+    pattern.refuse(arguments)
+    size = query.shape[2]
+    chosen = pattern.chosen(size)
+    queries = _take(torch.arange(size, device=query.device), 0, chosen)
+    allowed, bias = pattern.masks(layer, query, key, attention_mask, queries, arguments)
+    part = _take(query, 2, chosen)
+    scaling = arguments.get("scaling")
+    scores = {
+        "allowed": allowed,
+        "bias": [*bias, *pattern.of_queries([arguments.get("position_bias")], size, key.shape[2])],
+        "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
+        "softcap": arguments.get("softcap"),
+        "sinks": arguments.get("s_aux"),
+    }
+    pattern.verify(part, key, value, _take(output, 1, chosen), scores)
+    hooked = pattern(part, key, **scores)
+    if pattern.is_unchanged(part, key, hooked):
+        return (output, weights, *rest)
+    output = _replace(output, 1, chosen, _weighted(hooked, value).transpose(1, 2))
+    weights = None if weights is None else _replace(weights, 2, chosen, hooked.to(weights.dtype))
+    return (output, weights, *rest)
+
+
+# Index tensors would be numbers of this rank's own for the proofs of layouts; slices are not.
+
+
+def _take(tensor: Tensor, dim: int, chosen: slice | Sequence[int]) -> Tensor:
+    """Return the chosen indices of ``dim``, which is kept."""
+    if isinstance(chosen, slice):
+        return tensor.narrow(dim, chosen.start, chosen.stop - chosen.start)
+    return torch.cat([tensor.narrow(dim, index, 1) for index in chosen], dim)
+
+
+def _replace(whole: Tensor, dim: int, chosen: slice | Sequence[int], part: Tensor) -> Tensor:
+    """Return a copy of ``whole`` with other values at the chosen indices of ``dim``."""
+    if isinstance(chosen, slice):
+        return torch.slice_scatter(whole, part, dim, chosen.start, chosen.stop)
+    for i, index in enumerate(chosen):
+        whole = torch.slice_scatter(whole, part.narrow(dim, i, 1), dim, index, index + 1)
+    return whole
+
+
+def _repeated(heads: Tensor, num_heads: int) -> Tensor:
+    """Return key or value heads, each as often as query heads share it."""
+    rows, own, size, units = heads.shape
+    if own == num_heads:
+        return heads
+    heads = heads[:, :, None].expand(rows, own, num_heads // own, size, units)
+    return heads.reshape(rows, num_heads, size, units)
+
+
+def _weighted(pattern: Tensor, value: Tensor) -> Tensor:
+    """Return the sum of values that each query attends to."""
+    return torch.matmul(pattern.to(value.dtype), _repeated(value, pattern.shape[1]))
+
+
+def _names_of(layer: nn.Module) -> dict[str, Any]:
+    """Return the names that the layer's forward finds: those of its modeling file."""
+    return getattr(inspect.unwrap(type(layer).forward), "__globals__", {})
+
+
+def _not_supported(name: str, implementation: Any) -> str:
+    return (
+        f"attention({name!r}): expected one of the attention implementations {list(_KERNELS)}, got "
+        f"{implementation!r}, whose masks are not known; model.set_attn_implementation('sdpa') "
+        "sets one"
+    )
+
+
+def _register() -> None:
+    """Make our function known to transformers, which imported it already: the layer is of it."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(_NAME, _attend)
