@@ -25,7 +25,7 @@ API = {
     "propagate",  # of logging.Logger
     "disabled",  # of logging.Logger
     # transformers'
-    "config",  # of an attention layer, by which it looks up its function: integrations/attention.py
+    "config",  # of an attention layer, by which it looks up its function: integrations/attention_patterns.py
     # torch's
     "grad",  # of a tensor
     "data",  # of a tensor, whose device nothing else can change

@@ -27,7 +27,7 @@ from flex_model.hooks.groups import check_name as check_group_name
 from flex_model.hooks.registration import HookHandle
 from flex_model.hooks.tracking import Follow
 from flex_model.inspection import DryRun, Explanation, Layouts, VerifyReport
-from flex_model.integrations import attention
+from flex_model.integrations import attention_patterns
 from flex_model.layouts.sources import BatchDim
 from flex_model.layouts.statements import statement_of
 from flex_model.names import clean, find_module, module_names
@@ -531,12 +531,12 @@ class FlexModel(nn.Module):
         self._runner.check_runs_whole_model("attention")
         core = self._core
         layer = find_module(core.module, module_name)
-        core.on_close.callback(attention.install(layer, module_name, queries))
+        core.on_close.callback(attention_patterns.install(layer, module_name, queries))
         select = None
         if not is_everything(heads):
             select = Select(heads=heads, dims={"heads": 1})
         return HookFunction(
-            f"{module_name}.{attention.CHILD}",
+            f"{module_name}.{attention_patterns.CHILD}",
             None,
             editing_function,
             output_name=output_name,

@@ -20,6 +20,7 @@ from flex_model.errors import HookError
 from flex_model.integrations import compiled
 from flex_model.integrations.torch_private import FakeTensor
 from flex_model.layouts import follow
+from flex_model.layouts.sizes import literal
 from flex_model.selection.selectors import Parsed, as_slice, is_everything, numbers, parse
 
 CHILD = "attention_pattern"
@@ -287,22 +288,23 @@ def _attend(
     return (output, weights, *rest)
 
 
-# Index tensors would be numbers of this rank's own for the proofs of layouts; slices are not.
+# The indices are slices of numbers that every rank has: a tensor of indices proves nothing.
 
 
 def _take(tensor: Tensor, dim: int, chosen: slice | Sequence[int]) -> Tensor:
     """Return the chosen indices of ``dim``, which is kept."""
     if isinstance(chosen, slice):
-        return tensor.narrow(dim, chosen.start, chosen.stop - chosen.start)
-    return torch.cat([tensor.narrow(dim, index, 1) for index in chosen], dim)
+        return tensor.narrow(dim, literal(chosen.start), literal(chosen.stop - chosen.start))
+    return torch.cat([tensor.narrow(dim, literal(index), 1) for index in chosen], dim)
 
 
 def _replace(whole: Tensor, dim: int, chosen: slice | Sequence[int], part: Tensor) -> Tensor:
     """Return a copy of ``whole`` with other values at the chosen indices of ``dim``."""
     if isinstance(chosen, slice):
-        return torch.slice_scatter(whole, part, dim, chosen.start, chosen.stop)
+        return torch.slice_scatter(whole, part, dim, literal(chosen.start), literal(chosen.stop))
     for i, index in enumerate(chosen):
-        whole = torch.slice_scatter(whole, part.narrow(dim, i, 1), dim, index, index + 1)
+        one, start = part.narrow(dim, literal(i), 1), literal(index)
+        whole = torch.slice_scatter(whole, one, dim, start, literal(index + 1))
     return whole
 
 
