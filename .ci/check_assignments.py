@@ -24,8 +24,8 @@ API = {
     "atexit",  # of weakref.finalize
     "propagate",  # of logging.Logger
     "disabled",  # of logging.Logger
-    # transformers'
-    "config",  # of an attention layer, by which it looks up its function: integrations/attention_patterns.py
+    # of a layer of transformers: integrations/attention_patterns.py
+    "config",
     # torch's
     "grad",  # of a tensor
     "data",  # of a tensor, whose device nothing else can change
