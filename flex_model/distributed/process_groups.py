@@ -14,7 +14,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -22,6 +22,7 @@ from flex_model import _C
 from flex_model.distributed import page_locks, processes, rendezvous
 from flex_model.distributed.bounded_store import BoundedStore
 from flex_model.distributed.hosts import Hosts, Offer, Settings, hosts_of, share
+from flex_model.distributed.messages import Messages
 from flex_model.distributed.notices import Board
 from flex_model.distributed.page_locks import PageLocks
 from flex_model.distributed.rendezvous import Rendezvous
@@ -31,7 +32,6 @@ from flex_model.errors import HookError
 NOT_SEEN = "not seen at any exchange that had to wait"
 _LEADERS_SLACK_S = 3.0  # for the first rank of a host to tell the others why it waited in vain
 
-_broken: list[Any] = []  # backends with unfinished work: never destroyed while the process runs
 _groups: dict[tuple[tuple[int, ...], int], PrivateGroup] = {}
 _released: list[PrivateGroup] = []  # whose memory a GPU may still write to
 _acquired: Counter[tuple[int, ...]] = Counter()  # requests by ranks: the same on all members
@@ -46,12 +46,12 @@ class Watcher(Protocol):
 
 @dataclass
 class PrivateGroup:
-    """A private group: the global ranks of transfers, their backend, store and hosts.
+    """A private group: the global ranks of transfers, their connections, store and hosts.
 
     Attributes:
         rank: This process's index.
-        backend: A ProcessGroupGloo, whose methods torch's stubs leave out; None where the ranks of
-            a host share memory: then they have no connections.
+        messages: Their messages by gloo; None where the ranks of a host share memory: then they
+            have no connections.
         store: Shared by the members.
         bounded_store: The same one, for calls that end.
         hosts: The hosts of the ranks, and the memory that they share.
@@ -62,7 +62,7 @@ class PrivateGroup:
 
     ranks: tuple[int, ...]
     rank: int
-    backend: Any
+    messages: Messages | None
     store: dist.Store
     bounded_store: BoundedStore
     hosts: Hosts
@@ -162,15 +162,14 @@ class PrivateGroup:
             _C.close_arena()
 
     def abort(self, reason: str) -> None:
-        """Mark the group as unusable, and stop its work as far as gloo can be stopped."""
+        """Mark the group as unusable, and end all waits in it."""
         if self.broken is not None:
             return
         self.broken = reason
         if self.hosts.here is not None:
             self.hosts.here.abort(reason)
-        if self.backend is not None:
-            _broken.append(self.backend)
-            self.backend.abort()
+        if self.messages is not None:
+            self.messages.abort()
         if self.leaders is not None:
             self.leaders.abort(reason)
 
@@ -247,7 +246,7 @@ def leave_to_parent(owned: object) -> None:
 
 
 def _forked() -> None:
-    kept = [*_groups.values(), *_released, *_broken, *rendezvous.kept_connections()]
+    kept = [*_groups.values(), *_released, *rendezvous.kept_connections()]
     leave_to_parent(kept)
     _groups.clear()
     _released.clear()
@@ -262,7 +261,7 @@ def _make(
 ) -> PrivateGroup:
     """Make a new group. Collective over its ranks."""
     hosts = hosts_of(settings, offers)
-    backend = leaders = None
+    messages = leaders = None
     if not hosts.why_not_shared:
         here, why_not = share(meeting, hosts, offers)
         if not hosts.is_one:
@@ -272,13 +271,13 @@ def _make(
             why_not = "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(texts) if why)
         hosts = hosts.apart(why_not) if here is None else replace(hosts, here=here)
     if hosts.here is None:
-        backend, leaders = meeting.backend(), None
-        # A rank may drop its backend as soon as it is made, while others still connect to it.
+        messages, leaders = Messages(meeting.backend(), meeting.me), None
+        # A rank may drop them as soon as they are made, while others still connect to it.
         meeting.all_gather("made", "")
     return PrivateGroup(
         meeting.ranks,
         meeting.me,
-        backend,
+        messages,
         meeting.store,
         meeting.bounded_store,
         hosts,
@@ -314,7 +313,7 @@ def _across_hosts(
         shared = replace(hosts, here=here)
         where = "the connection of the hosts"
         why = _explained(error, shared, meeting.ranks, meeting.me, where, timeout_s)
-        raise meeting.failure(why) from None
+        raise meeting.failure(why.removesuffix(".")) from None
     return leaders, here if rows[0][0] else None
 
 
@@ -327,13 +326,13 @@ def _leaders(
     ranks = tuple(meeting.ranks[rank] for rank in hosts.leaders)
     place = hosts.leaders.index(meeting.me)
     of_leaders = replace(meeting.of("leaders"), ranks=ranks, me=place)
-    backend = of_leaders.backend()
+    messages = Messages(of_leaders.backend(), place)
     shared = of_leaders.all_gather("made", json.dumps(is_shared))
     names = [hosts.names[rank] for rank in hosts.leaders]
     group = PrivateGroup(
         ranks,
         place,
-        backend,
+        messages,
         of_leaders.store,
         of_leaders.bounded_store,
         Hosts(names, None, hosts.settings, []),
