@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from flex_model._C import GatherPlan
+from flex_model.distributed import rounds
 from flex_model.distributed.mesh import GRID, Axis, Mesh
+from flex_model.distributed.rounds import Round
 
 HEADER_BYTES = 64
 SUMMED_BYTES = 8 << 20  # of each rank, that are gathered at a time to be summed
-_MAX_PADDED = 1.1  # of the bytes of uneven shards: how many may be sent in equal sizes, as one
 
 
 def of_gather_to_first(plan: GatherPlan, ranks: Sequence[int], rank: int) -> int:
@@ -36,7 +37,7 @@ class Traffic:
 
     Attributes:
         sent, received: The bytes of each host, without those of protocols.
-        messages: The messages that each host sends; empty ones, too.
+        messages: The messages that each host sends.
         steps: How many messages wait for one another.
         waited_bytes: The bytes on the busiest link of each transfer, added up. A link connects one
             host to all others, and carries as much in each direction.
@@ -50,9 +51,9 @@ class Traffic:
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(
-            _added(self.sent, other.sent),
-            _added(self.received, other.received),
-            _added(self.messages, other.messages),
+            added(self.sent, other.sent),
+            added(self.received, other.received),
+            added(self.messages, other.messages),
             self.steps + other.steps,
             self.waited_bytes + other.waited_bytes,
         )
@@ -82,13 +83,14 @@ class Traffic:
         return self.waited_bytes / bytes_per_s + self.steps * latency_s
 
 
-def _added(some: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
+def added(some: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
+    """Add numbers of each host or rank; empty: those of nothing."""
     return tuple(a + b for a, b in zip(some, others)) if some and others else some or others
 
 
 @dataclass(frozen=True)
 class BetweenHosts:
-    """Predicts the traffic of transfers by ``AcrossHosts``, and of gloo's collectives in it.
+    """Predicts the traffic of transfers by ``AcrossHosts``.
 
     Example::
 
@@ -98,8 +100,6 @@ class BetweenHosts:
     Args:
         hosts: The name of each rank's host, in the order of ``Mesh.stage_ranks``. Of ranks that
             share no memory each has a name of its own.
-
-    Source: gloo's allgather.cc, a ring; broadcast.cc, a binomial tree; alltoallv.cc.
     """
 
     mesh: Mesh
@@ -114,11 +114,7 @@ class BetweenHosts:
         moves = _Moves(self._names)
         for members in _groups(self.mesh, axes):
             names, sizes = self._by_host(members, held)
-            if are_padded(sizes):
-                moves.ring(names, max(sizes))
-                continue
-            for i, num_bytes in enumerate(sizes):
-                moves.tree([*names[i:], *names[:i]], num_bytes)
+            moves.add(names, _of_all_gather(tuple(sizes)))
         return moves.traffic()
 
     def all_reduce(self, axes: tuple[Axis, ...], held: Sequence[int]) -> Traffic:
@@ -132,20 +128,21 @@ class BetweenHosts:
         """Of a gather on the first rank, in its group along ``axes``."""
         moves = _Moves(self._names)
         names, sizes = self._by_host(self.mesh.ranks_along(axes, place=0), held)
-        moves.all_to_all(names, {(name, names[0]): n for name, n in zip(names, sizes)})
+        moves.add(names, [rounds.gather_to_first(place, sizes) for place in range(len(names))])
         return moves.traffic()
 
     def from_first(self, axes: tuple[Axis, ...], held: Sequence[int]) -> Traffic:
         """Of a scatter from the first rank, in its group along ``axes``."""
         moves = _Moves(self._names)
         names, sizes = self._by_host(self.mesh.ranks_along(axes, place=0), held)
-        moves.all_to_all(names, {(names[0], name): n for name, n in zip(names, sizes)})
+        moves.add(names, [rounds.scatter_from_first(place, sizes) for place in range(len(names))])
         return moves.traffic()
 
     def broadcast(self, num_bytes: int) -> Traffic:
         """Of a broadcast from the first rank to all."""
-        moves = _Moves(self._names)
-        moves.tree(self._names, num_bytes)
+        moves, names = _Moves(self._names), self._names
+        places = range(len(names))
+        moves.add(names, [rounds.broadcast(place, len(names), num_bytes) for place in places])
         return moves.traffic()
 
     @property
@@ -160,9 +157,9 @@ class BetweenHosts:
         return list(totals), list(totals.values())
 
 
-def are_padded(sizes: Sequence[int]) -> bool:
-    """Whether gloo all-gathers uneven shards in equal sizes, by a ring, not by a broadcast each."""
-    return len(sizes) * max(sizes) <= _MAX_PADDED * sum(sizes)
+@lru_cache(maxsize=64)  # groups have equal sizes, mostly
+def _of_all_gather(sizes: tuple[int, ...]) -> list[list[Round]]:
+    return [rounds.all_gather(place, sizes)[1] for place in range(len(sizes))]
 
 
 @lru_cache(maxsize=16)
@@ -187,38 +184,15 @@ class _Moves:
         most = max(*sent, *received)
         return Traffic(sent, received, tuple(self._messages.values()), self._steps, most)
 
-    def ring(self, names: list[str], num_bytes: int) -> None:
-        """An all-gather: each host passes on what it received, in two halves."""
-        steps = len(names) - 1
-        if not num_bytes:
-            return
-        for i, name in enumerate(names):
-            self._send(name, names[(i + 1) % len(names)], steps * num_bytes, 2 * steps)
-        self._wait(steps)
-
-    def tree(self, names: list[str], num_bytes: int) -> None:
-        """A broadcast of the first host's bytes: all that have them pass them on."""
-        steps = (len(names) - 1).bit_length()
-        for i in range(steps if num_bytes else 0):
-            for sender, receiver in zip(names[: 1 << i], names[1 << i :]):
-                self._send(sender, receiver, num_bytes)
-        self._wait(steps if num_bytes else 0)
-
-    def all_to_all(self, names: list[str], sizes: dict[tuple[str, str], int]) -> None:
-        """An all-to-all of ``sizes`` by sender and receiver; the others' messages are empty."""
-        for name in names:
-            self._messages[name] += len(names) - 1
-        for (sender, receiver), num_bytes in sizes.items():
-            if sender != receiver:
-                self._send(sender, receiver, num_bytes, num_messages=0)
-        self._wait(min(len(names) - 1, 1))
-
-    def _send(self, sender: str, receiver: str, num_bytes: int, num_messages: int = 1) -> None:
-        self._sent[sender] += num_bytes
-        self._received[receiver] += num_bytes
-        self._messages[sender] += num_messages
-
-    def _wait(self, steps: int) -> None:
+    def add(self, names: list[str], rounds_of: list[list[Round]]) -> None:
+        """A collective of these hosts, by the rounds of each."""
+        for name, of_host in zip(names, rounds_of):
+            for sends, _ in of_host:
+                for place, start, stop in sends:
+                    self._sent[name] += stop - start
+                    self._received[names[place]] += stop - start
+                    self._messages[name] += 1
+        steps = sum(any(sends for sends, _ in at_once) for at_once in zip(*rounds_of))
         self._steps = max(self._steps, steps)
 
 

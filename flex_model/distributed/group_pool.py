@@ -8,7 +8,6 @@ are untouched.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import time
@@ -22,6 +21,7 @@ from flex_model.diagnostics import FlightRecorder, logger
 from flex_model.distributed import process_groups
 from flex_model.distributed.failure import Failure
 from flex_model.distributed.mesh import GRID, Axis, Mesh
+from flex_model.distributed.notices import Notices
 from flex_model.distributed.polling import sleeps
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.choice import choose
@@ -31,8 +31,6 @@ from flex_model.errors import HookError, HookMismatchError, agreed, see
 from flex_model.integrations.torch_private import current_transform, is_batched
 
 _CHECK_S = 0.1  # between checks of the store for a peer's error
-_HOOKS_GRACE_S = 5.0  # how long a rank may take to register its hooks
-_RUN_GRACE_S = 1.0  # how long to wait for the exchange before runs are compared
 _ANSWER_S = 2.0  # how long a rank that lost a connection waits for the others to respond
 _BITS_OF_SEQUENCE = 32  # above them: the number of the FlexModel
 
@@ -66,16 +64,14 @@ class GroupPool:
         self._by_device: list[ByDevice] = []  # of the transports
         self._device = device or torch.device("cpu")
         self._number = 0  # of this FlexModel, among those of its ranks
-        self._hooks = ""  # a digest of this rank's registered hooks
         self._compares_hooks = False
-        self._num_runs = 0  # those with hooks
-        self._notice = ""  # the last published run
-        self._active = -1  # the digest of its hooks
+        self._notices: Notices | None = None
         self._pid = os.getpid()
         self._is_closed = False
         if not self.is_local:
             self.transport(GRID)
             self.sequence = self._number << _BITS_OF_SEQUENCE  # unique among these ranks' models
+            self._notices = Notices(self._groups[GRID].board, self._number)
 
     def is_of_this_model(self, sequence: int) -> bool:
         """Whether a rank at this sequence number runs this FlexModel, not another of its ranks."""
@@ -159,9 +155,8 @@ class GroupPool:
 
     def publish_hooks(self, digest: str) -> None:
         """Publish a digest of this rank's registered hooks; ``""`` for none. Local."""
-        self._hooks = digest
-        if not self.is_local and not self.is_child:
-            self._groups[GRID].publish(str(self._number), json.dumps(digest))
+        if self._notices is not None and not self.is_child:
+            self._notices.publish_hooks(digest)
 
     def publish_run(self, active: int, choice: str, mode: int, has_hooks: bool = True) -> None:
         """Publish that a run, or a part of one, begins, and its active hooks. Local.
@@ -172,71 +167,20 @@ class GroupPool:
             mode: The mode of its forwards. A run without hooks, in another mode, may be between two
                 runs of the other ranks.
         """
-        self._num_runs += has_hooks
-        number = self._num_runs + (not has_hooks)
-        flag = "true" if has_hooks else "false"
-        notice = f"[{self.sequence}, {number}, {active}, {_quoted(choice)}, {mode}, {flag}]"
-        if not self.is_local and not self.is_child and notice != self._notice:
-            self._notice = notice
-            # The others may wait for this rank where it publishes nothing: in the model.
-            is_urgent = not has_hooks or active != self._active
-            self._active = active
-            self._groups[GRID].publish("run", notice, is_urgent)
+        if self._notices is not None and not self.is_child:
+            self._notices.publish_run(self.sequence, active, choice, mode, has_hooks)
 
     def compare(self, waited_s: float) -> None:
         """During a long wait, raise if a rank has other hooks than this one and may never
         arrive.
         """
-        if waited_s > min(_RUN_GRACE_S, self.timeout_s / 2) / 2:
-            self._groups[GRID].publish_rest()
-        if waited_s > min(_RUN_GRACE_S, self.timeout_s / 2):
-            self._compare_runs(waited_s)
-        if self._compares_hooks and waited_s > min(_HOOKS_GRACE_S, self.timeout_s / 2):
-            self._compare_hooks(waited_s)
-
-    def _compare_runs(self, waited_s: float) -> None:
-        group = self._groups[GRID]
-        runs = {rank: group.published("run", rank) for rank in group.compared_ranks}
-        local = json.loads(group.notices.get("run", "null"))
-        if not local or not local[5]:
+        notices = self._notices
+        if notices is None:  # the groups are being made
             return
-        # Others may be in a run before or after this one.
-        others = [
-            rank
-            for rank, run in runs.items()
-            if run
-            and run[:2] == local[:2]
-            and run[2] != local[2]
-            and (run[5] or run[4] == local[4])
-        ]
-        if not others:
-            return
-        listed = "; ".join(
-            f"rank {rank} runs {run[3]}" for rank, run in runs.items() if rank in others
-        )
-        listed = f"rank {group.rank} runs {local[3]}; {listed}"
-        reason = (
-            f"rank {group.rank} waited {waited_s:.0f} s at {self.where}, but the ranks have chosen "
-            f"different hooks for this run: {listed}. Every rank must choose the same groups."
-        )
-        raise self.abort(reason, HookMismatchError)
-
-    def _compare_hooks(self, waited_s: float) -> None:
-        group = self._groups[GRID]
-        name = str(self._number)
-        published = {rank: group.published(name, rank) for rank in group.compared_ranks}
-        others = [rank for rank, hooks in published.items() if hooks not in (None, self._hooks)]
-        if not others:
-            return
-        listed = "; ".join(
-            f"rank {rank} has registered {'other hooks' if published[rank] else 'no hooks'}"
-            for rank in others
-        )
-        reason = (
-            f"rank {group.rank} waited {waited_s:.0f} s at {self.where}, but {listed}. Every rank "
-            "must register the same hooks in the same order before it runs the model."
-        )
-        raise self.abort(reason, HookMismatchError)
+        difference = notices.difference(waited_s, self.timeout_s, self._compares_hooks)
+        if difference:
+            here = f"rank {self.mesh.group_rank} waited {waited_s:.0f} s at {self.where}"
+            raise self.abort(f"{here}, but {difference}", HookMismatchError)
 
     # Waiting.
 
@@ -476,11 +420,6 @@ class GroupPool:
                 f"Last steps of rank {self.mesh.group_rank}: {self.steps}"
             )
         )
-
-
-@functools.lru_cache(maxsize=64)
-def _quoted(choice: str) -> str:
-    return json.dumps(choice[:80])
 
 
 def _text_of(axes: tuple[Axis, ...]) -> str:

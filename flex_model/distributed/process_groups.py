@@ -7,14 +7,14 @@ a freed group can't collide with a later one.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import json
 import os
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -22,6 +22,8 @@ from flex_model import _C
 from flex_model.distributed import page_locks, processes, rendezvous
 from flex_model.distributed.bounded_store import BoundedStore
 from flex_model.distributed.hosts import Hosts, Offer, Settings, hosts_of, share
+from flex_model.distributed.messages import Messages
+from flex_model.distributed.notices import Board
 from flex_model.distributed.page_locks import PageLocks
 from flex_model.distributed.rendezvous import Rendezvous
 from flex_model.distributed.transports import host_copies
@@ -30,7 +32,6 @@ from flex_model.errors import HookError
 NOT_SEEN = "not seen at any exchange that had to wait"
 _LEADERS_SLACK_S = 3.0  # for the first rank of a host to tell the others why it waited in vain
 
-_broken: list[Any] = []  # backends with unfinished work: never destroyed while the process runs
 _groups: dict[tuple[tuple[int, ...], int], PrivateGroup] = {}
 _released: list[PrivateGroup] = []  # whose memory a GPU may still write to
 _acquired: Counter[tuple[int, ...]] = Counter()  # requests by ranks: the same on all members
@@ -45,25 +46,23 @@ class Watcher(Protocol):
 
 @dataclass
 class PrivateGroup:
-    """A private group: the global ranks of transfers, their backend, store and hosts.
+    """A private group: the global ranks of transfers, their connections, store and hosts.
 
     Attributes:
         rank: This process's index.
-        backend: A ProcessGroupGloo, whose methods torch's stubs leave out; None where the ranks of
-            a host share memory: then they have no connections.
+        messages: Their messages by gloo; None where the ranks of a host share memory: then they
+            have no connections.
         store: Shared by the members.
         bounded_store: The same one, for calls that end.
         hosts: The hosts of the ranks, and the memory that they share.
         leaders: With several hosts, on the first rank of each: the group of these ranks.
         number: Distinguishes groups of the same ranks; the same on all members.
-        notices: This rank's published notices: of each FlexModel (by its number among those of
-            these ranks), and of the current run.
         locks: The page locks of other ranks' memory that is mapped with the group.
     """
 
     ranks: tuple[int, ...]
     rank: int
-    backend: Any
+    messages: Messages | None
     store: dist.Store
     bounded_store: BoundedStore
     hosts: Hosts
@@ -73,26 +72,20 @@ class PrivateGroup:
     world: dist.ProcessGroup | None  # torch.distributed may be destroyed and initialised again
     num_users: int = 0
     broken: str | None = None  # why it can't be used any more
-    notices: dict[str, str] = field(default_factory=dict)
     locks: PageLocks = field(default_factory=PageLocks)
     pid: int = field(default_factory=os.getpid)  # the process that made the group
     _watcher: Watcher | None = None  # as shared memory has it
     _position: str | None = None
     _timeout_s: float | None = None
-    _has_rest: bool = False
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
-    @property
-    def compared_ranks(self) -> list[int]:
-        """The ranks with whose notices this one compares its own: on several hosts its neighbours,
-        since all together ask one store, and somewhere two neighbours differ.
-        """
-        if self._board is not None:
-            return [rank for rank in range(self.size) if rank != self.rank]
-        return sorted({(self.rank + step) % self.size for step in (-1, 1)})
+    @cached_property
+    def board(self) -> Board:
+        """The notices of its ranks."""
+        return Board(self.rank, self.size, self.hosts, self.bounded_store)
 
     @property
     def awaited_ranks(self) -> list[int]:
@@ -109,53 +102,7 @@ class PrivateGroup:
 
     def name_of(self, rank: int, position: str = "") -> str:
         """Return the name of a rank for messages, with the position at which it waits."""
-        last = f"; last seen waiting at: {position}" if position else ""
-        return f"rank {rank} (global rank {self.ranks[rank]}{last})"
-
-    @property
-    def _board(self) -> _C.HostGroup | None:
-        """The memory by which all ranks read each other's notices; None if there is none."""
-        return self.hosts.here if self.hosts.is_one else None
-
-    def publish(self, what: str, notice: str, is_urgent: bool = True) -> None:
-        """Publish a notice of this rank, a JSON text, for others to read while they wait. Local.
-        There is room for about 500 bytes. On several hosts one that is not urgent waits for
-        ``publish_rest``: the store by which they read it must not be asked in every run.
-        """
-        self.notices[what] = notice
-        self._has_rest = True
-        if is_urgent or self._board is not None:
-            self.publish_rest()
-
-    def publish_rest(self) -> None:
-        """Publish the notices that were not urgent. Local."""
-        if not self._has_rest:
-            return
-        self._has_rest = False
-        board = ", ".join([f'"{name}": {text}' for name, text in self.notices.items()])
-        board = f"{{{board}}}"
-        if self._board is not None:
-            self._board.publish(board)
-        else:
-            with contextlib.suppress(RuntimeError):  # lost: a wait will say so
-                self.bounded_store.set(f"notices/{self.rank}", board)
-
-    def published(self, what: str, rank: int) -> Any:
-        """Read a rank's notice; empty if it has none, None if it can't be read. Local."""
-        if self._board is not None:
-            board = self._board.published(rank)
-            if board is None:  # it is being written
-                return None
-        else:
-            try:
-                board = self.bounded_store.read(f"notices/{rank}")
-            except RuntimeError:
-                return None
-        try:
-            notices = json.loads(board or "{}")
-        except ValueError:  # too long, so it was cut
-            return None
-        return notices.get(what, "")
+        return _name_of(self.ranks, rank, position)
 
     def prepare_wait(self, watcher: Watcher, where: str, timeout_s: float) -> None:
         """Set what shared memory needs for a wait of this rank: whose ``compare`` it calls in a
@@ -185,23 +132,7 @@ class PrivateGroup:
 
     def explained(self, failure: _C.WaitError, where: str, timeout_s: float) -> str:
         """Return the message of a wait in shared memory, at ``where``, that failed."""
-        reason, places, text = failure.args
-        hosts = self.hosts
-        assert hosts.here is not None
-        here = hosts.ranks_of(hosts.names[self.rank])
-        if reason == "broken":
-            return text or "another rank aborted, and died before it could report why."
-        ranks = [here[place] for place in places]
-        names = ", ".join(map(self.name_of, ranks))
-        if reason == "dead":
-            return f"{names} ended or died; rank {self.rank} waited for it at {where}."
-        if reason == "out of step":
-            return f"{text}, at {where}."
-        listed = ", ".join(
-            self.name_of(rank, hosts.here.position_of(place) or NOT_SEEN)
-            for rank, place in zip(ranks, places)
-        )
-        return f"rank {self.rank} waited {timeout_s:g} s at {where}; missing: {listed}."
+        return _explained(failure, self.hosts, self.ranks, self.rank, where, timeout_s)
 
     def retain(self) -> None:
         """Count a user more. Local."""
@@ -231,15 +162,14 @@ class PrivateGroup:
             _C.close_arena()
 
     def abort(self, reason: str) -> None:
-        """Mark the group as unusable, and stop its work as far as gloo can be stopped."""
+        """Mark the group as unusable, and end all waits in it."""
         if self.broken is not None:
             return
         self.broken = reason
         if self.hosts.here is not None:
             self.hosts.here.abort(reason)
-        if self.backend is not None:
-            _broken.append(self.backend)
-            self.backend.abort()
+        if self.messages is not None:
+            self.messages.abort()
         if self.leaders is not None:
             self.leaders.abort(reason)
 
@@ -316,7 +246,7 @@ def leave_to_parent(owned: object) -> None:
 
 
 def _forked() -> None:
-    kept = [*_groups.values(), *_released, *_broken, *rendezvous.kept_connections()]
+    kept = [*_groups.values(), *_released, *rendezvous.kept_connections()]
     leave_to_parent(kept)
     _groups.clear()
     _released.clear()
@@ -331,7 +261,7 @@ def _make(
 ) -> PrivateGroup:
     """Make a new group. Collective over its ranks."""
     hosts = hosts_of(settings, offers)
-    backend = leaders = None
+    messages = leaders = None
     if not hosts.why_not_shared:
         here, why_not = share(meeting, hosts, offers)
         if not hosts.is_one:
@@ -341,13 +271,13 @@ def _make(
             why_not = "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(texts) if why)
         hosts = hosts.apart(why_not) if here is None else replace(hosts, here=here)
     if hosts.here is None:
-        backend, leaders = meeting.backend(), None
-        # A rank may drop its backend as soon as it is made, while others still connect to it.
+        messages, leaders = Messages(meeting.backend(), meeting.me), None
+        # A rank may drop them as soon as they are made, while others still connect to it.
         meeting.all_gather("made", "")
     return PrivateGroup(
         meeting.ranks,
         meeting.me,
-        backend,
+        messages,
         meeting.store,
         meeting.bounded_store,
         hosts,
@@ -375,14 +305,15 @@ def _across_hosts(
     if here is None:
         return leaders, None
     # While the first rank waits for the other hosts, those of this host wait for it.
-    here.set_timeout(meeting.timeout_s + _LEADERS_SLACK_S)
+    timeout_s = meeting.timeout_s + _LEADERS_SLACK_S
+    here.set_timeout(timeout_s)
     try:
         rows = here.exchange_bytes(bytes([are_shared]))
     except _C.WaitError as error:
-        reason, places, text = error.args
-        ranks_here = hosts.ranks_of(hosts.names[meeting.me])
-        ranks = [meeting.ranks[ranks_here[place]] for place in places]
-        raise meeting.failure(text or f"global ranks {ranks}: {reason}") from None
+        shared = replace(hosts, here=here)
+        where = "the connection of the hosts"
+        why = _explained(error, shared, meeting.ranks, meeting.me, where, timeout_s)
+        raise meeting.failure(why.removesuffix(".")) from None
     return leaders, here if rows[0][0] else None
 
 
@@ -395,13 +326,13 @@ def _leaders(
     ranks = tuple(meeting.ranks[rank] for rank in hosts.leaders)
     place = hosts.leaders.index(meeting.me)
     of_leaders = replace(meeting.of("leaders"), ranks=ranks, me=place)
-    backend = of_leaders.backend()
+    messages = Messages(of_leaders.backend(), place)
     shared = of_leaders.all_gather("made", json.dumps(is_shared))
     names = [hosts.names[rank] for rank in hosts.leaders]
     group = PrivateGroup(
         ranks,
         place,
-        backend,
+        messages,
         of_leaders.store,
         of_leaders.bounded_store,
         Hosts(names, None, hosts.settings, []),
@@ -411,6 +342,38 @@ def _leaders(
         dist.group.WORLD,
     )
     return group, all(map(json.loads, shared))
+
+
+def _name_of(ranks: tuple[int, ...], rank: int, position: str = "") -> str:
+    last = f"; last seen waiting at: {position}" if position else ""
+    return f"rank {rank} (global rank {ranks[rank]}{last})"
+
+
+def _explained(
+    failure: _C.WaitError,
+    hosts: Hosts,
+    ranks: tuple[int, ...],
+    me: int,
+    where: str,
+    timeout_s: float,
+) -> str:
+    """Return the message of a wait in the memory that ``hosts`` shares, of rank ``me``."""
+    reason, places, text = failure.args
+    assert hosts.here is not None
+    ranks_here = hosts.ranks_of(hosts.names[me])
+    if reason == "broken":
+        return text or "another rank aborted, and died before it could report why."
+    if reason == "out of step":
+        return f"{text}, at {where}."
+    missing = [ranks_here[place] for place in places]
+    if reason == "dead":
+        names = ", ".join(_name_of(ranks, rank) for rank in missing)
+        return f"{names} ended or died; rank {me} waited for it at {where}."
+    listed = ", ".join(
+        _name_of(ranks, rank, hosts.here.position_of(place) or NOT_SEEN)
+        for rank, place in zip(missing, places)
+    )
+    return f"rank {me} waited {timeout_s:g} s at {where}; missing: {listed}."
 
 
 def num_groups() -> int:

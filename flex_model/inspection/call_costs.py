@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from flex_model.distributed import costs
-from flex_model.distributed.costs import HEADER_BYTES, BetweenHosts, Traffic
+from flex_model.distributed.costs import HEADER_BYTES, BetweenHosts, Traffic, added
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.mesh import GRID, Axis, Mesh
 from flex_model.distributed.placement import Replicate, Shard
@@ -75,6 +75,8 @@ class Cost:
             transport may send more.
         between: What moves between hosts, of tensors on the CPU; headers included.
         record_bytes: What rank 0 keeps as records.
+        held: What each rank of the grid holds of the records that wait for the end of the run, to
+            be sent to rank 0 in one transfer; empty if none waits.
         is_compared: Whether the end of the run compares replicas of a record.
     """
 
@@ -83,16 +85,17 @@ class Cost:
     bytes_by_rank: tuple[int, ...] = ()
     between: Traffic = field(default_factory=Traffic)
     record_bytes: int = 0
+    held: tuple[int, ...] = ()
     is_compared: bool = False
 
     def __add__(self, other: Cost) -> Cost:
-        pairs = zip(self.bytes_by_rank, other.bytes_by_rank)
         return Cost(
             self.headers + other.headers,
             self.payloads + other.payloads,
-            tuple(a + b for a, b in pairs) or self.bytes_by_rank or other.bytes_by_rank,
+            added(self.bytes_by_rank, other.bytes_by_rank),
             self.between + other.between,
             self.record_bytes + other.record_bytes,
+            added(self.held, other.held),
             self.is_compared or other.is_compared,
         )
 
@@ -176,7 +179,9 @@ class CallCosts:
         if self._records_on_all:
             return cost + self._all_gather()
         to_first = self._to_first(GRID)
-        return cost + replace(to_first, payloads=0, between=to_first.between.of_shared)
+        between = to_first.between.of_shared
+        held = tuple(self._held_of_first()) if self._spec.axes else ()
+        return cost + replace(to_first, payloads=0, between=between, held=held)
 
     def _comparison(self) -> Cost:
         """The comparison of replicas, all in one exchange; see ``Records``."""
@@ -236,9 +241,13 @@ class CallCosts:
         holders = self._mesh.ranks_along(self._spec.axes, place=0)
         ranks = range(len(self._shard_bytes))
         moved = [costs.of_gather_to_first(self._spec.plan, holders, rank) for rank in ranks]
-        held = [n if place in holders else 0 for place, n in enumerate(self._shard_bytes)]
-        between = self._between.to_first(group, held)
+        between = self._between.to_first(group, self._held_of_first())
         return Cost(payloads=1, bytes_by_rank=tuple(moved), between=between)
+
+    def _held_of_first(self) -> list[int]:
+        """What each rank holds of the full tensor that rank 0 gathers."""
+        holders = self._mesh.ranks_along(self._spec.axes, place=0)
+        return [n if place in holders else 0 for place, n in enumerate(self._shard_bytes)]
 
     def _from_first(self) -> Cost:
         if not (self._spec.covers_grid and self._spec.axes):
@@ -252,18 +261,21 @@ class CallCosts:
         return Cost(payloads=1, bytes_by_rank=by_rank, between=between)
 
 
-def of_end(setup: Setup, waits: bool, is_compared: bool, is_backward: bool) -> Cost:
+def of_end(setup: Setup, of_hooks: Cost, is_backward: bool) -> Cost:
     """Of the end of a forward or a backward, which its hooks share: one status header, and one
-    message if records wait for it; one comparison of replicas, if there are such records. For a
-    store: a second header after a forward, and no message; what describes the batch between hosts
+    transfer if records wait for it; one comparison of replicas, if there are such records. For a
+    store: a second header after a forward, and no transfer; what describes the batch between hosts
     is not predicted.
+
+    Args:
+        of_hooks: What the hooks cost, with the bytes of the records.
     """
     compared = setup.between.exchange(_FINGERPRINT_BYTES).without_bytes
-    cost = Cost(between=compared) if is_compared else Cost()
+    cost = Cost(between=compared) if of_hooks.is_compared else Cost()
     if setup.keeps_parts:
         return cost + setup.header if is_backward else cost + setup.header + setup.header
     cost += setup.header
-    if not waits or setup.records_on_all:
+    if not of_hooks.held:
         return cost
-    places = [0] * len(setup.hosts)
-    return cost + Cost(payloads=1, between=setup.between.to_first(GRID, places))
+    between = setup.between.to_first(GRID, of_hooks.held).without_bytes
+    return cost + Cost(payloads=1, between=between)

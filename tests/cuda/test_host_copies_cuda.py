@@ -142,7 +142,7 @@ def test_memory_stays_locked_and_mapped_until_the_gpu_has_written(interrupt, mon
     from flex_model.distributed.transports import host_copies
     from flex_model.distributed.transports.transport import end_to_end
 
-    names = "backend", "store", "bounded_store", "leaders", "number", "world"
+    names = "messages", "store", "bounded_store", "leaders", "number", "world"
     fields = dict.fromkeys(names)
     group, later = (
         process_groups.PrivateGroup(

@@ -28,7 +28,7 @@ class OverGloo(Nccl):
     """All but how to connect, and how several messages make one call."""
 
     def _make(self):
-        return self.group.backend
+        return self.group.messages._backend
 
     def _connect(self):
         pass

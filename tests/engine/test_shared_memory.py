@@ -25,7 +25,7 @@ from torch.utils.dlpack import from_dlpack
 from flex_model import _C
 from flex_model._C import GatherPlan
 from flex_model.distributed import memory
-from flex_model.distributed.process_groups import PrivateGroup
+from flex_model.distributed.notices import Board
 from flex_model.distributed.transports.transport import end_to_end, stacking
 
 OUTER_TIMEOUT_S = 50
@@ -464,8 +464,7 @@ def test_a_notice_is_never_read_while_it_is_half_written():
 
 def test_a_notice_that_is_being_written_is_not_taken_for_none():
     hosts = SimpleNamespace(here=SimpleNamespace(published=lambda rank: None), is_one=True)
-    group = PrivateGroup((0, 1), 0, None, None, None, hosts, None, 1, 60.0, None)
-    assert group.published("hooks", 1) is None
+    assert Board(0, 2, hosts, store=None).read("hooks", 1) is None
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])

@@ -5,6 +5,8 @@ Data that another host needs is sent there once, for all its ranks.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -46,30 +48,48 @@ class AcrossHosts:
         return transport.exchange_bytes(self, data)
 
     def exchange(self, tensor: Tensor) -> Tensor:
-        size = tensor.nbytes
-        everyone = self._bytes_of_all(as_bytes(tensor), [size] * self.group.size)
-        rows = torch.stack(everyone) if size else torch.empty(0, dtype=torch.uint8)
-        return rows.view(tensor.dtype).reshape(self.group.size, *tensor.shape)
+        size, num_ranks = tensor.nbytes, self.group.size
+        if not size:
+            return tensor.new_empty((num_ranks, *tensor.shape))
+        gathered = self._on_first_of_hosts(as_bytes(tensor), [size] * num_ranks)
+        rows = torch.empty((num_ranks, size), dtype=torch.uint8)
+        if gathered is not None:
+            data, starts = gathered
+            # The ranks of hosts follow one another from wherever this host's are.
+            rows = data.reshape(num_ranks, size)[[start // size for start in starts]]
+        rows = self._inside.broadcast(rows if gathered is not None else None, rows)
+        return rows.view(tensor.dtype).reshape(num_ranks, *tensor.shape)
 
     def all_gather(
         self, shard: Tensor, plan: GatherPlan, num_copies: int = 1, num_read: int = 0
     ) -> list[Tensor]:
-        everyone = self._bytes_of_all(as_bytes(shard), plan.shard_bytes)
+        gathered = self._on_first_of_hosts(as_bytes(shard), plan.shard_bytes)
+        full = None
+        if gathered is not None:
+            full = assemble(*gathered, plan, shard.dtype)
+        like = torch.empty((), dtype=shard.dtype).expand(plan.full_sizes)
+        full = self._inside.broadcast(full, like)
         if not num_copies:
             return []
-        full = _put_together(everyone, plan, shard.dtype)
         return [copy.to(shard.device) for copy in transport.copies(full, num_copies)]
 
     def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
-        rank, size = self.group.rank, self.group.size
-        data, sizes, starts = transport.pack_shards(tensors, rank, size)
-        everyone = self._bytes_on_first(data, sizes)
+        data, sizes, starts = transport.pack_shards(tensors, self.group.rank, self.group.size)
+        of_host = self._bytes_of_host(data, sizes)
+        if self._between is None:
+            return None
+        assert of_host is not None
+        totals = self._of_hosts(sizes)
+        everyone = self._between.gather_to_first(
+            [Gathered(end_to_end(totals), list(range(len(totals))), of_host)]
+        )
         if everyone is None:
             return None
-        return assemble_all(torch.cat(everyone), sizes, starts, tensors)
+        before = itertools.accumulate(totals, initial=0)
+        return assemble_all(everyone[0], self._starts(list(before), sizes), starts, tensors)
 
     def scatter_from_first(self, full: Tensor | None, like: Tensor, plan: GatherPlan) -> Tensor:
-        sizes = [sum(plan.shard_bytes[r] for r in ranks) for ranks in self._ranks_of_hosts]
+        sizes = self._of_hosts(plan.shard_bytes)
         of_host = None
         if self._between is not None:
             of_hosts = torch.empty(0, dtype=torch.uint8)
@@ -100,29 +120,18 @@ class AcrossHosts:
         received = self._inside.broadcast(host if leads else None, host)
         return tensor if tensor is not None else received.to(like.device)
 
-    def _bytes_on_first(self, local: Tensor, sizes: list[int]) -> list[Tensor] | None:
-        """Gather the bytes of every rank on rank 0, through the first rank of each host."""
+    def _on_first_of_hosts(
+        self, local: Tensor, sizes: list[int]
+    ) -> tuple[Tensor, list[int]] | None:
+        """Gather the bytes of every rank on the first rank of each host; return them, and where
+        those of each rank begin. None on the other ranks.
+        """
         of_host = self._bytes_of_host(local, sizes)
         if self._between is None:
             return None
         assert of_host is not None
-        totals = [sum(sizes[r] for r in ranks) for ranks in self._ranks_of_hosts]
-        everyone = self._between.gather_to_first(
-            [Gathered(end_to_end(totals), list(range(len(totals))), of_host)]
-        )
-        return None if everyone is None else self._by_rank(everyone[0], sizes)
-
-    def _bytes_of_all(self, local: Tensor, sizes: list[int]) -> list[Tensor]:
-        """Gather the bytes of every rank on every rank."""
-        of_host = self._bytes_of_host(local, sizes)
-        totals = [sum(sizes[r] for r in ranks) for ranks in self._ranks_of_hosts]
-        everyone = torch.empty(sum(totals), dtype=torch.uint8)
-        if self._between is not None:
-            assert of_host is not None
-            (everyone,) = self._between.all_gather(of_host, end_to_end(totals))
-        leads = self._between is not None
-        everyone = self._inside.broadcast(everyone if leads else None, everyone)
-        return self._by_rank(everyone, sizes)
+        data, before = self._between.gather_bytes(of_host, self._of_hosts(sizes))
+        return data, self._starts(before, sizes)
 
     def _bytes_of_host(self, local: Tensor, sizes: list[int]) -> Tensor | None:
         """Gather the bytes of this host's ranks on the first of them."""
@@ -131,12 +140,14 @@ class AcrossHosts:
         gathered = self._inside.gather_to_first([Gathered(plan, list(range(len(ranks))), local)])
         return None if gathered is None else gathered[0]
 
-    def _by_rank(self, everyone: Tensor, sizes: list[int]) -> list[Tensor]:
-        order = [r for ranks in self._ranks_of_hosts for r in ranks]
-        parts = dict(zip(order, everyone.split([sizes[r] for r in order])))
-        return [parts[r] for r in range(self.group.size)]
+    def _of_hosts(self, sizes: list[int]) -> list[int]:
+        return [sum(sizes[r] for r in ranks) for ranks in self._ranks_of_hosts]
 
-
-def _put_together(shards: list[Tensor], plan: GatherPlan, dtype: torch.dtype) -> Tensor:
-    offsets = [sum(plan.shard_bytes[:r]) for r in range(len(shards))]
-    return assemble(torch.cat(shards), offsets, plan, dtype)
+    def _starts(self, before: list[int], sizes: list[int]) -> list[int]:
+        """Where the bytes of each rank begin, of hosts whose bytes begin at ``before``."""
+        starts = [0] * len(sizes)
+        for at, ranks in zip(before, self._ranks_of_hosts):
+            for r in ranks:
+                starts[r] = at
+                at += sizes[r]
+        return starts

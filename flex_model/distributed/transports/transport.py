@@ -160,8 +160,10 @@ def copies(full: Tensor, number: int) -> list[Tensor]:
 
 def exchange_bytes(transport: Transport, data: bytes) -> list[bytes]:
     """Implement ``Transport.exchange_bytes`` by ``exchange``."""
-    row = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return [bytes(other.tolist()) for other in transport.exchange(row)]
+    rows = transport.exchange(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    copied = bytearray(rows.numel())  # no numpy: errors must be reported without it, too
+    torch.frombuffer(copied, dtype=torch.uint8).copy_(rows.flatten())
+    return [bytes(copied[at : at + len(data)]) for at in range(0, len(copied), len(data))]
 
 
 def exchange_texts(transport: Transport, text: str) -> list[str]:

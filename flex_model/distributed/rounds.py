@@ -1,0 +1,89 @@
+"""Collectives as rounds of messages: who sends which bytes of a buffer to whom, and when.
+
+Both the transport by gloo and the prediction of costs follow these rounds. Those of an all-gather
+and a broadcast double, so that their number grows with the logarithm of the ranks. Empty messages
+are left out.
+
+Source of the all-gather: Bruck et al., "Efficient Algorithms for All-to-All Communications in
+Multiport Message-Passing Systems", 1997, section 4.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Part(NamedTuple):
+    """The bytes of a buffer from ``start`` to ``stop``, which go to a rank or come from it."""
+
+    rank: int
+    start: int
+    stop: int
+
+
+class Round(NamedTuple):
+    """The messages of a rank that may travel at the same time, after those of the rounds before."""
+
+    sends: list[Part]
+    receives: list[Part]
+
+
+def all_gather(rank: int, sizes: Sequence[int]) -> tuple[list[int], list[Round]]:
+    """Return where each rank's bytes begin, and the rounds. The buffer of ``rank`` begins with its
+    own bytes, which those of the ranks after it follow.
+
+    A round sends what the rank has to one before it, and doubles what it has.
+    """
+    num_ranks = len(sizes)
+    order = [(rank + i) % num_ranks for i in range(num_ranks)]
+    ends = list(itertools.accumulate((sizes[r] for r in order), initial=0))
+    rounds, held = [], 1
+    while held < num_ranks:
+        more = min(held, num_ranks - held)
+        sent = Part(order[-held], 0, ends[more])
+        received = Part(order[held], ends[held], ends[held + more])
+        rounds.append(_round([sent], [received]))
+        held += more
+    return [ends[(r - rank) % num_ranks] for r in range(num_ranks)], rounds
+
+
+def broadcast(rank: int, num_ranks: int, num_bytes: int) -> list[Round]:
+    """The rounds that send the first rank's buffer to all. In each round, all ranks that have it
+    send it to one more.
+    """
+    rounds, held = [], 1
+    while held < num_ranks:
+        other = rank ^ held if rank < 2 * held else num_ranks
+        part = [Part(other, 0, num_bytes)] if other < num_ranks else []
+        rounds.append(_round(part, []) if rank < held else _round([], part))
+        held *= 2
+    return rounds
+
+
+def gather_to_first(rank: int, sizes: Sequence[int]) -> list[Round]:
+    """The round that sends all ranks' bytes to the first one, whose buffer has them in order of
+    ranks; those of the others have their own bytes.
+    """
+    if rank > 0:
+        return [_round([Part(0, 0, sizes[rank])], [])]
+    return [_round([], _of_others(sizes))]
+
+
+def scatter_from_first(rank: int, sizes: Sequence[int]) -> list[Round]:
+    """The round that is the reverse of ``gather_to_first``, with the same buffers."""
+    if rank > 0:
+        return [_round([], [Part(0, 0, sizes[rank])])]
+    return [_round(_of_others(sizes), [])]
+
+
+def _of_others(sizes: Sequence[int]) -> list[Part]:
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return [Part(r, ends[r], ends[r + 1]) for r in range(1, len(sizes))]
+
+
+def _round(sends: list[Part], receives: list[Part]) -> Round:
+    return Round(
+        *([part for part in parts if part.start < part.stop] for parts in (sends, receives))
+    )

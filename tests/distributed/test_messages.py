@@ -1,0 +1,155 @@
+"""Messages by gloo: random exchanges, waits that are ended, and what an ended one leaves behind."""
+
+import contextlib
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flex_model import FlexModel, HookError, HookFunction
+from flex_model.distributed.communicator import Communicator
+from flex_model.distributed.mesh import GRID, Mesh
+from flex_model.distributed.rounds import Part, Round
+
+
+@contextlib.contextmanager
+def connected(monkeypatch):
+    """A communicator of ranks that share no memory."""
+    monkeypatch.setenv("FLEX_MODEL_TRANSPORT", "gloo")
+    communicator = Communicator(Mesh.from_sizes(dist.get_world_size(), 1, 1), 20.0)
+    try:
+        yield communicator
+    finally:
+        communicator.close()
+
+
+def check_exchanges(gloo, rank, size):
+    """Many of any sizes, each with other bytes."""
+    choose = random.Random(size)
+    for i in range(60):
+        sizes = [choose.choice([0, 1, 64, 100_000]) for _ in range(size)]
+        expected = [torch.full((n,), (i + r) % 251, dtype=torch.uint8) for r, n in enumerate(sizes)]
+        gathered, starts = gloo.gather_bytes(expected[rank], sizes)
+        for start, num_bytes, row in zip(starts, sizes, expected):
+            assert torch.equal(gathered[start : start + num_bytes], row)
+        rows = gloo.exchange_bytes(bytes([i, rank]) * 32)
+        assert rows == [bytes([i, r]) * 32 for r in range(size)]
+        assert gloo.exchange(torch.full((2, 3), rank)).tolist() == [
+            [[r] * 3] * 2 for r in range(size)
+        ]
+        assert gloo.exchange(torch.empty(0, 2)).shape == (size, 0, 2)
+
+
+@pytest.mark.ranks(2)
+def test_two_ranks_exchange_bytes(monkeypatch):
+    with connected(monkeypatch) as communicator:
+        check_exchanges(communicator.transport(GRID), dist.get_rank(), 2)
+
+
+@pytest.mark.ranks(3)
+def test_three_ranks_exchange_bytes(monkeypatch):
+    with connected(monkeypatch) as communicator:
+        check_exchanges(communicator.transport(GRID), dist.get_rank(), 3)
+
+
+@pytest.mark.ranks(5, timeout=120)
+def test_five_ranks_exchange_bytes(monkeypatch):
+    with connected(monkeypatch) as communicator:
+        check_exchanges(communicator.transport(GRID), dist.get_rank(), 5)
+
+
+def waiting():
+    return [thread for thread in threading.enumerate() if "waits for gloo" in thread.name]
+
+
+def until(is_true):
+    start = time.monotonic()
+    while not is_true() and time.monotonic() < start + 5:
+        time.sleep(0.01)
+    return is_true()
+
+
+@pytest.mark.ranks(3)
+def test_an_abort_ends_waits_and_leaves_nothing_behind(monkeypatch):
+    """Rank 0 waits for rank 1, and both others wait for rank 0, which aborts."""
+    rank, buffer = dist.get_rank(), torch.zeros(4, dtype=torch.uint8)
+    with connected(monkeypatch) as communicator:
+        messages = communicator.transport(GRID).group.messages
+        communicator.exchange(torch.ones(1))
+        held = num_sockets()
+        dist.barrier()
+        work = messages.exchange(buffer, [Round([], [Part(1 if rank == 0 else 0, 0, 4)])])
+        time.sleep(0.2)
+        assert not work.is_completed()
+        if rank == 0:
+            messages.abort()
+        assert until(work.is_completed)
+        with pytest.raises(RuntimeError, match=r"closure|closed"):
+            work.wait()
+        dist.barrier()
+        assert len(waiting()) == 1  # for the next exchange
+        del messages, work
+    gc.collect()
+    assert until(lambda: not waiting() and num_sockets() <= held - 2)
+
+
+def num_sockets():
+    count = 0
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            count += os.readlink(f"/proc/self/fd/{number}").startswith("socket:")
+        except FileNotFoundError:  # listdir's own
+            continue
+    return count
+
+
+def fails():
+    """A script of two ranks: one raises in its edit, and all end at once."""
+    dist.init_process_group("gloo")
+    os.environ["FLEX_MODEL_HOST"] = f"host {dist.get_rank()}"
+
+    def edit(module, full, save_ctx, modules):
+        if dist.get_rank() == 0 and sys.argv[1] == "raise":
+            raise ValueError("the edit's own error")
+        return full * 2
+
+    flex = FlexModel(nn.Linear(4, 4), data_parallel_size=dist.get_world_size(), timeout=20)
+    flex.register_forward_hook(HookFunction("", editing_function=edit))
+    if dist.get_rank() == 0 and sys.argv[1] == "leave":
+        time.sleep(0.3)
+        raise KeyboardInterrupt
+    try:
+        flex(torch.ones(1, 4))
+    except HookError as error:
+        print(error)
+        sys.exit(3)
+
+
+@pytest.mark.parametrize("how", ["raise", "leave"])
+def test_a_rank_that_ends_during_a_wait_ends_as_python_does(how, tmp_path):
+    """Not by a signal from a thread that still waits while the interpreter ends."""
+    port = str(29600 + os.getpid() % 1000)
+    ranks = []
+    for rank in range(2):
+        places = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        environment = {**os.environ, **places, "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        ranks.append(subprocess.Popen([sys.executable, __file__, how], env=environment, **pipes))
+    texts = [rank.communicate(timeout=120)[0] for rank in ranks]
+    first = 3 if how == "raise" else -signal.SIGINT
+    assert [rank.returncode for rank in ranks] == [first, 3], texts
+    assert ("the edit's own error" if how == "raise" else "rank 0 ") in texts[1]
+
+
+if __name__ == "__main__":
+    fails()
