@@ -335,13 +335,13 @@ def totals(setup: Setup, rows: Sequence[DryRunRow]) -> tuple[Cost, Cost]:
         return forward, backward
     if any(row.kind != "tensor" for row in rows):
         forward += setup.header  # at the start, which has the key of the layouts
-    forward += call_costs.of_end(setup, _waits(rows, False), forward.is_compared, False)
+    forward += call_costs.of_end(setup, waits(rows, False), forward.is_compared, False)
     if any(row.calls and _is_of_backward(row) for row in rows):
-        backward += call_costs.of_end(setup, _waits(rows, True), backward.is_compared, True)
+        backward += call_costs.of_end(setup, waits(rows, True), backward.is_compared, True)
     return forward, backward
 
 
-def _waits(rows: Sequence[DryRunRow], is_backward: bool) -> bool:
+def waits(rows: Sequence[DryRunRow], is_backward: bool) -> bool:
     """Whether records wait for the end of the forward, or of the backward, to be moved."""
     return any(
         not row.edits and row.layout is not None and len(row.owners) > 1
