@@ -5,6 +5,7 @@ Requests are counted at the store, torch's own included, of the rank that makes 
 rank holds is what it did not before the wrap, of the rank that holds the most.
 
     python benchmarks/bench_scale.py --ranks 2 4 8 16 --hosts 1 2
+    python benchmarks/bench_scale.py --ranks 4 --hosts 1 2 4 --stages 2
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import resource
 import statistics
 import time
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import ranks
 import torch
@@ -23,9 +26,11 @@ import torch.distributed as dist
 from ranks import Report
 from store_proxy import MARK, StoreProxy
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from flex_model import FlexModel, HookFunction
 from flex_model.integrations.torch_private import default_store
+from flex_model.pipelining import PassThrough, PipelineStage, ScheduleGPipe
 
 _WRAPS = "first wrap", "second wrap"  # a process's first one does what is kept
 _RUNS = 5
@@ -35,13 +40,14 @@ def body(report: Report, options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     rank, num_ranks, x = dist.get_rank(), dist.get_world_size(), torch.randn(4, 8)
     os.environ["FLEX_MODEL_HOST"] = f"host {rank * options.num_hosts // num_ranks}"
+    make, sizes = _maker(num_ranks, options.num_stages)
     before = _held()
     for wrap in _WRAPS:
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        model = make()
         dist.barrier()
         _begin(wrap)
         start, cpu_s = time.perf_counter(), _cpu_s()
-        flex = FlexModel(model, {}, data_parallel_size=num_ranks)
+        flex = FlexModel(model, {}, **sizes)
         cpu_s, wall_s = _cpu_s() - cpu_s, time.perf_counter() - start
         _begin("other")
         held = _more(_held(), before)
@@ -63,6 +69,7 @@ def body(report: Report, options: argparse.Namespace) -> None:
             {
                 "wrap": wrap,
                 "hosts": options.num_hosts,
+                "stages": options.num_stages,
                 "ranks": num_ranks,
                 **dict(zip(held, most)),
                 "left": dict(zip(held, most[len(held) :])),
@@ -70,6 +77,29 @@ def body(report: Report, options: argparse.Namespace) -> None:
                 "wall_ms": 1e3 * max(wall),
             }
         )
+
+
+def _maker(num_ranks: int, num_stages: int) -> tuple[Callable[[], Any], dict[str, int]]:
+    """What makes the model, or the schedule of a pipeline of data-parallel stages, and its sizes.
+
+    torch's groups are made before anything is counted.
+    """
+    if num_stages == 1:
+        layers = nn.Linear(8, 8), nn.Linear(8, 8)
+        return lambda: nn.Sequential(*layers), {"data_parallel_size": num_ranks}
+    num_replicas = num_ranks // num_stages
+    names = "pp", "dp"
+    mesh = init_device_mesh("cpu", (num_stages, num_replicas), mesh_dim_names=names)
+
+    def make() -> ScheduleGPipe:
+        index, device = mesh.get_local_rank("pp"), torch.device("cpu")
+        layers = [PassThrough() for _ in range(num_stages)]
+        layers[index] = nn.Linear(8, 8)
+        part = nn.Sequential(*layers)
+        stage = PipelineStage(part, index, num_stages, device, group=mesh.get_group("pp"))
+        return ScheduleGPipe(stage, 2)
+
+    return make, {"pipeline_parallel_size": num_stages, "data_parallel_size": num_replicas}
 
 
 def _halve(module: nn.Module, full: torch.Tensor, save_ctx, modules) -> torch.Tensor:
@@ -106,7 +136,7 @@ def _more(now: dict[str, int], before: dict[str, int]) -> dict[str, int]:
     return {name: count - before[name] for name, count in now.items()}
 
 
-def _rows(num_ranks: int, num_hosts: int) -> list[dict]:
+def _rows(num_ranks: int, num_hosts: int, num_stages: int) -> list[dict]:
     proxies: list[StoreProxy] = []
 
     def connect(port: int) -> int:
@@ -118,7 +148,7 @@ def _rows(num_ranks: int, num_hosts: int) -> list[dict]:
         found = max(counts, key=lambda count: sum(count.values()))
         return sum(found.values()), ", ".join(f"{name} {n}" for name, n in found.items())
 
-    options = argparse.Namespace(num_hosts=num_hosts)
+    options = argparse.Namespace(num_hosts=num_hosts, num_stages=num_stages)
     rows = list(ranks.rows_of(num_ranks, body, options, connect))
     for row in rows:
         row["requests"], row["by_kind"] = most(row["wrap"])
@@ -130,6 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--hosts", type=int, nargs="+", default=[1])
+    parser.add_argument("--stages", type=int, default=1, help="of a pipeline's schedule")
     parser.add_argument("--json", metavar="FILE", help="also write the rows to this file")
     options = parser.parse_args()
     columns = "wrap hosts ranks requests requests_of_runs sockets files threads cpu_ms wall_ms"
@@ -139,7 +170,7 @@ def main() -> None:
         for num_ranks in options.ranks:
             if num_ranks < num_hosts:
                 continue
-            for row in _rows(num_ranks, num_hosts):
+            for row in _rows(num_ranks, num_hosts, options.stages):
                 kept.append(row)
                 texts = [
                     f"{row[name]:.1f}" if isinstance(row[name], float) else str(row[name])

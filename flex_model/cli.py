@@ -11,8 +11,9 @@ from flex_model import demo
 from flex_model.diagnostics import doctor
 from flex_model.diagnostics.local_ranks import RankError
 from flex_model.diagnostics.progress_bar import progress
+from flex_model.distributed.mesh import check_sizes
 from flex_model.distributed.placement import Shape
-from flex_model.inspection import hook_costs, offline
+from flex_model.inspection import hook_costs, offline, step_costs
 from flex_model.sequential.command import add_harvest
 
 
@@ -89,6 +90,20 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (default 1)")
     parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks (default 1)")
     parser.add_argument(
+        "--pp",
+        type=int,
+        default=1,
+        help="with --hooks: stages of a pipeline, each on tp x dp ranks, with equal parts of the "
+        "model's list of blocks (default 1)",
+    )
+    parser.add_argument(
+        "--microbatches",
+        type=int,
+        metavar="N",
+        help="with --pp: micro-batches that the rows of the inputs are split into (default: as "
+        "many as stages)",
+    )
+    parser.add_argument(
         "--input",
         action="append",
         type=_shape_and_dtype,
@@ -135,20 +150,33 @@ def _shape_and_dtype(value: str) -> tuple[Shape, str]:
 
 def _inspect(options: argparse.Namespace) -> int:
     if options.hooks is not None:
-        lines = hook_costs.read(options.hooks)
-        run = offline.run_on_shapes(
-            options.model, options.tp, options.dp, options.input, show_progress=True
-        )
-        link = hook_costs.Link(options.link[0] * 1e9 / 8, options.link[1] / 1e6)
-        costs = hook_costs.predict(run, lines, options.hosts, options.edit_on, link)
+        costs = _hook_costs(options)
         print(json.dumps(costs.json(), indent=2) if options.json else costs)
         return 0
+    if options.pp > 1:
+        raise ValueError(
+            "--pp is for --hooks; layouts in a stage are those of the unsplit model on its ranks"
+        )
     tree = offline.inspect(options.model, options.tp, options.dp, options.input, show_progress=True)
     if options.json:
         print(json.dumps(tree.json(), indent=2))
     else:
         tree.print(show_all=options.all)
     return 0
+
+
+def _hook_costs(options: argparse.Namespace) -> hook_costs.HookCosts:
+    lines = hook_costs.read(options.hooks)
+    check_sizes(options.tp, options.pp, options.dp)
+    num_ranks = options.tp * options.pp * options.dp
+    hosts = hook_costs.hosts_in_order(num_ranks, options.hosts)
+    link = hook_costs.Link(options.link[0] * 1e9 / 8, options.link[1] / 1e6)
+    number = options.pp if options.microbatches is None else options.microbatches
+    inputs = step_costs.of_microbatch(options.input, number)
+    run = offline.run_on_shapes(options.model, options.tp, options.dp, inputs, show_progress=True)
+    if options.pp == 1:
+        return hook_costs.predict(run, lines, hosts, options.edit_on, link)
+    return step_costs.predict_step(run, lines, hosts, options.edit_on, link, options.pp, number)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

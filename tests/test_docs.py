@@ -210,7 +210,7 @@ def test_all_ready_edits_are_named():
 # ---- Docstrings ----------------------------------------------------------------------------------
 
 PUBLIC = ("", ".core", ".distributed", ".editing", ".inspection", ".pipelining", ".pytree")
-PUBLIC += (".selection", ".sequential", ".store", ".traverse", ".visualize")
+PUBLIC += (".selection", ".sequential", ".store", ".traverse", ".visualize", ".integrations.slurm")
 
 
 def resolve(path: str) -> object:

@@ -196,7 +196,7 @@ class _Moves:
         self._steps = max(self._steps, steps)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Connected:
     """What ``FlexModel(...)`` takes of one rank, whose hosts share memory.
 
@@ -217,6 +217,16 @@ class Connected:
             return Connected(rendezvous + second_connection, 1)
         by_gloo = 3 * num_hosts + 1
         return Connected(2 * rendezvous + second_connection + by_gloo, num_hosts + 1)
+
+    @staticmethod
+    def of_groups(groups: Sequence[tuple[int, bool]]) -> Connected:
+        """That of a rank of several groups, by the arguments of ``of`` for each: it makes the
+        second connection to the store once.
+        """
+        of_each = [Connected.of(*group) for group in groups]
+        again = len(of_each) - 1
+        requests = sum(one.requests for one in of_each) - 2 * again
+        return Connected(requests, sum(one.sockets for one in of_each) - again)
 
 
 # ---- Counted -------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ class Setup:
     Attributes:
         hosts: As in ``BetweenHosts``.
         edits_on_all: Whether every rank edits, not rank 0 alone.
+        is_step: Whether they are called in the steps of a pipeline's schedule.
         records_on_all, keeps_parts: As in ``Records``.
     """
 
@@ -37,6 +38,7 @@ class Setup:
     edits_on_all: bool = True
     records_on_all: bool = False
     keeps_parts: bool = False
+    is_step: bool = False
 
     @staticmethod
     def of(core: HookCore) -> Setup:
@@ -196,7 +198,8 @@ class CallCosts:
 
     def _edit(self) -> Cost:
         if self._on_all:
-            return self._headers(1) + self._sums() + self._all_gather()
+            checked = self._setup.is_step and self._registration.calls_function
+            return self._headers(1 + checked) + self._sums() + self._all_gather()
         # Of tensors edited together, rank 0 sends the result once.
         cost = self._headers(1 + self._registration.calls_function)
         return cost + self._sums() + self._to_first(self._spec.axes) + self._from_first()

@@ -26,6 +26,7 @@ from flex_model.layouts.sources import Weights
 from flex_model.layouts.statements import Statements
 
 Input = tuple[Shape, str]  # full sizes, name of the dtype
+Call = tuple[str, str, list[Seen]]  # module, "input" or "output", its first tensor on each rank
 _TOKENS = 8
 
 
@@ -87,13 +88,16 @@ class OfflineRun:
     Attributes:
         mesh: The ranks, seen from the first one.
         nodes: The modules, by name.
-        calls: The first input and output tensor of each call of a module, as all ranks see it: the
-            module's name, ``"input"`` or ``"output"``, and the tensor of each rank.
+        calls: The first input and output tensor of each call of a module, as all ranks see it.
+        with_parameters: The names of modules that have parameters, or whose children do.
+        num_rows: The rows of the batch.
     """
 
     mesh: Mesh
     nodes: dict[str, Node]
-    calls: list[tuple[str, str, list[Seen]]]
+    calls: list[Call]
+    with_parameters: frozenset[str]
+    num_rows: int
 
     def tree(self) -> ModelTree:
         """The modules with their tensors."""
@@ -216,6 +220,7 @@ def _run(
     nodes: dict[str, Node] = {}
     modules: dict[str, nn.Module] = {}
     followers: list[Follower] = []
+    with_parameters: frozenset[str] = frozenset()
     for rank in progress(simulated, "ranks", show_progress):
         mesh = Mesh(ranks, rank, 1, dp, tp)
         with _fake_ranks(rank, len(simulated)):
@@ -237,6 +242,9 @@ def _run(
                     name: Node(name, type(part).__name__, has_forward=is_called(part))
                     for name, part in modules.items()
                 }
+                with_parameters = frozenset(
+                    name for name, part in modules.items() if any(True for _ in part.parameters())
+                )
     chunks = [follower.log.take() for follower in followers] * (len(ranks) // len(simulated))
     concluded = []
     for rank, (observed, follower) in enumerate(zip(calls, followers)):
@@ -247,7 +255,8 @@ def _run(
         (per_rank[0][0], per_rank[0][1], [seen for _, _, seen in per_rank])
         for per_rank in zip(*concluded)
     ]
-    return OfflineRun(Mesh(ranks, 0, 1, dp, tp), nodes, of_all)
+    num_rows = inputs[0][0][0]
+    return OfflineRun(Mesh(ranks, 0, 1, dp, tp), nodes, of_all, with_parameters, num_rows)
 
 
 def _observe(

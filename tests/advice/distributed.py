@@ -8,6 +8,7 @@ from advice.row import Row
 from flex_model import distributed as fm_dist
 from flex_model.distributed.header import OK, Header
 from flex_model.distributed.plain import plain
+from flex_model.integrations import slurm
 
 X = models.random(2, 3)
 
@@ -72,7 +73,26 @@ def edited(kind):
     assert torch.equal(strategy.execute(X), -X)
 
 
+def ranks_of_slurm(**changed):
+    """Of the second of two tasks on one host."""
+    step = {"STEP_ID": "0", "STEP_NUM_TASKS": "2", "STEP_TASKS_PER_NODE": "2", "NODEID": "0"}
+    task = {"STEP_NODELIST": "a1", "PROCID": "1", "LOCALID": "1", "JOB_ID": "7"}
+    variables = {f"SLURM_{name}": value for name, value in (step | task).items()} | changed
+    slurm.set_ranks(variables)
+    assert variables["RANK"] == "1"
+
+
 ROWS = [
+    Row(
+        "set MASTER_ADDR to its name in the batch script",
+        lambda: ranks_of_slurm(SLURM_DISTRIBUTION="arbitrary"),
+        lambda: ranks_of_slurm(SLURM_DISTRIBUTION="arbitrary", MASTER_ADDR="a1"),
+    ),
+    Row(
+        "leave {} to srun: unset it in the batch script",
+        lambda: ranks_of_slurm(WORLD_SIZE="8"),
+        ranks_of_slurm,
+    ),
     Row(
         "only dense strided tensors with values can: hook",
         lambda: plain(X.to_sparse()),

@@ -15,82 +15,19 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import models
+from counted_traffic import counting, hosts, take
 from flex_model import FlexModel, HookFunction
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.costs import SUMMED_BYTES, BetweenHosts
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Shard, ShardLayout
-from flex_model.distributed.rendezvous import Rendezvous
 from flex_model.distributed.transports.transport import Gathered
 
 PREAMBLE_BYTES = 48  # of each message of gloo's
-HOSTS = {
-    "one host": "host",
-    "two hosts": "host{half}",
-    "interleaved hosts": "host{parity}",
-    "a host of each": "host{rank}",
-}
-
-
-@contextlib.contextmanager
-def hosts(name):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    of_rank = HOSTS[name].format(rank=rank, half=2 * rank // size, parity=rank % 2)
-    before = os.environ.get("FLEX_MODEL_HOST")
-    os.environ["FLEX_MODEL_HOST"] = f"{of_rank} of costs"
-    try:
-        yield
-    finally:
-        os.environ.pop("FLEX_MODEL_HOST")
-        if before is not None:
-            os.environ["FLEX_MODEL_HOST"] = before
 
 
 # ---- Real runs -----------------------------------------------------------------------------------
-
-
-class Counted:
-    """A gloo backend that counts what its rank sends and receives."""
-
-    def __init__(self, backend):
-        self.backend = backend
-        self.sent = self.received = self.messages = 0
-
-    def send(self, tensors, rank, tag):
-        self.sent += tensors[0].nbytes
-        self.messages += 1
-        return self.backend.send(tensors, rank, tag)
-
-    def recv(self, tensors, rank, tag):
-        self.received += tensors[0].nbytes
-        return self.backend.recv(tensors, rank, tag)
-
-
-def counting(monkeypatch):
-    """Count in all gloo groups made from now on; return them."""
-    made, backend = [], Rendezvous.backend
-
-    def make(rendezvous):
-        made.append(Counted(backend(rendezvous)))
-        return made[-1]
-
-    monkeypatch.setattr(Rendezvous, "backend", make)
-    return made
-
-
-def take(backends, host_names):
-    """What each host sent, received and in how many messages since the last call."""
-    counts = [sum(getattr(b, what) for b in backends) for what in ("sent", "received", "messages")]
-    for backend in backends:
-        backend.sent = backend.received = backend.messages = 0
-    rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, counts)
-    names = list(dict.fromkeys(host_names))
-    of_hosts = [
-        [row for row, name in zip(rows, host_names) if name == of_host] for of_host in names
-    ]
-    return tuple(tuple(sum(row[i] for row in of_one) for of_one in of_hosts) for i in range(3))
 
 
 def double(module, full, save_ctx, modules):
@@ -195,6 +132,26 @@ def test_a_run_on_two_ranks_moves_what_is_predicted(tp, dp, settings, sites, mon
 def test_a_run_on_four_ranks_moves_what_is_predicted(tp, dp, settings, sites, monkeypatch):
     for where in ("two hosts", "interleaved hosts", "a host of each"):
         check_run(tp, dp, where, settings, sites, monkeypatch)
+
+
+LARGE = [({}, "all"), ({"edit_on": "rank0"}, "all"), ({"output_ranks": "all"}, "all")]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(8, timeout=900)
+@pytest.mark.parametrize("settings, sites", LARGE, ids=str)
+@pytest.mark.parametrize("tp, dp", [(8, 1), (4, 2), (2, 4)])
+def test_a_run_on_eight_ranks_moves_what_is_predicted(tp, dp, settings, sites, monkeypatch):
+    for where in ("two hosts", "interleaved hosts", "four hosts", "a host of each"):
+        check_run(tp, dp, where, settings, sites, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(16, timeout=1800)
+@pytest.mark.parametrize("settings, sites", LARGE[:2], ids=str)
+def test_a_run_on_sixteen_ranks_moves_what_is_predicted(settings, sites, monkeypatch):
+    for where in ("four hosts", "interleaved hosts", "a host of each"):
+        check_run(4, 4, where, settings, sites, monkeypatch)
 
 
 def sharded():

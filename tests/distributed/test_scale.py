@@ -8,18 +8,23 @@ from pathlib import Path
 import pytest
 
 from flex_model.distributed.costs import Connected
+from flex_model.distributed.mesh import Mesh
+from flex_model.inspection.step_costs import Step
 
 ROOT = Path(__file__).parents[2]
 
 
+def measured(folder, *arguments):
+    """The rows of the benchmark, by wrap, number of hosts and of ranks."""
+    command = [sys.executable, "benchmarks/bench_scale.py", *arguments]
+    subprocess.run([*command, "--json", folder / "rows.json"], cwd=ROOT, check=True, timeout=150)
+    rows = json.loads((folder / "rows.json").read_text())
+    return {(row["wrap"], row["hosts"], row["ranks"]): row for row in rows}
+
+
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    """The rows of the benchmark, by wrap and number of ranks."""
-    path = tmp_path_factory.mktemp("scale") / "rows.json"
-    command = [sys.executable, "benchmarks/bench_scale.py", "--ranks", "2", "6", "--json", path]
-    command += ["--hosts", "1", "3"]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=150)
-    return {(row["wrap"], row["hosts"], row["ranks"]): row for row in json.loads(path.read_text())}
+    return measured(tmp_path_factory.mktemp("scale"), "--ranks", "2", "6", "--hosts", "1", "3")
 
 
 @pytest.mark.parametrize("wrap, requests", [("first wrap", 8), ("second wrap", 8)])
@@ -37,6 +42,19 @@ def test_what_a_wrap_takes_is_what_is_predicted(rows, num_hosts, wrap):
     assert row["sockets"] == predicted.sockets
     # Who comes last to a rendezvous makes one less, or one more to forget the one before.
     assert abs(row["requests"] - predicted.requests) <= (1 if num_hosts == 1 else 2)
+
+
+def test_what_a_wrap_of_a_pipeline_takes_is_what_is_predicted(tmp_path):
+    """Two stages of two ranks, which are in three groups: of the stage, of the line, and of all."""
+    for (_, num_hosts, _), row in measured(
+        tmp_path, "--ranks", "4", "--hosts", "1", "2", "4", "--stages", "2"
+    ).items():
+        hosts = tuple(f"host {rank * num_hosts // 4}" for rank in range(4))
+        predicted = Step(Mesh((0, 1), dp_size=2), hosts, True, 2, 4).connected()
+        assert row["sockets"] == max(one.sockets for one in predicted)
+        # One more or less in each rendezvous: of three groups, and of the first ranks of hosts.
+        most = max(one.requests for one in predicted)
+        assert abs(row["requests"] - most) <= {1: 3, 2: 5, 4: 6}[num_hosts]
 
 
 @pytest.mark.parametrize("held", ["sockets", "files", "threads"])

@@ -1,4 +1,5 @@
-"""A rank of `test_hosts.py`, started by torchrun: edits that mix the shards of all ranks.
+"""A rank of `test_hosts.py`, started by torchrun, or as srun does it: edits that mix the shards of
+all ranks.
 
     torchrun ... rank.py MODE FOLDER
 
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from flex_model import FlexModel, HookError, HookFunction
+from flex_model.integrations import slurm
 
 TIMEOUT_S = 6
 RUNS, ROWS, WIDTH = 4, 2048, 1024
@@ -91,6 +93,7 @@ def expected(x):
 
 def main():
     mode, folder = sys.argv[1], Path(sys.argv[2])
+    slurm.set_ranks()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     x = torch.randn(ROWS, 64, generator=torch.Generator().manual_seed(1), requires_grad=True)

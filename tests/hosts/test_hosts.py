@@ -1,5 +1,5 @@
 """Several hosts on one machine: network namespaces with a link of 1 Gbit/s between them, each with
-two ranks that torchrun starts.
+two ranks that torchrun starts, or that are started with the variables of srun.
 
 They need root and the tools `ip` and `tc`; `make hosts` runs them.
 """
@@ -64,24 +64,46 @@ class Hosts:
         ip("-n", self.network, "link", "set", f"port{i}", "down")
 
 
+def by_torchrun(num_hosts, host, per_host):
+    """The command on a host, and its variables: one for all ranks there."""
+    where = ["--nnodes", str(num_hosts), "--node-rank", str(host)]
+    address = ["--master-addr", "10.99.0.1", "--master-port", "29500"]
+    yield ["-m", "torch.distributed.run", *where, *address, "--nproc-per-node", str(per_host)], {}
+
+
+def by_srun(num_hosts, host, per_host):
+    """One for each rank, with no variables but those of srun."""
+    for place in range(per_host):
+        of_step = {
+            "STEP_ID": 0,
+            "STEP_NODELIST": f"10.99.0.[1-{num_hosts}]",  # their names are their addresses
+            "STEP_NUM_TASKS": num_hosts * per_host,
+            "STEP_TASKS_PER_NODE": f"{per_host}(x{num_hosts})",
+            "NODEID": host,
+            "LOCALID": place,
+            "PROCID": host * per_host + place,
+            "JOB_ID": os.getpid(),
+        }
+        yield [], {f"SLURM_{name}": str(value) for name, value in of_step.items()}
+
+
 @contextlib.contextmanager
-def ranks(mode, folder, hosts, per_host=2):
-    """torchrun on each host."""
+def ranks(mode, folder, hosts, per_host=2, launcher=by_torchrun):
+    """What the launcher starts on each host."""
     processes = []
     for i, name in enumerate(hosts.names):
-        where = ["--nnodes", str(len(hosts.names)), "--node-rank", str(i)]
-        address = ["--master-addr", "10.99.0.1", "--master-port", "29500"]
-        command = ["-m", "torch.distributed.run", *where, *address]
-        command += ["--nproc-per-node", str(per_host), str(RANK), mode, str(folder)]
-        environment = {
-            **os.environ,
-            "FLEX_MODEL_HOST": name,
-            "GLOO_SOCKET_IFNAME": "card",
-            "OMP_NUM_THREADS": "1",
-        }
-        command = ["ip", "netns", "exec", name, sys.executable, *command]
-        with open(folder / f"host{i}.log", "w") as log:
-            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+        for command, variables in launcher(len(hosts.names), i, per_host):
+            environment = {
+                **os.environ,
+                **variables,
+                "FLEX_MODEL_HOST": name,
+                "GLOO_SOCKET_IFNAME": "card",
+                "OMP_NUM_THREADS": "1",
+            }
+            command = [sys.executable, *command, str(RANK), mode, str(folder)]
+            command = ["ip", "netns", "exec", name, *command]
+            with open(folder / f"host{i}.log", "a") as log:
+                processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
     try:
         yield processes
     finally:
@@ -133,3 +155,13 @@ def test_a_host_that_cant_be_reached_is_an_error_on_every_rank_in_time(mode, tmp
             print(f"{result['took_s']:.1f} s: {result['error'][:300]}")
             where = r"missing: rank 2 \([^()]*\)\. |ranks \[2, 3\] did not arrive|the store of"
             assert re.search(where, result["error"])
+
+
+def test_ranks_with_sruns_variables_give_what_torchruns_give(tmp_path):
+    found = {}
+    for launcher in (by_torchrun, by_srun):
+        folder = tmp_path / launcher.__name__
+        folder.mkdir()
+        with Hosts(2) as hosts, ranks("run", folder, hosts, launcher=launcher) as processes:
+            found[launcher] = [rank["values"] for rank in results(folder, 4, processes)]
+    assert found[by_srun] == found[by_torchrun]

@@ -1,0 +1,253 @@
+"""The variables of ranks that srun starts, from environments as Slurm makes them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flex_model.integrations import slurm
+
+ROOT = Path(__file__).parents[2]
+NAMES = "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"
+
+# What srun sets (`srun --nodes 1 --ntasks 4 env`), of the second task.
+ONE_HOST = """
+SLURMD_NODENAME=t-cn0117 SLURM_CPUS_ON_NODE=4 SLURM_DISTRIBUTION=block SLURM_GTIDS=0,1,2,3
+SLURM_JOBID=901593 SLURM_JOB_CPUS_PER_NODE=4 SLURM_JOB_ID=901593 SLURM_JOB_NODELIST=t-cn0117
+SLURM_JOB_NUM_NODES=1 SLURM_LAUNCH_NODE_IPADDR=130.239.244.116 SLURM_LOCALID=1 SLURM_NNODES=1
+SLURM_NODEID=0 SLURM_NODELIST=t-cn0117 SLURM_NPROCS=4 SLURM_NTASKS=4 SLURM_PROCID=1
+SLURM_SRUN_COMM_HOST=130.239.244.116 SLURM_SRUN_COMM_PORT=33360 SLURM_STEPID=0 SLURM_STEP_ID=0
+SLURM_STEP_LAUNCHER_PORT=33360 SLURM_STEP_NODELIST=t-cn0117 SLURM_STEP_NUM_NODES=1
+SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=4 SLURM_TASKS_PER_NODE=4
+"""
+
+# Of a job on five hosts, of whose second step some tasks are on three: two, two and one of them.
+UNEVEN = """
+SLURMD_NODENAME=node09 SLURM_GTIDS=2,3 SLURM_JOBID=7712 SLURM_JOB_ID=7712
+SLURM_JOB_NODELIST=node[07-11] SLURM_JOB_NUM_NODES=5 SLURM_LOCALID=1 SLURM_NNODES=3 SLURM_NODEID=1
+SLURM_NODELIST=node[07-11] SLURM_NPROCS=5 SLURM_NTASKS=5 SLURM_PROCID=3 SLURM_STEPID=1
+SLURM_STEP_ID=1 SLURM_STEP_NODELIST=node[08-10] SLURM_STEP_NUM_NODES=3 SLURM_STEP_NUM_TASKS=5
+SLURM_STEP_TASKS_PER_NODE=2(x2),1 SLURM_TASKS_PER_NODE=2(x5)
+"""
+
+# The batch script's own process: sbatch --nodes 2 --ntasks-per-node 8.
+BATCH = """
+SLURMD_NODENAME=gpu-a1 SLURM_GTIDS=0 SLURM_JOBID=55 SLURM_JOB_ID=55 SLURM_JOB_NODELIST=gpu-a[1-2]
+SLURM_JOB_NUM_NODES=2 SLURM_LOCALID=0 SLURM_NNODES=2 SLURM_NODEID=0 SLURM_NODELIST=gpu-a[1-2]
+SLURM_NPROCS=16 SLURM_NTASKS=16 SLURM_NTASKS_PER_NODE=8 SLURM_PROCID=0 SLURM_TASKS_PER_NODE=8(x2)
+"""
+
+
+def environment(text, **changed):
+    variables = dict(one.split("=", 1) for one in text.split())
+    variables |= {name: value for name, value in changed.items() if value is not None}
+    return {name: value for name, value in variables.items() if changed.get(name, "") is not None}
+
+
+def ranks(text, **changed):
+    variables = environment(text, **changed)
+    slurm.set_ranks(variables)
+    return {name: variables[name] for name in NAMES if name in variables}
+
+
+def many_hosts(rank, per_host=8, hosts=128, job=4_000_123):
+    """The 1,024 tasks of a job."""
+    return " ".join(
+        [
+            f"SLURM_JOB_ID={job} SLURM_STEP_ID=0 SLURM_PROCID={rank} SLURM_NODEID={rank // 8}",
+            f"SLURM_LOCALID={rank % 8} SLURM_STEP_NUM_TASKS={per_host * hosts}",
+            f"SLURM_STEP_TASKS_PER_NODE={per_host}(x{hosts})",
+            "SLURM_STEP_NODELIST=nid[001001-001064,001100-001131],r[1-2]n[01-16]-ib",
+        ]
+    )
+
+
+def test_a_step_on_one_host():
+    first, second = ranks(ONE_HOST, SLURM_PROCID="0", SLURM_LOCALID="0"), ranks(ONE_HOST)
+    assert first == {**second, "RANK": "0", "LOCAL_RANK": "0"}
+    assert second["RANK"] == second["LOCAL_RANK"] == "1"
+    assert (second["WORLD_SIZE"], second["MASTER_ADDR"]) == ("4", "t-cn0117")
+    assert 20_000 <= int(second["MASTER_PORT"]) < 32_000
+
+
+def test_an_uneven_step_on_some_hosts_of_a_job():
+    found = ranks(UNEVEN)
+    assert [found[name] for name in NAMES[:4]] == ["3", "5", "1", "node08"]
+    last = ranks(UNEVEN, SLURM_PROCID="4", SLURM_LOCALID="0", SLURM_NODEID="2")
+    assert last == {**found, "RANK": "4", "LOCAL_RANK": "0"}
+
+
+def test_a_thousand_ranks():
+    of_all = [ranks(many_hosts(rank)) for rank in range(1024)]
+    assert [int(one["RANK"]) for one in of_all] == list(range(1024))
+    assert [int(one["LOCAL_RANK"]) for one in of_all] == [rank % 8 for rank in range(1024)]
+    assert {(one["WORLD_SIZE"], one["MASTER_ADDR"]) for one in of_all} == {("1024", "nid001001")}
+    assert len({one["MASTER_PORT"] for one in of_all}) == 1
+
+
+def test_steps_and_jobs_at_the_same_time_have_ports_of_their_own():
+    steps = [ranks(UNEVEN, SLURM_STEP_ID=str(step))["MASTER_PORT"] for step in range(20)]
+    jobs = [ranks(UNEVEN, SLURM_JOB_ID=str(job))["MASTER_PORT"] for job in range(7700, 7800)]
+    assert len(set(steps)) == 20 and len(set(jobs)) == 100
+
+
+@pytest.mark.parametrize(
+    "nodelist, hosts",
+    [
+        ("login", ["login"]),
+        ("a,b7", ["a", "b7"]),
+        ("node[01-04,07]", ["node01", "node02", "node03", "node04", "node07"]),
+        ("node[9-11]", ["node9", "node10", "node11"]),
+        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
+        ("a[1,3],b,c[2-3]-ib", ["a1", "a3", "b", "c2-ib", "c3-ib"]),
+        ("r[1-2]n[05-06]", ["r1n05", "r1n06", "r2n05", "r2n06"]),
+        ("gpu[3].example.org", ["gpu3.example.org"]),
+        ("node[5-5]", ["node5"]),
+    ],
+)
+def test_lists_of_hosts(nodelist, hosts):
+    assert slurm.hosts_of(nodelist) == hosts
+
+
+@pytest.mark.parametrize(
+    "nodelist", ["", "node[1", "node1]", "node[]", "node[3-1]", "node[a-b]", "node[[1]]", "a b"]
+)
+def test_no_lists_of_hosts(nodelist):
+    with pytest.raises(ValueError, match="is no list of Slurm's hosts"):
+        slurm.hosts_of(nodelist)
+
+
+def test_torchruns_variables_are_left_alone():
+    of_torchrun = {
+        "TORCHELASTIC_RUN_ID": "none",
+        "RANK": "9",
+        "WORLD_SIZE": "16",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "gpu-a1",
+        "MASTER_PORT": "29500",
+    }
+    # One task of srun's for each host, which starts torchrun.
+    for text in (ONE_HOST, BATCH, UNEVEN):
+        before = environment(text, **of_torchrun)
+        after = dict(before)
+        slurm.set_ranks(after)
+        assert after == before
+    by_hand = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1234", "WORLD_SIZE": "5", "RANK": "3"}
+    assert ranks(UNEVEN, **by_hand) == {**by_hand, "LOCAL_RANK": "1"}
+
+
+def test_without_slurm_and_in_the_script_of_one_task_nothing_is_set():
+    assert ranks("HOME=/") == {}
+    assert ranks("SLURM_CONF=/etc/slurm.conf") == {}
+    assert ranks(BATCH, SLURM_NTASKS="1", SLURM_NPROCS="1") == {}
+
+
+@pytest.mark.parametrize(
+    "text, changed, message",
+    [
+        (BATCH, {}, "srun did not start this process, and its job has 16 tasks"),
+        (UNEVEN, {"SLURM_PROCID": None}, "SLURM_PROCID is not set"),
+        (UNEVEN, {"SLURM_LOCALID": ""}, "SLURM_LOCALID is not set"),
+        (UNEVEN, {"SLURM_STEP_NODELIST": None}, "SLURM_STEP_NODELIST is not set"),
+        (UNEVEN, {"SLURM_STEP_TASKS_PER_NODE": None}, "SLURM_STEP_TASKS_PER_NODE is not set"),
+        (UNEVEN, {"SLURM_STEP_ID": None}, "SLURM_STEP_ID is not set"),
+        (UNEVEN, {"SLURM_PROCID": "x"}, "SLURM_PROCID must be a number, got 'x'"),
+        (UNEVEN, {"SLURM_PROCID": "5"}, "contradict each other.*SLURM_PROCID=5"),
+        (UNEVEN, {"SLURM_LOCALID": "2"}, "contradict each other.*SLURM_LOCALID=2"),
+        (UNEVEN, {"SLURM_NODEID": "3"}, "contradict each other.*SLURM_NODEID=3"),
+        (UNEVEN, {"SLURM_STEP_NUM_TASKS": "6"}, "contradict each other"),
+        (UNEVEN, {"SLURM_STEP_NODELIST": "node[08-11]"}, "contradict each other"),
+        (UNEVEN, {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "contradict each other"),
+        (UNEVEN, {"SLURM_STEP_TASKS_PER_NODE": "2(2)"}, r"is no list such as '4\(x2\),3'"),
+        (UNEVEN, {"RANK": "0"}, "RANK is '0' in the environment, .* make it 3"),
+        (UNEVEN, {"WORLD_SIZE": "10"}, "WORLD_SIZE is '10' in the environment"),
+        (UNEVEN, {"LOCAL_RANK": "3"}, "LOCAL_RANK is '3' in the environment"),
+        (UNEVEN, {"SLURM_DISTRIBUTION": "arbitrary"}, "set MASTER_ADDR"),
+        (UNEVEN, {"SLURM_HET_SIZE": "2"}, "one component of this heterogeneous job"),
+    ],
+)
+def test_what_is_missing_or_contradicts_is_an_error_and_sets_nothing(text, changed, message):
+    variables = environment(text, **changed)
+    before = dict(variables)
+    with pytest.raises(ValueError, match=message):
+        slurm.set_ranks(variables)
+    assert variables == before
+
+
+def test_the_users_address_is_enough_where_slurms_order_of_hosts_is_not_known():
+    changed = {"SLURM_DISTRIBUTION": "arbitrary", "MASTER_ADDR": "node10"}
+    assert ranks(UNEVEN, **changed)["MASTER_ADDR"] == "node10"
+
+
+SCRIPT = """
+import json, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from flex_model import FlexModel, HookFunction
+from flex_model.integrations import slurm
+
+slurm.set_ranks()
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+whole = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+x = torch.randn(5, 6)
+
+def mixed(module, full, save_ctx, modules):
+    return full.flip(-1) + full.mean(-1, keepdim=True)
+
+handle = whole[0].register_forward_hook(lambda m, args, out: mixed(m, out, None, None))
+expected = whole(x)
+handle.remove()
+mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+parallelize_module(whole, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+with FlexModel(whole, {}) as flex:
+    flex.register_forward_hook(HookFunction("0", editing_function=mixed))
+    torch.testing.assert_close(flex(x), expected)
+print(json.dumps([dist.get_rank(), dist.get_world_size(), init_device_mesh("cpu", (2,)).size()]))
+"""
+
+
+def test_a_job_with_slurms_variables_only(tmp_path):
+    """Two processes, as srun would start them, with edits that mix their shards."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    others = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in (*NAMES, "LOCAL_WORLD_SIZE")
+        and not name.startswith(("TORCHELASTIC", "SLURM"))
+    }
+    started = []
+    for rank in range(2):
+        of_task = {
+            "SLURM_JOB_ID": str(os.getpid()),
+            "SLURM_STEP_ID": "0",
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank),
+            "SLURM_NODEID": "0",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_TASKS_PER_NODE": "2",
+            "SLURM_STEP_NODELIST": "localhost",
+        }
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "train.py"],
+                cwd=tmp_path,
+                env={**others, **of_task, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        ended = [process.communicate(timeout=120) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [json.loads(out.splitlines()[-1]) for out, _ in ended] == [[0, 2, 2], [1, 2, 2]], ended
