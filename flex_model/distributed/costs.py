@@ -201,8 +201,8 @@ class Connected:
     """What ``FlexModel(...)`` takes of one rank, whose hosts share memory.
 
     Attributes:
-        requests: To torch's store, torch's own included; the last rank to arrive makes up to one
-            fewer or more in each rendezvous.
+        requests: To torch's store, torch's own included. In later rendezvous of the same ranks
+            three ranks make one more each (one of two ranks two), to forget the one before.
         sockets: Those that it holds until ``restore()``.
     """
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from flex_model import _C
 from flex_model.distributed.processes import boot_id
@@ -102,12 +102,11 @@ class Hosts:
         return [self.names.index(name) for name in dict.fromkeys(self.names)]
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(NamedTuple):
     """What a rank tells the others, before they connect.
 
     Attributes:
-        table: The table of its arena; None if it has none.
+        table: The table of its arena, as JSON has it; None if it has none.
         why_no_table: Why not.
         mistake: An error in its settings, to be raised on all ranks.
         device: The type of its device.
@@ -136,14 +135,6 @@ class Offer:
             why_no_table = str(error)
         least = _C.worthwhile_view_bytes()
         return Offer(settings.host, settings.transport, table, why_no_table, mistake, device, least)
-
-    def as_json(self) -> list[Any]:
-        return list(astuple(self))
-
-    @staticmethod
-    def of_json(row: list[Any]) -> Offer:
-        host, transport, table, *others = row
-        return Offer(host, transport, None if table is None else tuple(table), *others)
 
 
 def hosts_of(settings: Settings, offers: list[Offer]) -> Hosts:

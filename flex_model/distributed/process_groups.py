@@ -211,7 +211,7 @@ def acquire(
         held = kept.number
     connecting = Rendezvous(path, ranks, me, timeout_s)
     offer = Offer.of_this_process(settings, device)
-    text = json.dumps([held, processes.identity(), offer.as_json()])
+    text = json.dumps([held, processes.identity(), offer])
     try:
         stale = [_meeting(number - 1)] if number > 1 else []
         texts = connecting.all_gather(_meeting(number), text, stale)
@@ -220,14 +220,13 @@ def acquire(
         if held:
             _groups[ranks, held].release()
         raise
-    rows = [json.loads(text) for text in texts]
-    for rank, row in zip(ranks, rows):
-        processes.note(rank, row[1])
+    rows = json.loads(f"[{','.join(texts)}]")
+    processes.note({rank: row[1] for rank, row in zip(ranks, rows)})
     if held and {row[0] for row in rows} == {held}:
         return _groups[ranks, held], number
     if held:
         _groups[ranks, held].release()
-    offers = [Offer.of_json(row[2]) for row in rows]
+    offers = [Offer(*row[2]) for row in rows]
     group = _make(connecting.of(str(number)), number, settings, offers)
     _groups[ranks, number] = group
     group.retain()

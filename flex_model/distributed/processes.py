@@ -7,7 +7,7 @@ the rendezvous of all ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -18,15 +18,15 @@ Identity = list[Any]  # as JSON has it: host, PID, start time
 
 
 class _Known:
-    """The processes of global ranks of one world, as far as they have wrapped a model with this
-    one.
+    """The processes on this host, by their global ranks in one world, that have wrapped a model
+    with this one.
     """
 
     def __init__(self) -> None:
         self.world: Any = None
-        self.of_ranks: dict[int, Identity] = {}
+        self.of_ranks: dict[int, tuple[int, int]] = {}  # PID, start time
 
-    def now(self) -> dict[int, Identity]:
+    def now(self) -> dict[int, tuple[int, int]]:
         """Those of the current world: a later one may number other processes."""
         if self.world is not dist.group.WORLD:
             self.world, self.of_ranks = dist.group.WORLD, {}
@@ -36,22 +36,22 @@ class _Known:
 _known = _Known()
 
 
-def note(rank: int, identity: Identity) -> None:
-    """Record which process a global rank is."""
-    _known.now()[rank] = identity
+def note(identities: Mapping[int, Identity]) -> None:
+    """Record which processes global ranks are."""
+    known, this_host = _known.now(), _host()
+    for rank, (host, pid, start) in identities.items():
+        known.pop(rank, None)
+        if host == this_host:
+            known[rank] = pid, start
 
 
 def ended(ranks: Iterable[int]) -> list[int]:
     """Return those of the global ranks whose process has ended, as far as it is known and was on
     this host.
     """
-    known, this_host = _known.now(), _host()
-    found = []
-    for rank in ranks:
-        host, pid, start = known.get(rank, (None, 0, 0))
-        if host == this_host and _C.process_start(pid) != start:
-            found.append(rank)
-    return found
+    known = _known.now().items()
+    found = {rank for rank, (pid, start) in known if _C.process_start(pid) != start}
+    return [rank for rank in ranks if rank in found] if found else []
 
 
 def identity() -> Identity:

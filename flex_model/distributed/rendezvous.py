@@ -26,7 +26,7 @@ from flex_model.integrations.torch_private import default_store
 # wait left behind, which otherwise would be joined without end.
 _SLACK_S = 5.0
 _CHECK_S = 0.1  # between checks whether the awaited processes live
-_READ_S = 1.0  # between looks at which ranks have come so far
+_READ_S = 1.0  # until a look at which ranks have come so far; the next ones are rarer
 _POLL_S = 5e-4  # between looks at memory that another rank is about to make
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class Rendezvous:
 
     Each rank appends its text to a log, and the log's order decides: the ranks have met as soon as
     all are in it. However many ranks there are, each makes four requests to the store: it appends,
-    reads, waits until the last one has come, and reads again.
+    counts itself, waits until the last one has come, and reads; the last one tells instead.
 
     Attributes:
         path: The prefix of its keys in the store.
@@ -121,15 +121,20 @@ class Rendezvous:
 
         def meet(store: Any) -> dict[int, str | None]:
             store.append(_log(place), self._line(text))
-            texts = self._parsed(read(store, _log(place)))
-            if self._are_all(texts):  # this rank is the last one
-                for left in stale:
-                    store.delete_key(_log(left))
-                    store.delete_key(_met(left))
+            texts: dict[int, str | None] = {}
+            # Who left and comes again counts twice, so the log decides.
+            if store.add(_count(place), 1) >= len(self.ranks):
+                texts = self._parsed(read(store, _log(place)))
+            if self._are_all(texts):
                 store.set(_met(place), "")
-                return texts
-            store.wait([_met(place)], limit)
-            return self._parsed(read(store, _log(place)))
+            else:
+                store.wait([_met(place)], limit)
+                texts = self._parsed(read(store, _log(place)))
+            if self._are_all(texts):
+                keys = [key(left) for left in stale for key in (_log, _count, _met)]
+                for key in keys[self.me :: len(self.ranks)]:
+                    store.delete_key(key)
+            return texts
 
         start = time.monotonic()
         read_at = start + _READ_S
@@ -138,7 +143,7 @@ class Rendezvous:
             while not is_done(met, _CHECK_S):
                 now = time.monotonic()
                 if processes.ended(self.ranks) or now > min(read_at, start + self.timeout_s):
-                    read_at = now + _READ_S
+                    read_at = now + max(_READ_S, now - start)  # all read what all have written
                     texts = self._texts(place)
                     if self._are_all(texts):
                         return texts  # the last one has come, and may have ended before it told
@@ -166,8 +171,7 @@ class Rendezvous:
         all of them once all have come.
         """
         texts: dict[int, str | None] = {}
-        for line in (log or "").splitlines():
-            rank, text = json.loads(line)
+        for rank, text in json.loads(f"[{','.join((log or '').splitlines())}]"):
             texts[rank] = text
             if self._are_all(texts):
                 break  # whoever leaves after that has not seen it yet
@@ -264,6 +268,10 @@ class Rendezvous:
 
 def _log(place: str) -> str:
     return f"{place}/log"
+
+
+def _count(place: str) -> str:
+    return f"{place}/count"
 
 
 def _met(place: str) -> str:

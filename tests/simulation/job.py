@@ -1,0 +1,238 @@
+"""A job on a simulated cluster: every rank wraps a model, makes some runs, and restores it.
+
+A run is what a FlexModel asks of its communicator for one hook of each kind: headers, the gather of
+an edit, the round trip of an edit on rank 0, and the records on rank 0. Every result is compared
+with the full tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flex_model.distributed.communicator import Communicator
+from flex_model.distributed.costs import BetweenHosts, Connected, Traffic
+from flex_model.distributed.gather import TensorSpec
+from flex_model.distributed.header import Header, site_hash
+from flex_model.distributed.mesh import GRID, Mesh
+from flex_model.distributed.placement import Shard, ShardLayout
+from simulation.cluster import Cluster, Counted, Fault, Process, Speeds
+from simulation.product import simulated
+from simulation.scheduler import current_owner
+from simulation.store import Server
+
+_SITE = site_hash("simulated")
+_DTYPE = torch.float32
+_UNTIL_S = 3600.0  # of virtual time; whoever waits then waits forever
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a job does.
+
+    Attributes:
+        tp, pp: The sizes of these axes; dp has the other ranks.
+        rows, columns: The size of each rank's shard.
+        late_s: How late ranks come, at most; each at a random time.
+        num_wraps: How often they wrap, one after the other.
+        stays: Whether the store is on a host of its own, which no fault ends; else it ends with
+            rank 0.
+    """
+
+    num_ranks: int
+    num_hosts: int
+    tp: int
+    pp: int = 1
+    rows: int = 1
+    columns: int = 2
+    timeout_s: float = 20.0
+    late_s: float = 0.5
+    num_wraps: int = 1
+    num_runs: int = 2
+    stays: bool = True
+
+
+class Job:
+    """One job, in one process.
+
+    Attributes:
+        errors: The error of each rank that raised one.
+        ended_s: When each rank ended, or raised its error.
+        began_s: When the last rank began each phase, ``"wrap"``, ``"runs"`` and ``"end"``.
+    """
+
+    def __init__(self, plan: Plan, seed: int, speeds: Speeds, fault: Fault | None = None) -> None:
+        self.plan = plan
+        self.cluster = Cluster(plan.num_ranks, plan.num_hosts, seed, speeds)
+        self.cluster.fault = fault
+        self.errors: dict[int, Exception] = {}
+        self.ended_s: dict[int, float] = {}
+        self.began_s: dict[str, float] = {}
+
+    def run(self) -> Job:
+        """Run it. HangError: ranks wait forever."""
+        processes = self.cluster.processes
+        server = Server(
+            self.cluster, self.cluster.hosts[0], None if self.plan.stays else processes[0]
+        )
+        with simulated(self.cluster, server):
+            for process in processes:
+                self.cluster.scheduler.spawn(process, self._of(process))
+            self.cluster.scheduler.run(_UNTIL_S)
+        return self
+
+    def _of(self, process: Process) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                self._run_rank(process.rank)
+            except Exception as error:
+                self.errors[process.rank] = error
+            self.ended_s[process.rank] = self.cluster.scheduler.now
+
+        return run
+
+    def _run_rank(self, rank: int) -> None:
+        plan, scheduler = self.plan, self.cluster.scheduler
+        mesh = self.mesh(rank)
+        for _ in range(plan.num_wraps):
+            scheduler.sleep(plan.late_s * scheduler.dice.random())
+            self._begin("wrap")
+            communicator = Communicator(mesh, plan.timeout_s)
+            self._begin("runs")
+            layout = ShardLayout(Shard(0), Shard(1))
+            shape = plan.rows, plan.columns
+            spec = TensorSpec.of(communicator, layout, [shape] * len(mesh.stage_ranks), _DTYPE)
+            full, shard = self._tensors(mesh)
+            for _ in range(plan.num_runs):
+                self._run_hooks(communicator, spec, full, shard)
+            self._begin("end")
+            communicator.close()
+
+    def mesh(self, rank: int) -> Mesh:
+        """The mesh, as a rank has it."""
+        plan = self.plan
+        dp = plan.num_ranks // plan.tp // plan.pp
+        return Mesh(tuple(range(plan.num_ranks)), rank, plan.pp, dp, plan.tp)
+
+    def _tensors(self, mesh: Mesh) -> tuple[Tensor, Tensor]:
+        """The full tensor, and this rank's shard of it."""
+        sizes = self.plan.rows * mesh.dp_size, self.plan.columns * mesh.tp_size
+        full = torch.arange(sizes[0] * sizes[1], dtype=_DTYPE).reshape(sizes)
+        dp, tp = divmod(mesh.group_rank, mesh.tp_size)
+        rows, columns = self.plan.rows, self.plan.columns
+        return full, full[dp * rows :][:rows, tp * columns :][:, :columns].contiguous()
+
+    def _run_hooks(
+        self, communicator: Communicator, spec: TensorSpec, full: Tensor, shard: Tensor
+    ) -> None:
+        def compare(kind: str) -> None:
+            communicator.check_consistency(
+                Header(kind, _SITE, dtype=_DTYPE, shape=tuple(shard.shape)), f"a {kind} hook"
+            )
+
+        is_first = communicator.mesh.group_rank == 0
+        compare("forward")  # an edit
+        assert torch.equal(spec.all_gather(shard), full)
+        compare("forward_pre")  # an edit on rank 0
+        gathered = spec.gather_to_first(shard)
+        assert torch.equal(gathered, full) if is_first else gathered is None
+        scattered = spec.scatter_from_first(full * 2 if is_first else None, shard)
+        assert torch.equal(scattered, shard * 2)
+        compare("end of the run")
+        gathered = spec.gather_to_first(shard)
+        assert torch.equal(gathered, full) if is_first else gathered is None
+
+    def _begin(self, phase: str) -> None:
+        """Begin a phase of the calling rank."""
+        current_owner().phase = phase
+        self.began_s[phase] = self.cluster.scheduler.now
+
+    def counted(self, phase: str) -> Counted:
+        """What was counted in a phase of the ranks."""
+        return self.cluster.counted[phase]
+
+    def seconds(self, phase: str, until: str) -> float:
+        """The virtual seconds from the last rank's begin of one phase to that of another."""
+        return self.began_s[until] - self.began_s[phase]
+
+    # ---- The cost model --------------------------------------------------------------------------
+
+    def predicted(self) -> list[Traffic]:
+        """What one run of each stage moves between hosts."""
+        return [self._predicted_of(first) for first in range(0, self.plan.num_ranks, self._stage)]
+
+    def _predicted_of(self, first: int) -> Traffic:
+        mesh = self.mesh(first)
+        hosts = tuple(self.cluster.processes[rank].host.name for rank in mesh.stage_ranks)
+        between = BetweenHosts(mesh, hosts)
+        sizes = [self.plan.rows * self.plan.columns * _DTYPE.itemsize] * len(hosts)
+        headers = [between.exchange(64) for _ in range(3)]
+        edit = between.all_gather(GRID, sizes)
+        on_first = between.to_first(GRID, sizes) + between.from_first(GRID, sizes)
+        return sum([*headers, edit, on_first, between.to_first(GRID, sizes)], Traffic())
+
+    def predicted_by_host(self) -> Counted:
+        """The same of all stages and runs together, by host."""
+        counted = Counted()
+        for first, traffic in zip(range(0, self.plan.num_ranks, self._stage), self.predicted()):
+            ranks = range(first, first + self._stage)
+            of_stage = dict.fromkeys(self.cluster.processes[rank].host.name for rank in ranks)
+            for what in ("sent", "received", "messages"):
+                for name, number in zip(of_stage, getattr(traffic, what)):
+                    getattr(counted, what)[name] += number * self.plan.num_runs
+        return counted
+
+    def predicted_s(self) -> float:
+        """The seconds of all runs; stages run at the same time."""
+        speeds = self.cluster.speeds
+        of_stages = [t.seconds(speeds.bytes_per_s, speeds.latency_s) for t in self.predicted()]
+        return max(of_stages) * self.plan.num_runs
+
+    @property
+    def _stage(self) -> int:
+        return self.plan.num_ranks // self.plan.pp
+
+    def predicted_requests(self) -> list[int]:
+        """The requests of each rank's first wrap."""
+        names = [process.host.name for process in self.cluster.processes]
+        size = self._stage
+        requests = []
+        for rank, name in enumerate(names):
+            stage = names[rank // size * size :][:size]
+            is_first = stage.index(name) == rank % size
+            requests.append(Connected.of(len(set(stage)), is_first).requests)
+        return requests
+
+    # ---- What became of a fault ------------------------------------------------------------------
+
+    def problems(self, slack_s: float = 0.0) -> list[str]:
+        """What is wrong after a fault: ranks that live and have not ended in time, with an error
+        that names a rank that failed.
+        """
+        died = self.cluster.died
+        if not died:
+            return [f"{rank}: {error!r}" for rank, error in self.errors.items()]
+        limit = max(died.values()) + self.plan.late_s + self.plan.timeout_s + slack_s
+        found = []
+        for process in self.cluster.processes:
+            rank = process.rank
+            if rank in died:
+                continue
+            error = self.errors.get(rank)
+            if error is not None and not names_any(str(error), set(died)):
+                found.append(f"rank {rank}: names none of {sorted(died)}: {error!r}")
+            if self.ended_s.get(rank, _UNTIL_S) > limit:
+                found.append(f"rank {rank}: ended at {self.ended_s.get(rank)}, not by {limit:.1f}")
+        return found
+
+
+def names_any(text: str, ranks: set[int]) -> bool:
+    """Whether an error names one of the ranks."""
+    named = {int(number) for number in re.findall(r"global rank (\d+)", text)}
+    for listed in re.findall(r"global ranks \[([\d, ]+)\]", text):
+        named |= {int(number) for number in listed.split(",")}
+    return bool(named & ranks)

@@ -1,0 +1,313 @@
+"""Runs many threads, one at a time and in virtual time, so that a run is the same for each seed.
+
+A thread runs until it waits. Then the clock turns to the next event, and the thread that it wakes
+gets the baton. Waits of minutes cost nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Generator
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+
+# What yields whenever it waits: for a signal, at most so many seconds. Either may be None.
+Steps = Generator[tuple["Signal | None", "float | None"], None, T]
+
+_STACK_BYTES = 1 << 20
+_local = threading.local()
+
+
+class Killed(BaseException):
+    """The process of a thread has ended: nothing that it does has an effect any more."""
+
+
+class HangError(Exception):
+    """Threads wait for what never happens; the message has where."""
+
+
+class Owner:
+    """What threads belong to: a process. ``is_dead``: it has ended, and so do its threads."""
+
+    is_dead = False
+
+
+class Waiter(Protocol):
+    def wake(self) -> None: ...
+
+
+class Signal:
+    """Something that threads wait for."""
+
+    def __init__(self) -> None:
+        self.waiters: dict[Waiter, None] = {}
+
+    def notify(self) -> None:
+        """Wake all that wait for it."""
+        waiters, self.waiters = self.waiters, {}
+        for waiter in waiters:
+            waiter.wake()
+
+
+class Thread:
+    """A thread of a process, which runs only while it has the baton."""
+
+    def __init__(self, scheduler: Scheduler, owner: Any, function: Callable[[], object]) -> None:
+        self.owner, self.function = owner, function
+        self.baton = threading.Lock()
+        self.baton.acquire()
+        self.num_wakes = 0
+        self.ident: int | None = None  # of the real thread
+        self._scheduler = scheduler
+
+    def wake(self, after_s: float = 0.0) -> None:
+        """Let it run, in so many seconds, unless something wakes it before."""
+        number = self.num_wakes
+        self._scheduler.after(after_s, lambda: self._scheduler.resume(self, number))
+
+
+class Scheduler:
+    """The clock, and the threads.
+
+    Args:
+        seed: Of the order of what happens at the same time.
+
+    Attributes:
+        now: The virtual time in seconds.
+        dice: For latencies that vary.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.now = 0.0
+        self.dice = random.Random(seed)
+        self._events: list[tuple[float, float, int, Callable[[], object]]] = []
+        self._num_events = 0
+        self.num_switches = 0
+        self._threads: dict[Thread, None] = {}  # a set would have another order each time
+        self._idle: list[_Worker] = []
+        self._workers: list[_Worker] = []
+        self._next: Thread | None = None
+        self._main = threading.Lock()  # released once nothing can run any more
+        self._main.acquire()
+        self._crashes: list[str] = []
+        self._until_s = 0.0
+        self._is_over = False
+
+    # ---- For what runs in it ---------------------------------------------------------------------
+
+    def after(self, seconds: float, act: Callable[[], object]) -> None:
+        """Call a function, which must not wait, in so many seconds."""
+        self._num_events += 1
+        event = (self.now + seconds, self.dice.random(), self._num_events, act)
+        heapq.heappush(self._events, event)
+
+    def spawn(self, owner: Any, function: Callable[[], object]) -> None:
+        """Start a thread."""
+        thread = Thread(self, owner, function)
+        self._threads[thread] = None
+        thread.wake()
+
+    def follow(self, owner: Any, steps: Steps[None]) -> None:
+        """Run steps beside the calling thread, as if they had one: that is cheaper."""
+        _Followed(self, owner, steps).run()
+
+    def complete(self, steps: Steps[T]) -> T:
+        """Run steps in the calling thread, and return what they return."""
+        while True:
+            try:
+                signal, within_s = next(steps)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            self.wait(signal, within_s)
+
+    def sleep(self, seconds: float) -> None:
+        """Let the calling thread wait."""
+        self.wait(None, seconds)
+
+    def wait(self, signal: Signal | None, within_s: float | None = None) -> None:
+        """Let the calling thread wait for a signal, at most so many seconds."""
+        thread: Thread = _local.thread
+        self.check_lives(thread.owner)
+        if signal is not None:
+            signal.waiters[thread] = None
+        if within_s is not None:
+            thread.wake(within_s)
+        chosen = self._pick()
+        if chosen is not thread:
+            self._hand_to(chosen)
+            thread.baton.acquire()
+        if signal is not None:
+            signal.waiters.pop(thread, None)
+        self.check_lives(thread.owner)
+
+    def kill(self, owner: Any) -> None:
+        """End a process, with its threads."""
+        owner.is_dead = True
+        for thread in self._threads:
+            if thread.owner is owner:
+                thread.wake()
+
+    def check_lives(self, owner: Any) -> None:
+        """Raise Killed if a process has ended, or the simulation has."""
+        if self._is_over or owner.is_dead:
+            raise Killed
+
+    # ---- For the one who made it -----------------------------------------------------------------
+
+    def run(self, until_s: float) -> None:
+        """Run until all threads have ended.
+
+        Raises:
+            HangError: some have not, at ``until_s`` or where nothing can happen any more.
+        """
+        self._until_s = until_s
+        self._hand_to(self._pick())
+        self._main.acquire()
+        waiting = [thread for thread in self._threads if not thread.owner.is_dead]
+        where = _stacks(waiting)
+        for thread in list(self._threads):  # so that no real thread is left behind
+            if thread.ident is not None:
+                thread.baton.release()
+                self._main.acquire()
+        for worker in self._workers:
+            worker.stop()
+        if self._crashes:
+            raise RuntimeError("a thread failed:\n" + "\n".join(self._crashes))
+        if waiting:
+            raise HangError(f"{len(waiting)} threads wait at {self.now:.1f} s, as here:\n{where}")
+
+    # ---- The baton -------------------------------------------------------------------------------
+
+    def resume(self, thread: Thread, number: int) -> None:
+        """Let a thread have the baton next, unless it was woken since this was asked for."""
+        if thread.num_wakes == number and thread in self._threads:
+            thread.num_wakes += 1
+            self._next = thread
+
+    def run_thread(self, thread: Thread) -> None:
+        """Run a thread, which has the baton, to its end, and hand the baton on."""
+        _local.thread, thread.ident = thread, threading.get_ident()
+        try:
+            if not thread.owner.is_dead:
+                thread.function()
+        except Killed:
+            pass
+        except BaseException:
+            self._crashes.append(traceback.format_exc())
+        self._threads.pop(thread)
+        self._hand_to(self._pick())
+
+    def _pick(self) -> Thread | None:
+        """Turn the clock until a thread can run; None if none can any more."""
+        self._next = None
+        while self._next is None:
+            if not self._threads or not self._events or self._events[0][0] > self._until_s:
+                self._is_over = True
+            self._is_over |= bool(self._crashes)
+            if self._is_over:
+                return None
+            self.now, _, _, act = heapq.heappop(self._events)
+            act()
+        return self._next
+
+    def _hand_to(self, thread: Thread | None) -> None:
+        self.num_switches += 1
+        if thread is None:
+            self._main.release()
+        elif thread.ident is not None:
+            thread.baton.release()
+        else:
+            if self._idle:
+                worker = self._idle.pop()
+            else:
+                self._workers.append(worker := _Worker(self))
+            worker.give(thread)
+
+    def note_idle(self, worker: _Worker) -> None:
+        """Note that a worker has nothing to do."""
+        self._idle.append(worker)
+
+
+class _Followed:
+    """Steps that run without a thread."""
+
+    def __init__(self, scheduler: Scheduler, owner: Any, steps: Steps[None]) -> None:
+        self._scheduler, self._owner, self._steps = scheduler, owner, steps
+        self._num_wakes = 0
+        self._signal: Signal | None = None
+
+    def wake(self, after_s: float = 0.0) -> None:
+        number = self._num_wakes
+        self._scheduler.after(after_s, lambda: self._resume(number))
+
+    def _resume(self, number: int) -> None:
+        if self._num_wakes == number:
+            self._num_wakes += 1
+            if self._signal is not None:
+                self._signal.waiters.pop(self, None)
+            self.run()
+
+    def run(self) -> None:
+        try:
+            self._scheduler.check_lives(self._owner)
+            self._signal, within_s = next(self._steps, (None, None))
+        except Killed:
+            return
+        if self._signal is not None:
+            self._signal.waiters[self] = None
+        if within_s is not None:
+            self.wake(within_s)
+
+
+class _Worker:
+    """A real thread, which runs one thread after the other: most live for one request only."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._thread: Thread | None = None
+        self._has_work = threading.Lock()
+        self._has_work.acquire()
+        before = threading.stack_size(_STACK_BYTES)
+        self._real = threading.Thread(target=self._run, daemon=True)
+        self._real.start()
+        threading.stack_size(before)
+
+    def give(self, thread: Thread | None) -> None:
+        self._thread = thread
+        self._has_work.release()
+
+    def stop(self) -> None:
+        self.give(None)
+        self._real.join()
+
+    def _run(self) -> None:
+        while True:
+            self._has_work.acquire()
+            thread = self._thread
+            if thread is None:
+                return
+            self._scheduler.run_thread(thread)
+            self._scheduler.note_idle(self)
+
+
+def current_owner() -> Any:
+    """The process of the calling thread; None outside of all."""
+    thread = getattr(_local, "thread", None)
+    return None if thread is None else thread.owner
+
+
+def _stacks(threads: list[Thread]) -> str:
+    """Where threads wait, of some that wait in different places."""
+    frames, texts = sys._current_frames(), {}
+    for thread in threads:
+        if thread.ident in frames:
+            text = "".join(traceback.format_stack(frames[thread.ident])[-9:-1])
+            texts.setdefault(text, []).append(str(thread.owner))
+    listed = [f"{', '.join(names[:4])} ({len(names)}):\n{text}" for text, names in texts.items()]
+    return "\n".join(listed[:4])
