@@ -67,7 +67,7 @@ def test_a_meeting_that_a_peer_misses_ends():
     flags = torch.zeros(2, 2, dtype=torch.int32, device="cuda")
     state = torch.zeros(2, dtype=torch.int32, pin_memory=True)
     pads = [row.data_ptr() for row in flags]
-    torch.ops.flex_model.peer_barrier(flags, pads, 0, 1, 200, state.data_ptr())
+    torch.ops.flex_model.peer_barrier(flags, [0, 1, 200, state.data_ptr(), *pads])
     torch.cuda.synchronize()
     assert state.tolist() == [2, 0]
     assert flags.tolist() == [[0, 0], [1, 0]]
@@ -78,7 +78,7 @@ def test_a_meeting_ends_when_the_host_gives_up():
     state = torch.zeros(2, dtype=torch.int32, pin_memory=True)
     pads = [row.data_ptr() for row in flags]
     torch.cuda.synchronize()
-    torch.ops.flex_model.peer_barrier(flags, pads, 0, 1, 60_000, state.data_ptr())
+    torch.ops.flex_model.peer_barrier(flags, [0, 1, 60_000, state.data_ptr(), *pads])
     start = time.monotonic()
     time.sleep(0.1)
     assert not torch.cuda.current_stream().query()
@@ -98,9 +98,8 @@ def test_a_meeting_of_two_streams():
     for number in range(1, 20):
         for rank, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                torch.ops.flex_model.peer_barrier(
-                    flags, pads, rank, number, 20_000, state.data_ptr()
-                )
+                barrier = [rank, number, 20_000, state.data_ptr(), *pads]
+                torch.ops.flex_model.peer_barrier(flags, barrier)
     torch.cuda.synchronize()
     assert state.tolist() == [0, 0]
     assert flags.tolist() == [[0, 19], [19, 0]]

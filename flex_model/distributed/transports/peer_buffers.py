@@ -84,21 +84,21 @@ class _CudaBuffers:
         gpus = set(zip(words[::2], words[1::2]))
         self.has_device_barrier = len(gpus) == group.size
 
-    def barrier(self) -> None:
+    def begin_barrier(self) -> list[int]:
         self._number += 1
         if self.has_device_barrier:
-            torch.ops.flex_model.peer_barrier(
-                self._buffer,
-                self._signal_pads,
-                self.group.rank,
-                self._number,
-                int(1000 * self._timeout_s),
-                self._state.data_ptr(),
-            )
-        else:
-            self.end_transfer()
-            self.finish()
-            _exchange(self._on_cpu, [0])
+            timeout_ms = int(1000 * self._timeout_s)
+            state = self._state.data_ptr()
+            return [self.group.rank, self._number, timeout_ms, state, *self._signal_pads]
+        self.end_transfer()
+        self.finish()
+        _exchange(self._on_cpu, [0])
+        return []
+
+    def barrier(self) -> None:
+        waits_for = self.begin_barrier()
+        if waits_for:
+            torch.ops.flex_model.peer_barrier(self._buffer, waits_for)
 
     def begin_transfer(self) -> None:
         self._stream = torch.cuda.current_stream(self._device)
