@@ -143,6 +143,10 @@ def edit(module, full, save_ctx, modules):
     return full * full.sum(1, keepdim=True)
 
 
+def edit_that_draws(module, full, save_ctx, modules):
+    return edit(module, full, save_ctx, modules) + 0 * torch.rand_like(full)
+
+
 def edit_by_a_module(module, full, save_ctx, modules):
     return modules["probe"](full)
 
@@ -168,6 +172,7 @@ CASES = {
     "dtype": (Shard(1), Select(units=slice(4, 24), dtype=torch.bfloat16), in_bfloat16, edit),
     "partial sums": (Partial(), None, whole, edit),
     "trainable": (Shard(1), None, whole, edit_by_a_module),
+    "random": (Shard(1), None, whole, edit_that_draws),
 }
 
 
