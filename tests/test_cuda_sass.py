@@ -14,13 +14,14 @@ REGISTERS, THREADS = 65536, 128  # of a multiprocessor; of a block
 @functools.cache
 def copies_on(architecture):
     found = [k for k in sass.kernels(architecture) if k.name.startswith("copy_")]
-    assert len(found) == 2 * 2 * (5 + 3)  # batches; hinted or not; widths of chunks, of windows
+    # Batches; after a barrier or not; hinted or not; widths of chunks, of windows.
+    assert len(found) == 2 * 2 * 2 * (5 + 3)
     return found
 
 
 @pytest.fixture
 def copies():
-    return copies_on("sm_90")
+    return [kernel for kernel in copies_on("sm_90") if "AfterBarrier" not in kernel.name]
 
 
 def blocks_at_once(name):
@@ -80,3 +81,19 @@ def test_instructions(copies):
         is_chunks = kernel.name.startswith("copy_chunks")
         assert kernel.path <= (145 if is_chunks else 345), kernel.name
         assert kernel.size <= (320 if is_chunks else 820), kernel.name
+
+
+def test_a_barrier_costs_copies_nothing_else(copies):
+    """It is over before their first access, so they need no more registers."""
+    alone = {kernel.name: kernel for kernel in copies}
+    for kernel in copies_on("sm_90"):
+        if "AfterBarrier" in kernel.name:
+            copy = alone[re.sub(r"AfterBarrier<(.*?> ?)>", r"\1", kernel.name).replace("  ", " ")]
+            assert kernel.registers <= copy.registers, kernel.name
+            assert kernel.size <= copy.size + 80, kernel.name
+            waits = [i for i, text in enumerate(kernel.instructions) if "BAR.SYNC" in text]
+            flags = len(kernel.loads) - len(copy.loads) + len(kernel.stores) - len(copy.stores)
+            accesses = [i for i, text in enumerate(kernel.instructions) if sass.is_access(text)]
+            after = [i for i in accesses if i > waits[0]]
+            assert (len(waits), flags) == (1, 6), kernel.name
+            assert len(after) >= len(copy.loads) + len(copy.stores), kernel.name

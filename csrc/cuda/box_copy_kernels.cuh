@@ -5,11 +5,12 @@
 // first store. `kStreams`: the data is more than the L2 cache holds, so it is marked to be evicted
 // first; but not what windows load, since neighbours share it.
 //
-// Threads share nothing. The work is in functions, so that other kernels can call them.
+// Threads share nothing, but the barrier that comes before copies from the memory of peers.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include "cuda/barrier.cuh"
 #include "cuda/box_copy_batch.h"
 
 namespace flex_model {
@@ -17,6 +18,23 @@ namespace {
 
 // Blocks that a multiprocessor runs at once: as many as the registers of a thread allow.
 constexpr int kChunkBlocks = 12, kWindowBlocks = 7;
+
+// A batch whose copies begin after a barrier of ranks.
+template <typename Batch>
+struct AfterBarrier : Batch {
+  Barrier barrier;
+};
+
+static_assert(kMaxPeers <= kThreads, "a thread waits for one peer");
+static_assert(sizeof(AfterBarrier<LargeBatch>) <= 32764, "the limit since CUDA 12.1");
+
+template <int kCapacity>
+__device__ __forceinline__ void begin(const CopyBatch<kCapacity>&) {}
+
+template <typename Batch>
+__device__ __forceinline__ void begin(const AfterBarrier<Batch>& batch) {
+  wait_for_peers(batch.barrier);
+}
 
 // The first of a thread's kUnroll pieces in a tile; the others follow, kWarp apart.
 __device__ __forceinline__ uint32_t first_piece(uint32_t tile) {
@@ -66,6 +84,7 @@ __device__ __forceinline__ void copy_by_chunks(const Batch& batch) {
 template <typename Chunk, bool kStreams, typename Batch>
 __global__ __launch_bounds__(kThreads,
                              kChunkBlocks) void copy_chunks(const __grid_constant__ Batch batch) {
+  begin(batch);
   copy_by_chunks<Chunk, kStreams>(batch);
 }
 
@@ -123,6 +142,7 @@ __device__ __forceinline__ void copy_by_windows(const Batch& batch) {
 template <typename Unit, bool kStreams, typename Batch>
 __global__ __launch_bounds__(kThreads,
                              kWindowBlocks) void copy_windows(const __grid_constant__ Batch batch) {
+  begin(batch);
   copy_by_windows<Unit, kStreams>(batch);
 }
 

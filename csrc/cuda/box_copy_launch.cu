@@ -50,17 +50,26 @@ cudaError_t copy(const Batch& batch, const Cut& cut, uint32_t max_blocks, void* 
                                             : copy<false>(batch, cut, max_blocks, stream);
 }
 
+template <typename Batch>
+cudaError_t copy(const Batch& batch, const Cut& cut, uint32_t max_blocks, const Barrier* barrier,
+                 void* stream) {
+  if (barrier == nullptr) return copy(batch, cut, max_blocks, stream);
+  return copy(AfterBarrier<Batch>{batch, *barrier}, cut, max_blocks, stream);
+}
+
 }  // namespace
 }  // namespace flex_model
 
 extern "C" int flex_model_copy_small(const flex_model::SmallBatch* batch, flex_model::Cut cut,
-                                     uint32_t max_blocks, void* stream) {
-  return flex_model::copy(*batch, cut, max_blocks, stream);
+                                     uint32_t max_blocks, const flex_model::Barrier* barrier,
+                                     void* stream) {
+  return flex_model::copy(*batch, cut, max_blocks, barrier, stream);
 }
 
 extern "C" int flex_model_copy_large(const flex_model::LargeBatch* batch, flex_model::Cut cut,
-                                     uint32_t max_blocks, void* stream) {
-  return flex_model::copy(*batch, cut, max_blocks, stream);
+                                     uint32_t max_blocks, const flex_model::Barrier* barrier,
+                                     void* stream) {
+  return flex_model::copy(*batch, cut, max_blocks, barrier, stream);
 }
 
 extern "C" const char* flex_model_cuda_error(int error) {

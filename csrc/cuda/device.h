@@ -5,6 +5,8 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 
+#include <utility>
+
 #include "cuda/box_copy_plan.h"
 #include "cuda/host_copy.h"
 #include "cuda/launch.h"
@@ -16,6 +18,30 @@ namespace flex_model {
 // KB in flight, with 64 bytes per thread. Chosen, not measured; PyTorch's kernels of this kind have
 // as many threads (nccl_all_gather_offset: 32 blocks of 256).
 constexpr uint32_t kPeerBlocks = 64;
+
+// Decodes the `barrier` of an op (schema.cpp).
+inline Barrier barrier_of(const char* op, const Ints& code) {
+  const int64_t num_ranks = static_cast<int64_t>(code.size()) - 4;
+  check(num_ranks > 0, op, ": `barrier` must have 4 entries and a signal pad per rank, got ",
+        code.size());
+  check(num_ranks <= kMaxPeers, op, ": expected at most ", kMaxPeers, " ranks, got ", num_ranks);
+  const int64_t rank = code[0], timeout_ms = code[2];
+  check(rank >= 0 && rank < num_ranks, op, ": rank must be in [0, ", num_ranks - 1, "], got ",
+        rank);
+  check(timeout_ms >= 0 && code[3] != 0, op,
+        ": the timeout of `barrier` must not be negative, its state not 0");
+  Barrier barrier{};
+  barrier.state = reinterpret_cast<WaitState*>(code[3]);
+  barrier.timeout_ns = static_cast<uint64_t>(timeout_ms) * 1'000'000;
+  barrier.number = static_cast<uint32_t>(code[1]);
+  barrier.num_ranks = static_cast<int32_t>(num_ranks);
+  barrier.rank = static_cast<int32_t>(rank);
+  for (int64_t r = 0; r < num_ranks; ++r) {
+    check(code[4 + r] != 0, op, ": the signal pad of rank ", r, " has no address");
+    barrier.pads[r] = reinterpret_cast<uint32_t*>(code[4 + r]);
+  }
+  return barrier;
+}
 
 class Cuda {
  public:
@@ -35,7 +61,15 @@ class Cuda {
   }
 
   void run() { run(copies_, 0); }
-  void run_on_peers() { run(copies_, kPeerBlocks); }
+
+  void run_on_peers(const Ints& barrier_code) {
+    if (barrier_code.empty()) return run(copies_, kPeerBlocks);
+    const Barrier barrier = barrier_of(op_, barrier_code);
+    if (copies_.empty()) return pass(barrier);
+    run(copies_, kPeerBlocks, &barrier);
+  }
+
+  void pass(const Barrier& barrier) { check_started(flex_model_peer_barrier(&barrier, stream())); }
 
   void to_host(const std::vector<Box>& boxes, const char* shard, char* full,
                const std::string& how) {
@@ -77,17 +111,19 @@ class Cuda {
  private:
   struct Launch {
     uint32_t max_blocks;
+    const Barrier* barrier;  // of the next launch; those after it need none
     void* stream;
-    int operator()(const SmallBatch& batch, const Cut& cut) const {
-      return flex_model_copy_small(&batch, cut, max_blocks, stream);
+    int operator()(const SmallBatch& batch, const Cut& cut) {
+      return flex_model_copy_small(&batch, cut, max_blocks, std::exchange(barrier, {}), stream);
     }
-    int operator()(const LargeBatch& batch, const Cut& cut) const {
-      return flex_model_copy_large(&batch, cut, max_blocks, stream);
+    int operator()(const LargeBatch& batch, const Cut& cut) {
+      return flex_model_copy_large(&batch, cut, max_blocks, std::exchange(barrier, {}), stream);
     }
   };
 
-  void run(CopyPlan& copies, uint32_t max_blocks) {
-    if (!copies.empty()) check_started(copies.for_each_batch(Launch{max_blocks, stream()}));
+  void run(CopyPlan& copies, uint32_t max_blocks, const Barrier* barrier = nullptr) {
+    if (copies.empty()) return;
+    check_started(copies.for_each_batch(Launch{max_blocks, barrier, stream()}));
   }
 
   const char* op_;

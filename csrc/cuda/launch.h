@@ -25,12 +25,12 @@ struct RowCopy {
 
 extern "C" {
 
-// Starts the copies of `batch`, with at most `max_blocks` blocks (0: as many as the device runs at
-// once).
+// Starts the copies of `batch`, after the barrier unless it is null, with at most `max_blocks`
+// blocks (0: as many as the device runs at once).
 int flex_model_copy_small(const flex_model::SmallBatch* batch, flex_model::Cut cut,
-                          uint32_t max_blocks, void* stream);
+                          uint32_t max_blocks, const flex_model::Barrier* barrier, void* stream);
 int flex_model_copy_large(const flex_model::LargeBatch* batch, flex_model::Cut cut,
-                          uint32_t max_blocks, void* stream);
+                          uint32_t max_blocks, const flex_model::Barrier* barrier, void* stream);
 
 // Starts a copy of rows to page-locked host memory.
 int flex_model_copy_rows(const flex_model::RowCopy* copy, void* stream);
@@ -43,8 +43,7 @@ int flex_model_page_unlock(void* host);
 int flex_model_mapped_address(const void* host, void** mapped);
 
 // Starts the barrier of all ranks (schema.cpp, peer_barrier).
-int flex_model_peer_barrier(const flex_model::SignalPads* pads, uint32_t number,
-                            uint64_t timeout_ns, void* state, void* stream);
+int flex_model_peer_barrier(const flex_model::Barrier* barrier, void* stream);
 
 // Zeroed memory that other processes can open, its handle of kIpcHandleBytes, and its address here.
 int flex_model_ipc_malloc(int64_t size, void** memory);

@@ -10,25 +10,10 @@
 namespace flex_model {
 namespace {
 
-void peer_barrier(const Tensor& buffer, const Ints& pads, int64_t rank, int64_t number,
-                  int64_t timeout_ms, int64_t state) {
+void peer_barrier(const Tensor& buffer, const Ints& barrier) {
   const char* op = "peer_barrier";
-  const int64_t num_ranks = static_cast<int64_t>(pads.size());
-  check(num_ranks <= kMaxPeers, op, ": expected at most ", kMaxPeers, " ranks, got ", num_ranks);
-  check(rank >= 0 && rank < num_ranks, op, ": rank must be in [0, ", num_ranks - 1, "], got ",
-        rank);
-  check(timeout_ms >= 0 && state != 0, op, ": `timeout_ms` must not be negative, `state` not 0");
-  SignalPads signal_pads{};
-  signal_pads.num_ranks = static_cast<int32_t>(num_ranks);
-  signal_pads.rank = static_cast<int32_t>(rank);
-  for (int64_t r = 0; r < num_ranks; ++r) {
-    check(pads[r] != 0, op, ": the signal pad of rank ", r, " has no address");
-    signal_pads.of_rank[r] = reinterpret_cast<uint32_t*>(pads[r]);
-  }
   Cuda device(op, buffer.get_device());
-  device.check_started(flex_model_peer_barrier(&signal_pads, static_cast<uint32_t>(number),
-                                               static_cast<uint64_t>(timeout_ms) * 1'000'000,
-                                               reinterpret_cast<void*>(state), device.stream()));
+  device.pass(barrier_of(op, barrier));
 }
 
 void page_lock(const Tensor& like, int64_t address, int64_t size) {

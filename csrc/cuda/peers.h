@@ -17,8 +17,12 @@ struct WaitState {
   int32_t is_over;  // written by the host
 };
 
-struct SignalPads {
-  uint32_t* of_rank[kMaxPeers];
+// This rank's `number`-th arrival, and its wait for the others, `timeout_ns` at most.
+struct Barrier {
+  uint32_t* pads[kMaxPeers];  // by rank
+  volatile WaitState* state;
+  uint64_t timeout_ns;
+  uint32_t number;
   int32_t num_ranks;
   int32_t rank;
 };

@@ -1,6 +1,7 @@
 // pull_, push and copy_to_host (schema.cpp), on any device. Besides the members in reorder.h, a
 // `Device` has
-//   run_on_peers()   as run(), for shards in the memory of other GPUs
+//   run_on_peers(barrier)   as run(), for shards in the memory of other GPUs, after the barrier
+//       unless it is empty
 //   to_host(boxes, shard, full, how)   assembles one rank's boxes in host memory, and starts it
 #pragma once
 
@@ -26,7 +27,8 @@ inline void check_addresses(const char* op, const BoxPlan& plan, const Ints& add
 }
 
 template <typename Device>
-void pull_(const Tensor& full, const Ints& addresses, const Ints& code, int64_t first) {
+void pull_(const Tensor& full, const Ints& addresses, const Ints& code, int64_t first,
+           const Ints& barrier) {
   const char* op = "pull_";
   const BoxPlan plan = decode_plan_of(op, full, code);
   check_addresses(op, plan, addresses);
@@ -40,7 +42,7 @@ void pull_(const Tensor& full, const Ints& addresses, const Ints& code, int64_t 
   }
   Device device(op, full.get_device());
   device.assemble(rotated(plan, first), shards, write_bytes(full));
-  device.run_on_peers();
+  device.run_on_peers(barrier);
 }
 
 template <typename Device>
@@ -53,7 +55,7 @@ void push(const Tensor& full, const Ints& addresses, const Ints& code, int64_t f
   for (int64_t address : addresses) shards.push_back(at_address(address));
   Device device(op, full.get_device());
   device.split(rotated(plan, first), read_bytes(full), shards);
-  device.run_on_peers();
+  device.run_on_peers({});
 }
 
 template <typename Device>

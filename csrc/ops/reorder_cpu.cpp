@@ -17,7 +17,9 @@ struct Cpu {
     split_boxes(boxes, full, shards);
   }
   void run() {}
-  void run_on_peers() {}
+  void run_on_peers(const Ints& barrier) {
+    check(barrier.empty(), "pull_: only GPUs have a `barrier`");
+  }
   void to_host(const std::vector<Box>& boxes, const char* shard, char* full, const std::string&) {
     for (const Box& box : boxes) assemble_box(box, shard, full);
   }

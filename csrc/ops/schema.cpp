@@ -5,6 +5,11 @@
 //             where a rank is absent, which is an error if the plan needs it
 //   plan      a GatherPlan's `code`: which bytes of which shard go where (boxes/boxes.h)
 //   sizes     of the result
+//   barrier   of the ranks' GPUs: this rank, the number of its arrivals, a timeout in ms, a state,
+//             and each rank's signal pad. A pad is the address of one uint32 per rank, zero at
+//             first. The state is the address of two int32 in page-locked host memory. After the
+//             timeout, or when one of them is not 0, the barrier ends and writes 1 + a missing
+//             rank to the first; the second is the host's, to end it
 //   address   of memory that no tensor of this process owns: a peer's, or shared by the ranks of a
 //             host. It can't be checked, so the caller must ensure that the memory is valid
 //
@@ -43,9 +48,9 @@ STABLE_TORCH_LIBRARY(flex_model, m) {
 
   // ---- memory owned by other processes ----
 
-  // Writes `full` from the shards at addresses[rank]; peers are read from rank `first` on, so that
-  // not all ranks read from the same peer first.
-  m.def("pull_(Tensor(a!) full, int[] addresses, int[] plan, int first) -> ()");
+  // Writes `full` from the shards at addresses[rank], after the barrier if there is one; peers are
+  // read from rank `first` on, so that not all ranks read from the same peer first.
+  m.def("pull_(Tensor(a!) full, int[] addresses, int[] plan, int first, int[] barrier=[]) -> ()");
   // Writes each rank's shard of `full` to addresses[rank]; a rank with address 0 is skipped.
   m.def("push(Tensor full, int[] addresses, int[] plan, int first) -> ()");
   // Writes one rank's shard into the full tensor at `address`, in host memory (page-locked, for a
@@ -59,14 +64,9 @@ STABLE_TORCH_LIBRARY(flex_model, m) {
 
   // ---- peers of a CUDA device; CUDA only ----
 
-  // A barrier on the current stream: signals all ranks that this one arrived for the `number`-th
-  // time, and waits until all have. pads[r] is the address of rank r's signal pad, one uint32 per
-  // rank, zero at first. `state` is the address of two int32 in page-locked host memory. After
-  // `timeout_ms`, or when the second one is not 0, the barrier ends and writes 1 + a missing rank
-  // to the first. `buffer` selects the device.
-  m.def(
-      "peer_barrier(Tensor buffer, int[] pads, int rank, int number, int timeout_ms, int state) "
-      "-> ()");
+  // A barrier on the current stream: signals all ranks that this one arrived, and waits until all
+  // have, so that each sees what the others' streams did before. `buffer` selects the device.
+  m.def("peer_barrier(Tensor buffer, int[] barrier) -> ()");
   // Makes a zeroed uint8 buffer, on the device of `like`, that other processes can open; returns
   // its handle (uint8 on the CPU); maps another process's buffer and returns its address here;
   // unmaps it.

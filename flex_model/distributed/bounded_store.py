@@ -39,6 +39,9 @@ def is_done(future: Future[Any], within_s: float) -> bool:
 class BoundedStore:
     """A store that answers each call within ``limit_s`` seconds, or none from then on.
 
+    Attributes:
+        is_silent: Whether it left a call without an answer.
+
     Raises:
         RuntimeError: the store is lost, or did not answer.
     """
@@ -46,15 +49,15 @@ class BoundedStore:
     def __init__(self, store: dist.Store, limit_s: float) -> None:
         self._store: Any = store  # torch's stubs leave `append` out
         self._limit_s = limit_s
-        self._is_silent = False
+        self.is_silent = False
 
     def call(self, function: Callable[[Any], T]) -> T:
         """Return ``function(store)``."""
-        if not self._is_silent:
+        if not self.is_silent:
             answer = in_thread(lambda: function(self._store))
             if is_done(answer, self._limit_s):
                 return answer.result()
-            self._is_silent = True
+            self.is_silent = True
         raise RuntimeError(f"the store of torch.distributed did not answer in {self._limit_s:g} s")
 
     def set(self, key: str, value: str) -> None:
@@ -62,6 +65,10 @@ class BoundedStore:
 
     def append(self, key: str, value: str) -> None:
         self.call(lambda store: store.append(key, value))
+
+    def next_number(self, key: str) -> int:
+        """Return how often this was called with the key, by anyone."""
+        return self.call(lambda store: store.add(key, 1))
 
     def read(self, key: str) -> str | None:
         """Return the value of a key; None if there is none."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flex_model import _C
+from flex_model.distributed import values
 
 # The offset of the first word of the twister in a state of torch's CPU generator (after its seed
 # and counters; CPUGeneratorImplStateLegacy in ATen/CPUGeneratorImpl.cpp), and its unused bits.
@@ -94,6 +95,49 @@ class RandomState:
             has_drawn |= not torch.equal(generator.get_state(), seeded)
             generator.set_state(before)
         return has_drawn
+
+
+class RandomCalls:
+    """The calls of one hook in a run that drew random numbers, by a hash of their input.
+
+    Inputs on a GPU are hashed there, and the host reads the hashes when it needs one: where a call
+    is recomputed.
+    """
+
+    AMBIGUOUS = -1  # the number of a call with the same input as another
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}  # by hash
+        self._unread: list[tuple[Tensor, torch.cuda.Event, int]] = []  # hash on a GPU, when, number
+
+    def note(self, tensor: Tensor, number: int) -> None:
+        """Note the input and the number of a call. Local."""
+        if not tensor.is_cuda:
+            self._add(int(values.fingerprint(tensor)[0]), number)
+            return
+        with torch.no_grad():
+            hashed = values.hash_on_device(tensor)
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(tensor.device))
+        self._unread.append((hashed, ready, number))
+
+    def number_of(self, tensor: Tensor) -> int:
+        """Return the number of the call with this input; ``AMBIGUOUS`` if it is not known. For
+        inputs on a GPU the host waits: it seeds the generators. Local.
+        """
+        unread, self._unread = self._unread, []
+        for hashed, ready, number in unread:
+            ready.wait(torch.cuda.current_stream(hashed.device))
+            self._add(int(hashed), number)
+        if not tensor.is_cuda:
+            key = int(values.fingerprint(tensor)[0])
+        else:
+            with torch.no_grad():
+                key = int(values.hash_on_device(tensor))
+        return self._numbers.get(key, self.AMBIGUOUS)
+
+    def _add(self, key: int, number: int) -> None:
+        self._numbers[key] = self.AMBIGUOUS if key in self._numbers else number
 
 
 def renew_seed() -> None:

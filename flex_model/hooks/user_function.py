@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flex_model.distributed import values
 from flex_model.distributed.communicator import Communicator
 from flex_model.errors import HookError
 from flex_model.hooks.function import name_of
 from flex_model.hooks.hook_call import HookCall
-from flex_model.hooks.random_state import RandomState, seed_of_state
+from flex_model.hooks.random_state import RandomCalls, RandomState, seed_of_state
 from flex_model.hooks.save_ctx import StageContext, use_of
 from flex_model.integrations import dtensor
 from flex_model.integrations.torch_private import FakeTensor
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from flex_model.hooks.registration import Registration
 
 Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
-
-_AMBIGUOUS = -1  # the number of a call with the same input as another
 
 
 Observer = Callable[[str, HookCall], Callable[[], None]]  # see `HookExecutor`
@@ -123,10 +120,8 @@ def _note_draws(call: HookCall, leaf: Tensor, number: int) -> None:
     run, index = call.run, call.registration.index
     if not call.is_replay:
         run.note_draws()
-        numbers = run.random_calls.setdefault(index, {})
-        key = _fingerprint(leaf)
-        numbers[key] = _AMBIGUOUS if key in numbers else number
-    elif number == _AMBIGUOUS:
+        run.random_calls.setdefault(index, RandomCalls()).note(leaf, number)
+    elif number == RandomCalls.AMBIGUOUS:
         raise HookError(
             f"{call.describe()}: the editing function draws random numbers, and the model is "
             "recomputed in backward (checkpointing) for one of several calls with the same "
@@ -186,12 +181,8 @@ def _number_of_replay(call: HookCall, leaf: Tensor) -> int:
     """Return the number of the call that a recomputed one repeats. Calls are identified by their
     inputs: recomputation gives the same bits.
     """
-    numbers = call.run.random_calls.get(call.registration.index, {})
-    return numbers.get(_fingerprint(leaf), _AMBIGUOUS)
-
-
-def _fingerprint(tensor: Tensor) -> int:
-    return int(values.fingerprint(tensor)[0])
+    calls = call.run.random_calls.get(call.registration.index)
+    return RandomCalls.AMBIGUOUS if calls is None else calls.number_of(leaf)
 
 
 def _what(registration: Registration) -> str:

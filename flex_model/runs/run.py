@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from flex_model.integrations.torch_private import next_sequence
 
 if TYPE_CHECKING:
+    from flex_model.hooks.random_state import RandomCalls
     from flex_model.records.records import PendingRecord
 
 OPEN = 2**63  # the last node of a run that has not ended
@@ -55,8 +56,7 @@ class Run:
         seed: Random seed of the run, rank 0's; None until an edit needs it.
         has_drawn: Whether an edit drew random numbers.
         calls: By registration index: how often its editing function was called.
-        random_calls: By registration index: fingerprint of the input -> call number, for calls that
-            drew random numbers.
+        random_calls: By registration index: the calls that drew random numbers.
         keys: The keys of its forwards (see ``layouts.cache``), for their recomputation.
         pending, pending_fulls: The records that its end delivers: shards to gather, and full
             tensors on this rank's GPU.
@@ -81,7 +81,7 @@ class Run:
     seed: int | None = None
     has_drawn: bool = False
     calls: dict[int, int] = field(default_factory=dict)
-    random_calls: dict[int, dict[int, int]] = field(default_factory=dict)
+    random_calls: dict[int, RandomCalls] = field(default_factory=dict)
     keys: set[int | None] = field(default_factory=set)
     pending: list[PendingRecord] = field(default_factory=list)
     pending_fulls: list[PendingRecord] = field(default_factory=list)

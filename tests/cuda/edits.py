@@ -3,7 +3,7 @@
     python -m tests.cuda.edits RANK NUM_RANKS STORE_FILE
 
 Prints nothing and exits with 0 if the edits are right, their tensors do not pass through the host,
-and the host does not wait for them.
+the host does not wait for them, and each transfer takes two launches at most.
 """
 
 import contextlib
@@ -19,12 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flex_model import FlexModel, HookFunction
+from flex_model.distributed.transports.peer_memory import PeerMemory
 from flex_model.selection import Select
 from tests import models
 from tests.cuda.processes import join_ranks
 
 TIMEOUT_S = 60.0
 SIZE = (64, 32)
+TRANSFERS = "all_gather", "gather_to_first", "scatter_from_first", "broadcast"
 WAITS = [
     (torch.cuda.Event, "synchronize"),
     (torch.cuda.Event, "query"),
@@ -83,6 +85,41 @@ class Counted(TorchDispatchMode):
         return result
 
 
+class Launches(TorchDispatchMode):
+    """Counts, inside, kernels: those of the package, and of torch's copies."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        runtime = sys.modules.get("tests.cuda.emulated.runtime")
+        is_ours = function.namespace == "flex_model"
+        before = runtime.library.emulated_num_launches() if runtime else 0
+        result = function(*args, **(kwargs or {}))
+        if is_ours and runtime:
+            self.count += runtime.library.emulated_num_launches() - before
+        else:
+            self.count += is_ours or function.__name__.split(".")[0] in ("copy_", "clone")
+        return result
+
+
+def count_launches():
+    """From now on, return the list of transfers by peer memory, each with its launches."""
+    transfers = []
+    for name in TRANSFERS:
+        original = getattr(PeerMemory, name)
+
+        def counted(*args, _name=name, _original=original):
+            with Launches() as launches:
+                result = _original(*args)
+            transfers.append((_name, launches.count))
+            return result
+
+        setattr(PeerMemory, name, counted)
+    return transfers
+
+
 class Model(nn.Module):
     """Watches from the output of its first module to the input of its second."""
 
@@ -104,6 +141,10 @@ class Model(nn.Module):
 
 def edit(module, full, save_ctx, modules):
     return full * full.sum(1, keepdim=True)
+
+
+def edit_that_draws(module, full, save_ctx, modules):
+    return edit(module, full, save_ctx, modules) + 0 * torch.rand_like(full)
 
 
 def edit_by_a_module(module, full, save_ctx, modules):
@@ -131,6 +172,7 @@ CASES = {
     "dtype": (Shard(1), Select(units=slice(4, 24), dtype=torch.bfloat16), in_bfloat16, edit),
     "partial sums": (Partial(), None, whole, edit),
     "trainable": (Shard(1), None, whole, edit_by_a_module),
+    "random": (Shard(1), None, whole, edit_that_draws),
 }
 
 
@@ -176,9 +218,12 @@ def check(name, rank, num_ranks, device, edit_on):
 def main():
     rank, num_ranks, path = *map(int, sys.argv[1:3]), sys.argv[3]
     device = join_ranks(rank, num_ranks, path, TIMEOUT_S)
+    transfers = count_launches()
     for edit_on in ("all", "rank0"):
         for name in CASES:
             check(name, rank, num_ranks, device, edit_on)
+    assert max(count for _, count in transfers) == 2, transfers
+    assert {name for name, _ in transfers} == set(TRANSFERS), transfers
     dist.destroy_process_group()
 
 

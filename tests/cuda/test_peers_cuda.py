@@ -1,5 +1,6 @@
 """Transports between processes on CUDA: peer memory by both means, NCCL. Needs a GPU."""
 
+import threading
 import time
 from types import SimpleNamespace
 
@@ -7,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flex_model.distributed.bounded_store import BoundedStore
 from flex_model.distributed.transports import nccl, peer_buffers
+from flex_model.distributed.transports.transport import UnavailableError
 from tests.cuda.processes import run_ranks
 
 pytestmark = [
@@ -67,7 +70,7 @@ def test_a_meeting_that_a_peer_misses_ends():
     flags = torch.zeros(2, 2, dtype=torch.int32, device="cuda")
     state = torch.zeros(2, dtype=torch.int32, pin_memory=True)
     pads = [row.data_ptr() for row in flags]
-    torch.ops.flex_model.peer_barrier(flags, pads, 0, 1, 200, state.data_ptr())
+    torch.ops.flex_model.peer_barrier(flags, [0, 1, 200, state.data_ptr(), *pads])
     torch.cuda.synchronize()
     assert state.tolist() == [2, 0]
     assert flags.tolist() == [[0, 0], [1, 0]]
@@ -78,7 +81,7 @@ def test_a_meeting_ends_when_the_host_gives_up():
     state = torch.zeros(2, dtype=torch.int32, pin_memory=True)
     pads = [row.data_ptr() for row in flags]
     torch.cuda.synchronize()
-    torch.ops.flex_model.peer_barrier(flags, pads, 0, 1, 60_000, state.data_ptr())
+    torch.ops.flex_model.peer_barrier(flags, [0, 1, 60_000, state.data_ptr(), *pads])
     start = time.monotonic()
     time.sleep(0.1)
     assert not torch.cuda.current_stream().query()
@@ -98,24 +101,59 @@ def test_a_meeting_of_two_streams():
     for number in range(1, 20):
         for rank, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                torch.ops.flex_model.peer_barrier(
-                    flags, pads, rank, number, 20_000, state.data_ptr()
-                )
+                barrier = [rank, number, 20_000, state.data_ptr(), *pads]
+                torch.ops.flex_model.peer_barrier(flags, barrier)
     torch.cuda.synchronize()
     assert state.tolist() == [0, 0]
     assert flags.tolist() == [[0, 19], [19, 0]]
 
 
-def ipc_of_one_rank():
-    group = SimpleNamespace(rank=0, size=1, timeout_s=60.0, store=dist.HashStore())
+def of_one_rank(kind, store, limit_s=20.0):
+    group = SimpleNamespace(rank=0, size=1, timeout_s=60.0, ranks=(0,), number=0, store=store)
+    group.bounded_store = BoundedStore(store, limit_s)
     on_cpu = SimpleNamespace(
         group=group,
         exchange=lambda tensor: tensor.unsqueeze(0),
         exchange_bytes=lambda data: [data],
     )
-    buffers = peer_buffers.CudaIpc(on_cpu, lambda works: None, torch.device("cuda:0"))
+    return kind(on_cpu, lambda works: None, torch.device("cuda:0"))
+
+
+def ipc_of_one_rank():
+    buffers = of_one_rank(peer_buffers.CudaIpc, dist.HashStore())
     buffers.allocate(1 << 20)
     return buffers
+
+
+class SilentStore:
+    """A store whose host can't be reached any more: calls do not return."""
+
+    def __init__(self):
+        self.is_back = threading.Event()
+
+    def __getattr__(self, name):
+        return lambda *args: self.is_back.wait()
+
+
+@pytest.mark.parametrize("kind", [peer_buffers.SymmetricMemory, peer_buffers.CudaIpc, nccl.Nccl])
+def test_a_store_that_does_not_answer_ends_the_set_up(kind):
+    store, start = SilentStore(), time.monotonic()
+    with pytest.raises(UnavailableError, match=r"ranks \[0\]: .*did not answer in 0.2 s"):
+        of_one_rank(kind, store, limit_s=0.2)
+    assert time.monotonic() - start < 20
+    store.is_back.set()
+
+
+def test_a_buffer_stays_where_a_store_does_not_say_who_has_it_open():
+    """Memory must not be freed while another process has it open."""
+    buffers, store = ipc_of_one_rank(), SilentStore()
+    buffers.group.bounded_store = BoundedStore(store, 0.2)
+    num_kept, start = len(peer_buffers._kept), time.monotonic()
+    buffers.close()
+    assert len(peer_buffers._kept) == num_kept + 1
+    assert time.monotonic() - start < 20
+    store.is_back.set()
+    del peer_buffers._kept[num_kept:]
 
 
 def test_buffers_are_freed_after_their_last_transfer():

@@ -95,4 +95,7 @@ def test_bytes_of_any_tensor():
         buffer_layout.as_bytes(torch.empty_strided((0,), (2,), dtype=torch.bfloat16)).numel() == 0
     )
     strided = torch.randn(4, 6).t()
+    one = torch.tensor([[1.5, 2.0]], dtype=torch.bfloat16)[:, :1].t().expand(1, 1)
+    one = torch.stack([one, one], -1)[..., 0]
+    assert buffer_layout.as_bytes(one).view(torch.bfloat16).tolist() == [1.5]
     assert torch.equal(buffer_layout.as_bytes(strided).view(torch.float32).view(6, 4), strided)

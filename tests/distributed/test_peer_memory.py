@@ -21,6 +21,7 @@ class HostBuffers:
         self.kept = kept  # peers may read after a rank has left
         self.rank, self.addresses, self.threads_barrier = rank, addresses, barrier
         self.num_allocations = self.num_meetings = 0
+        self.launches = []  # of barriers: those that no `pull_` makes
 
     def allocate(self, num_bytes):
         self.num_allocations += 1
@@ -33,8 +34,13 @@ class HostBuffers:
         return buffer, addresses
 
     def barrier(self):
+        self.launches.append("barrier")
+        self.begin_barrier()
+
+    def begin_barrier(self):
         self.num_meetings += 1
         self.threads_barrier.wait()
+        return []
 
     def begin_transfer(self):
         pass
@@ -128,7 +134,7 @@ class Launches(TorchDispatchMode):
 
 
 def test_launches():
-    """Besides the meeting, which is one."""
+    """Two at most."""
     full, plan, shards = case(torch.float32)
 
     def body(transport, memory):
@@ -136,18 +142,21 @@ def test_launches():
         is_first, shard = rank == 0, shards[rank].contiguous()
         for transfer in (
             lambda: transport.all_gather(shard, plan),
+            lambda: transport.all_gather(shard, plan, 0),
             lambda: transport.gather_to_first([Gathered(plan, [0, 1, 2, 3], shard)]),
             lambda: transport.scatter_from_first(full if is_first else None, shard, plan),
             lambda: transport.broadcast(full if is_first else None, torch.empty_like(full)),
         ):
+            del memory.launches[:]
             with Launches() as inside:
                 transfer()
-            launches.append(inside.names)
+            launches.append(inside.names + memory.launches)
         return launches
 
     first, *others = on_ranks(4, body)
-    assert first == [["copy_", "pull_"], ["pull_"], ["push"], ["copy_"]]
-    assert others == [[["copy_", "pull_"], ["copy_"], ["copy_"], ["pull_"]]] * 3
+    gathers = [["copy_", "pull_"], ["copy_", "barrier"]]
+    assert first == [*gathers, ["pull_"], ["push", "barrier"], ["copy_", "barrier"]]
+    assert others == [[*gathers, ["copy_", "barrier"], ["pull_"], ["pull_"]]] * 3
 
 
 def test_gather_to_first_shares_a_meeting():

@@ -169,17 +169,17 @@ class Program {
     std::array<uint8_t, kMaxPlaces> seq_cst;  // the last store in the one order of kSeqCst
   };
 
-  // A flag: one thread stores to it, always releasing. Whoever awaits a value of it may take the
-  // first one that is accepted, at once: a later one only adds to what the thread knows.
+  // A flag: it is only stored to, always releasing. Whoever awaits a value of it may take the first
+  // one that is accepted, at once: a later one of the same thread, or of one that knows of the
+  // first, only adds to what is known; and that of any other thread is the first in another order.
   void find_flags() {
-    std::vector<int> writer(values_.size(), -1);
     is_flag_.assign(values_.size(), true);
-    for (int t = 0; t < static_cast<int>(threads_.size()); ++t) {
-      for (const Step& step : threads_[t].steps) {
-        if (step.kind != Step::kStore && step.kind != Step::kUpdate) continue;
-        if (step.kind == Step::kUpdate || !releases(step.order)) is_flag_[step.place] = false;
-        if (writer[step.place] >= 0 && writer[step.place] != t) is_flag_[step.place] = false;
-        writer[step.place] = t;
+    for (const Thread& thread : threads_) {
+      for (const Step& step : thread.steps) {
+        const bool is_store = step.kind == Step::kStore && releases(step.order);
+        if (step.kind == Step::kUpdate || (step.kind == Step::kStore && !is_store)) {
+          is_flag_[step.place] = false;
+        }
       }
     }
   }

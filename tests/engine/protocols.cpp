@@ -213,39 +213,66 @@ struct Notice {
   }
 };
 
-// peers.cu, peer_memory.py: a barrier of GPUs between the writes to a slot and its reads. The
-// kernel has a thread per peer; that all signal before one waits is the weakest order of them.
-// Transfers: g(ather), s(catter: the first rank writes into the others' slots), b(roadcast).
+// barrier.cuh, peer_memory.py: a barrier of GPUs between the writes to a slot and its reads, in the
+// kernel that reads. A rank has a stream of launches: a copy to a slot, then a kernel whose blocks
+// signal, wait and read. Its next launch begins when all blocks have ended. That a block signals
+// all peers before it waits for one is the weakest order of its threads. Transfers: g(ather),
+// s(catter: the first rank writes into the others' slots), b(roadcast).
 struct Peers {
   int num_ranks = 2;
   int num_slots = 2;
+  bool at_once = true;  // else the GPU runs one block after the other, the last one first
+  bool all_signal = true, waits_for_all = true, ends_together = true;
   Order signal = kRelease, wait = kAcquire;
-  const char* transfers = "gsbsgg";
+  const char* transfers = "gsbsg";
+
+  static constexpr int kBlocks = 2;
 
   Program program() const {
-    Program p(num_ranks);
-    std::vector<std::vector<int>> pad, slot;
+    Program p(num_ranks * (at_once ? kBlocks : 1));
+    std::vector<std::vector<int>> pad, slot, ended;
     for (int r = 0; r < num_ranks; ++r) {
       pad.push_back(p.places("pad", num_ranks));
       slot.push_back(p.places("slot", num_slots));
+      ended.push_back(p.places("ended", kBlocks));
     }
     for (int me = 0; me < num_ranks; ++me) {
+      const auto thread = [&](int block) -> Thread& {
+        return p[at_once ? me * kBlocks + block : me];
+      };
+      // All blocks of the rank: the launches so far have ended, of which this is the `count`-th.
+      const auto end_launch = [&](Value count) {
+        for (int block = 0; at_once && ends_together && block < kBlocks; ++block) {
+          thread(block).store(ended[me][block], count, kRelease);
+        }
+        for (int block = 0; at_once && ends_together && block < kBlocks; ++block) {
+          thread(block).await(ended[me][1 - block], reaches(count), kAcquire);
+        }
+      };
       for (Value n = 1; n <= std::strlen(transfers); ++n) {
         const char kind = transfers[n - 1];
         for (int r = 0; r < num_ranks; ++r) {
           const bool writes = kind == 'g' ? r == me : me == 0 && (kind == 's' ? r != 0 : r == 0);
-          if (writes) p[me].write(slot[r][n % num_slots], 10 * n + r);
+          if (writes) thread(0).write(slot[r][n % num_slots], 10 * n + r);
         }
-        for (int r = 0; r < num_ranks; ++r) {
-          if (r != me) p[me].store(pad[r][me], n, signal);
+        end_launch(2 * n - 1);
+        for (int block = kBlocks - 1; block >= 0; --block) {
+          const auto reads = [&](int r) {
+            const bool is_read = kind == 'g' || (me != 0 && (kind == 's' ? r == me : r == 0));
+            return is_read && r % kBlocks == block;
+          };
+          Thread& t = thread(block);
+          for (int r = 0; r < num_ranks; ++r) {
+            if (r != me && (all_signal || block == 0)) t.store(pad[r][me], n, signal);
+          }
+          for (int r = 0; r < num_ranks; ++r) {
+            if (r != me && (waits_for_all || reads(r))) t.await(pad[me][r], reaches(n), wait);
+          }
+          for (int r = 0; r < num_ranks; ++r) {
+            if (reads(r)) t.read(slot[r][n % num_slots], 10 * n + r);
+          }
         }
-        for (int r = 0; r < num_ranks; ++r) {
-          if (r != me) p[me].await(pad[me][r], reaches(n), wait);
-        }
-        for (int r = 0; r < num_ranks; ++r) {
-          const bool reads = kind == 'g' || (me != 0 && (kind == 's' ? r == me : r == 0));
-          if (reads) p[me].read(slot[r][n % num_slots], 10 * n + r);
-        }
+        end_launch(2 * n);
       }
     }
     return p;
@@ -341,14 +368,22 @@ void explore_texts() {
 }
 
 void explore_peers() {
+  const auto one_by_one = [](Peers& p) { p.at_once = false; };
   expect("", "GPU barrier: 2 ranks, 2 slots", Peers{});
-  expect("", "GPU barrier: 3 ranks, 2 slots", Peers{3});
-  const auto broken = [](const char* what, const auto& change) {
-    expect("data race", what, with(Peers{}, change));
+  expect("", "GPU barrier: 2 ranks, a block at a time", with(Peers{}, one_by_one));
+  expect("", "GPU barrier: 3 ranks, a block at a time", with(Peers{3}, one_by_one));
+  const auto broken = [](const char* finding, const char* what, const auto& change) {
+    expect(finding, what, with(Peers{}, change));
   };
-  broken("  one slot", [](Peers& p) { p.num_slots = 1; });
-  broken("  relaxed signal", [](Peers& p) { p.signal = kRelaxed; });
-  broken("  relaxed wait", [](Peers& p) { p.wait = kRelaxed; });
+  broken("data race", "  one slot", [](Peers& p) { p.num_slots = 1; });
+  broken("data race", "  relaxed signal", [](Peers& p) { p.signal = kRelaxed; });
+  broken("data race", "  relaxed wait", [](Peers& p) { p.wait = kRelaxed; });
+  broken("data race", "  a wait for those that are read",
+         [](Peers& p) { p.waits_for_all = false; });
+  broken("data race", "  launches that do not wait for each other",
+         [](Peers& p) { p.ends_together = false; });
+  broken("stuck", "  a signal by the first block, which runs last",
+         [](Peers& p) { p.all_signal = p.at_once = false; });
   expect("", "signal pads zeroed before the exchange", Zeroing{});
   expect("stuck", "  zeroed at any time", Zeroing{false});
 }

@@ -124,4 +124,5 @@ def as_bytes(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.numel() == 0:  # which is contiguous whatever its strides, but has no byte view
         return torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    # A tensor of one element is contiguous whatever its strides, which `reshape` keeps.
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -72,7 +72,7 @@ class Nccl:
     def _make(self) -> Any:
         group = self.group
         # A store's keys outlive the group, so a name is never used twice; ranks count equally.
-        number = group.store.add(f"nccl/{group.rank}", 1)
+        number = group.bounded_store.next_number(f"nccl/{group.rank}")
         options: Any = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=group.timeout_s + _BACKEND_SLACK_S)
         options.global_ranks_in_group = list(group.ranks)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flex_model.distributed.bounded_store import BoundedStore
 from flex_model.distributed.polling import sleeps
 from flex_model.distributed.transports.transport import (
     TransferError,
@@ -84,21 +85,21 @@ class _CudaBuffers:
         gpus = set(zip(words[::2], words[1::2]))
         self.has_device_barrier = len(gpus) == group.size
 
-    def barrier(self) -> None:
+    def begin_barrier(self) -> list[int]:
         self._number += 1
         if self.has_device_barrier:
-            torch.ops.flex_model.peer_barrier(
-                self._buffer,
-                self._signal_pads,
-                self.group.rank,
-                self._number,
-                int(1000 * self._timeout_s),
-                self._state.data_ptr(),
-            )
-        else:
-            self.end_transfer()
-            self.finish()
-            _exchange(self._on_cpu, [0])
+            timeout_ms = int(1000 * self._timeout_s)
+            state = self._state.data_ptr()
+            return [self.group.rank, self._number, timeout_ms, state, *self._signal_pads]
+        self.end_transfer()
+        self.finish()
+        _exchange(self._on_cpu, [0])
+        return []
+
+    def barrier(self) -> None:
+        waits_for = self.begin_barrier()
+        if waits_for:
+            torch.ops.flex_model.peer_barrier(self._buffer, waits_for)
 
     def begin_transfer(self) -> None:
         self._stream = torch.cuda.current_stream(self._device)
@@ -184,7 +185,7 @@ class SymmetricMemory(_CudaBuffers):
             raise RuntimeError(f"torch's symmetric memory has the backend {backend}, not CUDA")
         group = self.group
         # Names and keys outlive the group, so none is used twice; ranks count equally.
-        number = group.store.add(f"symmetric_memory/{group.rank}", 1)
+        number = group.bounded_store.next_number(f"symmetric_memory/{group.rank}")
         ranks = "_".join(map(str, group.ranks))
         name = f"flex_model/symmetric_memory/{ranks}/{group.number}/{number}"
         self._name = cast(Any, name)  # a type of its own in torch's stubs
@@ -246,8 +247,9 @@ class CudaIpc(_CudaBuffers):
         super().__init__(on_cpu, wait, device)
         self._opened: list[int] = []
         # Keys outlive the group, so none is used twice; ranks count equally.
-        group = self.group
-        self._place = f"cuda_ipc/{group.store.add(f'cuda_ipc/{group.rank}', 1)}/closed"
+        store, key = self.group.bounded_store, f"cuda_ipc/{self.group.rank}"
+        number = on_every_rank(on_cpu, lambda: store.next_number(key))
+        self._place = f"cuda_ipc/{number}/closed"
         _kept[:] = [kept for kept in _kept if not kept.is_closed_by_all()]
 
     def allocate(self, num_bytes: int) -> tuple[Tensor, list[int]]:
@@ -289,8 +291,8 @@ class CudaIpc(_CudaBuffers):
         self._close_peers()
         if self._buffer is not None:
             with contextlib.suppress(RuntimeError):  # the store may have died with its host
-                self.group.store.set(f"{self._place}/{self.group.rank}", "")
-            kept = _Kept(self._buffer, self.group.store, self._place, self.group.size)
+                self.group.bounded_store.set(f"{self._place}/{self.group.rank}", "")
+            kept = _Kept(self._buffer, self.group.bounded_store, self._place, self.group.size)
             if not kept.is_closed_by_all():
                 _kept.append(kept)
         self._reset()
@@ -308,15 +310,16 @@ class _Kept:
     """A buffer that other processes may still have open."""
 
     buffer: Tensor
-    store: dist.Store
+    store: BoundedStore
     place: str
     num_ranks: int
 
     def is_closed_by_all(self) -> bool:
+        keys = [f"{self.place}/{rank}" for rank in range(self.num_ranks)]
         try:
-            return self.store.check([f"{self.place}/{rank}" for rank in range(self.num_ranks)])
+            return self.store.call(lambda store: store.check(keys))
         except RuntimeError:
-            return True  # the ranks are gone, with their store
+            return not self.store.is_silent  # lost: the ranks are gone, with their store
 
 
 _kept: list[_Kept] = []

@@ -1,10 +1,13 @@
 """Transfers by reading and writing the memory of peer GPUs on one host.
 
-Every rank has a buffer of two slots. A rank copies its shard into one slot; after a barrier, each
-rank reads every peer's slot and writes the final layout, in one kernel. The next transfer uses the
-other slot: a rank that reaches a barrier has finished the reads of the transfer before, so a slot
-is free again two transfers later, without a second barrier. All of that is in the order of the
-current stream, so the host waits for nothing.
+Every rank has a buffer of two slots. A rank copies its shard into one slot; then one kernel waits
+in a barrier, reads every peer's slot and writes the final layout. The next transfer uses the other
+slot: a rank that reaches a barrier has finished the reads of the transfer before, so a slot is free
+again two transfers later, without a second barrier. So a transfer of one tensor takes at most two
+launches, all in the order of the current stream: the host waits for nothing.
+
+A rank's own shard is read from its slot, too: there it is aligned as the others are, so that one
+launch copies all of them.
 
 ``peer_buffers`` implements the memory and the barriers.
 """
@@ -46,6 +49,12 @@ class PeerBuffers(Protocol):
 
     def barrier(self) -> None:
         """Make the current stream wait for the work queued before on all ranks. Collective."""
+        ...
+
+    def begin_barrier(self) -> list[int]:
+        """As ``barrier``, by the ``pull_`` that comes next: return its ``barrier``, which is empty
+        where the current stream waits already. Collective.
+        """
         ...
 
     def end_transfer(self) -> None:
@@ -117,37 +126,39 @@ class PeerMemory:
         return own, [address + start for address in self._addresses]
 
     def _publish(self, tensors: list[Gathered], for_peers: bool = True) -> list[list[int]]:
-        """Copy shards to where peers can read them; return addresses by tensor and holder. Unless
-        it is ``for_peers``, this rank copies nothing: no other one reads.
+        """Copy shards to where peers can read them after a barrier; return addresses by tensor and
+        holder. Unless it is ``for_peers``, this rank copies nothing: no other one reads.
         """
         packing = buffer_layout.Packing.of([(t.plan, t.ranks) for t in tensors], self.group.size)
         own, addresses = self._take_slot(max(packing.totals))
         for i, offset in packing.of_rank(self.group.rank) if for_peers else ():
             shard = tensors[i].shard.detach()
             _place(own, offset, shard).copy_(shard)
-        self._peers.barrier()
         return [
             [addresses[holder] + offset for holder, offset in zip(holders, placed)]
             for holders, placed in zip(packing.holders, packing.offsets)
         ]
 
-    def _pull(self, full: Tensor, addresses: list[int], plan: GatherPlan) -> Tensor:
+    def _pull(self, full: Tensor, addresses: list[int], plan: GatherPlan, barrier: list[int]):
         # Each rank begins with the rank after it, so that they don't all read from the same one.
         first = (self.group.rank + 1) % len(addresses)
-        torch.ops.flex_model.pull_(full, addresses, plan.code, first)
+        torch.ops.flex_model.pull_(full, addresses, plan.code, first, barrier)
         return full
 
     def all_gather(
         self, shard: Tensor, plan: GatherPlan, num_copies: int = 1, num_read: int = 0
     ) -> list[Tensor]:
         """As ``Transport.all_gather``."""
-        fulls: list[Tensor] = []
         if plan.full_bytes == 0:
             return [shard.detach().new_empty(plan.full_sizes) for _ in range(num_copies)]
+        fulls: list[Tensor] = []
         (addresses,) = self._publish([Gathered(plan, list(range(self.group.size)), shard)])
         if num_copies:
-            full = self._pull(shard.detach().new_empty(plan.full_sizes), addresses, plan)
+            full = shard.detach().new_empty(plan.full_sizes)
+            self._pull(full, addresses, plan, self._peers.begin_barrier())
             fulls = [full, *(full.clone() for _ in range(num_copies - 1))]
+        else:
+            self._peers.barrier()
         self._peers.end_transfer()
         return fulls
 
@@ -158,18 +169,29 @@ class PeerMemory:
         fulls: list[Tensor] = []
         for part in buffer_layout.rounds([tensor.plan for tensor in tensors], _ROUND_BYTES):
             some = [tensors[i] for i in part]
-            first = self.group.rank == 0
-            pulled = [t.shard.detach().new_empty(t.plan.full_sizes) for t in some if first]
-            if any(tensor.plan.full_bytes for tensor in some):
-                addresses = self._publish(some, for_peers=not first)
-                for tensor, full, where in zip(some, pulled, addresses):
-                    shard = tensor.shard.detach().contiguous()
-                    own = [shard.data_ptr() if holder == 0 else 0 for holder in tensor.ranks]
-                    self._pull(full, [a or b for a, b in zip(own, where)], tensor.plan)
+            if self.group.rank == 0:
+                for tensor, full in zip(some, self._pull_all(some)):
+                    fulls += tensor.copies(full)
+            elif any(tensor.plan.full_bytes for tensor in some):
+                self._publish(some)
+                self._peers.barrier()
                 self._peers.end_transfer()
-            for tensor, full in zip(some, pulled):
-                fulls += tensor.copies(full)
         return fulls if self.group.rank == 0 else None
+
+    def _pull_all(self, tensors: list[Gathered]) -> list[Tensor]:
+        """Pull one round of tensors on rank 0; its own shards directly from their memory."""
+        fulls = [tensor.shard.detach().new_empty(tensor.plan.full_sizes) for tensor in tensors]
+        if not any(tensor.plan.full_bytes for tensor in tensors):
+            return fulls
+        addresses = self._publish(tensors, for_peers=False)
+        barrier = self._peers.begin_barrier()
+        for tensor, full, where in zip(tensors, fulls, addresses):
+            shard = tensor.shard.detach().contiguous()
+            own = [shard.data_ptr() if holder == 0 else 0 for holder in tensor.ranks]
+            self._pull(full, [a or b for a, b in zip(own, where)], tensor.plan, barrier)
+            barrier = []  # what comes later on the stream has waited, too
+        self._peers.end_transfer()
+        return fulls
 
     def scatter_from_first(self, full: Tensor | None, like: Tensor, plan: GatherPlan) -> Tensor:
         """This rank's shard of rank 0's ``full``, with the shape, dtype and device of ``like``.
@@ -180,15 +202,15 @@ class PeerMemory:
         shard = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         if plan.full_bytes == 0:
             return shard
-        own, addresses = self._take_slot(buffer_layout.aligned(max(plan.shard_bytes)))
+        _, addresses = self._take_slot(buffer_layout.aligned(max(plan.shard_bytes)))
         if self.group.rank == 0:
             assert full is not None
             targets = [shard.data_ptr(), *addresses[1:]]
             first = 1 % self.group.size
             torch.ops.flex_model.push(full.detach().contiguous(), targets, plan.code, first)
-        self._peers.barrier()
-        if self.group.rank != 0:
-            shard.copy_(_place(own, 0, like))
+            self._peers.barrier()
+        else:
+            self._pull_whole(shard, addresses[self.group.rank])
         self._peers.end_transfer()
         return shard
 
@@ -200,14 +222,17 @@ class PeerMemory:
         if self.group.rank == 0:
             assert tensor is not None
             _place(own, 0, tensor).copy_(tensor.detach())
-        self._peers.barrier()
-        result = tensor
-        if result is None or self.group.rank != 0:
+            self._peers.barrier()
+            result = tensor
+        else:
             result = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-            whole = end_to_end([like.nbytes])
-            torch.ops.flex_model.pull_(result, addresses[:1], whole.code, 0)
+            self._pull_whole(result, addresses[0])
         self._peers.end_transfer()
         return result
+
+    def _pull_whole(self, tensor: Tensor, address: int) -> None:
+        """Fill a tensor with what is at the address after a barrier."""
+        self._pull(tensor, [address], end_to_end([tensor.nbytes]), self._peers.begin_barrier())
 
 
 def slot_bytes_for(num_bytes: int) -> int:

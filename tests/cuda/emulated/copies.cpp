@@ -46,11 +46,11 @@ struct Launch {
   int* num_launches = nullptr;
   int operator()(const SmallBatch& batch, const Cut& cut) const {
     if (num_launches != nullptr) ++*num_launches;
-    return flex_model_copy_small(&batch, cut, max_blocks, nullptr);
+    return flex_model_copy_small(&batch, cut, max_blocks, nullptr, nullptr);
   }
   int operator()(const LargeBatch& batch, const Cut& cut) const {
     if (num_launches != nullptr) ++*num_launches;
-    return flex_model_copy_large(&batch, cut, max_blocks, nullptr);
+    return flex_model_copy_large(&batch, cut, max_blocks, nullptr, nullptr);
   }
 };
 

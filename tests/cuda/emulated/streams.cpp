@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <deque>
+#include <map>
 #include <mutex>
 #include <numeric>
 #include <random>
@@ -37,20 +38,36 @@ std::vector<uint32_t> random_order(uint32_t count, uint32_t seed) {
   return order;
 }
 
+// A thread of a kernel that came to __syncthreads. It does not go on from there, which would take a
+// stack of its own: once all threads of its block have come, it runs again, and past it. What is
+// before __syncthreads runs twice, so a second time must do nothing new.
+struct Synchronized {};
+
+// What the parts of a grid share: by block, how many of its threads came to __syncthreads.
+struct Arrivals {
+  explicit Arrivals(uint32_t blocks) : num_threads(blocks) {}
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::vector<uint32_t> num_threads;
+};
+
 // A grid as it runs, or one of several equal parts of its threads, chosen by the seed. A thread
 // that sleeps may wait for another one, as the barrier does: then one more thread of the host takes
-// over the rest.
+// over the rest. A few blocks run at a time, as on a GPU with other work: the next one starts once
+// one has ended.
 class Grid {
  public:
   Grid(uint32_t blocks, uint32_t threads, const std::function<void()>& kernel, uint32_t seed,
-       uint32_t part = 0, uint32_t num_parts = 1)
+       Arrivals* arrivals, uint32_t part = 0, uint32_t num_parts = 1)
       : kernel_(kernel),
+        arrivals_(arrivals),
         num_blocks_(blocks),
         num_threads_(threads),
         seed_(seed),
         part_(part),
         num_parts_(num_parts),
-        blocks_(random_order(blocks, seed + part)) {}
+        max_running_(1 + seed % 4),
+        blocks_(random_order(blocks, seed)) {}  // alike, as parts wait for each other
 
   void run() {
     work();
@@ -71,53 +88,108 @@ class Grid {
     grid->helpers_.emplace_back([grid] { grid->work(); });
   }
 
+  static void synchronize() {
+    if (!goes_past_) throw Synchronized();
+  }
+
  private:
+  struct Running {
+    uint32_t num_left;  // threads that have neither ended nor come to __syncthreads
+    uint32_t num_synchronized = 0;
+  };
+
   void work() {
     current_ = this;
     gridDim.x = num_blocks_;
     blockDim.x = num_threads_;
     while (take()) {
       has_helper_ = false;
-      kernel_();
+      bool is_synchronized = false;
+      try {
+        kernel_();
+      } catch (const Synchronized&) {
+        is_synchronized = true;
+        const std::lock_guard<std::mutex> lock(arrivals_->mutex);
+        ++arrivals_->num_threads[blockIdx.x];
+        arrivals_->changed.notify_all();
+      }
+      leave(is_synchronized);
     }
     current_ = nullptr;
   }
 
-  bool take() {
+  void leave(bool is_synchronized) {
     const std::lock_guard<std::mutex> lock(mutex_);
+    Running& block = running_.at(blockIdx.x);
+    block.num_synchronized += is_synchronized;
+    if (--block.num_left == 0 && block.num_synchronized == 0) running_.erase(blockIdx.x);
+    changed_.notify_all();
+  }
+
+  // Sets the next thread to run; false if there is none.
+  bool take() {
+    std::unique_lock<std::mutex> lock(mutex_);
     while (threads_.empty()) {
-      if (blocks_.empty()) return false;
-      block_ = blocks_.back();
-      blocks_.pop_back();
-      const auto all = random_order(num_threads_, seed_ + block_ * 2654435761u);
-      threads_.assign(all.begin() + num_threads_ * part_ / num_parts_,
-                      all.begin() + num_threads_ * (part_ + 1) / num_parts_);
+      if (blocks_.empty() && running_.empty()) return false;
+      if (!blocks_.empty() && running_.size() < max_running_) {
+        start(blocks_.back(), false);
+        blocks_.pop_back();
+        continue;
+      }
+      const auto waiting = std::find_if(running_.begin(), running_.end(), [](const auto& block) {
+        return block.second.num_left == 0;
+      });
+      if (waiting == running_.end()) {
+        changed_.wait(lock);
+        continue;
+      }
+      const uint32_t block = waiting->first;
+      std::unique_lock<std::mutex> others(arrivals_->mutex);
+      arrivals_->changed.wait(others,
+                              [&] { return arrivals_->num_threads[block] == num_threads_; });
+      start(block, true);
     }
     blockIdx.x = block_;
+    goes_past_ = are_past_;
     threadIdx.x = threads_.back();
     threads_.pop_back();
     return true;
   }
 
+  void start(uint32_t block, bool are_past) {
+    block_ = block;
+    are_past_ = are_past;
+    const auto all = random_order(num_threads_, seed_ + block_ * 2654435761u);
+    threads_.assign(all.begin() + num_threads_ * part_ / num_parts_,
+                    all.begin() + num_threads_ * (part_ + 1) / num_parts_);
+    running_[block] = Running{static_cast<uint32_t>(threads_.size())};
+  }
+
   static inline thread_local Grid* current_ = nullptr;
-  static inline thread_local bool has_helper_ = false;
+  static inline thread_local bool has_helper_ = false, goes_past_ = false;
   const std::function<void()>& kernel_;
-  const uint32_t num_blocks_, num_threads_, seed_, part_, num_parts_;
+  Arrivals* const arrivals_;
+  const uint32_t num_blocks_, num_threads_, seed_, part_, num_parts_, max_running_;
   std::mutex mutex_;
+  std::condition_variable changed_;
   std::vector<uint32_t> blocks_, threads_;  // left; the threads of `block_`
+  std::map<uint32_t, Running> running_;     // by block
   uint32_t block_ = 0;
+  bool are_past_ = false;  // whether its threads go past __syncthreads
   std::vector<std::thread> helpers_;
 };
 
 void run_grid(uint32_t blocks, uint32_t threads, const std::function<void()>& kernel) {
   const auto seed = static_cast<uint32_t>(random_below(1u << 30));
+  Arrivals arrivals(blocks);
 #ifdef __SANITIZE_THREAD__  // two halves at once, for it to compare what they access
-  Grid first(blocks, threads, kernel, seed, 0, 2), second(blocks, threads, kernel, seed, 1, 2);
+  Grid first(blocks, threads, kernel, seed, &arrivals, 0, 2);
+  Grid second(blocks, threads, kernel, seed, &arrivals, 1, 2);
   std::thread beside([&] { first.run(); });
   second.run();
   beside.join();
 #else
-  Grid(blocks, threads, kernel, seed).run();
+  Grid(blocks, threads, kernel, seed, &arrivals).run();
 #endif
 }
 
@@ -196,7 +268,7 @@ Streams& streams() {
   return *one;
 }
 
-std::atomic<uint32_t> last_num_blocks = 0;
+std::atomic<uint32_t> last_num_blocks = 0, num_launches = 0;
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local int current_device = 0;
 thread_local cudaStream_t current_streams[kDevices] = {};
@@ -224,6 +296,7 @@ cudaError_t launch(std::function<void()> kernel, uint32_t blocks, uint32_t threa
     result(cudaErrorInvalidConfiguration);
   } else {
     last_num_blocks = blocks;
+    ++num_launches;
     enqueue(stream, [=] { run_grid(blocks, threads, kernel); });
   }
   return cudaGetLastError();
@@ -237,6 +310,8 @@ void __nanosleep(unsigned) {
   Grid::sleeping();
   usleep(20);
 }
+
+void __syncthreads() { Grid::synchronize(); }
 
 void __threadfence_system() {
 #ifndef __SANITIZE_THREAD__  // which knows no fences; the flags' own order is enough for it
@@ -292,6 +367,8 @@ cudaError_t cudaDeviceSynchronize() {
 }
 
 uint32_t emulated_last_num_blocks() { return last_num_blocks; }
+
+uint32_t emulated_num_launches() { return num_launches; }
 
 cudaStream_t emulated_current_stream(int device) {
   return current_streams[device] ? current_streams[device] : streams().all[device];

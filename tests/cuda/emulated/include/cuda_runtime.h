@@ -78,6 +78,7 @@ using cudaEvent_t = struct CUevent_st*;
 #pragma GCC visibility push(default)
 extern "C" {
 void __nanosleep(unsigned ns);
+void __syncthreads();
 void __threadfence_system();
 
 cudaError_t cudaGetLastError();
@@ -115,9 +116,10 @@ cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* memory);
 cudaError_t cudaIpcOpenMemHandle(void** memory, cudaIpcMemHandle_t handle, unsigned flags);
 cudaError_t cudaIpcCloseMemHandle(void* memory);
 
-// Beyond CUDA: the size of the grid launched last; the stream that torch calls current, by thread
-// and device.
+// Beyond CUDA: the size of the grid launched last, and the number of launches so far; the stream
+// that torch calls current, by thread and device.
 uint32_t emulated_last_num_blocks();
+uint32_t emulated_num_launches();
 cudaStream_t emulated_current_stream(int device);
 void emulated_set_current_stream(int device, cudaStream_t stream);
 
