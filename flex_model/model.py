@@ -1064,6 +1064,9 @@ class FlexModel(nn.Module):
             self._runner.session.close_on_exit(kind)
         self.restore()
 
+    def __copy__(self) -> FlexModel:
+        return self.__deepcopy__({})
+
     def __deepcopy__(self, memo: dict[int, Any]) -> FlexModel:
         raise TypeError(
             "a FlexModel can't be copied, since it stands for ranks of a run; copy flex.module "

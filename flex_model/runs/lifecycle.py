@@ -20,6 +20,7 @@ from flex_model.errors import HookError, HookNotCalledWarning, is_agreed, see
 from flex_model.hooks.digests import HookDigests
 from flex_model.hooks.random_state import renew_seed
 from flex_model.hooks.registration import Registration
+from flex_model.hooks.replaced_targets import Targets, refusal
 from flex_model.hooks.save_ctx import SentToAll
 from flex_model.hooks.table import EVERYTHING, Choice, HookTable
 from flex_model.hooks.tracking import Tracking
@@ -103,6 +104,7 @@ class Runs:
         self.session: Session | None = None
         self.had_store = False
         self._guards = HookGuards(module)
+        self._targets = Targets(module)
         self._not_called_yet = weakref.WeakValueDictionary[int, Registration]()
         self._warns = warns and step is None
         # Inside of `one_run_at_most`: True, and its run once that has begun.
@@ -210,6 +212,10 @@ class Runs:
         if not new:
             return
         communicator = self._communicator
+        for registration in self._targets.gone(self._table.registrations):
+            if registration.index in new:
+                text = refusal(registration)
+                communicator.fail(text, HookError(text))
         if not communicator.is_local:
             context_parallel.check_run()
         self._table.clear_records(new)
