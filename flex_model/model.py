@@ -27,6 +27,7 @@ from flex_model.hooks.groups import check_name as check_group_name
 from flex_model.hooks.registration import HookHandle
 from flex_model.hooks.tracking import Follow
 from flex_model.inspection import DryRun, Explanation, Layouts, VerifyReport
+from flex_model.integrations.compiled import between_graphs
 from flex_model.layouts.sources import BatchDim
 from flex_model.layouts.statements import statement_of
 from flex_model.names import clean, module_names
@@ -275,6 +276,7 @@ class FlexModel(nn.Module):
 
     # Running.
 
+    @between_graphs
     def __call__(
         self,
         *args: Any,
@@ -282,12 +284,7 @@ class FlexModel(nn.Module):
         complement: bool = False,
         **kwargs: Any,
     ) -> Any:
-        if (
-            not self._core.table.active
-            and groups == "all"
-            and not complement
-            and self._compiled_call_impl is None
-        ):
+        if not self._core.table.active and groups == "all" and not complement:
             return self._runner.run_idle(*args, **kwargs)
         try:
             return super().__call__(*args, groups=groups, complement=complement, **kwargs)
@@ -295,6 +292,7 @@ class FlexModel(nn.Module):
             self._runner.interrupted(error)
             raise
 
+    @between_graphs
     def forward(
         self,
         *args: Any,
@@ -352,6 +350,10 @@ class FlexModel(nn.Module):
         """
         with self._runner.active(groups, complement):
             yield self
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the wrapped model's forward, as ``flex.module.compile`` does."""
+        self.module.compile(*args, **kwargs)
 
     def run_until(
         self,

@@ -25,7 +25,7 @@ from flex_model.hooks.save_ctx import SentToAll
 from flex_model.hooks.table import EVERYTHING, Choice, HookTable
 from flex_model.hooks.tracking import Tracking
 from flex_model.integrations import context_parallel
-from flex_model.integrations.compiled import HookGuards
+from flex_model.integrations.compiled import HookGuards, between_graphs, outside_graphs
 from flex_model.parameters.trainable import Replicas
 from flex_model.records.records import Records, Resolve
 from flex_model.records.store.activation_store import ActivationStore
@@ -48,10 +48,12 @@ class OutermostRun:
     def __init__(self, runs: Runs, choice: Choice) -> None:
         self._runs, self._choice = runs, choice
 
+    @outside_graphs
     def __enter__(self) -> Run:
         self._run = self._runs.begin(self._choice)
         return self._run
 
+    @outside_graphs
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._runs.end(self._run, error)
 
@@ -278,6 +280,7 @@ class Runs:
             )
         return ""
 
+    @outside_graphs
     def active(self, choice: Choice) -> AbstractContextManager[object]:
         """Return a context in which all calls of the model are one run with these hooks, or a part
         of the run that goes on.
@@ -285,6 +288,7 @@ class Runs:
         return self._chosen(choice) if self.is_inside else OutermostRun(self, choice)
 
     @contextlib.contextmanager
+    @between_graphs
     def _chosen(self, choice: Choice) -> Iterator[None]:
         """A context with another choice of hooks inside a run; the run's own, if none is made."""
         self.check_entry()

@@ -67,6 +67,7 @@ def compile_model(flex):
 
 
 @pytest.mark.filterwarnings("ignore::flex_model.HookNotCalledWarning")
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")  # Mamba's
 @pytest.mark.parametrize(
     ("make", "compiled"),
     [
