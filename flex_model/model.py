@@ -28,6 +28,7 @@ from flex_model.hooks.registration import HookHandle
 from flex_model.hooks.tracking import Follow
 from flex_model.inspection import DryRun, Explanation, Layouts, VerifyReport
 from flex_model.integrations import attention_patterns
+from flex_model.integrations.compiled import between_graphs
 from flex_model.layouts.sources import BatchDim
 from flex_model.layouts.statements import statement_of
 from flex_model.names import clean, find_module, module_names
@@ -278,6 +279,7 @@ class FlexModel(nn.Module):
 
     # Running.
 
+    @between_graphs
     def __call__(
         self,
         *args: Any,
@@ -285,12 +287,7 @@ class FlexModel(nn.Module):
         complement: bool = False,
         **kwargs: Any,
     ) -> Any:
-        if (
-            not self._core.table.active
-            and groups == "all"
-            and not complement
-            and self._compiled_call_impl is None
-        ):
+        if not self._core.table.active and groups == "all" and not complement:
             return self._runner.run_idle(*args, **kwargs)
         try:
             return super().__call__(*args, groups=groups, complement=complement, **kwargs)
@@ -298,6 +295,7 @@ class FlexModel(nn.Module):
             self._runner.interrupted(error)
             raise
 
+    @between_graphs
     def forward(
         self,
         *args: Any,
@@ -355,6 +353,10 @@ class FlexModel(nn.Module):
         """
         with self._runner.active(groups, complement):
             yield self
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the wrapped model's forward, as ``flex.module.compile`` does."""
+        self.module.compile(*args, **kwargs)
 
     def run_until(
         self,
@@ -1125,6 +1127,9 @@ class FlexModel(nn.Module):
         if self._runner.session is not None:
             self._runner.session.close_on_exit(kind)
         self.restore()
+
+    def __copy__(self) -> FlexModel:
+        return self.__deepcopy__({})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlexModel:
         raise TypeError(

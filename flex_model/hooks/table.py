@@ -20,7 +20,7 @@ from flex_model.hooks.function import KINDS, HookFunction
 from flex_model.hooks.groups import ALL, HookGroups, as_names
 from flex_model.hooks.registration import Joint, Registration
 from flex_model.hooks.site import ModuleSite, Moment, ParameterSite, SiteOwner
-from flex_model.integrations import torch_private
+from flex_model.integrations import compiled, torch_private
 
 Choice = tuple[tuple[str, ...], bool]  # groups, complement
 EVERYTHING: Choice = ((ALL,), False)
@@ -334,6 +334,7 @@ class HookTable:
             (parameter, active) for parameter, active in found if parameter is not None and active
         ]
 
+    @compiled.outside_graphs
     def choice(self, groups: str | Iterable[str], complement: bool) -> Choice:
         """Return a choice of hooks. ValueError for an unknown group."""
         names = tuple(as_names(groups))
@@ -341,6 +342,7 @@ class HookTable:
         return names, bool(complement)
 
     @property
+    @compiled.outside_graphs
     def active(self) -> frozenset[int]:
         """The indices of the active hooks."""
         return self.active_hooks.indices

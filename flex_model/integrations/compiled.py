@@ -17,6 +17,11 @@ from torch import nn
 from flex_model.integrations.torch_private import DYNAMO, eval_frame, guard_on_hooks
 from flex_model.integrations.torch_private import num_compiled as num_compiled
 
+# In dynamo's message where a graph must not break.
+_BREAKS = (
+    "hooks of a FlexModel run between two pieces of a graph: compile without fullgraph=True, or "
+    "remove the hooks"
+)
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
@@ -55,14 +60,26 @@ def outside_graphs(hook: _Hook) -> _Hook:
     compiled. ``torch.compiler.disable`` does the same, but would import the compiler in every
     process and add half a microsecond to every call.
     """
+    return _marked(hook, True)
+
+
+def between_graphs(function: _Hook) -> _Hook:
+    """Mark a function that is not compiled itself; the model that it calls may be: with
+    ``torch.compile(flex)``.
+    """
+    return _marked(function, False)
+
+
+def _marked(function: _Hook, is_recursive: bool) -> _Hook:
     if not hasattr(eval_frame, "set_code_exec_strategy"):  # else slower
-        return torch.compiler.disable(hook)
-    marked: Any = hook
+        return torch.compiler.disable(function, recursive=is_recursive, reason=_BREAKS)
+    marked: Any = function
     marked._torchdynamo_disable = True
-    marked._torchdynamo_disable_msg = "flex_model's hooks run between two pieces of a graph"
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(marked.__code__, eval_frame._FrameExecStrategy(skip, skip))
-    return hook
+    marked._torchdynamo_disable_msg = _BREAKS
+    skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+    strategy = eval_frame._FrameExecStrategy(skip, skip if is_recursive else default)
+    eval_frame.set_code_exec_strategy(marked.__code__, strategy)
+    return function
 
 
 class HookGuards:

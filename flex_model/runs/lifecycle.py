@@ -20,11 +20,12 @@ from flex_model.errors import HookError, HookNotCalledWarning, is_agreed, see
 from flex_model.hooks.digests import HookDigests
 from flex_model.hooks.random_state import renew_seed
 from flex_model.hooks.registration import Registration
+from flex_model.hooks.replaced_targets import Targets, refusal
 from flex_model.hooks.save_ctx import SentToAll
 from flex_model.hooks.table import EVERYTHING, Choice, HookTable
 from flex_model.hooks.tracking import Tracking
 from flex_model.integrations import context_parallel
-from flex_model.integrations.compiled import HookGuards
+from flex_model.integrations.compiled import HookGuards, between_graphs, outside_graphs
 from flex_model.parameters.trainable import Replicas
 from flex_model.records.records import Records, Resolve
 from flex_model.records.store.activation_store import ActivationStore
@@ -47,10 +48,12 @@ class OutermostRun:
     def __init__(self, runs: Runs, choice: Choice) -> None:
         self._runs, self._choice = runs, choice
 
+    @outside_graphs
     def __enter__(self) -> Run:
         self._run = self._runs.begin(self._choice)
         return self._run
 
+    @outside_graphs
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._runs.end(self._run, error)
 
@@ -103,6 +106,7 @@ class Runs:
         self.session: Session | None = None
         self.had_store = False
         self._guards = HookGuards(module)
+        self._targets = Targets(module)
         self._not_called_yet = weakref.WeakValueDictionary[int, Registration]()
         self._warns = warns and step is None
         # Inside of `one_run_at_most`: True, and its run once that has begun.
@@ -210,6 +214,10 @@ class Runs:
         if not new:
             return
         communicator = self._communicator
+        for registration in self._targets.gone(self._table.registrations):
+            if registration.index in new:
+                text = refusal(registration)
+                communicator.fail(text, HookError(text))
         if not communicator.is_local:
             context_parallel.check_run()
         self._table.clear_records(new)
@@ -272,6 +280,7 @@ class Runs:
             )
         return ""
 
+    @outside_graphs
     def active(self, choice: Choice) -> AbstractContextManager[object]:
         """Return a context in which all calls of the model are one run with these hooks, or a part
         of the run that goes on.
@@ -279,6 +288,7 @@ class Runs:
         return self._chosen(choice) if self.is_inside else OutermostRun(self, choice)
 
     @contextlib.contextmanager
+    @between_graphs
     def _chosen(self, choice: Choice) -> Iterator[None]:
         """A context with another choice of hooks inside a run; the run's own, if none is made."""
         self.check_entry()

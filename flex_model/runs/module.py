@@ -16,6 +16,7 @@ from flex_model.hooks.function import HookFunction
 from flex_model.hooks.site import Moment
 from flex_model.hooks.table import EVERYTHING
 from flex_model.integrations import cut, fsdp, model_mesh
+from flex_model.integrations.compiled import between_graphs
 from flex_model.layouts.statements import Statement
 from flex_model.names import clean, find_module, find_parameter, module_names
 from flex_model.records.store.opening import config_hash
@@ -97,6 +98,7 @@ class ModuleRunner:
 
     # Running.
 
+    @between_graphs
     def run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], groups: Groups, complement: bool
     ) -> Any:

@@ -21,6 +21,9 @@ class RootHooks:
 
     Args:
         watches: Whether backward passes are watched here; a pipeline's schedule runs its own.
+
+    Attributes:
+        runs: The runs that a call of the module begins.
     """
 
     def __init__(
@@ -33,7 +36,7 @@ class RootHooks:
         watch: BackwardWatch,
         watches: bool,
     ) -> None:
-        self._module, self._runs, self._table, self._tracking = module, runs, table, tracking
+        self._module, self.runs, self._table, self._tracking = module, runs, table, tracking
         self._graphs, self._watch, self._watches = graphs, watch, watches
         self._handles: list[Any] = []
 
@@ -42,24 +45,11 @@ class RootHooks:
         if self._are_outermost():
             return
         self.remove()
-        root = self
-
-        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if module is root._module:  # not a copy, which was copied with its hooks
-                root._begin(args, kwargs)
-
-        def end(module: nn.Module, args: Any, output: Any) -> None:
-            if module is root._module:
-                root._end(output)
-
-        begin.begins_runs_of = self._runs  # type: ignore[attr-defined]
         # `begin` runs before all other hooks of the root, `end` after them: hooks on the root
         # itself run inside
         self._handles = [
-            self._module.register_forward_pre_hook(
-                compiled.outside_graphs(begin), prepend=True, with_kwargs=True
-            ),
-            self._module.register_forward_hook(compiled.outside_graphs(end), always_call=True),
+            self._module.register_forward_pre_hook(self.begin, prepend=True, with_kwargs=True),
+            self._module.register_forward_hook(self.end, always_call=True),
         ]
 
     def _are_outermost(self) -> bool:
@@ -75,15 +65,23 @@ class RootHooks:
             handle.remove()
         self._handles.clear()
 
-    def _begin(self, args: Any, kwargs: Any) -> None:
-        self._runs.check_entry()
+    @compiled.outside_graphs
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Begin a forward: torch's hook."""
+        if module is not self._module:  # a copy, which was copied with its hooks
+            return
+        self.runs.check_entry()
         if not in_backward():
-            self._runs.begin_direct()
+            self.runs.begin_direct()
             self._tracking.begin(args, kwargs, self._table.active_hooks)
 
-    def _end(self, output: Any) -> None:
-        run = self._runs.current
-        if run is None or in_backward() or self._runs.refusal():
+    @compiled.outside_graphs
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """End a forward, also one that failed: torch's hook."""
+        if module is not self._module:
+            return
+        run = self.runs.current
+        if run is None or in_backward() or self.runs.refusal():
             return
         error = sys.exc_info()[1]
         error = None if error is run.outer_error else error
@@ -91,4 +89,15 @@ class RootHooks:
         if self._table.active_hooks.acts_in_backward and self._watches:
             self._graphs.watch(run, output)
             self._watch.watch_from(output)
-        self._runs.end_direct(error)
+        self.runs.end_direct(error)
+
+    # The hooks are methods of this object, which is copied and pickled with the module.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RootHooks:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"a {type(self._module).__name__} with hooks of a FlexModel can't be pickled; save its "
+            "state_dict(), or the model after flex.restore()"
+        )

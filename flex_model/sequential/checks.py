@@ -11,6 +11,7 @@ from torch import nn
 from flex_model.hooks.core import HookCore
 from flex_model.integrations.compiled import is_compiled_itself
 from flex_model.records.store import ActivationStore
+from flex_model.runs.root_hooks import RootHooks
 from flex_model.sequential.targets import Target
 
 
@@ -110,7 +111,8 @@ def check_no_other_hooks(module: nn.Module, found: list[Target], core: HookCore 
     targets, own = {target.module for target in found}, None if core is None else core.runs
     for name, part in module.named_modules():
         hooks = part._forward_pre_hooks.values()
-        has_others = any(getattr(hook, "begins_runs_of", own) is not own for hook in hooks)
+        roots = [getattr(hook, "__self__", None) for hook in hooks]
+        has_others = any(isinstance(root, RootHooks) and root.runs is not own for root in roots)
         if has_others and not targets.isdisjoint(set(part.modules()) - {part}):
             raise RuntimeError(
                 f"sequential.run: {name or 'the model'} has hooks of a FlexModel that is not the "

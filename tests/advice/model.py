@@ -241,8 +241,19 @@ def verify(reference, loss=None, backward=False):
 
 
 def pickled(what):
+    flex = wrapped(HookFunction("fc1"))
+    taken = {"flex": lambda: flex, "module": lambda: flex.module, "restored": flex.restore}
+    pickle.dumps(taken.get(what, flex.state_dict)())
+
+
+def replaced(again):
     flex = wrapped()
-    pickle.dumps(flex if what == "flex" else flex.state_dict())
+    handle = flex.register_forward_hook(hook := HookFunction("fc1"))
+    flex.module.fc1 = copy.deepcopy(flex.module.fc1)
+    if again:
+        handle.remove()
+        flex.register_forward_hook(hook)
+    flex(BATCH)
 
 
 def trainable(name):
@@ -270,6 +281,16 @@ ROWS = [
         "can't be pickled; save flex.state_dict()",
         lambda: pickled("flex"),
         lambda: pickled("state"),
+    ),
+    Row(
+        "with hooks of a FlexModel can't be pickled; save its ",
+        lambda: pickled("module"),
+        lambda: pickled("restored"),
+    ),
+    Row(
+        "remove the hook, and register it again at the {} that is ",
+        lambda: replaced(again=False),
+        lambda: replaced(again=True),
     ),
     Row(
         "this FlexModel was restored; wrap the model again",

@@ -227,6 +227,44 @@ def test_generation_with_a_static_cache_over_two_tensor_parallel_ranks():
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize("called_before", [False, True])
+def test_a_graph_that_must_not_break(called_before):
+    """Dynamo's error says what breaks it, and what to do."""
+    model = models.mlp()
+    flex = FlexModel(model)
+    model.compile(backend="eager", fullgraph=True)
+    expected = flex(BATCH) if called_before else models.mlp()(BATCH)
+    handle = flex.register_forward_hook(HookFunction("fc1"))
+    message = "hooks of a FlexModel .* compile without fullgraph=True, or remove the hooks"
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
+        flex(BATCH)
+    handle.remove()
+    assert torch.equal(flex(BATCH), expected)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("sites", "graphs"), [((), 1), (("fc1",), 2)])
+def test_a_compiled_flex_model_compiles_the_model_alone(in_place, sites, graphs):
+    """Before, dynamo traced this library, too, and warned of what it met there."""
+    found, flex = [], FlexModel(models.mlp())
+    for site in sites:
+        flex.register_forward_hook(HookFunction(site, editing_function=double))
+
+    def backend(graph, inputs):
+        found.append(graph)
+        return graph
+
+    if in_place:
+        flex.compile(backend=backend)
+    call = flex if in_place else torch.compile(flex, backend=backend)
+    expected = models.mlp()
+    for site in sites:
+        expected.get_submodule(site).register_forward_hook(lambda m, a, output: output * 2)
+    for _ in range(2):
+        assert torch.equal(call(BATCH), expected(BATCH))
+    assert len(found) == graphs
+
+
 def test_an_idle_wrapper_adds_no_graph_break():
     model = models.mlp()
     flex = FlexModel(model)

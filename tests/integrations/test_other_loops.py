@@ -1,0 +1,404 @@
+"""A FlexModel, or the model in it, in the hands of other code: compiled, copied, pickled, saved,
+resized, generated with, beside a DataLoader. Right, or an error that says what to do.
+"""
+
+import copy
+import io
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing import assert_close
+
+import models
+import scripts
+from flex_model import FlexModel, HookError, HookFunction
+
+TESTS = Path(__file__).parent.parent
+BATCH = models.random(4, 6)
+IDS = 1 + models.random(2, 5, seed=6).argsort()
+
+
+def mix(module, full, save_ctx, modules):
+    """Every row and unit with another."""
+    return full + full.flip(0) / 2 + full.flip(-1) / 4
+
+
+def wrapped(model, *names, edit=mix, **settings):
+    flex = FlexModel(model, {}, **settings)
+    for name in names:
+        flex.register_forward_hook(HookFunction(name, editing_function=edit))
+    return flex
+
+
+# ---- Compiled ------------------------------------------------------------------------------------
+
+
+def bert():
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+    config = BertConfig(vocab_size=64, num_hidden_layers=2, **sizes)
+    return models.seeded(BertForMaskedLM, config).double().eval()
+
+
+def mamba():
+    from transformers import MambaConfig, MambaForCausalLM
+
+    config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=8)
+    return models.seeded(MambaForCausalLM, config).double().eval()
+
+
+def compile_flex(flex):
+    return torch.compile(flex, backend="eager")
+
+
+def compile_flex_in_place(flex):
+    flex.compile(backend="eager")
+    return flex
+
+
+def compile_model(flex):
+    flex.module.compile(backend="eager")
+    return flex
+
+
+@pytest.mark.filterwarnings("ignore::flex_model.HookNotCalledWarning")
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")  # Mamba's
+@pytest.mark.parametrize(
+    ("make", "compiled"),
+    [
+        (models.gpt2, compile_flex),
+        (models.gpt2, compile_flex_in_place),
+        (bert, compile_flex),
+        (bert, compile_model),
+        (mamba, compile_model),
+    ],
+)
+def test_compiled_with_hooks_on_every_module(make, compiled):
+    torch.compiler.reset()
+    seen = []
+    for compile_it in (lambda flex: flex, compiled):
+        flex = FlexModel(make(), {})
+        for name in flex.wrapped_module_names:
+            edit = mix if name.endswith(("dense", "c_proj", "out_proj")) else None
+            flex.register_forward_hook(HookFunction(name, editing_function=edit))
+        call = compile_it(flex)
+        for _ in range(2):
+            with torch.no_grad():
+                logits = call(IDS).logits
+        seen.append((logits, flex.output_ptr))
+    assert len(seen[0][1]) > 10
+    assert_close(seen[1], seen[0])
+    torch.compiler.reset()
+
+
+# ---- Copied and pickled --------------------------------------------------------------------------
+
+
+def check_a_copy(model, base, edited, **settings):
+    flex = wrapped(model, "fc1", **settings)
+    assert_close(flex(BATCH), edited)
+    twin = copy.deepcopy(flex.module)
+    flex.output_ptr.clear()
+    assert_close(twin(BATCH), base)  # it was copied with its hooks, which are not its own
+    assert not flex.output_ptr
+    again = wrapped(twin, "fc1", **settings)
+    assert_close(again(BATCH), edited)
+    assert len(again.output_ptr.get("fc1", [0])) == 1
+    assert not flex.output_ptr
+    assert_close(flex(BATCH), edited)
+    flex.restore()
+    assert_close(again(BATCH), edited)
+    again.restore()
+    assert_close(twin(BATCH), base)
+
+
+def edited_by_torch(model, name):
+    model.get_submodule(name).register_forward_hook(lambda m, a, out: mix(m, out, None, None))
+    return model
+
+
+def test_a_copy_of_a_hooked_model_has_no_hooks_of_ours():
+    base, edited = models.mlp()(BATCH), edited_by_torch(models.mlp(), "fc1")(BATCH)
+    check_a_copy(models.mlp(), base, edited)
+
+
+@pytest.mark.ranks(2)
+def test_a_copy_of_a_hooked_model_on_two_ranks():
+    base, edited = models.mlp()(BATCH), edited_by_torch(models.mlp(), "fc1")(BATCH)
+    model = models.TWO_RANKS["dtensor"].shard(models.mlp())
+    check_a_copy(model, base, edited, tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("copies", [copy.copy, copy.deepcopy])
+def test_a_flex_model_is_not_copied(copies):
+    with pytest.raises(TypeError, match=r"can't be copied.*copy flex.module and wrap the copy"):
+        copies(wrapped(models.mlp(), "fc1"))
+
+
+def test_a_hooked_model_is_pickled_after_restore():
+    """Before, pickle named a local function of this library."""
+    flex = wrapped(models.mlp(), "fc1")
+    with pytest.raises(TypeError, match=r"a FlexModel can.t be pickled; save flex\.state_dict"):
+        torch.save(flex, io.BytesIO())
+    for save in (pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"an? MLP with hooks of a FlexModel can't be pickled"):
+            save(flex.module)
+    flex(BATCH)  # nothing has happened to it
+    pickle.loads(pickle.dumps(flex.module.state_dict()))
+    again = pickle.loads(pickle.dumps(flex.restore()))
+    assert torch.equal(again(BATCH), models.mlp()(BATCH))
+
+
+# ---- Modules that were replaced ------------------------------------------------------------------
+
+
+def replace(model):
+    model.fc1 = copy.deepcopy(model.fc1)
+
+
+def replace_around(model):
+    model.set_submodule("b", copy.deepcopy(model.b))
+
+
+def test_a_hook_at_a_module_that_was_replaced_is_an_error():
+    """Before, the hook was not called, without a word."""
+    flex = wrapped(models.mlp())
+    handle = flex.register_forward_hook(hook := HookFunction("fc1", editing_function=mix))
+    flex.update_hook_groups("fc1", "edits")
+    flex.register_forward_hook(HookFunction("act"))
+    flex(BATCH)
+    replace(flex.module)
+    for _ in range(2):
+        with pytest.raises(HookError, match=r"forward hook on .fc1.: the module .* not in the mod"):
+            flex(BATCH)
+    flex(BATCH, groups="edits", complement=True)  # it is not active
+    handle.remove()
+    flex(BATCH)
+    flex.register_forward_hook(hook)
+    assert_close(flex(BATCH), edited_by_torch(models.mlp(), "fc1")(BATCH))
+
+
+def test_a_hook_inside_of_a_module_that_was_replaced():
+    flex = wrapped(models.seeded(models.Checkpointed).double(), "a.act", "b.act")
+    flex(BATCH)
+    replace_around(flex.module)
+    with pytest.raises(HookError, match=r"forward hook on 'b\.act': the module"):
+        flex(BATCH)
+
+
+def test_a_module_that_was_only_wrapped_keeps_its_hooks():
+    flex = wrapped(models.mlp(), "fc1")
+    expected = flex(BATCH)
+    flex.module.fc1 = nn.Sequential(flex.module.fc1)
+    flex.module.act = flex.module.act  # nothing new
+    assert torch.equal(flex(BATCH), expected)
+
+
+def test_a_parameter_that_was_replaced():
+    flex = FlexModel(models.mlp(), {})
+    flex.register_hook(HookFunction("fc1.weight"))
+    flex(BATCH).sum().backward()
+    flex.module.load_state_dict(models.mlp().state_dict())  # in place
+    flex(BATCH).sum().backward()
+    flex.module.load_state_dict(models.mlp().state_dict(), assign=True)
+    with pytest.raises(HookError, match=r"hook on 'fc1.weight': the parameter .* not in the model"):
+        flex(BATCH)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("on", [(0, 1), (1,)])
+def test_a_module_that_was_replaced_on_some_ranks(on):
+    shard = models.TWO_RANKS["tp"].shard
+    flex = wrapped(shard(models.mlp()), "fc1", tensor_parallel_size=2)
+    flex(BATCH)
+    if dist.get_rank() in on:
+        flex.module.fc1 = shard(models.mlp()).fc1
+    with pytest.raises(HookError, match=f"rank {on[0]}: forward hook on 'fc1': the module"):
+        flex(BATCH)
+    flex.restore()
+
+
+# ---- What transformers does with a model ---------------------------------------------------------
+
+
+def test_embeddings_that_are_resized():
+    flex = wrapped(models.llama(), "model.embed_tokens", "model.layers.0.mlp")
+    handle = flex.register_forward_hook(hook := HookFunction("lm_head"))
+    with torch.no_grad():
+        flex(IDS)
+        flex.resize_token_embeddings(70, mean_resizing=False)
+        with pytest.raises(HookError, match=r"hook on 'lm_head': .*resize_token_embeddings"):
+            flex(IDS)
+        handle.remove()
+        flex.register_forward_hook(hook)
+        logits = flex(IDS).logits
+    assert logits.shape == flex.output_ptr["lm_head"][0].shape == (2, 5, 70)
+    assert flex.get_module_parameter("lm_head.weight").shape == (70, 32)
+    reference = models.llama()
+    reference.model.embed_tokens.register_forward_hook(lambda m, a, o: mix(m, o, None, None))
+    edited_by_torch(reference, "model.layers.0.mlp")
+    assert_close(logits[..., :64], reference(IDS).logits.detach())
+
+
+@pytest.mark.ranks(2)
+def test_embeddings_that_are_resized_on_two_ranks():
+    """The embeddings are whole on both ranks; the layers are sharded."""
+    sharded = models.tensor_parallel_llama(models.llama(), models.mesh(1, 2)["tp"])
+    flex = wrapped(sharded, "model.layers.0.mlp", "model.layers.0.mlp.act_fn")
+    reference = edited_by_torch(models.llama(), "model.layers.0.mlp")
+    edited_by_torch(reference, "model.layers.0.mlp.act_fn")
+    for size in (64, 70):
+        with torch.no_grad():
+            flex.resize_token_embeddings(size, mean_resizing=False)
+            logits = flex(IDS).logits
+        assert logits.shape[-1] == size
+        assert_close(logits[..., :64], reference(IDS).logits.detach())
+    flex.restore()
+
+
+def generated(model, **settings):
+    return model.generate(
+        IDS[:1],
+        attention_mask=torch.ones_like(IDS[:1]),
+        max_new_tokens=6,
+        do_sample=False,
+        pad_token_id=0,
+        **settings,
+    )
+
+
+def check_assisted(model, draft, hooked_draft):
+    expected = generated(edited_by_torch(models.llama(), "model.layers.0.mlp"))
+    flex = wrapped(model, "model.layers.0.mlp")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    ways = {
+        "alone": {},
+        "assistant": {"assistant_model": draft},
+        "hooked assistant": {"assistant_model": hooked_draft},
+        "prompt": {"prompt_lookup_num_tokens": 2},
+        "early exit": {"assistant_early_exit": 1},
+        "static cache": {"cache_implementation": "static"},
+    }
+    for way, more in ways.items():
+        flex.output_ptr.clear()
+        assert torch.equal(generated(flex, **more), expected), way
+        # Each position but the last, and those of drafts that were rejected.
+        positions = sum(one.shape[1] for one in flex.output_ptr.get("model.layers.0.mlp", []))
+        assert positions >= 10 if rank == 0 else positions == 0, way
+    flex.restore()
+
+
+def test_assisted_generation_has_the_edits():
+    hooked = wrapped(models.llama(layers=1), "model.layers.0.mlp", edit=None)
+    check_assisted(models.llama(), models.llama(layers=1), hooked)
+
+
+@pytest.mark.ranks(2)
+def test_assisted_generation_on_two_ranks():
+    shard, mesh = models.tensor_parallel_llama, models.mesh(1, 2)["tp"]
+    hooked = wrapped(shard(models.llama(layers=1), mesh), "model.layers.0.mlp")
+    check_assisted(shard(models.llama(), mesh), models.llama(layers=1), hooked)
+
+
+def test_a_hooked_model_is_saved_without_its_hooks(tmp_path):
+    flex = wrapped(models.llama(), "model.layers.0.mlp")
+    flex.save_pretrained(tmp_path)
+    assert not flex.output_ptr
+    again = type(flex.module).from_pretrained(tmp_path, dtype=torch.float64)
+    assert again.state_dict().keys() == models.llama().state_dict().keys()
+    assert_close(again(IDS).logits, models.llama()(IDS).logits)
+
+
+@pytest.mark.ranks(2)
+def test_a_hooked_model_is_saved_from_two_ranks(tmp_path):
+    pytest.importorskip("transformers.distributed")
+    whole = models.llama()
+    model = models.loaded_by_transformers(whole, tmp_path / "first")
+    flex = wrapped(model, "model.layers.0.mlp.act_fn")
+    flex(IDS)
+    flex.save_pretrained(tmp_path / "second")
+    dist.barrier()
+    again = type(whole).from_pretrained(tmp_path / "second", dtype=torch.float32)
+    for (name, value), expected in zip(again.state_dict().items(), whole.state_dict().values()):
+        assert_close(value, expected.float(), rtol=0, atol=0, msg=name)
+    flex.restore()
+
+
+# ---- A DataLoader that is made after the wrap ----------------------------------------------------
+
+LOADING = """
+import sys
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+sys.path.insert(0, {tests!r})
+import models
+from flex_model import FlexModel, HookFunction
+
+
+class Rows(Dataset):
+    def __init__(self, held=None):
+        self.held, self.rows = held, models.random(8, 6)
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+def double(module, full, save_ctx, modules):
+    return full * 2
+
+
+if __name__ == "__main__":  # as torch asks of scripts that spawn
+    ranks = int(sys.argv[1])
+    model = models.mlp()
+    if ranks > 1:
+        torch.distributed.init_process_group("gloo")
+        model = models.TWO_RANKS["tp"].shard(model)
+    flex = FlexModel(model, records := {{}}, tensor_parallel_size=ranks)
+    flex.register_forward_hook(HookFunction("fc1", editing_function=double))
+    reference = models.mlp()
+    reference.fc1.register_forward_hook(lambda module, args, output: output * 2)
+    for way in ("fork", "spawn"):
+        for persistent in (False, True):
+            loader = DataLoader(
+                Rows(),
+                batch_size=4,
+                num_workers=2,
+                multiprocessing_context=way,
+                persistent_workers=persistent,
+            )
+            for epoch in range(2):
+                for rows in loader:
+                    output = flex(rows)
+                    torch.testing.assert_close(output, reference(rows))
+                    output.sum().backward()
+            del loader
+    try:
+        list(DataLoader(Rows(flex), num_workers=1, multiprocessing_context="spawn"))
+    except TypeError as error:
+        assert "a FlexModel can't be pickled" in str(error), error
+    else:
+        raise AssertionError("a FlexModel was pickled")
+    flex(models.random(4, 6))
+    flex.restore()
+    if ranks > 1:
+        torch.distributed.destroy_process_group()
+    print("loaded", flush=True)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_workers_of_a_loader_that_is_made_after_the_wrap(ranks, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(LOADING.format(tests=str(TESTS)))
+    launcher = ["python"] if ranks == 1 else ["torchrun", "--nproc-per-node", "2"]
+    output = scripts.run(tmp_path, *launcher, str(script), str(ranks))
+    assert output.count("loaded") == ranks
