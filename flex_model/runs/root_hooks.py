@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from flex_model.hooks.own_batch import OwnBatch
 from flex_model.hooks.table import HookTable
 from flex_model.hooks.tracking import Tracking
 from flex_model.integrations import compiled
@@ -29,11 +30,13 @@ class RootHooks:
         runs: Runs,
         table: HookTable,
         tracking: Tracking,
+        own_batch: OwnBatch,
         graphs: Graphs,
         watch: BackwardWatch,
         watches: bool,
     ) -> None:
         self._module, self._runs, self._table, self._tracking = module, runs, table, tracking
+        self._own_batch = own_batch
         self._graphs, self._watch, self._watches = graphs, watch, watches
         self._handles: list[Any] = []
 
@@ -79,7 +82,9 @@ class RootHooks:
         self._runs.check_entry()
         if not in_backward():
             self._runs.begin_direct()
-            self._tracking.begin(args, kwargs, self._table.active_hooks)
+            hooks = self._table.active_hooks
+            self._tracking.begin(args, kwargs, hooks.stage or hooks)
+            self._own_batch.begin_forward(args, kwargs, hooks)
 
     def _end(self, output: Any) -> None:
         run = self._runs.current
@@ -88,6 +93,7 @@ class RootHooks:
         error = sys.exc_info()[1]
         error = None if error is run.outer_error else error
         self._tracking.end(output, failed=error is not None)
+        self._own_batch.end_forward(output, failed=error is not None)
         if self._table.active_hooks.acts_in_backward and self._watches:
             self._graphs.watch(run, output)
             self._watch.watch_from(output)
