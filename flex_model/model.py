@@ -104,6 +104,14 @@ class FlexModel(nn.Module):
             sharded: ``"new"``: those whose inputs have new shapes, dtypes or modes. ``"always"``:
             every one, for models whose control flow depends on values. The layouts of a forward are
             remembered for forwards with inputs of the same kind, until a run fails.
+        dp_batch: How hooks see batches of data-parallel ranks that differ in length. ``"global"``:
+            in one tensor, padded at the end of each dim with ``pad_value``; what an edit writes to
+            the padding is dropped, its gradient is zero, and the lengths are in ``lengths``.
+            ``"local"``: each data-parallel rank calls the function with its own rows, and a record
+            is a list by data-parallel rank; only records are gathered over these ranks. None:
+            different lengths are an error. ``HookFunction(dp_batch=...)`` chooses for one hook. See
+            "Ragged batches" in docs/frameworks.md.
+        pad_value: The value of the padding; that of gradients is 0.
         batch_mode: For schedules. ``"micro"``: an editing function is called once per micro-batch,
             with its rows. ``"full"``: a step runs as one micro-batch, whatever the schedule: the
             function sees the whole batch. Can be set; each step reads it.
@@ -138,6 +146,10 @@ class FlexModel(nn.Module):
         shared_ctx: A ``Namespace`` that all batches of sequential runs share.
         trainable_modules: ``nn.ModuleDict`` of modules that editing functions can use and train.
         hook_functions: Registered hooks by module name.
+        lengths: By record name, one dict for each record of hooks with ``dp_batch="global"``: by
+            padded dim, the length of each row without padding; on every rank, and set before the
+            editing function is called. Empty where nothing can be padded: with one data-parallel
+            rank.
         tp_size, pp_size, dp_size: Sizes of the axes.
 
     Raises:
@@ -167,6 +179,8 @@ class FlexModel(nn.Module):
         timeout: float = 60.0,
         batch_dim: BatchDim = 0,
         follow: Follow = "new",
+        dp_batch: str | None = None,
+        pad_value: float = 0,
         batch_mode: str = "micro",
         return_on: str = "last",
         microbatch_dim: int | Mapping[str, int] | None = None,
@@ -195,6 +209,8 @@ class FlexModel(nn.Module):
             batch_mode,
             return_on,
             microbatch_dim,
+            dp_batch,
+            pad_value,
         )
         runner = runner_class(module, settings)
         core = runner.core
@@ -219,6 +235,10 @@ class FlexModel(nn.Module):
     @property
     def output_ptr(self) -> dict[str, list[Tensor]] | ActivationStore:
         return self._output_ptr
+
+    @property
+    def lengths(self) -> dict[str, list[dict[int, tuple[int, ...]]]]:
+        return self._core.records.lengths
 
     @property
     def _dict_records(self) -> dict[str, list[Tensor]]:
@@ -333,6 +353,38 @@ class FlexModel(nn.Module):
             HookMismatchError: ranks differ in hooks, shapes or dtypes, or in how they call it.
         """
         return self._runner.run(args, kwargs, groups, complement)
+
+    @contextlib.contextmanager
+    def no_rows(self) -> Iterator[FlexModel]:
+        """A context in which this rank has no rows of the batch: its data has ended before that of
+        other data-parallel ranks, and it runs a stand-in, such as its last batch, since they need
+        it to take part.
+
+        Example::
+
+            with contextlib.nullcontext() if batch is not None else flex.no_rows():
+                output = flex(batch if batch is not None else last_batch)
+
+        Hooks with ``dp_batch="global"`` see none of its rows, and its forward is not edited; those
+        with ``"local"`` are not called; others refuse to run. Leave its loss out of the gradient:
+        multiply it by 0. Local.
+
+        Raises:
+            ValueError: there is one data-parallel rank.
+            RuntimeError: inside a run.
+        """
+        self._check_open()
+        if self.dp_size == 1:
+            raise ValueError(
+                "no_rows: there is one data-parallel rank, so no other one has rows; skip the run"
+            )
+        if self._runner.is_running:
+            raise RuntimeError("no_rows: a run goes on; enter it before active()")
+        self._core.tracking.note_rows(False)
+        try:
+            yield self
+        finally:
+            self._core.tracking.note_rows(True)
 
     @contextlib.contextmanager
     def active(

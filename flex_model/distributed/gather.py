@@ -27,6 +27,7 @@ from flex_model._C import GatherPlan
 from flex_model.distributed import kernels, memory
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.mesh import Axis
+from flex_model.distributed.padding import Padding
 from flex_model.distributed.picked import Pick
 from flex_model.distributed.placement import (
     Box,
@@ -61,11 +62,10 @@ class TensorSpec:
         axes: The axes along which ranks hold different shards.
         plan: Where the bytes of the ranks along ``axes`` belong, in their order.
         rank: This rank's index among them.
-        full_shape: The shape of the full tensor.
-        grad_scale: dp where the batch is split over dp, else 1.
-        boxes: The boxes of the shards of the ranks along ``axes``: the index of the rank, the start
-            in the full tensor, the start in the shard, and the sizes.
+        full_shape: That of the full tensor; ``grad_scale``: dp where dp splits the batch, else 1.
+        boxes: The boxes of the shards of the ranks along ``axes``; see `ShardLayout.plan_of`.
         pick: The selected part of this rank's shard; None for all of it.
+        padding: The padding of this rank's tensor, which ``shard`` includes; None for none.
         gradient_of_replicas: The placement of the gradient on tp ranks that hold the same tensor:
             replicated or partial; None as long as it is unknown.
     """
@@ -79,6 +79,7 @@ class TensorSpec:
     grad_scale: int
     boxes: list[Box]
     pick: Pick | None = None
+    padding: Padding | None = None
     gradient_of_replicas: Placement | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -215,10 +216,9 @@ class TensorSpec:
         """Return this rank's shard of rank 0's full tensor."""
         if self.covers_grid and self.axes:
             return self.communicator.scatter_from_first(self.axes, full, like, self.plan)
-        like_full = like.new_empty(self.full_shape)
-        if full is not None:  # a copy: the model may change its tensor, and the user keep this one
-            full = _copy(full)
-        return self.slice(self.communicator.broadcast(full, like_full))
+        # A copy: the model may change its tensor, and the user keep this one.
+        full = None if full is None else _copy(full)
+        return self.slice(self.communicator.broadcast(full, like.new_empty(self.full_shape)))
 
     def note_gradient(self, of_replicas: Placement) -> None:
         """Note the gradient's placement on tp ranks that hold the same tensor, for later calls."""

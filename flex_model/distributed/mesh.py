@@ -206,6 +206,11 @@ class Mesh:
                 columns = _along(tp, self.tp_size, count, stride)
         return [row * self.tp_size + column for row in rows for column in columns]
 
+    def of_own_batch(self) -> Mesh:
+        """Return the mesh of the ranks that share this rank's batch: its tensor-parallel group."""
+        ranks = self.axis_ranks("tp")
+        return Mesh(ranks, self.coordinates["tp"], 1, 1, self.tp_size)
+
     def describe(self) -> str:
         """``pp 1 x dp 2 x tp 2``, for messages."""
         return f"pp {self.pp_size} x dp {self.dp_size} x tp {self.tp_size}"

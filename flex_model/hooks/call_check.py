@@ -41,8 +41,18 @@ def check_call(
     what = "the gradient of the edit of " if kind == "gradient of an edit" else ""
     headers = communicator.check_consistency(header, what + call.describe())
     run.use_seed(headers[0].seed)
-    differing = [axis for axis in axes if replicas.differ(communicator.mesh, headers, axis)]
-    return [header.shape for header in headers], differing
+    shapes, mesh = [header.shape for header in headers], communicator.mesh
+    differing = [axis for axis in axes if replicas.differ(mesh, headers, axis)]
+    if any(_have_shapes_of_their_own(mesh, shapes, axis) for axis in differing):
+        return shapes, []  # it fits no layout, which ends the call
+    return shapes, differing
+
+
+def _have_shapes_of_their_own(mesh: Mesh, shapes: Sequence[Shape], axis: str) -> bool:
+    """Whether shapes differ between ranks that differ along ``axis`` only."""
+    return any(
+        shape != shapes[mesh.ranks_along((axis,), place)[0]] for place, shape in enumerate(shapes)
+    )
 
 
 def replicated_axes(
@@ -54,7 +64,11 @@ def replicated_axes(
     Args:
         known: The layout that a DTensor states; its values are compared as well.
     """
-    if call.registration.is_backward or call.is_replay or not replicas.are_compared(tensor):
+    if (
+        call.registration.is_backward
+        or call.is_replay
+        or not replicas.are_compared(tensor, tensor.numel())
+    ):
         return []
     dp, tp = call.evidence.placements if known is None else (known.dp, known.tp)
     axes = ["dp"] if mesh.dp_size > 1 and isinstance(dp, Replicate) else []

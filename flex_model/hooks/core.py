@@ -22,6 +22,7 @@ from flex_model.hooks.digests import HookDigests
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.handlers import HookHandlers
 from flex_model.hooks.hook_executor import HookExecutor
+from flex_model.hooks.own_batch import Engine, OwnBatch, check_local, make_engine
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.save_ctx import SentToAll
 from flex_model.hooks.table import HookTable
@@ -77,6 +78,8 @@ class HookCore:
         on_failure: Callable[[Registration, Exception], None] | None = None,
         resolve: Resolve | None = None,
         warns: bool = True,
+        dp_batch: str | None = None,
+        pad_value: float = 0,
     ) -> None:
         self.module, self.mesh, self.step = module, mesh, step
         self.save_ctx, self.modules = save_ctx, modules
@@ -98,11 +101,28 @@ class HookCore:
             tracking,
             checks_edits=step is not None,
             sent_to_all=sent,
+            pad_value=pad_value,
         )
+        self._keeps_save_ctx = sent is None
+        stage = Engine(communicator, tracking, records, executor)
+        make = partial(
+            make_engine,
+            stage=stage,
+            module=module,
+            save_ctx=save_ctx,
+            modules=modules,
+            edit_on=edit_on,
+            batch_dim=batch_dim,
+            follow=follow,
+            device=device,
+        )
+        self.own_batch = own_batch = OwnBatch(stage, make, output_ranks == "all")
         serves_hooks = communicator.is_local and step is None
-        self.table = table = HookTable(output_ptr, serves_hooks, partial(clean, module))
+        self.table = table = HookTable(output_ptr, serves_hooks, partial(clean, module), dp_batch)
         # These must be equal on all ranks.
-        settings = (edit_on, output_ranks, mesh.describe(), save_ctx_on, batch_dim, follow)
+        settings = (
+            edit_on, output_ranks, mesh.describe(), save_ctx_on, batch_dim, follow, pad_value
+        )  # fmt: skip
         self.digests = HookDigests(communicator, table, tracking.statements, settings)
         self._remembered = RememberedRuns()
         self._watch = BackwardWatch(communicator)
@@ -112,6 +132,7 @@ class HookCore:
             table,
             records,
             tracking,
+            own_batch,
             self.digests,
             self._remembered,
             self._watch,
@@ -126,10 +147,17 @@ class HookCore:
         backwards = BackwardPasses(self.runs, self._watch, communicator, records, tracking, step)
         self._graphs = Graphs(table, self._remembered, self._free)
         self._root = RootHooks(
-            module, self.runs, table, tracking, self._graphs, self._watch, watches=step is None
+            module,
+            self.runs,
+            table,
+            tracking,
+            own_batch,
+            self._graphs,
+            self._watch,
+            watches=step is None,
         )
         handlers = HookHandlers(
-            self.runs, backwards, self._graphs, communicator, tracking, executor, step, on_failure
+            self.runs, backwards, self._graphs, communicator, tracking, own_batch, step, on_failure
         )
         self.run_parameter_hooks = handlers.run_parameter_hooks
         table.connect(handlers, self._hooks_changed, self._graphs.keep)
@@ -146,11 +174,27 @@ class HookCore:
     ) -> Sequence[Registration]:
         """Register as ``HookTable.register`` does; set the function's ``save_ctx``, ``modules``."""
         registrations = self.table.register(function, kind, targets, *args, **kwargs)
+        try:
+            self._check_batches(registrations)
+        except ValueError:
+            self.table.unregister(registrations)
+            raise
         self.runs.hooks_registered(registrations)
         if kind == "tensor" and targets:
             registrations[0].state(self.parameters.sources_of(function.module_name))
         function.attach(registrations, self.save_ctx, self.modules)
         return registrations
+
+    def _check_batches(self, registrations: Sequence[Registration]) -> None:
+        """ValueError for hooks that can't see the batches of data-parallel ranks as they should."""
+        for registration in registrations:
+            if registration.dp_batch is not None and self.step is not None:
+                raise ValueError(
+                    f"{registration.describe()}: dp_batch is not for the hooks of a pipeline, "
+                    "whose micro-batches are joined to one batch; leave it out, and pad the inputs"
+                )
+            if registration.is_local_batch:
+                check_local(registration, self.runs.session is not None, self._keeps_save_ctx)
 
     def _hooks_changed(self) -> None:
         if self.is_closed:
@@ -180,6 +224,7 @@ class HookCore:
         """Free what the backward of a graph may have needed. Local."""
         self._watch.close()
         self._remembered.forget()
+        self.own_batch.close()
         self.communicator.close()
 
 

@@ -38,7 +38,7 @@ class EditInput:
 
     Attributes:
         original: The model's own tensor.
-        leaf: This rank's plain local tensor of it, in the graph.
+        leaf: This rank's plain local tensor of it, in the graph, padded; ``own``: without that.
         part: The hook's selection of ``leaf``.
         full: The tensor passed to the function; an empty one on ranks that don't run it.
         gather_context: With several ranks: how it is gathered and scattered.
@@ -51,6 +51,7 @@ class EditInput:
     full: Tensor
     pick: Pick | None
     gather_context: GatherContext | None = None
+    own: Tensor | None = None
 
     @property
     def index(self) -> int:
@@ -76,6 +77,9 @@ class EditInput:
         """Return the tensor that the model continues with. It is contiguous if the model's own is:
         views of it work, and a DTensor states that of its local part.
         """
+        padding = None if self.gather_context is None else self.gathered_by.spec.padding
+        if padding is not None and self.own is not None:
+            shard = padding.cut(shard, self.own)
         if self.original.is_contiguous() or dtensor.is_dtensor(self.original):
             shard = shard.contiguous()
         if dtensor.is_dtensor(self.original):
@@ -154,6 +158,12 @@ class _ShardedPath(ABC):
             leaf = replicas.reconciled(communicator, call.registration.layout_site, leaf, differing)
         spec = layouts.lookup(call, shapes, leaf.dtype, known, leaf)
 
+        own = leaf
+        if spec.padding is not None:
+            leaf = spec.padding.put(leaf)
+        if not records.keeps_parts:
+            records.note_lengths(call, spec)
+
         def check_gradient(grad: Tensor) -> None:
             check_call(communicator, call, grad, "gradient of an edit")
 
@@ -169,11 +179,11 @@ class _ShardedPath(ABC):
         )
         part = leaf if spec.pick is None else spec.pick.take(leaf)
         if records.keeps_parts and call.records:
-            records.later(call, leaf, known)
+            records.later(call, own, known)
         full = _gathered(self.gather_in_graph, part, context)
         if call.records and not records.keeps_parts:
             self._record(call, part, full, context)
-        return EditInput(call, original, leaf, part, full, spec.pick, context)
+        return EditInput(call, original, leaf, part, full, spec.pick, context, own)
 
     @abstractmethod
     def _keeps_record(self, leaf: Tensor) -> bool:

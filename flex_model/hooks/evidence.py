@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from flex_model.distributed.padding import Rows
 from flex_model.hooks.registration import Registration
 from flex_model.layouts.cache import ForwardLayouts, Key, Place
 from flex_model.layouts.follow import UNKNOWN, Follower, Pair
@@ -21,6 +22,7 @@ class Evidence:
         key: The key of its forward; None outside of forwards of the wrapped model.
         pair: Placements along dp and tp; for a followed forward, after the ranks compared it.
         gradient: Placements of its gradient, where they are inferred without the backward.
+        rows: In a forward of batches of different lengths: the rows of each data-parallel rank.
         obstacles: By axis without known placement: the operation where the proof fails.
         follower: The follower of its forward, while that runs.
         graph: The follower of its forward, if it was followed, which follows the backward too.
@@ -38,6 +40,7 @@ class Evidence:
     edited: Any = None
     needs_gradient: bool = False
     is_passing: bool = False
+    rows: Rows | None = None
     obstacles: dict[str, str] = field(default_factory=dict)
 
     def settle(self) -> None:
@@ -58,6 +61,10 @@ class Evidence:
     def note_gradient(self, gradient: Pair) -> None:
         """Note the placements of the gradient that the forward proves."""
         self.gradient = gradient
+
+    def note_rows(self, rows: Rows | None) -> None:
+        """Note the rows of batches of different lengths."""
+        self.rows = rows
 
     def note_passing(self, is_passing: bool) -> None:
         """Note whether the gradient's placement was inferred from a part of its backward only."""
@@ -93,6 +100,7 @@ class Forward:
         layouts: Of a forward that is not followed: the layouts of the earlier one that was.
         seen: Of a followed forward: the evidence of each hook call, to be cached as layouts.
         parameters: Hooks on gradients of parameters.
+        rows: As of `Evidence`.
     """
 
     depth: int = 0
@@ -105,6 +113,7 @@ class Forward:
     seen: dict[Place, tuple[Evidence, tuple[int, ...]]] = field(default_factory=dict)
     stack: ExitStack | None = None
     parameters: list[Registration] = field(default_factory=list)
+    rows: Rows | None = None
 
     def enter(self) -> bool:
         """Enter the wrapped module; return whether it is called inside itself."""
@@ -116,9 +125,20 @@ class Forward:
         self.depth = max(0, self.depth - 1)
         return self.depth == 0
 
+    def number(self, index: int) -> int:
+        """Count a call of the hook with this index; return the number of its earlier ones."""
+        number = self.numbers.get(index, 0)
+        self.numbers[index] = number + 1
+        return number
+
     def begin(self, key: Key, layouts: ForwardLayouts | None) -> None:
         """Set the key of the forward, and the layouts that are known for it."""
         self.key, self.layouts = key, layouts
+        self.rows = None if layouts is None else layouts.rows
+
+    def note_rows(self, rows: Rows | None) -> None:
+        """Note that the batches of the data-parallel ranks have different lengths."""
+        self.rows = rows
 
     def follow(self, follower: Follower, stack: ExitStack) -> None:
         """Note that the forward is followed, until ``close``."""

@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from flex_model import _C
 from flex_model.distributed.communicator import Communicator
@@ -41,6 +41,8 @@ class HookExecutor:
 
     Args:
         checks_edits: See `ReplicatedPath`.
+        pad_value: See `LayoutFinder`.
+        stage: The executor of the whole stage, for one on a data-parallel rank's own batch.
         sent_to_all: Sends ``save_ctx`` from rank 0 to all ranks, where the user chose that.
 
     Attributes:
@@ -54,19 +56,22 @@ class HookExecutor:
         communicator: Communicator,
         records: Records,
         save_ctx: Namespace,
-        modules: nn.ModuleDict,
+        modules: Any,
         edit_on: str,
         full_parameter: Callable[[str], Tensor],
         tracking: Tracking,
         checks_edits: bool,
         sent_to_all: SentToAll | None,
+        pad_value: float = 0,
+        stage: HookExecutor | None = None,
     ) -> None:
         self._communicator = communicator
         self._tracking = tracking
         self._records = records
-        self.layouts = LayoutFinder(communicator, tracking)
-        self.observers: list[Observer] = []
-        self.function = function = UserFunction(communicator, save_ctx, modules, self.observers)
+        self.layouts = LayoutFinder(communicator, tracking, pad_value)
+        self.observers: list[Observer] = [] if stage is None else stage.observers
+        guard = communicator if stage is None else stage._communicator  # the model must not run
+        self.function = function = UserFunction(guard, save_ctx, modules, self.observers)
         self.edits_on_all = edit_on == "all"
         # Transfers are waited for at the end of a run or backward; those of a pipeline at once.
         self._defers = not checks_edits
@@ -79,7 +84,7 @@ class HookExecutor:
             self._path = OnRank0Path(communicator, records, self.layouts, function, sent_to_all)
         self.full_parameter = full_parameter
         # Dividing this rank's gradients by it gives those of the mean loss.
-        self.gradient_scale = communicator.mesh.dp_size
+        self.gradient_scale: int = guard.mesh.dp_size
 
     def average_over(self, num_microbatches: int) -> None:
         """Pass gradients of the mean loss over this many micro-batches, from now on."""

@@ -4,6 +4,7 @@ what is proven or stated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from flex_model.distributed import values
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import site_hash
+from flex_model.distributed.padding import Padding, paddings
 from flex_model.distributed.picked import Pick
 from flex_model.distributed.placement import (
     Partial,
@@ -25,23 +27,31 @@ from flex_model.distributed.placement import (
     ShardLayout,
 )
 from flex_model.distributed.plain import plain
-from flex_model.errors import HookError, agreed, is_agreed
+from flex_model.errors import HookError, LayoutMismatchError, agreed, is_agreed
 from flex_model.hooks.call_check import check_call
 from flex_model.hooks.hook_call import HookCall
 from flex_model.hooks.tracking import Tracking
 from flex_model.integrations import dtensor
 from flex_model.layouts import replicas, resolve
 from flex_model.layouts.follow import Pair
-from flex_model.layouts.placement_encoding import encode
+from flex_model.layouts.inputs import refusal_of_stand_in
+from flex_model.layouts.placement_encoding import common, encode
 from flex_model.layouts.sources import AXES
 
 _REMEMBERED_SPECS = 128  # per hook: generation may bring a new shape with every step
 
 
 class LayoutFinder:
-    """Finds the layouts of hooks' tensors and of their gradients, for one FlexModel."""
+    """Finds the layouts of hooks' tensors and of their gradients, for one FlexModel.
 
-    def __init__(self, communicator: Communicator, tracking: Tracking) -> None:
+    Args:
+        pad_value: The value by which tensors of different lengths are padded to one.
+    """
+
+    def __init__(
+        self, communicator: Communicator, tracking: Tracking, pad_value: float = 0
+    ) -> None:
+        self._pad_value = pad_value
         self._communicator, self._mesh, self._tracking = communicator, communicator.mesh, tracking
 
     def shard_of(self, call: HookCall, leaf: Any) -> tuple[HookCall, Tensor, ShardLayout | None]:
@@ -80,15 +90,12 @@ class LayoutFinder:
         if spec is not None:
             return spec
         try:
-            layout = self._layout(call, shapes, known, shard)
-            spec = TensorSpec.of(
-                self._communicator,
-                layout,
-                list(shapes),
-                dtype,
-                registration.select,
-                registration.split_dim,
-            )
+            layout, all_padded = self._layout(call, shapes, known, shard)
+            padded = list(shapes) if all_padded is None else [one.padded for one in all_padded]
+            select, split_dim = registration.select, registration.split_dim
+            spec = TensorSpec.of(self._communicator, layout, padded, dtype, select, split_dim)
+            if all_padded is not None:
+                spec = replace(spec, padding=all_padded[self._mesh.group_rank])
         except (HookError, IndexError, TypeError, ValueError) as error:
             if is_agreed(error):
                 raise
@@ -124,8 +131,10 @@ class LayoutFinder:
 
     def _layout(
         self, call: HookCall, shapes: Sequence[Shape], known: ShardLayout | None, shard: Tensor
-    ) -> ShardLayout:
-        """Resolve the placements from what all ranks have proven or stated. Collective."""
+    ) -> tuple[ShardLayout, list[Padding] | None]:
+        """Resolve the placements from what all ranks have proven or stated; and the padding of all
+        ranks' tensors, where lengths differ. Collective.
+        """
         registration, mesh = call.registration, self._mesh
         site = registration.layout_site
         proven = call.evidence.placements
@@ -140,15 +149,16 @@ class LayoutFinder:
                 torch.cat([values.fingerprint(shard), row])
             ).tolist()
             prints = values.Fingerprints.of(mesh, [rank[:2] for rank in table])
-            proven = _agreed(proven, [rank[2:] for rank in table])
+            proven = common(proven, [rank[2:] for rank in table])
         stated = registration.hook_function.placements
         of_gradient: Mapping[str, Placement] = {}
         is_gradient = registration.is_backward or registration.kind == "tensor"
         if is_gradient:
             of_gradient, stated = stated, _of_activation(stated, proven)
+        padded = self._padded(call, shapes, stated, proven, known)
         layout = resolve.resolve(
             site,
-            shapes,
+            shapes if padded is None else [one.padded for one in padded],
             mesh,
             proven,
             stated,
@@ -159,13 +169,46 @@ class LayoutFinder:
         if known is not None or prints is None:
             if registration.kind == "tensor" and not self._communicator.is_local:
                 self._check_mean(call, self._proven_gradient(call)[0])
-            return layout
+            return layout, padded
         if is_gradient:
             own = {axis: p for axis, p in zip(AXES, call.stated) if p is not None}
-            return self._of_gradient(call, layout, {**of_gradient, **own}, shard, prints)
+            return self._of_gradient(call, layout, {**of_gradient, **own}, shard, prints), padded
         for axis in resolve.differing_axes(layout, prints):
             replicas.reconciled(self._communicator, site, shard, [axis])
-        return layout
+        return layout, padded
+
+    def _padded(
+        self,
+        call: HookCall,
+        shapes: Sequence[Shape],
+        stated: Mapping[str, Placement],
+        proven: Pair,
+        known: ShardLayout | None,
+    ) -> list[Padding] | None:
+        """Return the padding of all ranks' tensors, in a forward of batches of different lengths;
+        None elsewhere, and where the layout along dp is not known.
+        """
+        rows, registration = call.evidence.rows, call.registration
+        if rows is None:
+            return None
+        if registration.dp_batch != "global":
+            per_rank = zip(rows, shapes[:: self._mesh.tp_size])
+            if any(not own and math.prod(shape) for own, shape in per_rank):
+                raise ValueError(refusal_of_stand_in(registration.layout_site.name))
+            return None
+        placed = {**dict(zip(AXES, proven)), **stated}
+        dp, tp = (placed[axis] for axis in AXES)
+        layout = known or ShardLayout(dp or Replicate(), tp or Replicate())
+        if known is None and dp is None:
+            return None
+        value = 0 if registration.is_backward else self._pad_value
+        try:
+            return paddings(layout, shapes, rows, self._mesh, value)
+        except LayoutMismatchError as error:
+            raise LayoutMismatchError(
+                f"{registration.layout_site.name}: {error}; see each rank's own tensor with "
+                'HookFunction(dp_batch="local")'
+            ) from None
 
     def _of_gradient(
         self,
@@ -339,15 +382,6 @@ class LayoutFinder:
 
 def _first_known(first: Pair, second: Pair) -> Pair:
     dp, tp = (one if one is not None else other for one, other in zip(first, second))
-    return dp, tp
-
-
-def _agreed(pair: Pair, table: Sequence[Sequence[int]]) -> Pair:
-    """Return the placements that all ranks have proven alike; ``table``: their hashes by rank."""
-    dp, tp = (
-        placement if all(row[i] == table[0][i] for row in table) else None
-        for i, placement in enumerate(pair)
-    )
     return dp, tp
 
 

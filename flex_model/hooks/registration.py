@@ -66,6 +66,8 @@ class Registration:
             don't.
         places: The sites of its modules on this rank.
         had_edit: Whether it was registered with an editing function, which may be off now.
+        dp_batch: How it sees the batches of data-parallel ranks: the function's choice, or the
+            FlexModel's.
         writes: Whether the editing function has ever written to its full tensor; None before its
             first call.
     """
@@ -86,6 +88,7 @@ class Registration:
     expected_shape: ExpectedShape = field(init=False)
     split_dim: int | None = None
     places: list[ModuleSite] = field(default_factory=list)
+    dp_batch: str | None = None
     writes: bool | None = None
     had_edit: bool = field(init=False)
     site: int = field(init=False)
@@ -109,6 +112,7 @@ class Registration:
             *(() if function.select is None else (repr(function.select),)),
             *(() if self.joint is None or not self.edits else (self.given.unpack_idx,)),
             *(() if function.record else ("no record",)),
+            *(() if self.dp_batch is None else (self.dp_batch,)),
         )
 
     def expect_microbatches(self, split_dim: int | None, shape: ExpectedShape) -> None:
@@ -154,6 +158,11 @@ class Registration:
         """Those of its targets that still exist."""
         return [target for ref in self.targets if (target := ref()) is not None]
 
+    @property
+    def parameter_targets(self) -> tuple[list[Any], str]:
+        """The parameters that stand for it on this rank, and their name."""
+        return self.living_targets, self.clean_name
+
     def was_called(self, run: int) -> bool:
         """Whether one of its modules was called in that run, and its hooks there."""
         return any(place.last_run == run for place in self.places)
@@ -170,6 +179,11 @@ class Registration:
     @property
     def select(self) -> Select | None:
         return self.hook_function.select
+
+    @property
+    def is_local_batch(self) -> bool:
+        """Whether it sees the batch of its own data-parallel rank."""
+        return self.dp_batch == "local"
 
     @property
     def is_backward(self) -> bool:

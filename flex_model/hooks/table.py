@@ -8,7 +8,7 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class ActiveHooks:
         registrations: In the order in which they were made; ``indices``: their indices;
             ``parameters``: those on gradients of parameters.
         acts_in_backward: Whether one of them makes ranks communicate in backward.
+        local: Those with ``dp_batch="local"``; None for none. ``stage``: all others.
         digest: A hash of their sites, the same on all ranks.
         choice: A description of the choice for messages.
     """
@@ -46,6 +47,13 @@ class ActiveHooks:
     acts_in_backward: bool = False
     digest: int = 0
     choice: str = ""
+    local: ActiveHooks | None = None
+    stage: ActiveHooks | None = None
+
+    @property
+    def pads(self) -> bool:
+        """Whether a hook pads the batches of data-parallel ranks to one length."""
+        return any(r.dp_batch == "global" for r in self.registrations)
 
 
 def describe_choice(choice: Choice) -> str:
@@ -64,6 +72,7 @@ class HookTable:
         serves_hooks: Whether the compiled dispatcher may record tensors and pass them to editing
             functions: with one rank, which has full tensors.
         clean: Returns the name of a module or parameter for messages.
+        dp_batch: How hooks see the batches of data-parallel ranks, if their function does not say.
 
     Attributes:
         active_hooks: The active hooks.
@@ -75,12 +84,14 @@ class HookTable:
         output_ptr: dict[str, list[Tensor]],
         serves_hooks: bool,
         clean: Callable[[str], str],
+        dp_batch: str | None = None,
     ) -> None:
         self.groups = HookGroups()
         self.active_hooks = ActiveHooks()
         self._output_ptr = output_ptr
         self._serves_hooks = serves_hooks
         self._clean = clean
+        self._dp_batch = dp_batch
         self._modules: dict[int, ModuleSite] = {}
         self._parameters: dict[int, ParameterSite] = {}
         self.choices: tuple[Choice, Choice] = EVERYTHING, EVERYTHING
@@ -180,6 +191,7 @@ class HookTable:
             joint,
             targets=[weakref.ref(target) for target in targets],
             moment=moment,
+            dp_batch=None if kind == "tensor" else function.dp_batch or self._dp_batch,
         )
         self._next_index += 1
         self._make_hook(registration)
@@ -222,6 +234,7 @@ class HookTable:
             and registration.kind in ("forward", "forward_pre")
             and function.expected_shape is None
             and function.select is None
+            and not registration.is_local_batch
             and not (registration.had_edit and (registration.joint or function.parameter_names))
         )
 
@@ -401,11 +414,26 @@ class HookTable:
         found = [r for site in self._all_sites() for r in site.active]
         active = frozenset(r.index for r in found if r.index not in self._replays)
         registrations = tuple(r for r in self.registrations if r.index in active)
+        acts_in_backward = any(r.had_edit or r.kind == "tensor" or r.is_backward for r in found)
+        hooks = self._hooks_of(registrations, acts_in_backward)
+        local = tuple(r for r in registrations if r.is_local_batch)
+        if not local:
+            return hooks
+        others = tuple(r for r in registrations if not r.is_local_batch)
+        return replace(
+            hooks,
+            local=self._hooks_of(local, acts_in_backward),
+            stage=self._hooks_of(others, acts_in_backward),
+        )
+
+    def _hooks_of(
+        self, registrations: tuple[Registration, ...], acts_in_backward: bool
+    ) -> ActiveHooks:
         return ActiveHooks(
             registrations,
-            active,
+            frozenset(r.index for r in registrations),
             tuple(r for r in registrations if r.kind == "tensor"),
-            any(r.had_edit or r.kind == "tensor" or r.is_backward for r in found),
+            acts_in_backward,
             site_hash(*(r.site for r in registrations)),
             describe_choice(self.choices[0]),
         )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import Header, site_hash, sites_hash
+from flex_model.distributed.padding import Rows
 from flex_model.distributed.placement import Placement, Shard
 from flex_model.errors import agreed
 from flex_model.hooks.evidence import Evidence, Forward
@@ -26,7 +27,7 @@ from flex_model.layouts.follow import UNKNOWN, Follower, Pair
 from flex_model.layouts.inputs import seed_inputs
 from flex_model.layouts.kept import KeptTensors
 from flex_model.layouts.module_buffers import Buffers
-from flex_model.layouts.placement_encoding import encode
+from flex_model.layouts.placement_encoding import common, encode
 from flex_model.layouts.sources import (
     AXES,
     BatchDim,
@@ -52,10 +53,16 @@ class Tracking:
         forward: The running forward; swapped with another batch's in sequential runs.
         statements: The layouts that the user states with ``annotate_layout``.
         num_followed: How many forwards were followed so far.
+        has_rows: Whether this rank has rows of the batch; see ``FlexModel.no_rows``.
     """
 
     def __init__(
-        self, root: nn.Module, communicator: Communicator, batch_dim: BatchDim, follow: Follow
+        self,
+        root: nn.Module,
+        communicator: Communicator,
+        batch_dim: BatchDim,
+        follow: Follow,
+        statements: Statements | None = None,
     ) -> None:
         self._root = root
         self._communicator = communicator
@@ -68,7 +75,7 @@ class Tracking:
         self._buffers = None if communicator.is_local else Buffers(root)
         self._kept = KeptTensors()
         self._attributes = Attributes(root, self._constants, self._kept)
-        self.statements = Statements(root)
+        self.statements = Statements(root) if statements is None else statements
         self.forward = Forward()
         self.last: Follower | None = None  # of the last forward that was followed
         self._last_values: dict[Place, Any] = {}  # the values of hooks' tensors in it
@@ -76,6 +83,7 @@ class Tracking:
         self._graphs: deque[tuple[int, Follower]] = deque(maxlen=_MOST_GRAPHS)
         # The last forwards with gradients that were not followed: a backward may be theirs, too.
         self._repeated: deque[ForwardLayouts] = deque(maxlen=_MOST_GRAPHS)
+        self.has_rows = True
         self._mixed: deque[str] = deque(maxlen=_MOST_GRAPHS)  # see `mixed`, of the last forwards
 
     def state(self, statement: Statement) -> None:
@@ -89,6 +97,10 @@ class Tracking:
             raise ValueError(refuted)
         self.statements.add(statement)
         self.forget()
+
+    def note_rows(self, has_rows: bool) -> None:
+        """Note whether the next forwards have rows of the batch on this rank. Local."""
+        self.has_rows = has_rows
 
     def forget(self) -> None:
         """Follow forwards anew, after a new statement or a failed run. Local."""
@@ -121,7 +133,7 @@ class Tracking:
         assert self._buffers is not None
         self._buffers.observe()
         site = sites_hash(part, active.digest)
-        known = sites_hash(site, self._buffers.digest)
+        known = sites_hash(site, self._buffers.digest, self.has_rows)
         form, sizes = self._conditions.form(args, kwargs, known, self._attributes)
         numbers = self._memory.key_numbers(form, sizes)
         header = Header("inputs", site=site, shape=numbers)
@@ -129,7 +141,7 @@ class Tracking:
         key, layouts = self._memory.begin(tuple([other.shape for other in headers]))
         if layouts is None or layouts.needs_gradients() or self._follow == "always":
             forward.begin(key, None)
-            self._begin_to_follow(forward, args, kwargs)
+            self._begin_to_follow(forward, args, kwargs, active.pads)
             return
         forward.begin(key, layouts)
         if torch.is_grad_enabled():
@@ -151,25 +163,27 @@ class Tracking:
             for parameter in registration.living_targets
         )
 
-    def _begin_to_follow(self, forward: Forward, args: Any, kwargs: Any) -> None:
+    def _begin_to_follow(self, forward: Forward, args: Any, kwargs: Any, pads: bool) -> None:
         follower = self.follower()
         with follow.paused():  # another FlexModel may be following already
-            self.seed(follower, args, kwargs)
+            forward.note_rows(self.seed(follower, args, kwargs, pads))
         self.num_followed += 1
         with ExitStack() as stack:
             stack.enter_context(compiled.nothing_compiled())
             stack.enter_context(follower)
             forward.follow(follower, stack.pop_all())
 
-    def seed(self, follower: Follower, args: Any, kwargs: Any) -> None:
+    def seed(self, follower: Follower, args: Any, kwargs: Any, pads: bool = False) -> Rows | None:
         """Give the follower the placements of the inputs. Collective; see `seed_inputs`."""
-        seed_inputs(
+        return seed_inputs(
             follower,
             self._communicator,
             self._inputs,
             named_inputs(self._root, args, kwargs),
             self.statements,
             self._kept,
+            pads,
+            self.has_rows,
         )
 
     def follower(self) -> Follower:
@@ -240,7 +254,7 @@ class Tracking:
         if forward.parameters and torch.is_grad_enabled():
             self._graphs.append((forward.key.forward, follower))
             for registration in forward.parameters:
-                of_weight = _weight_in(follower, registration)
+                of_weight = follower.weight_of(*registration.parameter_targets)
                 if of_weight is not None:
                     of_gradients[Place(registration.site, 0)] = of_weight, None
         gradients = self._note_gradients(follower, of_gradients)
@@ -259,6 +273,7 @@ class Tracking:
                 name: self._kept.pair(tensor) for name, tensor in self._attributes.tensors().items()
             },
             comparisons=follower.recorder.comparisons,
+            rows=forward.rows,
             mixed=follower.mixed_in_dtensor,
         )
         self._buffers.note(layouts.buffers)
@@ -282,9 +297,7 @@ class Tracking:
 
     def number(self, registration: Registration) -> int:
         """Return the number of this call of the hook in the running forward."""
-        number = self.forward.numbers.get(registration.index, 0)
-        self.forward.numbers[registration.index] = number + 1
-        return number
+        return self.forward.number(registration.index)
 
     def evidence(self, registration: Registration, tensor: Tensor, number: int) -> Evidence:
         """Return the evidence of how a hook's tensor is placed. Local.
@@ -301,7 +314,7 @@ class Tracking:
             pair = forward.layouts.check(place, shape, registration.describe)
             layouts = forward.layouts
             gradient = layouts.gradients.get(place, UNKNOWN)
-            known = Evidence(forward.key.forward, pair, gradient, place=place)
+            known = Evidence(forward.key.forward, pair, gradient, place=place, rows=forward.rows)
             if None in gradient and layouts.graph is not None:
                 known.note_graph(layouts.graph, layouts.values.get(place))
             return known
@@ -314,6 +327,7 @@ class Tracking:
             graph=forward.follower,
             place=place,
             value=forward.follower.joint_value(tensor),
+            rows=forward.rows,
             needs_gradient=torch.is_grad_enabled()
             and (registration.is_backward or registration.edits)
             and not self._states_gradient(tensor),
@@ -344,7 +358,9 @@ class Tracking:
         the hook's calls: what all calls in the forwards of these keys agree on. Local.
         """
         pairs = {pair for key in keys for pair in self._memory.pairs(key, registration.site)}
-        known = Evidence(next(iter(keys), None), pairs.pop()) if len(pairs) == 1 else Evidence()
+        key = next(iter(keys), None)
+        known = Evidence(key, pairs.pop()) if len(pairs) == 1 else Evidence()
+        known.note_rows(self._memory.rows(key))
         graph = next((one for one in follow.recording() if one.follows(self._root)), None)
         if graph is not None:
             known.note_graph(graph, graph.joint_value(tensor))
@@ -381,14 +397,7 @@ class Tracking:
         with self._communicator.uncounted():
             self._communicator.check_consistency(header, f"the layouts of {len(pairs)} gradients")
             table = self._communicator.exchange(rows).tolist()
-        agreed_pairs: list[Pair] = []
-        for i, pair in enumerate(pairs):
-            dp, tp = (
-                one if all(rank[i][axis] == table[0][i][axis] for rank in table) else None
-                for axis, one in enumerate(pair)
-            )
-            agreed_pairs.append((dp, tp))
-        return agreed_pairs
+        return [common(pair, [rank[i] for rank in table]) for i, pair in enumerate(pairs)]
 
     def prove_gradient(self, evidence: Evidence) -> Pair:
         """Return the placements of the gradient of a hook's tensor, in a backward. Collective where
@@ -419,7 +428,7 @@ class Tracking:
         """
         known: tuple[set[Placement | None], set[Placement | None]] = (set(), set())
         for key, graph in self._graphs:
-            value = _weight_in(graph, registration)
+            value = graph.weight_of(*registration.parameter_targets)
             if value is None:
                 continue
             gradient, of_part = self._of_backward(graph, value)
@@ -441,7 +450,10 @@ class Tracking:
         the reason is unknown, too. Local.
         """
         for _, graph in self._graphs:
-            proofs, value = graph.proofs.along.get(axis), _weight_in(graph, registration)
+            proofs, value = (
+                graph.proofs.along.get(axis),
+                graph.weight_of(*registration.parameter_targets),
+            )
             why = "" if proofs is None or value is None else proofs.gradients.obstacle(value)
             if why:
                 return why
@@ -481,15 +493,6 @@ class Tracking:
         """Note the placements of a hook's replacement for a tensor. Local."""
         if evidence.graph is not None and evidence.graph in follow.recording():
             evidence.note_edit(evidence.graph.place_edited(tensor, original, placed))
-
-
-def _weight_in(graph: Follower, registration: Registration) -> Any:
-    """Return a follower's value for a hook's parameter; None where the forward did not use it."""
-    found = (
-        graph.weight(parameter, registration.clean_name)
-        for parameter in registration.living_targets
-    )
-    return next((value for value in found if value is not None), None)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flex_model.distributed.communicator import Communicator
 from flex_model.errors import HookError
@@ -40,7 +40,7 @@ class UserFunction:
         self,
         communicator: Communicator,
         save_ctx: Namespace,
-        modules: nn.ModuleDict,
+        modules: Any,
         observers: Sequence[Observer],
     ) -> None:
         self._communicator, self._observers = communicator, observers

@@ -13,6 +13,7 @@ from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.placement import Shape, ShardLayout
 from flex_model.errors import HookError, agreed
 from flex_model.hooks.hook_call import HookCall
+from flex_model.hooks.own_batch import refuse_local
 from flex_model.hooks.registration import Registration
 from flex_model.inspection import call_costs, text
 from flex_model.inspection.call_costs import CallCosts, Cost, Setup
@@ -147,6 +148,7 @@ class DryRun(list[DryRunRow]):
 
 def dry_run(core: HookCore, args: Any, kwargs: Any) -> DryRun:
     """See ``FlexModel.dry_run``. Collective over the grid."""
+    refuse_local(core.table.registrations, "dry_run")
     follower = core.tracking.follower()
     with core.communicator.uncounted():
         seen = on_shapes(

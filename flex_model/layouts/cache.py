@@ -21,6 +21,7 @@ from torch import nn
 
 from flex_model import _C
 from flex_model.distributed.header import site_hash, sites_hash
+from flex_model.distributed.padding import Rows
 from flex_model.distributed.placement import Shape
 from flex_model.errors import HookError
 from flex_model.layouts.arguments import describe
@@ -56,6 +57,7 @@ class ForwardLayouts:
         growth: The growth of the shapes from call to call, for a predicted forward;
             ``comparison_growth``: that of the compared numbers.
         num_retries: How often it was followed again to follow its backward.
+        rows: Of batches of different lengths: the rows of each data-parallel rank.
         mixed: Where ranks mixed parts of a tensor of which a DTensor was made; empty for nowhere.
     """
 
@@ -71,6 +73,7 @@ class ForwardLayouts:
     growth: dict[Place, Shape] | None = None
     comparison_growth: list[tuple[Any, Any]] = field(default_factory=list)
     num_retries: int = 0
+    rows: Rows | None = None
     mixed: str = ""
 
     def needs_gradients(self) -> bool:
@@ -212,6 +215,11 @@ class LayoutCache:
         if layouts is None:
             return []
         return [pair for place, pair in layouts.pairs.items() if place.site == site]
+
+    def rows(self, key: int | None) -> Rows | None:
+        """Return `ForwardLayouts.rows`; None for a forward that is not cached."""
+        layouts = None if key is None else self._forwards.get(key)
+        return None if layouts is None else layouts.rows
 
     def mixed(self, key: int | None) -> str:
         """Return `ForwardLayouts.mixed`; empty for a forward that is not cached."""

@@ -56,7 +56,8 @@ def follow_collective(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
         proofs.note_step(value, f"{of} along {axes}", inputs)
         place = source_index(base, len(reader.operands), i)
         found = None
-        if axes is not None and place < len(reader.operands):
+        is_ignored = proofs.ignores_collectives and proofs.axis in (axes or ())
+        if axes is not None and place < len(reader.operands) and not is_ignored:
             operand, read = reader.operands[place], reader.values[place]
             is_sum = reduction == "sum" and axes == (proofs.axis,)
             is_of_layer = proofs.is_layer(proofs.module) or proofs.is_layer(proofs.exited)

@@ -192,6 +192,10 @@ class Follower:
 
     # What is known of tensors.
 
+    def follow_own_batch(self) -> None:
+        """Infer placements along dp from this rank's operations alone; see `MeshProofs`."""
+        self.proofs.follow_own_batch()
+
     def note_input(self, tensor: Tensor, name: str, placements: Pair) -> None:
         """Log an input of the forward, under the same name on all ranks."""
         dp, tp = placements
@@ -232,6 +236,11 @@ class Follower:
     def weight(self, tensor: Tensor, name: str) -> Value | None:
         """Return the value of a weight that the forward has used."""
         return self.recorder.values.weight(tensor, name)
+
+    def weight_of(self, parameters: Sequence[Tensor], name: str) -> Value | None:
+        """Return the value of the parameters' first one that the forward has used."""
+        found = (self.weight(parameter, name) for parameter in parameters)
+        return next((value for value in found if value is not None), None)
 
     def has_written(self, buffer: Tensor) -> bool:
         """Whether a write to the buffer was recorded."""

@@ -10,7 +10,8 @@ from torch import Tensor
 from flex_model.distributed import values
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import Header, site_hash
-from flex_model.distributed.placement import Placement, Replicate
+from flex_model.distributed.padding import Rows
+from flex_model.distributed.placement import Placement, Replicate, Shard
 from flex_model.errors import agreed
 from flex_model.integrations import dtensor
 from flex_model.layouts.follow import Follower
@@ -28,34 +29,43 @@ def seed_inputs(
     inputs: Sequence[tuple[str, Tensor, bool]],
     statements: Statements,
     kept: KeptTensors,
-) -> None:
+    pads: bool = False,
+    has_rows: bool = True,
+) -> Rows | None:
     """Add the inputs of a forward to what the follower knows. Collective.
 
     Args:
         by_batch_dim: Infers from ``batch_dim`` which inputs hold rows.
         inputs: Their names, the tensors, and whether they are in an object of the arguments.
         kept: Tensors of earlier forwards.
+        pads: Whether hooks pad tensors of different lengths to one.
+        has_rows: Whether the inputs hold rows of the batch here, not those of a stand-in.
+
+    Returns:
+        With ``pads``, where the batches of the data-parallel ranks differ in more than their number
+        of rows, or a rank has none: that number on each of these ranks. None elsewhere.
 
     Raises:
         ValueError: whether an input holds rows of the batch can't be known. On every rank.
     """
     mesh = communicator.mesh
     with torch.no_grad():
-        sketches = [_sketch(tensor) for _, tensor, _ in inputs]
+        sketches = [_sketch(tensor, has_rows) for _, tensor, _ in inputs]
     header = Header("inputs", site=site_hash("follow", len(inputs)))
     communicator.check_consistency(
         header, f"a followed forward with {len(inputs)} tensors as inputs"
     )
     if not sketches:
-        return
+        return None
     table = communicator.exchange(torch.stack(sketches)).tolist()
     shapes, prints = [], []
     for of_ranks in zip(*table):
-        shapes.append([tuple(row[3 : 3 + row[2]]) for row in of_ranks])
+        shapes.append([tuple(row[4 : 4 + row[2]]) for row in of_ranks])
         prints.append(values.Fingerprints.of(mesh, [row[:2] for row in of_ranks]))
     passed = [i for i, (_, _, is_state) in enumerate(inputs) if not is_state]
     of_root = statements.of_inputs()
     along_dp: dict[int, Placement | None] = {}
+    rows: Rows | None = None
     if mesh.dp_size > 1:
         line = mesh.ranks_along(("dp",), 0)
         try:
@@ -68,6 +78,16 @@ def seed_inputs(
         except ValueError as error:
             raise agreed(error) from None
         along_dp = dict(zip(passed, found))
+        is_stand_in = [not table[place][0][3] for place in line]
+        if any(is_stand_in) and not pads:
+            raise agreed(ValueError(refusal_of_stand_in("the active hooks")))
+        if pads:
+            inputs_along = [
+                (one, [shapes[i][place] for place in line]) for i, one in along_dp.items()
+            ]
+            rows = _rows_of_ragged(inputs_along, is_stand_in)
+    if rows is not None:
+        follower.follow_own_batch()
     for i in passed:
         name, tensor, _ = inputs[i]
         dp: Placement | None = along_dp.get(i, Replicate())
@@ -85,16 +105,49 @@ def seed_inputs(
             alike = [prints[i].equal_along(axis) for axis in ("dp", "tp")]
             dp, tp = (Replicate() if equal else None for equal in alike)
             follower.note_input(tensor, f"counter in {name!r}, tensor {i}", (dp, tp))
+    return rows
 
 
-def _sketch(tensor: Tensor) -> Tensor:
+def refusal_of_stand_in(what: str) -> str:
+    """Return the message for a hook that can't leave out the rows of a stand-in."""
+    return (
+        f"{what}: a data-parallel rank runs in no_rows(), and its rows are not of the batch; leave "
+        'them out with FlexModel(dp_batch="global") or HookFunction(dp_batch="global"), or choose '
+        "no hooks for such runs with groups=()"
+    )
+
+
+def _rows_of_ragged(
+    inputs: Sequence[tuple[Placement | None, Sequence[tuple[int, ...]]]],
+    is_stand_in: Sequence[bool],
+) -> Rows | None:
+    """Return the rows of each data-parallel rank, if one has none, or an input of rows differs in
+    another dim; None if no input does.
+
+    Args:
+        inputs: The placement along dp and the shapes on all data-parallel ranks.
+        is_stand_in: By data-parallel rank: whether it has no rows of the batch.
+    """
+    split = [(one.dim, shapes) for one, shapes in inputs if isinstance(one, Shard)]
+    if not split:
+        return None
+    dim, first = split[0]
+    rows = tuple(0 if none else shape[dim] for shape, none in zip(first, is_stand_in))
+    differs = any(
+        len({shape[:dim] + shape[dim + 1 :] for shape in shapes}) > 1 for dim, shapes in split
+    )
+    return rows if differs or 0 in rows else None
+
+
+def _sketch(tensor: Tensor, has_rows: bool) -> Tensor:
     """An input's fingerprint and shape, of a fixed size."""
-    row = torch.zeros(3 + _MAX_DIMS, dtype=torch.int64)
+    row = torch.zeros(4 + _MAX_DIMS, dtype=torch.int64)
+    row[3] = has_rows
     if dtensor.is_dtensor(tensor):
         tensor = dtensor.to_local(tensor)
     if not tensor.is_meta and tensor.layout == torch.strided and not tensor.is_nested:
         row[:2] = values.fingerprint(dtensor.wait(tensor))
     shape = tensor.shape[:_MAX_DIMS]
     row[2] = len(shape)
-    row[3 : 3 + len(shape)] = torch.tensor(shape, dtype=torch.int64)
+    row[4 : 4 + len(shape)] = torch.tensor(shape, dtype=torch.int64)
     return row

@@ -19,6 +19,7 @@ class MeshProofs:
 
     def __init__(self, mesh: Mesh, trusts_conditions: bool = True) -> None:
         self._mesh = mesh
+        self._is_own_batch = False
         sizes = (mesh.dp_size, mesh.tp_size)
         self.along = {
             axis: AxisProofs(axis, size, other, trusts_conditions)
@@ -26,10 +27,22 @@ class MeshProofs:
             if size > 1
         }
 
+    def follow_own_batch(self) -> None:
+        """Infer placements along dp as if all ranks had batches of this rank's sizes, from now on:
+        then they run what this rank runs. That proves how its tensors lie in the whole, where the
+        batches of the ranks differ in length; the ranks compare what each has proven.
+        """
+        self._is_own_batch = True
+        if "dp" in self.along:
+            self.along["dp"].ignore_collectives()
+
     def follow(self, chunks: Sequence[Chunk]) -> None:
         """Infer from the next chunks of the logs of all ranks of the grid."""
         for axis, proofs in self.along.items():
-            proofs.follow([chunks[place] for place in self._mesh.ranks_along((axis,))])
+            if axis == "dp" and self._is_own_batch:
+                proofs.follow([chunks[self._mesh.group_rank]] * self._mesh.dp_size)
+            else:
+                proofs.follow([chunks[place] for place in self._mesh.ranks_along((axis,))])
 
     def placements(self, value: Any) -> Pair:
         """Return the placements of a value; along an axis of one rank it is always replicated."""

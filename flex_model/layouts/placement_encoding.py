@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from flex_model.distributed.placement import Partial, Placement, Replicate, Shard
@@ -28,3 +29,16 @@ def decode(encoded: Any) -> Placement | None:
     if kind == "S":
         return Shard(*fields)
     return Replicate() if kind == "R" else Partial()
+
+
+def common(pair: Pair, hashes: Sequence[Sequence[int]]) -> Pair:
+    """Return the placements that all ranks have alike, None along the other axes.
+
+    Args:
+        hashes: Those of the ranks' encoded placements, along dp and tp.
+    """
+    dp, tp = (
+        placement if all(row[i] == hashes[0][i] for row in hashes) else None
+        for i, placement in enumerate(pair)
+    )
+    return dp, tp

@@ -73,6 +73,8 @@ class AxisProofs:
         shard_conditions: Values of ``all`` or ``any`` over the elements of a shard.
         received: Values that a collective returned.
         exited: The module whose forward ended last, if none has begun since.
+        ignores_collectives: Whether nothing is inferred from collectives along this axis: in
+            batches of different sizes, the mean of the ranks' means is not the mean, for one.
         difference: The first operation that not all ranks ran.
         may_have_diverged: Whether the unsharded program may have taken another path, by a size or
             an element that differs there.
@@ -114,6 +116,7 @@ class AxisProofs:
         self.shard_conditions: set[Value] = set()
         self.received: set[Value] = set()
         self.exited = ""
+        self.ignores_collectives = False
         self._sharded: set[str] = set()  # modules with a sharded weight
         self._modules: list[str] = []  # running
         self.gradients = Gradients(self)
@@ -177,6 +180,10 @@ class AxisProofs:
         return None if self.numbers.may_be_made_of_size(size) else size
 
     # Inference.
+
+    def ignore_collectives(self) -> None:
+        """Infer nothing from collectives along this axis, from now on."""
+        self.ignores_collectives = True
 
     def follow(self, chunks: Sequence[Chunk]) -> None:
         """Infer from what the ranks of the axis ran since the last comparison."""

@@ -27,6 +27,11 @@ ExpectedShape = tuple[int | None, ...] | None
 PROVEN = "the operations that made it"
 STATED = "its statement"
 
+PAD = (
+    "pad the inputs of the data-parallel ranks to one length, or choose how hooks see different "
+    'ones: FlexModel(dp_batch="global") pads them, "local" passes each rank its own'
+)
+
 AXIS_NAMES = {"dp": "data-parallel", "tp": "tensor-parallel"}
 
 
@@ -211,7 +216,7 @@ def _full_shape(site: Site, layout: ShardLayout, shapes: Sequence[Shape], mesh: 
             for column in columns
         ]
         if any(len(sizes) > 1 for sizes in others):
-            advice = "pad the inputs of the data-parallel ranks to one length"
+            advice = PAD
         else:
             advice = "give the tensor-parallel ranks the same inputs, or hook another module"
         raise LayoutMismatchError(f"{site.name}: {error}; {advice}") from None
@@ -261,7 +266,7 @@ def _uneven(shapes: Sequence[Shape], mesh: Mesh, unknown: Sequence[str]) -> str:
     line = [shapes[place] for place in mesh.ranks_along(("dp",), 0)]
     if "dp" not in unknown or len({shape[1:] for shape in line}) == 1:
         return ""
-    return "; pad the inputs of the data-parallel ranks to one length"
+    return f"; {PAD}"
 
 
 def _lines(

@@ -8,7 +8,8 @@ nothing is gathered: each rank keeps its shard, also for hooks that edit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,7 @@ class Records:
 
     Attributes:
         keeps_parts: Whether records are for a store, each rank's own shard.
+        lengths: By record name: see ``FlexModel.lengths``.
         on_all_ranks: Whether every rank keeps full tensors; ``keeps_full``: whether this rank does.
     """
 
@@ -82,6 +84,7 @@ class Records:
         self.keep_parts(False)
         self._step = step
         self._snapshots = Snapshots(communicator)
+        self.lengths: dict[Any, list[dict[int, Shape]]] = {}
         # Dtypes and shapes on all ranks at the end of runs, by the hashes that ranks exchanged.
         self._tensors: dict[tuple[int, ...], list[list[tuple[torch.dtype, Shape]]]] = {}
 
@@ -101,6 +104,15 @@ class Records:
     def clear(self, name: str) -> None:
         """Drop the records of one name."""
         self.output_ptr.pop(name, None)
+        self.lengths.pop(name, None)
+
+    def note_lengths(self, call: HookCall, spec: TensorSpec) -> None:
+        """Note the lengths of the rows in a tensor that is recorded. On every rank."""
+        registration = call.registration
+        if call.records and registration.dp_batch == "global":
+            padding = {} if spec.padding is None else dict(spec.padding.lengths)
+            name = registration.hook_function.record_name
+            self.lengths.setdefault(name, []).append(padding)
 
     def exchange(
         self, names: Iterable[str], records: dict[str, list[Tensor]]
@@ -113,7 +125,7 @@ class Records:
         self.output_ptr.update(records)
         return found
 
-    def extend(self, records: dict[str, list[Tensor]]) -> None:
+    def extend(self, records: Mapping[str, list[Any]]) -> None:
         """Append the records of a batch."""
         for name, tensors in records.items():
             self.output_ptr.setdefault(name, []).extend(tensors)
@@ -249,6 +261,9 @@ class Records:
             shard = snapshot.tensor
             spec = resolve(record.call, shapes, shard.dtype, record.known, shard)
             self._communicator.meter.turn_to(record.call.registration.site)
+            self.note_lengths(record.call, spec)
+            if spec.padding is not None:
+                snapshot.change(spec.padding.put)
             if spec.pick is not None:
                 snapshot.change(spec.pick.take)
             if spec.layout.partial_axes:  # reducing needs the same device type on all ranks
@@ -266,7 +281,9 @@ class Records:
         compared = [
             (record, spec.layout)
             for record, spec in zip(pending, specs)
-            if self._is_replicated(spec.layout) and replicas.are_compared(record.snapshot.tensor)
+            if self._is_replicated(spec.layout)
+            # A data-parallel rank may have no rows of it.
+            and replicas.are_compared(record.snapshot.tensor, math.prod(spec.full_shape))
         ]
         if not compared:
             return

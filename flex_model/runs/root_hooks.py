@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from flex_model.hooks.own_batch import OwnBatch
 from flex_model.hooks.table import HookTable
 from flex_model.hooks.tracking import Tracking
 from flex_model.integrations import compiled
@@ -32,11 +33,13 @@ class RootHooks:
         runs: Runs,
         table: HookTable,
         tracking: Tracking,
+        own_batch: OwnBatch,
         graphs: Graphs,
         watch: BackwardWatch,
         watches: bool,
     ) -> None:
         self._module, self.runs, self._table, self._tracking = module, runs, table, tracking
+        self._own_batch = own_batch
         self._graphs, self._watch, self._watches = graphs, watch, watches
         self._handles: list[Any] = []
 
@@ -73,7 +76,9 @@ class RootHooks:
         self.runs.check_entry()
         if not in_backward():
             self.runs.begin_direct()
-            self._tracking.begin(args, kwargs, self._table.active_hooks)
+            hooks = self._table.active_hooks
+            self._tracking.begin(args, kwargs, hooks.stage or hooks)
+            self._own_batch.begin_forward(args, kwargs, hooks)
 
     @compiled.outside_graphs
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -86,6 +91,7 @@ class RootHooks:
         error = sys.exc_info()[1]
         error = None if error is run.outer_error else error
         self._tracking.end(output, failed=error is not None)
+        self._own_batch.end_forward(output, failed=error is not None)
         if self._table.active_hooks.acts_in_backward and self._watches:
             self._graphs.watch(run, output)
             self._watch.watch_from(output)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from flex_model.distributed.mesh import Mesh, initialize_from_launcher, is_distributed
 from flex_model.hooks.core import HookCore
+from flex_model.hooks.function import check_dp_batch
 from flex_model.hooks.tracking import Follow
 from flex_model.integrations import model_mesh
 from flex_model.integrations.mesh_sources import Source
@@ -57,6 +58,8 @@ class Settings:
     batch_mode: str
     return_on: str
     microbatch_dim: int | Mapping[str, int] | None
+    dp_batch: str | None
+    pad_value: float
 
     def __post_init__(self) -> None:
         output_ptr, timeout = self.output_ptr, self.timeout
@@ -78,6 +81,9 @@ class Settings:
                 f"FlexModel: timeout must be a number of seconds above 0, got {timeout!r}"
             )
         check_batch_dim(self.batch_dim)
+        check_dp_batch(self.dp_batch, "FlexModel")
+        if isinstance(self.pad_value, bool) or not isinstance(self.pad_value, (int, float)):
+            raise TypeError(f"FlexModel: pad_value must be a number, got {self.pad_value!r}")
 
     def make_core(
         self,
@@ -103,6 +109,8 @@ class Settings:
             batch_dim=self.batch_dim,
             follow=self.follow,
             make_parameters=make_parameters,
+            dp_batch=self.dp_batch,
+            pad_value=self.pad_value,
         )
 
     def find_mesh(self, root: nn.Module, stages: Sequence[Source] = ()) -> Mesh:
