@@ -22,7 +22,6 @@ from flex_model.distributed.group_pool import GroupPool
 from flex_model.distributed.header import Header
 from flex_model.distributed.mesh import GRID, Axis, Mesh
 from flex_model.distributed.plain import plain
-from flex_model.distributed.transports import transport
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.transport import Gathered
 from flex_model.errors import HookError, HookMismatchError, UnpackIndexError, agreed, see
@@ -382,7 +381,7 @@ class Communicator(GroupPool):
     def all_reduce_sum(self, axes: tuple[Axis, ...], tensor: Tensor) -> Tensor:
         """Return the sum over the ranks along ``axes``, on every rank."""
         moved = self._count(axes, 2 * tensor.nbytes)  # its summand and the sum
-        return self._move(transport.all_reduce_sum, axes, plain(tensor), num_bytes=moved)
+        return self._move("all_reduce_sum", axes, plain(tensor), num_bytes=moved)
 
     def _move(
         self,

@@ -17,7 +17,8 @@ from flex_model.distributed.mesh import GRID, Axis, Mesh
 from flex_model.distributed.rounds import Round
 
 HEADER_BYTES = 64
-SUMMED_BYTES = 8 << 20  # of each rank, that are gathered at a time to be summed
+SUMMED_BYTES = 8 << 20  # of each rank, that are summed at a time
+_MIN_PART_BYTES = 4096  # of a tensor that hosts share out
 
 
 def of_gather_to_first(plan: GatherPlan, ranks: Sequence[int], rank: int) -> int:
@@ -118,10 +119,15 @@ class BetweenHosts:
         return moves.traffic()
 
     def all_reduce(self, axes: tuple[Axis, ...], held: Sequence[int]) -> Traffic:
-        """Of a sum over each group along ``axes``, which gathers all summands."""
+        """Of a sum over each group along ``axes``."""
         total = Traffic()
         for at in range(0, max(held), SUMMED_BYTES):
-            total += self.all_gather(axes, [min(max(n - at, 0), SUMMED_BYTES) for n in held])
+            moves = _Moves(self._names)
+            for members in _groups(self.mesh, axes):
+                num_bytes = min(max(held[members[0]] - at, 0), SUMMED_BYTES)
+                names, ranks = self._by_host(members, [1] * len(held))
+                moves.add(names, _of_sum(tuple(ranks), num_bytes))
+            total += moves.traffic()
         return total
 
     def to_first(self, axes: tuple[Axis, ...], held: Sequence[int]) -> Traffic:
@@ -141,8 +147,7 @@ class BetweenHosts:
     def broadcast(self, num_bytes: int) -> Traffic:
         """Of a broadcast from the first rank to all."""
         moves, names = _Moves(self._names), self._names
-        places = range(len(names))
-        moves.add(names, [rounds.broadcast(place, len(names), num_bytes) for place in places])
+        moves.add(names, _of_broadcast(len(names), num_bytes))
         return moves.traffic()
 
     @property
@@ -155,6 +160,34 @@ class BetweenHosts:
         for place in members:
             totals[self.hosts[place]] = totals.get(self.hosts[place], 0) + held[place]
         return list(totals), list(totals.values())
+
+
+def is_in_parts(num_hosts: int, num_ranks: int, num_bytes: int) -> bool:
+    """Whether each host takes a part of a tensor that is summed or broadcast, and the parts are
+    gathered then: it takes fewer bytes than to send the whole, and more messages.
+    """
+    return num_ranks > 2 and num_bytes >= num_hosts * _MIN_PART_BYTES
+
+
+def _of_sum(ranks: tuple[int, ...], num_bytes: int) -> list[list[Round]]:
+    """The rounds of each host, whose numbers of ranks are given."""
+    if not is_in_parts(len(ranks), sum(ranks), num_bytes):
+        return _of_all_gather(tuple(count * num_bytes for count in ranks))
+    parts = rounds.even_parts(num_bytes, len(ranks))
+    gathered = _of_all_gather(tuple(parts))
+    return [
+        rounds.all_to_all(i, [count * n for n in parts], [parts[i] * n for n in ranks])
+        + gathered[i]
+        for i, count in enumerate(ranks)
+    ]
+
+
+def _of_broadcast(num_hosts: int, num_bytes: int) -> list[list[Round]]:
+    if not is_in_parts(num_hosts, num_hosts, num_bytes):
+        return [rounds.broadcast(i, num_hosts, num_bytes) for i in range(num_hosts)]
+    parts = rounds.even_parts(num_bytes, num_hosts)
+    gathered = _of_all_gather(tuple(parts))
+    return [rounds.scatter_from_first(i, parts) + gathered[i] for i in range(num_hosts)]
 
 
 @lru_cache(maxsize=64)  # groups have equal sizes, mostly

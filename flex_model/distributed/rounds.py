@@ -14,6 +14,8 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+_LARGEST_ELEMENT_BYTES = 16
+
 
 class Part(NamedTuple):
     """The bytes of a buffer from ``start`` to ``stop``, which go to a rank or come from it."""
@@ -76,6 +78,24 @@ def scatter_from_first(rank: int, sizes: Sequence[int]) -> list[Round]:
     if rank > 0:
         return [_round([], [Part(0, 0, sizes[rank])])]
     return [_round(_of_others(sizes), [])]
+
+
+def all_to_all(rank: int, sent: Sequence[int], received: Sequence[int]) -> list[Round]:
+    """The round that sends ``sent[r]`` bytes to each rank r. The buffer has the bytes for all ranks
+    in their order, then those from all ranks; what a rank has for itself stays where it is.
+    """
+    others = [(rank + step) % len(sent) for step in range(1, len(sent))]
+    out = list(itertools.accumulate(sent, initial=0))
+    back = list(itertools.accumulate(received, initial=out[-1]))
+    sends = [Part(r, out[r], out[r + 1]) for r in others]
+    return [_round(sends, [Part(r, back[r], back[r + 1]) for r in others])]
+
+
+def even_parts(num_bytes: int, num_ranks: int) -> list[int]:
+    """The sizes of equal parts of a tensor, a part of each rank, whose elements they don't cut."""
+    units = -(-num_bytes // _LARGEST_ELEMENT_BYTES)
+    cuts = [units * rank // num_ranks * _LARGEST_ELEMENT_BYTES for rank in range(num_ranks)]
+    return [min(stop, num_bytes) - start for start, stop in zip(cuts, [*cuts[1:], num_bytes])]
 
 
 def _of_others(sizes: Sequence[int]) -> list[Part]:

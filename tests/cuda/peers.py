@@ -17,7 +17,7 @@ from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.choice import choose
 from flex_model.distributed.transports.nccl import Nccl
 from flex_model.distributed.transports.peer_memory import PeerMemory
-from flex_model.distributed.transports.transport import Gathered, all_reduce_sum
+from flex_model.distributed.transports.transport import Gathered
 from tests.cuda.processes import join_ranks
 from tests.ops.test_ops import as_bytes, blocks, plan_of
 
@@ -95,7 +95,7 @@ def check_all(transport, rank, num_ranks, device):
     total = terms[0].clone()
     for term in terms[1:]:
         total += term
-    same_bits(all_reduce_sum(transport, terms[rank].to(device)), total)
+    same_bits(transport.all_reduce_sum(terms[rank].to(device)), total)
     got = transport.broadcast(terms.to(device) if rank == 0 else None, terms.to(device))
     same_bits(got, terms)
     # Ranks out of step, and buffers that grow.
@@ -120,7 +120,7 @@ def main():
     if rank == 0:  # a closed one leaves room for the next
         print(means, "passed")
     second = transport_of(means, group, device)
-    all_reduce_sum(second, torch.ones(3, device=device))
+    second.all_reduce_sum(torch.ones(3, device=device))
     second.close()
     group.release()
     dist.destroy_process_group()

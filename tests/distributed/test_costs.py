@@ -154,6 +154,36 @@ def test_a_run_on_sixteen_ranks_moves_what_is_predicted(settings, sites, monkeyp
         check_run(4, 4, where, settings, sites, monkeypatch)
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("where", ["two hosts", "interleaved hosts", "a host of each"])
+def test_sums_and_broadcasts_move_what_is_predicted(where, monkeypatch):
+    made = counting(monkeypatch)
+    with hosts(where):
+        communicator = Communicator(Mesh.from_sizes(2, 1, 2), 30.0)
+        between = BetweenHosts(communicator.mesh, communicator.hosts)
+        for axes in (("dp", "tp"), ("dp",), ("tp",)):
+            communicator.transport(axes)
+            for size in (3, 3000, 100_003):
+                take(made, between.hosts)
+                communicator.all_reduce_sum(axes, torch.ones(size))
+                of_run = between.all_reduce(axes, [4 * size] * 4)
+                none = (0,) * len(set(between.hosts))
+                predicted = of_run.sent or none, of_run.received or none, of_run.messages or none
+                assert predicted == take(made, between.hosts), (axes, size)
+                num_hosts = len(none)
+                if size > 10_000 and len(axes) == 2:  # in parts: not each summand to each host
+                    parts = (4 // num_hosts + 1) * 4 * size * (num_hosts - 1) / num_hosts
+                    assert max(of_run.sent) <= 1.001 * parts
+        for size in (3, 3000, 100_003):
+            take(made, between.hosts)
+            full = torch.arange(size)
+            got = communicator.broadcast(full if dist.get_rank() == 0 else None, full * 0)
+            assert torch.equal(got, full)
+            of_run = between.broadcast(8 * size)
+            assert (of_run.sent, of_run.received, of_run.messages) == take(made, between.hosts)
+        communicator.close()
+
+
 def sharded():
     """For the command: the model of ``check_run`` on two data- by two tensor-parallel ranks."""
     group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"].get_group()
@@ -309,7 +339,9 @@ def test_steps_and_the_time_of_links():
     header = between.exchange(64)
     assert (header.steps, header.waited_bytes, header.most_messages) == (3, 7 * 128, 3)
     assert header.sent == header.received == (7 * 128,) * 8
-    sent = between.broadcast(1000)
+    small, large = between.broadcast(1000), between.broadcast(80_000)
+    sent = small
+    assert (large.steps, large.waited_bytes) == (1 + 3, 2 * 70_000)
     assert (sent.steps, sent.waited_bytes) == (3, 3000)
     assert sent.sent == (3000, 2000, 1000, 1000, 0, 0, 0, 0)
     assert sent.received == (0, *[1000] * 7)

@@ -17,6 +17,7 @@ from torch import nn
 
 from flex_model import FlexModel, HookError, HookFunction
 from flex_model.distributed.communicator import Communicator
+from flex_model.distributed.header import Header
 from flex_model.distributed.mesh import GRID, Mesh
 from flex_model.distributed.rounds import Part, Round
 
@@ -65,6 +66,28 @@ def test_three_ranks_exchange_bytes(monkeypatch):
 def test_five_ranks_exchange_bytes(monkeypatch):
     with connected(monkeypatch) as communicator:
         check_exchanges(communicator.transport(GRID), dist.get_rank(), 5)
+
+
+@pytest.mark.ranks(5, timeout=120)
+@pytest.mark.parametrize("of_ranks", ["abcab", "aabbc", "abcde"])
+def test_hosts_of_different_numbers_of_ranks_give_the_same_to_all(of_ranks, monkeypatch):
+    rank = dist.get_rank()
+    monkeypatch.setenv("FLEX_MODEL_HOST", f"host {of_ranks[rank]}")
+    communicator = Communicator(Mesh.from_sizes(5, 1, 1), 20.0)
+    for size in (3, 50_001):
+        terms = torch.randn(5, size, generator=torch.Generator().manual_seed(size))
+        total = terms[0] + terms[1] + terms[2] + terms[3] + terms[4]
+        assert torch.equal(communicator.all_reduce_sum(("tp",), terms[rank]), total)
+        rows = communicator.exchange(terms[rank])
+        assert torch.equal(rows, terms)
+        got = communicator.broadcast(terms[0] if rank == 0 else None, torch.empty(size))
+        assert torch.equal(got, terms[0])
+    with pytest.raises(HookError) as caught:
+        communicator.check_consistency(Header("tensor", site=7 + (rank == 3)), f"place {rank}")
+    texts = [None] * 5
+    dist.all_gather_object(texts, str(caught.value))
+    assert len(set(texts)) == 1 and all(f"rank {r} is at place {r}" in texts[0] for r in range(5))
+    communicator.close()
 
 
 def waiting():

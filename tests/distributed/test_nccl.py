@@ -15,7 +15,7 @@ from flex_model.distributed.transports import nccl
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.gloo import Gloo
 from flex_model.distributed.transports.nccl import Nccl
-from flex_model.distributed.transports.transport import Gathered, all_reduce_sum
+from flex_model.distributed.transports.transport import Gathered
 from tests.ops.test_ops import as_bytes, blocks, plan_of, random_tensor
 
 
@@ -116,7 +116,7 @@ def test_broadcast_and_sum():
     terms = torch.randn(2, 3, 5).to(torch.bfloat16)
     with connected() as transport:
         got = transport.broadcast(full if dist.get_rank() == 0 else None, torch.empty_like(full))
-        total = all_reduce_sum(transport, terms[dist.get_rank()])
+        total = transport.all_reduce_sum(terms[dist.get_rank()])
     assert torch.equal(as_bytes(got), as_bytes(full))
     assert torch.equal(total, terms[0] + terms[1])
 

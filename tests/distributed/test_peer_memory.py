@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flex_model  # noqa: F401  (loads the ops)
 from flex_model.distributed.transports.peer_memory import PeerMemory, slot_bytes_for
-from flex_model.distributed.transports.transport import Gathered, all_reduce_sum
+from flex_model.distributed.transports.transport import Gathered
 from tests.ops.test_ops import as_bytes, blocks, plan_of, random_tensor
 
 
@@ -186,7 +186,7 @@ def test_scatter_broadcast_and_sum():
         rank = transport.group.rank
         mine = transport.scatter_from_first(full if rank == 0 else None, shards[rank], plan)
         same = transport.broadcast(full if rank == 0 else None, torch.empty_like(full))
-        return mine, same, all_reduce_sum(transport, terms[rank])
+        return mine, same, transport.all_reduce_sum(terms[rank])
 
     expected = ((terms[0] + terms[1]) + terms[2]) + terms[3]
     for rank, (mine, same, total) in enumerate(on_ranks(4, body)):
@@ -216,7 +216,7 @@ def test_empty_tensors_need_no_meeting():
         (full,) = transport.all_gather(torch.zeros(0, 2), plan)
         fulls = transport.gather_to_first([Gathered(plan, [0, 1], torch.zeros(0, 2))])
         transport.scatter_from_first(torch.zeros(0, 4), torch.zeros(0, 2), plan)
-        total = all_reduce_sum(transport, torch.zeros(0))
+        total = transport.all_reduce_sum(torch.zeros(0))
         return full.shape, fulls and fulls[0].shape, total.shape, memory.num_meetings
 
     assert on_ranks(2, body) == [((0, 4), (0, 4), (0,), 0), ((0, 4), None, (0,), 0)]

@@ -82,3 +82,29 @@ def test_a_gather_to_the_first_rank_and_back_takes_one_message_of_each(size):
     buffers[1:] = [[None] * num_bytes for num_bytes in sizes[1:]]
     assert carry_out(buffers, [rounds.scatter_from_first(r, sizes) for r in range(size)]) <= 1
     assert buffers[1:] == own[1:]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_an_all_to_all_gives_every_rank_what_the_others_have_for_it(size):
+    choose = random.Random(size)
+    sizes = [[choose.choice([0, 1, 5]) for _ in range(size)] for _ in range(size)]
+    own = [[[(r, to, i) for i in range(n)] for to, n in enumerate(sizes[r])] for r in range(size)]
+    expected = [[own[source][r] for source in range(size)] for r in range(size)]
+    for r in range(size):
+        expected[r][r] = [None] * sizes[r][r]
+    buffers, rounds_of = [], []
+    for r in range(size):
+        back = [of_rank[r] for of_rank in sizes]
+        buffers.append([one for data in own[r] for one in data] + [None] * sum(back))
+        rounds_of.append(rounds.all_to_all(r, sizes[r], back))
+    assert carry_out(buffers, rounds_of) <= 1
+    for r in range(size):
+        assert buffers[r][sum(sizes[r]) :] == [one for data in expected[r] for one in data]
+
+
+@pytest.mark.parametrize("num_ranks", SIZES)
+def test_parts_are_even_and_cut_no_element(num_ranks):
+    for num_bytes in (0, 8, 16, 24, 4096 * num_ranks, 65_536 * num_ranks + 8):
+        parts = rounds.even_parts(num_bytes, num_ranks)
+        assert sum(parts) == num_bytes and max(parts) - min(parts) <= 16
+        assert not any(part % 16 for part in parts[:-1])

@@ -146,11 +146,13 @@ def moves_every_way(communicator, large):
         same_bits(spec.slice(full), mine.contiguous())
         same_bits(communicator.broadcast(full if rank == 0 else None, torch.zeros_like(full)), full)
         if full.dtype in (torch.float32, torch.bfloat16):
-            term = torch.full((70_000 if large else 3, 2), 0.1 * (rank + 1), dtype=full.dtype)
-            total = term.new_tensor(0.1).expand_as(term).clone()
-            for other in range(1, len(mesh.stage_ranks)):
-                total += term.new_tensor(0.1 * (other + 1))
-            same_bits(communicator.all_reduce_sum(("dp", "tp"), term), total)
+            generator = torch.Generator().manual_seed(len(moved))
+            sizes = len(mesh.stage_ranks), 70_001 if large else 3, 3
+            terms = torch.randn(sizes, generator=generator).to(full.dtype)
+            total = terms[0].clone()
+            for term in terms[1:]:  # another order would give other bits
+                total += term
+            same_bits(communicator.all_reduce_sum(("dp", "tp"), terms[rank]), total)
     together = communicator.gather_to_first(("dp", "tp"), [gathered for _, gathered in moved])
     if rank == 0:
         expected = [full for full, gathered in moved for _ in range(gathered.num_copies)]

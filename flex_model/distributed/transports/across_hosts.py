@@ -120,6 +120,22 @@ class AcrossHosts:
         received = self._inside.broadcast(host if leads else None, host)
         return tensor if tensor is not None else received.to(like.device)
 
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        return transport.sum_of_pieces(on_cpu(tensor), self._sum).to(tensor.device)
+
+    def _sum(self, piece: Tensor) -> Tensor:
+        of_host = self._bytes_of_host(as_bytes(piece), [piece.nbytes] * self.group.size)
+        total = None
+        if self._between is not None:
+            assert of_host is not None
+            rows = of_host.view(piece.dtype).reshape(-1, piece.numel())
+            num_rows = [len(ranks) for ranks in self._ranks_of_hosts]
+            numbers = self._starts(
+                list(itertools.accumulate(num_rows, initial=0)), [1] * self.group.size
+            )
+            total = self._between.sum_of_rows(rows, num_rows, numbers)
+        return self._inside.broadcast(total, piece)
+
     def _on_first_of_hosts(
         self, local: Tensor, sizes: list[int]
     ) -> tuple[Tensor, list[int]] | None:

@@ -150,6 +150,9 @@ class ByDevice:
     def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
         return self._by(like, lambda to: to.broadcast(tensor, like))
 
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        return self._by(tensor, lambda to: to.all_reduce_sum(tensor))
+
     def check(self) -> None:
         """See ``GpuTransport``. Local, as what follows."""
         if self._on_gpu is not None:

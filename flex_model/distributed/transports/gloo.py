@@ -11,10 +11,18 @@ from torch import Tensor
 
 from flex_model._C import GatherPlan
 from flex_model.distributed import memory, rounds
+from flex_model.distributed.costs import is_in_parts
 from flex_model.distributed.process_groups import PrivateGroup
-from flex_model.distributed.rounds import Round
+from flex_model.distributed.rounds import Round, even_parts
 from flex_model.distributed.transports import transport
-from flex_model.distributed.transports.transport import Gathered, Wait, as_bytes, on_cpu
+from flex_model.distributed.transports.transport import (
+    Gathered,
+    Wait,
+    added_up,
+    as_bytes,
+    on_cpu,
+    sum_of_pieces,
+)
 
 
 class Gloo:
@@ -68,14 +76,59 @@ class Gloo:
         return data[: sizes[rank]].view(like.dtype).reshape(like.shape).to(like.device)
 
     def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
-        if self.group.rank == 0:
+        rank, size = self.group.rank, self.group.size
+        if rank == 0:
             assert tensor is not None
             data, result = as_bytes(tensor), tensor
         else:
             host = memory.empty(like.shape, like.dtype)
             data, result = host.reshape(-1).view(torch.uint8), host
-        self._exchange(data, rounds.broadcast(self.group.rank, self.group.size, data.numel()))
+        if not is_in_parts(size, size, data.numel()):
+            self._exchange(data, rounds.broadcast(rank, size, data.numel()))
+            return result.to(like.device)
+        parts = even_parts(data.numel(), size)
+        part = data[: parts[rank]]
+        self._exchange(data if rank == 0 else part, rounds.scatter_from_first(rank, parts))
+        gathered, starts = self.gather_bytes(part, parts)
+        if rank > 0:
+            data.copy_(gathered.roll(-starts[0]))
         return result.to(like.device)
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        ones = [1] * self.group.size
+
+        def of_piece(piece: Tensor) -> Tensor:
+            return self.sum_of_rows(piece.unsqueeze(0), ones, list(range(self.group.size)))
+
+        return sum_of_pieces(on_cpu(tensor), of_piece).to(tensor.device)
+
+    def sum_of_rows(self, rows: Tensor, num_rows: list[int], order: list[int]) -> Tensor:
+        """Add up the rows of all ranks, 2-D CPU tensors of one width.
+
+        Args:
+            num_rows: Those of each rank.
+            order: The rows in the order in which they are added, by their numbers if those of a
+                rank follow those of the ranks before it.
+        """
+        rank, size, width = self.group.rank, self.group.size, rows.shape[1]
+        row_bytes, element_bytes = width * rows.element_size(), rows.element_size()
+        if not is_in_parts(size, len(order), row_bytes):
+            gathered, starts = self.gather_bytes(as_bytes(rows), [n * row_bytes for n in num_rows])
+            in_order = gathered.roll(-starts[0]).view(rows.dtype).reshape(-1, width)
+            return added_up([in_order[i] for i in order])
+        # Each rank adds up one part: summands can't be combined before, in another order.
+        parts = even_parts(row_bytes, size)
+        own = rows.split([part // element_bytes for part in parts], 1)
+        received = rows.new_empty(len(order) * own[rank].shape[1])
+        data = torch.cat([*(part.reshape(-1) for part in own), received])
+        sent, expected = [part.nbytes for part in own], [n * parts[rank] for n in num_rows]
+        self._exchange(as_bytes(data), rounds.all_to_all(rank, sent, expected))
+        to_add = list(data[rows.numel() :].split(own[rank].shape[1]))
+        before = sum(num_rows[:rank])
+        to_add[before : before + len(rows)] = own[rank]
+        total = added_up([to_add[i] for i in order])
+        gathered, starts = self.gather_bytes(as_bytes(total), parts)
+        return gathered.roll(-starts[0]).view(rows.dtype)
 
     def gather_bytes(self, data: Tensor, sizes: list[int]) -> tuple[Tensor, list[int]]:
         """Gather ``sizes[r]`` bytes of each rank; return them, and where those of each begin."""

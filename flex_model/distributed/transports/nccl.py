@@ -24,6 +24,7 @@ from flex_model.distributed.transports.transport import (
     Transport,
     UnavailableError,
     Wait,
+    all_reduce_sum,
     on_every_rank,
 )
 
@@ -223,6 +224,9 @@ class Nccl:
         ]
         self._grouped([(parts[rank], rank) for rank in range(1, self.group.size)], [])
         return torch.ops.flex_model.split(full, plan.code, 0, list(like.shape))
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        return all_reduce_sum(self, self.group.size, tensor)
 
     def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
         """Rank 0's tensor on every rank; ``like`` has its shape, dtype and device."""

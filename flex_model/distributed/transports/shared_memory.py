@@ -13,7 +13,7 @@ from flex_model import _C
 from flex_model._C import GatherPlan
 from flex_model.distributed import memory
 from flex_model.distributed.process_groups import PrivateGroup
-from flex_model.distributed.transports.transport import Gathered, on_cpu
+from flex_model.distributed.transports.transport import Gathered, all_reduce_sum, on_cpu
 
 
 class SharedMemory:
@@ -82,6 +82,9 @@ class SharedMemory:
         check_bytes(shard, plan.shard_bytes[self._rank])
         self._host.scatter_from_first(plan, host, shard)
         return shard.to(like.device)
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        return all_reduce_sum(self, self.group.size, tensor)
 
     def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
         if self._rank == 0:

@@ -7,7 +7,7 @@ plans, and it handles failed waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol, TypeVar
@@ -109,6 +109,12 @@ class TensorTransport(Protocol):
     def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
         """Return rank 0's tensor on every rank; ``like`` has its shape, dtype and device. On rank 0
         it is ``tensor`` itself.
+        """
+        ...
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum over ranks, on every rank. It is added in the order of ranks, in the
+        tensor's own dtype: the same bits on all ranks, and by all transports.
         """
         ...
 
@@ -226,19 +232,30 @@ def end_to_end(sizes: list[int]) -> GatherPlan:
     return GatherPlan([sum(sizes)], [[size] for size in sizes], boxes, 1)
 
 
-def all_reduce_sum(transport: Transport, tensor: Tensor) -> Tensor:
-    """Return the sum over ranks, on every rank. It is added in the order of ranks, in the tensor's
-    own dtype: the same bits on all ranks, and by all transports.
-    """
-    shape, flat = tensor.shape, tensor.detach().contiguous().reshape(-1)
+def all_reduce_sum(transport: TensorTransport, num_ranks: int, tensor: Tensor) -> Tensor:
+    """Implement ``TensorTransport.all_reduce_sum`` by ``all_gather``."""
+
+    def of_piece(piece: Tensor) -> Tensor:
+        plan = stacking(num_ranks, piece.numel(), piece.element_size())
+        (rows,) = transport.all_gather(piece.unsqueeze(0), plan, num_read=1)
+        return added_up(list(rows))
+
+    return sum_of_pieces(tensor, of_piece)
+
+
+def sum_of_pieces(tensor: Tensor, of_piece: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the sum of a tensor over ranks, by the sums of 1-D pieces of it."""
+    flat = tensor.detach().contiguous().reshape(-1)
     total = torch.empty_like(flat)
     step = max(1, SUMMED_BYTES // flat.element_size())
     for at in range(0, flat.numel(), step):
-        part = flat[at : at + step]
-        plan = stacking(transport.group.size, part.numel(), part.element_size())
-        (rows,) = transport.all_gather(part.unsqueeze(0), plan, num_read=1)
-        target = total[at : at + step]
-        target.copy_(rows[0])
-        for row in rows[1:]:
-            target += row
-    return total.reshape(shape)
+        total[at : at + step].copy_(of_piece(flat[at : at + step]))
+    return total.reshape(tensor.shape)
+
+
+def added_up(rows: Sequence[Tensor]) -> Tensor:
+    """Add rows, one after the other. Local."""
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total
