@@ -153,7 +153,7 @@ def _inspect(options: argparse.Namespace) -> int:
         costs = _hook_costs(options)
         print(json.dumps(costs.json(), indent=2) if options.json else costs)
         return 0
-    if options.pp > 1:
+    if options.pp != 1 or options.microbatches is not None:
         raise ValueError(
             "--pp is for --hooks; layouts in a stage are those of the unsplit model on its ranks"
         )
@@ -172,6 +172,8 @@ def _hook_costs(options: argparse.Namespace) -> hook_costs.HookCosts:
     hosts = hook_costs.hosts_in_order(num_ranks, options.hosts)
     link = hook_costs.Link(options.link[0] * 1e9 / 8, options.link[1] / 1e6)
     number = options.pp if options.microbatches is None else options.microbatches
+    if options.pp == 1 < number:
+        raise ValueError("--microbatches is for --pp; a run without stages has the whole batch")
     inputs = step_costs.of_microbatch(options.input, number)
     run = offline.run_on_shapes(options.model, options.tp, options.dp, inputs, show_progress=True)
     if options.pp == 1:

@@ -87,7 +87,7 @@ class Part:
     """A row of the costs: of the hooks of one line of the file, or of what hooks share.
 
     Attributes:
-        when: The part of a run that it is spent in.
+        when: The part of a run that it is spent in; or why it is not known.
         calls: Of the hooks, if it is theirs; 0 where the run does not get there.
     """
 
@@ -96,6 +96,11 @@ class Part:
     cost: Cost
     calls: int | None = None
     full_shape: Shape | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the sums include it."""
+        return self.calls is None or self.full_shape is not None
 
 
 class HookCosts:
@@ -136,7 +141,7 @@ class HookCosts:
         rows = [
             [
                 part.name,
-                part.when,
+                part.when if part.is_known else "?",
                 "" if part.calls is None else str(part.calls),
                 text.shape(part.full_shape) if part.calls else "",
                 str(part.cost.headers),
@@ -150,9 +155,11 @@ class HookCosts:
         ]
         first, *others = self._connected
         others_take = [f", another rank {one.requests} and {one.sockets}" for one in others]
+        unknown = [part for part in self.parts if not part.is_known]
         lines = [
             self._title,
             text.table([*headers, "busiest link", "records", "ms"], rows),
+            *(f"?: {part.name}: {part.when}; no sum includes it" for part in unknown),
             "messages: sent by one host at most; busiest link: what one host sends or receives "
             "at most; records: on rank 0",
             f"ms: between hosts, by links of {self._link}, without computation",

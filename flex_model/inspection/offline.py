@@ -20,6 +20,7 @@ from flex_model.inspection.observed import Observed, observe, set_tensors
 from flex_model.inspection.on_shapes import Seen
 from flex_model.inspection.shapes_only import shapes_only
 from flex_model.inspection.tree import ModelTree, Node, is_called, named
+from flex_model.integrations.torch_private import forget_meshes
 from flex_model.layouts.follow import Follower
 from flex_model.layouts.mesh_proofs import MeshProofs
 from flex_model.layouts.sources import Weights
@@ -206,6 +207,7 @@ def _fake_ranks(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        forget_meshes()
 
 
 # ---- The tensors of each rank --------------------------------------------------------------------

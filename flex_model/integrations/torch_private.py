@@ -80,6 +80,18 @@ c10d: Any = dist.distributed_c10d
 default_store = c10d._get_default_store  # without it: a TCPStore of our own
 find_group = c10d._resolve_process_group  # by name; without it: ProcessGroup.unbox alone
 group_world = c10d._world  # counts groups by name; pull request 189073 makes this unnecessary
+
+
+def forget_meshes() -> None:
+    """Empty DTensor's caches: meshes of other ranks of a world count as the same there. Without it:
+    ``inspect`` finds fewer layouts.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()
+
+
 symmetric_memory: Any = getattr(torch._C, "_distributed_c10d", None)  # without it: CUDA IPC
 FUNCTIONAL_COLLECTIVES = "torch.distributed._functional_collectives"  # AsyncCollectiveTensor
 CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._attention"

@@ -18,6 +18,7 @@ import models
 from counted_traffic import counting, hosts, names_of, take
 from flex_model import FlexModel, HookFunction, cli
 from flex_model.distributed.communicator import Communicator
+from flex_model.distributed.placement import Replicate, Shard
 from flex_model.inspection import hook_costs, step_costs
 from flex_model.inspection.offline import run_on_shapes
 from pipelines import Block, make_schedule, part
@@ -69,6 +70,22 @@ class Model(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
+
+
+class Loses(Model):
+    """Behind its blocks is a module whose output has no known layout."""
+
+    def __init__(self):
+        super().__init__()
+        self.loses = Scrambled(8, 8)
+
+    def forward(self, x):
+        return self.loses(super().forward(x) @ x.new_ones(3, 8))
+
+
+class Scrambled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).flatten().unfold(0, 8, 1)
 
 
 def whole():
@@ -241,6 +258,28 @@ def test_a_step_on_eight_ranks_moves_what_is_predicted(tmp_path, monkeypatch):
     check(tmp_path, Schedule1F1B, 2, 2, 2, monkeypatch)
 
 
+def test_layouts_are_known_on_a_grid(monkeypatch):
+    """DTensor's caches take the meshes of a grid's rows for one another; here is one process."""
+    monkeypatch.setenv("TP", "2")
+    run = run_on_shapes(f"{__file__}:for_one_stage", 2, 2, [((8, 8), "float32")])
+    pairs = {name: {one.pair for one in ranks} for name, _, ranks in run.calls}
+    for layer in range(LAYERS):
+        assert pairs[f"layers.{layer}"] == {(Shard(0), Replicate())}
+        assert pairs[f"layers.{layer}.fc1"] == {(Shard(0), Shard(1))}
+
+
+def test_hooks_without_a_layout_are_in_no_sum(tmp_path, capsys):
+    (tmp_path / "hooks.txt").write_text("emb read\nloses read\n")
+    command = ["inspect", f"{__file__}:Loses", "--dp", "2", "--pp", "2", "--input", "8,8"]
+    assert cli.main([*command, "--hooks", str(tmp_path / "hooks.txt"), "--microbatches", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(
+        r"^\?: loses \(forward, read\), stage 1: a run would raise .*; no sum", printed, re.M
+    )
+    (sums,) = re.findall("^all stages .*", printed, re.M)
+    assert "256 B" in sums  # of 8 x 8 numbers
+
+
 def test_the_command_prints_the_stages(tmp_path, capsys):
     (tmp_path / "hooks.txt").write_text("layers.*.fc1 edit\nhead read\n")
     command = ["inspect", f"{__file__}:for_one_stage", "--dp", "2", "--pp", "2", "--hosts", "4"]
@@ -267,6 +306,7 @@ def test_the_command_prints_the_stages(tmp_path, capsys):
         ("layers.0.fc1 read", ["--pp", "3"], "have no 3 equal parts"),
         ("layers.0.fc1 read", ["--microbatches", "12"], "micro-batches of one row"),
         ("layers.0.fc1 read", ["--microbatches", "5"], "5 micro-batches of one size"),
+        ("layers.0.fc1 read", ["--pp", "1", "--microbatches", "2"], "is for --pp"),
         ("layers.0.fc1 read", ["--hosts", "3"], "2 ranks do not fill 3 hosts"),
         ("layers.1.shift read full_backward_pre", [], "have no rows of the batch"),
     ],
