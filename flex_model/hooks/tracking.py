@@ -433,10 +433,11 @@ class Tracking:
                 continue
             gradient, of_part = self._of_backward(graph, value)
             self._memory.note_gradient(key, Place(registration.site, 0), gradient)
-            # A forward may have no backward. How replicas along tp hold it, only a backward shows.
+            # A forward may have no backward. How replicas along tp hold it, only a backward shows,
+            # unless that is unknown whatever a backward does.
             known[0].add(of_part[0])
             is_split = isinstance(graph.placements(value)[1], Shard)
-            if is_split or gradient[1] is not None:
+            if is_split or gradient[1] is not None or of_part[1] is None:
                 known[1].add(of_part[1] if is_split else gradient[1])
         for layouts in self._repeated:
             remembered = layouts.gradients.get(Place(registration.site, 0), UNKNOWN)

@@ -28,6 +28,7 @@ RECOMPUTES = "CheckpointFunctionBackward"
 # gradient that they receive.
 _FRAMEWORKS = ("torch.distributed.", "fairscale.", "flex_model.")
 _EDGE = "_EdgeBackward"  # the identity at which FlexModel's gradient hooks run
+_OF_CPP = "torch::autograd::CppNode<"
 _OF_MODULE = "BackwardHookFunctionBackward"  # where torch runs a module's backward hooks
 
 
@@ -77,7 +78,7 @@ class BackwardNodes:
         if value in self.linked:
             return value
         self.linked.add(value)
-        if self._recorder.is_received(value) and not _is_function(node):
+        if self._recorder.is_received(value) and not (_is_function(node) or _is_cpp_function(node)):
             return value  # a collective wrote to the node's output
         if tensor.numel() == 0:
             return value
@@ -214,6 +215,11 @@ class BackwardNodes:
 
 def _is_function(node: Any) -> bool:
     return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+def _is_cpp_function(node: Any) -> bool:
+    """Whether C++ code outside of ATen defines its backward, such as a collective's."""
+    return bool(node.name().startswith(_OF_CPP))
 
 
 def _number_of(node: Any) -> int:

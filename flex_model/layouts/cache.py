@@ -1,8 +1,9 @@
 """Caches the layouts of earlier forwards, by a key that is known when a forward begins.
 
-The key holds shapes and dtypes of the inputs, the other arguments, torch's modes, training flags,
-adapters and the active hooks, of all ranks. A forward with a new key is followed; one with a cached
-key runs as the cached one did, unless its control flow depends on values.
+The key holds shapes and dtypes of the inputs, the other arguments, torch's modes, training flags
+and other attributes of modules, adapters and the active hooks, of all ranks. A forward with a new
+key is followed; one with a cached key runs as the cached one did, unless its control flow depends
+on values.
 
 In decoding, lengths grow by one from call to call. After two followed calls that differ in such
 lengths alone and have the same layouts, the next ones are predicted: each tensor's sizes must grow
@@ -17,7 +18,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flex_model import _C
 from flex_model.distributed.header import site_hash, sites_hash
@@ -311,11 +312,14 @@ class Conditions:
         self._objects: list[Any] = []  # the modules, their forwards and their hooks
         self._generation = 0  # how often they have changed
         self._training = 0  # a hash of the training flags
+        self._state = 0  # a hash of the modules' plain attributes
         self._adapted: list[nn.Module] = []
 
     def _refresh(self) -> None:
         """Detect changes of the modules since the forward before."""
-        objects, self._training = _C.walk_modules(self._root, self._objects)
+        objects, self._training, self._state = _C.walk_modules(
+            self._root, self._objects, Tensor, nn.Module
+        )
         if objects is not self._objects:
             self._generation += 1
             self._objects = objects
@@ -340,6 +344,7 @@ class Conditions:
             torch.is_autocast_enabled("cuda"),
             torch.get_autocast_dtype("cuda"),
             self._training,
+            self._state,
             *map(_adapters, self._adapted),
         ]
         return sites_hash(*parts), tuple(sizes)

@@ -84,20 +84,29 @@ def row(c, s):
                 whole = whole.with_dim(to, Atom(s.dims[to][0].size, "tp"))
         c.site(whole)
         return whole
-    ending = c.choose(
-        ["reduce_from", "reduce_from", "functional_sum", "sum_in_two_steps", "outside"]
-    )
+    endings = ["reduce_from", "reduce_from", "functional_sum", "sum_in_two_steps", "outside"]
+    ending = c.choose([*endings, "alternating"])
+    is_inside = ending not in ("outside", "alternating")
     layer = c.make(
         "l",
-        f"Row({inner}, {outer}, seed={seed}, bias={bias and ending != 'outside'}, unit={unit}, "
-        f"init={init!r}, ending={'nn.Identity()' if ending == 'outside' else ending})",
+        f"Row({inner}, {outer}, seed={seed}, bias={bias and is_inside}, unit={unit}, "
+        f"init={init!r}, ending={ending if is_inside else 'nn.Identity()'})",
     )
     c.add(f"h = {layer}(h)")
+    if not is_inside and bias:
+        del c.parameters[f"l{c.uid}.bias"]
     if ending == "outside":
         c.site(whole, "q", is_partial=True)
         c.add("h = reduce_from(h)")
-        if bias:
-            del c.parameters[f"l{c.uid}.bias"]
+    elif ending == "alternating":  # an attribute decides whether the site is before the sum
+        c.init += [f"self.a{c.uid} = nn.Identity()", f"self.n{c.uid} = 0"]
+        c.add(
+            f"self.n{c.uid} += 1",
+            f"if self.n{c.uid} % 2:",
+            f"    h = reduce_from(self.a{c.uid}(h))",
+            "else:",
+            f"    h = self.a{c.uid}(reduce_from(h))",
+        )
     c.site(whole)
     return whole
 

@@ -8,6 +8,7 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -600,3 +601,80 @@ def test_a_weight_whose_gradient_other_forwards_hold_otherwise(lengths):
             return
         loss.backward()
         assert_close(list(records.values()), found)
+
+
+@pytest.mark.ranks(2)
+def test_a_weight_behind_a_hook_that_came_between_two_forwards():
+    """Silently wrong before: the first forward's layout of the gradient was used for the second,
+    in whose backward each rank scales its own part.
+    """
+    model = CopiesOrNot()
+    with flex_of(model, {}, "tp", True) as flex:
+        flex.register_hook(HookFunction("norm.weight"))
+        flex(BATCH, True).square().sum().backward()
+        model.columns.register_full_backward_pre_hook(
+            lambda m, grads: (grads[0] / grads[0].norm(),)
+        )
+        loss = flex(BATCH, True).square().sum()
+        with pytest.raises(ValueError, match=r"'norm.weight'.*not known"):
+            loss.backward()
+
+
+class SequenceParallel(nn.Module):
+    """Shards rows before and after a column and a row layer, by collectives that have a backward:
+    the gather's sums what each rank has, the reduce-scatter's gathers. ``is_whole``: the rows are
+    gathered for an output that all ranks compute, so that this sum counts the gradient twice.
+    """
+
+    def __init__(self, group, is_whole):
+        super().__init__()
+        self.group, self.is_whole = group, is_whole
+        self.site, self.between = nn.Identity(), nn.Identity()
+        torch.manual_seed(0)
+        rank, size = dist.get_rank(group), group.size()
+        self.up, self.down = nn.Linear(8, 16).double(), nn.Linear(16, 8, bias=False).double()
+        self.up.weight = nn.Parameter(self.up.weight.detach().chunk(size)[rank])
+        self.up.bias = nn.Parameter(self.up.bias.detach().chunk(size)[rank])
+        self.down.weight = nn.Parameter(self.down.weight.detach().chunk(size, 1)[rank])
+
+    def forward(self, x):
+        rank, size = dist.get_rank(self.group), self.group.size()
+        rows = self.site(x.chunk(size)[rank].sin())
+        whole = funcol.all_gather_tensor_autograd(rows.contiguous(), 0, self.group)
+        if self.is_whole:
+            return whole
+        part = self.down(self.up(self.between(whole)).tanh())
+        return funcol.reduce_scatter_tensor_autograd(part, "sum", 0, self.group)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("edited", [None, "site", "between"])
+def test_gradients_that_collectives_with_a_backward_pass_on(edited):
+    found = []
+    for is_sharded in (False, True):
+        group = dist.group.WORLD if is_sharded else pipelines.alone_group()
+        x = BATCH.clone().requires_grad_()
+        records = {}
+        with flex_of(SequenceParallel(group, False), records, "tp", is_sharded) as flex:
+            flex.register_full_backward_pre_hook(HookFunction("site"))
+            if edited is not None:
+                flex.register_forward_hook(
+                    HookFunction(edited, None, mixed_rows, output_name="edited")
+                )
+            flex(x).square().sum().backward()
+        if is_sharded:
+            dist.all_reduce(x.grad)  # each rank's rows
+        found.append((records, x.grad))
+    assert_close(found[1][1], found[0][1])
+    if dist.get_rank() == 0:
+        assert_close(found[1][0], found[0][0])
+
+
+@pytest.mark.ranks(2)
+def test_gradients_that_a_collective_with_a_backward_counts_twice():
+    """Silently wrong before, twice the unsharded model's."""
+    with flex_of(SequenceParallel(dist.group.WORLD, True), {}, "tp", True) as flex:
+        flex.register_full_backward_pre_hook(HookFunction("site"))
+        loss = flex(BATCH.clone().requires_grad_()).square().sum()
+        with pytest.raises(ValueError, match=r"'site'.*along tp hold the gradient.*not known"):
+            loss.backward()

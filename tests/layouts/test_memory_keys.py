@@ -6,6 +6,7 @@ the records were silently wrong.
 import collections
 import enum
 import functools
+from types import SimpleNamespace as Namespace
 
 import numpy as np
 import pytest
@@ -199,6 +200,89 @@ def test_a_model_that_was_changed_is_followed_anew(name):
         assert flex._core.tracking.num_followed == 2
 
 
+class Flagged(nn.Module):
+    """Centers rows by its own state."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.front, self.head = nn.Linear(8, 8).double(), nn.Linear(8, 8).double()
+        self.flag, self.number, self.text, self.choice = False, 0, "no", Choice.NO
+        self.options, self.steps, self.names = {}, [0], set()
+        self.config = Namespace(flag=False, inner=Namespace(flag=False), options={"flag": False})
+        self.function, self.layers = torch.sin, [self.front]
+        self.front.flag = False
+
+    def is_on(self):
+        config = self.config
+        flags = [self.flag, self.number > 1, self.text == "yes", self.choice, self.front.flag]
+        flags += [self.options.get("flag"), self.steps[0], self.names, config.flag]
+        flags += [config.inner.flag, config.options["flag"]]
+        flags += [self.function is torch.cos, self.layers[0] is self.head]
+        return any(flags)
+
+    def forward(self, x):
+        h = self.front(x)
+        return self.head(h - h.mean(0) if self.is_on() else h)
+
+
+STATES = {
+    "flag": lambda m: setattr(m, "flag", True),
+    "number": lambda m: setattr(m, "number", 2),
+    "text": lambda m: setattr(m, "text", "yes"),
+    "enum": lambda m: setattr(m, "choice", Choice.YES),
+    "item of a dict": lambda m: m.options.update(flag=True),
+    "item of a list": lambda m: m.steps.__setitem__(0, 1),
+    "item of a set": lambda m: m.names.add("flag"),
+    "attribute of an object": lambda m: setattr(m.config, "flag", True),
+    "attribute of a nested object": lambda m: setattr(m.config.inner, "flag", True),
+    "dict in an object": lambda m: m.config.options.update(flag=True),
+    "attribute of a submodule": lambda m: setattr(m.front, "flag", True),
+    "function": lambda m: setattr(m, "function", torch.cos),
+    "module": lambda m: m.layers.__setitem__(0, m.head),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", STATES)
+def test_a_model_whose_attributes_changed_is_followed_anew(name):
+    """Silently wrong before: only ``follow="always"`` followed such a model."""
+    model, whole = Flagged(), Flagged()
+    with FlexModel(model, {}, data_parallel_size=2) as flex:
+        flex.register_forward_hook(HookFunction("head"))
+        for _ in range(2):
+            compare(flex, whole)
+        assert flex._core.tracking.num_followed == 1
+        STATES[name](model), STATES[name](whole)
+        with pytest.raises(ValueError, match="not known"):
+            compare(flex, whole)
+
+
+class Average(nn.Module):
+    """Subtracts a number of the forward before, from an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.average = nn.Linear(8, 8).double(), 0.0
+
+    def forward(self, x):
+        h = x - self.average
+        self.average = x.mean().item()
+        return self.head(h)
+
+
+@pytest.mark.ranks(2)
+def test_a_number_that_a_forward_left_in_an_attribute_is_not_known_to_the_next():
+    """Silently wrong before: each rank subtracts the mean of its own rows."""
+    flex, whole = FlexModel(Average(), {}, data_parallel_size=2), Average()
+    with flex:
+        flex.register_forward_hook(HookFunction("head"))
+        compare(flex, whole)
+        with pytest.raises(ValueError, match="not known"):
+            compare(flex, whole)
+
+
 @pytest.mark.ranks(2)
 def test_our_own_hooks_do_not_change_a_model():
     """This was so before."""
@@ -231,17 +315,26 @@ class Keeps(nn.Module):
         if "weight" in self.how:  # all ranks have the same
             center = self.front.weight.detach().mean(0)
         if kept is not None:
+            kept = kept.one if isinstance(kept, Namespace) else kept
             h = h - (kept[0] if isinstance(kept, list) else kept)
         if "in place" in self.how:
             self.kept.mul_(0.9).add_(center, alpha=0.1)
         elif "replaced" in self.how:
             self.kept = self.kept * 0.9 + center * 0.1
+        elif "object" in self.how:
+            self.kept = Namespace(one=center)
         else:
             self.kept = [center] if "list" in self.how else center
         return self.head(h)
 
 
-HOW = ["replaced", "in place", "None at first", "None at first, in a list"]
+HOW = [
+    "replaced",
+    "in place",
+    "None at first",
+    "None at first, in a list",
+    "None at first, in an object",
+]
 
 
 @pytest.mark.ranks(2)

@@ -11,17 +11,21 @@ from torch import nn
 from flex_model import _C, FlexModel, HookFunction
 
 
+def walk(root, before):
+    return _C.walk_modules(root, before, torch.Tensor, nn.Module)
+
+
 def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 2)))
 
 
 def test_a_model_that_did_not_change_gives_the_list_of_before():
     root = model()
-    objects, training = _C.walk_modules(root, [])
+    objects, *digests = walk(root, [])
     assert all(module in objects for module in root.modules())
-    assert _C.walk_modules(root, objects) == (objects, training)
-    assert _C.walk_modules(root, objects)[0] is objects
-    assert _C.walk_modules(root, list(objects))[0] is not objects
+    assert walk(root, objects) == (objects, *digests)
+    assert walk(root, objects)[0] is objects
+    assert walk(root, list(objects))[0] is not objects
 
 
 def replace(root):
@@ -51,40 +55,115 @@ def hook_backward(root):
 @pytest.mark.parametrize("change", [replace, leave_out, patch, patch_class, hook, hook_backward])
 def test_a_change_gives_another_list(change):
     root = model()
-    before, _ = _C.walk_modules(root, [])
+    before, *_ = walk(root, [])
     change(root)
-    after, _ = _C.walk_modules(root, before)
+    after, *_ = walk(root, before)
     assert after is not before
-    assert _C.walk_modules(root, after)[0] is after
+    assert walk(root, after)[0] is after
 
 
 def test_a_hook_that_was_taken_off_is_a_change():
     root = model()
     handle = root[0].register_forward_hook(lambda module, args, output: None)
-    before, _ = _C.walk_modules(root, [])
+    before, *_ = walk(root, [])
     handle.remove()
-    assert _C.walk_modules(root, before)[0] is not before
+    assert walk(root, before)[0] is not before
 
 
 def test_hooks_of_this_library_are_no_change():
     root = model()
-    before, _ = _C.walk_modules(root, [])
+    before, *_ = walk(root, [])
     flex = FlexModel(root, {})
     flex.register_forward_hook(HookFunction("0"))
     flex.register_full_backward_hook(HookFunction("1.1"))
-    assert _C.walk_modules(root, before)[0] is before
+    assert walk(root, before)[0] is before
 
 
 def test_training_flags_are_told_apart():
     root = model()
-    _, all_training = _C.walk_modules(root, [])
+    _, all_training, _ = walk(root, [])
     digests = {all_training}
     for module in root.modules():
         module.training = False
-        digests.add(_C.walk_modules(root, [])[1])
+        digests.add(walk(root, [])[1])
     assert len(digests) == 1 + len(list(root.modules()))
     root.train()
-    assert _C.walk_modules(root, [])[1] == all_training
+    assert walk(root, [])[1] == all_training
+
+
+def state(root):
+    return walk(root, [])[2]
+
+
+def test_attributes_are_told_apart():
+    root = model()
+    seen = {state(root)}
+    loop: list = []
+    loop.append(loop)
+    values = (
+        False,
+        True,
+        0,
+        1.0,
+        "a",
+        "b",
+        None,
+        torch.relu,
+        torch.tanh,
+        torch.ones(1),
+        [nn.ReLU()],
+    )
+    for number, value in enumerate([*values, (1,), [1], {1}, {"a": 1}, {"a": 2}, loop], 2):
+        root[1][0].own = value
+        assert state(root) == state(root)
+        seen.add(state(root))
+        assert len(seen) == number
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.ones(1),
+        lambda: lambda x: x,
+        lambda: {"a", "b", "c"},
+        lambda: types.SimpleNamespace(a=1, b=[2]),
+        lambda: list(range(100)),
+    ],
+)
+def test_attributes_that_are_made_anew_are_no_change(make):
+    root = model()
+    root.own = make()
+    before = state(root)
+    root.own = make()
+    assert state(root) == before
+
+
+def test_what_wraps_a_model_may_keep_notes():
+    class Wrapper(nn.Sequential):
+        """As DDP, which notes there what it did."""
+
+    Wrapper.__module__ = "torch.nn.parallel.distributed"
+    root = Wrapper(model())
+    before = state(root)
+    root.num_forwards = 1
+    assert state(root) == before
+    root[0].num_forwards = 1
+    assert state(root) != before
+
+
+def test_attributes_of_any_object_are_read_without_its_code():
+    class Closed:
+        def __getattribute__(self, name):
+            raise RuntimeError("asked")
+
+        def __hash__(self):
+            raise RuntimeError("asked")
+
+    root = model()
+    root.own = [Closed()]
+    before = state(root)
+    object.__setattr__(root.own[0], "flag", True)
+    assert state(root) != before
 
 
 def test_a_shared_module_and_one_inside_itself_are_walked_once():
@@ -92,13 +171,13 @@ def test_a_shared_module_and_one_inside_itself_are_walked_once():
     root = nn.Sequential(shared, shared)
     root.own = [root]  # no submodule: a plain list
     shared._modules["back"] = root
-    objects, training = _C.walk_modules(root, [])
-    assert _C.walk_modules(root, objects) == (objects, training)
+    objects, *digests = walk(root, [])
+    assert walk(root, objects) == (objects, *digests)
 
 
 def test_nothing_is_kept_alive():
     root = model()
-    _C.walk_modules(root, [])
+    walk(root, [])
     reference = weakref.ref(root)
     del root
     gc.collect()
@@ -107,11 +186,11 @@ def test_nothing_is_kept_alive():
 
 def test_what_is_no_module_is_an_error():
     with pytest.raises(TypeError, match="no __dict__"):
-        _C.walk_modules(object(), [])
+        walk(object(), [])
     broken = nn.Identity()
     broken._forward_hooks[0] = Raising()
     with pytest.raises(RuntimeError, match="asked"):
-        _C.walk_modules(broken, [])
+        walk(broken, [])
     broken._forward_hooks.clear()
     assert torch.equal(broken(torch.ones(1)), torch.ones(1))
 

@@ -240,7 +240,7 @@ def test_an_input_that_may_hold_rows_or_not_is_asked_for():
 
 
 class Branches(nn.Module):
-    """Another number of rows where an attribute says so."""
+    """Another number of rows where an attribute of the class says so."""
 
     is_short = False
 
@@ -259,9 +259,9 @@ def test_control_flow_that_no_key_shows():
     for follow in ("new", "always"):
         with FlexModel(model, {}, tensor_parallel_size=2, follow=follow) as flex:
             flex.register_forward_hook(HookFunction("fc"))
-            model.is_short = False
+            Branches.is_short = False
             flex(BATCH)
-            model.is_short = True
+            Branches.is_short = True
             if follow == "new":
                 with pytest.raises(HookError, match=r'use FlexModel.*follow="always"'):
                     flex(BATCH)

@@ -108,13 +108,15 @@ void bind_hooks(py::module_& m) {
 
   m.def(
       "walk_modules",
-      [](const py::handle& root, const py::list& before) {
-        ModuleWalk walk = walk_modules(root, before);
-        return py::make_tuple(walk.objects, walk.training);
+      [](const py::handle& root, const py::list& before, const py::type& tensor_type,
+         const py::type& module_type) {
+        ModuleWalk walk = walk_modules(root, before, tensor_type, module_type);
+        return py::make_tuple(walk.objects, walk.training, walk.state);
       },
       "All modules under `root`, their code and the hooks of others on them, as objects to compare "
-      "by identity: `before` itself where nothing has changed; and a digest of the training flags.",
-      py::arg("root"), py::arg("before"));
+      "by identity: `before` itself where nothing has changed; digests of the training flags and "
+      "of the other attributes.",
+      py::arg("root"), py::arg("before"), py::arg("tensor_type"), py::arg("module_type"));
 
   py::class_<Dispatcher>(m, "Dispatcher", "Selects the hooks that run now.")
       .def(py::init<py::dict, py::object, py::object, py::type, py::object, py::function,

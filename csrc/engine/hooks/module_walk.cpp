@@ -4,6 +4,8 @@
 #include <unordered_set>
 #include <vector>
 
+#include "module_state.h"
+
 namespace flex_model {
 namespace {
 
@@ -31,6 +33,8 @@ const Names& names() {
 
 class Walk {
  public:
+  Walk(PyObject* tensor_type, PyObject* module_type) : state_(tensor_type, module_type) {}
+
   void visit(PyObject* root) {
     waiting_.push_back(root);
     while (!waiting_.empty()) {
@@ -57,6 +61,7 @@ class Walk {
   }
 
   uint64_t training() const { return training_; }
+  uint64_t state() const { return state_.value(); }
 
  private:
   void visit_one(PyObject* module) {
@@ -69,6 +74,7 @@ class Walk {
     add(item(own, names().forward));
     PyObject* training = item(own, names().training);
     note_training(training ? training : attribute(module, names().training).ptr());
+    state_.add_module(module, own.ptr());
     PyObject* children = item(own, names().modules);
     if (children == nullptr || !PyDict_Check(children)) return;
     PyObject *key = nullptr, *child = nullptr;
@@ -130,14 +136,16 @@ class Walk {
   std::unordered_set<PyObject*> seen_;
   std::vector<py::object> found_;
   uint64_t training_ = 0xcbf29ce484222325ULL;
+  StateHash state_;
 };
 
 }  // namespace
 
-ModuleWalk walk_modules(py::handle root, const py::list& before) {
-  Walk walk;
+ModuleWalk walk_modules(py::handle root, const py::list& before, py::handle tensor_type,
+                        py::handle module_type) {
+  Walk walk(tensor_type.ptr(), module_type.ptr());
   walk.visit(root.ptr());
-  return {walk.is(before) ? before : walk.objects(), walk.training()};
+  return {walk.is(before) ? before : walk.objects(), walk.training(), walk.state()};
 }
 
 }  // namespace flex_model
