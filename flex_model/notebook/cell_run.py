@@ -116,7 +116,8 @@ class CellRun:
         self._parts, self._engines, self._grace_s = parts, engines, grace_s
         self._order: list[int] = []  # which are done
         self._killed: list[int] = []
-        self._printed: dict[tuple[int, str], int] = {}
+        self._printed: dict[tuple[int, str], str] = {}
+        self._displayed: dict[int, int] = {}
         self._at_line_start = True
         self._speaker: tuple[int, str] | None = None
 
@@ -203,14 +204,13 @@ class CellRun:
         for engine, part in zip(self._engines, self._parts):
             found = part.metadata
             for name in ("stdout", "stderr"):
-                done = self._printed.get((engine.rank, name), 0)
-                text = found[name][done:]
-                if text:
-                    self._printed[engine.rank, name] = done + len(text)
-                    self._print(engine.rank, name, text)
-            done = self._printed.get((engine.rank, "outputs"), 0)
+                before, text = self._printed.get((engine.rank, name), ""), found[name]
+                if text != before:
+                    self._printed[engine.rank, name] = text
+                    self._print(engine.rank, name, _new_part(before, text))
+            done = self._displayed.get(engine.rank, 0)
             for output in found["outputs"][done:]:
-                self._printed[engine.rank, "outputs"] = done = done + 1
+                self._displayed[engine.rank] = done = done + 1
                 publish_display_data(output["data"], output.get("metadata", {}))
 
     def _print(self, rank: int, name: str, text: str) -> None:
@@ -238,3 +238,12 @@ class CellRun:
             label = f"[{', '.join(map(str, ranks))}] "
             plain = label + data.get("text/plain", "")
             publish_display_data({**data, "text/plain": plain})
+
+
+def _new_part(before: str, text: str) -> str:
+    """Return what to print after ``before``, whose last line may have been written over."""
+    if text.startswith(before):
+        return text[len(before) :]
+    same = next((i for i, (a, b) in enumerate(zip(before, text)) if a != b), len(text))
+    start = text.rfind("\n", 0, same) + 1
+    return "\r" + text[start:]

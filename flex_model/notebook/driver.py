@@ -145,6 +145,11 @@ class Ranks:
         """
         self._closing()
 
+    @property
+    def client(self) -> Any:
+        """The ipyparallel ``Client`` of the engines, which are not numbered as the ranks are."""
+        return self._client
+
     def __enter__(self) -> Ranks:
         return self
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextvars
 import os
 import socket
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from flex_model import pytree
+from flex_model.diagnostics import progress_bar
 from flex_model.distributed.plain import kind_of as kind_of_memory
 from flex_model.distributed.plain import plain
 from flex_model.distributed.processes import identity
@@ -31,6 +32,7 @@ from flex_model.records.store import ActivationStore
 
 #: Objects that keep state on both sides: the driver's one and its copies on the ranks are the same.
 SHARED = (HookFunction, Edit)
+_CACHES = "transformers.cache_utils"  # whose keys and values are this rank's heads
 _STAYS = (nn.Module, HookHandle, ActivationStore, torch.optim.Optimizer, *SHARED)
 
 
@@ -71,8 +73,6 @@ class RankProcess:
         self.rank, self.device, self.shares_memory = rank, device, shares_memory
         self._held: dict[Reference, Any] = {}
         self._file: MemoryFile | None = None
-        # One for all requests, so that a context entered in one is there in the next.
-        self._context = contextvars.copy_context()
 
     def answer(
         self, parcel: Parcel, definitions: dict[Reference, bytes], dropped: list[Reference]
@@ -97,7 +97,7 @@ class RankProcess:
         request: Request = unpacker.unpickle(pickled)
         for hook, editing_function in request.edits:
             hook.replace_editing_function(editing_function)
-        return self._pack(request, self._context.run(_run, request))
+        return self._pack(request, _run(request))
 
     def _pack(self, request: Request, result: Any) -> Parcel | None:
         """Pack the result, on every rank in the same order, so that all keep the same objects."""
@@ -115,7 +115,7 @@ class RankProcess:
             value, stays = (value.value, True) if isinstance(value, Kept) else (value, False)
             if id(value) in known and known[id(value)][0] == "shared":
                 return known[id(value)]
-            if stays or isinstance(value, _STAYS):
+            if stays or isinstance(value, _STAYS) or _is_cache(value):
                 return ("remote", keep(value), kind_of(value), summary(value))
             return None
 
@@ -143,6 +143,11 @@ def _run(request: Request) -> Any:
         if all(type(leaf) in (Tensor, nn.Parameter) for leaf in leaves):
             return result
         return pytree.unflatten([_full(leaf) for leaf in leaves], spec)
+
+
+def _is_cache(value: Any) -> bool:
+    module = sys.modules.get(_CACHES)
+    return module is not None and isinstance(value, module.Cache)
 
 
 def _full(tensor: Tensor) -> Tensor:
@@ -220,15 +225,14 @@ def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     Raises:
         ValueError: a data-parallel model, whose ranks each take their own rows.
     """
-    flex = function if isinstance(function, FlexModel) else getattr(function, "__self__", None)
-    if isinstance(flex, FlexModel) and flex.dp_size > 1:
-        leaves = pytree.flatten((args, kwargs))[0]
-        if any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
-            raise ValueError(
-                f"the model is data parallel over {flex.dp_size} ranks, which take rows of their "
-                "own, and the driver passes the same tensors to all; call it in a %%px cell, with "
-                "each rank's rows"
-            )
+    used = [function, getattr(function, "__self__", None), *args, *kwargs.values()]
+    num_ranks = max([x.dp_size for x in used if isinstance(x, FlexModel)], default=1)
+    if num_ranks > 1 and any(leaf.dim() for leaf in pytree.flatten((args, kwargs))[0]):
+        raise ValueError(
+            f"the model is data parallel over {num_ranks} ranks, which take rows of their own, "
+            "and the driver passes the same tensors to all; call it in a %%px cell, with each "
+            "rank's rows"
+        )
     result = function(*args, **kwargs)
     stays = callable(result) or isinstance(result, AbstractContextManager)
     return Kept(result) if stays else result
@@ -282,13 +286,21 @@ def introduce(address: tuple[int, int]) -> dict[str, Any]:
     }
 
 
+def _hide_bars() -> None:
+    """Have later imports find a tqdm that shows nothing: of all ranks' bars, rank 0's is shown."""
+    os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported, which ipyparallel has done
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tqdm"]:
+        del sys.modules[name]
+
+
 def join(environment: dict[str, str], device: str | None, shares_memory: bool) -> None:
     """Make this process a rank, as torchrun would have started it."""
     global _process
     rank = int(environment["RANK"])
     os.environ.update(environment)
     if rank:
-        os.environ["TQDM_DISABLE"] = "1"  # one bar, that of rank 0
+        _hide_bars()
+    progress_bar.watch()
     where = None
     if device == "cuda":
         where = torch.device("cuda", int(environment["LOCAL_RANK"]))
