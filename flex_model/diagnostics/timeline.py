@@ -55,7 +55,7 @@ class Span:
     num_bytes: int = 0
 
 
-class Timeline(list[list[Span]]):
+class Timeline(list[list[Span]], text.Printed):
     """By rank, its spans in the order in which they began. Prints as a table.
 
     Empty until the ``with`` of ``flex.timeline()`` is left; complete then on every rank.
@@ -115,14 +115,16 @@ class Timeline(list[list[Span]]):
             for row in self.summary()
         ]
 
-    def __str__(self) -> str:
+    def _blocks(self) -> Iterator[text.Table | str]:
         if not self:
-            return "nothing is recorded yet"
+            yield "nothing is recorded yet"
+            return
         shown = self.shown()
         end = f"{self.end_us / 1e3:.2f} ms in all; {self.clock}"
         if any(self.num_forgotten):
             end += f"; the first {max(self.num_forgotten)} of a rank's spans are forgotten"
-        return f"{text.table(list(shown[0]), [list(row.values()) for row in shown])}\n{end}"
+        yield text.Table(list(shown[0]), [list(row.values()) for row in shown])
+        yield end
 
 
 # ---- Recording -----------------------------------------------------------------------------------

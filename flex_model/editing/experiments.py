@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flex_model import pytree
+from flex_model.diagnostics.progress_bar import progress
 from flex_model.editing.edit import Edit, Scope
 from flex_model.editing.patching import Capture, patch
 from flex_model.editing.region import Region
@@ -117,11 +118,11 @@ def activation_patching(
             runs.measure(corrupted, metric, "output"),
         ]
         runs.check_metric()
-        for i, site in enumerate(places):
-            for position in chosen:
-                where: Any = {**site.where, "positions": position}
-                current[i] = patch(captures[i], **where)
-                values.append(runs.measure(corrupted, metric, "output", f"site {i}"))
+        patched = [(i, position) for i in range(len(places)) for position in chosen]
+        for i, position in progress(patched, "patched runs", is_shown=False):
+            where: Any = {**places[i].where, "positions": position}
+            current[i] = patch(captures[i], **where)
+            values.append(runs.measure(corrupted, metric, "output", f"site {i}"))
         first, second, *rest = runs.broadcast(values)
     table = torch.tensor(rest, dtype=torch.float64).reshape(len(places), len(chosen))
     return PatchingMap(table, first, second, places, chosen)

@@ -171,6 +171,10 @@ class HookFunction:
                 )
         super().__setattr__(name, value)
 
+    def replace_editing_function(self, editing_function: EditingFunction | None) -> None:
+        """Set ``editing_function``, as an assignment does. Every rank must do the same."""
+        self.editing_function = editing_function
+
     def _of_one(self, index: int, shape: Any, select: Select | None) -> HookFunction:
         return HookFunction(
             self.module_name,

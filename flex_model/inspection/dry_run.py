@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +72,7 @@ class DryRunRow:
         )
 
 
-class DryRun(list[DryRunRow]):
+class DryRun(list[DryRunRow], text.Printed):
     """A list of ``DryRunRow`` that prints as a table.
 
     Attributes:
@@ -107,18 +107,17 @@ class DryRun(list[DryRunRow]):
             lines = "\n".join(map(str, wrong))
             raise agreed(HookError(f"dry_run: {len(wrong)} problems in editing functions\n{lines}"))
 
-    def __str__(self) -> str:
+    def _blocks(self) -> Iterator[text.Table | str]:
         if not self:
-            return "no hooks are registered"
+            yield "no hooks are registered"
+            return
         headers = ("site", "kind", "calls", "full shape", "dtype", "layout", "owners", "forward")
-        lines = [text.table([*headers, "backward", "source"], [self._row(row) for row in self])]
-        lines.append(
-            "costs: headers (64 bytes) + payload collectives, bytes that the busiest rank moves"
-        )
-        lines.append(f"all hooks: forward {self.forward}; backward {self.backward}")
+        yield text.Table([*headers, "backward", "source"], [self._row(row) for row in self])
+        yield "costs: headers (64 bytes) + payload collectives, bytes that the busiest rank moves"
+        yield f"all hooks: forward {self.forward}; backward {self.backward}"
         if self.findings or any(row.edits for row in self):
-            lines.append(self._checks())
-        return "\n".join([*lines, *map(str, self.findings)])
+            yield self._checks()
+        yield from map(str, self.findings)
 
     def _checks(self) -> str:
         if not self.findings:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,7 @@ class HookCost:
     why: str
 
 
-class Explanation(list[HookCost]):
+class Explanation(list[HookCost], text.Printed):
     """A list of ``HookCost`` that prints as a table.
 
     Attributes:
@@ -54,16 +54,14 @@ class Explanation(list[HookCost]):
         """The bytes that this rank moved for all hooks."""
         return sum(row.bytes_moved for row in self)
 
-    def __str__(self) -> str:
+    def _blocks(self) -> Iterator[text.Table | str]:
         if not self:
-            return "no hooks are registered"
+            yield "no hooks are registered"
+            return
         headers = ("site", "kind", "transport", "headers", "collectives", "bytes moved", "why")
-        lines = [text.table(headers, [self._row(row) for row in self])]
-        lines += [
-            f"ranks along {axes}: {name}, because {why}"
-            for axes, (name, why) in self.transports.items()
-        ]
-        return "\n".join(lines)
+        yield text.Table(headers, [self._row(row) for row in self])
+        for axes, (name, why) in self.transports.items():
+            yield f"ranks along {axes}: {name}, because {why}"
 
     @staticmethod
     def _row(row: HookCost) -> list[str]:

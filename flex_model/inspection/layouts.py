@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -53,19 +53,19 @@ class SiteLayout:
     proof: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
-class Layouts(list[SiteLayout]):
+class Layouts(list[SiteLayout], text.Printed):
     """A list of ``SiteLayout`` that prints as a table."""
 
-    def __str__(self) -> str:
+    def _blocks(self) -> Iterator[text.Table | str]:
         if not self:
-            return "no hooks are registered"
+            yield "no hooks are registered"
+            return
         headers = ("site", "kind", "full shape", "local shapes", "dtype", "layout", "source")
-        lines = [text.table(headers, [self._row(row) for row in self])]
+        yield text.Table(headers, [self._row(row) for row in self])
         for row in self:
             for axis, steps in row.proof.items():
-                lines.append(f"{text.site(row.name, row.unpack_idx)}, {row.kind}, along {axis}:")
-                lines += [f"  {step}" for step in steps]
-        return "\n".join(lines)
+                site = text.site(row.name, row.unpack_idx)
+                yield "\n  ".join([f"{site}, {row.kind}, along {axis}:", *steps])
 
     @staticmethod
     def _row(row: SiteLayout) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import html
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from flex_model.distributed.placement import Shape
 
@@ -14,6 +16,52 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     texts = ["  ".join(cell.ljust(n) for cell, n in zip(line, widths)).rstrip() for line in lines]
     texts.insert(1, "  ".join("-" * n for n in widths))
     return "\n".join(texts)
+
+
+def html_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return the same table as HTML, with its text escaped."""
+    lines = [_html_row("th", headers), *(_html_row("td", row) for row in rows)]
+    return f"<table>{''.join(lines)}</table>"
+
+
+def _html_row(tag: str, cells: Sequence[str]) -> str:
+    style = ' style="text-align: left; vertical-align: top"'
+    shown = [f"<{tag}{style}>{html.escape(cell)}</{tag}>" for cell in cells]
+    return f"<tr>{''.join(shown)}</tr>"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text.
+
+    Attributes:
+        rows: The cells of each row, as many as there are headers.
+    """
+
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+class Printed:
+    """A base for results that print as tables with lines around them, and as HTML in notebooks."""
+
+    def _blocks(self) -> Iterator[Table | str]:
+        """Yield tables, and lines between them."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n".join(
+            block if isinstance(block, str) else table(block.headers, block.rows)
+            for block in self._blocks()
+        )
+
+    def _repr_html_(self) -> str:
+        return "".join(
+            f"<pre>{html.escape(block)}</pre>"
+            if isinstance(block, str)
+            else html_table(block.headers, block.rows)
+            for block in self._blocks()
+        )
 
 
 def shape(value: Shape | None) -> str:

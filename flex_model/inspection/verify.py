@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,7 @@ class SiteDifference:
 
 
 @dataclass(frozen=True)
-class VerifyReport:
+class VerifyReport(text.Printed):
     """The compared sites, in the reference's order of execution. The same on every rank."""
 
     rows: tuple[SiteDifference, ...]
@@ -90,7 +90,7 @@ class VerifyReport:
         """The first site, in the order of execution, that differs."""
         return next((row for row in self.rows if row.differs), None)
 
-    def __str__(self) -> str:
+    def _blocks(self) -> Iterator[text.Table | str]:
         first = self.first_difference
         count = sum(row.result == EQUAL for row in self.rows)
         summary = f"{count} of {len(self.rows)} sites are equal"
@@ -106,7 +106,8 @@ class VerifyReport:
             ]
             for row in self.rows
         ]
-        return text.table(["site", "kind", "max abs", "max relative", ""], cells) + "\n" + summary
+        yield text.Table(["site", "kind", "max abs", "max relative", ""], cells)
+        yield summary
 
 
 def verify(

@@ -16,14 +16,19 @@ _DATA = "{{data}}"
 
 
 def write(picture: ModelMap, file: str | os.PathLike[str]) -> None:
-    """Write the page. Names and reprs are users' text and can't inject HTML: they are embedded as
+    """Write the page."""
+    Path(file).write_text(page(picture), "utf-8")
+
+
+def page(picture: ModelMap) -> str:
+    """Return the page. Names and reprs are users' text and can't inject HTML: they are embedded as
     JSON with ``<``, ``>`` and ``&`` escaped, and the page only puts them into text nodes.
     """
-    page = resources.files("flex_model.visualize").joinpath("map.html").read_text("utf-8")
+    template = resources.files("flex_model.visualize").joinpath("map.html").read_text("utf-8")
     data = json.dumps(_data(picture), separators=(",", ":"))
     for character in "<>&":  # JSON has them in strings only, where they can be escaped
         data = data.replace(character, f"\\u{ord(character):04x}")
-    Path(file).write_text(page.replace(_DATA, data), "utf-8")
+    return template.replace(_DATA, data)
 
 
 def _data(picture: ModelMap) -> dict[str, Any]:

@@ -77,6 +77,10 @@ ELSEWHERE = {
     "one batch at a time, window=1": "sequential/test_engine: forward-mode, functional_call",
     "choose a target that holds that call": "sequential/test_engine: targets inside an operator",
     "give every data-parallel rank its own rows": "test_inspection",
+    "call it in a %%px cell, with each": "notebook/test_driver: a data-parallel model",
+    "there is no GPU here; give the number": "notebook/test_driver: launch without a number",
+    "pip install flex-model[notebook]": "needs an environment without ipyparallel",
+    "ended ranks are still registered": "ipyparallel did not notice the end of its engines",
 }
 
 

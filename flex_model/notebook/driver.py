@@ -1,0 +1,319 @@
+"""Ranks: the driver's handle on ranks that run in processes of their own."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from signal import SIGKILL
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from flex_model.distributed.processes import identity
+from flex_model.hooks.function import HookFunction
+from flex_model.notebook import magics, rank_process, rank_report, remote
+from flex_model.notebook.cell_run import CellError, CellRun, Engine, Failure
+from flex_model.notebook.rank_process import ByName, Request
+from flex_model.notebook.rank_report import MemoryReport, RanksReport
+from flex_model.notebook.wire import MemoryFile, Packer, Parcel, Reference, Unpacker
+
+_JOIN_S = 300  # includes the import of torch on each rank
+_KINDS = {
+    "flex": remote.RemoteFlexModel,
+    "mapping": remote.RemoteMapping,
+    "other": remote.Remote,
+}
+
+
+class Ranks:
+    """Ranks behind a notebook or a script, made by ``flex_model.notebook.launch``.
+
+    Example::
+
+        ranks = flex_model.notebook.launch(2)
+        # a cell that begins with %%px runs on all ranks, as a torchrun script does
+        ranks["activations"]["model.layers.3"]   # a record, from rank 0
+        flex = ranks.wrap("model")               # a FlexModel, used from here
+        ranks.close()
+
+    ``ranks[name]`` is rank 0's variable of that name: numbers, text, tensors and containers of them
+    come here, records are a table from which one is fetched when it is looked up, and models stay
+    there. ``ranks[name] = value`` sets it on every rank.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        processes: Any,
+        grace_s: float,
+        device: str | None,
+        master_addr: str | None,
+    ) -> None:
+        self._client, self._processes = client, processes
+        self._grace_s, self._device, self._master_addr = grace_s, device, master_addr
+        self._engines: list[Engine] = []
+        # Also when the session ends, or this object is not used any more.
+        self._closing = weakref.finalize(
+            self, client.close if processes is None else processes.close
+        )
+        self._join()
+        magics.register(self)
+
+    # ---- The world -------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        """Number the engines and make them one world. The store is here, so it outlives ranks."""
+        ids = sorted(self._client.ids)
+        probe = MemoryFile(1, [])
+        try:
+            folders = [folder for folder in sys.path if folder]
+            view = self._client[ids]
+            code = f"import sys; sys.path += [x for x in {folders!r} if x not in sys.path]"
+            view.execute(code, block=False).get(_JOIN_S)  # as the imports of this process
+            found = view.apply_async(rank_process.introduce, probe.address).get(_JOIN_S)
+        finally:
+            probe.close()
+        here = identity()[0]
+        self._engines = [
+            Engine(
+                rank,
+                id,
+                about["host"],
+                about["pid"],
+                self._client,
+                psutil.Process(about["pid"]) if about["identity"][0] == here else None,
+            )
+            for rank, (id, about) in enumerate(zip(ids, found))
+        ]
+        self._numbers = weakref.WeakKeyDictionary[Any, int]()  # of objects that both sides have
+        self._sent: dict[int, Any] = {}  # their numbers, and the editing functions of hooks
+        self._dropped: list[Reference] = []
+        self._num_requests = self._num_shared = 0
+        hosts = [about["identity"][0] for about in found]
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        is_local = set(hosts) == {here}
+        address = "127.0.0.1" if is_local else socket.getfqdn()
+        shared = {
+            "WORLD_SIZE": str(len(ids)),
+            "MASTER_ADDR": self._master_addr or address,
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # ranks don't make one
+        }
+        devices = [self._device or ("cuda" if about["num_gpus"] else "cpu") for about in found]
+        self._shares_memory = all(about["shares_memory"] for about in found)
+        results = []
+        for rank, (id, about) in enumerate(zip(ids, found)):
+            on_host = [i for i, host in enumerate(hosts) if host == hosts[rank]]
+            if devices[rank] == "cuda" and len(on_host) > about["num_gpus"]:
+                raise ValueError(
+                    f"launch: {len(on_host)} ranks on {about['host']}, which has "
+                    f"{about['num_gpus']} GPUs; start one rank for each, or pass device='cpu'"
+                )
+            own = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(on_host.index(rank)),
+                "LOCAL_WORLD_SIZE": str(len(on_host)),
+            }
+            arguments = (shared | own, devices[rank], self._shares_memory)
+            results.append(self._client[id].apply_async(rank_process.join, *arguments))
+        for result in results:
+            result.get(timeout=_JOIN_S)
+
+    def restart(self) -> None:
+        """End all ranks, by their process ids, and start as many afresh. Their models, variables
+        and process groups are lost; load them again.
+        """
+        if self._processes is None:
+            raise RuntimeError(
+                "restart: these engines were not started by launch(); restart them where they were "
+                "started, and call launch(cluster=...) again"
+            )
+        for engine in self._engines:
+            engine.signal(SIGKILL)
+        self._processes.restart()
+        self._join()
+        print(f"{len(self)} ranks started afresh: models and variables of the old ones are lost")
+
+    def close(self) -> None:
+        """End the ranks and all processes that were started for them. Repeated calls do nothing.
+
+        Engines of a cluster that was passed to ``launch`` go on.
+        """
+        self._closing()
+
+    @property
+    def client(self) -> Any:
+        """The ipyparallel ``Client`` of the engines, which are not numbered as the ranks are."""
+        return self._client
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def __repr__(self) -> str:
+        alive = [engine.rank for engine in self._engines if engine.is_alive]
+        hosts = ", ".join(dict.fromkeys(engine.host for engine in self._engines))
+        ended = "" if len(alive) == len(self) else f", of which {len(self) - len(alive)} ended"
+        return f"<{len(self)} ranks on {hosts}{ended}>"
+
+    # ---- Running ---------------------------------------------------------------------------------
+
+    def run(self, work: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a function, or the code of a cell, on every rank; return rank 0's result.
+
+        Example::
+
+            model = ranks.run(load, "folder")         # def load(path): ...
+            ranks.run("tokens = torch.arange(24).reshape(2, 12)")
+
+        Collective: every rank runs it. Models and other objects that can't travel stay on the
+        ranks, and what is returned stands for them. A function defined in a notebook or script does
+        not see the variables of cells; pass what it needs.
+
+        Raises:
+            CellError: it failed on some rank. All ranks have ended it then.
+            KeyboardInterrupt: Ctrl-C; so have they.
+        """
+        if isinstance(work, str):
+            self.run_cell(work)
+            return None
+        return self.request(rank_process.call, work, args, kwargs)
+
+    def run_cell(self, code: str, ranks: Sequence[int] | None = None) -> None:
+        """Run code in the ranks' namespace and show what they print: what ``%%px`` does."""
+        engines = self._alive(self._engines if ranks is None else [self._engines[i] for i in ranks])
+        parts = [
+            self._client[engine.id].execute(code, silent=False, block=False) for engine in engines
+        ]
+        CellRun(parts, engines, self._grace_s).wait()
+
+    def request(self, function: Callable[..., Any], *args: Any, only_rank_0: bool = False) -> Any:
+        """Return ``function(*args)`` of the ranks, rank 0's result. What can't travel stays there,
+        and a `Remote` stands for it.
+        """
+        engines = self._alive(self._engines[:1] if only_rank_0 else self._engines)
+        self._num_requests += 1
+        new: dict[Reference, Any] = {}
+
+        def refer(value: Any) -> Reference | None:
+            if isinstance(value, remote.Remote):
+                return vars(value)["_reference"]
+            if not isinstance(value, rank_process.SHARED):
+                return None
+            reference = ("shared", self._number_of(value))
+            if reference[1] not in self._sent:
+                new[reference] = value
+            return reference
+
+        packer = Packer(refer)
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        request = Request(self._num_requests, (function, args), self._new_edits(), modes)
+        pickled = packer.pickle(request)
+        definitions: dict[Reference, bytes] = {}
+        while len(definitions) < len(new):
+            for reference in [one for one in new if one not in definitions]:
+                definitions[reference] = packer.pickle(new[reference], by_value=new[reference])
+        payload = packer.payload(self._shares_memory)
+        dropped, self._dropped = self._dropped, []
+        file = payload if isinstance(payload, MemoryFile) else None
+        try:
+            parcel: Parcel = (pickled, file.address if file else payload)
+            answer = self._call(engines, rank_process.handle, parcel, definitions, dropped)[0]
+        finally:
+            if file is not None:
+                file.close()
+        for (_, number), value in new.items():
+            self._sent[number] = getattr(value, "editing_function", None)
+        found = Unpacker(answer[1], self._object_of).unpickle(answer[0])
+        if isinstance(found, ByName):
+            return _KINDS[found.kind](self, ("name", found.name), found.summary)
+        return found
+
+    def _alive(self, engines: Sequence[Engine]) -> Sequence[Engine]:
+        """Return the engines; a CellError if a process of theirs has ended."""
+        ended = [engine.rank for engine in engines if not engine.is_alive]
+        if ended:
+            why = Failure("EndedError", "its process has ended", "", ended)
+            raise CellError([why], ended)
+        return engines
+
+    def _number_of(self, value: Any) -> int:
+        """Return the number by which both sides know a hook or an edit."""
+        if value not in self._numbers:
+            self._num_shared += 1
+            self._numbers[value] = self._num_shared
+            self._forget(value, ("shared", self._num_shared))
+        return self._numbers[value]
+
+    def _forget(self, value: Any, reference: Reference) -> None:
+        """Have the ranks drop what the reference stands for, once the object is not used here."""
+        weakref.finalize(value, self._dropped.append, reference).atexit = False
+
+    def _new_edits(self) -> list[tuple[HookFunction, Any]]:
+        """Return the hooks whose editing function was replaced here since they were sent."""
+        found = []
+        for value, number in self._numbers.items():
+            if not isinstance(value, HookFunction) or number not in self._sent:
+                continue
+            if self._sent[number] is not value.editing_function:
+                found.append((value, value.editing_function))
+                self._sent[number] = value.editing_function
+        return found
+
+    def _object_of(self, reference: Reference) -> Any:
+        if reference[0] == "shared":
+            return next(v for v, number in self._numbers.items() if number == reference[1])
+        _, held, kind, about = reference
+        value = _KINDS[kind](self, held, about)
+        self._forget(value, held)
+        return value
+
+    # ---- What is on the ranks --------------------------------------------------------------------
+
+    def __getitem__(self, name: str) -> Any:
+        return self.request(rank_process.read, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.request(rank_process.assign, name, value)
+
+    def wrap(self, model: str | remote.Remote, **settings: Any) -> remote.RemoteFlexModel:
+        """Make a FlexModel on every rank, and return a handle of it. Collective.
+
+        Example::
+
+            flex = ranks.wrap("model")
+            flex.register_forward_hook(HookFunction("model.layers.1.mlp"))
+            flex(tokens)
+            flex.output_ptr["model.layers.1.mlp"][0]
+
+        Args:
+            model: The name of a variable of the cells, or what ``ranks.run`` returned.
+            settings: Further arguments of FlexModel.
+        """
+        return self.request(rank_process.wrap, model, settings)
+
+    def memory(self) -> MemoryReport:
+        """Return the memory of each rank's process and device. Prints as a table."""
+        return MemoryReport(self._each(rank_report.memory))
+
+    def doctor(self) -> RanksReport:
+        """Compare the ranks' hosts, devices and versions, and try a collective. Collective."""
+        return RanksReport(self._each(rank_report.examine))
+
+    def _each(self, function: Callable[[], Any]) -> list[Any]:
+        """Return ``function()`` of each rank."""
+        return self._call(self._alive(self._engines), function)
+
+    def _call(self, engines: Sequence[Engine], function: Callable[..., Any], *args: Any) -> Any:
+        """Return ``function(*args)`` of each engine."""
+        parts = [self._client[engine.id].apply_async(function, *args) for engine in engines]
+        return CellRun(parts, engines, self._grace_s).wait()
