@@ -73,7 +73,8 @@ class HookExecutor:
         guard = communicator if stage is None else stage._communicator  # the model must not run
         self.function = function = UserFunction(guard, save_ctx, modules, self.observers)
         self.edits_on_all = edit_on == "all"
-        # Transfers are waited for at the end of a run or backward; those of a pipeline at once.
+        # Transfers are waited for at the end of a run or backward. Those of a pipeline at once:
+        # where one fails, its schedule goes on without the edit, which no graph may contain then.
         self._defers = not checks_edits
         self._path: EditPath
         if communicator.is_local:

@@ -12,6 +12,7 @@ from flex_model.distributed.bounded_store import BoundedStore
 from flex_model.distributed.transports import nccl, peer_buffers
 from flex_model.distributed.transports.transport import UnavailableError
 from tests.cuda.processes import run_ranks
+from tests.ops.test_ops import blocks, plan_of
 
 pytestmark = [
     pytest.mark.cuda,
@@ -106,6 +107,62 @@ def test_a_meeting_of_two_streams():
     torch.cuda.synchronize()
     assert state.tolist() == [0, 0]
     assert flags.tolist() == [[0, 19], [19, 0]]
+
+
+def test_waits_after_one_that_found_nobody_end_at_once():
+    """Blocks that run later, and what is queued behind them, do not wait once more."""
+    flags = torch.zeros(2, 2, dtype=torch.int32, device="cuda")
+    state = torch.zeros(2, dtype=torch.int32, pin_memory=True)
+    pads = [row.data_ptr() for row in flags]
+    start = time.monotonic()
+    for number, timeout_ms in ((1, 200), (2, 60_000), (3, 60_000)):
+        barrier = [0, number, timeout_ms, state.data_ptr(), *pads]
+        torch.ops.flex_model.peer_barrier(flags, barrier)
+    torch.cuda.synchronize()
+    assert time.monotonic() - start < 30
+    assert state.tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("num_shards", [2, 12, 60])
+@pytest.mark.parametrize("width", [64, 63, 5000])
+def test_a_copy_from_peers_waits_for_them(num_shards, width):
+    """Two ranks of one process, on two streams, of which one is late; few and many boxes."""
+    sizes, half = (num_shards, width), num_shards // 2
+    plan = plan_of(sizes, blocks(sizes, (list(range(1, num_shards)), [])), 2)
+    full = torch.randn(sizes).to(torch.bfloat16)
+    source, slots = full.cuda(), torch.zeros(sizes, dtype=torch.bfloat16, device="cuda")
+    flags = torch.zeros(2, 2, dtype=torch.int32, device="cuda")
+    state = torch.zeros(2, dtype=torch.int32, pin_memory=True)
+    pads, addresses = [row.data_ptr() for row in flags], [row.data_ptr() for row in slots]
+    pulled = [torch.zeros_like(source) for _ in range(2)]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for rank, (stream, part) in enumerate(zip(streams, (slice(half), slice(half, None)))):
+        with torch.cuda.stream(stream):
+            if rank == 1:
+                torch.cuda._sleep(200_000_000)
+            slots[part].copy_(source[part])
+            barrier = [rank, 1, 20_000, state.data_ptr(), *pads]
+            torch.ops.flex_model.pull_(pulled[rank], addresses, plan.code, half, barrier)
+    torch.cuda.synchronize()
+    assert state.tolist() == [0, 0]
+    assert all(torch.equal(each.cpu(), full) for each in pulled)
+
+
+def test_a_barrier_that_is_none_is_refused():
+    full = torch.zeros(2, 8, device="cuda")
+    state = torch.zeros(2, dtype=torch.int32, pin_memory=True)
+    pads = [full.data_ptr()] * 2
+    for barrier, message in [
+        ([0, 1, 200, state.data_ptr()], "`barrier` must have 4 entries and a signal pad per rank"),
+        ([2, 1, 200, state.data_ptr(), *pads], r"rank must be in \[0, 1\], got 2"),
+        ([0, 1, -1, state.data_ptr(), *pads], "the timeout of `barrier` must not be negative"),
+        ([0, 1, 200, 0, *pads], "its state not 0"),
+        ([0, 1, 200, state.data_ptr(), pads[0], 0], "the signal pad of rank 1 has no address"),
+        ([0, 1, 200, state.data_ptr(), *([pads[0]] * 129)], "expected at most 128 ranks, got 129"),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            torch.ops.flex_model.peer_barrier(full, barrier)
 
 
 def of_one_rank(kind, store, limit_s=20.0):

@@ -126,6 +126,8 @@ def test_a_rank_without_a_shard_needs_no_address():
     plan = GatherPlan([2], [[2], [0]], [(0, [0], [0], [2])], 4)
     full, pulled = random_tensor((2,)), torch.zeros(2)
     ops.pull_(pulled, [full.data_ptr(), 0], plan.code, 1)
+    with pytest.raises(RuntimeError, match="pull_: only GPUs have a `barrier`"):
+        ops.pull_(pulled, [full.data_ptr(), 0], plan.code, 1, [0, 1, 1, 1, 1])
     assert torch.equal(as_bytes(pulled), as_bytes(full))
     ops.copy_to_host(torch.zeros(0), 0, plan.code, 1, "auto")
 
