@@ -122,6 +122,7 @@ def test_ctrl_c_in_a_collective_ends_the_ranks_in_it(notebook):
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.slow  # it starts ranks afresh once more
 def test_a_killed_rank_ends_the_cell(notebook):
     notebook.run("ranks.restart()")
     pids = notebook.run("%%px\nimport os\nprint(os.getpid())")
