@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import json
 import os
@@ -24,6 +25,7 @@ from flex_model.distributed.bounded_store import BoundedStore
 from flex_model.distributed.hosts import Hosts, Offer, Settings, hosts_of, share
 from flex_model.distributed.page_locks import PageLocks
 from flex_model.distributed.rendezvous import Rendezvous
+from flex_model.distributed.roll_call import RollCall
 from flex_model.distributed.transports import host_copies
 from flex_model.errors import HookError
 
@@ -85,6 +87,11 @@ class PrivateGroup:
     def size(self) -> int:
         return len(self.ranks)
 
+    @functools.cached_property
+    def roll_call(self) -> RollCall:
+        """Finds the ranks that are gone."""
+        return RollCall(self.bounded_store, self.rank, self.size)
+
     @property
     def compared_ranks(self) -> list[int]:
         """The ranks with whose notices this one compares its own: on several hosts its neighbours,
@@ -93,6 +100,11 @@ class PrivateGroup:
         if self._board is not None:
             return [rank for rank in range(self.size) if rank != self.rank]
         return sorted({(self.rank + step) % self.size for step in (-1, 1)})
+
+    @property
+    def connected_ranks(self) -> list[int]:
+        """The ranks that gloo connects: the first ones of the hosts, or all."""
+        return list(range(self.size)) if self.hosts.here is None else self.hosts.leaders
 
     @property
     def awaited_ranks(self) -> list[int]:
@@ -297,7 +309,12 @@ def acquire(
     if held:
         _groups[ranks, held].release()
     offers = [Offer(*row[2]) for row in rows]
-    group = _make(connecting.of(str(number)), number, settings, offers)
+    made = connecting.of_group(number)
+    try:
+        group = _make(made, number, settings, offers)
+    except BaseException as error:  # such as Ctrl-C: the others must not wait for this rank
+        made.tell(error)
+        raise
     _groups[ranks, number] = group
     group.retain()
     return group, number
@@ -381,7 +398,10 @@ def _across_hosts(
         reason, places, text = error.args
         ranks_here = hosts.ranks_of(hosts.names[meeting.me])
         ranks = [meeting.ranks[ranks_here[place]] for place in places]
-        raise meeting.failure(text or f"global ranks {ranks}: {reason}") from None
+        what = "ended or died" if reason == "dead" else "did not answer in time"
+        if text:  # of the first rank of this host
+            raise HookError(text) from None
+        raise meeting.failure(f"global ranks {ranks} {what}") from None
     return leaders, here if rows[0][0] else None
 
 
